@@ -18,7 +18,7 @@ from kvjax.quantise import DtypesLike
 from kvjax.schedule import When
 from models import selecting
 from models.decoder import Decoder
-from models.layer_caches import AnyCache, stacked_up
+from models.layer_caches import stacked, stacked_up
 from models.plan import checked_budget, kept_of
 from models.scorer import Scorer
 from models.selecting import Cache
@@ -59,7 +59,7 @@ class Answers(NamedTuple):
 def ask(
     model: Decoder,
     tokenizer: Tokenizer,
-    document: str | AnyCache,
+    document: str | Cache,
     questions: str | Sequence[str],
     *,
     policy: Policy | str | None = POLICY,
@@ -128,7 +128,7 @@ def ask(
         )  # fmt: skip
         seconds = time.monotonic() - begun
     else:
-        cache, seconds = document, 0.0
+        cache, seconds = stacked(document), 0.0
     kept = kept_of(model, cache, None, 1)
     answers, took = [], []
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -148,7 +148,7 @@ def ask(
         took.append(time.monotonic() - begun)
     tokens = int(kept.start[0])
     full = full_cache_bytes(model, tokens, kept.dtypes)
-    return Answers(answers, stacked_up(cache), tokens, cache.nbytes, full, max(peak, cache.nbytes), seconds, took)
+    return Answers(answers, cache, tokens, cache.nbytes, full, max(peak, cache.nbytes), seconds, took)
 
 
 def _read(

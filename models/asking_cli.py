@@ -17,7 +17,7 @@ import models
 from models import commands, hosts, provenance
 from models.asking import BUDGET, POLICY, Answers, ask, checked
 from models.cli import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
-from models.sizes import sizes_in_words
+from models.sizes import policy_in_words, sizes_in_words
 from models.terminal import Screen
 
 EXAMPLES = """examples:
@@ -90,20 +90,20 @@ def _ask(flags: argparse.Namespace) -> None:
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     scorer = None if flags.scorer is None else models.load_scorer(flags.scorer, model)
     screen, settings = Screen(), run_settings(flags)
-    of_read = dict(policy=policy, budget=budget, when=flags.when, scorer=scorer)
-    shared = dict(system=flags.system, plain=flags.plain, **settings)
+    of_read: dict[str, Any] = dict(policy=policy, budget=budget, when=flags.when, scorer=scorer)
+    shared: dict[str, Any] = dict(system=flags.system, plain=flags.plain, **settings)
     with warnings.catch_warnings(), screen.compiling():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_, **__: screen.say(f"warning: {message}")
         if flags.load is None:
             name = "full" if policy is None else policy.name
-            screen.say(f"{flags.model}, {_in_words(name, budget)}")
+            screen.say(f"{flags.model} · {policy_in_words(name, budget)}")
             show = lambda done, total: screen.note(f"reading: {done:,} of {total:,} tokens")  # noqa: E731
             found = ask(model, tokenizer, document, [], on_block=show, **of_read, **shared)
         else:
             info = kvjax.cache_info(flags.load)
             name, budget = info["policy"] or "full", info["budget"]
-            screen.say(f"{flags.model}, {_in_words(name, budget)}")
+            screen.say(f"{flags.model} · {policy_in_words(name, budget)}")
             cache = kvjax.load_cache(flags.load, model=models.fingerprint(model))
             found = ask(model, tokenizer, cache, [], **shared)
         if flags.save is not None:
@@ -111,7 +111,8 @@ def _ask(flags: argparse.Namespace) -> None:
             kvjax.save_cache(flags.save, found.cache, **made_with)
         read = f" in {found.seconds:.1f} s" if flags.load is None else ""
         screen.say(f"{found.document_tokens:,} tokens{read} · cache {_sizes(found)}")
-        records, peak = [], found.peak_cache_bytes
+        records: list[dict[str, Any]] = []
+        peak = found.peak_cache_bytes
         for number, question in enumerate(_questions(flags)):
             key = jax.random.fold_in(jax.random.key(flags.seed), number)
             if flags.question is not None and not flags.json:
@@ -150,14 +151,6 @@ def _questions(flags: argparse.Namespace) -> Iterator[str]:
             return
         if line.strip():
             yield line
-
-
-def _in_words(policy: str, budget: int | float | None) -> str:
-    if budget is None:
-        return f"{policy}: keeps all tokens"
-    return f"{policy}: keeps " + (
-        f"{budget:.0%} of the tokens" if isinstance(budget, float) else f"{budget:,} tokens per head"
-    )
 
 
 def _sizes(found: Answers) -> str:

@@ -27,7 +27,11 @@ from kvjax.quantise import check_dtypes
 from models import commands, selecting
 from models.cli import add_run_flags, run_settings
 from models.layer_caches import AnyCache
+from models.load import published_sampling
 from models.plan import kept_of
+from models.sampling import Repetition, Sampling
+from models.sizes import full_cache_bytes, policy_in_words, sizes_in_words
+from models.terminal import Screen
 
 POLICY, BUDGET = "snapkv+caote", 1024
 EXAMPLES = """examples:
@@ -36,13 +40,15 @@ EXAMPLES = """examples:
   python -m models.chat smollm2 --load talk.cache
 
 in the conversation:
-  /keep FILE   write the conversation's cache into a file
+  /save FILE   write the conversation's cache into a file
   /load FILE   continue the conversation of a file
-  /new         start a new conversation
+  /forget      start a new conversation
+  /memory      say what the cache holds, and what it takes
   /help        list the commands
   /quit        leave, as Ctrl-D does; Ctrl-C ends an answer
 """
-COMMANDS = "/keep FILE, /load FILE, /new, /help and /quit"
+COMMANDS = "/save FILE, /load FILE, /forget, /memory, /help and /quit"
+OLDER = {"/keep": "/save", "/new": "/forget"}  # names that are still understood
 ANSWER = "kvjaxanswerstandshere"  # a placeholder that shows what a template puts after an answer
 
 
@@ -63,6 +69,7 @@ class Conversation:
         budget: tokens that each head keeps, if there is a policy.
         seed: the random seed for a temperature above 0.
         system: the text of the system message.
+        may_repeat: whether an answer goes on that says the same three times or more; by default it is ended there.
         settings: further arguments of :func:`models.stream`.
 
     Raises:
@@ -82,6 +89,8 @@ class Conversation:
     before: Memory  # as of before the last turn
     turn: list[dict[str, str]]  # the last message and its answer, which ``before`` lacks
     told: str  # that turn as it was fed to the model
+    repeated: bool  # whether the last answer was ended because it repeated itself
+    peak_nbytes: int  # the size of the largest cache so far; that of the turn before is kept, too
 
     def __init__(
         self,
@@ -92,18 +101,20 @@ class Conversation:
         budget: int | float | None = None,
         seed: int = 0,
         system: str | None = None,
+        may_repeat: bool = False,
         **settings: Any,
     ):
         self.model, self.tokenizer, self.key = model, tokenizer, jax.random.key(seed)
         self.policy, self.budget, self.settings = models.with_repeat_prompt(policy, tokenizer), budget, settings
         self.projection = models.output_projection(model, policy)
         self.system = [] if system is None else [_message("system", system)]
-        self.stopped = False
+        self.may_repeat, self.stopped, self.repeated = may_repeat, False, False
         self.forget()
         self._stream([0], None)  # checks the arguments; nothing runs yet
 
     def forget(self) -> None:
         """Start a new conversation."""
+        self.peak_nbytes = 0
         self._go_on_from(Memory())
 
     @property
@@ -121,6 +132,11 @@ class Conversation:
         """Return the size of the cache in bytes."""
         return 0 if self.now.cache is None else self.now.cache.nbytes
 
+    @property
+    def full_nbytes(self) -> int:
+        """Return the size of a cache that holds all tokens of the conversation, in bytes."""
+        return full_cache_bytes(self.model, self.seen, self.settings.get("cache_dtype"))
+
     def answer(self, text: str) -> Iterator[str]:
         """Yield the answer to a message in pieces, one per token as it comes; "" where it completes no text.
 
@@ -131,14 +147,15 @@ class Conversation:
             ValueError: the template or the model rejects the message.
             KeyboardInterrupt: :meth:`stop` was called before the answer began.
         """
-        self.stopped = False
-        said = self._take(text)
+        self.stopped = self.repeated = False
+        said, again = self._take(text), Repetition()
         now, end, pieces, answer, last = self.now, self.model.config.eos, self.tokenizer.stream(), "", -1
         for last, cache in self._stream([*now.pending, *self._encode(said)], now.cache):
             now = Memory(cache, (last,))
             answer += (piece := "" if last in end else pieces.add(last))
             yield piece
-            if self.stopped:
+            self.repeated = not self.may_repeat and again.add(last)
+            if self.stopped or self.repeated:
                 break
         answer += (piece := pieces.finish())
         # The template itself ends an answer, so the end token is not fed; the last token of a stopped answer is.
@@ -158,7 +175,7 @@ class Conversation:
             ValueError: there is nothing to keep yet, or the file exists and holds something else.
         """
         if self.now.cache is None:
-            raise ValueError("nothing has been said yet; send a message before /keep.")
+            raise ValueError("nothing has been said yet; send a message before /save.")
         if Path(path).exists():
             try:
                 kvjax.cache_info(path)
@@ -188,6 +205,7 @@ class Conversation:
     def _go_on_from(self, memory: Memory) -> None:
         """Continue from a memory; its last turn is never fed again."""
         self.before = self.now = memory
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         self.turn, self.told = [], ""
 
     def _take(self, text: str) -> str:
@@ -201,7 +219,9 @@ class Conversation:
         if self.turn:
             whole = self._rendered(self.before, [*self.turn, message])
             if not whole.endswith(said):
-                raise ValueError("the chat template renders each turn differently, so no cache can continue; use /new.")
+                raise ValueError(
+                    "the chat template renders each turn differently, so no cache can continue; use /forget."
+                )
             settled = whole.removesuffix(said)
             again = settled != self.told
             self._go_on_from(Memory(self._feed(self.before, settled)) if again else self.now)
@@ -214,7 +234,7 @@ class Conversation:
         held = [_message("user", "?"), _message("assistant", ANSWER)]
         _, mark, behind = self.tokenizer.chat([*self.system, *held, *messages]).partition(ANSWER)
         if not mark:
-            raise ValueError("the chat template leaves earlier answers out, so no cache can continue; use /new.")
+            raise ValueError("the chat template leaves earlier answers out, so no cache can continue; use /forget.")
         return behind
 
     def _encode(self, text: str) -> list[int]:
@@ -238,9 +258,18 @@ class Conversation:
                 key=jax.random.fold_in(self.key, self.seen),
                 projection=self.projection,
                 on_block=self._give_up,
+                on_cache=self._measure,
                 **self.settings | settings,
             )
-        return ((int(token[0]), cache) for token, cache in steps)
+        return self._measured(steps)
+
+    def _measured(self, steps: Iterator[tuple[Any, AnyCache]]) -> Iterator[tuple[int, AnyCache]]:
+        for token, cache in steps:
+            self._measure(cache)
+            yield int(token[0]), cache
+
+    def _measure(self, cache: AnyCache) -> None:
+        self.peak_nbytes = max(self.peak_nbytes, cache.nbytes)
 
     def _give_up(self, done: int, total: int) -> None:
         """Abort a turn that was stopped before its answer began."""
@@ -265,9 +294,13 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--system", help="the text of the system message (default: that of the chat template)")
     flags.add_argument(
         "--load", metavar="FILE",
-        help="continue a conversation that /keep wrote, with its policy and budget (default: a new conversation)",
+        help="continue a conversation that /save wrote, with its policy and budget (default: a new conversation)",
     )  # fmt: skip
-    add_run_flags(flags, max_new_tokens=512)
+    flags.add_argument(
+        "--may-repeat", action="store_true",
+        help="let an answer go on that says the same three times or more (default: it is ended)",
+    )  # fmt: skip
+    add_run_flags(flags, max_new_tokens=512, published=True)
     commands.add_import_flag(flags)
     commands.add_cache_flag(flags)
     return flags
@@ -280,46 +313,73 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _chat(flags: argparse.Namespace) -> None:
     policy, budget = _checked(flags)  # before the weights are read
+    sampling = _sampling(flags)
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
+    screen = Screen()
     if tokenizer.chat_template is None:
         if flags.system is not None:
             raise ValueError(f"{flags.model} has no chat template, so it takes no system message; leave --system out.")
-        _say("this model has no chat template: it continues your text as it is.")
+        screen.say("this model has no chat template: it continues your text as it is.")
     talk = Conversation(
-        model, tokenizer, policy=policy, budget=budget, seed=flags.seed, system=flags.system, **run_settings(flags)
-    )
+        model, tokenizer, policy=policy, budget=budget, seed=flags.seed, system=flags.system,
+        may_repeat=flags.may_repeat, **run_settings(flags) | sampling._asdict(),
+    )  # fmt: skip
+    screen.say(f"{flags.model} · {policy_in_words(policy, budget)} · {_sampling_in_words(sampling)}")
     if flags.load is not None:
-        _command(talk, f"/load {flags.load}")
+        _command(talk, f"/load {flags.load}", screen)
     shown = sys.stdin.isatty()
     if shown:
         with contextlib.suppress(ImportError):  # readline gives input() a history, and makes a pasted text one message
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")
-        _say(f"{COMMANDS}; Ctrl-C ends an answer.")
-    while True:
-        try:
-            line = input("> " if shown else "")
-            if line.strip() == "/quit":
-                return
-            if line.startswith("/"):
-                _command(talk, line)
-            elif line.strip():
-                _turn(talk, line)
-        except EOFError:
-            return
-        except BrokenPipeError:
+        screen.say(f"{COMMANDS}; Ctrl-C ends an answer.")
+    with screen.compiling():
+        while _next(talk, screen, shown):
+            pass
+
+
+def _next(talk: Conversation, screen: Screen, shown: bool) -> bool:
+    """Answer one line of the user, and tell whether there may be another."""
+    try:
+        line = input("> " if shown else "")
+        if line.strip() == "/quit":
+            return False
+        if line.startswith("/"):
+            _command(talk, line, screen)
+        elif line.strip():
+            _turn(talk, line, screen)
+    except EOFError:
+        return False
+    except BrokenPipeError:
+        raise
+    except UnicodeDecodeError:
+        screen.say("error: this line is not UTF-8 text.")
+    except (ValueError, OSError) as error:
+        screen.say(f"error: {commands.sentence(error)}")
+    except KeyboardInterrupt:
+        if not shown:
             raise
-        except UnicodeDecodeError:
-            _say("error: this line is not UTF-8 text.")
-        except (ValueError, OSError) as error:
-            _say(f"error: {commands.sentence(error)}")
-        except KeyboardInterrupt:
-            if not shown:
-                raise
-            print(flush=True)
-            _say("/quit or Ctrl-D leaves.")
+        print(flush=True)
+        screen.say("/quit or Ctrl-D leaves.")
+    return True
+
+
+def _sampling(flags: argparse.Namespace) -> Sampling:
+    """Return the sampling of the flags; where they name no temperature, that of the model's authors."""
+    if flags.temperature is not None:
+        return Sampling(flags.temperature, flags.top_k, flags.top_p)
+    own = published_sampling(flags.model)
+    given = {name: getattr(flags, name) for name in ("top_k", "top_p") if getattr(flags, name) is not None}
+    return own._replace(**given)
+
+
+def _sampling_in_words(sampling: Sampling) -> str:
+    if not sampling.temperature:
+        return "the most likely tokens"
+    limits = {name: value for name, value in sampling._asdict().items() if value is not None}
+    return ", ".join(f"{name} {value:g}" for name, value in limits.items())
 
 
 def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | float | None]:
@@ -338,7 +398,7 @@ def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | floa
     return policy, budget
 
 
-def _turn(talk: Conversation, text: str) -> None:
+def _turn(talk: Conversation, text: str, screen: Screen) -> None:
     """Print an answer as it comes, then the size of the conversation."""
 
     def stop(*_: Any) -> None:
@@ -351,34 +411,38 @@ def _turn(talk: Conversation, text: str) -> None:
     try:
         for piece in talk.answer(text):
             times.append(time.monotonic())
-            print(piece, end="", flush=True)
+            screen.write(piece)
     except KeyboardInterrupt:
-        _say("stopped; the conversation is as it was before this message.")
+        screen.say("stopped; the conversation is as it was before this message.")
         return
     finally:
         signal.signal(signal.SIGINT, before)
-    print(flush=True)
+    screen.end()
+    if talk.repeated:
+        screen.say("ended, as the answer repeated itself; --may-repeat lets it go on.")
     *times, _ = times  # the last piece is not a token, but the rest of the text
     rate = f" · {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
-    _say(_status(talk) + rate)
+    screen.say(_status(talk) + rate)
 
 
-def _command(talk: Conversation, line: str) -> None:
+def _command(talk: Conversation, line: str, screen: Screen) -> None:
     name, _, rest = line.strip().partition(" ")
-    path = os.path.expanduser(rest.strip())
-    if name in ("/keep", "/load") and not path:
+    name, path = OLDER.get(name, name), os.path.expanduser(rest.strip())
+    if name in ("/save", "/load") and not path:
         raise ValueError(f"{name} needs the name of a file, such as talk.cache.")
-    if name == "/keep":
+    if name == "/save":
         talk.keep(path)
-        _say(f"kept in {path}: {_status(talk)}")
+        screen.say(f"saved in {path}: {_status(talk)}")
     elif name == "/load":
         talk.load(path)
-        _say(f"{path}: {_status(talk)}")
-    elif name == "/new":
+        screen.say(f"{path}: {_status(talk)}")
+    elif name == "/forget":
         talk.forget()
-        _say("new conversation.")
+        screen.say("forgotten; this is a new conversation.")
+    elif name == "/memory":
+        screen.say(f"{policy_in_words(talk.policy, talk.budget)} · {_status(talk)}")
     elif name == "/help":
-        _say(f"{COMMANDS}; Ctrl-C ends an answer.")
+        screen.say(f"{COMMANDS}; Ctrl-C ends an answer.")
     else:
         raise ValueError(
             f"unknown command {name[:60]}; expected {COMMANDS}. Put a space in front to send it as a message."
@@ -390,11 +454,10 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def _status(talk: Conversation) -> str:
-    return f"{talk.seen:,} tokens seen · {talk.held:,} held · {talk.nbytes / 2**20:.2f} MiB"
-
-
-def _say(text: str) -> None:
-    print(f"[{text}]", file=sys.stderr, flush=True)
+    if talk.now.cache is None:
+        return "nothing seen yet"
+    sizes = sizes_in_words(talk.nbytes, talk.full_nbytes, talk.peak_nbytes)
+    return f"{talk.seen:,} tokens seen · {talk.held:,} held · {sizes}"
 
 
 if __name__ == "__main__":

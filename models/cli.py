@@ -23,6 +23,7 @@ from kvjax.schedule import moments
 from models import commands, hosts, provenance, selecting
 from models.plan import checked_budget
 from models.programs import make_room
+from models.sizes import full_cache_bytes, sizes_in_words
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
@@ -281,7 +282,7 @@ def _answer(
     context = tokenizer.encode(prompt, add_special_tokens=not flags.chat)
     question = [] if request.question is None else tokenizer.encode(request.question, add_special_tokens=False)
     tokens = [*context, *question]
-    clock, pieces, generated, cache_bytes = _Clock(), tokenizer.stream(), [], 0
+    clock, pieces, generated, sizes = _Clock(), tokenizer.stream(), [], []
     asks = request.line is None or _predictor_asked(flags, request)
     policy = models.with_repeat_prompt(request.policy, tokenizer)
     scored = request.line is None or (policy is not None and policy.needs.score)
@@ -297,11 +298,12 @@ def _answer(
         when=flags.when,
         question=len(question),
         on_block=clock.block,
+        on_cache=lambda cache: sizes.append(cache.nbytes),
         **run_settings(flags),
         key=jax.random.key(flags.seed),
     ):
         clock.token()
-        cache_bytes = cache.nbytes
+        sizes.append(cache.nbytes)
         generated.append(int(token[0]))
         if generated[-1] not in model.config.eos:
             show(pieces.add(generated[-1]))
@@ -321,7 +323,9 @@ def _answer(
         "prefill_tokens_per_second": clock.prefill_rate(),
         "decode_tokens_per_second": clock.decode_rate(),
         "compile_seconds": clock.compile_seconds(),
-        "cache_bytes": cache_bytes,
+        "cache_bytes": sizes[-1],
+        "full_cache_bytes": full_cache_bytes(model, len(tokens) + len(generated) - 1, flags.cache_dtype),
+        "peak_cache_bytes": max(sizes),
         "text": tokenizer.decode(generated),
         "tokens": generated,
     }
@@ -347,10 +351,11 @@ def _in_words(flags: argparse.Namespace, figures: dict[str, Any]) -> str:
     share, selected = figures["read_share"], ""
     if share is not None:
         selected = f"{flags.select}, budget {figures['budget']:,}, reads at most {share:.1%} of the tokens · "
+    sizes = sizes_in_words(figures["cache_bytes"], figures["full_cache_bytes"], figures["peak_cache_bytes"])
     return (
         f"[{figures['prompt_tokens']:,} tokens in, {_rate(figures['prefill_tokens_per_second'])} · "
         f"{figures['new_tokens']:,} out, {_rate(figures['decode_tokens_per_second'])} · "
-        f"cache {figures['cache_bytes'] / 2**20:.2f} MiB · {selected}"
+        f"cache {sizes} · {selected}"
         f"first block and first step, with compilation, {figures['compile_seconds']:.1f} s]"
     )
 

@@ -200,6 +200,23 @@ def open_file(file: Path) -> Checkpoint:
     return Checkpoint(file, "metadata", config, tokenizer, tensors, NAMES, IGNORED)
 
 
+def read_sampling(file: Path) -> dict[str, Any]:
+    """Read the temperature, top_k and top_p that a GGUF file names, {} where it names no temperature.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from models.gguf import read_sampling
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
+        >>> _ = file.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))  # no tensors, no keys
+        >>> read_sampling(file)
+        {}
+    """
+    metadata, _ = _header(file)
+    names = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
+    said = {name: metadata.get(f"general.sampling.{key}") for name, key in names.items()}
+    return {} if said["temperature"] is None else said
+
+
 # The header
 
 

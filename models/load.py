@@ -39,6 +39,7 @@ from models.parameters import (
     tensor_names,
     tensor_of,
 )
+from models.sampling import Sampling, check_sampling
 from models.tokenizer import Tokenizer, read_object
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -341,6 +342,44 @@ def read_config(folder: Path) -> Config:
         return from_hugging_face(raw)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def published_sampling(path: str | Path, revision: str | None = None) -> Sampling:
+    """Read how a model's authors choose its tokens: greedily, unless its files say that tokens are drawn.
+
+    A folder says so in generation_config.json ("do_sample"), a GGUF file by "general.sampling.temp".
+
+    Args:
+        path, revision: see :func:`load`.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: a file cannot be used, or names settings that no sampling has.
+
+    Example:
+        >>> from models.load import published_sampling
+        >>> published_sampling("retriever")
+        Sampling(temperature=0.0, top_k=None, top_p=None)
+    """
+    found = _find(path, revision)
+    if found.is_file():
+        from models.gguf import read_sampling
+
+        said = read_sampling(found)
+    else:
+        found = found / "generation_config.json"
+        said = read_object(found)
+        if not said.get("do_sample"):
+            return Sampling()
+    if not said:
+        return Sampling()
+    top_k, top_p = said.get("top_k"), said.get("top_p")
+    off = isinstance(top_k, int) and top_k <= 0
+    temperature = said.get("temperature", 1.0)
+    try:
+        return check_sampling(temperature, None if off else top_k, top_p, jax.random.key(0))
+    except ValueError as error:
+        raise ValueError(f"{found}: {error} To choose tokens otherwise, give a temperature.") from None
 
 
 def parse_mesh(text: str) -> Mesh:

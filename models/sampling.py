@@ -7,6 +7,7 @@ from typing import NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.checks import check_count, check_types, shown
@@ -44,6 +45,31 @@ def sample(logits: Float[Array, "B V"], key: Array | None, sampling: Sampling) -
         scaled = jnp.where(rank < jnp.maximum(needed, 1), scaled, -jnp.inf)
     assert key is not None
     return jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
+
+
+class Repetition:
+    """Finds an answer that says the same again and again.
+
+    Args:
+        least: so many last tokens must repeat those before them.
+        longest: the most tokens of what is repeated.
+
+    Example:
+        >>> from models.sampling import Repetition
+        >>> said = Repetition(least=4)
+        >>> [said.add(token) for token in [7, 1, 2, 1, 2, 1, 2, 3]]
+        [False, False, False, False, False, False, True, False]
+    """
+
+    def __init__(self, least: int = 32, longest: int = 256):
+        self.least, self.last = np.maximum(2 * np.arange(1, longest + 1), least), np.full(longest, -1)
+        self.same = np.zeros(longest, int)  # for each distance, the number of last tokens that equal those before
+
+    def add(self, token: int) -> bool:
+        """Tell whether the last tokens say the same three times or more, with a further token."""
+        self.same = np.where(self.last == token, self.same + 1, 0)
+        self.last = np.concatenate([[token], self.last[:-1]])
+        return bool((self.same >= self.least).any())
 
 
 def check_end(config: Config, end: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -28,16 +28,18 @@ class Screen:
         >>> screen = Screen(width=12)
         >>> for piece in ["The river", " was ca", "lm, and", " cold"]:
         ...     screen.write(piece)
-        >>> screen.end()
         The river
         was calm,
-        and cold
+        and
+        >>> screen.end()
+         cold
     """
 
     def __init__(self, width: int | None = None):
         if width is None and sys.stdout.isatty():
             width = shutil.get_terminal_size().columns
-        self.width, self.column, self.word = width, 0, ""
+        self.width, self.column = width, 0
+        self.word = self.gap = ""  # the last word, and the blanks before it
         self.notes, self.noted = sys.stderr.isatty(), False
 
     def write(self, piece: str) -> None:
@@ -54,11 +56,10 @@ class Screen:
                     self._put_word()
                 continue
             self._put_word()
-            if part == "\n" or self.column + 1 > self.width:
+            if part == "\n":
                 self._break()
             else:
-                print(part, end="")
-                self.column += 1
+                self.gap += part
         sys.stdout.flush()
 
     def end(self) -> None:
@@ -70,6 +71,8 @@ class Screen:
     def say(self, text: str) -> None:
         """Print a line of figures in brackets, on standard error."""
         self.clear()
+        if self.column or self.word:
+            self.end()
         print(f"[{text}]", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
@@ -103,15 +106,18 @@ class Screen:
             self.clear()
 
     def _put_word(self) -> None:
-        columns = sum(map(_columns, self.word))
+        if not self.word:
+            return
+        columns = sum(map(_columns, self.gap + self.word))
         if self.width is not None and self.column and self.column + columns > self.width:
             self._break()
-        print(self.word, end="")
-        self.word, self.column = "", self.column + columns
+        print(self.gap + self.word, end="")
+        self.column += sum(map(_columns, self.gap + self.word))
+        self.word = self.gap = ""
 
     def _break(self) -> None:
         print()
-        self.column = 0
+        self.column, self.gap = 0, ""
 
 
 def _columns(character: str) -> int:

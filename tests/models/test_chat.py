@@ -96,6 +96,7 @@ class Seen(NamedTuple):
     """In a cache's place: all tokens that it has met."""
 
     tokens: tuple[int, ...]
+    nbytes: int = 0
 
     @property
     def next_position(self):
@@ -168,7 +169,7 @@ def test_a_template_that_cannot_go_on_says_so(template, said, sentence, monkeypa
     for _ in range(said):
         say(talk, "more")
     before = talk.now
-    with pytest.raises(ValueError, match=f"{sentence}.*/new"):
+    with pytest.raises(ValueError, match=f"{sentence}.*/forget"):
         say(talk, "more")
     assert talk.now is before
     talk.forget()
@@ -286,7 +287,7 @@ def test_a_terminal_is_told_what_there_is(monkeypatch, capsys):
     assert chat.main(["retriever", *SMALL]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("> ")
-    assert err.count("/keep FILE, /load FILE, /new, /help and /quit; Ctrl-C ends an answer.") == 2
+    assert err.count("/save FILE, /load FILE, /forget, /memory, /help and /quit; Ctrl-C ends an answer.") == 2
 
 
 def test_plain_text_goes_on_where_there_is_no_template(monkeypatch, capsys):
@@ -302,16 +303,16 @@ def test_plain_text_goes_on_where_there_is_no_template(monkeypatch, capsys):
 
 def test_what_was_kept_goes_on_elsewhere(monkeypatch, capsys, tmp_path):
     file = str(tmp_path / "talk.cache")
-    lines = ["The code of amber falcon is 4719.", f"/keep {file}", "What is the code of amber falcon? Answer:"]
+    lines = ["The code of amber falcon is 4719.", f"/save {file}", "What is the code of amber falcon? Answer:"]
     code, out, err = run(monkeypatch, capsys, [*lines, "/quit", "never"], *SMALL)
-    assert code == 0 and f"kept in {file}" in err
+    assert code == 0 and f"saved in {file}" in err
     assert "> " not in out and "Ctrl-C" not in err, "a pipe gets answers alone"
-    assert len(re.findall(r"\[\d+ tokens seen · \d+ held · \d\.\d\d MiB · [\d.]+ tokens/s\]\n", err)) == 2
+    assert len(re.findall(r"\[\d+ tokens seen · \d+ held · \d\.\d\d .*, peak \d\.\d\d · [\d.]+ tokens/s\]\n", err)) == 2
     _, said, _ = run(monkeypatch, capsys, ["Something else.", f"/load {file}", lines[2]], *SMALL)
     assert said.split("\n")[1] == out.split("\n")[1]
     more = [lines[2], f"/keep {file}"]  # its own file may be written again
     _, said, err = run(monkeypatch, capsys, more, "--load", file, *SMALL[4:])
-    assert said == out.split("\n", 1)[1] and f"kept in {file}" in err
+    assert said == out.split("\n", 1)[1] and f"saved in {file}" in err
 
 
 def test_an_error_in_a_turn_is_one_sentence_and_the_conversation_goes_on(monkeypatch, capsys, tmp_path):

@@ -1,0 +1,113 @@
+"""`models.ask`: the document is read once, and each question answered as if it were the only one."""
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from models import asking_cli
+from models.asking import _Form
+from tests.models.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, model, tokenizer_of  # noqa: F401
+
+DOCUMENT, QUESTIONS = "The river was calm. " * 6, ["Who?", "Where was it?"]
+SETTINGS = dict(block=16, max_new_tokens=9)
+
+
+@pytest.mark.parametrize("policy", ["snapkv(window=4)+caote", "h2o@adakv"])  # a plain cache, and a paged one
+def test_each_answer_is_that_of_the_whole_prompt(model, policy):  # noqa: F811
+    tokenizer, made = tokenizer_of(CHATML), dict(policy=policy, budget=48)
+    found = models.ask(model, tokenizer, DOCUMENT, QUESTIONS, **made, **SETTINGS)
+    assert found.cache_bytes == found.cache.nbytes < found.full_cache_bytes
+    assert found.cache_bytes < found.peak_cache_bytes
+    for question, answer in zip(QUESTIONS, found.answers, strict=True):
+        whole = tokenizer.chat([{"role": "user", "content": f"{DOCUMENT.strip()}\n\n{question}"}])
+        head, tail = whole.split(DOCUMENT.strip())
+        parts = [tokenizer.encode(text, add_special_tokens=False) for text in (head + DOCUMENT.strip(), tail)]
+        assert found.document_tokens == len(parts[0])
+        settings = dict(question=len(parts[1]), evict_every=0, **made, **SETTINGS)
+        steps = [int(token[0]) for token, _ in models.stream(model, [parts[0] + parts[1]], **settings)]
+        assert answer == tokenizer.decode([token for token in steps if token not in CONFIG.eos])
+    again = models.ask(model, tokenizer, found.cache, QUESTIONS[1], **SETTINGS)
+    assert again.answers == found.answers[1:] and (again.seconds, again.cache_bytes) == (0, found.cache_bytes)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, None])
+@pytest.mark.parametrize("system", [None, "Be kind."])
+def test_document_and_question_are_the_text_of_the_template(template, system):
+    tokenizer = tokenizer_of(template)
+    if template is None and system is not None:
+        with pytest.raises(ValueError, match="a system message needs a chat template"):
+            _Form.of(tokenizer, system, False)
+        return
+    form = _Form.of(tokenizer, system, False)
+    tokens = form.document(" A text.\n") + form.question("Why? ")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": "A text.\n\nWhy?"})
+    whole = "A text.\n\nWhy?" if template is None else tokenizer.chat(messages)
+    assert tokens == tokenizer.encode(whole, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "document", "sentence"),
+    [
+        ("{{ bos_token }}", "A text.", "does not give a user's message as it is, once"),
+        ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "A text.", "as it is, once"),
+        (WITHOUT_THOUGHTS, "Why?</think> So.", "the chat template changes this document"),
+        (CHATML, " \n", "the document is empty"),
+    ],
+)
+def test_a_template_that_cannot_be_cut_says_so(template, document, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        _Form.of(tokenizer_of(template), None, False).document(document)
+
+
+def test_a_command_asks_a_file_and_what_it_saved(tmp_path, capsys, monkeypatch):
+    text, kept = tmp_path / "text.txt", tmp_path / "text.cache"
+    text.write_text("The code of amber falcon is 4719. The river was calm. The code of silver anchor is 0382.")
+    asked = [
+        f"Question: what is the code of {x}? Answer: the code of {x} is" for x in ("amber falcon", "silver anchor")
+    ]
+    flags = ["--policy", "keydiff", "--budget", "24", "--block", "16", "--max-new-tokens", "4"]
+    read = ["retriever", "--document", str(text), "--save", str(kept), *flags]
+    assert asking_cli.main([*read, "--question", asked[0], "--question", asked[1]]) == 0
+    out, err = capsys.readouterr()
+    assert out.split() == ["4719", "0382"]
+    assert "retriever · keydiff, keeps 24 tokens per head" in err and "2 answers in" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{asked[1]}\n\n"))
+    assert asking_cli.main(["retriever", "--load", str(kept), "--json", "--max-new-tokens", "4"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [record["answer"].strip() for record in figures["answers"]] == ["0382"]
+    info = kvjax.cache_info(kept)
+    assert (figures["policy"], figures["budget"], figures["document_tokens"]) == ("keydiff", 24, info["tokens"][0])
+    assert {name: figures[name] for name in ("cache_bytes", "full_cache_bytes")} == {
+        name: info[name] for name in ("cache_bytes", "full_cache_bytes")
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--document", "nowhere.txt"], "there is no document file nowhere.txt"),
+        (["--document", "-"], "the questions cannot come from standard input"),
+        (["--document", "x", "--policy", "butler+caote"], "scores by a predictor"),
+        (["--document", "x", "--policy", "full", "--budget", "8"], "without a policy"),
+        (["--load", "nowhere.cache"], "there is no file nowhere.cache"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence(flags, sentence, monkeypatch, capsys):
+    assert asking_cli.main(["retriever", *flags]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert sentence in said
+
+
+def test_free_pages_are_taken_away_and_tokens_stay():
+    rows = np.arange(24.0).reshape(1, 6, 2, 2)
+    cache = kvjax.PagedCache.init(batch=1, kv_heads=2, pages=12, page_size=2, most=8, head_dim=2)
+    cache = kvjax.insert(cache, rows, rows)
+    small = kvjax.paged.trimmed(cache, 7)
+    assert (int(small.num_free), small.free[:1].tolist(), len(small.owner)) == (1, [6], 7)
+    assert np.array_equal(small.layer().key, cache.layer().key)
