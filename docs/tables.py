@@ -750,61 +750,135 @@ ALLOCATIONS = [
 ]
 
 
-# The presses of tests/models/test_kvpress.py that a method is compared with, by its short name.
-PRESSES: dict[str, tuple[str, ...]] = {
-    "h2o": ("observed",),
-    "tova": ("tova",),
-    "snapkv": ("snapkv",),
-    "streaming": ("streaming",),
-    "finch": ("finch",),
-    "key_norm": ("knorm",),
-    "keydiff": ("keydiff",),
-    "q_filters": ("q_filters",),
-    "curdkv": ("curdkv", "curdkv_mean", "curdkv_key"),
-    "lagkv": ("lagkv", "lagkv_cross"),
-    "expected_attention": ("expected", "expected_mean"),
-    "kvzip": ("kvzip",),
-    "critical": ("criticalkv",),
-    "chunks": ("chunkkv",),
-    "@adakv": ("adakv", "adakv_a0.8"),
-    "@pyramid": ("pyramidkv", "pyramidkv_w8_b4"),
-    "@duo": ("duo",),
-    "@simlayer": ("simlayer",),
-}
-DIFFERING = {  # how the policy that is compared differs from the method
-    "h2o": "sums divided by the number of queries, as there",
-    "tova": "the last token protected, as there",
-    "@pyramid": "betas chosen to end at its last layer",
-}
-DRAWN = {"cam": ", with its draws replaced by their mean"}
-ALONE = "not in kvpress; brute force in float64"
-PEERS = {  # where no kept sets are compared
-    "kvjax.think": "kvpress: the same channels, all keys equal",
-    "zap": "in kvpress, not compared; brute force in float64",
-    "positions": "kvpress (FINCH): attention over the keys that it rotates again equal to 1e-05",
-    "@threshold": "in kvpress (DMS), not compared; brute force in float64",
-    "random": "kvpress draws other numbers",
+class Press(NamedTuple):
+    """A press of kvpress 0.5.5: what it is called here, and its names in docs/results/parity.json."""
+
+    name: str
+    here: str = ""  # empty: not here
+    compared: tuple[str, ...] = ()
+    note: str = ""
+
+
+PRESSES = {
+    "Scores": [
+        Press("ObservedAttentionPress", "`h2o`", ("observed",), "its sums divided by the number of queries"),
+        Press("TOVAPress", "`tova+protect(recent=1)`", ("tova",)),
+        Press("SnapKVPress", "`snapkv(window=64,kernel=5)`", ("snapkv",), "the defaults here are 32 and 13"),
+        Press("KnormPress", "`key_norm`", ("knorm",)),
+        Press("KeyDiffPress", "`keydiff`", ("keydiff",)),
+        Press("StreamingLLMPress", "`streaming`", ("streaming",)),
+        Press("ExpectedAttentionPress", "`expected_attention`", ("expected", "expected_mean")),
+        Press("CURPress", "`curdkv`", ("curdkv", "curdkv_mean", "curdkv_key")),
+        Press("LagKVPress", "`lagkv`", ("lagkv", "lagkv_cross")),
+        Press("QFilterPress", "`q_filters(file='...')`", ("q_filters",), "its published filters load"),
+        Press(
+            "FinchPress",
+            "`finch(window=n)+positions`",
+            ("finch",),
+            "n: the question's tokens; compared without `positions`",
+        ),
+        Press(
+            "KVzipPress", "`kvzip@model(normalise=False,cap=None)`", ("kvzip",), "`layerwise`: `kvzip@layer(cap=None)`"
+        ),
+        Press("KVzapPress", "`zap`", (), "`python -m train.scorer` makes the small network"),
+        Press("RandomPress", "`random`", (), "other numbers"),
+        Press("CapPress"),
+        Press("CompactorPress"),
+        Press("ExpectedAttentionStatsPress", "", (), "`expected_attention` measures the prompt's own queries"),
+        Press("FastKVzipPress"),
+        Press("KVComposePress"),
+        Press("KVgradPress"),
+        Press("LeverageScorePress"),
+        Press("NonCausalAttnPress"),
+        Press("RestoreKVPress"),
+    ],
+    "Presses around another press": [
+        Press("AdaKVPress", "`...@adakv(cap=None)`", ("adakv", "adakv_a0.8")),
+        Press("CriticalKVPress", "`...+critical`", ("criticalkv",)),
+        Press("CriticalAdaKVPress", "`...+critical@adakv(cap=None)`", (), "not compared"),
+        Press(
+            "PyramidKVPress",
+            "`snapkv@pyramid`",
+            ("pyramidkv", "pyramidkv_w8_b4"),
+            "compared with betas that end at its last layer",
+        ),
+        Press(
+            "DuoAttentionPress",
+            "`...@duo(file='...')`",
+            ("duo",),
+            "`models.head_scores` measures the heads as its `on_the_fly_scoring`",
+        ),
+        Press("SimLayerKVPress", "`...@simlayer`", ("simlayer",)),
+        Press("ChunkKVPress", "`...+chunks(heads='layer')`", ("chunkkv",)),
+        Press("MergingPress", "`...+merge`", ("merge",)),
+        Press("CAMPress", "`...+cam`", ("cam",), "the mean of its random draws"),
+        Press("KeyRerotationPress", "`...+positions`"),
+        Press("ThinKPress", "`kvjax.think(cache, query)`", (), "the same channels"),
+        Press("DMSPress", "`...@threshold(least=x)`"),
+        Press("BlockPress", '`when="block"`, `block=128`', (), "the prompt really comes in block by block"),
+        Press("DecodingPress", '`when="prompt"`, `evict_every=512`', (), "the budget holds for the prompt, too"),
+        Press("PrefillDecodingPress", "`evict_every=n`", (), "the same policy for both"),
+        Press("CompressionRatioDecodingPress", "", (), "a budget does not grow with the answer"),
+        Press("ComposedPress", "", (), "links of a chain change scores before one eviction: `a+b`"),
+        Press("ChunkPress", "", (), "each chunk has a quota of its own there"),
+        Press("EntropyGatedChunkKVPress"),
+        Press("LUKVPress", "", (), "budgets per head from a file: `...@headkv(file='...')`"),
+        Press("PerLayerCompressionPress", "", (), "allocations decide: `@pyramid`, `@cake`, `@d2o`, `@lava`, `@model`"),
+    ],
+    "To build on": [
+        Press("ScorerPress", "`kvjax.base_score`"),
+        Press("BasePress", "`kvjax.Policy`"),
+        Press(
+            "KVPressTextGenerationPipeline",
+            "`models.prefill`, then `models.generate(cache=...)`",
+            (),
+            "[compress once](how-to/compress-once.md)",
+        ),
+    ],
 }
 
 
-def parity(name: str) -> str:
-    """Return how far a method is that of kvpress, in words, from docs/results/parity.json."""
+def equal(part: dict[str, Any], names: tuple[str, ...], where: str) -> list[str]:
+    """Return how many kept sets of a part of parity.json are equal, and how near the others are."""
+    found = [part[name] for name in names if name in part]
+    if not found:
+        return []
+    sets, same = (sum(press[count] for press in found) for count in ("sets", "equal"))
+    least = min(press["overlap"] for press in found)
+    return [f"{same} of {sets}{where}" + ("" if same == sets else f" (the rest {least:.1%} alike)")]
+
+
+def presses(kind: str) -> str:
+    """Make the table of kvpress' presses: the policy here, and how many kept sets are equal."""
     data = read("parity.json")
-    if name in data["values"]:
-        return f"kvpress: values equal to {data['values'][name]:.0e}{DRAWN.get(name, '')}"
+    lines = ["| press | here | same kept sets |", f"|{' --- |' * 3}"]
+    for press in PRESSES[kind]:
+        values = [f"values to {data['values'][name]:.0e}" for name in press.compared if name in data["values"]]
+        sets = equal(data["tiny"], press.compared, ""), equal(data["smollm2"], press.compared, " in SmolLM2")
+        here = "; ".join(filter(None, [press.here or "not here", press.note]))
+        lines.append(f"| `{press.name}` | {here} | {', '.join([*values, *sets[0], *sets[1]])} |")
+    return "\n".join(lines)
 
-    def counted(part: dict[str, Any]) -> str:
-        found = [part[press] for press in PRESSES[name] if press in part]
-        sets, equal = (sum(press[count] for press in found) for count in ("sets", "equal"))
-        least = min((press["overlap"] for press in found), default=1)
-        rest = "" if equal == sets else f" (the rest in {least:.1%} of the tokens or more)"
-        return f"{equal} of {sets}{rest}" if found else ""
 
-    if name not in PRESSES:
-        return PEERS.get(name, ALONE)
-    real = counted(data["smollm2"])
-    how = f"; {DIFFERING[name]}" if name in DIFFERING else ""
-    return f"kvpress: {counted(data['tiny'])} kept sets equal{f', {real} in SmolLM2' if real else ''}{how}"
+def peers() -> str:
+    """Make the table of times beside kvpress and transformers, from benchmarks/results/peers-smollm2.json."""
+    data = read("../../benchmarks/results/peers-smollm2.json")
+    lines = ["| threads | budget | side | prompt, s | | token, ms | | peak, MiB | same tokens |", f"|{' --- |' * 9}"]
+    for r in data["results"]:
+        if "llama.cpp" in r["side"]:
+            continue
+        cells = [r["threads"], r["budget"] or "full", r["side"]]
+        for part, unit, form in (("prefill", 1e3, ".2f"), ("decode", 1, ".1f")):
+            ratio = r[f"{part}_ratio"]
+            cells += [format(r[part]["milliseconds"] / unit, form), "" if ratio is None else f"{ratio:.2f} x"]
+        cells += [f"{r['peak_bytes'] / 2**20:,.0f}", f"{r['same_tokens']} of {r['tokens']}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    settings = data["settings"]
+    return (
+        f"SmolLM2-135M-Instruct, a prompt of {settings['prompt']:,} tokens, `snapkv`, {settings['dtype']}, "
+        f"{data['cores']} CPU cores; medians of {data['results'][0]['repetitions']} runs that took turns "
+        f"(`{data['command']}`).\n\n" + "\n".join(lines)
+    )
 
 
 def families() -> str:
@@ -849,14 +923,14 @@ def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
 
 
 def methods(chosen: Sequence[Method]) -> str:
-    """Make the table of methods: name, paper, equation, file, parity, and how many of its claims hold here."""
+    """Make the table of methods: name, paper, equation, file, and how many of its claims hold here."""
     real, embedded = judged(RESULTS / claims.REAL), judged()
-    head = ("short name", "paper", "equation, or what it is", "file", "parity", "its claims on SmolLM2")
+    head = ("short name", "paper", "equation, or what it is", "file", "its claims on SmolLM2")
     head += ("on the embedded model",)
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for m in chosen:
         own = verdicts(m._replace(against="", note=""), real)
-        cells = (f"`{m.name}`", m.paper, m.where, f"`{m.file}`", parity(m.name), own, verdicts(m, embedded))
+        cells = (f"`{m.name}`", m.paper, m.where, f"`{m.file}`", own, verdicts(m, embedded))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -976,6 +1050,10 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "how-to/compress-once.md": {"questions": kept_and_asked},
     "how-to/fine-tune.md": {"tuned": tuned},
+    "kvpress.md": {
+        **{kind.lower(): functools.partial(presses, kind) for kind in PRESSES},
+        "peers": peers,
+    },
     "reference/models.md": {"families": families},
     "methods.md": {
         "scores": lambda: methods(SCORES),
