@@ -244,7 +244,7 @@ def test_equal_scores_of_kvzip_are_a_near_choice():
     """Behind a sliding window equal tokens score equally, except for float32's rounding."""
     choices, kept = Choices(), np.ones((1, 4), bool)
     recited = np.array([[0.3, 0.15835528, 0.15835528, 0.1]])
-    seen = SimpleNamespace(recited=recited, kept=kept, noise=np.zeros((1, 4)))
+    seen = SimpleNamespace(recited=recited, kept=kept, noise=np.zeros((1, 4)), choices=Choices())
     scores = policies.LINKS["kvzip"]().score(None, seen)[0, 0]
     assert choices.best(scores, range(4), 2, noise=seen.noise[0]) == [0, 2]
     assert [near.number for near in choices.near] == [0]
