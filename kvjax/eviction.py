@@ -59,7 +59,7 @@ class Evidence:
     merging: Merging | None = dataclasses.field(default=None, metadata={"static": True})
 
     def spares(self, budget: Budget, slots: int) -> Bool[Array, "B"]:
-        """Return a mask of the rows that lose nothing whatever they score, so that their windows of queries go on.
+        """Return a mask of the rows that lose nothing whatever they score.
 
         Args:
             budget: one number or one per row.
@@ -69,6 +69,14 @@ class Evidence:
         if not self.allocation.fills:  # then a budget of all slots keeps no token that scores too little
             return idle
         return idle | (jnp.asarray(budget) >= slots)
+
+    def waits(self, budget: Budget, slots: int) -> Bool[Array, "B"]:
+        """Return a mask of the rows that this eviction leaves out, so that their windows of queries go on.
+
+        A cache may have no more slots than a short text needs. So a budget of all slots is no sign: with it the row
+        would have other windows beside longer texts.
+        """
+        return self.spares(budget, slots) & ((self.entered == 0) | (jnp.asarray(budget) > slots))
 
     @classmethod
     def of_layers(
@@ -147,7 +155,7 @@ def evict(
     """Free the slots of all but the best tokens. Keys and values stay where they are.
 
     A paged cache frees the pages that its heads no longer need, after moving the tokens left in them. Where a policy
-    observes a window of queries, the next query starts a new window. A row whose budget is not below the slots per head
+    observes a window of queries, the next query starts a new window. A row whose budget is above the slots per head
     loses nothing, and its window goes on: so some rows of a batch may be evicted from, and others not.
 
     Args:
@@ -192,7 +200,7 @@ def evict(
             raise ValueError("an allocation was given with a policy's evidence, which has its own; leave it out.")
         evidence = scores
         # A block's statistics say nothing about a row without tokens in it: such a row keeps all.
-        budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots)
+        budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots + 1)
     else:
         allocation = parse_allocation(allocation)
         evidence = Evidence(real_array("scores", scores), jnp.ones_like(cache.next_position), allocation=allocation)
@@ -205,7 +213,8 @@ def evict(
         merging = evidence.merging.name
         raise ValueError(f"{merging!r} merges values in plain caches, but this one is paged; leave the link out.")
     whole = evidence.spares(budget, cache.num_slots)
-    cache = dataclasses.replace(cache, state=begin_anew(cache.state, ~whole, layer))
+    begins = ~evidence.waits(budget, cache.num_slots)
+    cache = dataclasses.replace(cache, state=begin_anew(cache.state, begins, layer))
     if isinstance(evidence.scores, Weights):
         assert isinstance(cache, KVCache)
         kept = caote_topk(

@@ -285,10 +285,10 @@ class Engine:
     def _decode(self) -> list[Made]:
         """Feed each row's last token, and choose the next ones."""
         plan = self._steps.run.plan
-        every, slots = plan.evict_every, self._state.cache.num_slots
+        every, all_slots = plan.evict_every, self._state.cache.num_slots + 1
         tokens, position, lengths = (np.zeros(len(self._rows), np.int32) for _ in range(3))
         position[:] = -1
-        budgets = np.full(len(self._rows), slots, np.int32)  # a row that is not due loses nothing
+        budgets = np.full(len(self._rows), all_slots, np.int32)  # a row that is not due waits
         due = False
         for row, request in enumerate(self._rows):
             if request is not None:
@@ -302,7 +302,7 @@ class Engine:
         steps = self._steps.of(dataclasses.replace(self._steps.run, rows=numbers), self._steps.sizes)
         hidden, self._state = steps.block(self._state, tokens[:, None], position[:, None], phase)
         if due and plan.repeats is not None:
-            idle = budgets == slots
+            idle = budgets == all_slots
             rows = [np.zeros(every, np.int32) if request is None else request.unseen for request in self._rows]
             answers = np.array([np.resize(row, every) for row in rows])
             self._state = engine.repeated_answer(steps, self._state, answers, idle)

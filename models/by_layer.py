@@ -257,7 +257,7 @@ def _evict(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> Any
     if not isinstance(cache, LayerCaches):
         return kvjax.evict(cache, evidence, budgets)
     left = kvjax.evict(cache.slots, evidence, budgets)
-    evicted = ~evidence.spares(budgets, cache.num_slots)
+    evicted = ~evidence.waits(budgets, cache.num_slots)
     states = (begin_anew(own.state, evicted) for own in cache.layers)
     layers = zip(cache.layers, left.position, states, strict=True)
     following = left.next_position

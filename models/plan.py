@@ -274,8 +274,10 @@ def plan_run(
         overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
         cache_dtype=dtype, rounded_to=rounded_to,
     )  # fmt: skip
-    rows = Rows(*jax.device_put((seen, budgets, budgets + questions)))
     sizes = _sized(config, plan, prompt, options, budgets, traced=not is_known(*jax.tree.leaves(model)))
+    # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
+    most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
+    rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + questions, most))))
     return plan, sizes._replace(predictor_slots=remembered), rows
 
 

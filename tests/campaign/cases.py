@@ -169,7 +169,7 @@ class Case:
             "budget": [type(self.budget).__name__ + (" over a prompt" if over else "")],
             "page_size": [str(self.page_size) if "@" in self.policy else "no pages"],
             "entry": [self.entry],
-            "way": [self.way.split(":")[0] or "plain"],
+            "way": [self.way.removesuffix(BY_LAYER).split(":")[0] or "plain"],
             "mesh": ["none" if self.mesh is None else "x".join(map(str, self.mesh))],
             "tokens": [self.tokens],
             "cache_dtype": [self.cache_dtype or "the model's"],

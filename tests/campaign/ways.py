@@ -181,6 +181,7 @@ def engine(case: Case, _: str) -> Outcome:
 # --- caches that go on ------------------------------------------------------------------------------------------------
 
 QUESTION = 4  # tokens at most
+TURNS = ("question", "question, repeated", "turn", "turn, repeated")
 
 
 def turns(case: Case, asked: str) -> Outcome:
@@ -207,7 +208,7 @@ def turns(case: Case, asked: str) -> Outcome:
     count = rng.integers(1, QUESTION + 1, B)
     count[rng.integers(B)] = QUESTION
     questions = rng.integers(0, cases.VOCABULARY, (B, QUESTION))
-    asks = "question" in asked
+    asks = "question" in asked or case.base in ("kvzip", "dapq")  # else it is a turn, from which the policy evicts
     more = dict(lengths=count, max_new_tokens=case.new, evict_every=case.evict_every, end=case.end, **settings)
     out = models.generate(model, questions, cache=cache, question=count if asks else None, **more)
     held, tokens = held_of(out.cache), answers(case, out)
@@ -804,7 +805,7 @@ def _selects(case: Case) -> bool:
 WAYS: dict[str, Way] = {
     "by layer": Way(lambda case, _: plain(case), _one_device, by_layer=False),
     "engine": Way(engine, _joins, changes=dict(question=None)),
-    "turns": Way(turns, _goes_on, ("question", "question, repeated"), changes=dict(question=None)),
+    "turns": Way(turns, _goes_on, TURNS, changes=dict(question=None)),
     "rewound": Way(rewound, _goes_on, changes=dict(question=None)),
     "several": Way(several, _shares, changes=dict(when="prompt")),
     "select": Way(select, _selects, SOURCES, changes=dict(question=None)),

@@ -69,6 +69,18 @@ def test_a_cache_may_be_asked_again(run_by_layer):
     tiny.assert_keeps(second.cache, 0, expected)
 
 
+def test_a_turn_begins_its_own_window_though_the_turn_before_filled_its_cache():
+    """A cache of no more slots than the budget is as large as it is by the lengths of other rows."""
+    settings, document, turn = dict(policy=tiny.WINDOW, **SETTINGS), tiny.DOCUMENT[:, :15], tiny.QUESTIONS[0][:3]
+    kept = models.prefill(decoder(), document, **settings).cache
+    assert kept.num_slots <= tiny.BUDGET
+    tiny.assert_keeps(
+        models.prefill(decoder(), [turn], cache=kept, **settings).cache,
+        0,
+        run([*document[0], *turn], turns=[15], **settings),
+    )
+
+
 @pytest.mark.parametrize(
     ("policy", "each_way"),
     first(1, [(STATE, "one program"), ("snapkv(window=4)@adakv", "layers")]),
