@@ -436,7 +436,7 @@ def _sampled_requests(case: Case) -> Outcome:
 # --- scores on any scale ----------------------------------------------------------------------------------------------
 
 LEAST, MOST = 2.0**-20, 2.0**4
-SCALES = (2.0**-100, 1.0, 2.0**122)  # 7.9e-31 and 5.3e36; powers of two round nothing
+SCALES = (1.0, 2.0**-100, 2.0**64, 2.0**122)  # about 1e-30, 2e19 and 5e36; powers of two round nothing
 
 
 @functools.cache
@@ -469,8 +469,8 @@ def scales(case: Case, place: str) -> Outcome:
         found.append((held_of(out.cache), answers(case, out)))
     outcomes = []
     for scale, (held, tokens) in zip(SCALES, found, strict=True):
-        outcomes.append(_other(held, found[1][0], f"scores times {scale:.0e}", rows=1e-3))
-        outcomes.append(_differs(tokens != found[1][1], f"scores times {scale:.0e}: {tokens}, not {found[1][1]}"))
+        outcomes.append(_other(held, found[0][0], f"scores times {scale:.0e}", rows=1e-3))
+        outcomes.append(_differs(tokens != found[0][1], f"scores times {scale:.0e}: {tokens}, not {found[0][1]}"))
     return worst(outcomes)
 
 
