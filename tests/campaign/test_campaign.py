@@ -16,8 +16,8 @@ from kvjax.chains import LINKS
 from models import config
 from models.config import ARCHITECTURES
 from tests.campaign import __main__ as campaign
-from tests.campaign import checking
-from tests.campaign.cases import EIGHT_BITS, FAMILIES, Case, draw, from_json, smaller
+from tests.campaign import checking, ways
+from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, Case, calibration, draw, from_json, smaller
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import check
 from tests.models import reference
@@ -63,10 +63,32 @@ def test_caches_in_eight_bits_are_drawn_and_change_nothing_else():
         assert eight.cache_dtype in EIGHT_BITS and dataclasses.replace(eight, cache_dtype=None) == floats
 
 
-def test_a_case_is_read_from_what_was_printed():
-    for number in range(50):
-        for case in draw(3, number):
-            assert from_json(str(case)) == case
+def test_every_way_is_drawn_and_a_case_is_read_from_what_was_printed():
+    cases = [case for number in range(150) for case in itertools.islice(ways.draw(3, number), 1)]
+    assert {way for case in cases for way in case.dimensions()["way"]} == {"plain", *ways.WAYS}
+    assert {case.way.endswith(BY_LAYER) for case in cases if case.way.startswith("turns")} == {True, False}
+    assert all(from_json(str(case)) == case for case in cases)
+
+
+WAYS = (  # by layer, of which few programs are made
+    "by layer", "engine", "turns: turn, repeated", "rewound", "several", "select: oracle", "sampling: top_k",
+    "scales: 1", "equal: heads", "dtypes: bfloat16", "files", "transforms: score exact",
+)  # fmt: skip
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", WAYS)
+def test_a_case_of_each_way_is_ok(way):
+    policy = f"h2o@headkv(file={calibration('heads', 2, 1)!r})" if way == "files" else "h2o"
+    way = way if way == "by layer" else way + BY_LAYER
+    outcome = check(Case(layers=2, lengths=(9, 5), width=9, new=2, policy=policy, way=way, entry="stream"))
+    assert outcome.kind in ("ok", "undecided"), outcome.why
+
+
+def test_every_way_has_such_a_case_and_a_wrong_one_is_told(monkeypatch):
+    assert {Case(way=way).dimensions()["way"][0] for way in WAYS} == set(ways.WAYS)
+    monkeypatch.setattr(ways, "plain", lambda *given: 1 / 0)
+    assert check(Case(way="by layer")).kind == check(Case(way="equal: keys")).kind == "raises"
 
 
 def test_the_reference_shares_no_code_with_the_library():
@@ -99,6 +121,7 @@ def test_the_command_counts_and_ends_with_the_smallest_failing_case(monkeypatch,
     assert campaign.main(["--cases", "40", "--seed", "0", "--json", str(tmp_path / "out.json")]) == 1
     report, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
     assert sum(report["kinds"].values()) == report["cases"] == 40
+    assert sum(sum(kinds.values()) for kinds in report["ways"].values()) == 40 and len(report["ways"]) > 1
     assert len(report["failures"]) == report["kinds"]["differs"] > 0
     assert printed.rstrip().endswith(f"python -m tests.campaign --case '{report['smallest']}'")
     assert from_json(report["smallest"]).layers == 2

@@ -145,11 +145,11 @@ def engine(case: Case, _: str) -> Outcome:
     del settings["butler"]
     B = len(case.lengths)
     batch = models.Engine(
-        model_of(case, weights), rows=max(1, B - 1), evict_every=case.evict_every, max_new_tokens=case.new,
+        model_of(case, weights), rows=max(2, B - 1), evict_every=case.evict_every, max_new_tokens=case.new,
         longest_prompt=case.width, **settings,
     )  # fmt: skip
     fits = [n for n in range(1, case.width + 1) if _room(case, n)]
-    asked = [(row, n) for row, n in enumerate(case.lengths)] + [(row, int(rng.choice(fits))) for row in range(B)]
+    asked = [(row, n) for row, n in enumerate(case.lengths)] + [(row, int(rng.choice(fits))) for row in [0, *range(B)]]
     waiting = [texts[row, :n] for row, n in asked]
     gone = int(rng.integers(2 * B)) if rng.random() < 0.3 else None
     tokens: dict[int, list[int]] = {}
@@ -414,7 +414,7 @@ def _sampled_requests(case: Case) -> Outcome:
     model, B = model_of(case, weights), len(case.lengths)
     settings = settings_of(case, evict_every=case.evict_every)
     del settings["butler"]
-    batch = models.Engine(model, rows=max(1, B - 1), max_new_tokens=case.new, longest_prompt=case.width, **settings)
+    batch = models.Engine(model, rows=max(2, B - 1), max_new_tokens=case.new, longest_prompt=case.width, **settings)
     requests = [(texts[row, :n], jax.random.key(int(rng.integers(1000)))) for row, n in enumerate(case.lengths)]
     requests += [(texts[0, : case.lengths[0]], jax.random.key(1000 + n)) for n in range(2)]
     made: dict[int, list[int]] = {}
