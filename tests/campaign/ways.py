@@ -812,7 +812,7 @@ WAYS: dict[str, Way] = {
     "sampling": Way(sampling, _joins, [*HOW, "engine"], changes=dict(question=None)),
     "scales": Way(scales, lambda case: _one_device(case) and _has_no_scale(case), ("1", "2", "3")),
     "equal": Way(equal, _one_device, ("keys", "values", "both", "heads")),
-    "dtypes": Way(dtypes, _one_device, (*LOSSES,), changes=dict(entry="stream")),
+    "dtypes": Way(dtypes, _one_device, (*LOSSES,), changes=dict(entry="stream", cache_dtype=None)),
     "files": Way(files, lambda case: _one_device(case) and "file=" in case.policy, by_layer=False),
     "transforms": Way(
         transforms, _one_device,
