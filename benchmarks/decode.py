@@ -233,7 +233,7 @@ def add_step_flags(flags: argparse.ArgumentParser, name: str) -> None:
     """Add the flags that `decode` and `prefill` have in common."""
     flags.add_argument("--shapes", "--shape", help=f"models' shapes (default: {','.join(PUBLISHED)}; on a CPU small)")
     flags.add_argument("--batches", default="1")
-    flags.add_argument("--budgets", default="1024,8192")
+    flags.add_argument("--budgets", "--budget", default="1024,8192")
     flags.add_argument("--prompts", default="8192,131072,1048576", help="prompts per budget; the first in parts, too")
     flags.add_argument("--full", default="8192,32768,131072", help="prompts of full caches, or none")
     flags.add_argument("--policy", default="h2o+caote")

@@ -229,7 +229,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--model", help="a model in place of --shape, such as smollm2, on a text")
     flags.add_argument("--prompt", type=int, default=2_048, help="tokens of the prompt (default %(default)s)")
     flags.add_argument(
-        "--budget", help="slots per head, or full; several by comma (default: 512; with --model: 256,512,full)"
+        "--budgets",
+        "--budget",
+        help="slots per head, or full; several by comma (default: 512; with --model: 256,512,full)",
     )
     flags.add_argument("--new-tokens", type=int, default=33)
     flags.add_argument("--block", type=int, default=128, help="prompt tokens per step of our prefill")
@@ -244,7 +246,7 @@ def command(flags: argparse.Namespace) -> None:
     """Make the checkpoint, measure, print the table, write JSON."""
     commands.check_outputs([flags.json])
     threads = measure.whole_numbers("--threads", flags.threads)
-    budgets = _budgets(flags.budget or ("256,512,full" if flags.model else "512"))
+    budgets = _budgets(flags.budgets or ("256,512,full" if flags.model else "512"))
     evaluator.check_least(flags, block=WINDOW, repetitions=1, new_tokens=2)
     _check_longer(flags.prompt, budgets)
     if flags.model and flags.shape:
@@ -314,7 +316,7 @@ def _budgets(text: str) -> list[int | None]:
     found: list[int | None] = []
     for part in commands.split_list(text):
         if part != "full" and not (part.isdecimal() and int(part) > WINDOW):
-            raise ValueError(f"--budget is {part}; give at least {WINDOW + 1} slots per head, or full.")
+            raise ValueError(f"--budgets has {part}; give at least {WINDOW + 1} slots per head, or full.")
         found.append(None if part == "full" else int(part))
     return found
 

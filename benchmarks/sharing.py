@@ -26,7 +26,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--model", default="smollm2", help="a name or a folder (default %(default)s)")
     flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma (default: twelve)")
-    flags.add_argument("--budgets", default="0.1,0.25,0.5", help="several by comma (default %(default)s)")
+    flags.add_argument("--budgets", "--budget", default="0.1,0.25,0.5", help="several by comma (default %(default)s)")
     flags.add_argument("--length", type=int, default=1024, help="tokens per prompt (default %(default)s)")
     flags.add_argument("--samples", type=int, default=4, help="number of prompts (default %(default)s)")
     flags.add_argument("--seed", type=int, default=0, help="seed of the samples (default %(default)s)")
@@ -38,12 +38,12 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.json])
     policies, budgets = commands.split_list(flags.policies), commands.split_list(flags.budgets)
     settings = [
-        Setting(policy, commands.parse_budget(budget), "prompt", "after")
+        Setting(policy, commands.parse_budget(budget), "prompt", "known")
         for policy, budget in itertools.product(policies, budgets)
     ]
     model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype="float32")
     cells = needle.make_cells(
-        tokenizer, lengths=[flags.length], depths=flags.samples, samples=1, facts=10, question="after", seed=flags.seed
+        tokenizer, lengths=[flags.length], depths=flags.samples, samples=1, facts=10, question="known", seed=flags.seed
     )
     rows = compared(model, cells, settings)
     print(table(rows), LEGEND, sep="\n\n")

@@ -136,9 +136,10 @@ def unknown() -> str:
     """Make the table of the embedded model, evicting before the question is seen."""
     data = read("ablation-question.json")
     full = rows(data, policy="full")[0]
-    named = {"agnostic": "question unknown", "after": "question known"}
     share = next(r["share"] for r in data["results"] if r["share"] is not None)
-    lines = [decision(f"{share:.0%}, {named[q]}", rows(data, question=q, share=share), full) for q in named]
+    lines = [
+        decision(f"{share:.0%}, question {q}", rows(data, question=q, share=share), full) for q in ("unknown", "known")
+    ]
     return "\n".join([source("ablation-question.json", data, full), "", DECISION_HEAD, *lines])
 
 
@@ -212,14 +213,14 @@ def real_seen(columns: dict[str, str], *studies: str) -> str:
     data = found_in[0]
     recall = {(r["policy"], r["share"], r["question"]): r["recall"] for part in found_in for r in part["results"]}
     lines = [f"| budget, question | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
-    for question, word in (("after", "known"), ("agnostic", "unknown")):
+    for question in ("known", "unknown"):
         for share in sorted({share for _, share, _ in recall if share is not None}):
             found = [recall.get((policy, share, question)) for policy in columns.values()]
             most = max(value for value in found if value is not None)
             cells = ["-" if value is None else f"{'**' * (value == most)}{value:.2f}{'**' * (value == most)}"
                      for value in found]  # fmt: skip
-            lines.append(f"| {share:.0%}, {word} | {' | '.join(cells)} |")
-    full = recall["full", None, "after"]
+            lines.append(f"| {share:.0%}, {question} | {' | '.join(cells)} |")
+    full = recall["full", None, "known"]
     lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens; the full cache has {full:.2f}."]
     return "\n".join(lines)
 
@@ -234,10 +235,10 @@ def in_eight_bits() -> str:
         for r in given
     }
     lines = [f"| slots per head, question | {' | '.join(dtypes)} |", f"|{' --- |' * (len(dtypes) + 1)}"]
-    for question, word in (("after", "known"), ("agnostic", "unknown")):
+    for question in ("known", "unknown"):
         for budget in sorted({r["budget"] for r in given}, key=lambda budget: budget or float("inf")):
             cells = [found.get((question, budget, dtype), "-") for dtype in dtypes]
-            lines.append(f"| {budget or 'all'}, {word} | {' | '.join(cells)} |")
+            lines.append(f"| {budget or 'all'}, {question} | {' | '.join(cells)} |")
     policy = next(r["policy"] for r in given if r["budget"])
     lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."]
     return "\n".join(lines)
@@ -264,10 +265,10 @@ def at_the_edges() -> str:
     """Make the table of needles on SmolLM2 at the smallest and the largest budgets, bold where a column is best."""
     data = read(f"{claims.REAL}/needle-edges.json")
     recall = {(r["policy"], r["question"], r["budget"]): r["recall"] for r in data["results"]}
-    columns = [(question, budget) for question in ("after", "agnostic") for budget in (0.05, 0.75)]
+    columns = [(question, budget) for question in ("known", "unknown") for budget in (0.05, 0.75)]
     policies = list(dict.fromkeys(r["policy"] for r in data["results"] if r["budget"]))
     best = {column: max(recall[policy, *column] for policy in policies) for column in columns}
-    heads = [f"{budget:.0%}, {'known' if question == 'after' else 'unknown'}" for question, budget in columns]
+    heads = [f"{budget:.0%}, {question}" for question, budget in columns]
     lines = [f"| policy | {' | '.join(heads)} |", f"|{' --- |' * (len(heads) + 1)}"]
     for policy in sorted(policies, key=lambda policy: -sum(recall[policy, *column] for column in columns)):
         values = [recall[policy, *column] for column in columns]
@@ -365,7 +366,7 @@ def tuned() -> str:
 
     def found(file: str) -> list[str]:
         data = read(f"{claims.REAL}/{file}.json")
-        rates = [next(r for r in data["results"] if r["question"] == "after" and fits(r)) for fits in (whole, evicted)]
+        rates = [next(r for r in data["results"] if r["question"] == "known" and fits(r)) for fits in (whole, evicted)]
         return [f"{r['recall']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" for r in rates]
 
     whole = lambda r: r["policy"] == "full"  # noqa: E731
@@ -544,6 +545,7 @@ SCORES = [
         of("DapQ"),
         note="none tried",
     ),
+    Method("recency", "", "the newest tokens", "kvjax/scores.py", note="a floor"),
     Method("streaming", STREAMING, "first and newest tokens", "kvjax/scores.py", of("StreamingLLM")),
     Method(
         "sage",
@@ -1041,8 +1043,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "names small": lambda: names_found("coref.json", "coref-generated.json"),
     },
     "how-to/choose-a-policy.md": {
-        "real known": lambda: real("after"),
-        "real unknown": lambda: real("agnostic"),
+        "real known": lambda: real("known"),
+        "real unknown": lambda: real("unknown"),
         "once": once,
         "unknown": unknown,
         "blocks": blocks,

@@ -6,7 +6,7 @@
 
 A choice is scored by the log-probability of its tokens after the prompt, while nothing more is evicted: the sum, or for
 continuations the mean per byte. The question is the last sentence of a continuation's passage, the sentence without a
-title, or the repeated words. It is known when the context is compressed ("after"), or held back ("agnostic"). By
+title, or the repeated words. It is known when the context is compressed ("known"), or held back ("unknown"). By
 chance, one choice in four is right, and one in two for sections.
 """
 
@@ -34,7 +34,7 @@ from models.programs import make_room
 
 EXAMPLES = """examples:
   python -m evals choices --model smollm2 --text king-james-bible --policies full,snapkv,snapkv+caote --budgets 0.25
-  python -m evals choices --tasks recall --lengths 512 --question after,agnostic --when prompt --plot choices.png
+  python -m evals choices --tasks recall --lengths 512 --question known,unknown --when prompt --plot choices.png
 """
 TITLE = "Choices behind a compressed context: the right one found"
 BY_CHANCE = "by chance: 0.25, of section 0.50"
@@ -244,7 +244,7 @@ def answer(
         >>> model, tokenizer = models.load("retriever")
         >>> text = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
         >>> sample = choices.draw("continuation", 0, choices.read_corpus(text), tokenizer, 256)
-        >>> record = choices.answer(model, [sample], [Setting("tova", 64, "block", "agnostic", 0)])[0][0]
+        >>> record = choices.answer(model, [sample], [Setting("tova", 64, "block", "unknown", 0)])[0][0]
         >>> record["score"] in (0.0, 1.0), len(record["log_probability"])
         (True, 4)
     """
@@ -268,7 +268,7 @@ def answer(
         if on_row is not None:
             on_row(settings[number], numbers[place], found[number][place])
 
-    unknown = settings[0].question == "agnostic"
+    unknown = settings[0].question == "unknown"
     loglikelihood.endings(
         model,
         [sample.tokens for sample in given],

@@ -33,12 +33,12 @@ from models import cli, commands, provenance, selecting
 from models.load import describe as read_description
 from models.programs import make_room
 
-RECENCY = "streaming(sinks=0)"
+RECENCY = "recency"
 QUIET = tqdm(disable=True)  # the progress of a function that is called without a bar
 POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
-Question = Literal["after", "before", "both", "agnostic"]
-PLACEMENTS = ("after", "before", "both", "agnostic")
-KNOWN_OR_NOT = ("after", "agnostic")
+Question = Literal["known", "before", "both", "unknown"]
+PLACEMENTS = ("known", "before", "both", "unknown")
+KNOWN_OR_NOT = ("known", "unknown")
 # Flags that may change when a run is resumed: where it writes, and what it runs on.
 FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh")
 
@@ -52,7 +52,7 @@ class Setting:
 
     Example:
         >>> from evals.evaluator import Setting
-        >>> setting = Setting("select=quest(page_size=4)", 64, "block", "after")
+        >>> setting = Setting("select=quest(page_size=4)", 64, "block", "known")
         >>> setting.select, setting.evicting, setting.moments
         ('quest(page_size=4)', None, ('block', 0))
     """
@@ -205,7 +205,7 @@ def answers(
         >>> import models
         >>> from evals import evaluator, tasks
         >>> model, tokenizer = models.load("retriever")
-        >>> setting = evaluator.Setting("tova", 64, "block", "after")
+        >>> setting = evaluator.Setting("tova", 64, "block", "known")
         >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
         >>> found = evaluator.answers(model, prompts, setting, new_tokens=4, batch=1, block=32)
         >>> [batch.tokens.shape for batch in found]
@@ -244,7 +244,7 @@ def answers_each(
         >>> import models
         >>> from evals import evaluator, tasks
         >>> model, tokenizer = models.load("retriever")
-        >>> settings = [evaluator.Setting("tova", budget, "prompt", "after") for budget in (32, 64)]
+        >>> settings = [evaluator.Setting("tova", budget, "prompt", "known") for budget in (32, 64)]
         >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
         >>> found = evaluator.answers_each(model, prompts, settings, new_tokens=4, block=32)
         >>> [(setting.budget, batch.tokens.shape) for setting, batch in found]
@@ -293,7 +293,7 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
 
     Example:
         >>> from evals.evaluator import Setting, sharing
-        >>> found = sharing([Setting("h2o", b, when, "after") for b in (16, 32) for when in ("block", "prompt")])
+        >>> found = sharing([Setting("h2o", b, when, "known") for b in (16, 32) for when in ("block", "prompt")])
         >>> [[(setting.budget, setting.when) for setting in together] for together in found]
         [[(16, 'block')], [(16, 'prompt'), (32, 'prompt')], [(32, 'block')]]
     """
@@ -318,7 +318,7 @@ def saved(settings: Sequence[Setting], samples: int) -> str | None:
 
     Example:
         >>> from evals.evaluator import Setting, saved
-        >>> saved([Setting("h2o", budget, "prompt", "after") for budget in (16, 32, 64)], 20)
+        >>> saved([Setting("h2o", budget, "prompt", "known") for budget in (16, 32, 64)], 20)
         'shared prompts: 20 went through the model in place of 60'
     """
     passes = len(sharing(settings))
@@ -348,7 +348,7 @@ def check_answers(
         >>> import models
         >>> from evals import evaluator, tasks
         >>> model, tokenizer = models.load("retriever")
-        >>> setting = evaluator.Setting("snapkv", 0.1, "block", "after")
+        >>> setting = evaluator.Setting("snapkv", 0.1, "block", "known")
         >>> evaluator.check_answers(model, [tasks.needle(0, tokenizer, 128, facts=2)], setting, new_tokens=4)
         Traceback (most recent call last):
         ...
@@ -395,7 +395,7 @@ class _Asked(NamedTuple):
         prompts, extremes = self.prompts, list[Prompt]()
         # Rows of similar length share a batch: leading empty blocks are skipped only for a whole batch.
         rows = sorted(rows, key=lambda row: len(prompts[row].tokens))
-        held_back = settings[0].question == "agnostic"
+        held_back = settings[0].question == "unknown"
         # The extremes are in every batch, so that all batches have the same size and share one compilation.
         if held_back or any(isinstance(setting.budget, float) for setting in settings):
             extremes = [max(prompts, key=lambda prompt: len(prompt.tokens))]
@@ -564,7 +564,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Example:
         >>> from evals import evaluator
-        >>> rows = [dict(task="vt", length=64, policy="full", budget=None, when="block", question="after", sample=i,
+        >>> rows = [dict(task="vt", length=64, policy="full", budget=None, when="block", question="known", sample=i,
         ...              score=score, cache_bytes=8, peak_cache_bytes=8, prefill=[0, 0], decode=[6, 2.0])
         ...         for i, score in enumerate([1.0, 0.5])]
         >>> row = evaluator.summarise(rows)[0]
@@ -687,7 +687,9 @@ def add_setting_flags(
     flags.add_argument(
         "--butler", type=Path, help="the predictor's folder, for select=butler (default: the model's own)"
     )
-    flags.add_argument("--budgets", default=budgets, help="slots per head, or ratios of the prompt; several by comma")
+    flags.add_argument(
+        "--budgets", "--budget", default=budgets, help="slots per head, or ratios of the prompt; several by comma"
+    )
     flags.add_argument(
         "--when", default=when, help="block, prompt, or published (as in each policy's paper); several by comma"
     )
@@ -700,9 +702,9 @@ def add_setting_flags(
     before = [name for name in questions if name not in KNOWN_OR_NOT]
     flags.add_argument(
         "--question",
-        default="after",
-        help=f"{''.join(f'{name}, ' for name in before)}after, or agnostic (after, and unknown when the context is "
-        "compressed); several by comma",
+        default="known",
+        help="known when the context is compressed, or unknown (it comes later)"
+        f"{''.join(f', or {name}' for name in before)}; several by comma",
     )
 
 
@@ -715,7 +717,7 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
     policies = [name for name in asked_for if not _selects(name)]
     budgets = [commands.parse_budget(text) for text in commands.split_list(flags.budgets)]
     moments = commands.listed("moment", flags.when, "--when prompt")
-    asked = commands.listed("place of the question", flags.question, "--question after")
+    asked = commands.listed("place of the question", flags.question, "--question known")
     check_names("--when", moments, get_args(When))
     check_names("--question", asked, questions)
     evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]

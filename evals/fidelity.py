@@ -156,7 +156,7 @@ def measure(
             progress.set_description(setting.title())
             cache = models.prefill(
                 model, tokens, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
-                when=setting.when, question=questions if setting.question == "agnostic" else None, reserve=most,
+                when=setting.when, question=questions if setting.question == "unknown" else None, reserve=most,
                 cache_dtype=setting.cache_dtype, **aids.of(setting),
             ).cache  # fmt: skip
             evicted = outputs(model, _for_more(cache, most), answers, position, lengths)
@@ -322,11 +322,13 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all tokens")
-    flags.add_argument("--budgets", default="0.1", help="slots per head, or ratios of the prompt; several by comma")
+    flags.add_argument(
+        "--budgets", "--budget", default="0.1", help="slots per head, or ratios of the prompt; several by comma"
+    )
     flags.add_argument("--lengths", default="512", help="tokens per prompt; several by comma, measured together")
     flags.add_argument("--samples", type=int, default=20, help="samples per length, at depths drawn at random")
     flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
-    flags.add_argument("--question", default="after", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
+    flags.add_argument("--question", default="known", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
     flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
     evaluator.add_scorer_flag(flags)
     flags.add_argument("--block", type=int, default=128)
@@ -351,7 +353,7 @@ def command(flags: argparse.Namespace) -> None:
         question: [
             tasks.needle(
                 flags.seed + 1_000 * index + sample, tokenizer, length, None, flags.facts,
-                "after" if question == "agnostic" else question,
+                needle.placed(question),
             )
             for index, length in enumerate(lengths)
             for sample in range(flags.samples)

@@ -1,8 +1,8 @@
 """Needle in a haystack: exact recall of a fact, under each policy and budget, over depths and lengths.
 
-Every policy answers the same samples. The baseline that a policy has to beat is plain recency, `streaming(sinks=0)`.
+Every policy answers the same samples. The baseline that a policy has to beat is plain recency: the newest tokens.
 A policy can evict after every block, when the question is not known yet, or once after the whole prompt, when it is.
-These are different problems, so they are reported side by side. `--question agnostic` holds the closing question back
+These are different problems, so they are reported side by side. `--question unknown` holds the closing question back
 until the context is compressed, so that no eviction of the prompt ever sees it.
 """
 
@@ -56,13 +56,21 @@ def make_cells(
     """
     if depths < 1 or samples < 1:
         raise ValueError(f"depths is {depths} and samples is {samples}; give at least 1 of each.")
-    placement: tasks.Placement = "after" if question == "agnostic" else question
     cells: list[Cell] = []
     for length, depth in itertools.product(lengths, np.linspace(0, 1, depths) if depths > 1 else [0.5]):
         seeds = [seed + 1_000 * len(cells) + index for index in range(samples)]
-        drawn = tuple(tasks.needle(s, tokenizer, length, float(depth), facts, placement) for s in seeds)
+        drawn = tuple(tasks.needle(s, tokenizer, length, float(depth), facts, placed(question)) for s in seeds)
         cells.append(Cell(length, float(depth), drawn))
     return cells
+
+
+def placed(question: Question) -> tasks.Placement:
+    """Return where a prompt asks; "unknown" is held back until the prompt is compressed.
+
+    >>> placed("unknown"), placed("both")
+    ('after', 'both')
+    """
+    return "after" if question == "known" or question == "unknown" else question
 
 
 def cells_for(flags: argparse.Namespace, tokenizer: Any, lengths: Sequence[int], question: Question) -> list[Cell]:
@@ -174,7 +182,7 @@ def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
         ],
         left=4,
     )
-    return text + (f"\n'-': under plain recency, {recency}" if any(map(under, results)) else "")
+    return text + ("\n'-': under plain recency" if any(map(under, results)) else "")
 
 
 def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
@@ -208,7 +216,7 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
             axis.set_xlabel("depth of the fact", fontsize=9)
         moment = {**report.MOMENTS, "prompt": "once, after the prompt"}.get(when)
         under = "full cache" if budget is None else f"budget {budget}, evicted {moment}"
-        title = f"question {_ASKED[question]}, {under}"
+        title = f"question {_ASKED.get(question, question)}, {under}"
         part.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     if any(r["policy"] == recency for r in evicting):
         parts[-1].supxlabel("red: below plain recency", fontsize=9, color="#d1495b", x=0.99, ha="right")
@@ -302,7 +310,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
     return groups
 
 
-_ASKED = {"after": "known", "before": "asked before", "both": "asked before and after", "agnostic": "unknown"}
+_ASKED = {"before": "asked before", "both": "asked before and after"}
 
 
 def _panel(axis: Any, found: Sequence[dict[str, Any]], length: int, recency: str, floor: float, *, named: bool) -> None:

@@ -398,7 +398,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     selections.add_flags(flags, select=None, sparsity="0,0.1,...,0.7", batch=4)
     flags.add_argument("--policies", help="policies of the library, several by comma")
-    flags.add_argument("--budgets", default="128,256", help="for --policies: slots per head, or ratios of a chunk")
+    flags.add_argument(
+        "--budgets", "--budget", default="128,256", help="for --policies: slots per head, or ratios of a chunk"
+    )
     evaluator.add_scorer_flag(flags)
     flags.add_argument("--block", type=int, default=32, help="for --policies: tokens per step")
     flags.add_argument(
@@ -463,9 +465,9 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     check_names("--when", moments, get_args(When))
     evaluator.check_budgets(policies, budgets)
     dtype = getattr(flags, "cache_dtype", None)
-    eight_bits_alone = [] if dtype is None else [Setting("full", None, "block", "agnostic", 0, dtype)]
+    eight_bits_alone = [] if dtype is None else [Setting("full", None, "block", "unknown", 0, dtype)]
     settings = [
-        Setting(policy, budget, when, "agnostic", 0, dtype)
+        Setting(policy, budget, when, "unknown", 0, dtype)
         for when, budget, policy in itertools.product(dict.fromkeys(moments), budgets, policies)
     ]
     for setting in settings:

@@ -55,7 +55,7 @@ def task_table(
         ],
         left=len(several) + 4,
     )
-    marked = [f"'-': under plain recency, {recency}"] if any(map(under, rows)) else []
+    marked = ["'-': under plain recency"] if any(map(under, rows)) else []
     return "\n".join([text, *marked, *notes])
 
 
@@ -161,7 +161,7 @@ def moment(group: tuple[str, str, Any]) -> str:
     question, when, budget = group
     if budget is None:
         return "full cache"
-    unknown = ", question unknown" if question == "agnostic" else ""
+    unknown = ", question unknown" if question == "unknown" else ""
     return f"budget {budget}, {'by block' if when == 'block' else MOMENTS[when]}{unknown}"
 
 

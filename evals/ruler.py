@@ -37,7 +37,7 @@ LENGTHS, SAMPLES = "1024", 8  # the defaults of what is generated
 EXAMPLES = """examples:
   python -m evals ruler --lengths 1024 --samples 4 --policies full,snapkv,snapkv+caote --budgets 0.25 --when prompt
   python -m evals ruler --model path/to/Llama-3.1-8B-Instruct --lengths 4096,32768 --essays PaulGrahamEssays.json
-      --qa squad.json hotpotqa.json --chat --budgets 0.2 --when prompt --question after,agnostic --out runs/ruler
+      --qa squad.json hotpotqa.json --chat --budgets 0.2 --when prompt --question known,unknown --out runs/ruler
   python -m evals ruler --model path/to/Llama-3.1-8B-Instruct --data RULER/4096 --chat --budgets 0.2 --out runs/ruler
 """
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, UInt
 
 from kernels_pallas import cache_attention
 from kvjax.cache import HeadState
-from kvjax.chains import base_score, chain, no_state, register
+from kvjax.chains import LINKS, base_score, chain, no_state, register
 from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
@@ -219,13 +219,21 @@ def streaming(*, sinks: int = 4) -> Policy:
         'streaming(sinks=8)'
     """
     check_protected("streaming", "sinks", sinks)
-    protection = Protection(sinks=sinks)
-    return base_score(
-        "streaming",
-        lambda o: o.position[:, :, None].astype(jnp.float32),
-        protection=protection,
-        published=Moments("block", 1, "arXiv 2309.17453: a rolling cache"),
-    )
+    return _newest("streaming", sinks) if sinks else recency()
+
+
+@LINKS.alias
+def recency() -> Policy:
+    """Score a token by its position, so that the newest tokens alone stay: what any other policy has to beat.
+
+    It is what ``streaming(sinks=0)`` is, under its own name.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("streaming(sinks=0)"))
+        'recency'
+    """
+    return _newest("recency", 0)
 
 
 @register
@@ -703,6 +711,15 @@ def mix_bits(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
+
+
+def _newest(name: str, sinks: int) -> Policy:
+    return base_score(
+        name,
+        lambda o: o.position[:, :, None].astype(jnp.float32),
+        protection=Protection(sinks=sinks),
+        published=Moments("block", 1, "arXiv 2309.17453: a rolling cache"),
+    )
 
 
 def _check_window(name: str, window: int) -> None:

@@ -115,7 +115,7 @@ print(
 
 # %%
 policies = {
-    "recency": kvjax.parse("streaming(sinks=0)"),
+    "recency": kvjax.parse("recency"),
     "snapkv": kvjax.parse("snapkv"),
     "sharp": sharp,
     "sharp+pool": kvjax.chain(sharp, kvjax.pool()),

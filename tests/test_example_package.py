@@ -40,7 +40,7 @@ def test_an_evaluation_a_policy_and_an_allocation_are_found_by_their_names(comma
     words = "far_back --policies vatp(power=2.0)+caote@first_layers --budgets 48 --block 64 --when prompt".split()
     command("evals", *words, *"--lengths 96 --samples 1 --json".split(), str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert [row["policy"] for row in rows] == ["streaming(sinks=0)", "vatp(power=2.0)+caote@first_layers"]
+    assert [row["policy"] for row in rows] == ["recency", "vatp(power=2.0)+caote@first_layers"]
 
 
 @pytest.mark.matrix

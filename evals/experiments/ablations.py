@@ -34,7 +34,7 @@ class Run:
     policy: str
     budget: float | None
     when: When = "prompt"
-    question: Question = "after"
+    question: Question = "known"
     block: int = 128
     cache_dtype: str | None = None
 
@@ -186,7 +186,7 @@ def laprox() -> Study:
     def policy(window: int = 8, extra: str = "", allocation: str = "@model") -> str:
         return f"laprox(window={window}{extra}){allocation}"
 
-    def table(budget: float, *allocations: str, question: Question = "after") -> dict[tuple[str, str], Run]:
+    def table(budget: float, *allocations: str, question: Question = "known") -> dict[tuple[str, str], Run]:
         return {
             (line, x): Run(
                 policy(8, f",target='{kind}'" if kind != "output" else "", behind[x]), budget, question=question
@@ -195,8 +195,8 @@ def laprox() -> Study:
         }
 
     heads, models = table(middle, *behind), table(small, "model, raw", "model")
-    unknown = table(blind, *behind, question="agnostic")
-    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    unknown = table(blind, *behind, question="unknown")
+    asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
     windows = {
         (line, w): Run(policy(w), wide, question=kind)
         for (line, kind), w in itertools.product(asked.items(), (8, 16, 32, 64))
@@ -293,7 +293,7 @@ def question() -> Study:
         "KeyDiff": "keydiff",
     }
     known = {x: Run(policy, budget) for x, policy in policies.items()}
-    unknown = {x: Run(policy, budget, question="agnostic") for x, policy in policies.items()}
+    unknown = {x: Run(policy, budget, question="unknown") for x, policy in policies.items()}
     points = [Point("", KNOWN, x, run) for x, run in known.items()]
     points += [Point("", UNKNOWN, x, run) for x, run in unknown.items()]
     others = tuple(unknown[x] for x in ("SnapKV", "AdaKV", "CriticalKV"))
@@ -653,7 +653,7 @@ def methods() -> Study:
             "CurDKV + critical, for the model": "curdkv+critical@model",
         },
     }
-    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
     named = {name: policy for family in families.values() for name, policy in family.items()}
 
     def runs(name: str, line: str, some: Sequence[float] = shares) -> tuple[Run, ...]:
@@ -749,7 +749,7 @@ def newer() -> Study:
         "SnapKV + CaM": "snapkv+cam",
         "SnapKV, D2O's layers": "snapkv@d2o",
     }
-    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
     known_only = ("FINCH",)  # its window is the question
 
     def claim(paper: str, name: str, other: str, line: str, text: str = "") -> Claim:
@@ -762,7 +762,7 @@ def newer() -> Study:
         Point(line, name, share, Run(policy, share, question=question))
         for line, question in asked.items()
         for name, policy in named.items()
-        if question == "after" or name not in known_only
+        if question == "known" or name not in known_only
         for share in shares
     ]
     claims = (
@@ -822,7 +822,7 @@ def calibrated() -> Study:
         "HeadKV": f"snapkv@headkv({heads})",
         "HeadKV + CAOTE": f"snapkv+caote@headkv({heads})",
     }
-    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
 
     def runs(name: str, line: str) -> tuple[Run, ...]:
         return tuple(Run(named[name], share, question=asked[line]) for share in shares)
@@ -864,7 +864,7 @@ def calibrated() -> Study:
 def window() -> Study:
     """Build the study of SnapKV's window and pooling, whose width and kind its paper and its code set differently."""
     budget = 0.25
-    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
     table = {
         (line, pooling, size, kernel): Run(
             f"snapkv(window={size},kernel={kernel},pooling='{pooling}')", budget, question=question
@@ -912,7 +912,7 @@ def window() -> Study:
 def eight_bits() -> Study:
     """Build the study of quality against bytes: eviction alone, eight bits of keys, values or both alone, and both."""
     policy, wide, narrow = "snapkv(window=8)+caote", "bfloat16", "int8"
-    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
     shares = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
     alone: tuple[float | None] = (None,)
     lines: dict[str, Sequence[float | None]] = {

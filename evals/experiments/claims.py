@@ -196,7 +196,7 @@ def from_comparisons(data: Mapping[str, Any]) -> dict[str, Any]:
         change, low, high = row.get("difference"), row["low"], row["high"]
         if change is None:
             change, low, high = -row["increase"], -row["high"], -row["low"]
-        where = report.moment((row.get("question", "after"), row["when"], row["budget"]))
+        where = report.moment((row.get("question", "known"), row["when"], row["budget"]))
         named.append(
             {
                 "paper": "CAOTE",

@@ -15,7 +15,7 @@ from models import commands
 EXAMPLES = """examples:
   python -m evals field docs/results/smollm2/methods.json docs/results/smollm2/eight-bits.json --plot field.png
 """
-PANELS = {"after": "question known", "agnostic": "question unknown"}
+PANELS = {"known": "question known", "unknown": "question unknown"}
 WIDE = ("float32", "bfloat16", "float16")
 NAMED = 7  # methods with a colour and a name, per panel; both panels share the colours
 MARKERS = "osv^"
@@ -42,9 +42,9 @@ def places(study: dict[str, Any]) -> list[Place]:
 
     Example:
         >>> from evals.experiments.field import places
-        >>> full = dict(policy="full", budget=None, question="after", cache_bytes=100, recall=0.8)
+        >>> full = dict(policy="full", budget=None, question="known", cache_bytes=100, recall=0.8)
         >>> places({"results": [full, full | dict(policy="h2o", budget=8, cache_bytes=25, recall=0.4)]})
-        [Place(method='h2o', question='after', share=0.25, recall=0.4, eight_bits=False)]
+        [Place(method='h2o', question='known', share=0.25, recall=0.4, eight_bits=False)]
     """
     full = [result for result in study["results"] if result["budget"] is None and _is_wide(result)]
     whole = {(result["question"], result.get("cache_dtype")): result["cache_bytes"] for result in full}

@@ -32,7 +32,7 @@ def table(study: Study, results: Mapping[Run, dict[str, Any]]) -> str:
         ("policy", "{policy}"),
         ("budget", report.budget),
         ("evicts", evicts),
-        ("question", lambda r: {"agnostic": "unknown"}.get(r["question"], "known")),
+        ("question", "{question}"),
         ("recall", "{recall:.3f}"),
         ("95%", "{low:.3f}..{high:.3f}"),
         ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),

@@ -57,9 +57,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "table.toml": "policies = {}\n[tasks.ruler]\n", "block.toml": "block = 'x'\n[tasks.ruler]\n",
         "nosamples.toml": "[tasks.needle]\nsamples = 0\n", "nodata.toml": "[tasks.longbench]\n",
         "import.toml": "import = 3\n[tasks.ruler]\n",
-        "study.json": '{"study": "rounds", "results": [{"policy": "h2o", "budget": 8, "question": "after", '
+        "study.json": '{"study": "rounds", "results": [{"policy": "h2o", "budget": 8, "question": "known", '
         '"cache_bytes": 1, "recall": 1}]}',
-        "known.json": '{"study": "rounds", "results": [{"policy": "full", "budget": null, "question": "after", '
+        "known.json": '{"study": "rounds", "results": [{"policy": "full", "budget": null, "question": "known", '
         '"cache_bytes": 1000, "recall": 0.9}]}',
         "sentences.txt": " ".join(f"A boat with a crew of {i} men went by the town." for i in range(600)),
         "text.jsonl": (json.dumps({"text": CODE}) + "\n") * 99, "halfqa.jsonl": QA + '{"prompt": "The code"}\n',
@@ -296,7 +296,7 @@ evals needle:
 --policies snapvk+caote --budgets 8 -> Did you mean 'snapkv'?
 --policies , -> no policy was given
 --policies snapkv --budgets 16 -> always keeps
---question beside -> unknown --question 'beside'; expected one of after, before, both, agnostic
+--question beside -> unknown --question 'beside'; expected one of known, before, both, unknown
 --policies key_norm --allocations lava --budgets 64 -> key_norm
 --policies select=quests --budgets 64 -> unknown source 'quests'
 --policies select= --budgets 64 -> is malformed

@@ -47,7 +47,7 @@ def any_environment(monkeypatch):
         (["--model", "retriever", "--prompt", "512"], "tokens fits the budget of 512; give a longer one"),
         (["--prompt", "100", "--budget", "full,100"], "a prompt of 100 tokens fits the budget of 100"),
         (["--model", "retriever", "--shape", "tiny"], "keep one of them"),
-        (["--budget", "64"], "--budget is 64; give at least 65"),
+        (["--budgets", "64"], "--budgets has 64; give at least 65"),
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ TEXT = "".join(f"== {name} ==\n\n{' '.join(part)}\n\n" for name, part in PARTS.i
 WHOLE = " ".join(SENTENCES)
 TOKENIZER = models.load("retriever")[1]
 CORPUS = choices.read_corpus(TEXT)
-FULL = Setting("full", None, "block", "after", 0)
+FULL = Setting("full", None, "block", "known", 0)
 
 
 @pytest.fixture
@@ -103,15 +103,15 @@ def test_the_command_writes_table_json_and_picture_and_goes_on(tiny_folder, text
     out, plot, folder = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "run"
     flags = ["--model", str(tiny_folder), "--text", str(text_file), "--lengths", "200", "--samples", "2"]
     flags += ["--policies", "h2o,h2o+caote", "--budgets", "48", "--when", "prompt", "--block", "64"]
-    flags += ["--tasks", "recall", "--question", "agnostic", "--out", str(folder)]
+    flags += ["--tasks", "recall", "--question", "unknown", "--out", str(folder)]
     assert main(["choices", *flags, "--json", str(out), "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out
     data = json.loads(out.read_text())
-    assert [r["policy"] for r in data["results"]] == ["streaming(sinks=0)", "h2o", "h2o+caote"]
+    assert [r["policy"] for r in data["results"]] == ["recency", "h2o", "h2o+caote"]
     for r in data["results"]:
         assert list(r["tasks"]) == ["recall"] and r["samples"] == 2
         assert r["low"] <= r["score"] <= r["high"] and r["policy"] in printed
-        assert (r["evicts"], r["question"]) == (["prompt", 0], "agnostic")
+        assert (r["evicts"], r["question"]) == (["prompt", 0], "unknown")
     assert [c["against"] for c in data["comparisons"]] == ["h2o"]
     assert data["fingerprints"]["text"] == texts.digest(TEXT)
     assert plot.read_bytes().startswith(b"\x89PNG")

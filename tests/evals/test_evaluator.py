@@ -21,7 +21,7 @@ def flags_of(line):
 
 
 def record(score, **more):
-    plain = dict(task="a", length=64, policy="h2o", budget=8, when="prompt", question="after", sample=0)
+    plain = dict(task="a", length=64, policy="h2o", budget=8, when="prompt", question="known", sample=0)
     sizes = {"cache_bytes": 10, "peak_cache_bytes": 20, "prefill": [8.0, 2.0], "decode": [0.0, 0.0]}
     return {**plain, **sizes, "score": score, **more}
 
@@ -48,7 +48,7 @@ def test_a_selection_is_asked_once_per_budget_whatever_the_moments():
 def test_what_reads_by_a_source_answers_as_generate_does():
     (model, tokenizer), policy = models.load("retriever"), "select=butler"
     samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(2)]
-    setting = evaluator.Setting(policy, 32, "prompt", "after", evict_every=0)
+    setting = evaluator.Setting(policy, 32, "prompt", "known", evict_every=0)
     aids = evaluator.load_aids(argparse.Namespace(model="retriever", dtype=None), [setting], model, tokenizer)
     (batch,) = evaluator.answers(model, samples, setting, new_tokens=4, block=32, aids=aids)
     lengths = [len(sample.tokens) for sample in samples]
@@ -79,17 +79,17 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
 
 
 def test_settings_share_a_prompt_where_they_evict_after_it():
-    settings = [evaluator.Setting(policy, 40, "prompt", "after") for policy in ("snapkv+caote", "h2o@adakv")]
-    settings.append(evaluator.Setting("h2o", 40, "published", "after", evict_every=0))
+    settings = [evaluator.Setting(policy, 40, "prompt", "known") for policy in ("snapkv+caote", "h2o@adakv")]
+    settings.append(evaluator.Setting("h2o", 40, "published", "known", evict_every=0))
     assert len(evaluator.sharing(settings)) == 2  # the paper of h2o evicts after every block
 
 
-@pytest.mark.parametrize("question", first(0, ["after"]) + first(0, ["agnostic"], rest=nightly))
+@pytest.mark.parametrize("question", first(0, ["known"]) + first(0, ["unknown"], rest=nightly))
 def test_settings_that_share_a_prompt_answer_as_each_alone(question):
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96 + 16 * (seed % 2), facts=2) for seed in range(3)]
     group = evaluator.Group("x", None, 3, lambda: samples, 4, lambda answer, sample: float(answer.tokens[0]), end=())
-    asked = [("full", None)] if question == "agnostic" else []  # which has no use for a question held back
+    asked = [("full", None)] if question == "unknown" else []  # which has no use for a question held back
     asked += [("snapkv(window=16)+caote", 40), ("tova", 0.4)]
     settings = [evaluator.Setting(policy, budget, "prompt", question) for policy, budget in asked]
     together, alone = (Results(None, "x", {}, "x") for _ in range(2))
@@ -104,7 +104,7 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
 def test_rows_of_near_lengths_lie_in_one_batch():
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(0, tokenizer, length, facts=2) for length in (160, 96, 128, 100)]
-    setting = evaluator.Setting("tova", 24, "prompt", "after")
+    setting = evaluator.Setting("tova", 24, "prompt", "known")
     found = evaluator.answers(model, samples, setting, new_tokens=1, block=32, batch=2)
     assert [batch.rows for batch in found] == [[1, 3], [2, 0]]
 

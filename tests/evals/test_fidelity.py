@@ -34,7 +34,7 @@ def random_samples(count=5, seed=0):
 
 
 def test_the_full_cache_is_exact():
-    setting = needle.Setting("full", None, "prompt", "after")
+    setting = needle.Setting("full", None, "prompt", "known")
     (result,) = fidelity.measure(random_model(), random_samples(), [setting], block=16)
     assert (result["error"], result["cosine"], result["kl"]) == (0, 1, 0)
     assert (result["output_error"], result["output_cosine"]) == (0, 1)
@@ -102,7 +102,7 @@ def test_differences_by_hand():
 def test_a_policy_is_compared_with_those_that_its_paper_compares(laprox, attention, snapkv):
     def result(policy, error):
         values = {"error": [[error, 0.5]] * 6, "output_cosine": [[1 - error, 0.5]] * 6}
-        return {"policy": policy, "budget": 8, "when": "prompt", "question": "after", "by_sample": values}
+        return {"policy": policy, "budget": 8, "when": "prompt", "question": "known", "by_sample": values}
 
     rows = fidelity.compare(
         [

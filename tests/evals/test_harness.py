@@ -24,7 +24,7 @@ def test_a_continuation_is_read_behind_the_compressed_context(retriever):
     sequence = tokenizer.encode(
         f"{TEXT} Question: what is the code of amber falcon?\nAnswer: the code of amber falcon is 4719"
     )
-    settings = {"policy": "streaming(sinks=0)", "budget": 24, "when": "prompt", "block": 16}
+    settings = {"policy": "recency", "budget": 24, "when": "prompt", "block": 16}
     found = loglikelihood.predict(model, [sequence], [4], **settings)[0]
     context, length = np.array([sequence[:-4]]), len(sequence) - 4
     cache, logits = models.prefill(model, context, **settings, reserve=4)
@@ -148,7 +148,7 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     (tmp_path / "amber.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "amber.yaml").write_text(TASK.format(folder=tmp_path))
     line = ["lm_eval", "--tasks", "amber", "--include_path", str(tmp_path), "--out", str(tmp_path / "run")]
-    line += ["--model_args", "block=32", "--model_args", "policy=streaming(sinks=0),budget=16,block=32,when=prompt"]
+    line += ["--model_args", "block=32", "--model_args", "policy=recency,budget=16,block=32,when=prompt"]
     assert main([*line, "--json", str(tmp_path / "out.json")]) == 0
     found = json.loads((tmp_path / "out.json").read_text())["results"]
     accuracy = {r["policy"]: r["value"] for r in found if r["metric"] == "acc"}

@@ -9,7 +9,7 @@ from evals.__main__ import main
 SMALL = ["--lengths", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4", "--block", "64"]
 
 
-def cells_of(tokenizer, question="after"):
+def cells_of(tokenizer, question="known"):
     return needle.make_cells(tokenizer, lengths=[256], depths=2, samples=3, facts=4, question=question)
 
 
@@ -23,7 +23,7 @@ def test_the_samples_are_the_same_each_time_and_differ_from_each_other(retriever
 def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with_the_exact_form():
     def result(policy, correct):
         cells = [{"length": 1, "depth": 0.0, "correct": correct}]
-        return {"policy": policy, "budget": 8, "when": "block", "question": "after", "cells": cells}
+        return {"policy": policy, "budget": 8, "when": "block", "question": "known", "cells": cells}
 
     rows = needle.compare(
         [

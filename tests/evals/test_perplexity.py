@@ -22,7 +22,7 @@ class Letters:
 
 
 def setting(policy, budget, when="block"):
-    return evaluator.Setting(policy, budget, when, "agnostic", 0)
+    return evaluator.Setting(policy, budget, when, "unknown", 0)
 
 
 def test_chunks_begin_with_bos_and_leave_the_rest_out():

@@ -53,7 +53,7 @@ def test_pieces_are_the_text(retriever, prompt):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("view") / "view.html"
-    line = "view --policies full,tova,streaming(sinks=0) --budget 40 --block 64 --length 160 --max-new-tokens 3"
+    line = "view --policies full,tova,recency --budget 40 --block 64 --length 160 --max-new-tokens 3"
     assert main([*line.split(), "--html", str(path)]) == 0
     return path
 

@@ -5,10 +5,10 @@ import json
 from evals.__main__ import main
 from evals.experiments.field import Place, best, places
 
-FULL = dict(policy="full", budget=None, question="after", cache_bytes=1000, recall=0.9)
+FULL = dict(policy="full", budget=None, question="known", cache_bytes=1000, recall=0.9)
 
 
-def run(policy, share, recall, question="after", dtype=None):
+def run(policy, share, recall, question="known", dtype=None):
     return dict(policy=policy, budget=8, question=question, cache_bytes=1000 * share, recall=recall, cache_dtype=dtype)
 
 
@@ -18,19 +18,19 @@ def test_bytes_are_shares_of_the_full_cache_of_floats():
     study["results"][0]["cache_dtype"] = None  # the model's own
     study["results"].append(run("h2o", 0.14, 0.5, dtype="int8"))
     assert places(study) == [
-        Place("full", "after", 0.53, 0.9, True), Place("h2o", "after", 0.14, 0.5, True)
+        Place("full", "known", 0.53, 0.9, True), Place("h2o", "known", 0.14, 0.5, True)
     ]  # fmt: skip
 
 
 def test_the_best_places_are_those_that_fewer_bytes_do_not_reach():
-    found = [Place(name, "after", share, recall, False) for name, share, recall in
+    found = [Place(name, "known", share, recall, False) for name, share, recall in
              (("a", 0.1, 0.2), ("b", 0.1, 0.3), ("c", 0.2, 0.3), ("d", 0.4, 0.8), ("e", 0.5, 0.7))]  # fmt: skip
     assert [place.method for place in best(found)] == ["b", "d"]
 
 
 def test_the_command_reads_several_studies_and_draws_them(tmp_path, capsys):
-    unknown = FULL | {"question": "agnostic"}
-    measured = run("duo(file='a/b.npy',sinks=4)", 0.2, 0.1, "agnostic")
+    unknown = FULL | {"question": "unknown"}
+    measured = run("duo(file='a/b.npy',sinks=4)", 0.2, 0.1, "unknown")
     one = {"study": "methods", "results": [FULL, unknown, run("h2o", 0.2, 0.4), measured]}
     other = {
         "study": "eight-bits",
