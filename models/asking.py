@@ -33,7 +33,7 @@ MARK = "kvjaxtextstandshere"  # a placeholder that shows what a template puts ar
 
 
 class Answers(NamedTuple):
-    """What :func:`ask` found.
+    """Holds what :func:`ask` found.
 
     Attributes:
         answers: the text of each answer, in the order of the questions.
@@ -190,7 +190,7 @@ def checked(
 
 
 class _Form(NamedTuple):
-    """The text around a message; None in place of ``before`` where there is no chat template."""
+    """Cuts messages as a chat template would; ``before`` is None where there is none."""
 
     tokenizer: Tokenizer
     system: tuple[dict[str, str], ...] = ()

@@ -48,7 +48,6 @@ in the conversation:
   /quit        leave, as Ctrl-D does; Ctrl-C ends an answer
 """
 COMMANDS = "/save FILE, /load FILE, /forget, /memory, /help and /quit"
-OLDER = {"/keep": "/save", "/new": "/forget"}  # names that are still understood
 ANSWER = "kvjaxanswerstandshere"  # a placeholder that shows what a template puts after an answer
 
 
@@ -427,7 +426,7 @@ def _turn(talk: Conversation, text: str, screen: Screen) -> None:
 
 def _command(talk: Conversation, line: str, screen: Screen) -> None:
     name, _, rest = line.strip().partition(" ")
-    name, path = OLDER.get(name, name), os.path.expanduser(rest.strip())
+    path = os.path.expanduser(rest.strip())
     if name in ("/save", "/load") and not path:
         raise ValueError(f"{name} needs the name of a file, such as talk.cache.")
     if name == "/save":

@@ -1,4 +1,4 @@
-"""What a command that answers shows in a terminal: words unbroken at line ends, and notes that go away.
+"""Shows answers in a terminal: words unbroken at line ends, and notes that go away.
 
 Where the output is no terminal, text is written as it comes, and there are no notes.
 """

@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """What rounding may make of numbers, relative to them; ``small`` and ``rows`` to the largest at hand."""
+    """Says what rounding may change, relative to a number; for ``small`` and ``rows``, to the largest at hand."""
 
     near: float = reference.NEAR  # of scores
     small: float = reference.SMALL  # of scores that are small differences
@@ -51,7 +51,7 @@ FLOAT32 = Loss()
 
 
 class Held(NamedTuple):
-    """Which positions the heads hold, [L, B, K, P], and their keys and values; [L, K, P] of one row."""
+    """Tells which positions the heads hold, [L, B, K, P], and their keys and values; [L, K, P] of one row."""
 
     kept: np.ndarray
     key: np.ndarray  # [*, D], where kept
@@ -63,7 +63,7 @@ class Held(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the library gave for one row; None for what is not known, and at the end of ``held`` if it isn't."""
+    """Holds what the library gave for one row; None for what is not known."""
 
     tokens: list[int] | None
     logits: np.ndarray | None  # [P, V] or, of the last token, [V]
@@ -154,7 +154,7 @@ def against(
 
 
 def _filled(history: list[np.ndarray | None]) -> list[np.ndarray]:
-    """What is not known is as it is next."""
+    """Fill in what is not known by what comes next."""
     filled: list[np.ndarray] = []
     for kept in reversed(history):
         if kept is not None or filled:
@@ -198,7 +198,7 @@ def _wrong(kept: np.ndarray, expected: np.ndarray) -> str:
 
 
 def settings_of(case: Case, **changes: Any) -> dict[str, Any]:
-    """What the library's functions are asked for."""
+    """Return what the library's functions are asked for."""
     return (
         dict(
             policy=case.policy,

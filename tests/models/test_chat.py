@@ -310,7 +310,7 @@ def test_what_was_kept_goes_on_elsewhere(monkeypatch, capsys, tmp_path):
     assert len(re.findall(r"\[\d+ tokens seen · \d+ held · \d\.\d\d .*, peak \d\.\d\d · [\d.]+ tokens/s\]\n", err)) == 2
     _, said, _ = run(monkeypatch, capsys, ["Something else.", f"/load {file}", lines[2]], *SMALL)
     assert said.split("\n")[1] == out.split("\n")[1]
-    more = [lines[2], f"/keep {file}"]  # its own file may be written again
+    more = [lines[2], f"/save {file}"]  # its own file may be written again
     _, said, err = run(monkeypatch, capsys, more, "--load", file, *SMALL[4:])
     assert said == out.split("\n", 1)[1] and f"saved in {file}" in err
 
@@ -318,14 +318,14 @@ def test_what_was_kept_goes_on_elsewhere(monkeypatch, capsys, tmp_path):
 def test_an_error_in_a_turn_is_one_sentence_and_the_conversation_goes_on(monkeypatch, capsys, tmp_path):
     broken, mine = tmp_path / "broken.cache", tmp_path / "mine.txt"
     mine.write_text("mine")
-    lines = ["The river was calm.", f"/keep {broken}"]
+    lines = ["The river was calm.", f"/save {broken}"]
     run(monkeypatch, capsys, lines, *SMALL)
     content = bytearray(broken.read_bytes())
     content[-9] ^= 1
     broken.write_bytes(content)
     bad = [
-        f"/load {broken}", f"/load {mine}", f"/load {tmp_path}/none", f"/load {tmp_path}", "/load", "/keep",
-        f"/keep {mine}", f"/keep {tmp_path}/none/x", f"/keep {tmp_path}", "/nonsense", "x\udcff",
+        f"/load {broken}", f"/load {mine}", f"/load {tmp_path}/none", f"/load {tmp_path}", "/load", "/save",
+        f"/save {mine}", f"/save {tmp_path}/none/x", f"/save {tmp_path}", "/nonsense", "x\udcff",
     ]  # fmt: skip
     code, out, err = run(monkeypatch, capsys, ["The river was calm.", *bad, "It rained."], *SMALL)
     assert code == 0
