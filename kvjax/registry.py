@@ -39,7 +39,6 @@ class Registry[Thing](dict[str, Thing]):
     ) -> None:
         super().__init__()
         self.kind, self.group, self.prepare = kind, group, prepare
-        self.aliases: dict[str, Thing] = {}  # other names of what the registry has; not among its items
         self.sources: dict[str, str] = {}
 
     def add(self, name: str, thing: Any, *, source: str) -> None:
@@ -56,12 +55,6 @@ class Registry[Thing](dict[str, Thing]):
         self[name] = self.prepare(name, thing)
         self.sources[name] = source
 
-    def alias(self, thing: Any) -> Thing:
-        """Add a function under its own name, as a decorator, for what another name with arguments makes too."""
-        self.aliases[thing.__name__] = self.prepare(thing.__name__, thing)
-        self.sources[thing.__name__] = thing.__module__
-        return self.aliases[thing.__name__]
-
     def find(self, name: str) -> Thing | None:
         """Return the thing of this name, imported from another package if need be; None if there is none.
 
@@ -69,7 +62,7 @@ class Registry[Thing](dict[str, Thing]):
             ValueError: if two sources have the name, or the package offers something else than this kind.
             ImportError: if the package cannot be imported.
         """
-        known = [self.sources[name]] if name in self.sources else []
+        known = [self.sources[name]] if name in self else []
         entries = [entry for entry in _entries(self.group) if entry.name == name and not _is_of(entry, known)]
         if len(offers := [*known, *map(_package, entries)]) > 1:
             raise self._twice(name, *offers[:2])
@@ -87,11 +80,11 @@ class Registry[Thing](dict[str, Thing]):
                     self.add(name, thing, source=entry.module)
                 except ValueError as error:
                     raise ValueError(f"{_package(entry)} offers no {self.kind}: {error}") from None
-        return self.get(name, self.aliases.get(name))
+        return self.get(name)
 
     def names(self) -> list[str]:
         """Return all names, sorted, those of installed packages included; nothing is imported."""
-        return sorted({*self, *self.aliases, *(entry.name for entry in _entries(self.group))})
+        return sorted({*self, *(entry.name for entry in _entries(self.group))})
 
     def package(self, name: str) -> str | None:
         """Return the installed package that offers a name, with its version; None if none does."""

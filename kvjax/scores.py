@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, UInt
 
 from kernels_pallas import cache_attention
 from kvjax.cache import HeadState
-from kvjax.chains import LINKS, base_score, chain, no_state, register
+from kvjax.chains import base_score, chain, no_state, register
 from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
@@ -222,7 +222,7 @@ def streaming(*, sinks: int = 4) -> Policy:
     return _newest("streaming", sinks) if sinks else recency()
 
 
-@LINKS.alias
+@register
 def recency() -> Policy:
     """Score a token by its position, so that the newest tokens alone stay: what any other policy has to beat.
 

@@ -316,6 +316,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         "dapq": dict(kernel=kernel, pooling=("avg", "max"), tokens=("first",)),
         "finch": {},
         "streaming": dict(sinks=(0, 1, 3)),
+        "recency": {},
         "sage": dict(heads=("query",), split=("adaptive",), mass=(0.5, 0.8)),
         "laprox": dict(kernel=kernel, target=("output", "value", "attention"), gqa=("group", "heads")),
         "cake": dict(kernel=kernel, gamma=(0.0, 5.0, 200.0)),

@@ -33,7 +33,7 @@ POLICIES = {
     **dict.fromkeys(("expected_attention", "keydiff", "key_norm", "q_filters", "curdkv", "lagkv"), "keys"),
     **dict.fromkeys(("butler", "zap"), "a network"),
     **dict.fromkeys(("kvzip", "dapq"), "fed again"),
-    **dict.fromkeys(("streaming", "random"), "positions"),
+    **dict.fromkeys(("streaming", "recency", "random"), "positions"),
 }
 LINKS_OF = {
     **dict.fromkeys(("caote", "fast_caote"), "caote"),

@@ -236,6 +236,11 @@ def streaming(*, sinks: int = 4) -> Link:
     return Link(score, ((sinks, 0),))
 
 
+def recency() -> Link:
+    """Streaming without sinks."""
+    return streaming(sinks=0)
+
+
 def sage(*, heads: str = "group", split: str = "fixed", mass: float = 0.9) -> Link:
     """The last query of a block of the prompt chooses; behind the prompt what it chose stays, the newest roll on."""
 
@@ -680,8 +685,8 @@ LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
         h2o, tova, snapkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap, kvzip,
-        keydiff, key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect, positions, merge, cam,
-        critical, caote, fast_caote,
+        recency, keydiff, key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect, positions,
+        merge, cam, critical, caote, fast_caote,
     )
 }  # fmt: skip
 
