@@ -69,7 +69,9 @@ def test_a_command_of_the_documents_has_the_flags_and_files_that_it_names(line, 
     words = shlex.split(line)
     module, *rest = words[2:]
     subcommand = rest[:1] if module in ("evals", "benchmarks") else []
-    name = {"models.generate": "models.cli", "train.butler": "train.cli"}.get(module, module)
+    name = {"models.ask": "models.asking_cli", "models.generate": "models.cli", "train.butler": "train.cli"}.get(
+        module, module
+    )
     main = importlib.import_module(name if name.startswith(("models", "train")) else f"{name}.__main__").main
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(main([*subcommand, "--help"]))

@@ -144,6 +144,6 @@ def test_a_row_that_is_not_due_keeps_its_window():
     _, cache, evidence = jax.jit(observe)(cache, np.repeat(row, 2, axis=2), row, row)
     before = np.asarray(cache.state[0].queries.value[0])
     evict = jax.jit(functools.partial(kvjax.evict, layer=0))
-    cache = evict(cache, evidence, np.array([BUDGET, cache.num_slots]))
+    cache = evict(cache, evidence, np.array([BUDGET, cache.num_slots + 1]))
     assert cache.num_live[0].tolist() == [[BUDGET] * K, [BUDGET + 1] * K]
     assert before.min() > 0 and cache.state[0].queries.value[0].tolist() == [[0] * K, before[1].tolist()]
