@@ -21,6 +21,7 @@ from kvjax.layer import (
     inserted,
     layer_index,
     layer_of,
+    of_layer,
     prepared,
     shares_of,
     updated,
@@ -186,6 +187,7 @@ def _observe(
         return out, put_back(cache, taken, layer_index(cache, context)), None
     here = choosable(here, context)
     evidence, state = ask(policy, here, query, position, columns, jnp.arange(K), shares, context)
+    evidence = of_layer(policy, evidence, K)
     if not policy.allocation.even:
         evidence = with_scores(evidence, here)
     return out, updated(cache, taken, here.position, state, context), evidence

@@ -22,6 +22,7 @@ from kvjax.layer import (
     choosable,
     frees,
     layer_index,
+    of_layer,
     prepared,
     shares_of,
     with_scores,
@@ -83,7 +84,7 @@ def observe_pages(
         # XLA copies only those parts of ``here`` that the policy reads.
         here, number = choosable(here, own), (cache.first_head + head)[None]
         evidence, state = ask(policy, here, mine, position, own_columns, number, budget, own)
-        return out, state, dataclasses.replace(with_scores(evidence, here), protected=None)
+        return out, state, with_scores(evidence, here)
 
     heads_out, state, evidence = jax.lax.map(of_head, jnp.arange(K))
     if turned:
@@ -98,15 +99,12 @@ def observe_pages(
         return write_layer(cache, whole, part[:, :, 0].swapaxes(0, 1), layer)
 
     state = jax.tree.map(put, cache.state, state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
-    scores = evidence.scores[:, :, 0].swapaxes(0, 1)
-    if policy.heads == "layer":  # all heads hold the same tokens, in the same slots
-        mean = summed(jnp.sum(scores / cache.all_heads, axis=1, keepdims=True), cache.axis)
-        scores = jnp.broadcast_to(mean, scores.shape)
-    measured = None if evidence.measured is None else evidence.measured[:, :, 0].swapaxes(0, 1)
-    end, window = jax.tree.map(lambda x: x[0], (evidence.end, evidence.window))
-    evidence = dataclasses.replace(
-        evidence, scores=scores, entered=evidence.entered[0], measured=measured, end=end, window=window
-    )
+    names = ("scores", "protected", "stays", "measured")  # of each head; the others are alike
+    of_heads = {name: jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), getattr(evidence, name)) for name in names}
+    shared = {name: jax.tree.map(lambda x: x[0], getattr(evidence, name)) for name in ("entered", "end", "window")}
+    evidence = dataclasses.replace(evidence, **of_heads, **shared)
+    evidence = of_layer(policy, evidence, cache.all_heads, functools.partial(summed, axis=cache.axis))
+    evidence = dataclasses.replace(evidence, protected=None)
     if frees(context):
         assert context.sliding_window is not None
         cache = within(cache, context.sliding_window, layer)

@@ -36,6 +36,7 @@ class Evidence:
             :class:`Weights` that they are computed from.
         entered: how many tokens of each row came in with the block. A row without any loses nothing.
         protected: the slots that stay whatever their weights; None where ``scores`` mark them.
+        stays: the slots that links have marked in some heads of a layer; None where ``scores`` mark them.
         measured: what the allocation measured of the attention, if anything.
         end: the position from which on tokens leave whatever they score, per row; None where all may stay.
         window: the layer's sliding window, or one per layer, which limits its budget; None where no layer has one.
@@ -52,6 +53,7 @@ class Evidence:
     scores: Float[Array, "*slots"] | Weights
     entered: Int[Array, "B"]
     protected: Bool[Array, "B K S"] | None = None
+    stays: Bool[Array, "B K S"] | None = None
     measured: Float[Array, "*L B K measures"] | None = None
     end: Int[Array, "B"] | None = None
     window: Int[Array, "*L"] | None = None

@@ -18,7 +18,7 @@ from kvjax.eviction import Budget, Evidence
 from kvjax.insertion import Cache, batch_rows, checked_block, next_positions, up_to, within
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache
-from kvjax.policy import Policy, mark_protected, scores_of_weights, update_scores
+from kvjax.policy import Policy, joined, mark_protected, scores_of_weights, update_scores
 from kvjax.turning import next_index, turn_to_index, turn_to_rank
 from kvjax.window import join, observed
 
@@ -186,7 +186,7 @@ def ask(
     """Have the policy score some heads of a layer, the tokens of which are those that it chooses among.
 
     Returns:
-        Its evidence and its new state.
+        Its evidence, for :func:`of_layer`, and its new state.
     """
     here = floats_of(here)
     B, K = here.position.shape[:2]
@@ -213,7 +213,7 @@ def ask(
     )
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.
     state, observation = jax.lax.stop_gradient((remembered, mark_protected(policy, observation)))
-    scores, new = update_scores(policy, state, observation)
+    scores, stays, new = update_scores(policy, state, observation)
     if observed(policy.needs.statistics):
         new = (window, new)
     state = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), new, here.state)  # float64 inputs would widen it
@@ -222,6 +222,7 @@ def ask(
         scores,
         entered=entered,
         protected=observation.protected,
+        stays=stays,
         measured=None if measure is None else measure(observation),
         end=None if context.reconstructed is None else context.reconstructed.end,
         window=None if context.sliding_window is None else jnp.asarray(context.sliding_window, jnp.int32),
@@ -229,6 +230,17 @@ def ask(
         merging=policy.merging,
     )
     return evidence, state
+
+
+def of_layer(
+    policy: Policy, evidence: Evidence, heads: int, summed: Callable[[Array], Array] = lambda x: x
+) -> Evidence:
+    """Join what all heads of a layer have said; see :func:`kvjax.policy.joined`. CAOTE's weights stay as they are."""
+    if isinstance(evidence.scores, Weights):
+        return evidence
+    assert evidence.protected is not None
+    scores = joined(policy, evidence.scores, evidence.stays, evidence.protected, heads, summed)
+    return dataclasses.replace(evidence, scores=scores, stays=None)
 
 
 def with_scores(evidence: Evidence, here: KVCache) -> Evidence:

@@ -195,31 +195,58 @@ def retention_scores(policy: Policy, state: PyTree, observation: Observation) ->
         [[[inf, 1.0, 2.0]]]
     """
     observation = mark_protected(policy, observation)
-    scores, state = update_scores(policy, state, observation)
+    scores, stays, state = update_scores(policy, state, observation)
+    assert observation.protected is not None
     if isinstance(scores, Weights):
-        scores = scores_of_weights(scores, observation.value, observation.live, observation.protected)
-    return scores, state
+        return scores_of_weights(scores, observation.value, observation.live, observation.protected), state
+    return joined(policy, scores, stays, observation.protected, scores.shape[1]), state
 
 
 def update_scores(
     policy: Policy, state: PyTree, observation: Observation
-) -> tuple[Float[Array, "B K S"] | Weights, PyTree]:
-    """Run a policy on a block whose protected slots are marked; CAOTE's scores may stay :class:`kvjax.Weights`."""
+) -> tuple[Float[Array, "B K S"] | Weights, Bool[Array, "B K S"] | None, PyTree]:
+    """Run a policy on a block whose protected slots are marked.
+
+    Returns:
+        Each head's scores, its mean over the group, or CAOTE's :class:`kvjax.Weights`; the tokens that links have
+        marked; and the new state. See :func:`joined`.
+    """
     nothing = jnp.zeros_like(observation.position[:, :, None], jnp.float32)  # a base score ignores it
     update = policy.update if policy.links else functools.partial(update_link, policy)
     scores, state = update(nothing, state, observation)
     if isinstance(scores, Weights) and policy.heads != "layer":
-        return scores, state
+        return scores, None, state
     scores, stays = unmarked(scores, None)
     scores = as_scores(scores, observation)
+    if policy.heads == "layer":  # divided before the sum, which overflows for the largest floats
+        return jnp.sum(scores / scores.shape[2], axis=2), stays, state
+    return jnp.mean(scores, axis=2), stays, state
+
+
+def joined(
+    policy: Policy,
+    scores: Float[Array, "B K S"],
+    stays: Bool[Array, "B K S"] | None,
+    protected: Bool[Array, "B K S"],
+    heads: int,
+    summed: Callable[[Array], Array] = lambda x: x,
+) -> Float[Array, "B K S"]:
+    """Return the scores that an eviction reads: one for all heads where they share it, and those of marked tokens.
+
+    Where the heads of a layer hold the same tokens, those are marked that all heads have marked.
+
+    Args:
+        heads: of the layer, on all devices.
+        summed: sums over the devices that split the heads.
+    """
     if policy.heads == "layer":
-        heads = scores.shape[1] * scores.shape[2]  # divided before the sum, which overflows for the largest floats
-        scores = jnp.broadcast_to(jnp.sum(scores / heads, axis=(1, 2), keepdims=True), scores.shape)
-        stays = None if stays is None else jnp.all(stays, axis=1, keepdims=True)
-    joined = jnp.mean(scores, axis=2)
+        mean = summed(jnp.sum(scores / heads, axis=1, keepdims=True))
+        scores = jnp.broadcast_to(mean, scores.shape)
+        if stays is not None:
+            stays = summed(jnp.sum(stays, axis=1, keepdims=True, dtype=jnp.int32)) == heads
     if stays is not None:  # as the last step: a link that divided it would make it a number like others
-        joined = jnp.where(stays, jnp.finfo(jnp.float32).max, joined)
-    return jnp.where(observation.protected, jnp.inf, joined), state
+        scores = jnp.where(stays, jnp.finfo(jnp.float32).max, scores)
+    return jnp.where(protected, jnp.inf, scores)
 
 
 def update_link(

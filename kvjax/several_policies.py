@@ -12,7 +12,7 @@ from kvjax.block_checks import checked_budget
 from kvjax.cache import KVCache
 from kvjax.chains import policy_of
 from kvjax.eviction import Budget, Evidence
-from kvjax.layer import ask, attend_heads, choosable, inserted, prepared, shares_of, updated, with_scores
+from kvjax.layer import ask, attend_heads, choosable, inserted, of_layer, prepared, shares_of, updated, with_scores
 from kvjax.observation import Context, Needs
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_measured, check_policy
@@ -85,6 +85,6 @@ def observe_each(
         _, columns, turned, here = seen[policy.needs.window or largest]
         own = dataclasses.replace(choosable(here, context), state=state)
         evidence, state = ask(policy, own, turned, position, columns, heads, shares_of(cache, budget), context)
-        said.append(with_scores(evidence, own))
+        said.append(with_scores(of_layer(policy, evidence, len(heads)), own))
         states.append(state)
     return seen[largest][0], updated(cache, taken, own.position, tuple(states), context), tuple(said)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.campaign import table
+from tests.campaign.cases import Case
 from tests.tiers import first
 
 DEFAULT = 36  # the first lines have most pairs: with these nine of ten
@@ -14,6 +17,13 @@ DEFAULT = 36  # the first lines have most pairs: with these nine of ten
 def test_the_library_gives_what_the_reference_gives(case):
     outcome = table.ran(case)
     assert not outcome.fails, f"{outcome.kind}: {outcome.why}\npython -m tests.campaign --case '{case}'"
+
+
+def test_where_all_heads_of_a_layer_share_tokens_those_stay_that_all_have_marked():
+    """In pages, whose heads are scored one at a time; a mark of one head once outweighed the mean."""
+    sizes = dict(layers=2, kv_heads=2, group=3, width=30, windows=(None, 6), page_size=2, new=3, budget=9)
+    case = Case(seed=1824698517, family="smollm3", rope="llama3", tokens="distinct", **sizes)
+    assert table.ran(dataclasses.replace(case, policy="tova+critical+normalise")).kind == "ok"
 
 
 def test_the_table_has_every_pair_and_every_name():
