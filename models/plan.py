@@ -180,22 +180,26 @@ def cache_heads(config: Config, policy: Policy | None) -> int:
     return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
 
 
-def bucketed(size: int, fine: bool = True) -> int:
-    """Round a size that follows a prompt's length up, so that few programs are compiled.
-
-    Args:
-        fine: to one of eight per octave, so that at most an eighth of the slots is spare; else to a power of two, for a
-            stream, whose steps are compiled for each size.
+def bucketed(size: int, of_octave: int = 8) -> int:
+    """Round a size that follows a prompt's length up to one of a few per octave, so that few programs are compiled.
 
     Example:
         >>> from models.plan import bucketed
-        >>> [bucketed(n) for n in (7, 100, 1000, 1024)], bucketed(100, fine=False)
+        >>> [bucketed(n) for n in (7, 100, 1000, 1024)], bucketed(100, of_octave=1)
         ([7, 104, 1024, 1024], 128)
     """
-    if not fine:
-        return power_of_two(size)
-    step = 1 << max(size.bit_length() - 4, 0)
+    step = max((1 << size.bit_length() - 1) // of_octave, 1)
     return -(-size // step) * step
+
+
+def _rounded(size: int, options: Options, whole: bool = False) -> int:
+    """Round a size up: at most an eighth is spare; a quarter in a stream, whose steps are compiled for each size.
+
+    Args:
+        whole: whether the buffer holds the whole prompt. A stream's grows by doubling then, as without a policy.
+    """
+    few = 1 if whole or options.policy is None else 4
+    return bucketed(size, 8 if options.fit_prompt else few)
 
 
 def copied(policy: Policy, tokens: int) -> int:
@@ -258,7 +262,7 @@ def plan_run(
     remembered = 0
     if butler is not None:
         policy = kvjax.fit_predictor(policy, butler.config.dim)
-        remembered = bucketed(prompt.most + options.reserve, options.fit_prompt)
+        remembered = _rounded(prompt.most + options.reserve, options, whole=True)
     heads = cache_heads(config, policy)
     # Makes no arrays: a policy without what it needs of the model says so here, before anything is compiled.
     jax.eval_shape(functools.partial(policy.state, 1, heads, config.num_heads // heads, 1, config.head_dim))
@@ -412,7 +416,7 @@ def _plan_full(
             f"the prompt and its answer take {held} positions, but the model has {most}: "
             "shorten the prompt, or give a policy and a budget."
         )
-    slots = min(bucketed(held, options.fit_prompt), most)
+    slots = min(_rounded(held, options), most)
     sizes = Sizes(slots, slots, predictor_slots=0 if selection is None else slots)
     plan = Plan(
         None, "block", 0, mesh, selection=selection, predictor=None if butler is None else butler.config,
@@ -440,9 +444,9 @@ def _with_slots(sizes: Sizes, options: Options, kept: Kept, slots: int, first: i
             shrunk then.
     """
     needed = max(slots, first)
-    usual = kept.slots if kept.slots >= needed else bucketed(needed, options.fit_prompt)
+    usual = kept.slots if kept.slots >= needed else _rounded(needed, options)
     before = max(usual, sizes.prompt_slots)
-    after = bucketed(slots, options.fit_prompt) if evicted and before > 2 * slots else usual
+    after = _rounded(slots, options) if evicted and before > 2 * slots else usual
     return sizes._replace(slots=after, prompt_slots=before)
 
 
@@ -454,8 +458,8 @@ def _with_pages(plan: Plan, sizes: Sizes, options: Options, kept: Kept, most: in
         held: the largest number of tokens that all heads, on a mesh those of a device, together may hold.
     """
     pages = kvjax.pages_for(held, kept.held.size // math.prod(plan.ways), kept.page_size)
-    pages = kept.pages if kept.pages >= pages else bucketed(pages, options.fit_prompt)
-    slots = kept.slots if kept.slots >= most else bucketed(most, options.fit_prompt)
+    pages = kept.pages if kept.pages >= pages else _rounded(pages, options)
+    slots = kept.slots if kept.slots >= most else _rounded(most, options)
     return sizes._replace(slots=slots, pages=pages, page_size=kept.page_size)
 
 
@@ -518,7 +522,7 @@ def _sized(
         entering = max(entering, asked + decode_room)
     repeated = copied(policy, prompt.most) if whole else 0
     fed = prompt.tokens.shape[1] - int(prompt.questions.min()) + repeated
-    prompt_slots = bucketed(held + fed, options.fit_prompt) if whole and context else 0
+    prompt_slots = _rounded(held + fed, options, whole=True) if whole and context else 0
     # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
     sensible = max(power_of_two(prompt.most + options.reserve), config.max_positions)
     all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
@@ -526,7 +530,7 @@ def _sized(
     by_ratio = isinstance(options.budget, float)  # then the sizes follow the prompt's length
 
     def fitted(slots: int) -> int:
-        return bucketed(slots, options.fit_prompt) if by_ratio or slots >= most_slots else slots
+        return _rounded(slots, options) if by_ratio or slots >= most_slots else slots
 
     windows = config.sliding_windows
     paged = kept.pages > 0 if kept is not None else in_pages(policy, largest, windows)
@@ -608,7 +612,7 @@ def _pages(
     heads = len(held) // devices * own * len(windows)
     pages = kvjax.pages_for(_fullest(plan, slots), heads, options.page_size)
     follows = isinstance(options.budget, float) or (held + room).max() >= most
-    return bucketed(pages, options.fit_prompt) if follows else pages
+    return _rounded(pages, options) if follows else pages
 
 
 def _of_parts(plan: Plan, held: Int[np.ndarray, "B heads"]) -> Int[np.ndarray, "B ways"]:
