@@ -32,6 +32,13 @@ def test_decode_writes_each_policy_at_each_prompt(tmp_path, capsys):
     assert "A decode step, in parts" in printed and "1,000,000" in printed
 
 
+def test_the_rate_of_whole_prompts_counts_all_rows():
+    row = {"shape": "tiny", "batch": 8, "prompt": 50, "policy": "h2o", "step_milliseconds": 1.0, "compilations": 0}
+    rows = [row | {"budget": budget, "milliseconds": time} for budget, time in ((16, 200.0), (None, 500.0))]
+    ours, full = prefill.feed_table(rows).splitlines()[-2:]
+    assert "2,000" in ours and "2.50" in ours and "800" in full  # tokens a second, full / budget
+
+
 @matrix
 def test_prefill_rows_of_fed_prompts_say_what_they_fed():
     rows = prefill.feed_all(["tiny"], [1], [16], [24, 48], "h2o+caote", 2**30, block=8, full=[24])

@@ -15,10 +15,11 @@ def test_programs_take_turns_after_a_warm_up_each():
     assert all(t.repetitions == 2 and t.lowest <= t.low <= t.milliseconds <= t.high for t in times.values())
 
 
-def test_a_time_is_that_of_one_call(monkeypatch):
-    clock = iter([0.0, 4.0])
+def test_a_time_is_the_median_of_one_call(monkeypatch):
+    clock = iter([0.0, 4.0, 10.0, 90.0, 100.0, 108.0])
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
-    assert measure.take_turns({"a": lambda: None}, 1, calls=4)["a"].milliseconds == 1000
+    taken = measure.take_turns({"a": lambda: None}, 3, calls=4)["a"]
+    assert (taken.milliseconds, taken.lowest) == (2000, 1000)  # of 1, 20 and 2 seconds
     with pytest.raises(ValueError, match="0 repetitions"):
         measure.take_turns({}, 0)
 

@@ -13,6 +13,7 @@ from evals.__main__ import main
 from evals.experiments import rounding
 from evals.experiments.rounding import PAIRS, PLAIN, ROUNDINGS
 from tests.evals.conftest import TEXT
+from tests.models.tiny import decoder
 from tests.tiers import matrix, nightly
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,6 +57,16 @@ def test_a_block_of_keys_that_is_not_full_is_read_in_bfloat16():
     )
     np.testing.assert_allclose(out[:, :63], plain[:, :63], atol=1e-6)  # the query of slot 63 is the first of a block
     assert (np.abs(out[:, 63:] - plain[:, 63:]).max(axis=(0, 2, 3)) > 1e-5).all()
+
+
+def test_the_last_half_of_each_chunk_is_counted_apart(monkeypatch):
+    """The token at place i has the log-probability -i; the model says nothing."""
+    monkeypatch.setattr(
+        rounding, "_log_probabilities", lambda *given, **of: jax.numpy.outer(-np.arange(1.0, 9), np.ones(256))
+    )
+    chunks = np.random.default_rng(0).integers(0, 256, (2, 9))
+    (plain,) = rounding.measure(decoder(), chunks, [])
+    assert (plain["by_chunk"], plain["late"]["by_chunk"]) == ([4.5, 4.5], [6.5, 6.5])
 
 
 @matrix
