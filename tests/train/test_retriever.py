@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from evals import coref_task
@@ -85,6 +86,16 @@ def test_groups_of_rows_make_the_same_loss(config, tokenizer):
     assert tokens.shape == positions.shape == (2, 4, 64)
     assert shares.sum((0, 1, 2)) == pytest.approx([1, 1, 1, 1, 0], abs=1e-4)
     assert np.array_equal(tokens.reshape(8, 64), batch.tokens) and np.array_equal(targets.reshape(8, 64), batch.targets)
+
+
+def test_devices_add_up_their_gradients_and_losses(monkeypatch, config):
+    """Each token's loss is the token times a weight, whose gradient is then the sum of the tokens."""
+    monkeypatch.setattr(retriever, "losses", lambda config, weights, tokens, *rest: weights["w"] * tokens)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    tokens, shares = np.arange(8.0).reshape(2, 2, 2), np.ones((2, 2, 2, len(data.KINDS)))
+    step, batch = retriever.make_step(config, optax.sgd(1.0), mesh), (tokens, tokens, tokens, shares)
+    after, _, parts = step({"w": np.float32(3)}, optax.sgd(1.0).init({"w": 0.0}), batch, np.eye(len(data.KINDS))[0])
+    assert after["w"] == 3 - tokens.sum() and np.asarray(parts).tolist() == [3 * tokens.sum()] * len(data.KINDS)
 
 
 def test_recall_reads_the_answers_places(config, tokenizer):
