@@ -124,6 +124,7 @@ def test_blocks_are_repeated_as_they_come_in(policy):
         assert_keeps(made.cache, row, expected)
 
 
+@pytest.mark.matrix
 def test_a_prompt_of_one_block_is_scored_as_published():
     caches = [models.prefill(decoder(), TOKENS[:, :8], policy=BY_BLOCK[0], budget=6, block=8, when=when).cache
               for when in ("block", "prompt")]  # fmt: skip
@@ -132,18 +133,27 @@ def test_a_prompt_of_one_block_is_scored_as_published():
     np.testing.assert_array_equal(*(kept(cache, 8) for cache in caches))
 
 
+FITS = dict(policy="kvzip", budget=20, block=8)
+
+
+def pending(cache):
+    return plan.kept_of(decoder(), cache, kvjax.kvzip(), 2).pending
+
+
 def test_what_fits_is_repeated_when_more_comes():
-    settings = dict(policy="kvzip", budget=20, block=8)
-    cache, _ = models.prefill(decoder(), TOKENS[:, :20], LENGTHS[::-1] // 2, **settings)  # of 11 and 20 tokens
-
-    def pending(cache):
-        return plan.kept_of(decoder(), cache, kvjax.kvzip(), 2).pending
-
+    cache, _ = models.prefill(decoder(), TOKENS[:, :20], LENGTHS[::-1] // 2, **FITS)  # of 11 and 20 tokens
     np.testing.assert_array_equal(pending(cache)[0], TOKENS[0, :11])
-    cache, _ = models.prefill(decoder(), TOKENS[:, 20:32], cache=cache, **settings)
-    assert [len(row) for row in pending(cache)] == [0, 0] and (cache.num_live == 20).all()
-    assert (np.asarray(cache.state.score)[np.stack(positions(cache)) >= 0] > 0).all()
-    answered = models.generate(decoder(), TOKENS[:, 32:34], cache=cache, max_new_tokens=8, end=(), **settings)
+    cache, _ = models.prefill(decoder(), TOKENS[:, 20:32], cache=cache, **FITS)
+    live = np.stack(positions(cache)) >= 0
+    assert [len(row) for row in pending(cache)] == [0, 0] and (live.sum(-1) == 20).all()
+    assert (np.asarray(cache.state.score)[live] > 0).all()
+
+
+@pytest.mark.matrix
+def test_an_answer_is_to_be_repeated_by_the_next_turn():
+    cache, _ = models.prefill(decoder(), TOKENS[:, :20], LENGTHS[::-1] // 2, **FITS)
+    cache, _ = models.prefill(decoder(), TOKENS[:, 20:32], cache=cache, **FITS)
+    answered = models.generate(decoder(), TOKENS[:, 32:34], cache=cache, max_new_tokens=8, end=(), **FITS)
     assert [row.tolist() for row in pending(answered.cache)] == answered.tokens[:, :-1].tolist()
 
 
@@ -188,6 +198,14 @@ def test_parts_of_the_prompt_and_what_asks_for_them():
     second = blocks.tokens[3:6, 0].ravel()
     assert second[-20:].tolist() == [3, *TOKENS[0, 14:16], 4, *TOKENS[0, 16:32]]
     assert blocks.positions[3:6, 0].ravel().tolist() == [-1] * 4 + list(range(37, 57))
+
+
+def test_only_rows_that_do_not_fit_are_repeated_block_by_block():
+    plan = schedule(Text.of(TOKENS[:, :20]), kvjax.kvzip(), block=8, compresses=np.array([True, False]))
+    (context, *copies), *_ = (stage.steps for stage in plan.context)
+    assert (np.asarray(context.positions)[:, 1] >= 0).any()
+    of_row = [np.concatenate([np.asarray(one.positions[:, row]).ravel() for one in copies]) for row in (0, 1)]
+    assert (of_row[0] >= 0).sum() >= 20 and (of_row[1] < 0).all()
 
 
 def test_parts_of_a_later_turn_are_where_its_tokens_are():
