@@ -55,10 +55,15 @@ def on_mesh(config: Config = CONFIG, data: int = 2, tensor: int = 2) -> models.D
 
 
 def empty(policy: str | None, config: Config = CONFIG, **changes: Any) -> Any:
-    """An empty cache, as a policy has it; one program instead of one for each of its arrays."""
+    """An empty cache, as a policy has it; one program for all of its arrays and of its sizes."""
     sizes = dict(layers=config.num_layers, kv_heads=config.num_kv_heads, query_heads=config.num_heads)
     sizes |= dict(head_dim=config.head_dim, windows=config.sliding_windows, **SETTINGS) | changes
-    return jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
+    return _maker(policy, *sizes.items())()
+
+
+@functools.cache
+def _maker(policy: Any, *sizes: tuple[str, Any]) -> Any:
+    return jax.jit(lambda: kvjax.empty_cache(policy, **dict(sizes)))
 
 
 def run(prompt: Any, config: Config = CONFIG, policy: str | None = None, **settings: Any) -> reference.Run:
