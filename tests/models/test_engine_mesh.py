@@ -28,7 +28,8 @@ def mesh():
 
 
 def place(array, *names):
-    return jax.device_put(array, NamedSharding(mesh(), P(*names)))
+    """Return an array's shape on the mesh: programs are compiled here and not run."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh(), P(*names)))
 
 
 def collectives(compiled):
@@ -40,11 +41,13 @@ def collectives(compiled):
     return counts
 
 
-def cache_on_mesh(layers=None, state=()):
-    cache = kvjax.KVCache.init(batch=4, kv_heads=2, slots=24, head_dim=8, layers=layers, state=state)
-    front = () if layers is None else (None,)
-    put = {1: lambda x: place(x, "data")}
-    return jax.tree.map(lambda x: put.get(x.ndim, lambda y: place(y, *front, "data", "tensor"))(x), cache)
+def cache_on_mesh(layers=None, policy=None):
+    def empty():
+        state = () if policy is None else policy.state(4, 2, 2, 24, 8)
+        return kvjax.KVCache.init(batch=4, kv_heads=2, slots=24, head_dim=8, layers=layers, state=state)
+
+    of_slots = (*(() if layers is None else (None,)), "data", "tensor")
+    return jax.tree.map(lambda x: place(x, *(("data",) if x.ndim == 1 else of_slots)), jax.eval_shape(empty))
 
 
 @pytest.mark.parametrize("layers", first(1, [3, None]))
@@ -52,7 +55,7 @@ def test_evicting_and_inserting_need_no_communication(layers):
     cache, layer = cache_on_mesh(layers), None if layers is None else 1
     scores = place(np.zeros((4, 2, 24), np.float32), "data", "tensor")
     rows = place(np.zeros((4, 8, 2, 8), np.float32), "data", None, "tensor")
-    budgets = place(np.array([16, 15, 14, 13]), "data")
+    budgets = place(np.int32([16, 15, 14, 13]), "data")
     programs = {
         "evict": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, 16, layer=layer), donate_argnums=0),
         "evict, a budget a row": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, b, layer=layer), donate_argnums=0),
@@ -69,7 +72,7 @@ def test_evicting_and_inserting_need_no_communication(layers):
 @pytest.mark.parametrize("name", first(1, ["h2o+caote", "snapkv(window=4)+fast_caote", "h2o+pool"]))
 def test_a_block_of_one_layer_needs_no_communication(name):
     policy = kvjax.parse(name)
-    cache = cache_on_mesh(state=policy.state(4, 2, 2, 24, 8))
+    cache = cache_on_mesh(policy=policy)
     query = place(np.zeros((4, 8, 4, 8), np.float32), "data", None, "tensor")
     rows = place(np.zeros((4, 8, 2, 8), np.float32), "data", None, "tensor")
     step = jax.jit(lambda c, q, r: kvjax.attend(c, q, r, r, policy=policy, budget=16))
