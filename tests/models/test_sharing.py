@@ -6,7 +6,7 @@ import pytest
 
 import models
 from models import sharing
-from tests.models.tiny import CONFIG, LENGTHS, STATE, TOKENS, answers, assert_keeps, decoder, run, streamed
+from tests.models.tiny import CONFIG, LENGTHS, STATE, TOKENS, answers, assert_keeps, decoder, held, run, streamed
 from tests.tiers import first
 
 BLOCK = 16  # a question of 7 tokens and the window of 16 queries fit
@@ -33,7 +33,9 @@ def passes(monkeypatch) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize(("asked_of_each", "way"), first(1, [(FEW, "one program"), (FEW[:2], "layers")]))
+@pytest.mark.parametrize(
+    ("asked_of_each", "way"), first(1, [(FEW[:3], "one program"), (FEW, "one program"), (FEW[:2], "layers")])
+)
 def test_each_result_is_that_of_the_reference(asked_of_each, way, run_by_layer, passes) -> None:
     run_by_layer(way == "layers")
     settings = dict(block=BLOCK, when="prompt")
@@ -71,12 +73,15 @@ def test_what_has_nobody_to_share_with_runs_by_itself(asked, when, passes) -> No
 def test_a_result_is_made_when_its_turn_comes_and_may_be_used_up_before_the_next(monkeypatch) -> None:
     made, whole = [], sharing._compressed
     monkeypatch.setattr(sharing, "_compressed", lambda *given: made.append(1) or whole(*given))
-    more = dict(policy=STATE, budget=24, max_new_tokens=5, end=(), evict_every=0, block=BLOCK)
     each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=[(STATE, 24)] * 2, block=BLOCK)
     assert made == []
-    found = [(streamed(decoder(), ours, **more)[0], len(made)) for ours in each]
-    assert [count for _, count in found] == [1, 2]
+    found = []
+    for number, ours in enumerate(each, start=1):
+        assert len(made) == number
+        found.append((np.array(ours.logits), held(ours.cache)))
+        jax.tree.map(lambda array: array.delete(), ours.cache)  # as a step does that writes into it
     np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 @pytest.mark.parametrize(
