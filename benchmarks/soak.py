@@ -60,7 +60,7 @@ def fed(model: models.Decoder, tokens: int, policy: str, budget: int, block: int
 
     with measure.compilations() as compiled:
 
-        def note(done: int, total: int) -> None:
+        def note(done: int, total: int, _: Any) -> None:
             now = [time.perf_counter(), time.process_time()]
             walls.append(1e3 * (now[0] - before[0]))
             works.append(1e3 * (now[1] - before[1]))

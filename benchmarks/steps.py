@@ -26,8 +26,9 @@ from benchmarks import measure
 from kvjax.cache import Rows, map_rows
 from kvjax.schedule import Phase
 from models.config import Config
+from models.options import PAGE_SIZE, Options
 from models.parameters import parameter_shapes
-from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
+from models.plan import CheckedPrompt, plan_run
 from models.states import start
 from models.steps import DecodeState, Run, decode_phase, forward
 
@@ -126,7 +127,7 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
         page_size=setting.page_size, reserve=setting.block, fit_prompt=keeps,
     )  # fmt: skip
     model = abstract_model(unbounded(setting.config), setting.dtype)
-    plan, sizes, rows = plan_run(model, prompts, options, None)
+    plan, sizes, rows = plan_run(model, prompts, options)
     projection = jax.eval_shape(functools.partial(models.output_projection, policy=plan.policy), model)
     run = Run(model, rows, projection, None, plan)
     return Shapes(run, jax.eval_shape(lambda r: start(r, sizes, setting.batch), run).cache)

@@ -33,8 +33,9 @@ from kvjax.cache import Rows, empty_rows
 from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
 from models import commands, engine
+from models.options import PAGE_SIZE, Options
 from models.parameters import parameter_shapes, partition
-from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
+from models.plan import CheckedPrompt, plan_run
 from models.sampling import Sampling
 from models.states import start
 from models.steps import Run, decode_phase
@@ -185,7 +186,7 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     chosen, lengths = kvjax.parse(policy), np.full(B, sizes.prompt, np.int32)
     prompts = CheckedPrompt(np.zeros((B, sizes.prompt), np.int8), lengths, np.zeros(B, np.int32))
     options = Options(chosen, sizes.budget, sizes.block, evict_every=1, fit_prompt=False)
-    plan, buffers, made = plan_run(model, prompts, options, None)
+    plan, buffers, made = plan_run(model, prompts, options)
     rows = jax.eval_shape(lambda: made)
     projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)
     run = Run(model, rows, projection, None, plan)

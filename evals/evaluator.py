@@ -1058,7 +1058,7 @@ class _BatchClock:
         self.last: float | None = None
         self.steps, self.done = 0, 0
 
-    def block(self, done: int, total: int) -> None:
+    def block(self, done: int, total: int, cache: Any) -> None:
         now = time.perf_counter()
         if self.last is not None:
             tokens, seconds = self.prefill

@@ -110,7 +110,7 @@ def trace(
     followed: Trace | None = None
     fed = 0
 
-    def after_block(cache: Any) -> None:
+    def after_block(done: int, of: int, cache: Any) -> None:
         nonlocal followed, fed
         if followed is None:
             followed = Trace(cache.heads_shape[0], cache.heads_shape[2], total)
@@ -123,7 +123,7 @@ def trace(
     said: list[int] = []
     steps = models.stream(
         model, np.array([list(tokens)], np.int32), policy=models.with_repeat_prompt(policy, tokenizer), budget=budget,
-        block=block, when=when, question=question, max_new_tokens=new_tokens, scorer=scorer, on_cache=after_block,
+        block=block, when=when, question=question, max_new_tokens=new_tokens, scorer=scorer, on_block=after_block,
     )  # fmt: skip
     for token, cache in steps:
         if followed is not None and said:

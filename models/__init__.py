@@ -10,6 +10,7 @@ from models.engine import Generation, Hidden, generate, hidden_states, output_pr
 from models.families import register_family
 from models.layer_caches import stacked
 from models.load import load, parse_mesh
+from models.options import Options
 from models.plan import Prefilled
 from models.provenance import fingerprint
 from models.repeating import with_repeat_prompt
@@ -28,6 +29,7 @@ __all__ = [
     "Generation",
     "Hidden",
     "Made",
+    "Options",
     "Prefilled",
     "Scorer",
     "ScorerConfig",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 from jaxtyping import Array
@@ -14,13 +15,12 @@ import models
 from kvjax import Policy
 from kvjax.chains import policy_of
 from kvjax.policy_checks import check_policy_given
-from kvjax.quantise import DtypesLike
-from kvjax.schedule import When
 from models import selecting
 from models.decoder import Decoder
-from models.layer_caches import stacked, stacked_up
+from models.engine import OnBlock
+from models.layer_caches import AnyCache, stacked, stacked_up
+from models.options import AskSettings, Options, options_of
 from models.plan import checked_budget, kept_of
-from models.scorer import Scorer
 from models.selecting import Cache
 from models.sizes import full_cache_bytes
 from models.states import without_room
@@ -28,6 +28,7 @@ from models.tokenizer import Tokenizer
 
 # What answers like the full cache where no question is known (docs/results/smollm2/fixed-memory.json).
 POLICY, BUDGET = "kvzip@model(normalise=False,cap=None)", 0.25
+OPTIONS = Options(policy=POLICY, max_new_tokens=128)
 BETWEEN = "\n\n"  # the document and a question
 MARK = "kvjaxtextstandshere"  # a placeholder that shows what a template puts around a message
 
@@ -62,21 +63,13 @@ def ask(
     document: str | Cache,
     questions: str | Sequence[str],
     *,
-    policy: Policy | str | None = POLICY,
-    budget: int | float | None = None,
-    block: int = 128,
-    when: When = "block",
+    options: Options | None = None,
     system: str | None = None,
     plain: bool = False,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     key: Array | None = None,
-    scorer: Scorer | None = None,
-    cache_dtype: DtypesLike | None = None,
-    on_block: Callable[[int, int], None] | None = None,
+    on_block: OnBlock | None = None,
     on_text: Callable[[str], None] | None = None,
+    **settings: Unpack[AskSettings],
 ) -> Answers:
     """Read a document, compress it once, and answer each question from the cache that is kept.
 
@@ -86,17 +79,15 @@ def ask(
 
     Args:
         document: the text, or the ``cache`` of an earlier result (or of ``kvjax.load_cache``), which is asked again
-            without being read; policy, budget, block, when, scorer and cache_dtype then change nothing.
+            without being read; what concerns the cache then changes nothing.
         questions: one question or several; none at all to read the document only.
-        policy: what to keep, a policy or its short name; None or "full" keeps all. The default answers as the full
-            cache does with a quarter of it, and reads each block of the document twice
-            (docs/how-to/choose-a-policy.md).
-        budget: tokens that each head keeps: a number, or a ratio of the document; by default 0.25, none for "full".
-        block, when, scorer, cache_dtype: see :func:`models.prefill`.
+        options, settings: what to keep, and how to answer; see :class:`Options`. By default at most 128 tokens of an
+            answer, and a policy that answers as the full cache does with a quarter of it, and reads each block of the
+            document twice (docs/how-to/choose-a-policy.md). A policy without a budget keeps a quarter.
         system: the text of the system message; by default that of the template, if it has one.
         plain: leave the chat template out, as for a model that has none.
-        max_new_tokens, temperature, top_k, top_p, key: of the answers, see :func:`models.generate`.
-        on_block: called as the document is read, with the number of tokens done and of all.
+        key: draws the tokens of the answers where the temperature is above 0.
+        on_block: called as the document is read, see :func:`models.stream`.
         on_text: called with each piece of an answer as it comes.
 
     Raises:
@@ -119,25 +110,24 @@ def ask(
     form = _Form.of(tokenizer, system, plain)
     tails = [form.question(text) for text in questions]
     begun, peak = time.monotonic(), 0
+    options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings, butler=None)
     if isinstance(document, str):
-        policy, budget = checked(policy, budget, block)
+        policy, budget = checked(options.policy, options.budget, options.block)
         policy = models.with_repeat_prompt(policy, tokenizer)
-        cache, peak = _read(
-            model, form.document(document), policy, budget, block=block, when=when, scorer=scorer,
-            cache_dtype=cache_dtype, on_block=on_block,
-        )  # fmt: skip
+        reads = dataclasses.replace(options, policy=policy, budget=budget)
+        cache, peak = _read(model, form.document(document), reads, on_block)
         seconds = time.monotonic() - begun
     else:
         cache, seconds = stacked(document), 0.0
     kept = kept_of(model, cache, None, 1)
-    answers, took = [], []
-    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    answers, took, ends = [], [], model.config.eos if options.end is None else options.end
+    answers_only = dataclasses.replace(options, policy=None, budget=None, scorer=None, cache_dtype=None)
     for number, tail in enumerate(tails):
         begun, pieces, said = time.monotonic(), tokenizer.stream(), ""
         drawn = None if key is None else jax.random.fold_in(key, number)
-        for token, grown in models.stream(model, [tail], cache=cache, key=drawn, **settings):
+        for token, grown in models.stream(model, [tail], options=answers_only, cache=cache, key=drawn):
             peak = max(peak, cache.nbytes + grown.nbytes)
-            piece = "" if token[0] in model.config.eos else pieces.add(token[0])
+            piece = "" if token[0] in ends else pieces.add(token[0])
             said += piece
             if on_text is not None:
                 on_text(piece)
@@ -151,23 +141,24 @@ def ask(
     return Answers(answers, cache, tokens, cache.nbytes, full, max(peak, cache.nbytes), seconds, took)
 
 
-def _read(
-    model: Decoder, tokens: list[int], policy: Policy | None, budget: int | float | None, **settings: Any
-) -> tuple[Cache, int]:
+def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock | None) -> tuple[Cache, int]:
     """Read a document, and return its compressed cache and the bytes of the largest one on the way."""
     most = model.config.max_positions
-    if policy is not None and len(tokens) > most:
+    if options.policy is not None and len(tokens) > most:
         warnings.warn(
             f"the document has {len(tokens):,} tokens, but the model was made for texts of {most:,}; its answers may "
             "be worth little.",
             stacklevel=3,
         )
     sizes = [0]
-    steps = models.stream(
-        model, [tokens], policy=policy, budget=budget, max_new_tokens=1, evict_every=0,
-        on_cache=lambda cache: sizes.append(cache.nbytes), **settings,
-    )  # fmt: skip
-    ((_, cache),) = steps
+
+    def note(done: int, total: int, cache: AnyCache) -> None:
+        sizes.append(cache.nbytes)
+        if on_block is not None:
+            on_block(done, total, cache)
+
+    greedy: dict[str, Any] = dict(max_new_tokens=1, temperature=0.0, evict_every=0)
+    ((_, cache),) = models.stream(model, [tokens], options=options, on_block=note, **greedy)
     return without_room(stacked_up(cache)), max(*sizes, cache.nbytes)
 
 

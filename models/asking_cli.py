@@ -98,7 +98,7 @@ def _ask(flags: argparse.Namespace) -> None:
         if flags.load is None:
             name = "full" if policy is None else policy.name
             screen.say(f"{flags.model} · {policy_in_words(name, budget)}")
-            show = lambda done, total: screen.note(f"reading: {done:,} of {total:,} tokens")  # noqa: E731
+            show = lambda done, total, _: screen.note(f"reading: {done:,} of {total:,} tokens")  # noqa: E731
             found = ask(model, tokenizer, document, [], on_block=show, **of_read, **shared)
         else:
             info = kvjax.cache_info(flags.load)

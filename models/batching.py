@@ -17,33 +17,25 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax import OutputProjection, PagedCache, Policy
+from kvjax import PagedCache
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.making import most_held
-from kvjax.quantise import DtypesLike
-from kvjax.schedule import HostOrDevice, Phase, When
+from kvjax.schedule import HostOrDevice, Phase
 from models import engine, hosts
 from models.by_layer import next_token
 from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache, LayerCaches, stacked
-from models.plan import (
-    PAGE_SIZE,
-    CheckedPrompt,
-    Options,
-    Rows,
-    check_prompt,
-    plan_run,
-)
+from models.options import EngineSettings, Options, RequestSettings, options_of
+from models.plan import CheckedPrompt, Rows, check_prompt, plan_run
 from models.sampling import Sampling, check_end, check_sampling
-from models.scorer import Scorer
 from models.selecting import check_scorer
 from models.steps import DecodeState, Run, decode_phase
 
@@ -79,9 +71,8 @@ class Engine:
     Args:
         model: the model; on a mesh only with data=1, as prompts are fed one by one.
         rows: how many answers are made at once.
-        policy, budget, block, when, evict_every, page_size, projection, scorer, cache_dtype: as for
-            :func:`models.generate`, of all requests.
-        max_new_tokens: the most tokens of an answer.
+        options, settings: of all requests, see :class:`Options`; ``max_new_tokens``, ``temperature``, ``top_k``,
+            ``top_p`` and ``end`` are those of a request that gives no others, and no answer is longer.
         longest_prompt: the most tokens of a prompt, which sizes the rows without a policy or under a ratio; by default
             as many as the model's positions allow. A budget in slots needs no such limit.
 
@@ -110,37 +101,30 @@ class Engine:
         model: Decoder,
         *,
         rows: int,
-        policy: Policy | str | None = None,
-        budget: int | float | None = None,
-        block: int = 128,
-        when: When = "block",
-        evict_every: int | None = None,
-        max_new_tokens: int = 64,
         longest_prompt: int | None = None,
-        page_size: int = PAGE_SIZE,
-        projection: OutputProjection | None = None,
-        scorer: Scorer | None = None,
-        cache_dtype: DtypesLike | None = None,
+        options: Options | None = None,
+        **settings: Unpack[EngineSettings],
     ):
         check_decoder(model)
         self.model = model
         rows = check_count("rows", rows, 1, "the batch has at least 1 row")
-        block = check_count("block", block, 1, "a block has at least 1 token")
-        self._most = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
-        longest = max(1, model.config.max_positions - self._most) if longest_prompt is None else longest_prompt
+        asked = options_of("Engine", EngineSettings, options, settings, butler=None)
+        block = check_count("block", asked.block, 1, "a block has at least 1 token")
+        most = check_count("max_new_tokens", asked.max_new_tokens, 1, "ask for at least 1")
+        longest = max(1, model.config.max_positions - most) if longest_prompt is None else longest_prompt
         longest = check_count("longest_prompt", longest, 1, "a prompt has at least 1 token")
-        self._options = Options(
-            policy_of(policy), budget, block, when, evict_every, page_size=page_size, reserve=self._most,
-            fit_prompt=False, cache_dtype=cache_dtype,
-        )  # fmt: skip
+        fit_prompt, policy = bool(asked.fit_prompt), policy_of(asked.policy)
+        self._options = dataclasses.replace(
+            asked, policy=policy, block=block, max_new_tokens=most, reserve=most, fit_prompt=fit_prompt
+        )
         # Any prompts of this size: the plan says how large the rows are.
         prompt = CheckedPrompt(
             np.zeros((rows, longest), np.int32), np.full(rows, longest, np.int32), np.zeros(rows, np.int32)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about these prompts
-            plan, sizes, numbers = plan_run(model, prompt, self._options, None)
-        check_scorer(model.config, scorer, plan.policy)
+            plan, sizes, numbers = plan_run(model, prompt, self._options)
+        check_scorer(model.config, asked.scorer, plan.policy)
         if plan.mesh is not None and plan.mesh.shape["data"] > 1:
             raise ValueError("the model is on a mesh that splits rows, but prompts are fed one by one; use data=1.")
         if plan.policy is not None and not plan.policy.allocation.fills and plan.evict_every > 1:
@@ -154,8 +138,10 @@ class Engine:
         self._longest = None if fixed else longest
         # Prompts are fed in rows of their own, so no row of the batch ever holds a whole prompt.
         sizes = sizes._replace(prompt_slots=0 if sizes.pages else sizes.slots)
-        projection = engine.output_projection(model, plan.policy) if projection is None else projection
-        run = Run(model, numbers, projection, None, plan, scorer)
+        if asked.projection is None:
+            projection = engine.output_projection(model, plan.policy)
+            self._options = dataclasses.replace(self._options, projection=projection)
+        run = Run(model, numbers, self._options.projection, None, plan, asked.scorer)
         self._steps = engine.steps_of(run, sizes)
         self._state = self._steps.start(rows)
         self._rows: list[_Request | None] = [None] * rows
@@ -168,42 +154,37 @@ class Engine:
         self,
         tokens: Sequence[int] | Int[HostOrDevice, "T"],
         *,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
         key: Array | None = None,
-        end: tuple[int, ...] | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> int:
         """Queue a prompt, and return the handle by which its tokens come.
 
         Args:
             tokens: the prompt, one row.
-            max_new_tokens: the most tokens of the answer, by default as many as the engine allows.
-            temperature, top_k, top_p, key, end: see :func:`models.generate`; each request has its own.
+            settings: of the answer, see :class:`Options`; by default those of the engine.
+            key: draws the tokens where the temperature is above 0.
 
         Raises:
             ValueError: as :func:`models.generate`, or if the prompt or the answer is longer than the engine allows.
         """
         given = np.asarray(list(tokens))
         prompt = check_prompt(self.model, (given if given.size else given.astype(int))[None], None, None)
-        most = self._most if max_new_tokens is None else max_new_tokens
-        most = check_count("max_new_tokens", most, 1, "ask for at least 1")
+        allowed, own = self._options.max_new_tokens, options_of("submit", RequestSettings, self._options, settings)
+        most = check_count("max_new_tokens", own.max_new_tokens, 1, "ask for at least 1")
         length = int(prompt.lengths[0])
-        for what, count, limit in (("longest_prompt", length, self._longest), ("max_new_tokens", most, self._most)):
+        for what, count, limit in (("longest_prompt", length, self._longest), ("max_new_tokens", most, allowed)):
             if limit is not None and count > limit:
                 raise ValueError(
                     f"the request has {what} {count}, but the engine's rows are for {limit}; make the engine with a "
                     f"larger {what}=."
                 )
-        sampling = check_sampling(temperature, top_k, top_p, key)
+        sampling = check_sampling(own.temperature, own.top_k, own.top_p, key)
+        end = check_end(self.model.config, own.end)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come when the prompt is fed
-            plan_run(self.model, prompt, self._options, None)  # a prompt that cannot run is refused here
+            plan_run(self.model, prompt, self._options)  # a prompt that cannot run is refused here
         self._last_handle += 1
-        request = _Request(
-            self._last_handle, prompt, most, check_end(self.model.config, end), sampling, key, length=length
-        )
+        request = _Request(self._last_handle, prompt, most, end, sampling, key, length=length)
         self._waiting.append(request)
         return request.handle
 
@@ -274,10 +255,7 @@ class Engine:
 
     def _blocks(self, request: _Request) -> Generator[Any, None, tuple[DecodeState, Array]]:
         """Feed a request's prompt, one block per ``next``."""
-        batch = self._steps.run
-        run, sizes, prompt = engine.prepare(
-            self.model, request.prompt, self._options, batch.projection, None, batch.scorer
-        )
+        run, sizes, prompt = engine.prepare(self.model, request.prompt, self._options)
         if run.rows.decode_budgets is not None:
             request.budget = int(run.rows.decode_budgets[0])
         return (yield from engine.feed_blocks(self._steps.of(run, sizes), prompt))

@@ -256,8 +256,7 @@ class Conversation:
                 budget=self.budget,
                 key=jax.random.fold_in(self.key, self.seen),
                 projection=self.projection,
-                on_block=self._give_up,
-                on_cache=self._measure,
+                on_block=self._note,
                 **self.settings | settings,
             )
         return self._measured(steps)
@@ -270,8 +269,9 @@ class Conversation:
     def _measure(self, cache: AnyCache) -> None:
         self.peak_nbytes = max(self.peak_nbytes, cache.nbytes)
 
-    def _give_up(self, done: int, total: int) -> None:
-        """Abort a turn that was stopped before its answer began."""
+    def _note(self, done: int, total: int, cache: AnyCache) -> None:
+        """Measure the cache, and abort a turn that was stopped before its answer began."""
+        self._measure(cache)
         if self.stopped:
             raise KeyboardInterrupt
 

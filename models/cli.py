@@ -21,6 +21,7 @@ from kvjax.checks import MOST
 from kvjax.policy_checks import check_policy_given
 from kvjax.schedule import moments
 from models import commands, hosts, provenance, selecting
+from models.layer_caches import AnyCache
 from models.plan import checked_budget
 from models.programs import make_room
 from models.sizes import full_cache_bytes, sizes_in_words
@@ -283,6 +284,11 @@ def _answer(
     question = [] if request.question is None else tokenizer.encode(request.question, add_special_tokens=False)
     tokens = [*context, *question]
     clock, pieces, generated, sizes = _Clock(), tokenizer.stream(), [], []
+
+    def note(done: int, total: int, cache: AnyCache) -> None:
+        clock.block(done, total)
+        sizes.append(cache.nbytes)
+
     asks = request.line is None or _predictor_asked(flags, request)
     policy = models.with_repeat_prompt(request.policy, tokenizer)
     scored = request.line is None or (policy is not None and policy.needs.score)
@@ -297,8 +303,7 @@ def _answer(
         sinks=flags.sinks,
         when=flags.when,
         question=len(question),
-        on_block=clock.block,
-        on_cache=lambda cache: sizes.append(cache.nbytes),
+        on_block=note,
         **run_settings(flags),
         key=jax.random.key(flags.seed),
     ):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,14 @@ import kvjax
 from kvjax import OutputProjection, Policy
 from kvjax.chains import policy_of
 from kvjax.checks import check_count, is_known
-from kvjax.quantise import DtypesLike
-from kvjax.schedule import HostOrDevice, Phase, Schedule, Stage, When, answer_copies, schedule
-from kvjax.sources import Source
+from kvjax.schedule import HostOrDevice, Phase, Schedule, Stage, answer_copies, schedule
 from models import hosts
-from models.butler import Butler
 from models.by_layer import LayerSteps, next_token, runs_by_layer
 from models.decoder import Decoder
 from models.layer_caches import AnyCache, stacked, stacked_up
+from models.options import AnswerSettings, Options, PromptSettings, options_of
 from models.plan import (
-    PAGE_SIZE,
     CheckedPrompt,
-    Options,
     Plan,
     Prefilled,
     Sizes,
@@ -47,10 +43,11 @@ from models.plan import (
     plan_run,
 )
 from models.sampling import Sampling, check_end, check_sampling, sample
-from models.scorer import Scorer
 from models.selecting import Cache, check_scorer
 from models.states import shrink, shrinks, start
 from models.steps import DecodeState, Run, block_budgets, decode_phase, decode_positions, forward
+
+OnBlock = Callable[[int, int, AnyCache], None]  # takes the tokens done, those of the prompt, and the cache
 
 
 class Hidden(NamedTuple):
@@ -73,51 +70,27 @@ def prefill(
     tokens: Tokens,
     lengths: Int[HostOrDevice, "B"] | None = None,
     *,
+    options: Options | None = None,
     cache: AnyCache | None = None,
-    policy: Policy | str | None = None,
-    budget: int | float | None = None,
-    block: int = 128,
-    when: When = "block",
     question: int | Int[HostOrDevice, "B"] | None = None,
-    reserve: int = 0,
     outputs: Literal["last", "all"] = "last",
-    page_size: int = PAGE_SIZE,
-    projection: OutputProjection | None = None,
-    butler: Butler | None = None,
-    scorer: Scorer | None = None,
-    cache_dtype: DtypesLike | None = None,
+    **settings: Unpack[PromptSettings],
 ) -> Prefilled:
     """Run a prompt through the model block by block; under a budget in slots, memory does not grow with the prompt.
 
     Args:
         tokens: prompts, padded on the right, or a list of rows.
         lengths: how many tokens of each row count; all by default.
+        options, settings: what to keep, and how; see :class:`Options`.
         cache: a cache that this function, :func:`generate`, :func:`stream` or ``kvjax.load_cache`` returned: the tokens
             follow those that it has seen. It is copied, so it may be given again; it has as many rows as ``tokens``
             (``kvjax.repeat``). The policy is the one that it was made with, or None to evict nothing more. It keeps its
             dtype, and its size if that is large enough.
-        policy: what to keep, a policy or its short name; None or "full" keeps all.
-        budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1]).
-        block: tokens per step.
-        when: evict after every "block", or once after the "prompt" (the block then only bounds the activations).
-            "published" evicts as in the policy's paper; see :class:`kvjax.Moments`. ``kvzip`` always evicts once, after
-            the model has repeated its prompt (:func:`with_repeat_prompt`), and ``dapq`` after its pseudo tokens.
         question: how many of each row's last tokens are fed only after the rest has been compressed; they are not
             evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
             policy that evicts once knows the question. With ``cache``, all tokens may be the question.
-        reserve: slots to leave free for later tokens (for a full cache; with a budget, those of a block are free, and
-            in a layer with a sliding window smaller than the budget no more than those).
         outputs: logits of the "last" token or of "all" tokens. The latter grow with the prompt, much more than
             :func:`hidden_states`.
-        page_size: slots per page, for a policy whose allocation gives heads different budgets, or a model with a
-            sliding window smaller than the budget.
-        projection: what the policy reads of the output projections, ``output_projection(model, policy)``; if not given,
-            every call computes it.
-        butler: the predictor that a policy such as ``butler+caote`` scores by.
-        scorer: the scorer that a policy such as ``zap`` scores by (:func:`load_scorer`).
-        cache_dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of
-            both, such as ("int8", "bfloat16"). The model's dtype by default. Where weights are traced, by jax.jit or
-            jax.grad, rows are rounded to eight bits but kept as floats, so that a derivative passes.
 
     Returns:
         The cache and the logits, float32.
@@ -139,9 +112,9 @@ def prefill(
     if outputs not in ("last", "all"):
         raise ValueError(f"outputs is {outputs!r}; expected 'last' or 'all'.")
     every = outputs == "all"
-    options = Options(policy, budget, block, when, 0, reserve=reserve, page_size=page_size, cache_dtype=cache_dtype)
-    given = check_prompt(model, tokens, lengths, question, cache, policy)
-    run, sizes, prompt = prepare(model, given, options, projection, butler, scorer, every)
+    options = options_of("prefill", PromptSettings, options, settings, evict_every=0)
+    given = check_prompt(model, tokens, lengths, question, cache, options.policy)
+    run, sizes, prompt = prepare(model, given, options, every)
     kept, hidden = _run_prompt(run, sizes, prompt, given, cache, every)
     logits = logits_of(model, hidden)
     return Prefilled(kept, logits if every else logits[:, 0])
@@ -152,17 +125,10 @@ def hidden_states(
     tokens: Tokens,
     lengths: Int[HostOrDevice, "B"] | None = None,
     *,
+    options: Options | None = None,
     cache: AnyCache | None = None,
-    policy: Policy | str | None = None,
-    budget: int | float | None = None,
-    block: int = 128,
-    when: When = "block",
     question: int | Int[HostOrDevice, "B"] | None = None,
-    page_size: int = PAGE_SIZE,
-    projection: OutputProjection | None = None,
-    butler: Butler | None = None,
-    scorer: Scorer | None = None,
-    cache_dtype: DtypesLike | None = None,
+    **settings: Unpack[PromptSettings],
 ) -> Hidden:
     """Run a prompt as :func:`prefill` does, and return the hidden states that the head computes all logits from.
 
@@ -178,9 +144,9 @@ def hidden_states(
         >>> hidden.shape, model.logits(hidden[:, 8:16]).shape
         ((1, 40, 32), (1, 8, 64))
     """
-    options = Options(policy, budget, block, when, 0, page_size=page_size, cache_dtype=cache_dtype)
-    given = check_prompt(model, tokens, lengths, question, cache, policy)
-    run, sizes, prompt = prepare(model, given, options, projection, butler, scorer, every=True)
+    options = options_of("hidden_states", PromptSettings, options, settings, evict_every=0)
+    given = check_prompt(model, tokens, lengths, question, cache, options.policy)
+    run, sizes, prompt = prepare(model, given, options, every=True)
     return Hidden(*_run_prompt(run, sizes, prompt, given, cache, every=True))
 
 
@@ -188,27 +154,12 @@ def generate(
     model: Decoder,
     tokens: Tokens | Prefilled,
     *,
+    options: Options | None = None,
     cache: AnyCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
-    policy: Policy | str | None = None,
-    budget: int | float | None = None,
-    block: int = 128,
-    select: Source | str | None = None,
-    butler: Butler | None = None,
-    scorer: Scorer | None = None,
-    sinks: int = 4,
-    max_new_tokens: int = 64,
-    when: When = "block",
     question: int | Int[HostOrDevice, "B"] | None = None,
-    evict_every: int | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     key: Array | None = None,
-    end: tuple[int, ...] | None = None,
-    page_size: int = PAGE_SIZE,
-    projection: OutputProjection | None = None,
-    cache_dtype: DtypesLike | None = None,
+    **settings: Unpack[AnswerSettings],
 ) -> Generation:
     """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
 
@@ -217,23 +168,10 @@ def generate(
     Args:
         tokens: prompts as :func:`prefill` takes them, or the result of :func:`prefill`: then only the answer is
             generated, under the same policy, budget and question.
-        cache, lengths, policy, budget, block, when, question, page_size, projection, cache_dtype: see :func:`prefill`.
-            The last token of an answer is not in its cache: to continue from it, feed that token first.
-        select: instead of a policy, the source that chooses the tokens that a decode step reads: a source of
-            ``kvjax.sources`` or its short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is
-            evicted, the prompt and layer 0 are dense, and in the other layers each query head reads ``budget`` tokens
-            (an int, or a share of those that the layer sees, rounded up) and the ``sinks`` first ones.
-        butler: the predictor, for ``select="butler"`` and for policies that score by it, such as ``butler+caote``. It
-            remembers every token: 2 r numbers for its own attention (r is about E / 8) and, for a selection, a key for
-            every predicted layer and head. A policy's keys are evicted with their tokens (:func:`kvjax.butler`).
-        scorer: the scorer, for policies that score by it, such as ``zap``.
-        sinks: how many of the first tokens a selection always reads, in addition to the budget.
-        max_new_tokens: the largest number of tokens to generate.
-        evict_every: evict in decode at every step (1), every n steps (n more slots per head), or never (0). By default
-            at every step, but for a policy that observes a window of n queries every n steps, by all their queries.
-        temperature: 0 takes the most likely token; above 0, tokens are drawn with ``key``.
-        top_k, top_p: draw only from the k most likely tokens, or from the fewest whose probabilities sum to p.
-        end: tokens that end a row; the config's by default, () for none.
+        options, settings: what to keep, and how to answer; see :class:`Options`.
+        cache, lengths, question: see :func:`prefill`. The last token of an answer is not in its cache: to continue from
+            it, feed that token first.
+        key: draws the tokens where the temperature is above 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -246,14 +184,11 @@ def generate(
         >>> out.tokens.shape, out.lengths.tolist(), out.cache.num_live.max().item()
         ((1, 4), [4], 19)
     """
-    max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
-    options = Options(
-        policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, cache_dtype=cache_dtype
-    )
-    given = check_prompt(model, tokens, lengths, question, cache, policy, answers=True)
+    options = _to_answer("generate", options, settings)
+    given = check_prompt(model, tokens, lengths, question, cache, options.policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
-    run, sizes, prompt = prepare(model, given, options, projection, butler, scorer)
-    choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
+    run, sizes, prompt = prepare(model, given, options)
+    choice = _Choice.of(model, options, key)
     if runs_by_layer(run, key):
         return _generate_by_layer(LayerSteps(run, sizes), prompt, cache, logits, choice, key)
     state, out, count, finite = _generate(run, sizes, prompt, cache, logits, key if choice.draws else None, choice)
@@ -266,29 +201,13 @@ def stream(
     model: Decoder,
     tokens: Tokens | Prefilled,
     *,
+    options: Options | None = None,
     cache: AnyCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
-    policy: Policy | str | None = None,
-    budget: int | float | None = None,
-    block: int = 128,
-    select: Source | str | None = None,
-    butler: Butler | None = None,
-    scorer: Scorer | None = None,
-    sinks: int = 4,
-    max_new_tokens: int = 64,
-    when: When = "block",
     question: int | Int[HostOrDevice, "B"] | None = None,
-    evict_every: int | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     key: Array | None = None,
-    end: tuple[int, ...] | None = None,
-    on_block: Callable[[int, int], None] | None = None,
-    on_cache: Callable[[AnyCache], None] | None = None,
-    page_size: int = PAGE_SIZE,
-    projection: OutputProjection | None = None,
-    cache_dtype: DtypesLike | None = None,
+    on_block: OnBlock | None = None,
+    **settings: Unpack[AnswerSettings],
 ) -> Iterator[tuple[np.ndarray, AnyCache]]:
     """Yield the tokens of each step of :func:`generate` as they come, with the cache after that step.
 
@@ -299,9 +218,9 @@ def stream(
     way; :func:`models.stacked` turns it into a cache for the functions of kvjax.
 
     Args:
-        on_block: called after each block of the prompt with the number of tokens done and of all tokens, for progress
-            bars.
-        on_cache: called before ``on_block`` with the cache, which is valid until the call returns.
+        options, settings, cache, lengths, question, key: see :func:`generate`.
+        on_block: called after each block of the prompt with the number of tokens done, that of all tokens, and the
+            cache, which is valid until the call returns; for progress bars, and to look on.
 
     Example:
         >>> import jax.numpy as jnp
@@ -315,16 +234,20 @@ def stream(
         >>> [int(step[0]) for step, _ in steps] == whole.tokens[0].tolist()
         True
     """
-    max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
-    options = Options(
-        policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, False, cache_dtype
-    )
-    given = check_prompt(model, tokens, lengths, question, cache, policy, answers=True)
+    options = _to_answer("stream", options, settings)
+    options = dataclasses.replace(options, fit_prompt=bool(options.fit_prompt))
+    given = check_prompt(model, tokens, lengths, question, cache, options.policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
-    run, sizes, prompt = prepare(model, given, options, projection, butler, scorer)
-    choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
-    made = _tokens(steps_of(run, sizes), prompt, cache, logits, choice, key, on_block, on_cache)
+    run, sizes, prompt = prepare(model, given, options)
+    made = _tokens(steps_of(run, sizes), prompt, cache, logits, _Choice.of(model, options, key), key, on_block)
     return ((token, state.cache) for token, state in made)
+
+
+def _to_answer(function: str, options: Options | None, settings: AnswerSettings) -> Options:
+    """Return the options of a call that makes an answer, for which the cache has room."""
+    options = options_of(function, AnswerSettings, options, settings)
+    most = check_count("max_new_tokens", options.max_new_tokens, 1, "ask for at least 1")
+    return dataclasses.replace(options, max_new_tokens=most, reserve=most)
 
 
 def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
@@ -366,7 +289,8 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
     place = (given.lengths - asked)[:, None] + np.arange(asked.max())
     tokens = np.take_along_axis(given.tokens, np.minimum(place, given.tokens.shape[1] - 1), axis=1)
     kept = kept_of(model, cache, policy_of(options.policy), len(asked))
-    run, sizes, prompt = prepare(model, CheckedPrompt(tokens, asked, asked, kept), options, None, None, None)
+    options = dataclasses.replace(options, projection=None, butler=None, scorer=None)
+    run, sizes, prompt = prepare(model, CheckedPrompt(tokens, asked, asked, kept), options)
     state, hidden = _feed(run, sizes, prompt, cache)
     logits = jnp.where(asked[:, None] > 0, logits_of(model, hidden)[:, 0], prefilled.logits)
     return Prefilled(stacked_up(state.cache), logits)
@@ -404,27 +328,26 @@ class _Choice(NamedTuple):
     most: int
     end: tuple[int, ...]
 
+    @classmethod
+    def of(cls, model: Decoder, options: Options, key: Array | None) -> _Choice:
+        """Check the settings."""
+        sampling = check_sampling(options.temperature, options.top_k, options.top_p, key)
+        return cls(sampling, options.max_new_tokens, check_end(model.config, options.end))
+
     @property
     def draws(self) -> bool:
         return self.sampling.temperature > 0
 
 
-def prepare(
-    model: Decoder,
-    given: CheckedPrompt,
-    options: Options,
-    projection: OutputProjection | None,
-    butler: Butler | None,
-    scorer: Scorer | None = None,
-    every: bool = False,
-) -> tuple[Run, Sizes, Schedule]:
+def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool = False) -> tuple[Run, Sizes, Schedule]:
     """Check a run's arguments, and return the run, the sizes of its buffers, and its prompts in blocks."""
     options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
+    butler, scorer = options.butler, options.scorer
     check_scorer(model.config, scorer, policy_of(options.policy))
-    plan, sizes, rows = plan_run(model, given, options, butler)
+    plan, sizes, rows = plan_run(model, given, options)
     if plan.selection is not None or not given.fed:
         given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before them
-    projection = output_projection(model, plan.policy) if projection is None else projection
+    projection = output_projection(model, plan.policy) if options.projection is None else options.projection
     run = Run(model, rows, projection, butler, plan, scorer)
     # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
     exact = every or not is_known(*jax.tree.leaves((model, projection, butler, scorer)))
@@ -673,12 +596,11 @@ def _tokens(
     logits: Array | None,
     choice: _Choice,
     key: Array | None,
-    on_block: Callable[[int, int], None] | None = None,
-    on_cache: Callable[[AnyCache], None] | None = None,
+    on_block: OnBlock | None = None,
 ) -> Iterator[tuple[np.ndarray, DecodeState]]:
     """Yield each step's tokens as they come, -1 in rows that have ended, and the state after the step."""
     run = steps.run
-    state, hidden = _fed(steps, prompt, cache, on_block, on_cache)
+    state, hidden = _fed(steps, prompt, cache, on_block)
     key, draw = split_key(key if choice.draws else None)
     if logits is None:
         chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
@@ -716,8 +638,7 @@ def _fed(
     steps: ProgramSteps | LayerSteps,
     prompt: Schedule,
     cache: AnyCache | None,
-    on_block: Callable[[int, int], None] | None = None,
-    on_cache: Callable[[AnyCache], None] | None = None,
+    on_block: OnBlock | None = None,
     on_hidden: Callable[[Float[Array, "B m E"]], None] | None = None,
 ) -> tuple[DecodeState, Float[Array, "B 1 E"]]:
     """Feed the prompt block by block, and return the state after it and the last hidden state of each row."""
@@ -734,11 +655,9 @@ def _fed(
         cached, hidden, position = fed
         if on_hidden is not None:
             on_hidden(hidden)
-        if on_cache is not None:
-            on_cache(cached)
         if on_block is not None:
             hidden.block_until_ready()
-            on_block(int(np.max(np.where(position < 0, 0, position + 1 - before[:, None]))), total)
+            on_block(int(np.max(np.where(position < 0, 0, position + 1 - before[:, None]))), total, cached)
 
 
 def feed_blocks(

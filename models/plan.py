@@ -30,16 +30,15 @@ from kvjax.policy_checks import check_measured, check_policy, check_policy_given
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.reconstruction import Repeated, unrepeated
 from kvjax.schedule import HostOrDevice, Text, When, moments, power_of_two, question_room, words_of
-from kvjax.sources import Source
 from models import hosts
-from models.butler import Butler, ButlerConfig
+from models.butler import ButlerConfig
 from models.config import Config, Rope
 from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache, LayerCaches
+from models.options import PAGE_SIZE, Options
 from models.selecting import Cache, Selection, check_butler, checked_selection
 
 Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of rows
-PAGE_SIZE = 16
 FLOAT32 = Dtypes("float32", "float32")
 _HERE = (os.path.dirname(__file__) + os.sep,)  # so that a warning names the line that called this package
 
@@ -49,23 +48,6 @@ class Prefilled(NamedTuple):
 
     cache: Cache
     logits: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The arguments of :func:`models.generate` that decide what is kept and where; see that function."""
-
-    policy: Policy | str | None = None
-    budget: int | float | None = None
-    block: int = 128
-    when: When = "block"
-    evict_every: int | None = None
-    select: Source | str | None = None
-    sinks: int = 4
-    page_size: int = PAGE_SIZE
-    reserve: int = 0  # slots for tokens after the prompt
-    fit_prompt: bool = True  # whether a short prompt may have fewer slots; a stream has few sizes
-    cache_dtype: DtypesLike | None = None
 
 
 class Sizes(NamedTuple):
@@ -220,11 +202,9 @@ def copied(policy: Policy, tokens: int) -> int:
     return wanted.pseudo or min(wanted.chunk, tokens) + words_of(wanted.prompt)
 
 
-def plan_run(
-    model: Decoder, prompt: CheckedPrompt, options: Options, butler: Butler | None
-) -> tuple[Plan, Sizes, Rows]:
+def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[Plan, Sizes, Rows]:
     """Check the options of a run against its model and prompts, and size its buffers."""
-    config, mesh, kept = model.config, mesh_of(model), prompt.kept
+    config, mesh, kept, butler = model.config, mesh_of(model), prompt.kept, options.butler
     lengths, questions, seen = prompt.lengths, prompt.questions, prompt.start + prompt.lengths
     policy = policy_of(options.policy)
     when, every = moments(policy, options.when, options.evict_every)
@@ -236,6 +216,7 @@ def plan_run(
         evict_every=every,
         reserve=check_count("reserve", options.reserve, 0, "give a number of slots, from 0"),
         page_size=check_count("page_size", options.page_size, 1, "a page has at least 1 slot"),
+        fit_prompt=options.fit_prompt is not False,
     )
     if mesh is not None and len(lengths) % mesh.shape["data"]:
         ways = mesh.shape["data"]
@@ -257,7 +238,7 @@ def plan_run(
     check_measured(policy, config.num_layers, config.num_kv_heads)
     dtype, rounded_to = _stored(model, options.cache_dtype, kept)
     if policy is None:
-        plan, sizes, rows = _plan_full(config, mesh, prompt, options, selection, butler)
+        plan, sizes, rows = _plan_full(config, mesh, prompt, options, selection)
         return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), sizes, rows
     remembered = 0
     if butler is not None:
@@ -405,10 +386,9 @@ def _plan_full(
     prompt: CheckedPrompt,
     options: Options,
     selection: Selection | None,
-    butler: Butler | None,
 ) -> tuple[Plan, Sizes, Rows]:
     """Plan a run in which nothing is evicted."""
-    held, most, kept = prompt.most + options.reserve, config.max_positions, prompt.kept
+    held, most, kept, butler = prompt.most + options.reserve, config.max_positions, prompt.kept, options.butler
     if selection is None:
         check_policy_given(None, options.budget)
     if held > most:

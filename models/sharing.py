@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
@@ -19,24 +19,12 @@ import kvjax
 from kvjax import Context, Evidence, KVCache, Policy
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
-from kvjax.quantise import DtypesLike
 from kvjax.reconstruction import Reconstruction
-from kvjax.schedule import HostOrDevice, When
-from models.butler import Butler
+from kvjax.schedule import HostOrDevice
 from models.decoder import Decoder, sliding_windows
 from models.engine import logits_of, newest_of, prefill, projected, run_question, scheduled
-from models.plan import (
-    PAGE_SIZE,
-    CheckedPrompt,
-    Options,
-    Plan,
-    Prefilled,
-    Sizes,
-    Tokens,
-    check_prompt,
-    plan_run,
-)
-from models.scorer import Scorer
+from models.options import EachSettings, Options, options_of
+from models.plan import CheckedPrompt, Plan, Prefilled, Sizes, Tokens, check_prompt, plan_run
 from models.selecting import check_scorer
 from models.states import shrink, start
 from models.steps import DecodeState, Run, at_layer, block_of, fresh, rounded_rows
@@ -77,15 +65,9 @@ def prefill_each(
     lengths: Int[HostOrDevice, "B"] | None = None,
     *,
     policies: Sequence[Asked],
-    budget: int | float | None = None,
-    block: int = 128,
-    when: When = "prompt",
+    options: Options | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
-    reserve: int = 0,
-    page_size: int = PAGE_SIZE,
-    butler: Butler | None = None,
-    scorer: Scorer | None = None,
-    cache_dtype: DtypesLike | None = None,
+    **settings: Unpack[EachSettings],
 ) -> Iterator[Prefilled]:
     """Run one prompt under many policies and budgets; those that evict once, after the prompt, share the model's work.
 
@@ -96,9 +78,9 @@ def prefill_each(
 
     Args:
         policies: policies or their short names, None or "full" for all tokens; or pairs of a policy and its budget.
-        budget: the budget of policies that are given without one.
-        tokens, lengths, block, when, question, reserve, page_size, butler, scorer, cache_dtype: see
-            :func:`models.prefill`.
+        tokens, lengths, question, options, settings: see :func:`models.prefill`, but ``when`` is "prompt" where neither
+            gives it. ``budget`` is that of policies that are given without one; each takes the ``butler`` and the
+            ``scorer`` if it reads them, and computes its own projection.
 
     Returns:
         An iterator over the results, in the order of ``policies``.
@@ -118,10 +100,13 @@ def prefill_each(
         >>> [cache.num_live.max().item() for cache, _ in each]
         [40, 16, 10, 16]
     """
-    block = check_count("block", block, 1, "a block has at least 1 token")
+    if options is None:
+        settings = {"when": "prompt", **settings}
+    options = options_of("prefill_each", EachSettings, options, settings, evict_every=0, projection=None)
+    options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
     if isinstance(policies, str | Policy) or not isinstance(policies, Iterable):
         raise ValueError(f"policies is {policies!r}; give a list of policies, such as ['full', ('snapkv+caote', 256)].")
-    pairs = [asked if isinstance(asked, tuple) else (asked, budget) for asked in policies]
+    pairs = [asked if isinstance(asked, tuple) else (asked, options.budget) for asked in policies]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError(
             f"policies is {list(policies)!r}; give at least one policy, or one pair of a policy and its budget, such "
@@ -129,15 +114,15 @@ def prefill_each(
         )
     given = check_prompt(model, tokens, lengths, question)
     arms = []
-    for policy, own in pairs:
-        own = None if policy is None or policy == "full" else own
-        options = Options(policy, own, block, when, 0, reserve=reserve, page_size=page_size, cache_dtype=cache_dtype)
-        parsed = policy_of(policy)
-        predictor = butler if parsed is not None and parsed.needs.prediction else None
-        own_scorer = scorer if parsed is not None and parsed.needs.score else None
-        check_scorer(model.config, own_scorer, parsed)
-        plan, sizes, rows = plan_run(model, given, options, predictor)
-        arms.append(_Arm(options, Run(model, rows, None, predictor, plan, own_scorer), sizes))
+    for asked, own in pairs:
+        policy = policy_of(asked)
+        butler = options.butler if policy is not None and policy.needs.prediction else None
+        scorer = options.scorer if policy is not None and policy.needs.score else None
+        check_scorer(model.config, scorer, policy)
+        budget = None if policy is None else own
+        alone = dataclasses.replace(options, policy=policy, budget=budget, butler=butler, scorer=scorer)
+        plan, sizes, rows = plan_run(model, given, alone)
+        arms.append(_Arm(alone, Run(model, rows, None, butler, plan, scorer), sizes))
     return _each(model, given, arms)
 
 
@@ -151,7 +136,7 @@ def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterato
     for number, arm in enumerate(arms):
         together = groups.get(arm.group, []) if arm.shares(asked) else []
         if len(together) < 2:
-            yield _alone(model, given, arm)
+            yield prefill(model, given.tokens, given.lengths, options=arm.options, question=given.questions)
             continue
         if arm.group not in seen:
             seen[arm.group] = _observe(model, given, [arms[index] for index in together])
@@ -160,25 +145,6 @@ def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterato
         if number == together[-1]:
             del seen[arm.group]
         yield result
-
-
-def _alone(model: Decoder, given: CheckedPrompt, arm: _Arm) -> Prefilled:
-    options = arm.options
-    return prefill(
-        model,
-        given.tokens,
-        given.lengths,
-        policy=options.policy,
-        budget=options.budget,
-        block=options.block,
-        when=options.when,
-        question=given.questions,
-        reserve=options.reserve,
-        page_size=options.page_size,
-        butler=arm.run.butler,
-        scorer=arm.run.scorer,
-        cache_dtype=options.cache_dtype,
-    )
 
 
 class _Seen(NamedTuple):

@@ -235,7 +235,9 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[Row]:
             out = models.generate(model, case.prompts(), **settings)
             tokens, held = answers(case, out), held_of(out.cache)
         else:
-            tokens, steps = streamed(model, case.prompts(), on_cache=lambda c: blocks.append(held_of(c)), **settings)
+            tokens, steps = streamed(
+                model, case.prompts(), on_block=lambda *at: blocks.append(held_of(at[-1])), **settings
+            )
             held = steps[-1]
     questions = np.zeros(B, int) if case.question is None else np.array(case.question)
     counts = -(-(lengths - questions) // case.block)  # of each row's blocks before its question, which end together

@@ -74,7 +74,7 @@ def told(monkeypatch):
 
     def stream(model, tokens, *, on_block, **settings):
         given.update(settings, tokens=tokens)
-        on_block(len(tokens[0]), len(tokens[0]))
+        on_block(len(tokens[0]), len(tokens[0]), types.SimpleNamespace(nbytes=0))
         return iter([(np.array([token]), types.SimpleNamespace(nbytes=2**20)) for token in (5, 6)])
 
     monkeypatch.setattr(models, "stream", stream)

@@ -11,7 +11,8 @@ import pytest
 import models
 from kvjax.schedule import Phase
 from models import Config, by_layer, engine, layer_caches, states, steps
-from models.plan import Options, bucketed, check_prompt, plan_run
+from models.options import Options
+from models.plan import bucketed, check_prompt, plan_run
 from models.sampling import Sampling
 from tests.models import reference
 from tests.tiers import first
@@ -61,7 +62,7 @@ def prepared(model, length, policy, budget, block, *, evict_every=1, **options):
     """What a run of one row is made of, and its prompt in blocks."""
     tokens = np.zeros((1, length), np.int32)
     options = Options(policy, budget, block, evict_every=evict_every, reserve=8, **options)
-    return engine.prepare(model, check_prompt(model, tokens, None, None), options, None, None)
+    return engine.prepare(model, check_prompt(model, tokens, None, None), options)
 
 
 @pytest.mark.parametrize("each_way", first(1, ["one program", "layers"]), indirect=["each_way"])
@@ -212,7 +213,7 @@ def model():
 def planned(model, length, policy, budget, when, *, stream=False, block=128):
     prompt = check_prompt(model, np.zeros((1, length), np.int32), None, None)
     options = Options(policy, budget, block, when, 1, reserve=8, fit_prompt=not stream)
-    return plan_run(model, prompt, options, None)[1]
+    return plan_run(model, prompt, options)[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -235,7 +236,7 @@ def test_a_budget_in_slots_has_one_plan_for_all_longer_prompts(model, policy):
 def test_questions_of_nearby_lengths_share_one_plan(model):
     def plan(question):
         prompt = check_prompt(model, np.zeros((1, 60), np.int32), None, question)
-        return plan_run(model, prompt, Options("tova(heads='group')@layer", 9, 4, reserve=3), None)[1]
+        return plan_run(model, prompt, Options("tova(heads='group')@layer", 9, 4, reserve=3))[1]
 
     assert plan(5) == plan(7) == plan(8)
 

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 import models
 from models import engine, states, steps
-from models.plan import Options, check_prompt
+from models.options import Options
+from models.plan import check_prompt
 from models.sampling import Sampling
 from tests.models.tiny import LONG, SETTINGS, assert_keeps, empty, on_mesh, run
 from tests.tiers import first
@@ -81,7 +82,7 @@ def test_a_block_of_one_layer_needs_no_communication(name):
 
 def compiled_step(policy):
     options = Options(policy, 16, 8, evict_every=1, reserve=8)
-    run, sizes, _ = engine.prepare(on_mesh(), check_prompt(on_mesh(), TOKENS, LENGTHS, None), options, None, None)
+    run, sizes, _ = engine.prepare(on_mesh(), check_prompt(on_mesh(), TOKENS, LENGTHS, None), options)
     state = jax.jit(lambda: states.start(run, sizes, 4))()
     given = np.zeros(4, np.int32), np.zeros(4, bool), None, steps.decode_phase(run.plan, 1), Sampling()
     return engine.token_step.lower(run, state, *given).compile()

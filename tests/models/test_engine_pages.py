@@ -10,7 +10,8 @@ import kvjax
 import models
 from kvjax import KVCache, PagedCache
 from models import Config, engine, states
-from models.plan import Options, check_prompt
+from models.options import Options
+from models.plan import check_prompt
 from tests.models import tiny
 from tests.models.tiny import LONG, decoder, run
 from tests.tiers import first
@@ -154,7 +155,7 @@ def test_a_head_that_wins_all_slots_after_a_long_question_loses_no_token():
 def test_pages_are_for_the_rows_budgets_not_for_the_largest_one():
     tokens, lengths = np.resize(LONG[0], (4, 200)), np.array([200, 20, 20, 20])
     options = Options("h2o@layer", 0.2, 8, page_size=4)
-    own, sizes, _ = engine.prepare(decoder(), check_prompt(decoder(), tokens, lengths, None), options, None, None)
+    own, sizes, _ = engine.prepare(decoder(), check_prompt(decoder(), tokens, lengths, None), options)
     cache = jax.eval_shape(lambda: states.start(own, sizes, 4)).cache
     heads, held = 4, 40 + 4 * 3
     assert cache.position.size <= heads * (held + 4 * 8) + heads * 4 * 4

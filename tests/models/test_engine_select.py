@@ -11,7 +11,8 @@ import models
 from kvjax.schedule import Phase
 from models import Butler, ButlerConfig, Config, by_layer, engine, selecting, steps
 from models.butler import parameter_shapes as butler_shapes
-from models.plan import Options, check_prompt
+from models.options import Options
+from models.plan import check_prompt
 from tests.models import tiny
 from tests.models.reference import selections
 from tests.models.test_engine_compiled import COMPILED
@@ -40,8 +41,10 @@ def butler_for(select):
 
 def prepared(model, tokens, select, budget, *, block=16, sinks=4, answer=STEPS):
     """What a run that selects is made of, and its prompt in blocks."""
-    options = Options(None, budget, block, evict_every=1, select=select, sinks=sinks, reserve=answer)
-    return engine.prepare(model, check_prompt(model, tokens, None, None), options, None, butler_for(select))
+    options = Options(
+        None, budget, block, evict_every=1, select=select, sinks=sinks, reserve=answer, butler=butler_for(select)
+    )
+    return engine.prepare(model, check_prompt(model, tokens, None, None), options)
 
 
 @functools.cache
@@ -153,7 +156,7 @@ def test_a_row_gets_the_tokens_that_it_gets_alone_in_a_stream():
     assert alone[0].tolist() == tiny.answers(batch)[2]
     assert min(map(len, tiny.held(batch.cache, 2)[0])) == LENGTHS[2] + int(batch.lengths[2]) - 1
     seen = []
-    next(models.stream(decoder(), RAGGED[2:, :30], **settings, on_cache=lambda cache: seen.append(type(cache))))
+    next(models.stream(decoder(), RAGGED[2:, :30], **settings, on_block=lambda *at: seen.append(type(at[-1]))))
     assert set(seen) == {kvjax.KVCache}, "who looks at the prompt's cache sees the cache alone"
 
 

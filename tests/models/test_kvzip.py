@@ -87,7 +87,7 @@ RUN = dict(policy=ASKING, budget=10, block=8, question=3, when="prompt")
 @pytest.mark.matrix
 def test_one_program_and_single_layers_agree():
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
-    run, sizes, prompt = engine.prepare(decoder(), given, engine.Options(ASKING, 10, 8, "prompt"), None, None, None)
+    run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
     state, _ = engine._fed(LayerSteps(run, sizes), prompt, None)
     expected, _ = models.prefill(decoder(), TOKENS, LENGTHS, **RUN)
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
@@ -161,7 +161,7 @@ def test_memory_does_not_grow_with_the_prompt():
     sizes = set()
     for length in (200, 400):
         given = engine.check_prompt(decoder(), np.zeros((1, length), int), None, None)
-        sizes.add(plan.plan_run(decoder(), given, engine.Options("kvzip", 16, 8, evict_every=4), None)[1].slots)
+        sizes.add(plan.plan_run(decoder(), given, models.Options("kvzip", 16, 8, evict_every=4))[1].slots)
     assert sizes == {16 + 8 + (8 + 8)}  # the budget, a block and its copies
 
 

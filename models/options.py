@@ -1,0 +1,189 @@
+"""The settings of a run, apart from what differs from call to call: one value, or keyword arguments.
+
+options = models.Options(policy="snapkv+caote", budget=512, max_new_tokens=32)
+models.generate(model, tokens, options=options)
+models.generate(model, tokens, options=options, budget=256)  # another budget, else the same
+models.generate(model, tokens, policy="snapkv+caote", budget=256, max_new_tokens=32)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypedDict, get_type_hints
+
+from kvjax import OutputProjection, Policy
+from kvjax.checks import nearest
+from kvjax.quantise import DtypesLike
+from kvjax.schedule import When
+from kvjax.sources import Source
+from models.butler import Butler
+from models.scorer import Scorer
+
+PAGE_SIZE = 16
+
+
+class Settings(TypedDict, total=False):
+    """Fields of :class:`Options` as keyword arguments: those that every run has."""
+
+    budget: int | float | None
+    block: int
+    when: When
+    page_size: int
+    fit_prompt: bool | None
+    cache_dtype: DtypesLike | None
+    scorer: Scorer | None
+
+
+class PolicySettings(TypedDict, total=False):
+    """Likewise, of a run with one policy."""
+
+    policy: Policy | str | None
+    projection: OutputProjection | None
+
+
+class EachSettings(Settings, total=False):
+    """Likewise, of a prompt for several policies."""
+
+    butler: Butler | None
+    reserve: int
+
+
+class PromptSettings(EachSettings, PolicySettings, total=False):
+    """Likewise, of a prompt alone."""
+
+
+class RequestSettings(TypedDict, total=False):
+    """Likewise, of an answer."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    end: tuple[int, ...] | None
+
+
+class AskSettings(Settings, PolicySettings, RequestSettings, total=False):
+    """Likewise, of a document and its questions."""
+
+
+class EngineSettings(AskSettings, total=False):
+    """Likewise, of requests that come and go."""
+
+    evict_every: int | None
+
+
+class AnswerSettings(EngineSettings, total=False):
+    """Likewise, of a prompt and its answer."""
+
+    butler: Butler | None
+    select: Source | str | None
+    sinks: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Options:
+    """Holds the settings of :func:`prefill`, :func:`generate`, :func:`stream` and :class:`Engine`.
+
+    Each of them takes ``options=``, keyword arguments of the same names, or both: the keyword arguments come first. A
+    function ignores the fields of ``options`` that it has no use for, such as ``max_new_tokens`` in :func:`prefill`.
+
+    Args:
+        policy: what to keep, a policy or its short name; None or "full" keeps all.
+        budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1]).
+        block: tokens per step.
+        when: evict after every "block", or once after the "prompt" (the block then only bounds the activations).
+            "published" evicts as in the policy's paper; see :class:`kvjax.Moments`. Under "block", ``kvzip`` has the
+            model repeat each block as it comes in (:func:`with_repeat_prompt`).
+        evict_every: evict in decode at every step (1), every n steps (n more slots per head), or never (0). By default
+            at every step, but for a policy that observes a window of n queries every n steps, by all their queries.
+        select: instead of a policy, the source that chooses the tokens that a decode step reads: a source of
+            ``kvjax.sources`` or its short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is
+            evicted, the prompt and layer 0 are dense, and in the other layers each query head reads ``budget`` tokens
+            (an int, or a share of those that the layer sees, rounded up) and the ``sinks`` first ones.
+        sinks: how many of the first tokens a selection always reads, in addition to the budget.
+        page_size: slots per page, for a policy whose allocation gives heads different budgets, or a model with a
+            sliding window smaller than the budget.
+        reserve: slots to leave free for tokens after the prompt (for a full cache; with a budget, those of a block are
+            free, and in a layer with a sliding window smaller than the budget no more than those). Where an answer is
+            made, as many as it may have.
+        fit_prompt: whether a short prompt may have fewer slots. By default in :func:`prefill` and :func:`generate`;
+            :func:`stream` and :class:`Engine` have few sizes instead, as each is compiled.
+        cache_dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of
+            both, such as ("int8", "bfloat16"). The model's dtype by default. Where weights are traced, by jax.jit or
+            jax.grad, rows are rounded to eight bits but kept as floats, so that a derivative passes.
+        projection: what the policy reads of the output projections, ``output_projection(model, policy)``; if not given,
+            every call computes it.
+        butler: the predictor, for ``select="butler"`` and for policies that score by it, such as ``butler+caote``. It
+            remembers every token: 2 r numbers for its own attention (r is about E / 8) and, for a selection, a key for
+            every predicted layer and head. A policy's keys are evicted with their tokens (:func:`kvjax.butler`).
+        scorer: the scorer, for policies that score by it, such as ``zap`` (:func:`load_scorer`).
+        max_new_tokens: the largest number of tokens to generate.
+        temperature: 0 takes the most likely token; above 0, tokens are drawn with the call's ``key``.
+        top_k, top_p: draw only from the k most likely tokens, or from the fewest whose probabilities sum to p.
+        end: tokens that end a row; the config's by default, () for none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> options = models.Options(policy="h2o", budget=16, block=8, max_new_tokens=4)
+        >>> prefilled = models.prefill(model, jnp.arange(40)[None], options=options)
+        >>> models.generate(model, prefilled, options=options).tokens.shape
+        (1, 4)
+    """
+
+    policy: Policy | str | None = None
+    budget: int | float | None = None
+    block: int = 128
+    when: When = "block"
+    evict_every: int | None = None
+    select: Source | str | None = None
+    sinks: int = 4
+    page_size: int = PAGE_SIZE
+    reserve: int = 0
+    fit_prompt: bool | None = None
+    cache_dtype: DtypesLike | None = None
+    projection: OutputProjection | None = None
+    butler: Butler | None = None
+    scorer: Scorer | None = None
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    end: tuple[int, ...] | None = None
+
+
+def options_of(function: str, taken: type, options: Options | None, settings: Any, **fixed: Any) -> Options:
+    """Return the options of a call, in which its keyword arguments come before ``options``.
+
+    Args:
+        function: the function's name, for messages.
+        taken: the keyword arguments that it takes, as a TypedDict.
+        settings: those that it was given.
+        fixed: fields that the function sets itself.
+
+    Raises:
+        TypeError: another keyword argument, or ``options`` of another type.
+        ValueError: ``options`` has a selection, and the function makes none.
+
+    Example:
+        >>> from models.options import AnswerSettings, Options, options_of
+        >>> options_of("generate", AnswerSettings, Options("h2o", 16), dict(budget=8)).budget
+        8
+        >>> options_of("generate", AnswerSettings, None, dict(polciy="h2o"))
+        Traceback (most recent call last):
+        ...
+        TypeError: generate() takes no argument 'polciy'. Did you mean 'policy'?
+    """
+    if not isinstance(options, Options | None):
+        raise TypeError(f"options is a {type(options).__name__}; expected a models.Options.")
+    known = get_type_hints(taken)
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"{function}() takes no argument {name!r}.{nearest(name, known=known)}")
+    options = options or Options()
+    if options.select is not None and "select" not in known:
+        raise ValueError(f"options.select is {options.select!r}, but {function}() makes no selection; leave it out.")
+    return dataclasses.replace(options, **settings, **fixed)
