@@ -144,8 +144,8 @@ def run(command: Callable[[], None], name: str) -> int:
 def _run(command: Callable[[], None], name: str) -> int:
     try:
         command()
-    except KeyboardInterrupt:
-        print(f"\n{name}: interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"\n{name}: {error if error.args else 'interrupted.'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has closed it, as `| head` does
         if hosts.several():  # an orderly end would wait for the others, which wait for this process

@@ -80,18 +80,26 @@ class Checkpoints:
         except Exception as error:
             raise self._unwritten(error) from None
 
-    def close(self) -> None:
-        """Wait until the last checkpoint is written."""
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk."""
         try:
             self.manager.wait_until_finished()
-            self.manager.close()
         except Exception as error:
             raise self._unwritten(error) from None
 
+    def close(self) -> None:
+        """Wait until the last checkpoint is on disk, and end."""
+        self.wait()
+        self.manager.close()
+
+    def newest(self) -> int | None:
+        """Return the step of the newest checkpoint on disk, None without one."""
+        return max(self.manager.all_steps(read=True), default=None)
+
     def _unwritten(self, error: Exception) -> OSError:
         reason = " ".join(str(error).split())[:160]
-        kept = [step for step in self.manager.all_steps(read=True)]
-        last = f"that of step {max(kept)} is kept" if kept else "none was written before"
+        kept = self.newest()
+        last = "none was written before" if kept is None else f"that of step {kept} is kept"
         return OSError(
             f"a checkpoint could not be written to {self.folder} ({type(error).__name__}: {reason}); {last}. Make room "
             "and run the same command again to resume."

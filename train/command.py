@@ -70,6 +70,9 @@ def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
     flags.add_argument("--eval-every", type=int, default=200, help="steps between measurements; 0: only at the end")
     flags.add_argument("--log-every", type=int, default=20, help="steps between lines of the log (default 20)")
     flags.add_argument("--stop-after", type=int, help="stop early, after this step")
+    flags.add_argument(
+        "--no-measure", dest="measure", action="store_false", help="leave out the measurements after the last step"
+    )
     flags.add_argument("--mesh", help="devices, such as data=4 or data=2,tensor=2; data: rows, tensor: the model")
     flags.add_argument("--dtype", default="float32", help="the frozen model's dtype (default float32, as published)")
     hosts.add_flags(flags)
@@ -111,7 +114,8 @@ def options_of(flags: argparse.Namespace, loaded: Loaded, command: str) -> Optio
     return Options(
         begun=flags.begun, made_of=evaluator.made_of(loaded.model, loaded.tokenizer), mesh=loaded.mesh,
         resume=flags.resume == "auto", save_every=flags.save_every, keep=flags.keep, eval_every=flags.eval_every,
-        log_every=flags.log_every, stop_after=flags.stop_after, progress_bar=True, say=say,
+        log_every=flags.log_every, stop_after=flags.stop_after, measure=flags.measure, progress_bar=True,
+        say=say,
     )  # fmt: skip
 
 
@@ -119,6 +123,11 @@ def report(flags: argparse.Namespace, summary: dict[str, Any] | None, table: Cal
     """Print the summary of a run as a table or as JSON; None is a run that --stop-after ended."""
     if summary is None:
         print(f"stopped after step {flags.stop_after}; run the same command without --stop-after to resume.")
+    elif not flags.measure and not flags.json:
+        print(
+            f"{summary['tokens']:,} tokens in {summary['seconds']:,.0f} s; run the same command without --no-measure "
+            "to measure held-out text."
+        )
     else:
         print(json.dumps(summary) if flags.json else table(summary))
 

@@ -68,11 +68,12 @@ def begin_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: b
 
 def _differences(there: Any, here: Any, name: str = "") -> list[str]:
     """List the differences between two trees of dictionaries, each as "name A there, B here"."""
-    if isinstance(there, dict) and isinstance(here, dict):
+    if isinstance(there, dict | None) and isinstance(here, dict | None):
+        before, now = there or {}, here or {}
         return [
             line
-            for key in dict.fromkeys([*there, *here])
-            for line in _differences(there.get(key), here.get(key), f"{name} {key}".strip())
+            for key in dict.fromkeys([*before, *now])
+            for line in _differences(before.get(key), now.get(key), f"{name} {key}".strip())
         ]
     if there == here:
         return []

@@ -26,7 +26,6 @@ import optax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
-from tqdm import tqdm
 
 import kvjax
 from models import commands, hosts, provenance
@@ -35,6 +34,8 @@ from models.decoder import Decoder
 from models.trained import fingerprint
 from train import folder as folders
 from train.checkpoints import Checkpoints, Progress
+from train.interrupts import Interrupts, interrupted
+from train.meter import Meter
 from train.text import Corpus
 
 Parameters = dict[str, Array]
@@ -80,7 +81,7 @@ class Trainer(NamedTuple):
         trained: the configuration of what is trained, by its name, for run.json.
         init: () -> the first State.
         step: (model, state, rows [B, T] on the mesh, step from 0) -> state, loss, the gradient's norm before clipping.
-            Nothing may be donated, as an asynchronous save may still be reading the last state.
+            Nothing may be donated, as Ctrl-C saves the last state that was reached.
         save: (parameters) -> None; writes ``files`` into the folder, with each checkpoint. Every process calls it.
         measure: (parameters) -> figures of held-out text by name, for the log; "loss" is among them.
         summarise: (parameters) -> entries of summary.json, and figures by name that the log gets too.
@@ -109,6 +110,7 @@ class Options(TypedDict, total=False):
     eval_every: int
     log_every: int
     stop_after: int | None
+    measure: bool
     progress_bar: bool
     say: Callable[[str], None]
 
@@ -205,7 +207,7 @@ def make_step(
         state, norm = updated(optimizer, state, gradients)
         return state, loss, norm
 
-    # Nothing is donated, as an asynchronous save may still be reading the last state.
+    # Nothing is donated, as Ctrl-C saves the last state that was reached.
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -239,6 +241,7 @@ def run(
     eval_every: int = 200,
     log_every: int = 20,
     stop_after: int | None = None,
+    measure: bool = True,
     progress_bar: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Parameters, dict[str, Any] | None]:
@@ -257,7 +260,9 @@ def run(
         eval_every: the steps between two measurements on held-out text; 0 for the end only.
         log_every: the steps between two lines of the log.
         stop_after: the step at which to stop, to be resumed later.
-        say: called with messages about where the run starts.
+        measure: whether the end is measured on held-out text; else the summary has no figures of it.
+        progress_bar: whether finished steps are shown: as a bar on a terminal, else in lines through ``say``.
+        say: called with messages about where the run is.
 
     Returns:
         The parameters on the host, and the summary; None if the run was stopped before its end.
@@ -266,6 +271,7 @@ def run(
         ValueError: the folder holds another run (the message says what differs) or one that is running, the mesh does
             not divide the batch, the loss is not finite, or the text cannot be read.
         OSError: a checkpoint cannot be written.
+        KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; the message has its path and the command that resumes.
     """
     mesh = one_device() if mesh is None else mesh
     if settings.batch % mesh.shape["data"]:
@@ -288,64 +294,91 @@ def run(
         facts = provenance.facts(begun, settings.seed, dict(made_of))
         folders.begin_run(folder, description, trainer.files, resume, facts)
         checkpoints = Checkpoints(folder, keep, say)
+        interrupts = stack.enter_context(Interrupts())
         state, progress = checkpoints.restore(trainer.init(), Progress(0, None, 0.0))
         log = stack.enter_context(folders.Log(folder, progress.step, first_process))
-        bar = stack.enter_context(
-            tqdm(
-                total=last,
-                initial=progress.step,
-                disable=None if progress_bar and first_process else True,
-                dynamic_ncols=True,
-            )
-        )
+        meter = Meter(last, progress.step, progress_bar and first_process, say)
+        stack.callback(meter.close)
         pending: list[tuple[Array, Array]] = []
         started = logged = time.monotonic()
         since, saved, before = progress.step, progress.step, progress.seconds
-        for batch, position in prefetch(_batches(corpus, settings, progress, last)):
-            if isinstance(batch, Exception):
-                if pending:
-                    _checked(pending, progress.step, checkpoints)
-                if progress.step > saved:
-                    checkpoints.save(state, progress)
-                checkpoints.close()
-                raise batch
-            state, loss, norm = trainer.step(model, state, spread(batch, mesh), progress.step)
-            pending.append((loss, norm))
-            seconds = before + time.monotonic() - started
-            progress = Progress(progress.step + 1, position, seconds)
-            done, ends = progress.step, progress.step == last
-            saves, measures = done % save_every == 0 or ends, bool(eval_every) and (done % eval_every == 0 or ends)
-            bar.update()
-            if done % log_every == 0 or saves or measures:
-                mean_loss, mean_norm = _checked(pending, done, checkpoints)
-                pending, now = [], time.monotonic()
-                speed = (done - since) * batch.size / (now - logged)
-                since, logged = done, now
-                bar.set_postfix(loss=f"{mean_loss:.4f}", tokens_s=round(speed))
+        reached = state, progress  # in one name, so that Ctrl-C never finds one without the other
+
+        def note() -> None:
+            """Write the log's line of the steps since the last one, after a check that they are finite."""
+            nonlocal pending, since, logged
+            done, position = reached[1].step, reached[1].position
+            if not pending:
+                return
+            mean_loss, mean_norm = _checked(pending, done, checkpoints)
+            with interrupts.held():
+                now, of_step = time.monotonic(), settings.batch * settings.seq_len
+                speed = round((done - since) * of_step / (now - logged))
+                pending, since, logged = [], done, now
                 log.write(
                     done,
                     {
                         "loss": mean_loss,
                         "learning_rate": float(rate(done - 1)),
                         "gradient_norm": mean_norm,
-                        "tokens_per_second": round(speed),
-                        "tokens": done * batch.size,
+                        "tokens_per_second": speed,
+                        "tokens": done * of_step,
                         "skipped_lines": _skipped(position),
                     },
                 )
-            if saves:
+
+        def save() -> None:
+            """Write a checkpoint and what the trainer saves, if a step was done since the last one."""
+            nonlocal saved, logged
+            state, progress = reached
+            if progress.step == saved:
+                return
+            with interrupts.held():
                 checkpoints.save(state, progress)
-                saved = done
                 trainer.save(jax.tree.map(hosts.fetched, state.parameters))
-            if measures:
-                figures = trainer.measure(state.parameters)
-                log.write(done, {f"held_out/{name}": value for name, value in figures.items()})
-                logged = time.monotonic()
-        checkpoints.close()
-        parameters = jax.tree.map(hosts.fetched, state.parameters)
-        if progress.step < steps:
-            return parameters, None
-        found, headline = trainer.summarise(state.parameters)
+                checkpoints.wait()
+                saved, logged = progress.step, time.monotonic()
+
+        try:
+            for batch, position in prefetch(_batches(corpus, settings, progress, last)):
+                if isinstance(batch, Exception):
+                    note()
+                    save()
+                    checkpoints.close()
+                    raise batch
+                state, progress = reached
+                state, loss, norm = trainer.step(model, state, spread(batch, mesh), progress.step)
+                pending.append((loss, norm))
+                reached = state, Progress(progress.step + 1, position, before + time.monotonic() - started)
+                done, ends = progress.step + 1, progress.step + 1 == last
+                saves = done % save_every == 0 or ends
+                measures = bool(eval_every) and (done % eval_every == 0 or ends) and (measure or done < steps)
+                if done % log_every == 0 or saves or measures:
+                    note()
+                if saves:
+                    save()
+                meter.started(loss)  # after the save: a step is counted once its checkpoint is on disk
+                if saves or measures:
+                    meter.settle()
+                if measures:
+                    figures = trainer.measure(state.parameters)
+                    log.write(done, {f"held_out/{name}": value for name, value in figures.items()})
+                    logged = time.monotonic()
+            checkpoints.close()
+            state, progress = reached
+            parameters = jax.tree.map(hosts.fetched, state.parameters)
+            meter.close("measuring held-out text" if measure and progress.step == steps else "")
+            if progress.step < steps:
+                return parameters, None
+            found, headline = trainer.summarise(state.parameters) if measure else ({}, {})
+        except KeyboardInterrupt:
+            meter.close()
+            if jax.process_count() == 1:  # the others are not interrupted, and saving needs them all
+                with contextlib.suppress(KeyboardInterrupt):
+                    note()
+                    save()
+                checkpoints.close()
+            raise interrupted(folder, checkpoints.newest(), begun, resume) from None
         summary = provenance.facts(begun, settings.seed, dict(made_of)) | description
         summary |= _summary(settings, progress, mesh) | found
         trainer.save(parameters)
@@ -422,6 +455,7 @@ def _description(
         "model": {"name": name, "dtype": model.embedding[...].dtype.name, **fingerprint(model)},
         **trainer.trained,
         "settings": settings._asdict(),
+        "jax": provenance.settings(),
         "data": {
             "names": corpus.name,
             "held out": zlib.crc32(corpus.held_out.tobytes()),

@@ -26,10 +26,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from evals import coref_task, evaluator, prose, tasks
-from models import commands
+from models import commands, provenance
 from models.config import Config, Rope
 from models.decoder import Decoder
 from models.load import load
@@ -38,7 +37,9 @@ from train import data
 from train import folder as folders
 from train.circuit import init_parameters
 from train.finetune import parameters_of
+from train.interrupts import Interrupts, interrupted
 from train.loop import prefetch
+from train.meter import Meter
 
 Parameters = dict[str, Array]
 
@@ -390,6 +391,7 @@ def train(
     evaluate_every: int = 100,
     save_every: int = 100,
     progress: bool = True,
+    begun: commands.Begun | None = None,
 ) -> Parameters:
     """Run the recipe and return the parameters.
 
@@ -403,16 +405,20 @@ def train(
             after that step, with a new optimizer.
         stop_after: the step of the recipe at which to stop, to be resumed later.
         evaluate_every: measure recall every so many steps and at the end; 0 for never.
+        progress: whether finished steps are shown: as a bar on a terminal, else in lines on standard error.
+        begun: the command, which Ctrl-C names to resume.
 
     Raises:
         ValueError: the checkpoints in ``folder`` are of another model, seed or first step, another run writes there, or
             ``begin`` has a model of another shape or no log with its last step.
         FileNotFoundError: ``begin`` has no model.
+        KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; the message has its path and the command that resumes.
     """
     parameters, first = init_parameters(config, jax.random.key(seed)), 0
     if begin is not None:
         parameters, first = _read_model(begin, config)
-    run = {"config": dataclasses.asdict(config), "seed": seed, "first": first}
+    begun = commands.Begun("train.retriever.train(...)", time.monotonic()) if begun is None else begun
+    run = {"config": dataclasses.asdict(config), "seed": seed, "first": first, "jax": provenance.settings()}
     folders.check_run(folder, run, (), resume, flag="--work")
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))
@@ -445,38 +451,55 @@ def train(
             for step, phase in plan(recipe, start)
             if step < last
         )
-        bar = tqdm(total=last, initial=start, disable=None if progress else True, mininterval=5, dynamic_ncols=True)
-        begun, seen, totals = time.monotonic(), 0, []
-        for step, phase, batch in prefetch(made):
-            parameters, state, parts = step_function(
-                parameters, state, jax.device_put(batch, groups), jnp.array(phase.weights)
-            )
-            totals.append(parts)
-            seen += batch[0].size
-            bar.update()
-            done = step + 1
-            if done % 20 == 0 or done == last:
-                speed = round(seen / (time.monotonic() - begun))
-                means = np.mean(jax.device_get(totals), axis=0).tolist()
-                line = dict(zip(("first", "rest", "text", "before", "name"), means, strict=True))
-                bar.set_postfix({name: f"{loss:.3f}" for name, loss in line.items()}, tokens_s=speed)
-                line = {"step": done, "length": phase.level.length} | line
-                _log(folder, line | {"tokens_per_second": speed, "time": round(time.time())})
-                begun, seen, totals = time.monotonic(), 0, []
-            if evaluate_every and (done % evaluate_every == 0 or done == last):
-                trained = phase.level.length
-                for length in sorted({256, max(trained, 256), min(2 * trained, 2048)}):
-                    facts = 6 if length < 512 else 10
-                    right = recall(tokens_right, parameters, tokenizer, length, count=32, facts=facts)
-                    line = {"step": done, "recall_length": length, "recall": float(right.all(-1).mean())}
-                    _log(folder, line | {"digits": right.mean(0).round(3).tolist()})
-                if phase.level.places:
-                    _log(folder, {"step": done} | _names_summary(names_right(tokens_right, parameters, tokenizer, 32)))
-                begun = time.monotonic()
-            if done % save_every == 0 or done == last:
-                checkpoints.save(done, args=ocp.args.StandardSave({"parameters": parameters, "state": state}))
-        bar.close()
-        checkpoints.wait_until_finished()
+        interrupts = stack.enter_context(Interrupts())
+        meter = Meter(last, start, progress, lambda text: print(f"train.retriever: {text}.", file=sys.stderr))
+        stack.callback(meter.close)
+        timed, seen, totals = time.monotonic(), 0, []
+        done = saved = start
+
+        def save() -> None:
+            nonlocal saved
+            if done > saved:
+                with interrupts.held():
+                    checkpoints.save(done, args=ocp.args.StandardSave({"parameters": parameters, "state": state}))
+                    checkpoints.wait_until_finished()
+                    saved = done
+
+        try:
+            for step, phase, batch in prefetch(made):
+                weights, batch = jnp.array(phase.weights), jax.device_put(batch, groups)
+                with interrupts.held():  # a step deletes what it reads
+                    parameters, state, parts = step_function(parameters, state, batch, weights)
+                    done = step + 1
+                totals.append(parts)
+                seen += batch[0].size
+                if done % save_every == 0 or done == last:
+                    save()
+                meter.started(parts @ weights)  # after the save: a step is counted once its checkpoint is on disk
+                if done % 20 == 0 or done == last:
+                    meter.settle()
+                    means = np.mean(jax.device_get(totals), axis=0).tolist()
+                    line = dict(zip(("first", "rest", "text", "before", "name"), means, strict=True))
+                    line = {"step": done, "length": phase.level.length} | line
+                    speed = round(seen / (time.monotonic() - timed))
+                    _log(folder, line | {"tokens_per_second": speed, "time": round(time.time())})
+                    timed, seen, totals = time.monotonic(), 0, []
+                if evaluate_every and (done % evaluate_every == 0 or done == last):
+                    trained = phase.level.length
+                    for length in sorted({256, max(trained, 256), min(2 * trained, 2048)}):
+                        facts = 6 if length < 512 else 10
+                        right = recall(tokens_right, parameters, tokenizer, length, count=32, facts=facts)
+                        line = {"step": done, "recall_length": length, "recall": float(right.all(-1).mean())}
+                        _log(folder, line | {"digits": right.mean(0).round(3).tolist()})
+                    if phase.level.places:
+                        names = names_right(tokens_right, parameters, tokenizer, 32)
+                        _log(folder, {"step": done} | _names_summary(names))
+                    timed = time.monotonic()
+        except KeyboardInterrupt:
+            meter.close()
+            with contextlib.suppress(KeyboardInterrupt):
+                save()
+            raise interrupted(folder, max(checkpoints.all_steps(read=True), default=None), begun, resume) from None
     return parameters
 
 
@@ -531,7 +554,7 @@ def _make(options: argparse.Namespace) -> None:
     config = make_config(tokenizer)
     parameters = train(
         options.work, config, tokenizer, RECIPE, seed=options.seed, resume=options.resume == "auto",
-        begin=options.begin, stop_after=options.stop_after,
+        begin=options.begin, stop_after=options.stop_after, begun=options.begun,
     )  # fmt: skip
     if options.keep:
         kept, _ = _read_model(options.begin, config)

@@ -2,6 +2,11 @@
 
 import dataclasses
 import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -102,3 +107,27 @@ def test_the_command_trains(small, tmp_path, capsys, monkeypatch):
     summary = json.loads(capsys.readouterr().out)
     assert summary["steps"] == 3 and summary["data"]["names"] == ["python"] and summary["figures"]["oracle"]["mass"] > 0
     assert load_butler(tmp_path / "out", models.load(small)[0]).config.num_layers == 3
+
+
+@matrix
+def test_ctrl_c_ends_the_command_with_the_line_that_resumes_it(small, tmp_path, capsys):
+    arguments = ["--model", small, "--data", "python", "--seq-len", 16, "--batch", 2, "--tokens", 10**9]
+    arguments += ["--save-every", 10**6, "--eval-rows", 2, "--eval-every", 0, "--out", tmp_path / "my out"]
+    # A shell's background ignores Ctrl-C, and a child inherits that.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from train import butler; "
+    line = [sys.executable, "-c", start + "sys.exit(butler.main(sys.argv[1:]))", *map(str, arguments)]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            said = [next(text for text in process.stderr if "step 1 of" in text and "loss" in text)]
+            process.send_signal(signal.SIGINT)
+            said += process.stderr.read().splitlines()
+        finally:
+            process.kill()
+    assert process.returncode == 130, said
+    step, path, resume = re.fullmatch(
+        r"train.butler: interrupted; the checkpoint of step (\d+) is (.+)\. To resume: python -m train.butler (.+)",
+        said[-1],
+    ).groups()
+    assert path == str(tmp_path / "my out" / "checkpoints" / step) and (tmp_path / "my out" / "log.jsonl").exists()
+    assert command(*shlex.split(resume), "--stop-after", int(step) + 1) == 0
+    assert f"resuming from the checkpoint of step {step}." in capsys.readouterr().err

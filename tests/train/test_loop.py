@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import models
 from models import commands
 from tests.bad_input.campaign import state_of
 from tests.models import reference
-from train import butler, finetune, folder, loop, retriever, scorer
+from train import butler, finetune, folder, interrupts, loop, meter, retriever, scorer
 from train.butler import Settings
 from train.checkpoints import digest
 from train.text import Corpus
@@ -186,6 +187,109 @@ def test_a_full_disk_ends_in_a_sentence(tmp_path, monkeypatch):
     run(tmp_path, stop_after=2)
     monkeypatch.setattr(ocp.CheckpointManager, "save", full)
     with pytest.raises(OSError, match=r"could not be written .*No space left.*that of step 2 is kept"):
+        run(tmp_path)
+
+
+# --- what it shows, and how it is interrupted
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own way with Ctrl-C, which a run in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("at", "kept"), [(0, None), (3, 3), (4, 4)])
+def test_ctrl_c_saves_what_was_learned_and_says_how_to_resume(tmp_path, whole, ctrl_c, at, kept):
+    compiled, _ = step_and_start(SETTINGS)
+
+    def step(model, state, rows, number):
+        if number == at:
+            ctrl_c()
+        return compiled(model, state, rows, number)
+
+    begun = commands.Begun("python -m train.mean --resume never", 0.0)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(tmp_path, step=step, begun=begun, resume=False, log_every=3)
+    if kept is None:
+        assert str(caught.value) == "interrupted before the first checkpoint"
+    else:
+        path = tmp_path / "checkpoints" / str(kept)
+        assert path.is_dir() and str(caught.value) == (
+            f"interrupted; the checkpoint of step {kept} is {path}. To resume: {begun.command} --resume auto"
+        )
+    run(tmp_path)
+    assert (tmp_path / "mean.txt").read_text() == (whole[0] / "mean.txt").read_text()
+
+
+def test_ctrl_c_waits_for_a_checkpoint_and_a_second_one_does_not(ctrl_c):
+    with interrupts.Interrupts() as of_run:
+        done = []
+        with pytest.raises(KeyboardInterrupt), of_run.held():
+            ctrl_c()
+            done.append("whole")
+        with pytest.raises(KeyboardInterrupt), of_run.held():
+            ctrl_c()
+            ctrl_c()
+            done.append("never")
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+    assert done == ["whole"]
+
+
+def test_a_command_ends_with_the_sentence_of_its_interrupt(capsys):
+    def command():
+        raise KeyboardInterrupt("interrupted; to resume: x")
+
+    assert commands.run(command, "train.mean") == 130
+    assert capsys.readouterr().err == "\ntrain.mean: interrupted; to resume: x\n"
+
+
+def test_lines_name_steps_whose_checkpoints_are_on_disk(tmp_path, monkeypatch):
+    said = []
+
+    def say(text):
+        said.append(text.partition(",")[0])
+        if text.startswith(("step 2 of", "step 4 of")):
+            assert (tmp_path / "checkpoints" / text.split()[1]).is_dir()
+
+    monkeypatch.setattr(meter, "SECONDS", 0)
+    run(tmp_path, progress_bar=True, say=say)
+    steps = [f"step {step} of 6" for step in range(1, 7)]
+    assert said == ["step 1 of 6 is compiled", *steps, "measuring held-out text"]
+
+
+def test_a_step_counts_once_its_loss_is_known_and_lines_come_by_the_clock(monkeypatch):
+    said, now = [], [0.0]
+    monkeypatch.setattr(meter.time, "monotonic", lambda: now[0])
+    shown = meter.Meter(100, 0, True, said.append)
+    for step in range(12):
+        now[0] += 3
+        shown.started(np.float32(step))
+    assert shown.done == 12 - meter.AHEAD
+    shown.settle()
+    assert shown.done == 12 and said == [
+        "step 1 of 100 is compiled",
+        "step 1 of 100, loss 0.0000",
+        "step 8 of 100, loss 7.0000, 3 s per step, 04:36 left",
+    ]
+
+
+def test_without_the_closing_measurement_a_run_is_measured_later(tmp_path, whole):
+    _, summary = run(tmp_path, measure=False)
+    assert summary.keys() == whole[1].keys() and summary["mean"] == {"size": 4}  # the description's, no figure
+    assert [line["step"] for line in log(tmp_path) if "held_out/loss" in line] == [3]
+    assert run(tmp_path)[1]["mean"] == whole[1]["mean"]
+
+
+def test_other_settings_of_jax_are_another_run(tmp_path):
+    run(tmp_path, stop_after=1)
+    with (
+        jax.default_matmul_precision("float32"),
+        pytest.raises(ValueError, match='jax jax_default_matmul_precision null there, "float32" here'),
+    ):
         run(tmp_path)
 
 
