@@ -24,7 +24,12 @@ def main(arguments: list[str] | None = None) -> int:
         module.add_flags(made)
         commands.add_import_flag(made)
     chosen = flags.parse_args(arguments)
-    return commands.run(lambda: BENCHMARKS[chosen.name].command(chosen), f"benchmarks {chosen.name}")
+
+    def command() -> None:
+        commands.check_extras(arguments)
+        BENCHMARKS[chosen.name].command(chosen)
+
+    return commands.run(command, f"benchmarks {chosen.name}")
 
 
 if __name__ == "__main__":

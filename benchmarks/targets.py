@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from kvjax import install
+
 # With these, libtpu asks no metadata server, and lets other processes, such as test workers, load it, too.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -28,7 +30,7 @@ def tpu_chips(topology: str) -> tuple[Any, ...]:
     try:
         import libtpu  # type: ignore # noqa: F401
     except ImportError as error:
-        raise ImportError("compiling for a TPU needs libtpu: pip install 'kvjax[tpu]' (no TPU is needed).") from error
+        raise ImportError(f"compiling for a TPU needs no TPU, but {install.needed(['libtpu'], 'tpu')}") from error
     from jax.experimental import topologies
 
     for variable, value in _WITHOUT_TPU.items():
@@ -69,7 +71,7 @@ def gpu_chip() -> Any:
         return topologies.get_topology_desc(platform="cuda", target_config=_H100, topology="1x1x1").devices[0]
     except NotImplementedError as error:
         raise ImportError(
-            "compiling for a GPU needs JAX's plugin: pip install 'kvjax[cuda]' (no GPU is needed)."
+            f"compiling for a GPU needs no GPU, but {install.needed(["JAX's plugin for CUDA"], 'cuda')}"
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -71,10 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_import_flag(made)
     parsed = flags.parse_args(arguments)
     commands.keep_compiled(vars(parsed).pop("compilation_cache"))
-    return commands.run(lambda: _run(known[parsed.name], parsed), f"evals {parsed.name}")
+    return commands.run(lambda: _run(known[parsed.name], parsed, words), f"evals {parsed.name}")
 
 
-def _run(evaluation: Any, flags: argparse.Namespace) -> None:
+def _run(evaluation: Any, flags: argparse.Namespace, words: Sequence[str]) -> None:
+    commands.check_extras(words)
     if "coordinator" in flags:
         hosts.join(flags)
     evaluation.command(flags)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import models
 from evals import evaluator
 from evals.evaluator import Answer, Group, TextSample
+from kvjax import install
 from models import commands, provenance
 
 OFFICIAL = Path("official")  # the value of --prompts for the published wording
@@ -230,9 +231,7 @@ def hub_file(repository: str, file: str) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        raise ImportError(
-            "data from the hub needs huggingface_hub; install it with: pip install 'kvjax[hub]'."
-        ) from None
+        raise ImportError(f"{repository} is on the hub: {install.needed(['huggingface_hub'], 'hub')}") from None
     try:
         return Path(hf_hub_download(repository, file, repo_type="dataset"))
     except Exception as error:  # the library raises many kinds

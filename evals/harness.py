@@ -26,6 +26,7 @@ import kvjax
 import models
 from evals import documents, evaluator, loglikelihood, report, selections
 from evals.loglikelihood import Predicted
+from kvjax import install
 from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
 from kvjax.schedule import When
@@ -40,7 +41,6 @@ EXAMPLES = """examples:
   python -m evals lm_eval --tasks piqa --model_args pretrained=path/to/Llama-3.2-1B,select=quest,budget=0.5
   python -m evals lm_eval --tasks mine --include_path tasks --model_args pretrained=retriever,policy=h2o,budget=64
 """
-NEEDED = "lm_eval needs lm-evaluation-harness; install it with: pip install 'kvjax[harness]'."
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def model_class() -> type:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
         from tqdm import tqdm
     except ImportError:
-        raise ImportError(NEEDED) from None
+        raise ImportError(install.needed(["lm-evaluation-harness"], "harness")) from None
 
     class KvjaxLM(TemplateLM):  # type: ignore[misc, valid-type]
         """A decoder under a policy.

@@ -14,7 +14,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-NEEDED = "this metric needs {name}; install it with: pip install 'kvjax[eval]'."
+from kvjax import install
 
 
 def normalised(text: str) -> str:
@@ -260,7 +260,7 @@ def _rouge() -> Any:
     try:
         from rouge import Rouge
     except ImportError:
-        raise ImportError(NEEDED.format(name="rouge")) from None
+        raise ImportError(f"for this metric {install.needed(['rouge'], 'eval')}") from None
     return Rouge(metrics=["rouge-l"])
 
 
@@ -269,7 +269,7 @@ def _scorer(kind: str) -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise ImportError(NEEDED.format(name="rouge-score")) from None
+        raise ImportError(f"for this metric {install.needed(['rouge-score'], 'eval')}") from None
     return RougeScorer([kind], use_stemmer=False)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax import install
 from models import commands, provenance
 
 Cell = str | Callable[[Any], str]
@@ -126,7 +127,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("pictures need matplotlib; install it with: pip install 'kvjax[plot]'.") from None
+        raise ImportError(f"{path} cannot be drawn: {install.needed(['matplotlib'], 'plot')}") from None
 
 
 def group(result: dict[str, Any]) -> tuple[str, str, Any]:

@@ -1,9 +1,59 @@
-"""Checks that the packages installed beside kvjax are kvjax's own."""
+"""What is installed: whether the packages beside kvjax are its own, and which packages of its extras are missing."""
 
 from __future__ import annotations
 
 import importlib.util
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {  # of the extras that a command line tells
+    "eval": ("tqdm", "rouge", "rouge_score"),
+    "train": ("optax", "orbax", "tensorboardX", "tqdm", "zstandard"),
+    "plot": ("matplotlib",),
+    "gguf": ("gguf",),
+}
+
+
+def line(*extras: str) -> str:
+    """Return the command that installs extras: from the checkout that this package is in, else from the index.
+
+    Example:
+        >>> from kvjax import install
+        >>> install.line("plot", "gguf").startswith("pip install")
+        True
+    """
+    names = ",".join(extras)
+    if not (ROOT / "pyproject.toml").is_file():
+        return f"pip install {shlex.quote(f'kvjax[{names}]')}"
+    place = "." if Path.cwd() == ROOT else ROOT
+    return f"pip install -e {shlex.quote(f'{place}[{names}]')}"
+
+
+def missing(*extras: str) -> dict[str, list[str]]:
+    """Return the packages that are not installed, for each extra that lacks any.
+
+    Example:
+        >>> from kvjax import install
+        >>> install.missing()
+        {}
+    """
+    lacks = {extra: [name for name in PACKAGES[extra] if importlib.util.find_spec(name) is None] for extra in extras}
+    return {extra: names for extra, names in lacks.items() if names}
+
+
+def needed(packages: Iterable[str], *extras: str) -> str:
+    """Return a sentence that names missing packages, and the command that installs the extras with them.
+
+    Example:
+        >>> from kvjax import install
+        >>> install.needed(["gguf"], "gguf").split(" it ")[0]
+        'gguf is not installed; install'
+    """
+    *most, last = dict.fromkeys(packages)
+    named, many = f"{', '.join(most)} and {last}" if most else last, bool(most)
+    return f"{named} {'are' if many else 'is'} not installed; install {'them' if many else 'it'} with: {line(*extras)}."
 
 
 def check_packages(*names: str) -> None:
@@ -19,10 +69,9 @@ def check_packages(*names: str) -> None:
         >>> from kvjax import install
         >>> install.check_packages("models", "kernels_pallas")
     """
-    root = Path(__file__).resolve().parents[1]
     for name in names:
         spec = importlib.util.find_spec(name)
-        wanted = root / name / "__init__.py"
+        wanted = ROOT / name / "__init__.py"
         found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
         if found != wanted:
             raise ImportError(

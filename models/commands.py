@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 import jax
 
 import kvjax
+from kvjax import install
 from kvjax.checks import check_share_or_tokens
 from kvjax.quantise import check_dtypes
 from models import hosts
@@ -181,7 +183,38 @@ def call(parser: argparse.ArgumentParser, command: Callable[[Any], None], name: 
     """
     flags = parser.parse_args(arguments)
     keep_compiled(vars(flags).pop("compilation_cache"))
-    return run(lambda: command(flags), name)
+
+    def checked() -> None:
+        check_extras(arguments)
+        command(flags)
+
+    return run(checked, name)
+
+
+def extras_of(words: Sequence[str]) -> list[str]:
+    """Return the extras that a command line needs: for its picture, and for a model in a GGUF file.
+
+    Example:
+        >>> from models.commands import extras_of
+        >>> extras_of(["needle", "--model", "model.gguf", "--plot=out.png"])
+        ['plot', 'gguf']
+    """
+    needs = {
+        "plot": any(word.partition("=")[0] == "--plot" for word in words),
+        "gguf": any(word.lower().endswith(".gguf") for word in words),
+    }
+    return [name for name, needed in needs.items() if needed]
+
+
+def check_extras(arguments: Sequence[str] | None) -> None:
+    """Check that the extras of a command line are installed, before any work; None for this process's arguments.
+
+    Raises:
+        ImportError: packages are missing; the message has all of them, and one command that installs them.
+    """
+    missing = install.missing(*extras_of(sys.argv[1:] if arguments is None else arguments))
+    if missing:
+        raise ImportError(install.needed(itertools.chain(*missing.values()), *missing))
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -336,10 +369,9 @@ def extra(name: str, script: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        print(
-            f"{script}: error: {error.name} is not installed; install it with: pip install 'kvjax[{name}]'.",
-            file=sys.stderr,
-        )
+        missing = install.missing(*extras_of(sys.argv[1:]))
+        packages = [str(error.name), *itertools.chain(*missing.values())]
+        print(f"{script}: error: {install.needed(packages, name, *missing)}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print(f"\n{script}: interrupted.", file=sys.stderr)

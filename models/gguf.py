@@ -20,6 +20,7 @@ import tokenizers
 from jaxtyping import Float
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
+from kvjax import install
 from kvjax.checks import shown
 from models.config import FAMILIES, NO_ROPE, Config, Rope
 from models.decoder import rope_frequencies
@@ -181,7 +182,7 @@ def open_file(file: Path) -> Checkpoint:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise ImportError(f"to read {file} the package gguf must be installed: pip install 'kvjax[gguf]'.") from None
+        raise ImportError(f"{file} cannot be read: {install.needed(['gguf'], 'gguf')}") from None
     refuse_pointer(file)
     metadata, stored = _header(file)
     try:

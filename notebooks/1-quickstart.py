@@ -23,11 +23,29 @@
 # at what it kept. Nothing is downloaded: `retriever`, a model of 1.8 million parameters that
 # can look facts up, is in the package.
 #
-# The first line installs kvjax. On a GPU write `kvjax[plot,cuda]`, on a TPU
-# `kvjax[plot,tpu]`.
+# The first cell installs kvjax where it is missing: from the checkout that this notebook is
+# in, else from the wheel that the environment variable `KVJAX_WHEEL` names.
 
 # %%
-# %pip install --quiet "kvjax[plot]"
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+extras = "plot"  # on a GPU "plot,cuda", on a TPU "plot,tpu"
+needed = ["kvjax", "flax", "jaxtyping", "tokenizers", "matplotlib"]
+above = [Path.cwd(), *Path.cwd().parents]
+checkout = next((path for path in above if (path / "kvjax" / "install.py").is_file()), None)
+if checkout:
+    sys.path.insert(0, str(checkout))  # pip's link to it is read by the next kernel only
+if all(map(importlib.util.find_spec, needed)):
+    print("kvjax is installed" + (", from this checkout" if checkout else ""))
+else:
+    source = checkout or os.environ.get("KVJAX_WHEEL", "kvjax")
+    options = ["--quiet", *(["-e"] if checkout else []), f"{source}[{extras}]"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options], check=True)
+    print(f"kvjax was installed from {source}")
 
 # %%
 import jax

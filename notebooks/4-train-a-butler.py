@@ -21,11 +21,38 @@
 # notebook we train one for the embedded model in a minute, on far less text than it needs. We
 # compare its predictions with other ways to choose, and decode with it.
 #
-# The first line installs kvjax. On a GPU write `kvjax[train,plot,cuda]`, on a TPU
-# `kvjax[train,plot,tpu]`.
+# The first cell installs kvjax where it is missing: from the checkout that this notebook is
+# in, else from the wheel that the environment variable `KVJAX_WHEEL` names.
 
 # %%
-# %pip install --quiet "kvjax[train,plot]"
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+extras = "train,plot"  # on a GPU "train,plot,cuda", on a TPU "train,plot,tpu"
+needed = [
+    "kvjax",
+    "flax",
+    "jaxtyping",
+    "tokenizers",
+    "optax",
+    "orbax",
+    "tensorboardX",
+    "matplotlib",
+]
+above = [Path.cwd(), *Path.cwd().parents]
+checkout = next((path for path in above if (path / "kvjax" / "install.py").is_file()), None)
+if checkout:
+    sys.path.insert(0, str(checkout))  # pip's link to it is read by the next kernel only
+if all(map(importlib.util.find_spec, needed)):
+    print("kvjax is installed" + (", from this checkout" if checkout else ""))
+else:
+    source = checkout or os.environ.get("KVJAX_WHEEL", "kvjax")
+    options = ["--quiet", *(["-e"] if checkout else []), f"{source}[{extras}]"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options], check=True)
+    print(f"kvjax was installed from {source}")
 
 # %%
 import jax

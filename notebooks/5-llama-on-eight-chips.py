@@ -20,11 +20,29 @@
 # small random checkpoint of Llama's shape is written and read back, so that every cell runs
 # anywhere.
 #
-# The first line installs kvjax. On a GPU write `kvjax[hub,plot,cuda]`, on a TPU
-# `kvjax[hub,plot,tpu]`.
+# The first cell installs kvjax where it is missing: from the checkout that this notebook is
+# in, else from the wheel that the environment variable `KVJAX_WHEEL` names.
 
 # %%
-# %pip install --quiet "kvjax[hub,plot]"
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+extras = "hub,plot"  # on a GPU "hub,plot,cuda", on a TPU "hub,plot,tpu"
+needed = ["kvjax", "flax", "jaxtyping", "tokenizers", "huggingface_hub", "matplotlib"]
+above = [Path.cwd(), *Path.cwd().parents]
+checkout = next((path for path in above if (path / "kvjax" / "install.py").is_file()), None)
+if checkout:
+    sys.path.insert(0, str(checkout))  # pip's link to it is read by the next kernel only
+if all(map(importlib.util.find_spec, needed)):
+    print("kvjax is installed" + (", from this checkout" if checkout else ""))
+else:
+    source = checkout or os.environ.get("KVJAX_WHEEL", "kvjax")
+    options = ["--quiet", *(["-e"] if checkout else []), f"{source}[{extras}]"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options], check=True)
+    print(f"kvjax was installed from {source}")
 
 # %%
 import importlib.util

@@ -6,6 +6,8 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,9 +110,30 @@ def test_a_notebook_has_outputs_without_errors_links_that_lead_somewhere_and_one
     assert all(cell["execution_count"] for cell in cells(notebook, "code"))
     text = "\n".join("".join(cell["source"]) for cell in cells(notebook, "markdown"))
     assert [target for target in links(text) if not (notebook.parent / target).exists()] == []
-    # It begins by installing in one line and naming the device.
+    # It begins by installing and naming the device.
     first, second = ("".join(cell["source"]) for cell in cells(notebook, "code")[:2])
-    assert re.fullmatch(r'%pip install --quiet "kvjax\[[a-z,]+\]"', first) and "device_kind" in second
+    assert "KVJAX_WHEEL" in first and "device_kind" in second
+
+
+@pytest.mark.parametrize("place", ["checkout", "wheel", "index", "installed"])
+@pytest.mark.parametrize("notebook", NOTEBOOKS[3:4], ids=lambda n: n.stem)
+def test_a_notebook_installs_from_its_checkout_or_else_from_the_wheel(notebook, place, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("KVJAX_WHEEL", raising=False)
+    if place != "index":
+        monkeypatch.setenv("KVJAX_WHEEL", "my.whl")
+    monkeypatch.chdir(notebook.parent if place in ("checkout", "installed") else tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    ran = []
+    monkeypatch.setattr(subprocess, "run", lambda words, check: ran.append(words[1:]))
+    if place != "installed":
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    exec("".join(cells(notebook, "code")[0]["source"]), {})
+    source = {"checkout": str(ROOT), "wheel": "my.whl", "index": "kvjax"}.get(place)
+    editable = ["-e"] if place == "checkout" else []
+    expected = ["-m", "pip", "install", "--quiet", *editable, f"{source}[train,plot]"]
+    assert ran == ([] if place == "installed" else [expected])
+    said = "is installed, from this checkout" if place == "installed" else f"was installed from {source}"
+    assert capsys.readouterr().out == f"kvjax {said}\n"
 
 
 def test_the_figures_in_the_pages_are_those_of_the_results(capsys):

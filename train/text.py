@@ -29,6 +29,7 @@ import numpy as np
 from jaxtyping import Int
 
 from evals import prose, texts
+from kvjax import install
 from models.tokenizer import Tokenizer
 from train import data
 
@@ -411,8 +412,7 @@ def _hub_data_set(name: str, field: str, skip_bad_lines: bool) -> Documents:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise FileNotFoundError(
-            f"there is no data file {name}; to look for it on the Hugging Face hub, datasets must be installed: "
-            "pip install 'kvjax[data]'."
+            f"there is no data file {name}, and it is not looked for on the hub: {install.needed(['datasets'], 'data')}"
         ) from None
     path, _, config = name.partition(":")
     try:

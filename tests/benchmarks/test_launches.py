@@ -83,4 +83,7 @@ def test_without_the_plugin_one_sentence_says_what_to_install(monkeypatch, capsy
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     assert main(["launches", "--shapes", "tiny"]) == 2
     error = capsys.readouterr().err
-    assert "needs JAX's plugin: pip install 'kvjax[cuda]'" in error and "Traceback" not in error
+    assert (
+        "JAX's plugin for CUDA is not installed; install it with: pip install -e '.[cuda]'" in error
+        and "Traceback" not in error
+    )

@@ -27,7 +27,7 @@ def no_libtpu(monkeypatch):
 def test_without_libtpu_one_sentence_says_what_to_install(no_libtpu, capsys):
     assert main(["tpu_compile", *TINY]) == 2
     error = capsys.readouterr().err
-    assert "needs libtpu: pip install 'kvjax[tpu]'" in error and "Traceback" not in error
+    assert "libtpu is not installed; install it with: pip install -e '.[tpu]'" in error and "Traceback" not in error
 
 
 def test_what_cannot_be_split_is_refused_before_anything_is_compiled(monkeypatch, capsys):

@@ -244,7 +244,7 @@ def test_a_missing_metric_is_known_before_the_first_answer(tmp_path, capsys, mon
     monkeypatch.setattr(evaluator, "run", None)
     data = write(tmp_path / "data", "samsum", [RECORD])
     assert main(["longbench", "--data", str(data), "--tasks", "samsum", "--policies", "full", "--length", "64"]) == 2
-    assert "needs rouge; install it with: pip install 'kvjax[eval]'" in capsys.readouterr().err
+    assert "rouge is not installed; install it with: pip install -e '.[eval]'" in capsys.readouterr().err
 
 
 def test_other_prompts_are_other_data(tmp_path, tokenizer):

@@ -1,8 +1,10 @@
 """Packages of common names: whose are they?"""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,19 @@ def test_a_missing_package_is_named():
         ImportError, match=r"the package 'models_of_nobody' was found at no file, expected kvjax's own at"
     ):
         install.check_packages("models", "models_of_nobody")
+
+
+def test_extras_are_installed_from_the_checkout_or_from_the_index(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert install.line("plot", "gguf") == "pip install -e '.[plot,gguf]'"
+    monkeypatch.chdir(tmp_path)
+    assert install.line("plot") == f"pip install -e '{ROOT}[plot]'"
+    monkeypatch.setattr(install, "ROOT", tmp_path)  # as in site-packages
+    assert install.line("plot", "gguf") == "pip install 'kvjax[plot,gguf]'"
+
+
+def test_the_packages_of_the_extras_are_those_of_the_project():
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, packages in install.PACKAGES.items():
+        known = {re.split(r"[>=]", line)[0].replace("-", "_") for line in named[extra]}
+        assert {"orbax_checkpoint" if name == "orbax" else name for name in packages} <= known

@@ -105,6 +105,27 @@ def test_bad_input_ends_in_one_sentence_and_code_2_but_a_defect_of_ours_is_not_h
         commands.run(lambda: command(AssertionError("a bug")), "evals needle")
 
 
+def test_all_missing_extras_of_a_command_are_named_at_once(tmp_path, capsys, monkeypatch):
+    for name in ("matplotlib", "gguf"):
+        monkeypatch.setitem(sys.modules, name, None)
+    flags = commands.parser("x", "x", description="x")
+    commands.add_cache_flag(flags)
+    flags.add_argument("--model")
+    flags.add_argument("--plot")
+    line = ["--compilation-cache", "off", "--model", "M.GGUF"]
+    said = "x: error: matplotlib and gguf are not installed; install them with: pip install -e '.[plot,gguf]'."
+    assert commands.call(flags, lambda given: pytest.fail("begun"), "x", [*line, "--plot", "a.png"]) == 2
+    assert capsys.readouterr().err == f"{said}\n"
+    assert commands.call(flags, lambda given: None, "x", line[:2]) == 0
+    monkeypatch.setattr(sys, "argv", ["x", *line])
+    with pytest.raises(SystemExit, match="2"), commands.extra("train", "x"):
+        import no_such_module  # noqa: F401
+    assert (
+        "no_such_module and gguf are not installed; install them with: pip install -e '.[train,gguf]'."
+        in capsys.readouterr().err
+    )
+
+
 @pytest.fixture
 def programs_as_before():
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")

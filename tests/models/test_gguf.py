@@ -454,7 +454,7 @@ def test_types_that_do_not_fit_are_refused(kind, said, make):
 def test_package_that_is_missing_is_named(make, monkeypatch):
     file = make()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refused(file, "pip install 'kvjax[gguf]'", kind=ImportError)
+    refused(file, "pip install -e '.[gguf]'", kind=ImportError)
 
 
 def test_no_such_file(tmp_path):

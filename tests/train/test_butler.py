@@ -110,13 +110,13 @@ def test_the_command_trains(small, tmp_path, capsys, monkeypatch):
 
 
 @matrix
-def test_ctrl_c_ends_the_command_with_the_line_that_resumes_it(small, tmp_path, capsys):
+def test_ctrl_c_ends_the_command_with_the_line_that_resumes_it(small, tmp_path):
     arguments = ["--model", small, "--data", "python", "--seq-len", 16, "--batch", 2, "--tokens", 10**9]
     arguments += ["--save-every", 10**6, "--eval-rows", 2, "--eval-every", 0, "--out", tmp_path / "my out"]
     # A shell's background ignores Ctrl-C, and a child inherits that.
     start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from train import butler; "
-    line = [sys.executable, "-c", start + "sys.exit(butler.main(sys.argv[1:]))", *map(str, arguments)]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+    line = [sys.executable, "-c", start + "sys.exit(butler.main(sys.argv[1:]))"]
+    with subprocess.Popen([*line, *map(str, arguments)], stderr=subprocess.PIPE, text=True) as process:
         try:
             said = [next(text for text in process.stderr if "step 1 of" in text and "loss" in text)]
             process.send_signal(signal.SIGINT)
@@ -129,5 +129,6 @@ def test_ctrl_c_ends_the_command_with_the_line_that_resumes_it(small, tmp_path, 
         said[-1],
     ).groups()
     assert path == str(tmp_path / "my out" / "checkpoints" / step) and (tmp_path / "my out" / "log.jsonl").exists()
-    assert command(*shlex.split(resume), "--stop-after", int(step) + 1) == 0
-    assert f"resuming from the checkpoint of step {step}." in capsys.readouterr().err
+    stop = ["--stop-after", str(int(step) + 1)]
+    again = subprocess.run([*line, *shlex.split(resume), *stop], capture_output=True, text=True, check=True)
+    assert f"resuming from the checkpoint of step {step}." in again.stderr

@@ -135,7 +135,7 @@ def test_another_field_may_hold_the_text(tokenizer, tmp_path):
 
 def test_a_data_set_needs_the_library(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(FileNotFoundError, match="datasets must be installed"):
+    with pytest.raises(FileNotFoundError, match="datasets is not installed"):
         open_corpus(["allenai/c4:realnewslike"], tokenizer, 32)
 
 
