@@ -20,7 +20,7 @@ DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
 sys.path.insert(0, str(DOCS.parent))
 
-from evals import statistics  # noqa: E402
+from evals import report, statistics  # noqa: E402
 from evals.evaluator import RECENCY  # noqa: E402
 from evals.experiments import claims  # noqa: E402
 from evals.verdicts import FAILS, HOLDS, OPEN, figures  # noqa: E402
@@ -295,7 +295,7 @@ def seen() -> str:
     better = {
         (c["policy"], c["budget"], c["when"])
         for c in data["comparisons"]
-        if c["better"] == "yes" and "caote" not in c["against"]
+        if c["better"] == "yes" and c["against"] == report.without_caote(c["policy"])
     }
     lines = [f"| budget | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
     for when, named in (("block", "after every block"), ("prompt", "once after the prompt")):
@@ -905,7 +905,8 @@ def judged(folder: Path = RESULTS) -> list[dict[str, Any]]:
 def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
     """Return how many of a method's claims hold here, in words."""
     if method.against:
-        found = Counter(c["better"] for c in read("needle.json")["comparisons"] if method.against in c["policy"])
+        own = [c for c in read("needle.json")["comparisons"] if c["against"] in report.variants(c["policy"])]
+        found = Counter(c["better"] for c in own if method.against in c["policy"])
         words = f"{found['yes']} better, {found['no']} worse, {found['within noise']} within noise"
         return f"against the same score without it: {words}"
     if method.judged is None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -184,22 +184,25 @@ def measure(
     }
 
 
-def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
-    """Compare the predictor with each other selection on the same samples, sparsity and mode.
+def compare(results: Sequence[dict[str, Any]], against: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Compare each selection with each of ``against`` on the same samples, of the same sparsity and mode.
 
-    The differences are its accuracy and coverage minus the other's.
+    Without ``against``, the predictor is compared with each other selection. The differences are a selection's accuracy
+    and coverage minus those of the one it is compared with.
     """
     rows = []
-    for r, line in itertools.product(results, [r for r in results if r["select"] == against]):
-        if r["select"] == against or r["sparsity"] not in (None, line["sparsity"]) or r["mode"] != line["mode"]:
+    for r, other in itertools.product(results, results):
+        compared = other["select"] in against if against else r["select"] == "butler"
+        same = all(len({x[name] for x in (r, other)} - {None}) <= 1 for name in ("mode", "sparsity", "when"))
+        if not compared or not same or r["select"] in (other["select"], "full"):
             continue
-        told = {"select": against, "against": r["select"], "mode": r["mode"], "sparsity": line["sparsity"]}
+        told = {"select": r["select"], "against": other["select"], "mode": r["mode"], "sparsity": r["sparsity"]}
         accuracy, coverage = (
-            statistics.compared([ours - theirs for ours, theirs in zip(line[name], r[name], strict=True)])
+            statistics.compared([ours - theirs for ours, theirs in zip(r[name], other[name], strict=True)])
             for name in ("correct", "covered")
         )
         of_coverage = {f"coverage_{name}": coverage[name] for name in ("difference", "low", "high")}
-        rows.append({**told, "evicts": r["evicts"], **accuracy, **of_coverage})
+        rows.append({**told, "evicts": r["evicts"] or other["evicts"], **accuracy, **of_coverage})
     return rows
 
 
@@ -220,7 +223,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the predictor against each other selection; the verdict "better" is on accuracy."""
+    """Return a table of the comparisons; the verdict "better" is on accuracy."""
     cells: list[tuple[str, report.Cell]] = [
         ("select", "{select}"),
         ("against", "{against}"),
@@ -280,6 +283,12 @@ def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     selections.add_flags(flags, select=SELECT, sparsity="0.5", batch=10)
+    flags.add_argument(
+        "--against",
+        metavar="SELECTION",
+        help="what each selection is compared with on the same samples; it is run, too (default: the predictor is "
+        "compared with each other selection)",
+    )
     flags.add_argument("--mode", default="teacher", help="teacher, generate; several by comma")
     flags.add_argument(
         "--when",
@@ -304,7 +313,9 @@ def command(flags: argparse.Namespace) -> None:
     modes: Any = commands.listed("mode", flags.mode, "--mode generate")
     moments: Any = commands.listed("moment", flags.when, "--when prompt")
     sparsities = selections.parse_sparsities(flags.sparsity)
-    settings = make_settings(flags.select, sparsities, modes, moments, flags.evict_every)
+    named = (sparsities, modes, moments, flags.evict_every)
+    settings = make_settings(flags.select if flags.against is None else f"{flags.select},{flags.against}", *named)
+    against = () if flags.against is None else {str(s.selection) for s in make_settings(flags.against, *named)}
     if "generate" not in modes and (moments != ["block"] or flags.evict_every is not None):
         raise ValueError(
             "--when and --evict-every are for --mode generate, but with --mode teacher eviction is simulated token by "
@@ -327,7 +338,7 @@ def command(flags: argparse.Namespace) -> None:
                 )
             )  # fmt: skip
         progress.set_description("done")
-    comparisons = compare(results)
+    comparisons = compare(results, against)
     report.show(table(results), comparison_table(comparisons))
     figures = {
         "evaluation": "coref",

@@ -39,8 +39,8 @@ POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", 
 Question = Literal["known", "before", "both", "unknown"]
 PLACEMENTS = ("known", "before", "both", "unknown")
 KNOWN_OR_NOT = ("known", "unknown")
-# Flags that may change when a run is resumed: where it writes, and what it runs on.
-FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh")
+# Flags that may change when a run is resumed: where it writes, what it runs on, and what is compared.
+FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh", "against")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -600,21 +600,19 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def compare(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare each policy that has a CAOTE link with the same policy without it, on the same samples."""
-    others = [name for name in results.ROW if name != "policy"]
+def compare(records: Sequence[dict[str, Any]], against: str = RECENCY) -> list[dict[str, Any]]:
+    """Compare each policy with those of :func:`evals.report.pairs`, on the same samples."""
     scores: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
     for record in records:
-        setting = (record["policy"], *(record.get(name) for name in others))
+        setting = tuple(record.get(name) for name in results.ROW)
         scores.setdefault(setting, {})[record["task"], record["sample"]] = record["score"]
+    settings = [{**dict(zip(results.ROW, setting, strict=True)), "found": found} for setting, found in scores.items()]
     rows = []
-    for (policy, *rest), found in scores.items():
-        plain = report.without_caote(policy)
-        other = scores.get((plain, *rest), {})
-        both = [sample for sample in found if sample in other]
-        if plain != policy and both:
-            differences = statistics.compared([found[s] - other[s] for s in both])
-            rows.append({"policy": policy, "against": plain, **dict(zip(others, rest, strict=True)), **differences})
+    for row, other in report.pairs(settings, against, ("model", "evaluation", "length", "question")):
+        if both := [sample for sample in row["found"] if sample in other["found"]]:
+            told = {"policy": row["policy"], "against": other["policy"]}
+            told |= {name: row[name] for name in results.ROW if name != "policy"}
+            rows.append(told | statistics.compared([row["found"][s] - other["found"][s] for s in both]))
     return rows
 
 
@@ -683,6 +681,7 @@ def add_setting_flags(
         default="",
         help="how slots are divided among heads, such as uniform,adakv; every policy runs with each; several by comma",
     )
+    add_against_flag(flags)
     add_scorer_flag(flags)
     flags.add_argument(
         "--butler", type=Path, help="the predictor's folder, for select=butler (default: the model's own)"
@@ -708,13 +707,48 @@ def add_setting_flags(
     )
 
 
+def add_against_flag(flags: argparse.ArgumentParser) -> None:
+    """Add --against, which :func:`baseline` reads."""
+    flags.add_argument(
+        "--against",
+        metavar="POLICY",
+        help="the policy, 'full' or a selection that each policy is compared with on the same samples; it is run, too "
+        f"(default: {RECENCY})",
+    )
+
+
+def baseline(flags: argparse.Namespace) -> str:
+    """Return the full name of what each policy is compared with: that of ``--against``, else recency.
+
+    Example:
+        >>> import argparse
+        >>> from evals import evaluator
+        >>> evaluator.baseline(argparse.Namespace(against="select=quest")), evaluator.baseline(argparse.Namespace())
+        ('select=quest', 'recency')
+    """
+    name = getattr(flags, "against", None)
+    return RECENCY if name is None else _named(name)
+
+
+def _named(name: str) -> str:
+    """Return the full name of a policy, a selection or "full"."""
+    if _selects(name):
+        return READS + str(kvjax.parse_source(name.removeprefix(READS)))
+    return "full" if name == "full" else str(kvjax.parse(name))
+
+
 def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMENTS) -> list[Setting]:
     """Return every combination that the flags ask for, checked; the full cache has neither budget nor moment."""
     moments: Any
     asked: Any
     asked_for = commands.listed("policy", flags.policies, "--policies full,snapkv+caote")
-    reading = [READS + str(kvjax.parse_source(name.removeprefix(READS))) for name in asked_for if _selects(name)]
+    against = None if getattr(flags, "against", None) is None else baseline(flags)
+    reading = [_named(name) for name in asked_for if _selects(name)]
     policies = [name for name in asked_for if not _selects(name)]
+    if against is not None and _selects(against):
+        reading.append(against)
+    elif against is not None:
+        policies.append(against)
     budgets = [commands.parse_budget(text) for text in commands.split_list(flags.budgets)]
     moments = commands.listed("moment", flags.when, "--when prompt")
     asked = commands.listed("place of the question", flags.question, "--question known")
@@ -727,7 +761,7 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
     for question in asked:
         if "full" in policies:
             settings.append(Setting("full", None, "block", question, cache_dtype=dtype))
-        for name, budget in itertools.product(reading, budgets):
+        for name, budget in itertools.product(dict.fromkeys(reading), budgets):
             settings.append(Setting(name, budget, "block", question, cache_dtype=dtype))
         for when, budget in itertools.product(moments, budgets):
             for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
@@ -917,7 +951,7 @@ def command(
             progress.set_description("done")
         together = None if answer else saved(settings, sum(group.size for group in groups))
         remarks = [*notes(flags), *([] if together is None else [together])]
-        rows, compared = summarise(store.records), compare(store.records)
+        rows, compared = summarise(store.records), compare(store.records, baseline(flags))
         told = report.task_table(rows, recency=RECENCY, short=short or {}, notes=remarks)
         report.show(told, report.comparison_table(compared))
         figures = {

@@ -209,6 +209,22 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def compare_errors(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:
+    """Compare the mean relative error of each policy with those of :func:`evals.report.pairs`, on the same samples.
+
+    The difference is the other's error minus the policy's: a positive one is closer to the full cache.
+    """
+    rows = []
+    for row, other in report.pairs(results, against, ("question",)):
+        if other["budget"] is None:  # the full cache, which has no error
+            continue
+        own, theirs = (np.array(r["by_sample"]["error"]).mean(axis=1) for r in (row, other))
+        told = {name: row[name] for name in ("budget", "when", "evicts", "question")}
+        told = {"policy": row["policy"], "against": other["policy"]} | told
+        rows.append(told | statistics.compared((theirs - own).tolist()))
+    return rows
+
+
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per setting: means over layers, tokens and samples, and the tokens per head."""
     cells: list[tuple[str, report.Cell]] = [
@@ -330,6 +346,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
     flags.add_argument("--question", default="known", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
     flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
+    evaluator.add_against_flag(flags)
     evaluator.add_scorer_flag(flags)
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--batch", type=int, default=20)
@@ -372,8 +389,10 @@ def command(flags: argparse.Namespace) -> None:
             chosen = [setting for setting in settings if setting.question == question]
             results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress, aids=aids)
         progress.set_description("done")
-    compared = compare(results)
-    report.show(table(results), "\n".join(verdicts.sentence(claim) for claim in compared))
+    compared, errors = compare(results), compare_errors(results, evaluator.baseline(flags))
+    note = "\ndifference of the mean relative errors; positive: closer to the full cache" if errors else ""
+    told = "\n".join(verdicts.sentence(claim) for claim in compared)
+    report.show(table(results), report.comparison_table(errors) + note, told)
     figures = {
         "evaluation": "fidelity",
         "title": "Attention outputs: how close to the full cache's",
@@ -381,6 +400,7 @@ def command(flags: argparse.Namespace) -> None:
         "samples": flags.samples * len(lengths),
         "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
         "claims": compared,
+        "comparisons": errors,
         "results": results,
     }
     made_of = evaluator.made_of(model, tokenizer, aids.butler, scorer=aids.scorer)

@@ -145,22 +145,14 @@ def _result(
     }
 
 
-def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare each policy that has a CAOTE link with the same policy without it, on the same samples.
-
-    Where the link takes the mean of the group, the policy is also compared with the exact form.
-    """
-    where = ("budget", "when", "question")
-    hits = {
-        (r["policy"], *(r[name] for name in where)): [c for cell in r["cells"] for c in cell["correct"]]
-        for r in results
-    }
+def compare(results: Sequence[dict[str, Any]], against: str = RECENCY) -> list[dict[str, Any]]:
+    """Compare each policy with those of :func:`evals.report.pairs`, on the same samples."""
     rows = []
-    for (policy, *rest), own in hits.items():
-        for other in (report.without_caote(policy), policy.replace("(group='mean')", "")):
-            if other != policy and (theirs := hits.get((other, *rest))) is not None:
-                differences = statistics.compared([a - b for a, b in zip(own, theirs, strict=True)])
-                rows.append({"policy": policy, "against": other, **dict(zip(where, rest, strict=True)), **differences})
+    for row, other in report.pairs(results, against, ("question",)):
+        own, theirs = ([hit for cell in r["cells"] for hit in cell["correct"]] for r in (row, other))
+        told = {"policy": row["policy"], "against": other["policy"]}
+        told |= {name: row[name] for name in ("budget", "when", "question")}
+        rows.append(told | statistics.compared([a - b for a, b in zip(own, theirs, strict=True)]))
     return rows
 
 
@@ -258,7 +250,7 @@ def command(flags: argparse.Namespace) -> None:
                 model, of_question, asked, block=flags.block, batch=flags.batch, progress=progress, aids=aids
             )
         progress.set_description("done")
-    comparisons, together = compare(results), evaluator.saved(settings, each)
+    comparisons, together = compare(results, evaluator.baseline(flags)), evaluator.saved(settings, each)
     told = "\n".join([table(results, recency=RECENCY), *([] if together is None else [together])])
     report.show(told, report.comparison_table(comparisons))
     figures = {

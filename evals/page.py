@@ -78,7 +78,7 @@ def row_command(command: str, row: Mapping[str, Any]) -> str:
         elif word in wanted and index + 1 < len(words):
             line += [word, wanted.pop(word)]
             skip = True
-        elif word == "--allocations":
+        elif word in ("--allocations", "--against"):
             skip = True
         else:
             line.append(word)

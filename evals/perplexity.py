@@ -267,7 +267,7 @@ def steps(chosen: Sequence[Method], sparsities: Sequence[float], chunks: int, se
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
-    """Compare each selection's perplexity with the predictor's at the same sparsity, by paired chunks."""
+    """Compare each selection's perplexity with that of ``against`` at the same sparsity, by paired chunks."""
     lines = {r["sparsity"]: r for r in results if r["select"] == against}
     rows = []
     for r in results:
@@ -278,15 +278,12 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
     return rows
 
 
-def compare_policies(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the perplexity of each policy with CAOTE with that of the same policy without it, by paired chunks."""
-    lines = {(r["policy"], r["budget"], r["when"]): r for r in results}
+def compare_policies(results: Sequence[dict[str, Any]], against: str = evaluator.RECENCY) -> list[dict[str, Any]]:
+    """Compare the perplexity of each policy with those of :func:`evals.report.pairs`, by paired chunks."""
     rows = []
-    for r in results:
-        plain = report.without_caote(r["policy"])
-        if plain != r["policy"] and (line := lines.get((plain, r["budget"], r["when"]))) is not None:
-            told = {name: r[name] for name in ("budget", "when", "evicts")}
-            rows.append({"policy": r["policy"], "against": plain, **told, **_larger(r, line)})
+    for row, other in report.pairs(results, against):
+        told = {name: row[name] for name in ("budget", "when", "evicts")}
+        rows.append({"policy": row["policy"], "against": other["policy"], **told, **_larger(row, other)})
     return rows
 
 
@@ -319,7 +316,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of how much larger each selection's perplexity is than the predictor's."""
+    """Return a table of how much larger each selection's perplexity is than that of the one it is compared with."""
     cells: list[tuple[str, report.Cell]] = [("select", "{select}"), ("against", "{against}")]
     return report.table(comparisons, [*cells, ("sparsity", "{sparsity:g}"), *_LARGER], left=2)
 
@@ -341,7 +338,7 @@ def policy_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def policy_ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of how much larger the perplexity is with CAOTE than without."""
+    """Return a table of how much larger each policy's perplexity is than that of those it is compared with."""
     cells: list[tuple[str, report.Cell]] = [("policy", "{policy}"), ("against", "{against}"), ("budget", "{budget}")]
     return report.table(comparisons, [*cells, ("evicts", report.evicts), *_LARGER], left=4)
 
@@ -401,6 +398,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--budgets", "--budget", default="128,256", help="for --policies: slots per head, or ratios of a chunk"
     )
+    flags.add_argument(
+        "--against",
+        metavar="NAME",
+        help="the policy that each policy is compared with, by paired chunks; it is measured, too (default: "
+        f"{evaluator.RECENCY}); without --policies, the selection (default: butler, if it is measured)",
+    )
     evaluator.add_scorer_flag(flags)
     flags.add_argument("--block", type=int, default=32, help="for --policies: tokens per step")
     flags.add_argument(
@@ -428,6 +431,8 @@ def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print the tables, write JSON and picture."""
     if flags.select is None:
         flags.select = SELECT if flags.policies is None else "full"
+    if flags.against is not None and flags.policies is None:
+        flags.select += f",{flags.against}"
     chosen = selections.parse_selections(flags.select)
     sparsities = selections.parse_sparsities(flags.sparsity)
     settings = [] if flags.policies is None else make_settings(flags)
@@ -446,6 +451,8 @@ def command(flags: argparse.Namespace) -> None:
 def make_settings(flags: argparse.Namespace) -> list[Setting]:
     """Return all combinations of the policies, budgets and moments of a command line, checked before any work.
 
+    The policies begin with the one that the others are compared with.
+
     Nothing is decoded, and no setting evicts after the prompt: the tokens held back are not evicted from.
 
     Raises:
@@ -456,10 +463,13 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
         >>> import argparse
         >>> from evals.perplexity import make_settings
         >>> flags = argparse.Namespace(policies="snapkv", budgets="64", when="published", stride=32)
-        >>> [setting.moments for setting in make_settings(flags)]
-        [('prompt', 0)]
+        >>> [(setting.policy, setting.moments) for setting in make_settings(flags)]
+        [('recency', ('block', 0)), ('snapkv', ('prompt', 0))]
     """
-    policies = parse_policies(flags.policies)
+    against = evaluator.baseline(flags)
+    if against.startswith(report.READS):
+        raise ValueError(f"--against is {against}; policies are compared with a policy here: give one such as snapkv.")
+    policies = parse_policies(f"{against},{flags.policies}")
     budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
     moments: Any = commands.listed("moment", flags.when, "--when prompt")
     check_names("--when", moments, get_args(When))
@@ -535,7 +545,9 @@ def run(
         if settings:  # the figures of TokenButler run no policies, and have no --block
             evicted = measure_policies(model, chunks, full, settings, block=flags.block, aids=aids, **shared)
         progress.set_description("done")
-    comparisons, gains = compare(results), compare_policies(evicted)
+    named = getattr(flags, "against", None)
+    of_selections = "butler" if named is None or settings else str(selections.parse_selection(named))
+    comparisons, gains = compare(results, of_selections), compare_policies(evicted, evaluator.baseline(flags))
     report.show(table(results), ratio_table(comparisons), policy_table(evicted), policy_ratio_table(gains))
     figures = {
         "evaluation": name,

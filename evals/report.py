@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,13 @@ def below(
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of whether each policy with CAOTE is better than the same policy without it."""
-    several = [("length", "{length}")] if len({c.get("length") for c in comparisons}) > 1 else []
+    """Return a table of whether each policy is better than those that it is compared with (:func:`pairs`)."""
+    names = ("model", "evaluation", "length")
+    several = [name for name in names if len({c.get(name) for c in comparisons}) > 1]
     return table(
         comparisons,
         [
-            *several,
+            *((name, f"{{{name}}}") for name in several),
             ("policy", "{policy}"),
             ("against", "{against}"),
             ("budget", "{budget}"),
@@ -174,6 +175,46 @@ def without_caote(policy: str) -> str:
     """
     chain, at, allocation = policy.partition("@")
     return "+".join(link for link in chain.split("+") if link.split("(")[0] not in CAOTE_LINKS) + at + allocation
+
+
+def variants(policy: str) -> list[str]:
+    """Return what a policy is always compared with: itself without CAOTE, and the exact form of the group's mean.
+
+    >>> variants("h2o+caote(group='mean')"), variants("h2o")
+    (['h2o', 'h2o+caote'], [])
+    """
+    found = without_caote(policy), policy.replace("(group='mean')", "")
+    return [other for other in dict.fromkeys(found) if other != policy]
+
+
+def pairs(
+    rows: Sequence[Mapping[str, Any]], against: str, where: Sequence[str] = ()
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield each row with those that it is compared with: that of the policy ``against``, and its :func:`variants`.
+
+    Both have the same budget and moment, and the same fields ``where``. The full cache has no budget, and neither it
+    nor a selection has a moment.
+
+    Example:
+        >>> from evals import report
+        >>> rows = [dict(policy=name, budget=8, when="block") for name in ("recency", "h2o", "h2o+caote")]
+        >>> [(row["policy"], other["policy"]) for row, other in report.pairs(rows, "recency")]
+        [('h2o', 'recency'), ('h2o+caote', 'recency'), ('h2o+caote', 'h2o')]
+    """
+
+    def beside(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        evict = not any(r["budget"] is None or r["policy"].startswith(READS) for r in (row, other))
+        return (
+            all(row.get(name) == other.get(name) for name in where)
+            and other["budget"] in (None, row["budget"])
+            and (not evict or row["when"] == other["when"])
+        )
+
+    for row in rows:
+        for name in dict.fromkeys([against, *variants(row["policy"])]):
+            found = [other for other in rows if other["policy"] == name != row["policy"] and beside(row, other)]
+            if found:
+                yield row, min(found, key=lambda other: other["when"] != row["when"])
 
 
 def pyplot() -> Any:

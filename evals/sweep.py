@@ -22,7 +22,7 @@ EVALUATIONS = {
     "needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench, "booksum": booksum,
 }  # fmt: skip
 # What all evaluations of a sweep share: names that may be lists in the file, and single values.
-SHARED = ("policies", "allocations", "budgets", "when", "evict_every", "question")
+SHARED = ("policies", "allocations", "against", "budgets", "when", "evict_every", "question")
 PLAIN = ("block", "batch", "seed", "dtype", "cache_dtype", "mesh", "import")
 EXAMPLES = """a file:
   models = ["retriever"]
@@ -108,6 +108,7 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError(f"{len(wrong)} of the sweep's groups cannot run; correct or leave out: {'; '.join(wrong)}")
     failed: list[str] = []
     rows: list[dict[str, Any]] = []
+    compared: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         progress: Any = None
         for own in by_model.values():
@@ -132,13 +133,16 @@ def command(flags: argparse.Namespace) -> None:
         progress.set_description("done")
         rows = evaluator.summarise(store.records)
         if rows:
-            figures = {"evaluation": "sweep", "settings": content, "results": rows}
+            compared = evaluator.compare(store.records, evaluator.baseline(parts[0].flags))
+            figures = {"evaluation": "sweep", "settings": content, "results": rows, "comparisons": compared}
             made = provenance.facts(flags.begun, content.get("seed", 0), store.fingerprints)
             commands.write_json(flags.out / "figures.json", {**made, **figures})
     for name in dict.fromkeys(row["evaluation"] for row in rows):
         found = [row for row in rows if row["evaluation"] == name]
         short = getattr(_evaluation(name), "SHORT", {})
         print(report.task_table(found, recency=evaluator.RECENCY, short=short), end="\n\n")
+        if of_it := [row for row in compared if row["evaluation"] == name]:
+            print(report.comparison_table(of_it), end="\n\n")
     print(f"results: {flags.out}; a page of them: python -m evals report {flags.out}")
     if failed:
         raise ValueError(f"{len(failed)} of the sweep's groups failed, the others are done: {'; '.join(failed)}")

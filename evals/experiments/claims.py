@@ -190,7 +190,7 @@ def from_comparisons(data: Mapping[str, Any]) -> dict[str, Any]:
     value = {place(row, row.get("policy")): row.get(figure) for row in whole}
     named = []
     for row in data.get("policy_comparisons") or data.get("comparisons", ()):
-        if not row.get("policy"):
+        if row.get("against") not in report.variants(row.get("policy", "")):
             continue
         length = f", {row['length']:,} tokens" if row.get("length") else ""
         change, low, high = row.get("difference"), row["low"], row["high"]

@@ -172,4 +172,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON; give a file that `evals ablation --json` wrote.") from None
     if not isinstance(study, dict) or "results" not in study or "study" not in study:
         raise ValueError(f"{path} is not a study; give a file that `evals ablation --json` wrote.")
+    needed = ("policy", "budget", "question", "cache_bytes", "recall")
+    missing = [name for name in needed if any(name not in result for result in study["results"])]
+    if missing:
+        raise ValueError(f"{path} has results without {missing[0]}; give a study of recall, such as that of methods.")
     return study

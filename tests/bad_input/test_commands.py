@@ -61,6 +61,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '"cache_bytes": 1, "recall": 1}]}',
         "known.json": '{"study": "rounds", "results": [{"policy": "full", "budget": null, "question": "known", '
         '"cache_bytes": 1000, "recall": 0.9}]}',
+        "nobudget.json": '{"study": "mine", "results": [{"policy": "h2o", "question": "known", "recall": 1}]}',
         "sentences.txt": " ".join(f"A boat with a crew of {i} men went by the town." for i in range(600)),
         "text.jsonl": (json.dumps({"text": CODE}) + "\n") * 99, "halfqa.jsonl": QA + '{"prompt": "The code"}\n',
         "qa.jsonl": QA * 9,
@@ -153,6 +154,7 @@ EVERY_EVAL = """
 --policies "" | --policies h2oo | --policies "h2o+(" | --policies snapkv --budgets 8 | --policies h2o --budgets ""
 --policies h2o --budgets 0 | --policies h2o --budgets -1 | --policies h2o --budgets many
 --policies h2o --budgets 1.5 | --policies h2o --budgets nan | --allocations fair --policies h2o | --when never
+--against h2oo | --against select=golf | --against "" | --against snapkv --budgets 8 |
 --when "" | --question later | --question "" | --json nowhere/x.json | --json folder | --plot picture | --plot x.bmp
 --plot nowhere/x.png | --plot folder | --unknown 1 | stray
 """
@@ -180,7 +182,7 @@ DOCUMENTS = """
 FIDELITY = """
 --policies h2oo | --policies full --budgets 0 | --budgets many --policies h2o | --lengths 0 | --samples 0
 --when never | --question later | --plot x.bmp | --heads nowhere/x.png | --json folder | --model nowhere | --block 0
---dtype float8 | --coordinator x | --mesh nine
+--dtype float8 | --coordinator x | --mesh nine | --against h2oo --policies h2o | --against select=quest
 """
 ABLATION = """
 golf | laprox --length 0 | laprox --depths 0 | laprox --samples 0 | laprox --json folder | laprox --plot x.bmp
@@ -196,15 +198,14 @@ SELECTIONS = """
 COREF = (
     SELECTIONS + "| --coordinator x | --mesh nine | --mode sing | --mode '' | --samples 0 | --block 0 --mode generate"
 )
-COREF += (
-    " | --when prompt | --evict-every 0 | --mode generate --when never | --mode generate --select h2o --evict-every -1"
-)
+COREF += " | --when prompt | --evict-every 0 | --mode generate --when never | --against golf"
+COREF += " | --mode generate --select h2o --evict-every -1"
 TEXTS = """
 --text nowhere.txt | --text folder | --text picture.txt | --text empty.txt | --text short.txt | --chunk 0 | --chunk 1
 --chunk 99999999 | --stride 0 | --stride 9999 | --sequences 0
 """
 PERPLEXITY = TEXTS + "| --policies h2oo | --policies h2o --budgets 0 | --policies h2o --block 0"
-PERPLEXITY += " | --coordinator x | --mesh nine"
+PERPLEXITY += " | --coordinator x | --mesh nine | --against golf | --policies h2o --against h2oo"
 PERPLEXITY += " | --policies '' | --policies h2o --when prompt | --policies h2o --when never | --policies h2o --when ''"
 CHOICES = """
 --tasks golf | --tasks '' | --samples 0 | --lengths 0 | --lengths 8 | --lengths x | --evict-every 1 | --out good.txt
@@ -304,6 +305,7 @@ evals needle:
 --plot x.bmp -> suffix '.bmp'
 --json nowhere/x.json -> the folder nowhere does not exist
 evals perplexity:
+--policies h2o --against select=quest -> policies are compared with a policy here
 --policies random --when published -> no paper says when 'random' evicts
 --select , -> no selection was given
 --sinks -1 -> --sinks is -1
@@ -355,6 +357,7 @@ evals field:
 list.json -> is not a study; give a file that
 study.json -> the study 'rounds' has no run of the full cache
 known.json -> no study has runs with the question unknown
+nobudget.json -> nobudget.json has results without budget; give a study of recall
 evals lm_eval:
 --tasks piqa --model_args policy -> 'policy' in the model's arguments is not name=value
 --tasks piqa --model_args block=32 --limit 0 -> --limit is 0

@@ -112,7 +112,7 @@ def test_the_command_writes_table_json_and_picture_and_goes_on(tiny_folder, text
         assert list(r["tasks"]) == ["recall"] and r["samples"] == 2
         assert r["low"] <= r["score"] <= r["high"] and r["policy"] in printed
         assert (r["evicts"], r["question"]) == (["prompt", 0], "unknown")
-    assert [c["against"] for c in data["comparisons"]] == ["h2o"]
+    assert [c["against"] for c in data["comparisons"]] == ["recency", "recency", "h2o"]
     assert data["fingerprints"]["text"] == texts.digest(TEXT)
     assert plot.read_bytes().startswith(b"\x89PNG")
     lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)

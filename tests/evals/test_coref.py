@@ -80,24 +80,31 @@ def test_comparisons_are_paired_with_the_predictor_of_the_same_mode_and_sparsity
     def row(select, sparsity, correct, mode="teacher"):
         covered = [0.5 + x / 2 for x in correct]
         return {
-            "select": select, "sparsity": sparsity, "mode": mode, "evicts": None, "correct": correct, "covered": covered
+            "select": select, "sparsity": sparsity, "mode": mode, "when": None, "evicts": None, "correct": correct,
+            "covered": covered,
         }  # fmt: skip
 
-    rows = coref.compare(
-        [
-            row("full", None, [1] * 60),
-            row("butler", 0.5, [1] * 60),
-            row("h2o", 0.5, [0] * 40 + [1] * 20),
-            row("h2o", 0.7, [0] * 60),
-            row("h2o", 0.5, [0] * 60, "generate"),
-        ]
-    )
+    found = [
+        row("full", None, [1] * 60),
+        row("butler", 0.5, [1] * 60),
+        row("h2o", 0.5, [0] * 40 + [1] * 20),
+        row("h2o", 0.7, [0] * 60),
+        row("h2o", 0.5, [0] * 60, "generate"),
+    ]
+    rows = coref.compare(found)
     assert [(r["against"], r["sparsity"], r["better"]) for r in rows] == [
         ("full", 0.5, "within noise"),
         ("h2o", 0.5, "yes"),
     ]
     assert rows[1]["difference"] == pytest.approx(2 / 3)
     assert rows[1]["coverage_difference"] == pytest.approx(1 / 3)
+    (of_baseline,) = coref.compare(found[1:3], ["h2o"])
+    assert (of_baseline["select"], of_baseline["against"]) == ("butler", "h2o")
+    assert [(r["select"], r["sparsity"], r["better"]) for r in coref.compare(found, ["full"])] == [
+        ("butler", 0.5, "within noise"),
+        ("h2o", 0.5, "no"),
+        ("h2o", 0.7, "no"),
+    ]
 
 
 def test_the_command_writes_table_json_and_picture(tiny_folder, tmp_path, capsys):

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import models
-from evals import evaluator, tasks
+from evals import evaluator, report, tasks
 from evals.results import Results
 from models.programs import make_room
 from tests.tiers import first, matrix, nightly
@@ -44,6 +44,18 @@ def test_a_selection_is_asked_once_per_budget_whatever_the_moments():
     assert len(settings) == 1 + 2 + 2 * 2 * 2
 
 
+@pytest.mark.parametrize("against", ["snapkv+caote", "full", "select=quest"])
+def test_what_policies_are_compared_with_is_run_too(against):
+    asked = ("", f" --against {against}")
+    alone, both = (evaluator.make_settings(flags_of(f"--policies h2o --budgets 64,0.5{more}")) for more in asked)
+    name = evaluator.baseline(argparse.Namespace(against=against))
+    assert {s.policy for s in both} == {s.policy for s in alone} | {name} == {evaluator.RECENCY, "h2o", name}
+    rows = [s.row() for s in both]
+    pairs = [(row["policy"], row["budget"], row["when"]) for row, other in report.pairs(rows, name, ["question"])]
+    expected = [(s.policy, s.budget, s.when) for s in alone]
+    assert sorted(map(str, pairs)) == sorted(map(str, expected))
+
+
 @matrix
 def test_what_reads_by_a_source_answers_as_generate_does():
     (model, tokenizer), policy = models.load("retriever"), "select=butler"
@@ -76,6 +88,12 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
     (row,) = evaluator.compare([*plain, *better, *other_length])
     assert (row["policy"], row["against"], row["length"], row["better"]) == ("h2o+caote", "h2o", 64, "yes")
     assert row["difference"] == 1.0
+    recency = [record(0.5, sample=i, policy="recency") for i in range(40)]
+    beside = evaluator.compare([*plain, *better, *recency])
+    assert [(r["policy"], r["against"], r["difference"]) for r in beside] == [
+        ("h2o", "recency", -0.5), ("h2o+caote", "recency", 0.5), ("h2o+caote", "h2o", 1.0),
+    ]  # fmt: skip
+    assert [r["against"] for r in evaluator.compare([*plain, *recency], "h2o")] == ["h2o"]
 
 
 def test_settings_share_a_prompt_where_they_evict_after_it():

@@ -57,6 +57,7 @@ def test_the_command_writes_table_json_and_picture(tmp_path, capsys):
         ("full", None, "block"), *((policy, 96, "prompt") for policy in (needle.RECENCY, "tova", "tova+caote"))
     ]  # fmt: skip
     assert {r["samples"] for r in data["results"]} == {4}
-    assert [row["policy"] for row in data["comparisons"]] == ["tova+caote"]
+    pairs = [(row["policy"], row["against"]) for row in data["comparisons"]]
+    assert pairs == [("tova", "recency"), ("tova+caote", "recency"), ("tova+caote", "tova")]
     assert all(r["policy"] in table for r in data["results"])
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -156,8 +156,8 @@ def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, tmp_p
 
 def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    flags = ["--model", str(tiny_folder), "--policies", "full,h2o,h2o+caote", "--budgets", "0.5", "--block", "8"]
-    flags += ["--when", "prompt", "--stride", "12"]
+    flags = ["--model", str(tiny_folder), "--policies", "full,h2o+caote", "--against", "h2o", "--budgets", "0.5"]
+    flags += ["--block", "8", "--when", "prompt", "--stride", "12"]
     flags += ["--text", str(text_file), "--chunk", "24", "--sequences", "2", "--json", str(out), "--plot", str(plot)]
     assert main(["perplexity", *flags]) == 0
     printed = capsys.readouterr().out
