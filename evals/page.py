@@ -7,13 +7,14 @@ import html
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals import evaluator, results, sweep
+from evals import evaluator, results, statistics, sweep
 from models import commands
 
+LEAST_BATCHES = 3  # for an interval of the time per token
 TEMPLATE = Path(__file__).with_name("page.html")
 EXAMPLES = """examples:
   python -m evals report runs/small
@@ -36,7 +37,9 @@ def figures(folder: Path) -> dict[str, Any]:
         content = {name: value for name, value in header["settings"].items() if not name.endswith(" holds")}
         parts = {(part.flags.model, part.flags.name): part for part in sweep.plan(content)}
     rows = evaluator.summarise(records)
+    times = decode_times(records)
     for row in rows:
+        row["decode_milliseconds"] = times.get(tuple(row[name] for name in results.ROW))
         part = parts.get((row["model"], row["evaluation"]))
         command = header["command"] if part is None else evaluator.written(part.flags)
         of_any_length = part is not None and not hasattr(part.flags, "lengths")
@@ -53,6 +56,30 @@ def figures(folder: Path) -> dict[str, Any]:
         "samples": len(records),
         "short": short,
         "rows": rows,
+    }
+
+
+def decode_times(records: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], tuple[float, float, float]]:
+    """Return the milliseconds of a decoded token for each setting: the mean over batches, with its 95% interval.
+
+    Settings with fewer than ``LEAST_BATCHES`` timed batches are left out. The records of a batch share its time.
+
+    Example:
+        >>> from evals import page
+        >>> rows = [{"policy": "tova", "task": "vt", "decode": [2.0, 0.002 * ms]} for ms in (4, 4, 5, 6)]
+        >>> [tuple(round(x, 1) for x in found) for found in page.decode_times(rows).values()]
+        [(5.0, 4.0, 6.0)]
+    """
+    batches: dict[tuple[Any, ...], set[tuple[str, float]]] = {}
+    for record in records:
+        tokens, seconds = record["decode"]
+        if tokens:
+            setting = tuple(record.get(name) for name in results.ROW)
+            batches.setdefault(setting, set()).add((record["task"], 1000 * seconds / tokens))
+    return {
+        setting: statistics.mean_interval(sorted(time for _, time in found))
+        for setting, found in batches.items()
+        if len(found) >= LEAST_BATCHES
     }
 
 
