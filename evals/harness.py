@@ -24,7 +24,7 @@ import numpy as np
 
 import kvjax
 import models
-from evals import documents, evaluator, loglikelihood, report, selections
+from evals import documents, evaluator, loglikelihood, report, selections, statistics
 from evals.loglikelihood import Predicted
 from kvjax import install
 from kvjax.checks import check_names
@@ -315,6 +315,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         help="pretrained=...,policy=... (or select=...),budget=...,block=...,when=...,cache_dtype=...; "
         "repeat it for more rows",
     )  # fmt: skip
+    flags.add_argument(
+        "--against",
+        metavar="POLICY",
+        help="the policy of one of the --model_args that each other is compared with, on the same samples (default: "
+        f"{evaluator.RECENCY}, if it is among them)",
+    )
     flags.add_argument("--model", default="kvjax", choices=["kvjax"], help="the name in the harness's registry")
     flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
     flags.add_argument("--num_fewshot", type=int, help="examples per prompt (default: the task's)")
@@ -334,12 +340,18 @@ def command(flags: argparse.Namespace) -> None:
 def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     evaluator.check_least(flags, limit=1, batch=1)
     given = [parse_arguments(text) for text in flags.model_args]
+    against, named = evaluator.baseline(flags), []
     for arguments in given:
-        check_settings(
+        checked = check_settings(
             str(arguments.get("policy", "full")), arguments.get("budget"), arguments.get("block", 128),
             str(arguments.get("when", "prompt")), arguments.get("select"), arguments.get("sinks", 4),
             arguments.get("cache_dtype"),
         )  # fmt: skip
+        named.append(_policy(checked))
+    if flags.against is not None and against not in named:
+        raise ValueError(
+            f"--against is {against}, but the --model_args have {', '.join(named)}; repeat --model_args with it."
+        )
     if flags.include_path is not None and not flags.include_path.is_dir():
         raise FileNotFoundError(f"there is no folder {flags.include_path}; give --include_path a folder with tasks.")
     commands.check_outputs([flags.json])
@@ -378,21 +390,44 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
                 numpy_random_seed=flags.seed,
                 torch_random_seed=flags.seed,
                 fewshot_random_seed=flags.seed,
-                log_samples=False,
+                log_samples=True,
             )
         except (ValueError, OSError, ImportError):
             raise
         except Exception as error:  # a task of the user's may raise anything
             raise ValueError(f"the harness could not run {flags.tasks} ({type(error).__name__}: {error}).") from error
         results += [{**row, "model_args": text, **model.settings} for row in rows_of(found)]
-    print(_table(results))
+    comparisons = compare(results, against)
+    report.show(_table(results), _comparison_table(comparisons))
     figures = {
         "evaluation": "lm_eval",
         "tasks": tasks,
         "settings": {"num_fewshot": flags.num_fewshot, "limit": flags.limit, "seed": flags.seed},
         "results": results,
+        "comparisons": comparisons,
     }
     report.write(flags, figures, fingerprints)
+
+
+def compare(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:
+    """Compare each model's figure of a task with those of :func:`evals.report.pairs`, on the same samples."""
+    rows = [{"when": None, **row, "policy": _policy(row)} for row in results]
+    found = []
+    for row, other in report.pairs(rows, against, ("task", "metric")):
+        if row["by_sample"] and len(row["by_sample"]) == len(other["by_sample"]):
+            told = {name: row[name] for name in ("task", "metric", "budget")}
+            differences = [ours - theirs for ours, theirs in zip(row["by_sample"], other["by_sample"], strict=True)]
+            found.append({"policy": row["policy"], "against": other["policy"], **told, **_difference(differences)})
+    return found
+
+
+def _difference(differences: Sequence[float]) -> dict[str, Any]:
+    told = statistics.compared(differences)
+    return {name: told[name] for name in ("difference", "low", "high")}  # which way is better, a metric does not say
+
+
+def _policy(settings: Mapping[str, Any]) -> str:
+    return str(settings["policy"]) if settings.get("select") is None else report.READS + str(settings["select"])
 
 
 def rows_of(found: Any) -> list[dict[str, Any]]:
@@ -405,8 +440,29 @@ def rows_of(found: Any) -> list[dict[str, Any]]:
             if isinstance(value, int | float) and "_stderr" not in name and metric not in ("alias", "sample_len"):
                 error = figures.get(f"{metric}_stderr,{rest}")
                 error = float(error) if isinstance(error, int | float) else None
-                rows.append({"task": task, "metric": metric, "value": float(value), "error": error, "samples": samples})
+                told = {"task": task, "metric": metric, "value": float(value), "error": error, "samples": samples}
+                rows.append({**told, "by_sample": _by_sample(found, task, metric, rest)})
     return rows
+
+
+def _by_sample(found: Any, task: str, metric: str, chosen: str) -> list[float]:
+    """Return a metric's value of each sample; none where it is one of all samples together, such as a perplexity."""
+    own = [sample for sample in found.get("samples", {}).get(task, ()) if sample.get("filter", chosen) == chosen]
+    values = [sample.get(metric) for sample in sorted(own, key=lambda sample: sample["doc_id"])]
+    return [float(value) for value in values] if all(isinstance(value, int | float) for value in values) else []
+
+
+def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    cells: list[tuple[str, report.Cell]] = [
+        ("policy or selection", "{policy}"),
+        ("against", "{against}"),
+        ("budget", report.budget),
+        ("task", "{task}"),
+        ("metric", "{metric}"),
+        ("difference", "{difference:+.4f}"),
+        ("95%", report.between("+.4f")),
+    ]
+    return report.table(comparisons, cells, left=5)
 
 
 def _table(results: Sequence[dict[str, Any]]) -> str:

@@ -287,7 +287,7 @@ def compare_policies(results: Sequence[dict[str, Any]], against: str = evaluator
     return rows
 
 
-def _larger(row: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+def _larger(row: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
     ratio, low, high = _ratio(statistics.paired_interval, np.array(row["by_chunk"]) - np.array(line["by_chunk"]))
     return {
         "increase": ratio - 1,

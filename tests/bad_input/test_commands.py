@@ -359,6 +359,7 @@ study.json -> the study 'rounds' has no run of the full cache
 known.json -> no study has runs with the question unknown
 nobudget.json -> nobudget.json has results without budget; give a study of recall
 evals lm_eval:
+--tasks piqa --model_args block=32 --against tova -> --against is tova, but the --model_args have full
 --tasks piqa --model_args policy -> 'policy' in the model's arguments is not name=value
 --tasks piqa --model_args block=32 --limit 0 -> --limit is 0
 evals sweep:

@@ -149,10 +149,15 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     (tmp_path / "amber.yaml").write_text(TASK.format(folder=tmp_path))
     line = ["lm_eval", "--tasks", "amber", "--include_path", str(tmp_path), "--out", str(tmp_path / "run")]
     line += ["--model_args", "block=32", "--model_args", "policy=recency,budget=16,block=32,when=prompt"]
+    line += ["--against", "full"]
     assert main([*line, "--json", str(tmp_path / "out.json")]) == 0
-    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    data = json.loads((tmp_path / "out.json").read_text())
+    found = data["results"]
     accuracy = {r["policy"]: r["value"] for r in found if r["metric"] == "acc"}
     assert accuracy["full"] == 1.0 and len(accuracy) == 2
+    (compared,) = [c for c in data["comparisons"] if c["metric"] == "acc"]
+    assert (compared["policy"], compared["against"]) == ("recency", "full")
+    assert compared["difference"] == accuracy["recency"] - 1
     assert "amber" in capsys.readouterr().out
     monkeypatch.setattr(loglikelihood, "predict", None)  # all is answered already
     assert main([*line, "--json", str(tmp_path / "again.json")]) == 0
