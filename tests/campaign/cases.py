@@ -10,7 +10,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ WINDOWED = (*ONE_WINDOW, "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text",
 EIGHT_BITS = ("int8", "float8_e4m3fn", "int8/float32", "float32/int8", "float8_e4m3fn/int8", "float32/float8_e4m3fn")
 BY_LAYER = " by layer"  # ends a way whose library calls one layer after the other
 SHARE = 0.15  # of the programs whose caches are in eight bits
+POLICIES = 300  # are drawn until one is found that is wanted
 BIASED = ("llama", "qwen3", "olmo2", "granite")
 
 
@@ -227,12 +228,18 @@ class _Draw:
 
 
 def draw(
-    seed: int, number: int, eight_bits: float = SHARE, meshes: float = 0.03, sizes: dict[str, int] | None = None
+    seed: int,
+    number: int,
+    eight_bits: float = SHARE,
+    meshes: float = 0.03,
+    sizes: dict[str, int] | None = None,
+    wanted: Callable[[str], bool] = lambda policy: True,
 ) -> Iterator[Case]:
     """Cases that share shapes and so a compiled program; they differ in weights, tokens, lengths and questions.
 
     Their cache is in eight bits in a share ``eight_bits`` of the programs, and on a mesh in a share ``meshes``. Layers,
-    kv_heads, group, rows, block and width are drawn unless ``sizes`` has them.
+    kv_heads, group, rows, block and width are drawn unless ``sizes`` has them. The policy is one that is ``wanted``, if
+    such a one is found.
     """
     size = (sizes or {}).get
     other = _Draw(np.random.default_rng([seed, number, 8]))  # its own, so that all else stays what it was
@@ -280,7 +287,8 @@ def draw(
         cache_dtype=cache_dtype,
     )
     capped = "attention_soft_cap" in FAMILIES[family]
-    policy = _policy(d, block, layers, kv_heads, meshed=mesh is not None, capped=capped)
+    some = (_policy(d, block, layers, kv_heads, meshed=mesh is not None, capped=capped) for _ in range(POLICIES))
+    policy = next((policy for policy in some if wanted(policy)), "h2o")
     asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
     budget = _budget(d, policy, width)
     least = 2 if shared["rope"] == "longrope_beyond" else 1

@@ -70,6 +70,15 @@ def test_every_way_is_drawn_and_a_case_is_read_from_what_was_printed():
     assert all(from_json(str(case)) == case for case in cases)
 
 
+def test_half_of_the_programs_of_a_way_have_a_policy_that_it_is_for():
+    for name, way in ways.WAYS.items():
+        if way.wanted is not None:
+            drawn = [next(ways.draw(5, number, only=name), None) for number in range(80)]
+            cases = [case for case in drawn if case is not None]
+            wanted = [case for case in cases if way.wanted(case.policy)]
+            assert 0.3 * len(cases) < len(wanted) < 0.8 * len(cases) and all(way.fits(case) for case in cases)
+
+
 WAYS = (  # by layer, of which few programs are made
     "by layer", "engine", "turns: turn, repeated", "rewound", "several", "select: oracle", "sampling: top_k",
     "scales: 1", "equal: heads", "dtypes: bfloat16", "files", "transforms: score exact",
@@ -186,6 +195,24 @@ def test_of_equals_the_more_recent_stays_even_if_rounding_tells_them_apart():
     turned = reference.Choices()
     assert sorted(turned.best(scores, order, 2, held=[True, True, False, False])) == [0, 1]
     assert turned.near[0].turned and turned.near[0].tie
+
+
+def test_equals_of_two_heads_are_near_and_of_one_head_the_more_recent_stays():
+    """Each head's mean of all its weights is the same number, but not the same sum."""
+    scores, order, heads = [1.0] * 4, [1, 1, 0, 0], [0, 1, 0, 1]
+
+    def turned(held, number=2, scores=scores):
+        choices = Choices()
+        best = choices.best(scores, order, number, group=heads, held=[at in held for at in range(4)])
+        assert sorted(best) == sorted(held)
+        return [(near.turned, near.tie) for near in choices.near]
+
+    assert turned([0, 1]) == [(False, False)] and turned([0, 2]) == [(True, False)]
+    assert turned([2, 1]) == [(True, True)]  # the older one of head 0
+    assert turned([0, 2], scores=[0.0] * 4) == [(True, True)]  # zeros are no sums
+    near = Choices()
+    assert near.best(scores, order, 1, group=heads) == [0] and not near.near[0].turned
+    assert Choices(frozenset({0})).best(scores, order, 1, group=heads) == [1]
 
 
 def test_a_choice_among_scores_that_are_nothing_but_rounding_is_wide():

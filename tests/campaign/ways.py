@@ -50,13 +50,18 @@ SHARE_OF_WAYS = 0.6  # of the programs
 
 
 class Way(NamedTuple):
-    """``check`` runs a case, given what is asked of the way; ``fits`` tells which cases it can; ``asked``: of what."""
+    """``check`` runs a case, given what is asked of the way; ``fits`` tells which cases it can; ``asked``: of what.
+
+    Half of its programs have a policy that is ``wanted``, if that is not None, and ``with_it`` changes these.
+    """
 
     check: Callable[[Case, str], Outcome]
     fits: Callable[[Case], bool] = lambda case: True
     asked: Sequence[str] = ("",)
     by_layer: bool = True  # whether it may be asked for by layer
     changes: Mapping[str, Any] = MappingProxyType({})
+    wanted: Callable[[str], bool] | None = None
+    with_it: Mapping[str, Any] = MappingProxyType({})
 
 
 def draw(
@@ -73,8 +78,11 @@ def draw(
         name = "files" if "files" in fitting and d.maybe(0.5) else d.one(*fitting)
         way = WAYS[name]
         asked, layers = d.one(*way.asked), BY_LAYER if way.by_layer and d.maybe(0.25) else ""
+        changes = dict(way.changes) | dict(way=f"{name}: {asked}".removesuffix(": ") + layers)
+        if way.wanted is not None and d.maybe(0.5):
+            drawn = list(cases.draw(seed, number, eight_bits, meshes=0, wanted=way.wanted))
+            changes |= way.with_it
         for case in drawn:
-            changes = dict(way.changes) | dict(way=f"{name}: {asked}".removesuffix(": ") + layers)
             yield dataclasses.replace(case, **changes)
 
 
@@ -436,47 +444,61 @@ def _sampled_requests(case: Case) -> Outcome:
 # --- scores on any scale ----------------------------------------------------------------------------------------------
 
 LEAST, MOST = 2.0**-20, 2.0**4
-SCALES = (1.0, 2.0**-100, 2.0**64, 2.0**122)  # about 1e-30, 2e19 and 5e36; powers of two round nothing
+SMALL, LARGE = 2.0**-100, 2.0**122  # about 1e-30 and 5e36; powers of two round nothing
+SCALES = ((1.0, 1.0), (SMALL, SMALL), (2.0**64, 2.0**64), (LARGE, LARGE), (LARGE, SMALL))  # of even and of odd layers
+_factors = np.ones(2, np.float32)  # read while a program runs, which serves all scales
 
 
-@functools.cache
-def scaled(scale: float) -> kvjax.Policy:
-    """A link that multiplies scores, of which none overflows: they are brought between LEAST and MOST first."""
+def _scaled(scores: Any, state: Any, observation: Any) -> Any:
+    size = jnp.abs(scores)
+    near = jnp.where(size < LEAST, 0, jnp.sign(scores) * jnp.minimum(size, MOST))
+    factors = jax.pure_callback(_factors.copy, jax.ShapeDtypeStruct(_factors.shape, _factors.dtype))
+    return near * factors[observation.layer % 2], state
 
-    def update(scores: Any, state: Any, observation: Any) -> Any:
-        size = jnp.abs(scores)
-        near = jnp.where(size < LEAST, 0, jnp.sign(scores) * jnp.minimum(size, MOST))
-        return near * jnp.float32(scale), state
 
-    return kvjax.Policy(f"scaled(scale={scale})", kvjax.no_state, update)
+# Multiplies scores, of which none overflows: they are brought between LEAST and MOST first.
+SCALED = kvjax.Policy("scaled", kvjax.no_state, _scaled)
 
 
 def scales(case: Case, place: str) -> Outcome:
-    """Scores multiplied behind a link, the ``place``-th: what stays does not depend on the factor."""
-    weights, named = weights_of(case), kvjax.parse(case.policy)
+    """Scores multiplied behind a link, the ``place``-th: what stays does not depend on the factor.
+
+    Each layer may have a factor of its own, unless scores of layers are compared as they are.
+    """
+    model, named = model_of(case, weights_of(case)), kvjax.parse(case.policy)
     links = list(named.links or (named,))
-    links.insert(min(int(place), len(links)), scaled(1.0))
-    at = links.index(scaled(1.0))
+    links.insert(min(int(place), len(links)), SCALED)
+    policy = allocated(kvjax.chain(*links), named.allocation)
+    question = None if case.question is None else np.array(case.question)
+    settings = settings_of(case, policy=policy, question=question, evict_every=case.evict_every, end=())
+    settings |= dict(lengths=np.array(case.lengths), max_new_tokens=case.new)
+    compared = "normalise=False" in case.allocation
     found = []
-    for scale in SCALES:
-        links[at] = scaled(scale)
-        policy = allocated(kvjax.chain(*links), named.allocation)
-        question = None if case.question is None else np.array(case.question)
-        settings = settings_of(case, policy=policy, question=question, evict_every=case.evict_every, end=())
-        out = models.generate(
-            model_of(case, weights), case.prompts(), lengths=np.array(case.lengths), max_new_tokens=case.new, **settings
-        )
-        found.append((held_of(out.cache), answers(case, out)))
+    try:
+        for scale in SCALES[:-1] if compared else SCALES:
+            _factors[:] = scale
+            out = models.generate(model, case.prompts(), **settings)
+            found.append((scale, held_of(out.cache), answers(case, out)))
+    finally:
+        _factors[:] = 1
     outcomes = []
-    for scale, (held, tokens) in zip(SCALES, found, strict=True):
-        outcomes.append(_other(held, found[0][0], f"scores times {scale:.0e}", rows=1e-3))
-        outcomes.append(_differs(tokens != found[0][1], f"scores times {scale:.0e}: {tokens}, not {found[0][1]}"))
+    (_, first, expected), *others = found
+    for scale, held, tokens in others:
+        what = "scores times " + " and ".join(f"{factor:.0e}" for factor in sorted(set(scale)))
+        outcomes.append(_other(held, first, what, rows=1e-3))
+        outcomes.append(_differs(tokens != expected, f"{what}: {tokens}, not {expected}"))
     return worst(outcomes)
 
 
 def _has_no_scale(case: Case) -> bool:
     """Return whether the meaning of a chain does not depend on the size of its scores."""
     return case.policy != "full" and "critical" not in case.policy and "@threshold" not in case.policy
+
+
+def _divides(policy: str) -> bool:
+    """Return whether scores are divided by their sum over a layer, which huge ones need care for."""
+    name = Case(policy=policy).allocation
+    return name.startswith(("model", "lava")) and "normalise=False" not in name and "critical" not in policy
 
 
 # --- equal keys, values and heads -------------------------------------------------------------------------------------
@@ -781,6 +803,11 @@ def _derivative(policy: str, cache: Any, blocks: Any, K: int, G: int, rng: np.ra
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
+def _begins_windows(policy: str) -> bool:
+    """Return whether layers that exchange slots observe windows, which begin anew behind each eviction."""
+    return "@" in policy and reference.policy(policy).window > 1
+
+
 def _goes_on(case: Case) -> bool:
     return _one_device(case) and case.base != "butler" and case.rope not in ("dynamic", "longrope", "longrope_beyond")
 
@@ -803,14 +830,17 @@ def _selects(case: Case) -> bool:
 
 
 WAYS: dict[str, Way] = {
-    "by layer": Way(lambda case, _: plain(case), _one_device, by_layer=False),
+    "by layer": Way(
+        lambda case, _: plain(case), _one_device, by_layer=False,
+        wanted=_begins_windows, with_it=dict(when="prompt", entry="stream", evict_every=2, new=6, end=()),
+    ),
     "engine": Way(engine, _joins, changes=dict(question=None)),
     "turns": Way(turns, _goes_on, TURNS, changes=dict(question=None)),
     "rewound": Way(rewound, _goes_on, changes=dict(question=None)),
     "several": Way(several, _shares, changes=dict(when="prompt")),
     "select": Way(select, _selects, SOURCES, changes=dict(question=None)),
     "sampling": Way(sampling, _joins, [*HOW, "engine"], changes=dict(question=None)),
-    "scales": Way(scales, lambda case: _one_device(case) and _has_no_scale(case), ("1", "2", "3")),
+    "scales": Way(scales, lambda case: _one_device(case) and _has_no_scale(case), ("1", "2", "3"), wanted=_divides),
     "equal": Way(equal, _one_device, ("keys", "values", "both", "heads")),
     "dtypes": Way(dtypes, _one_device, (*LOSSES,), changes=dict(entry="stream", cache_dtype=None)),
     "files": Way(files, lambda case: _one_device(case) and "file=" in case.policy, by_layer=False),

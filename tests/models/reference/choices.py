@@ -47,6 +47,7 @@ class Choices:
         noise: Sequence[float] | np.ndarray | None = None,
         held: Sequence[bool] | np.ndarray | None = None,
         open_ties: bool = False,
+        group: Sequence[Any] | None = None,
     ) -> list[int]:
         """Indices of the ``number`` largest scores; of equals those of the larger ``order``; NaN is the worst.
 
@@ -54,6 +55,8 @@ class Choices:
             noise: what float32 may be off by, beside what it always may.
             held: between scores that float32 may see the other way, these are taken.
             open_ties: either of two equals will do.
+            group: whose scores they are. Equal ones of two heads come from different sums, which float32 may tell apart
+                (the mean of all weights of a head, for example); zeros, and those of one head, it does not.
         """
         number, total = max(number, 0), len(scores)
         if number >= total or number == 0:
@@ -89,8 +92,15 @@ class Choices:
                 result = [*ranking[: number - 1], ranking[number]]
             changed = set(result) ^ set(ranking[:number])
             gap = (stays - goes) / max(abs(stays), abs(goes), 1e-30)
-            if changed or open_ties or len(equal) < len(near):  # between equals rounding changes nothing
+            groups: dict[Any, list[int]] = {}
+            for i in ranking:
+                if i in equal:
+                    groups.setdefault(None if group is None or goes == 0 else group[i], []).append(i)
+            if changed or open_ties or len(equal) < len(near) or len(groups) > 1:  # else rounding changes nothing
                 exact = bool(changed) and changed <= equal and not open_ties
+                # In the order in which they are to stay: of those of one group, none stays behind one that goes.
+                stay = [[i in result for i in own] for own in groups.values()]
+                exact = exact and any(own != sorted(own, reverse=True) for own in stay)
                 self.near.append(Near(mine, gap, bool(changed), exact, wide=len(near) > 2))
         return result
 

@@ -398,6 +398,7 @@ class _Model:
                 off = [noise[t.layer][t.head, t.position] for t in tokens]
                 how["noise"] = [x * (abs(t.score) + 1e-30) if x else 0.0 for x, t in zip(off, tokens, strict=True)]
                 how["held"] = None if held is None else [held[t[:3]] for t in tokens]
+                how["group"] = None if policy.whole else [t[:2] for t in tokens]
             order = [(t.position, -t.layer, -t.head) for t in tokens]
             return [tokens[i] for i in self.choices.best([t.score for t in tokens], order, number, **how)]
 

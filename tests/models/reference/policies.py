@@ -81,6 +81,7 @@ class Link(NamedTuple):
     repeats: tuple[int, int, str, str] | None = None
     merged: Callable[[Leaving], np.ndarray] | None = None  # the values [P, D] behind an eviction
     pseudo: tuple[int, str] | None = None  # how many of the prompt's "last" or "first" tokens follow it, for a moment
+    whole: bool = False  # whether scores are whole numbers, which float32 does not round
 
 
 class Policy(NamedTuple):
@@ -112,6 +113,11 @@ class Policy(NamedTuple):
     def merged(self) -> Callable[[Leaving], np.ndarray] | None:
         """Return what becomes of a head's values in an eviction, None where they stay as they are."""
         return next((link.merged for link in self.links if link.merged is not None), None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether float32 holds equal scores of different heads as equal."""
+        return self.links[0].whole and all(link.protects or link.positions != "absolute" for link in self.links[1:])
 
     @property
     def pseudo(self) -> tuple[int, str] | None:
@@ -233,7 +239,7 @@ def streaming(*, sinks: int = 4) -> Link:
         K, P = seen.kept.shape
         return np.broadcast_to(np.arange(P, dtype=np.float64), (K, 1, P))
 
-    return Link(score, ((sinks, 0),))
+    return Link(score, ((sinks, 0),), whole=True)
 
 
 def recency() -> Link:
