@@ -158,11 +158,19 @@ def test_an_answer_is_to_be_repeated_by_the_next_turn():
 
 
 def test_memory_does_not_grow_with_the_prompt():
-    sizes = set()
-    for length in (200, 400):
+    """Bytes of the compiled prefill, but for the prompt itself, which is an argument."""
+    sizes, held = set(), set()
+    for length in (2048, 65536):
         given = engine.check_prompt(decoder(), np.zeros((1, length), int), None, None)
-        sizes.add(plan.plan_run(decoder(), given, models.Options("kvzip", 16, 8, evict_every=4))[1].slots)
+        run, buffers, prompt = engine.prepare(
+            decoder(), given, models.Options("kvzip", 16, 8, evict_every=4, reserve=8)
+        )
+        sizes.add(buffers.slots)
+        memory = engine._prefill.lower(run, buffers, prompt, None).compile().memory_analysis()
+        fed = sum(x.nbytes for x in jax.tree.leaves(prompt))
+        held.add((memory.argument_size_in_bytes - fed, memory.temp_size_in_bytes, memory.output_size_in_bytes))
     assert sizes == {16 + 8 + (8 + 8)}  # the budget, a block and its copies
+    assert len(held) == 1
 
 
 def test_cake_cannot_measure_a_repeated_prompt():
