@@ -121,6 +121,17 @@ def real(question: str) -> str:
     return "\n".join([text, "", DECISION_HEAD, *lines])
 
 
+def fixed() -> str:
+    """Make the table of SmolLM2 inside a cache of fixed size, evicting after every block with the question unknown."""
+    name = f"{claims.REAL}/fixed-memory.json"
+    data = read(name)
+    full = rows(data, policy="full")[0]
+    shares = sorted({r["budget"] for r in data["results"] if r["budget"] is not None})
+    lines = [decision(f"{share:.0%}", rows(data, budget=share), full) for share in shares]
+    text = f"{source(name, data, full)} SmolLM2-135M-Instruct, prompts of {data['settings']['lengths']} tokens."
+    return "\n".join([text, "", DECISION_HEAD, *lines])
+
+
 def blocks() -> str:
     """Make the table of the embedded model, evicting after every block."""
     data = read("needle.json")
@@ -1044,6 +1055,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "names small": lambda: names_found("coref.json", "coref-generated.json"),
     },
     "how-to/choose-a-policy.md": {
+        "real fixed": fixed,
         "real known": lambda: real("known"),
         "real unknown": lambda: real("unknown"),
         "once": once,
