@@ -386,7 +386,7 @@ class _Model:
                 memory=self.memory[layer],
                 choices=self.choices,
                 held=None if held is None else held[layer],
-                noise=np.zeros(kept.shape),
+                noise=np.where(_alike(self.key[layer][:, :P], kept), 1e-10, 0),
             )
             scores = np.where(seen.protected, np.inf, policy.scores(seen))
             noise.append(np.where(abs(scores) < LARGEST / 2, seen.noise / (abs(scores) + 1e-30), 0))
@@ -419,6 +419,14 @@ class _Model:
             new = np.flatnonzero((merged != value).any(axis=-1))
             known = self.known[1][layer, k, new]
             self.value[layer, k, new] = rounded(merged[new], self.dtypes[1], self.choices, known)
+
+
+def _alike(key: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Whether another token [K, P] has the same key, which float32 computes anew for each; zeros are exact."""
+    size = abs(key).max(axis=-1, initial=0)
+    apart = abs(key[:, :, None] - key[:, None]).max(axis=-1, initial=0)
+    pairs = (apart <= 1e-9 * size[:, None]) & kept[:, :, None] & kept[:, None] & ~np.eye(key.shape[1], dtype=bool)
+    return pairs.any(axis=-1) & (size > 0)
 
 
 def norm(x: np.ndarray, weight: np.ndarray, epsilon: float, axis: int | tuple[int, ...] = -1) -> np.ndarray:
