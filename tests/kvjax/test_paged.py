@@ -109,9 +109,14 @@ def init_state(b: int, k: int, s: int) -> dict:
     }
 
 
+@functools.cache
+def maker(*sizes):
+    return jax.jit(lambda: PagedCache.init(**dict(sizes)))
+
+
 def empty(**sizes) -> PagedCache:
     """In one program."""
-    return jax.jit(lambda: PagedCache.init(**sizes))()
+    return maker(*sizes.items())()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,10 +375,14 @@ def pack(pages: int, page_size: int, most: int = 9):
     return jax.jit(functools.partial(kvjax.pack, pages=pages, page_size=page_size, most=most))
 
 
-def test_packing_into_too_few_pages_loses_tokens_and_shares_none():
+def four_in_each_head() -> KVCache:
     position = np.broadcast_to(np.arange(4, dtype=np.int32), (B, 4))
     sizes = dict(batch=B, kv_heads=K, slots=4, head_dim=D)
-    cache = jax.jit(lambda: kvjax.insert(KVCache.init(**sizes), *rows_of(0, position), position))()
+    return jax.jit(lambda: kvjax.insert(KVCache.init(**sizes), *rows_of(0, position), position))()
+
+
+def test_packing_into_too_few_pages_loses_tokens_and_shares_none():
+    cache = four_in_each_head()
     paged = pack(5, 2, 4)(cache)
     check_pages(paged, fewest=True)
     assert nan_rows(paged) == [False, True]
@@ -381,9 +390,15 @@ def test_packing_into_too_few_pages_loses_tokens_and_shares_none():
     short = pack(9, 2, 2)(cache)
     check_pages(short, fewest=True)
     assert (np.asarray(num_live(short)) == 2).all() and nan_rows(short) == [True] * B
-    for sizes, message in (((5, 2, 4), "need 8 pages of 2 slots, but 5"), ((9, 2, 2), "most is 2, but a head holds 4")):
-        with pytest.raises(ValueError, match=message):
-            pack.__wrapped__(*sizes).__wrapped__(cache)
+
+
+@pytest.mark.matrix  # outside jit each operation is a program
+@pytest.mark.parametrize(
+    ("sizes", "message"), [((5, 2, 4), "need 8 pages of 2 slots, but 5"), ((9, 2, 2), "most is 2, but a head holds 4")]
+)
+def test_packing_into_too_few_pages_is_refused_outside_jit(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        pack.__wrapped__(*sizes).__wrapped__(four_in_each_head())
 
 
 # Layers and bytes.
@@ -394,7 +409,7 @@ def test_a_layer_of_pages_is_a_plain_cache_and_so_is_one_head_of_it():
     cache = put(shape)(shape.start(), np.array([[0, 1, 2, 3, 4], [0, 1, -1, -1, -1]], np.int32))
     layer = jax.jit(lambda cache: cache.layer(1))(cache)
     assert isinstance(layer, KVCache) and layer.num_slots == cache.num_slots
-    assert layer.num_live.tolist() == [[5, 5], [2, 2]]
+    assert (np.asarray(layer.position) >= 0).sum(-1).tolist() == [[5, 5], [2, 2]]
     arrays, whole = (jax.tree.map(np.asarray, x) for x in (layer, cache))
     np.testing.assert_array_equal(arrays.state["head"].value, whole.state["head"].value[1])
     assert (np.where(arrays.position >= 0, arrays.state["age"], 1) == 1).all()
