@@ -26,9 +26,9 @@ def test_it_is_the_change_of_the_output_when_a_token_is_taken_away(eight_bits):
     position, at = np.array([[[3, 0, -1, 1, 2, 5, 6]]]), np.array([[-1, 3, 4, 5, 6]])
     rows = dict(key=key, value=value)
     if eight_bits:
-        (k, v) = (quantise(x, "int8") for x in (key, value))
+        k, v = jax.jit(lambda *rows: [quantise(x, "int8") for x in rows])(key, value)
         rows = dict(key=k.values, value=v.values, key_scale=k.scale, value_scale=v.scale)
-        key, value = (np.asarray(dequantise(*x)) for x in (k, v))
+        key, value = map(np.asarray, jax.jit(lambda *rows: [dequantise(*x) for x in rows])(k, v))
     run = jax.jit(functools.partial(cache_attention, statistics=["max_error"]))
     found = np.asarray(run(query, **rows, key_position=position, query_position=at)[1].max_error)[0]
     seen = (position[0, 0] >= 0) & (position[0, 0] <= at[0, 1:, None])

@@ -208,7 +208,7 @@ def test_ties_go_to_the_latest_position_then_to_the_lowest_layer_and_head_howeve
 def test_between_tokens_of_one_score_and_position_the_lower_layer_and_head_stay():
     position = np.zeros((L, 1, 3, 1), np.int32)  # nine heads with one token each
     cache = plain_cache(position, [1])
-    evidence = kvjax.Evidence(jnp.ones(position.shape), jnp.ones(1, int))
+    evidence = kvjax.Evidence(*jax.device_put((np.ones(position.shape, np.float32), np.ones(1, np.int32))))
 
     @jax.jit
     def best(keep):
@@ -244,14 +244,14 @@ def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
         last = last[..., (position[b] >= 0) & (position[b] < position[b].max() - 1)]
         entropy = -(last * np.log(np.where(last > 0, last, 1))).sum()
         variance = last.var(axis=1, ddof=1).sum()
-        np.testing.assert_allclose(measured[b].sum(axis=0), [entropy, variance], rtol=1e-5)
+        np.testing.assert_allclose(np.asarray(measured)[b].sum(axis=0), [entropy, variance], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adakv", "lava"])
 def test_budgets_of_millions_are_counted_exactly(name):
     """cap * budget * heads and safeguard * budget * 10 ** 4 lie beyond int32."""
     cache = plain_cache(np.arange(8, dtype=np.int32).reshape(2, 1, 2, 2), [2**26])
-    evidence = kvjax.Evidence(jnp.ones((2, 1, 2, 2)), jnp.ones(1, int))
+    evidence = kvjax.Evidence(*jax.device_put((np.ones((2, 1, 2, 2), np.float32), np.ones(1, np.int32))))
 
     @jax.jit
     def keep(budget):
@@ -416,7 +416,7 @@ def test_lava_does_not_share_out_by_the_rounding_of_an_entropy():
     for seed in range(20):
         scores[..., 5] = np.random.default_rng(seed).random((L, 1, 1), np.float32)
         after = evict(allocation.lava(), plain_cache(position, [6] * B), scores, 5)
-        assert (np.asarray(after.num_live) == 5).all(), seed
+        assert ((np.asarray(after.position) >= 0).sum(-1) == 5).all(), seed
 
 
 @pytest.mark.parametrize("name", ["layer", "lava", "model", "model(normalise=False)", "adakv"])

@@ -5,7 +5,6 @@ import functools
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,8 +32,8 @@ def compiled(**options):
 
 def scored(A, V, dtype=np.float64, mask=None, projection=None, **options) -> np.ndarray:
     with jax.enable_x64(dtype == np.float64):
-        projection = None if projection is None else jnp.asarray(projection, dtype)
-        result = compiled(**options)(jnp.asarray(A, dtype), jnp.asarray(V, dtype), mask=mask, projection=projection)
+        projection = None if projection is None else np.asarray(projection, dtype)
+        result = compiled(**options)(np.asarray(A, dtype), np.asarray(V, dtype), mask=mask, projection=projection)
         assert result.dtype == dtype
         return np.asarray(result)
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -85,11 +84,10 @@ def compiled(**options):
 
 def scored(head: Head, leaving, rounds: int, dtype=np.float64, **options) -> np.ndarray:
     with jax.enable_x64(dtype == np.float64):
-        A, V, W = (jnp.asarray(x, dtype) for x in head[:3])
-        position, protected = map(jnp.asarray, head[3:])
+        A, V, W = (np.asarray(x, dtype) for x in head[:3])
         projection = {"projection": W} if "cross" in options else {}
         result = compiled(rounds=rounds, **options)(
-            A, V, jnp.asarray(leaving, jnp.int32), position=position, protected=protected, **projection
+            A, V, np.asarray(leaving, np.int32), position=head.position, protected=head.protected, **projection
         )
         assert result.dtype == dtype
         return np.asarray(result)

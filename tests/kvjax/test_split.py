@@ -56,7 +56,7 @@ def evict(what: kvjax.Allocation):
 
 def tagged(plain: kvjax.KVCache, scores: np.ndarray) -> jax.Array:
     """Scores of a plain cache's slots as those of the pages that each device packs."""
-    return pack()(dataclasses.replace(plain, key=jnp.asarray(scores)[..., None])).parts.key[..., 0]
+    return pack()(dataclasses.replace(plain, key=np.asarray(scores)[..., None])).parts.key[..., 0]
 
 
 def parts_of(cache: SplitCache) -> list[kvjax.PagedCache]:
@@ -103,8 +103,8 @@ B, T, N, D, BUDGET = 4, 6, 8, 8, 8
 def block(policy: str, windows: tuple[int | None, ...]):
     """One block in both layers: (cache, start, queries, keys, values) -> outputs, cache; K is 4 here."""
     what = kvjax.parse(policy)
-    frequency = 10.0 ** -jnp.arange(D // 2, dtype=jnp.float32)[None]
-    limits = jnp.array([window or 2**31 - 1 for window in windows], jnp.int32)
+    frequency = 10.0 ** -np.arange(D // 2, dtype=np.float32)[None]
+    limits = np.array([window or 2**31 - 1 for window in windows], np.int32)
 
     def run(cache, start, *rows):
         position = jnp.broadcast_to(start + jnp.arange(T), (B, T))
@@ -208,7 +208,7 @@ def test_what_does_not_fit_a_mesh_is_refused():
             jax.eval_shape(observe, cache, queries, key, key)
     with pytest.raises(ValueError, match="the cache's pages are split over a mesh, but a file holds those of one"):
         kvjax.save_cache("book.safetensors", cache)
-    away = SplitCache(jax.tree.map(jnp.asarray, jax.device_get(cache.parts)))
+    away = SplitCache(jax.device_put(jax.device_get(cache.parts)))
     with pytest.raises(ValueError, match="the cache is split over a mesh, but its arrays are on none"):
         kvjax.rewind(away, jnp.zeros(B, int))
 
