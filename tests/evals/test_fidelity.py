@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -54,7 +53,7 @@ def test_attention_outputs_are_those_of_numpy_over_the_tokens_that_are_left():
     got = jax.tree.map(np.asarray, fidelity.outputs(model, cache, answers, position, lengths))
     weight = {name.removeprefix("layers."): array for name, array in reference.parameters(model.config).items()}
     angle, _ = reference.inverse_frequencies(model.config, longest)
-    held, heads = cache.layer(0), cache.heads_shape[-1]
+    held, heads = jax.jit(lambda cache: cache.layer(0))(cache), cache.heads_shape[-1]
     held = {name: np.asarray(getattr(held, name)) for name in ("position", "key", "value")}
     for row in range(3):
         x = weight["embedding"][answers[row]].astype(np.float64)
@@ -77,7 +76,7 @@ def test_attention_outputs_are_those_of_numpy_over_the_tokens_that_are_left():
 
 def test_differences_by_hand():
     def of(attention, projected, logits):
-        return fidelity.Outputs(jnp.array([[attention]]), jnp.array([[projected]]), jnp.array([logits]))
+        return fidelity.Outputs(*map(np.array, ([[attention]], [[projected]], [logits])))
 
     full = of([[3.0, 4.0], [1.0, 0.0], [9.0, 9.0]], [[2.0], [2.0], [9.0]], [[0.0, 0.0], [0.0, 0.0], [5.0, 0.0]])
     evicted = of(

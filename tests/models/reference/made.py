@@ -50,16 +50,16 @@ def butler(config: Config, seed: int = 0) -> Butler:
     made = {}
     for name, size in butler_shapes(shape).items():
         draw = 0.5 * random.normal(size=size)
-        made[name] = jnp.asarray(1 + draw if name == "norm" else draw, jnp.float32)
-    return Butler(shape, made)
+        made[name] = (1 + draw if name == "norm" else draw).astype(np.float32)
+    return Butler(shape, jax.device_put(made))
 
 
 def scorer(config: Config, seed: int = 0) -> Scorer:
     """A linear scorer whose numbers lie well apart."""
     shape = ScorerConfig.of(config, 0)
     random = np.random.default_rng([seed, 3])
-    made = {name: jnp.asarray(random.normal(size=size), jnp.float32) for name, size in scorer_shapes(shape).items()}
-    return Scorer(shape, made)
+    made = {name: random.normal(size=size).astype(np.float32) for name, size in scorer_shapes(shape).items()}
+    return Scorer(shape, jax.device_put(made))
 
 
 def masked_logits(weights: dict[str, Any], config: Config, tokens: Any, seen: np.ndarray) -> jax.Array:
