@@ -190,6 +190,7 @@ def test_kernels_read_one_array_as_two(operation, T):
         close(*both(operation, query, key, value, slots, layer=None, **options))
 
 
+@pytest.mark.matrix
 def test_the_kernel_of_the_eviction_reads_values_behind_their_keys():
     rng, S, dim = np.random.default_rng(0), 160, 8
     weights = np.exp(rng.normal(size=(B, K, G, S))).astype(np.float32)

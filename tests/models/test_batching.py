@@ -55,7 +55,7 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
 
 @pytest.mark.parametrize("name", first(1, [name for name in CASES if name != "every step"]))
 def test_each_answer_is_the_one_that_its_prompt_gets_alone(name):
-    arrivals = requests(14 if name == "a window" else 8, len(name))
+    arrivals = requests(8, len(name))
     expected = [alone(prompt, sampling, **CASES[name]) for prompt, sampling in arrivals]
     assert served(arrivals, 1, **CASES[name]) == expected
 
