@@ -406,6 +406,10 @@ benchmarks decode:
 --shapes llama-3.1-8b --memory 0.01 -> but 0.01 GiB are free here
 benchmarks prefill:
 --policy snapkv@model -> all heads have the same budget
+benchmarks fixed_memory:
+--model retriever --policies snapvk -> Did you mean 'snapkv'?
+--model retriever --when never -> unknown --when 'never'
+--model retriever --prompts 0 -> --prompts has '0'
 benchmarks kernels:
 --implementations cudnn -> unknown implementation 'cudnn'; expected one of auto, reference
 --implementations pallas_gpu -> runs on a gpu, but this is a cpu; auto, reference can run here

@@ -1,0 +1,145 @@
+"""Peak bytes and speed of prompts of growing length inside a cache of fixed size, by policy and moment of eviction.
+
+The bytes are those of the compiled prefill: its arguments, temporary arrays and results, without the weights and the
+prompt's own numbers. The seconds are those of ``models.stream`` on random tokens, the second time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import jax
+import numpy as np
+
+import models
+from benchmarks import measure
+from evals import report
+from kvjax.chains import policy_of
+from kvjax.checks import check_names
+from kvjax.schedule import When
+from models import commands, engine, provenance
+from models.plan import check_prompt
+from models.programs import make_room
+
+LEGEND = """peak MiB: what the compiled prefill takes beside the weights and the prompt. cache MiB: the largest cache of
+the run that was timed. tokens / s: of the prompt, in one run. full / this: seconds of a full cache over those of the
+row, for the same prompt."""
+POLICIES = "full,recency,snapkv,kvzip,kvzip@model(normalise=False,cap=None)"
+
+
+def peak_bytes(model: models.Decoder, tokens: int, options: models.Options) -> int:
+    """Return the bytes that a compiled prefill of so many tokens takes beside weights and prompt; nothing runs.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> from benchmarks.fixed_memory import peak_bytes
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> options = models.Options("recency", budget=16, block=8)
+        >>> peak_bytes(model, 256, options) == peak_bytes(model, 512, options)
+        True
+    """
+    given = check_prompt(model, np.zeros((1, tokens), np.int32), None, None)
+    run, sizes, prompt = engine.prepare(model, given, options)
+    program = engine._prefill.lower(run, sizes, prompt, None).compile()
+    return measure.program_bytes(program) - measure.tree_bytes((run.model, prompt))
+
+
+def timed(model: models.Decoder, tokens: int, options: models.Options) -> dict[str, float]:
+    """Feed a prompt of random tokens; return the seconds to its first token, and the bytes of its largest cache."""
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens), np.int32)
+    held, begun = [0], 0.0
+    for _ in range(2):  # the first one compiles
+        begun = time.perf_counter()
+        note = lambda done, total, cache: held.append(cache.nbytes)  # noqa: E731
+        list(models.stream(model, prompt, options=options, max_new_tokens=1, on_block=note))
+    return {"seconds": time.perf_counter() - begun, "cache_bytes": max(held)}
+
+
+def rows(
+    model: models.Decoder,
+    policies: Sequence[str],
+    moments: Sequence[Any],
+    prompts: Sequence[int],
+    longest: int,
+    budget: int,
+    block: int,
+) -> list[dict[str, Any]]:
+    """Compile a prefill for each policy, moment and prompt, and time those of at most ``longest`` tokens."""
+    arms = [(name, when) for name in policies for when in (["block"] if name == "full" else moments)]
+    found = []
+    for (name, when), tokens in commands.progress_bar("prompt", over=[(a, n) for a in arms for n in prompts]):
+        make_room()
+        named: dict[str, Any] = {"policy": name, "when": when, "prompt": tokens, "seconds": None, "cache_bytes": None}
+        own = None if name == "full" else budget
+        options = models.Options(None if name == "full" else name, own, block, when, evict_every=0)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a policy that should choose once chooses by block, on purpose
+                named["peak_bytes"] = peak_bytes(model, tokens, options)
+                named |= timed(model, tokens, options) if tokens <= longest else {}
+        except (ValueError, jax.errors.JaxRuntimeError) as reason:  # longer than the model's positions, or memory
+            named["refused"] = measure.reason_of(reason)
+        found.append(named)
+    return found
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return a table with one row per policy, moment and prompt."""
+    full = {r["prompt"]: r["seconds"] for r in results if r["policy"] == "full"}
+
+    def known(name: str, cell: report.Cell) -> report.Cell:
+        return lambda r: "" if r.get(name) is None else cell(r) if callable(cell) else cell.format(**r)
+
+    cells: list[tuple[str, report.Cell]] = [
+        ("policy", "{policy}"),
+        ("evicts", lambda r: "" if r["policy"] == "full" else "each block" if r["when"] == "block" else "once"),
+        ("prompt", "{prompt:,}"),
+        ("peak MiB", known("peak_bytes", lambda r: f"{r['peak_bytes'] / 2**20:.1f}")),
+        ("cache MiB", known("cache_bytes", lambda r: f"{r['cache_bytes'] / 2**20:.1f}")),
+        ("tokens / s", known("seconds", lambda r: f"{r['prompt'] / r['seconds']:,.0f}")),
+        (
+            "full / this",
+            known("seconds", lambda r: f"{full[r['prompt']] / r['seconds']:.2f}" if full.get(r["prompt"]) else ""),
+        ),
+    ]
+    return measure.table(results, cells, left=2)
+
+
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return table and legend, by title."""
+    return {"Fixed memory": (table(results), LEGEND)}
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    flags.add_argument("--model", default="smollm2", help="what models.load takes (default: smollm2)")
+    flags.add_argument("--policies", default=POLICIES, help=f"policies, or full (default: {POLICIES})")
+    flags.add_argument("--when", default="block,prompt", help="moments of eviction (default: block,prompt)")
+    flags.add_argument("--budget", type=int, default=512, help="slots per head (default: 512)")
+    flags.add_argument("--prompts", default="2048,8192,65536", help="tokens (default: 2048,8192,65536)")
+    flags.add_argument("--longest", type=int, default=8192, help="the longest prompt that is timed (default: 8192)")
+    flags.add_argument("--block", type=int, default=128, help="tokens per step (default: 128)")
+    measure.add_json_flag(flags, "fixed_memory")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Compile and time, print the table, write JSON."""
+    commands.check_outputs([flags.json])
+    policies, moments = commands.split_list(flags.policies), commands.split_list(flags.when)
+    check_names("--when", moments, get_args(When))
+    for name in policies:
+        policy_of(name)
+    prompts = measure.whole_numbers("--prompts", flags.prompts)
+    model, tokenizer = models.load(flags.model)
+    found = rows(model, policies, moments, prompts, flags.longest, flags.budget, flags.block)
+    measure.check_some_ran(found)
+    measure.show(tables(found), None)
+    names = ("model", "policies", "when", "budget", "prompts", "longest", "block")
+    settings = {name: getattr(flags, name) for name in names}
+    measure.write(flags, "fixed_memory", settings, found, provenance.fingerprints(model, tokenizer), done=True)
