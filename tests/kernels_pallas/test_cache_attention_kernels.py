@@ -71,11 +71,7 @@ def test_output_and_statistics_are_those_of_the_definition(name, seed):
 @pytest.mark.parametrize(
     ("sizes", "options"),
     first(
-        1,
-        [
-            (dict(B=1, T=1, N=16, K=1, S=131, D=80), dict(soft_cap=1.5)),
-            (dict(B=2, T=5, N=9, K=3, S=40, D=64), {}),
-        ],
+        1, [(dict(B=1, T=1, N=16, K=1, S=131, D=80), dict(soft_cap=1.5)), (dict(B=2, T=5, N=9, K=3, S=40, D=64), {})]
     ),
     ids=str,
 )

@@ -246,8 +246,7 @@ TARGETS = [
 
 # Where one token leaves, the selection alone is another: of a few slots, and of more than a GPU's kernel takes.
 @pytest.mark.parametrize(
-    ("leaves", "sizes"),
-    first(2, [(evict, TARGETS[0]), (evict_one, TARGETS[4]), (evict_one, TARGETS[2])]),
+    ("leaves", "sizes"), first(2, [(evict, TARGETS[0]), (evict_one, TARGETS[4]), (evict_one, TARGETS[2])])
 )
 @platforms
 def test_auto_lowers_to_the_kernels(platform, leaves, sizes):

@@ -145,11 +145,7 @@ def shapes(operation: str, dtypes: tuple[str, str]) -> tuple[Any, tuple[jax.Shap
     return attend, (query, key, value, key_scale, value_scale, *others.values())
 
 
-eight = pytest.mark.parametrize(
-    ("dtypes",),
-    [(("int8", "int8"),), (("float8_e4m3fn", "float8_e4m3fn"),)],
-    ids="/".join,
-)
+eight = pytest.mark.parametrize(("dtypes",), [(("int8", "int8"),), (("float8_e4m3fn", "float8_e4m3fn"),)], ids="/".join)
 
 
 @every

@@ -73,10 +73,7 @@ def make(
         next_position=np.array(next_position, np.int32),
         budget=np.full(B, budget, np.int32),
         context=kvjax.Context(
-            layer=np.int32(0),
-            frequency=np.float32([[1.0, 0.1]]),
-            projection=projection,
-            predicted=predicted,
+            layer=np.int32(0), frequency=np.float32([[1.0, 0.1]]), projection=projection, predicted=predicted
         ),
     )
     return Block(weights, valid, jax.device_put(observation))  # nothing of it is a program

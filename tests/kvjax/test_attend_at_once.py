@@ -21,13 +21,7 @@ AT_ONCE = [
     "key_norm+normalise+caote",
     "tova(heads='group')+caote+positions(kind='index')",
 ]
-IN_TWO = [
-    "h2o",
-    "h2o+caote+pool",
-    "h2o+caote(rounds=2)",
-    "tova+caote",
-    "snapkv(window=2)+caote@layer",
-]
+IN_TWO = ["h2o", "h2o+caote+pool", "h2o+caote(rounds=2)", "tova+caote", "snapkv(window=2)+caote@layer"]
 
 
 def blocks(seed: int, steps: int = 5) -> list[tuple[np.ndarray, ...]]:

@@ -67,9 +67,7 @@ def assert_same(a: KVCache, b: KVCache) -> None:
 def test_freed_slots_are_reused_and_nothing_else_moves():
     before = some_freed()
     after = put(before, [[6, 7]] * B)
-    expected = np.array(
-        [[[0, 6, 2, 3, 7, 5], [0, 1, 6, 7, 4, 5]], [[6, 1, 2, 3, 4, 7], [0, 1, 6, 7, 4, 5]]],
-    )
+    expected = np.array([[[0, 6, 2, 3, 7, 5], [0, 1, 6, 7, 4, 5]], [[6, 1, 2, 3, 4, 7], [0, 1, 6, 7, 4, 5]]])
     np.testing.assert_array_equal(after.position, expected)
     entered = expected >= 6
     for name, leaf in leaves(after).items():

@@ -32,10 +32,7 @@ def slots(seed: int, *, equal: bool = False) -> kvjax.Observation:
         key[:], value[:] = key[..., :1, :], value[..., :1, :]
     key[position < 0] = value[position < 0] = np.nan
     return blocks.make(0).observation._replace(
-        key=key.astype(np.float32),
-        value=value.astype(np.float32),
-        position=position,
-        next_position=text,
+        key=key.astype(np.float32), value=value.astype(np.float32), position=position, next_position=text
     )
 
 

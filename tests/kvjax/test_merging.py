@@ -84,10 +84,7 @@ def test_derivatives_pass_and_vmap_maps():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "snapkv+merge@adakv",
-            r"'snapkv\+merge@adakv': 'merge' merges values in plain caches, but 'adakv'",
-        ),
+        ("snapkv+merge@adakv", r"'snapkv\+merge@adakv': 'merge' merges values in plain caches, but 'adakv'"),
         ("h2o+merge+cam", r"'h2o\+merge\+cam' merges values twice, by merge and cam; keep one of them"),
         ("h2o+merge(similarity=-1.0)", r"merge: similarity is -1.0; give a cosine in \[0, 1\]"),
         ("h2o+cam(window=0)", r"cam: window is 0; give the number of tokens that share a value, an int from 1"),

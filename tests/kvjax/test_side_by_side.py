@@ -77,15 +77,7 @@ def test_on_a_tpu_short_rows_of_one_dtype_are_side_by_side(as_on_a_tpu, dtype, s
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    first(
-        1,
-        [
-            ("key_norm+merge", "int8"),
-            ("h2o+caote", "float32"),
-            ("cake(window=2)@cake", "int8"),
-        ],
-    ),
+    ("name", "dtype"), first(1, [("key_norm+merge", "int8"), ("h2o+caote", "float32"), ("cake(window=2)@cake", "int8")])
 )
 def test_attention_and_eviction_are_those_of_two_arrays(name, dtype):
     """One layer, plain or paged: insertion, attention, what the policy reads, eviction, merging, moved pages."""

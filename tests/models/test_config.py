@@ -138,11 +138,7 @@ GEMMA_3_1B = {
 
 @pytest.mark.parametrize(
     ("raw", "parameters", "windows"),
-    [
-        (QWEN3_30B_A3B, 30_532_122_624, 0),
-        (GEMMA_2_2B, 2_614_341_888, 13),
-        (GEMMA_3_1B, 999_885_952, 22),
-    ],
+    [(QWEN3_30B_A3B, 30_532_122_624, 0), (GEMMA_2_2B, 2_614_341_888, 13), (GEMMA_3_1B, 999_885_952, 22)],
     ids=["Qwen3", "Gemma 2", "Gemma 3"],
 )
 def test_published_models_have_their_number_of_parameters_and_windows(raw, parameters, windows):

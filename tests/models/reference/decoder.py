@@ -308,13 +308,7 @@ class _Model:
         return copy.deepcopy(self, {id(self.choices): self.choices})
 
     def recite(
-        self,
-        text: Sequence[int],
-        parts: list[tuple[int, int]],
-        sinks: int,
-        visible: str,
-        measure: str,
-        first: int = 0,
+        self, text: Sequence[int], parts: list[tuple[int, int]], sinks: int, visible: str, measure: str, first: int = 0
     ) -> None:
         """Has a copy of the model repeat some parts of its text, and notes the largest attention to each token.
 
