@@ -301,8 +301,8 @@ def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
     measure.check_fits(needed, f"the checkpoint, in {processes} processes,", measure.free_bytes())
     if flags.model:
         model, tokenizer = evaluator.load_with_tokenizer(flags.model)
-        prompt = tasks.needle(0, tokenizer, flags.prompt, haystack="fixed").tokens
-        made_of = provenance.fingerprints(model, tokenizer)
+        prompt = tasks.needle(0, tokenizer, flags.prompt).tokens
+        made_of = evaluator.made_of(model, tokenizer)
     else:
         model = models.Decoder(config, rngs=nnx.Rngs(0))
         prompt = np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist()

@@ -15,7 +15,7 @@ import kvjax
 import models
 from benchmarks import measure
 from evals import evaluator, report, tasks
-from models import commands, provenance
+from models import commands
 from models.layer_caches import AnyCache
 
 NEW_TOKENS = 6
@@ -45,7 +45,7 @@ def command(flags: argparse.Namespace) -> None:
         rows += compared(model, tokenizer, document, questions, values, policy, budget, flags.repetitions)
     print(table(rows), LEGEND, sep="\n\n")
     settings = {"model": flags.model, "document": len(document), "questions": len(questions), "new_tokens": NEW_TOKENS}
-    measure.write(flags, "questions", settings, rows, provenance.fingerprints(model, tokenizer), done=True)
+    measure.write(flags, "questions", settings, rows, evaluator.made_of(model, tokenizer), done=True)
 
 
 def asked(

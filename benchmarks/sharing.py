@@ -13,7 +13,7 @@ import models
 from benchmarks import measure
 from evals import evaluator, needle, report
 from evals.evaluator import Setting
-from models import commands, provenance
+from models import commands
 
 POLICIES = (
     "streaming", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "tova", "snapkv", "snapkv+caote",
@@ -49,7 +49,7 @@ def command(flags: argparse.Namespace) -> None:
     print(table(rows), LEGEND, sep="\n\n")
     chosen = {name: getattr(flags, name) for name in ("model", "length", "samples")}
     chosen |= {"policies": policies, "budgets": budgets}
-    measure.write(flags, "sharing", chosen, rows, provenance.fingerprints(model, tokenizer), done=True)
+    measure.write(flags, "sharing", chosen, rows, evaluator.made_of(model, tokenizer), done=True)
 
 
 def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Setting]) -> list[dict[str, Any]]:

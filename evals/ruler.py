@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import models
-from evals import documents, evaluator, prose, tasks
+from evals import documents, evaluator, prose
 from evals.evaluator import Group, TextSample
 from kvjax.checks import check_names
 from models import commands
@@ -506,14 +506,14 @@ def _builder(task: str, index: int, length: int, sources: Sources, seed: int) ->
 
 
 class _Sentences:
-    """The first n sentences of an essay, repeated where it is too short, or of endless built-in prose."""
+    """The first n sentences of an essay, repeated where it is too short, or of built-in prose."""
 
     def __init__(self, essay: Sequence[str] | None, seed: Sequence[int]) -> None:
-        self.essay, self.found, self.rng = essay, [] if essay is None else list(essay), np.random.default_rng(seed)
+        self.found: list[str] = []
+        self.coming = prose.draw(np.random.default_rng(seed)) if essay is None else itertools.cycle(essay)
 
     def first(self, count: int) -> list[str]:
-        while len(self.found) < count:
-            self.found += [tasks.haystack_sentence(self.rng)] if self.essay is None else self.essay
+        self.found += itertools.islice(self.coming, max(0, count - len(self.found)))
         return self.found[:count]
 
 

@@ -2,7 +2,7 @@
 
 A fact states the code (or weight, price, ...) of a key. The key is one or two words and the value four random digits,
 so an answer cannot be guessed and has to be read from the context. Everything is a pure function of a seed and of the
-running Python, whose documentation the prose is from (:mod:`evals.prose`).
+sentences in :mod:`evals.prose`.
 """
 
 from __future__ import annotations
@@ -117,15 +117,6 @@ def cue(fact: Fact, placement: Placement = "after") -> str:
     return "Answer:" if placement == "before" else f"Answer: the {_of(fact)} is"
 
 
-def haystack_sentence(rng: np.random.Generator, source: prose.Source = "test") -> str:
-    """Draw a sentence without facts: two thirds come from templates, one third from :func:`evals.prose.sentences`.
-
-    >>> haystack_sentence(np.random.default_rng(3))[-1]
-    '.'
-    """
-    return pick(rng, prose.sentences(source)) if rng.random() < 1 / 3 else prose.template_sentence(rng)
-
-
 def needle(
     seed: int,
     tokenizer: Any,
@@ -133,7 +124,7 @@ def needle(
     depth: float | None = None,
     facts: int = 10,
     question: Placement = "after",
-    haystack: prose.Source = "test",
+    haystack: prose.Part = "test",
 ) -> Sample:
     """Make a prompt of ``length`` tokens with one fact to find among ``facts - 1`` look-alikes, a question and a cue.
 
@@ -145,7 +136,7 @@ def needle(
             sentences; None draws it.
         facts: the number of facts in the text, including the one that is asked for.
         question: where the question stands: after the text, before it, or both.
-        haystack: the source of the prose; "fixed" is the same for every version of Python.
+        haystack: the part of :mod:`evals.prose` that the other sentences are from; no line of it comes twice.
 
     Raises:
         ValueError: the depth is outside [0, 1], ``facts`` is below 1, or the length cannot hold the facts.
@@ -180,8 +171,9 @@ def needle(
     room = length - 1 - size(opening) - size("\n" + closing)
     room -= sum(size(" " + sentence) for sentence in sentences)
     filler: list[str] = []
+    drawn = prose.draw(rng, haystack)
     while room > 0:
-        filler.append(haystack_sentence(rng, haystack))
+        filler.append(next(drawn))
         room -= size(" " + filler[-1])
     places = np.sort(rng.random(len(others)))
     while True:

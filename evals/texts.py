@@ -80,7 +80,7 @@ def parts(text: str) -> Parts:
 
 
 def read_text(name: str | Path | None) -> str:
-    """Read a text by its name or file, or the library's held-out sentences.
+    """Read a text by its name or file, or our own held-out sentences.
 
     Args:
         name: one of :data:`PUBLISHED`, a UTF-8 file, or None for the sentences that no model or predictor was trained
@@ -96,7 +96,7 @@ def read_text(name: str | Path | None) -> str:
         True
     """
     if name is None:
-        return " ".join(prose.sentences("test"))
+        return prose.text("test")
     published = str(name).removesuffix(HELD_OUT)
     if published in PUBLISHED:
         text = find(published).read_text(encoding="utf-8")

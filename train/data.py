@@ -26,6 +26,21 @@ _SENTENCE_END = re.compile(r"(?<=[.?]) ")
 FIRST, REST, TEXT, BEFORE, NAME = 1, 2, 3, 4, 5
 KINDS = (FIRST, REST, TEXT, BEFORE, NAME)
 
+# Parts of the sentences that training makes from templates.
+_PEOPLE = """baker farmer teacher doctor singer painter captain soldier merchant judge miller gardener hunter
+traveler brother sister mother father neighbor stranger child student king queen friend writer""".split()
+_VERBS = """carried watched found followed painted repaired opened sold bought described remembered visited crossed
+admired lost guarded cleaned moved touched passed measured wanted kept left studied""".split()
+_ADVERBS = "slowly quickly quietly often never always sometimes carefully gladly suddenly".split()
+_TIMES = """in the morning|at night|before dawn|after the rain|during the winter|last summer|on the first day|every
+evening|for many years|at the end of the week|when the bells rang|while the others slept|as usual|once again""".replace(
+    "\n", " "
+).split("|")
+_PLACES = """near the river|behind the old house|in the market|on the hill|beside the road|under the bridge|at the
+edge of the village|in the great hall|by the sea|inside the barn|across the field|along the wall|in the north|next to
+the well""".replace("\n", " ").split("|")
+_FEELINGS = "tired happy certain worried pleased afraid ready late hungry surprised".split()
+
 # Parts of the names that training invents, so that it cannot learn a list of names by heart.
 _ONSETS = """b bl br c ch cr d dr f fl fr g gl gr h j k kr l m n p pl pr qu r s sc sh sk sl st str t th tr v w wh x y z
 zh""".split()
@@ -57,7 +72,7 @@ def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
         show_progress=False,
     )
     rng = np.random.default_rng(seed)
-    sentences = [*prose.sentences("train"), *(prose.template_sentence(rng) for _ in range(4000))]
+    sentences = [*prose.sentences("train"), *(template_sentence(rng) for _ in range(4000))]
     corpus = [*sentences, *(f" {sentence}" for sentence in sentences)]  # as the first sentence of a text and as others
     # Repeated, so that the merges of these words come before those of ordinary words.
     words = " ".join([*prose.ADJECTIVES, *prose.NOUNS, *prose.ATTRIBUTES])
@@ -67,6 +82,48 @@ def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
     return tokenizer
+
+
+def template_sentence(rng: np.random.Generator) -> str:
+    """Return a random sentence about people, places and things; it never states a fact that a question asks for.
+
+    >>> template_sentence(np.random.default_rng(0)).endswith(".")
+    True
+    """
+    one = lambda words: words[int(rng.integers(len(words)))]  # noqa: E731
+    like = lambda: f"{one(prose.ADJECTIVES)} " if rng.random() < 0.4 else ""  # noqa: E731
+    thing = lambda: f"the {like()}{one(prose.NOUNS)}"  # noqa: E731
+    who = f"{'The' if rng.random() < 0.6 else 'A'} {one(_PEOPLE)}"
+    match int(rng.integers(9)):
+        case 0:
+            return f"{who} {one(_VERBS)} {thing()} {one(_TIMES)}."
+        case 1:
+            return f"{who} {one(_ADVERBS)} {one(_VERBS)} {thing()} {one(_PLACES)}."
+        case 2:
+            start = one(_TIMES)
+            return f"{start[0].upper()}{start[1:]}, the {one(_PEOPLE)} {one(_VERBS)} {thing()}."
+        case 3:
+            return f"{who} was {one(_FEELINGS)}, because the {one(_PEOPLE)} {one(_VERBS)} {thing()}."
+        case 4:
+            return f"There was a {one(prose.NOUNS)} {one(_PLACES)}, and nobody {one(_VERBS)} it."
+        case 5:
+            return f"{who} and the {one(_PEOPLE)} {one(_VERBS)} {thing()} {one(_PLACES)} {one(_TIMES)}."
+        case 6:
+            return f"Nobody knew who {one(_VERBS)} {thing()} {one(_PLACES)}."
+        case 7:
+            return f"{who} {one(_VERBS)} {thing()}, then {one(_VERBS)} {thing()}, and was {one(_FEELINGS)}."
+        case _:
+            count = int(rng.integers(2, 100))
+            return f"{who} counted {count} steps from {thing()} to {thing()}."
+
+
+def filler_sentence(rng: np.random.Generator) -> str:
+    """Draw a sentence without facts: two thirds come from templates, one third from :func:`evals.prose.sentences`.
+
+    >>> filler_sentence(np.random.default_rng(3))[-1]
+    '.'
+    """
+    return tasks.pick(rng, prose.sentences("train")) if rng.random() < 1 / 3 else template_sentence(rng)
 
 
 def invented_name(rng: np.random.Generator) -> str:
@@ -110,7 +167,7 @@ class Level(NamedTuple):
     before: float = 0.2  # share of rows whose questions come before the text
     episodes: bool = True  # those rows hold many short texts, each after its question; else one text as long as the row
     prose: float = 0.05  # share of rows without facts
-    library: float = 0.0  # share of their sentences that are sure to be the standard library's
+    library: float = 0.0  # share of their sentences that are sure to be from the haystack's file
     places: float = 0.0  # share of rows in which places are named, and named again later
     pieces: float = (
         0.0  # share of those names that are made of any tokens, so that the model learns to repeat every token
@@ -243,7 +300,7 @@ class _Row:
 
     def add_filler(self) -> None:
         self.maybe_jump()
-        self.add(tasks.haystack_sentence(self.rng, "train"))
+        self.add(filler_sentence(self.rng))
 
     def add_prose(self) -> None:
         if self.level.library and self.rng.random() < self.level.library:
@@ -379,7 +436,7 @@ class _Row:
             self.add(distraction)
         self.maybe_jump()
         if self.level.cues and rng.random() < self.level.cues:
-            self.add(f"{tasks.haystack_sentence(rng, 'train')[:-1]}:")
+            self.add(f"{filler_sentence(rng)[:-1]}:")
         else:
             self.add(f"{story.tie_back}:")
         self.add_name(name, stated=True)
@@ -396,7 +453,7 @@ class _Row:
                 case 0:
                     yield tasks.pick(self.rng, _SENTENCE_END.split(tasks.pick(self.rng, story.distractions)))
                 case 1:
-                    yield tasks.haystack_sentence(self.rng, "train")
+                    yield filler_sentence(self.rng)
                 case _:
                     self.add_fact()
 

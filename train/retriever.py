@@ -314,8 +314,8 @@ def _answers_right(
 
 
 def perplexity(config: Config, parameters: Parameters, tokenizer: Tokenizer, length: int = 512) -> float:
-    """Return the perplexity per token of the standard library's held-out sentences."""
-    ids = tokenizer.encode(" ".join(prose.sentences("test"))).ids
+    """Return the perplexity per token of the haystack's held-out sentences."""
+    ids = tokenizer.encode(prose.text("test")).ids
     rows = np.array(ids[: (len(ids) - 1) // length * length + 1])
     tokens, targets = rows[:-1].reshape(-1, length), rows[1:].reshape(-1, length)
     each = jax.jit(lambda p, x, y: jax.lax.map(lambda row: losses(config, p, row[0][None], row[1][None]), (x, y)))

@@ -458,8 +458,6 @@ def _in_memory(name: str, documents: Sequence[str], seed: int | None, held_out: 
 def python_documents() -> tuple[str, ...]:
     """Return the documents of `python`: the topics of Python's help, and ``evals.prose.sentences("train")``.
 
-    They contain no sentence of ``evals.prose.sentences("test")``.
-
     Example:
         >>> from train.text import python_documents
         >>> len(python_documents()) > 100
@@ -467,13 +465,7 @@ def python_documents() -> tuple[str, ...]:
     """
     from pydoc_data import topics
 
-    held_out = prose.sentences("test")
-    documents = []
-    for _, topic in sorted(topics.topics.items()):
-        paragraphs = re.split(r"\n\s*\n", topic)
-        plain = (" ".join(paragraph.split()) for paragraph in paragraphs)
-        kept = [p for p, text in zip(paragraphs, plain, strict=True) if not any(line in text for line in held_out)]
-        documents.append("\n\n".join(kept))
+    documents = [topic for _, topic in sorted(topics.topics.items())]
     sentences = prose.sentences("train")
     for start in range(0, len(sentences), SENTENCES_A_DOCUMENT):
         documents.append(" ".join(sentences[start : start + SENTENCES_A_DOCUMENT]))
@@ -481,7 +473,7 @@ def python_documents() -> tuple[str, ...]:
 
 
 def _python_text(seed: int) -> Documents:
-    held_out = _in_memory("the held-out sentences", [" ".join(prose.sentences("test"))], None)
+    held_out = _in_memory("the held-out sentences", [prose.text("test")], None)
     return _in_memory("python", python_documents(), seed, held_out)
 
 

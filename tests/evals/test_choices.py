@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import models
-from evals import choices, loglikelihood, prose, texts
+from evals import choices, loglikelihood, texts
 from evals.__main__ import main
 from evals.evaluator import Setting
 from tests.tiers import first, nightly
+from train.data import template_sentence
 
 RNG = np.random.default_rng(0)
-SENTENCES = list(dict.fromkeys(prose.template_sentence(RNG) for _ in range(600)))
+SENTENCES = list(dict.fromkeys(template_sentence(RNG) for _ in range(600)))
 PARTS = {"One": SENTENCES[:300], "Two": SENTENCES[300:]}
 TEXT = "".join(f"== {name} ==\n\n{' '.join(part)}\n\n" for name, part in PARTS.items())
 WHOLE = " ".join(SENTENCES)

@@ -1,7 +1,5 @@
 """The needle generator: the same on every run, within its length, and with one right answer."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -10,12 +8,11 @@ from train import data
 
 PLACEMENTS = ("after", "before", "both")
 GOLDEN = """\
-The roof garden belongs to everyone, but only one man waters it. The traveler bought the palace for many years. The \
-score of jade glacier is 2976. The judge was late, because the father touched the sacred walnut. The orchestra tuned \
-for so long that the audience began to applaud. The score of opal basket is 0932. The old pilot still looks at the sky \
-before he butters his bread. The old dog sleeps on the letters that come through the door. The tenor lost his voice on \
-the ferry and found it at dinner. There was a garden beside the road, and nobody remembered it. The height of lonely \
-cloak is 6065.
+Wet socks were hung on the rucksacks and dried a little with each mile. A cracked bell can be mended, but whoever \
+listens closely will always hear the place. The score of opal basket is 0932. A newly sown field lay across the old \
+right of way, and the party went round it in single file. The score of jade glacier is 2976. The chandler sells lamp \
+glass by the yard and tobacco by the ounce. The height of lonely cloak is 6065. A retired captain sits by the window \
+of the reading room and names every ship by its sound alone.
 Question: what is the score of opal basket?
 Answer: the score of opal basket is"""
 
@@ -85,6 +82,7 @@ def test_look_alikes_never_agree():
         (dict(depth=1.5), "depth is 1.5"),
         (dict(facts=0), "at least 1"),
         (dict(question="during"), "'after', 'before' or 'both'"),
+        (dict(haystack="fixed"), "part of the haystack"),
         (dict(length=40), "more than the length 40"),
     ],
 )
@@ -99,33 +97,6 @@ class Characters:
     encode = staticmethod(lambda text: [0, *map(ord, text)])
 
 
-def test_a_sample_of_our_own_sentences_is_the_same_on_every_python():
-    sample = tasks.needle(0, Characters, 700, depth=0.5, facts=3, haystack="fixed")
+def test_a_sample_is_the_same_wherever_it_is_made():
+    sample = tasks.needle(0, Characters, 700, depth=0.5, facts=3)
     assert sample.prompt == GOLDEN
-
-
-def test_our_own_sentences_are_plain_and_none_of_the_librarys():
-    fixed = prose.sentences("fixed")
-    assert 200 < len(fixed) == len(set(fixed))
-    assert all(re.fullmatch(r"[A-Z][a-z]*( [A-Za-z'\-]+[,;:]?)+\.", sentence) for sentence in fixed)
-    assert set(fixed).isdisjoint(prose.sentences("train") + prose.sentences("test"))
-
-
-def test_the_librarys_sentences_are_those_of_the_python_that_runs(monkeypatch):
-    first = prose.digest()
-    monkeypatch.setattr(prose, "MODULES", prose.MODULES[:20])
-    for cached in (prose._library, prose.digest):
-        cached.cache_clear()
-    try:
-        assert prose.digest() != first
-    finally:
-        monkeypatch.undo()
-        for cached in (prose._library, prose.digest):
-            cached.cache_clear()
-    assert prose.digest() == first
-
-
-def test_prose_is_plain_and_held_out():
-    train, test = prose.sentences("train"), prose.sentences("test")
-    assert len(train) > 1500 and len(test) > 200 and set(train).isdisjoint(test)
-    assert not any(character.isdigit() for sentence in train + test for character in sentence)

@@ -103,9 +103,9 @@ def draw(tokenizer, length: int, count: int, seed: int) -> list[TextSample]:
         number = f"{random.integers(10_000):04d}"
         asked = tokenizer.encode("\nQuestion: what is the code of amber falcon?\nAnswer: the code of amber falcon is",
                                  add_special_tokens=False)  # fmt: skip
-        text = f"The code of amber falcon is {number}."
+        text, sentences = f"The code of amber falcon is {number}.", prose.draw(random)
         while len(tokenizer.encode(text)) + len(asked) < length - 24:
-            text += f" {prose.template_sentence(random)}"
+            text += f" {next(sentences)}"
         context = tokenizer.encode(text)
         samples.append(TextSample([*context, *asked], len(context), (number,)))
     return samples
