@@ -98,9 +98,10 @@ print(
 print(f"text: {corpus.name}; held out: {corpus.held_out.size:,} tokens")
 
 # %% [markdown]
-# "python" is text that ships with Python itself, so nothing is downloaded. `names` may also
-# be files, folders or a data set on the hub. The same on the command line is `python -m
-# train.butler --out butler/`. A killed run resumes where it stopped, bit for bit.
+# "python" is the help that ships with Python, and sentences of ours, so nothing is
+# downloaded. `names` may also be files, folders or a data set on the hub. The same on the
+# command line is `python -m train.butler --out butler/`. A killed run resumes where it
+# stopped, bit for bit.
 
 # %%
 folder = Path(tempfile.mkdtemp())

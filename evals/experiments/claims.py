@@ -18,6 +18,9 @@ embedded model of 1.85 M parameters, then where the two disagree. The embedded m
 hand before it was trained (models/retriever/RECIPE.md). Its results test the arithmetic; they say little about
 language models.
 
+The prose in prompts was docstrings of Python 3.12 and sentences of a grammar until 2026-11 ("d388c36815e611f5" in the
+JSON files); now it is `evals/haystack.txt`.
+
 A difference is one of recall unless stated otherwise. It comes with a 95% interval over samples, which are the same
 for both sides: Tango's score interval for one setting, a bootstrap over samples for a contrast over several settings
 (its width is zero where all samples agree). The interval includes 0 unless the sign-flip test rejects 0
