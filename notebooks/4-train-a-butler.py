@@ -277,8 +277,8 @@ for name, chosen in table.items():
 #
 # `python -m models.get smollm2` fetches SmolLM2-135M-Instruct (93 MB). The package has a
 # predictor of it as well: 1% of its size, trained on 3 million tokens of the King James Bible
-# and of Python's documentation. Where the model is there, the next cell takes text that ships
-# with Python, and then lets the model write on while each head reads a part.
+# and of Python's documentation. Where the model is there, the next cell takes sentences of
+# ours, and then lets the model write on while each head reads a part.
 
 # %%
 try:

@@ -17,6 +17,7 @@ import functools
 import gzip
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -94,9 +95,9 @@ def open_corpus(
 
     Args:
         names: files (.txt; .jsonl or .json with one JSON object per line; each also as .gz or .zst), folders of them, a
-            hub data set ("allenai/c4:realnewslike"), "python" (the topics of Python's help, and our sentences), "retriever" (rows of the
-            embedded model's own training), a text that `python -m evals texts` has fetched. Commas separate names, too.
-            All files together are one source.
+            hub data set ("allenai/c4:realnewslike"), "python" (the topics of Python's help, and our sentences),
+            "retriever" (rows of the embedded model's own training), a text that `python -m evals texts` has fetched.
+            Commas separate names, too. All files together are one source.
         tokenizer: the model's tokenizer.
         length: the number of ids per row.
         eval_names: text to hold out, named likewise, instead of a part of ``names``.
@@ -456,7 +457,7 @@ def _in_memory(name: str, documents: Sequence[str], seed: int | None, held_out: 
 
 @functools.cache
 def python_documents() -> tuple[str, ...]:
-    """Return the documents of `python`: the topics of Python's help, and ``evals.prose.sentences("train")``.
+    """Return the documents of `python`: the topics of Python's help, and the haystack's sentences for training.
 
     Example:
         >>> from train.text import python_documents
@@ -466,7 +467,8 @@ def python_documents() -> tuple[str, ...]:
     from pydoc_data import topics
 
     documents = [topic for _, topic in sorted(topics.topics.items())]
-    sentences = prose.sentences("train")
+    drawn = prose.draw(np.random.default_rng(0), "train")  # in the file's order, near copies are neighbours
+    sentences = list(itertools.islice(drawn, len(prose.sentences("train"))))
     for start in range(0, len(sentences), SENTENCES_A_DOCUMENT):
         documents.append(" ".join(sentences[start : start + SENTENCES_A_DOCUMENT]))
     return tuple(documents)
