@@ -8,8 +8,8 @@ from typing import Any
 from models import commands
 
 NAMES = (
-    "butler", "cpu", "decode", "fixed_memory", "kernels", "launches", "memory", "peers", "prefill", "questions",
-    "report", "rounds", "selection", "sharing", "soak", "tpu_compile",
+    "accelerator", "butler", "cpu", "decode", "fixed_memory", "kernels", "launches", "memory", "peers", "prefill",
+    "questions", "report", "rounds", "selection", "sharing", "soak", "tpu_compile",
 )  # fmt: skip
 BENCHMARKS: dict[str, Any] = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES}
 

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flax import nnx
 
 import kvjax
 import models
-from benchmarks import measure
+from benchmarks import measure, steps
 from benchmarks.peer_timing import keep_to, peak_resident, serve, timed
 from benchmarks.shapes import parameter_count, shape
 from evals import evaluator, report, tasks
@@ -53,26 +52,31 @@ class Environment(NamedTuple):
         package: the package that it must import.
         flag: the command's flag that names it.
         variable: the environment variable that names it.
-        install: the shell command that makes one, for the error message.
+        packages: what pip installs into it.
     """
 
     package: str
     flag: str
     variable: str
-    install: str
+    packages: str
+
+    @property
+    def install(self) -> str:
+        """Return the shell command that makes one in the folder ``peers``."""
+        return f"python3.11 -m venv peers && peers/bin/pip install {self.packages}"
 
 
 KVPRESS = Environment(
     "kvpress",
     "--environment",
     "KVJAX_PEERS",
-    "python3.11 -m venv peers && peers/bin/pip install torch transformers==5.2.0 kvpress==0.5.5",
+    "torch transformers==5.2.0 kvpress==0.5.5",
 )
 LLAMA_CPP = Environment(
     "llama_cpp",
     "--llama-cpp",
     "KVJAX_LLAMA_CPP",
-    "python3.11 -m venv peers && peers/bin/pip install llama-cpp-python",
+    "llama-cpp-python",
 )
 
 
@@ -89,6 +93,8 @@ def checked_environment(python: str | None, wanted: Environment = KVPRESS) -> st
     python = python or os.environ.get(wanted.variable)
     if not python:
         raise ValueError(f"no environment with {wanted.package} was named; {how}")
+    if os.sep in python:
+        python = str(Path(python).absolute())  # each side starts in the checkout; a link names its environment
     try:
         found = subprocess.run([python, "-c", f"import {wanted.package}"], capture_output=True, text=True, timeout=300)
     except OSError as error:
@@ -297,14 +303,14 @@ class _Made(NamedTuple):
 def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
     """Write the checkpoint that all sides load; random weights get a random prompt, a real model gets a text."""
     config = describe(flags.model)[0] if flags.model else shape(flags.shape or "small")
-    needed = processes * 4 * parameter_count(config)
+    needed = processes * np.dtype(flags.dtype).itemsize * parameter_count(config)
     measure.check_fits(needed, f"the checkpoint, in {processes} processes,", measure.free_bytes())
     if flags.model:
         model, tokenizer = evaluator.load_with_tokenizer(flags.model)
         prompt = tasks.needle(0, tokenizer, flags.prompt).tokens
         made_of = evaluator.made_of(model, tokenizer)
     else:
-        model = models.Decoder(config, rngs=nnx.Rngs(0))
+        model = models.Decoder(config, steps.random_parameters(config, flags.dtype))
         prompt = np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist()
         made_of = provenance.fingerprints(model)
     models.save(folder, model)

@@ -151,8 +151,8 @@ def documents(folder: Path) -> list[Document]:
     for path in sorted(folder.glob("*.json")):
         try:
             document = json.loads(path.read_text())
-            found.append({"file": path.name, **document, "results": document["results"]})
             importlib.import_module(f"benchmarks.{document['benchmark']}")
+            found += measured_in({"file": path.name, **document, "results": document["results"]})
         except (json.JSONDecodeError, KeyError, TypeError, ImportError) as error:
             raise ValueError(
                 f"{path} is no results file of a benchmark ({error}); make one with: python -m benchmarks NAME --json."
@@ -161,6 +161,15 @@ def documents(folder: Path) -> list[Document]:
         raise ValueError(f"{folder} holds no results (*.json); make some with: python -m benchmarks NAME --json.")
     known = {name: place for place, name in enumerate(ORDER)}
     return sorted(found, key=lambda d: (known.get(d["benchmark"], len(known)), d["file"]))
+
+
+def measured_in(document: Document) -> list[Document]:
+    """Return a document, or the benchmarks' documents in one of `python -m benchmarks accelerator`, by their parts."""
+    if document["benchmark"] != "accelerator":
+        return [document]
+    name = f"{Path(document['file']).stem}-" if "file" in document else ""
+    parts = [(record["part"], record["document"]) for record in document["results"]]
+    return [{"file": f"{name}{part}", **own} for part, own in parts if own is not None and "benchmark" in own]
 
 
 def section(document: Document) -> str:
@@ -185,7 +194,7 @@ def section(document: Document) -> str:
         made += f". {settings['note']}"
     text = f"## {document['file'].removesuffix('.json')}\n\n{made}.\n"
     for title, (table, legend) in tables.items():
-        text += f"\n### {title}\n\n```\n{table}\n```\n" + (f"\n{legend}\n" if legend else "")
+        text += f"\n### {title}\n\n```text\n{table}\n```\n" + (f"\n{legend}\n" if legend else "")
     return text
 
 
@@ -224,7 +233,7 @@ def page(found: Sequence[Document], images: Sequence[str]) -> str:
     for name in images:
         title, caption = pictures[name]
         text += f"\n![{title}](images/performance-{name}.png)\n\n*{title}. {caption}*\n"
-    text += f"\n## Targets\n\n```\n{targets(found)}\n```\n"
+    text += f"\n## Targets\n\n```text\n{targets(found)}\n```\n"
     return text + "".join(f"\n{section(document)}" for document in found)
 
 

@@ -83,6 +83,19 @@ def random_model(config: Config, dtype: DTypeLike, *, free: float | None = None)
     """
     needed = measure.tree_bytes(abstract_model(config, dtype))
     measure.check_fits(needed, "the model", measure.free_bytes() if free is None else free)
+    return models.Decoder(unbounded(config), random_parameters(config, dtype))
+
+
+def random_parameters(config: Config, dtype: DTypeLike) -> dict[str, Array]:
+    """Return random weights by name, the same in all layers: drawing those of one takes a CPU seconds.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from benchmarks import steps
+        >>> from benchmarks.shapes import shape
+        >>> steps.random_parameters(shape("tiny"), jnp.float32)["embedding"].shape
+        (256, 128)
+    """
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def draw(key: Array, size: tuple[int, ...], layers: bool) -> Array:
@@ -96,7 +109,7 @@ def random_model(config: Config, dtype: DTypeLike, *, free: float | None = None)
             parameters[name] = jnp.ones(size, dtype)
         else:
             parameters[name] = draw(jax.random.key(number), size, name.startswith("layers."))
-    return models.Decoder(unbounded(config), parameters)
+    return parameters
 
 
 class Shapes(NamedTuple):

@@ -27,16 +27,19 @@ def on_device(device: AbstractDevice, chips: int = 1) -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def needs_gpu() -> None:
-    """Skips a test where JAX sees no GPU."""
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs an NVIDIA GPU, and JAX_PLATFORMS=cuda")
+def needs(*platforms: str) -> None:
+    """Skips a test where JAX computes on none of the platforms."""
+    if jax.default_backend() not in platforms:
+        pytest.skip(f"needs a {' or '.join(platforms).upper()}, and JAX_PLATFORMS=cuda or tpu")
 
 
-def on_gpu(operation: str, arrays: Sequence[Any], *, file: str = "gpu", **options: Any) -> tuple[Any, Any]:
-    """What the kernel gives on a GPU, and the reference."""
+def run_here(operation: str, arrays: Sequence[Any], *, file: str | None = None, **options: Any) -> tuple[Any, Any]:
+    """What the kernel of this GPU or TPU gives, and the reference; a test of what it cannot do is skipped."""
     reference = getattr(importlib.import_module(f"kernels_pallas.{operation}.reference"), operation)
-    result = jax.jit(functools.partial(Kernel(operation, file).run, **options))(*arrays)
+    try:
+        result = jax.jit(functools.partial(Kernel(operation, file or jax.default_backend()).run, **options))(*arrays)
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
     with jax.default_matmul_precision("highest"):
         return result, jax.jit(functools.partial(reference, **options))(*arrays)
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas import caote_topk
 from kernels_pallas.caote_topk import gpu, reference, tpu
 from kernels_pallas.dispatch import Kernel
-from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, needs_gpu, on_gpu, platforms
+from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, needs, platforms, run_here
 from tests.tiers import first, matrix, nightly
 
 RUNS = {
@@ -264,17 +264,17 @@ def test_a_stack_of_layers_beyond_32_bits_lowers(platform):
     assert kernels == {"tpu": 1, "cuda": 3}[platform]
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in (*TARGETS, (1, 2, 2, 300, 128, "float16"))]), ids=str)
 @pytest.mark.parametrize("fast", first(1, [False, True]))
-def test_it_runs_on_a_gpu(fast, sizes):
-    needs_gpu()
+def test_it_runs_on_a_gpu_or_tpu(fast, sizes):
+    needs("gpu", "tpu")
     B, K, G, S, D, dtype = sizes
     given = case(16, B, K, G, S, D)
     arrays = [jnp.asarray(x) for x in given]
     arrays[1] = arrays[1].astype(dtype)
     options = OPTIONS | {"fast": fast}
-    kept, expected = on_gpu("caote_topk", arrays, **options)
+    kept, expected = run_here("caote_topk", arrays, **options)
     np.testing.assert_allclose(kept.scores, expected.scores, rtol=1e-4, atol=1e-9)
     np.testing.assert_array_equal(kept.position, best(np.asarray(kept.scores), given.position, given.budget))
 

@@ -165,15 +165,15 @@ def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, r
     targets.refused(platform, "paged_attention", attend((), None), shapes(*sizes), reason, **options)
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @every
-def test_it_runs_on_a_gpu(sizes, names, span):
-    targets.needs_gpu()
+def test_it_runs_on_a_gpu_or_tpu(sizes, names, span):
+    targets.needs("gpu", "tpu")
     B, T, N, K, M, page, D, dtype = sizes
     pages, _ = paged(case(11, B, T, N, K, M * page, D), page)
     arrays = [jnp.asarray(x).astype(dtype) if x.dtype == np.float32 else jnp.asarray(x) for x in pages]
     options = options_of(pages, statistics=frozenset(names), window=32, sliding_window=span)
-    result, expected = targets.on_gpu("paged_attention", arrays, **options)
+    result, expected = targets.run_here("paged_attention", arrays, **options)
     half = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (result, expected)), **half)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), result[1], expected[1])

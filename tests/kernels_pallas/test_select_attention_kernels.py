@@ -138,14 +138,14 @@ def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, r
     targets.refused(platform, "select_attention", select_attention, given, reason, layer=None, scale=1.0)
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @every
-def test_it_runs_on_a_gpu(sizes):
-    targets.needs_gpu()
+def test_it_runs_on_a_gpu_or_tpu(sizes):
+    targets.needs("gpu", "tpu")
     T, N, K, S, D, H, M, dtype = sizes
     given = case(11, 1, T, N, K, S, D, H, M)
     arrays = [jnp.asarray(x).astype(dtype) for x in given[:3]]
-    result, expected = targets.on_gpu("select_attention", [*arrays, given.slots], layer=None, scale=D**-0.5)
+    result, expected = targets.run_here("select_attention", [*arrays, given.slots], layer=None, scale=D**-0.5)
     close = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (result, expected)), **close)
 
