@@ -278,9 +278,10 @@ def page(document: Record) -> str:
     results = document["results"]
     text = f"# {document['device']}\n\n"
     text += f"Made by `{document['command']}`, commit {document['commit']}, jax {document['versions']['jax']}.\n"
-    text += f"\n```text\n{table(results)}\n```\n\n{LEGEND}\n"
+    text += f"\n{measure.markdown(table(results))}\n\n{LEGEND}\n"
     found = report.measured_in(document)
-    text += f"\n## Targets\n\n```text\n{report.targets(found)}\n```\n" if found else ""
+    on = ["cpu" if document["device"] == "cpu" else "gpu"]
+    text += f"\n## Targets\n\n{measure.markdown(report.targets(found, on))}\n" if found else ""
     measured = {part["file"]: report.section(part) for part in found}
     for record in results:
         told = "\n".join(record["output"])

@@ -638,7 +638,8 @@ loss is timed on a CPU.
     said = findings(results)
     for name, (title, table) in TABLES.items():
         sentences = "\n".join(f"- {sentence}" for sentence in said[name])
-        text += f"\n## {title}\n\n{sentences}\n\n```\n{table(results[name.split('_')[0]])}\n```\n\n{LEGENDS[name]}\n"
+        shown = measure.markdown(table(results[name.split("_")[0]]))
+        text += f"\n## {title}\n\n{sentences}\n\n{shown}\n\n{LEGENDS[name]}\n"
     return text
 
 

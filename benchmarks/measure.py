@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -352,6 +354,33 @@ def write(
         provenance.write(flags, found, made_of)
         if done:
             print(f"figures: {flags.json}")
+
+
+def markdown(text: str) -> str:
+    """Return a text table as one in Markdown, which a page can wrap; lines that belong to none become paragraphs.
+
+    Example:
+        >>> from benchmarks import measure
+        >>> print(measure.markdown("policy   ms\\n------  ---\\nh2o     1.5\\nrefused: x"))
+        | policy | ms |
+        | --- | ---: |
+        | h2o | 1.5 |
+        <BLANKLINE>
+        refused: x
+    """
+    lines = text.splitlines()
+    rule = next((number for number, line in enumerate(lines) if re.fullmatch(r"-+(  -+)*", line)), None)
+    if not rule:
+        return "\n\n".join(lines)
+    spans = [found.span() for found in re.finditer("-+", lines[rule])]
+    between = [place for (_, end), (begin, _) in itertools.pairwise(spans) for place in range(end, begin)]
+    inside = [all(line[place : place + 1] in ("", " ") for place in between) for line in lines]
+    ends = rule + 1 + next((n for n, fits in enumerate(inside[rule + 1 :]) if not fits), len(lines))
+    rows = [[line[begin:end] for begin, end in spans] for line in [*lines[rule - 1 : rule], *lines[rule + 1 : ends]]]
+    right = [any(row[n][:1] == " " and row[n].strip() for row in rows) for n in range(len(spans))]
+    shown = [f"| {' | '.join(cell.strip().replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    shown.insert(1, f"| {' | '.join('---:' if r else '---' for r in right)} |")
+    return "\n\n".join(["\n".join(shown), *lines[ends:]])
 
 
 def write_page(path: Path, text: str) -> None:

@@ -200,29 +200,41 @@ def summarised(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with one row per side, budget and number of threads."""
-
-    def phase(what: str) -> list[tuple[str, report.Cell]]:
-        speed = lambda r: r[what].get("tokens_a_second")  # noqa: E731  older results do not have it
-        return [
-            (f"{what} ms", f"{{{what}[milliseconds]:,.1f}}"),
-            ("spread", f"{{{what}[low]:,.1f}}..{{{what}[high]:,.1f}}"),
-            ("tokens/s", lambda r: "" if speed(r) is None else f"{speed(r):,.1f}"),
-            ("cpu", f"{{{what}[work_milliseconds]:,.1f}}"),
-            ("ratio", lambda r: "" if r[f"{what}_ratio"] is None else f"{r[f'{what}_ratio']:.2f}"),
-        ]
-
+def table(rows: Sequence[Mapping[str, Any]], what: str) -> str:
+    """Return a table of "prefill" or "decode", with one row per side, budget and number of threads."""
+    speed = lambda r: r[what].get("tokens_a_second")  # noqa: E731  older results do not have it
+    last: tuple[str, report.Cell] = ("same", "{same_tokens} of {tokens}")
+    if what == "prefill":
+        last = ("peak MiB", lambda r: f"{r['peak_bytes'] / 2**20:,.0f}")
     cells: list[tuple[str, report.Cell]] = [
         ("side", "{side}"),
+        ("held", "{held:,}"),
         ("threads", "{threads}"),
-        *phase("prefill"),
-        *phase("decode"),
-        ("peak MiB", lambda r: f"{r['peak_bytes'] / 2**20:,.0f}"),
-        ("held", "{held}"),
-        ("same", "{same_tokens} of {tokens}"),
+        ("ms", f"{{{what}[milliseconds]:,.1f}}"),
+        ("spread", f"{{{what}[low]:,.1f}}..{{{what}[high]:,.1f}}"),
+        ("tokens/s", lambda r: "" if speed(r) is None else f"{speed(r):,.1f}"),
+        ("cpu", f"{{{what}[work_milliseconds]:,.1f}}"),
+        ("ratio", lambda r: "" if r[f"{what}_ratio"] is None else f"{r[f'{what}_ratio']:.2f}"),
+        last,
     ]
     return report.table(rows, cells, left=1)
+
+
+def heading(settings: Mapping[str, Any]) -> str:
+    """Return the heading of a results file in the report.
+
+    Example:
+        >>> from benchmarks import peers
+        >>> peers.heading({"model": None, "shape": "small", "prompt": 2048})
+        'Beside other libraries: random weights (small), a prompt of 2,048 tokens'
+    """
+    what = settings.get("model") or f"random weights ({settings['shape']})"
+    return f"Beside other libraries: {what}, a prompt of {settings['prompt']:,} tokens"
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return the tables of the prompt and of a new token by title, with their legend after the last."""
+    return {"A prompt": (table(rows, "prefill"), ""), "A new token": (table(rows, "decode"), LEGEND)}
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -276,8 +288,7 @@ def command(flags: argparse.Namespace) -> None:
                 told = {**given, "threads": count, "budget": budget}
                 found = measured(told, kvpress, llama_cpp, flags.repetitions)
                 rows += [{"threads": count, "budget": budget, **row} for row in summarised(found, len(made.prompt))]
-    print(table(rows))
-    print(LEGEND)
+    measure.show(tables(rows), None)
     settings = {key: value for key, value in given.items() if key not in ("folder", "gguf", "prompt")}
     settings |= {
         "threads": threads,

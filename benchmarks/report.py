@@ -15,11 +15,11 @@ from models import commands
 
 DOCS = Path(__file__).parent.parent / "docs"
 ORDER = (
+    "peers",
     "decode",
     "prefill",
     "kernels",
     "cpu",
-    "peers",
     "butler",
     "rounds",
     "memory",
@@ -33,9 +33,15 @@ Document = dict[str, Any]
 
 INTRODUCTION = """# Performance
 
-`python -m benchmarks report` makes this page from benchmarks/results; every file there names its device, versions and
-commit. A floor is the time to read the bytes, or to compute the products, that are strictly needed, at the bandwidth
-and product rate measured in the same run on the same device. Every number in ms was measured.
+Beside other libraries first, then beside floors, then all else that was measured. Every number in ms was measured;
+`python -m benchmarks report` makes this page from benchmarks/results, where every file names its device, versions and
+commit. No GPU or TPU is among them yet: [one command measures yours](how-to/measure-a-gpu.md) in ten minutes.
+"""
+FLOORS = """
+## Floors
+
+A floor is the time to read the bytes, or to compute the products, that are strictly needed, at the bandwidth and
+product rate measured in the same run on the same device.
 """
 
 
@@ -192,9 +198,10 @@ def section(document: Document) -> str:
         made += f"{settings['calls']} calls"
     if settings.get("note"):
         made += f". {settings['note']}"
-    text = f"## {document['file'].removesuffix('.json')}\n\n{made}.\n"
+    heading = module.heading(settings) if hasattr(module, "heading") else document["file"].removesuffix(".json")
+    text = f"## {heading}\n\n{made}.\n"
     for title, (table, legend) in tables.items():
-        text += f"\n### {title}\n\n```text\n{table}\n```\n" + (f"\n{legend}\n" if legend else "")
+        text += f"\n### {title}\n\n{measure.markdown(table)}\n" + (f"\n{legend}\n" if legend else "")
     return text
 
 
@@ -203,10 +210,10 @@ def _device(document: Document) -> str:
     return f"{cores} CPU cores" if document["device"] == "cpu" and cores else document["device"]
 
 
-def targets(found: Sequence[Document]) -> str:
-    """Return a table of the targets with their figures: met, missed or unmeasured."""
+def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> str:
+    """Return a table of the targets of those kinds of devices with their figures: met, missed or unmeasured."""
     rows = []
-    for target in TARGETS:
+    for target in (target for target in TARGETS if target.on in on):
         own = [r for d in found if (d["device"] == "cpu") == (target.on == "cpu") for r in _rows(d)]
         figure = target.figure(own)
         bound = f"at least {target.least:g}" if target.least is not None else f"at most {target.most:g}"
@@ -229,12 +236,13 @@ def page(found: Sequence[Document], images: Sequence[str]) -> str:
         "decode": ("Decode time against prompt length", "Solid: under a budget; dashed: a full cache; dotted: floors."),
         "kernels": ("Operations against their floors", "The share of the floor's speed that each reaches."),
     }
-    text = INTRODUCTION
+    compared = [document for document in found if document["benchmark"] == "peers"]
+    text = INTRODUCTION + "".join(f"\n{section(document)}" for document in compared) + FLOORS
     for name in images:
         title, caption = pictures[name]
         text += f"\n![{title}](images/performance-{name}.png)\n\n*{title}. {caption}*\n"
-    text += f"\n## Targets\n\n```text\n{targets(found)}\n```\n"
-    return text + "".join(f"\n{section(document)}" for document in found)
+    text += f"\n## Targets\n\n{measure.markdown(targets(found))}\n"
+    return text + "".join(f"\n{section(document)}" for document in found if document not in compared)
 
 
 def draw_decode(document: Document, path: Path) -> None:

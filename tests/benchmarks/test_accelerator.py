@@ -60,7 +60,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other_and_only_these_run_again(run,
     assert [kept[name]["result"] for name in kept] == ["failed with exit code 3", "done", "cut off"]
     assert kept["kernels"]["output"] == ["no such", "kernel"] and kept["decode"]["document"]["device"] == "NVIDIA H100"
     page = (tmp_path / "accelerator.md").read_text()
-    assert "4.600" in page and "1.100         met" in page and "no such\nkernel" in page
+    assert "4.600" in page and "| 1.100 | met |" in page and "no such\nkernel" in page
 
     mended = python("kernels", "pass")
     assert run([mended, *found[1:]])[1] == ["kernels", "peers"]

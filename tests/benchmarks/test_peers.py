@@ -75,7 +75,7 @@ def test_rows_hold_medians_ratios_and_the_first_token_that_differs():
     assert second["decode"]["milliseconds"] == pytest.approx(40) and second["decode"]["lowest"] == pytest.approx(30)
     assert (second["prefill"]["tokens_a_second"], second["decode"]["tokens_a_second"]) == pytest.approx((500, 25))
     assert (second["same_tokens"], second["tokens"]) == (2, 3)
-    assert "2 of 3" in peers.table([{"threads": 1, **row} for row in (first, second)])
+    assert "2 of 3" in peers.table([{"threads": 1, **row} for row in (first, second)], "decode")
 
 
 @matrix
