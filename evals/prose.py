@@ -74,7 +74,7 @@ def sentences(part: Part = "test") -> tuple[str, ...]:
     Example:
         >>> from evals import prose
         >>> len(prose.sentences("train")) + len(prose.sentences("test"))
-        3633
+        3636
     """
     return tuple(itertools.chain.from_iterable(_lines(part)))
 
