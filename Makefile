@@ -2,11 +2,11 @@
 # whenever pyproject.toml or constraints.txt change.
 
 # The demo: a table, a picture and a JSON file. It writes to demo/. `make demo MODEL=smollm2` runs a real model instead
-# of the embedded one, on fewer samples, and evicts once; MODEL may be whatever models.load takes.
+# of the embedded one, on fewer samples; MODEL may be whatever models.load takes.
 MODEL = retriever
 POLICIES = full,streaming,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),tova,tova+caote,snapkv,snapkv+caote
 ifeq ($(MODEL),retriever)
-DEMO = --budgets 256 --depths 5 --samples 5 --batch 5
+DEMO = --budgets 40,128 --when prompt --depths 5 --samples 5 --batch 5
 DEMO_SAYS = The embedded model, 850 answers on prompts of up to 1,024 tokens: about 3 minutes on two cores.
 DEMO_FILE = demo/needle
 else

@@ -33,7 +33,7 @@ with commands.extra("eval", "evals"):
         else:
             evaluations.register(name, EVALUATIONS[name])
 EXAMPLES = """examples:
-  python -m evals needle --policies full,snapkv,snapkv+caote --budgets 256,512 --json out.json --plot out.png
+  python -m evals needle --policies full,snapkv,snapkv+caote --budgets 40,128 --json out.json --plot out.png
   python -m evals ruler --lengths 1024 --policies full,snapkv+caote --budgets 0.25 --when prompt --out runs/ruler
   python -m evals NAME --help
 """

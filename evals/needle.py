@@ -24,8 +24,11 @@ from evals import evaluator, report, statistics, tasks
 from evals.evaluator import PLACEMENTS, RECENCY, Question, Setting, check_sizes, make_settings
 from models import commands
 
+# With the embedded model good policies differ at the first once after the prompt, at the second after every block.
+BUDGETS = "40,128"
 EXAMPLES = """examples:
-  python -m evals needle --policies full,h2o,h2o+caote,snapkv,snapkv+caote --budgets 256,512 --plot needle.png
+  python -m evals needle --policies full,h2o,h2o+caote,snapkv,snapkv+caote --budgets 40,128 --plot needle.png
+  python -m evals needle --policies tova,snapkv+caote --against snapkv
   python -m evals needle --model path/to/Llama-3.2-1B --lengths 4096,8192 --budgets 0.25 --when prompt --json out.json
 """
 
@@ -218,7 +221,7 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     evaluator.add_model_flags(flags)
-    evaluator.add_setting_flags(flags, questions=PLACEMENTS)
+    evaluator.add_setting_flags(flags, budgets=BUDGETS, questions=PLACEMENTS)
     flags.add_argument("--lengths", default="512,1024", help="tokens per prompt; several by comma")
     flags.add_argument("--depths", type=int, default=5, help="number of depths from 0 to 1")
     flags.add_argument("--samples", type=int, default=8, help="samples per length and depth")
