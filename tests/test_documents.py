@@ -59,10 +59,14 @@ def test_links_between_documents_lead_somewhere(document):
     assert [str(target) for target in found if not target.exists() and target.resolve() not in pages] == []
 
 
+def whole_lines(page: Path) -> str:
+    return re.sub(r" \\\n\s+", " ", page.read_text())
+
+
 COMMANDS = {
     found.group().split("  #")[0]
     for page in (ROOT / "README.md", ROOT / "docs/commands.md")
-    for found in re.finditer(r"python -m .*", "\n".join(re.findall("^    .*", page.read_text(), re.MULTILINE)))
+    for found in re.finditer(r"python -m .*", "\n".join(re.findall("^    .*", whole_lines(page), re.MULTILINE)))
 }
 
 
