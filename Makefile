@@ -90,7 +90,7 @@ demo: setup  ## full cache against each policy: a table, a picture and a JSON fi
 	$(PY) -m evals needle --model "$(MODEL)" --policies "$(POLICIES)" $(DEMO) --lengths 512,1024 --json $(DEMO_FILE).json --plot $(DEMO_FILE).png
 
 clean:  ## remove .venv, caches, builds and demo/
-	rm -rf $(VENV) build dist demo docs/_build docs/tutorial/*.ipynb .mypy_cache .pytest_cache .ruff_cache .hypothesis .jax_cache
+	rm -rf $(VENV) build dist demo docs/_build docs/reference/api docs/tutorial/*.ipynb .mypy_cache .pytest_cache .ruff_cache .hypothesis .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

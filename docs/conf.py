@@ -34,6 +34,8 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build", "results/*.json"]
+templates_path = ["_templates"]
+highlight_language = "text"  # what is indented is a command, a table or a file, seldom Python
 nitpicky = False  # jaxtyping's shapes are no names that a reference could resolve to
 
 html_theme = "furo"
@@ -50,6 +52,15 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_missing"]  # links to files of the repository that are no pages
 
+# A page per module, written to reference/api when the documentation is built.
+autosummary_context = {
+    "hidden": {
+        "models.gguf": "Stored",
+        "models.get": "main, Published",
+        "models.decoder": "Layers",
+        "models.scorer": "KIND",
+    }
+}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
@@ -60,7 +71,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_attr_annotations = False  # a shape such as "*rows S" is no emphasis
 napoleon_custom_sections = ["Example"]
-python_maximum_signature_line_length = 88
+python_maximum_signature_line_length = 80
 
 
 def as_written(app, what, name, obj, options, lines):
