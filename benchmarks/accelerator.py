@@ -93,7 +93,10 @@ def largest_shape(memory: float, names: Sequence[str] = SHAPES, copies: int = 1)
 
     Example:
         >>> from benchmarks.accelerator import largest_shape
-        >>> largest_shape(80e9), largest_shape(16e9), largest_shape(80e9, copies=3), largest_shape(8e9)
+        >>> (
+        ...     largest_shape(80e9), largest_shape(16e9), largest_shape(80e9, copies=3),
+        ...     largest_shape(8e9)
+        ... )
         ('llama-3.1-8b', 'llama-3.2-3b', 'llama-3.1-8b', 'llama-3.2-1b')
     """
     needed = {name: 2 * copies * parameter_count(shape(name)) + 2**32 for name in names}

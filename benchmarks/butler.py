@@ -58,7 +58,10 @@ def compiled_cost(function: Callable, *arguments: Any, donate: tuple[int, ...] =
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from benchmarks.butler import compiled_cost
-        >>> a, b = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32)
+        >>> a, b = (
+        ...     jax.ShapeDtypeStruct((8, 16), jnp.float32),
+        ...     jax.ShapeDtypeStruct((16, 32), jnp.float32),
+        ... )
         >>> compiled_cost(jnp.matmul, a, b).flops == 2 * 8 * 16 * 32
         True
     """
@@ -186,7 +189,8 @@ def selected_numbers(model: models.Config, tokens: float, slots: int) -> dict[st
 
     Example:
         >>> from benchmarks import butler
-        >>> numbers = butler.selected_numbers(butler.MODELS["Llama-3.2-1B"], 100, 1000)  # 1,024 numbers a token
+        >>> # 1,024 numbers a token
+        >>> numbers = butler.selected_numbers(butler.MODELS["Llama-3.2-1B"], 100, 1000)
         >>> numbers["heads"] // 1024, numbers["same"] // 1024
         (400, 100)
     """

@@ -135,12 +135,17 @@ def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[d
     Example:
         >>> from benchmarks import decode
         >>> same = dict(shape="tiny", batch=1, budget=16)
-        >>> rows = [dict(same, policy="none", prompt=64, milliseconds=8.0),
-        ...         dict(same, policy="streaming", prompt=64, milliseconds=9.0),
-        ...         dict(same, policy="h2o+caote", prompt=64, milliseconds=10.0),
-        ...         dict(same, policy="h2o+caote", prompt=1000, milliseconds=10.5)]
+        >>> rows = [
+        ...     dict(same, policy="none", prompt=64, milliseconds=8.0),
+        ...     dict(same, policy="streaming", prompt=64, milliseconds=9.0),
+        ...     dict(same, policy="h2o+caote", prompt=64, milliseconds=10.0),
+        ...     dict(same, policy="h2o+caote", prompt=1000, milliseconds=10.5)
+        ... ]
         >>> split = decode.parts(rows)[0]
-        >>> split["eviction"], split["scoring"], split["together"], split["long_over_short"]
+        >>> (
+        ...     split["eviction"], split["scoring"], split["together"],
+        ...     split["long_over_short"]
+        ... )
         (1.0, 1.0, 0.2, 1.05)
     """
     found = []

@@ -25,7 +25,10 @@ def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False
 
     Example:
         >>> from benchmarks import floors
-        >>> floors.caote_topk(1, 2, 10, 4, 2), floors.caote_topk(1, 2, 10, 4, 2, fast=True)
+        >>> (
+        ...     floors.caote_topk(1, 2, 10, 4, 2),
+        ...     floors.caote_topk(1, 2, 10, 4, 2, fast=True),
+        ... )
         (320, 160)
     """
     return (1 if fast else 2) * B * K * S * D * width
@@ -58,7 +61,8 @@ def mse_bytes(B: int, T: int, N: int, K: int, D: int, F: int, width: int) -> int
 
     Example:
         >>> from benchmarks import floors
-        >>> floors.mse_bytes(1, 10, 4, 2, 8, 2, 4)  # 480 of the model, 160 of the predictor twice, 4 bytes each
+        >>> # 480 of the model, 160 of the predictor twice, 4 bytes each
+        >>> floors.mse_bytes(1, 10, 4, 2, 8, 2, 4)
         3200
     """
     return B * T * ((N + K) * D + 4 * N * F) * width
@@ -71,7 +75,10 @@ def weight_numbers(config: Config) -> Parts:
         >>> from benchmarks import floors
         >>> from benchmarks.shapes import shape
         >>> rest, layer = floors.weight_numbers(shape("llama-3.1-8b"))
-        >>> rest == 128_256 * 4096 + 4096, layer == 4096 * (2 * 4096 + 2 * 1024 + 3 * 14_336 + 2)
+        >>> (
+        ...     rest == 128_256 * 4096 + 4096,
+        ...     layer == 4096 * (2 * 4096 + 2 * 1024 + 3 * 14_336 + 2),
+        ... )
         (True, True)
     """
     sizes = {name: math.prod(size) for name, size in parameter_shapes(config).items()}

@@ -71,7 +71,10 @@ def cases(config: Config, batch: int, sizes: Sizes, dtype: DTypeLike, operations
         >>> import jax.numpy as jnp
         >>> from benchmarks import kernels
         >>> from benchmarks.shapes import shape
-        >>> given = kernels.cases(shape("tiny"), 1, kernels.Sizes(8, 4, 16, 0.5, 8), jnp.float32, ["caote_topk"])
+        >>> given = kernels.cases(
+        ...     shape("tiny"), 1, kernels.Sizes(8, 4, 16, 0.5, 8), jnp.float32,
+        ...     ["caote_topk"]
+        ... )
         >>> [case.case for case in given]
         ['block', 'block, fast', 'decode']
     """

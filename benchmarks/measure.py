@@ -150,7 +150,10 @@ def compiled(
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from benchmarks.measure import compiled, program_bytes
-        >>> program = compiled(jnp.negative, jax.ShapeDtypeStruct((256,), jnp.float32), what="negation", free=1e6)
+        >>> program = compiled(
+        ...     jnp.negative, jax.ShapeDtypeStruct((256,), jnp.float32),
+        ...     what="negation", free=1e6
+        ... )
         >>> program_bytes(program)
         2048
     """
@@ -174,7 +177,10 @@ def reason_of(error: Exception) -> str:
 
     Example:
         >>> from benchmarks.measure import reason_of
-        >>> reason_of(ValueError("too wide\\nat line 7")), reason_of(NotImplementedError("no float64"))
+        >>> (
+        ...     reason_of(ValueError("too wide\\nat line 7")),
+        ...     reason_of(NotImplementedError("no float64")),
+        ... )
         ('ValueError: too wide', 'no float64')
     """
     text = (str(error).splitlines() or [""])[0]
@@ -361,7 +367,9 @@ def markdown(text: str) -> str:
 
     Example:
         >>> from benchmarks import measure
-        >>> print(measure.markdown("policy   ms\\n------  ---\\nh2o     1.5\\nrefused: x"))
+        >>> print(
+        ...     measure.markdown("policy   ms\\n------  ---\\nh2o     1.5\\nrefused: x")
+        ... )
         | policy | ms |
         | --- | ---: |
         | h2o | 1.5 |
@@ -463,7 +471,12 @@ def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]
 
     Example:
         >>> from benchmarks.measure import ratio_table
-        >>> print(ratio_table([{"name": "step", "milliseconds": 2.0}], [{"name": "step", "milliseconds": 4.0}]))
+        >>> print(
+        ...     ratio_table(
+        ...         [{"name": "step", "milliseconds": 2.0}],
+        ...         [{"name": "step", "milliseconds": 4.0}],
+        ...     )
+        ... )
         row                  before ms  now ms  now / before
         -------------------  ---------  ------  ------------
         step                     4.000   2.000         0.500

@@ -256,7 +256,9 @@ def flatness(rows: Sequence[dict[str, Any]], name: str) -> float:
 
     Example:
         >>> from benchmarks.soak import flatness
-        >>> round(flatness([{"ms": 9.0}, {"ms": 4.0}, {"ms": 4.0}, {"ms": 4.1}], "ms"), 3)
+        >>> round(
+        ...     flatness([{"ms": 9.0}, {"ms": 4.0}, {"ms": 4.0}, {"ms": 4.1}], "ms"), 3
+        ... )
         0.025
     """
     quarter = len(rows) // 4

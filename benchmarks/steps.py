@@ -128,7 +128,9 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
     Example:
         >>> from benchmarks import steps
         >>> from benchmarks.shapes import shape
-        >>> steps.shapes(steps.Setting(shape("tiny"), None, None, block=8), 100).cache.position.shape
+        >>> steps.shapes(
+        ...     steps.Setting(shape("tiny"), None, None, block=8), 100
+        ... ).cache.position.shape
         (2, 1, 2, 112)
     """
     keeps = setting.policy is None
@@ -241,9 +243,16 @@ def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) ->
     Example:
         >>> import jax, kvjax
         >>> from benchmarks import steps
-        >>> shape = jax.eval_shape(lambda: kvjax.KVCache.init(layers=1, batch=1, kv_heads=2, slots=6, head_dim=4))
+        >>> shape = jax.eval_shape(
+        ...     lambda: kvjax.KVCache.init(
+        ...         layers=1, batch=1, kv_heads=2, slots=6, head_dim=4
+        ...     )
+        ... )
         >>> cache = steps.after_prompt(shape, prompt=100, held=4)
-        >>> cache.num_live.tolist(), int(cache.next_position[0]), int(cache.position.max()) < 100
+        >>> (
+        ...     cache.num_live.tolist(), int(cache.next_position[0]),
+        ...     int(cache.position.max()) < 100
+        ... )
         ([[[4, 4]]], 100, True)
     """
 
@@ -299,7 +308,11 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
         >>> setting = steps.Setting(shape("tiny"), "streaming", budget=16, block=8)
         >>> program = steps.program("decode", setting, 100, 1, free=2**30)
         >>> model = steps.random_model(shape("tiny"), jnp.float32)
-        >>> list(steps.contest(model, {"one": steps.Contender(program, 100, 16, "streaming")}, 1))
+        >>> list(
+        ...     steps.contest(
+        ...         model, {"one": steps.Contender(program, 100, 16, "streaming")}, 1
+        ...     )
+        ... )
         ['one']
     """
     shared: dict[str, Rows] = {}

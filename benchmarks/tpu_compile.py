@@ -253,7 +253,9 @@ def counts(text: str) -> dict[str, Any]:
 
     Example:
         >>> from benchmarks.tpu_compile import counts
-        >>> counts('%a = f32[8]{0} all-reduce-start(%x)\\n%b = f32[8]{0} all-reduce-done(%a)\\n')
+        >>> counts(
+        ...     "%a = f32[8]{0} all-reduce-start(%x)\\n%b = f32[8]{0} all-reduce-done(%a)\\n"
+        ... )
         {'kernels': 0, 'collectives': {'all-reduce': 1}}
     """
     found = Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text))
@@ -266,7 +268,12 @@ def taken(result: dict[str, Any]) -> float:
 
     Example:
         >>> from benchmarks.tpu_compile import taken
-        >>> taken({"argument_bytes": 10, "temporary_bytes": 4, "new_bytes": 1, "array_bytes": 10})
+        >>> taken(
+        ...     {
+        ...         "argument_bytes": 10, "temporary_bytes": 4, "new_bytes": 1,
+        ...         "array_bytes": 10
+        ...     }
+        ... )
         1.5
     """
     return sum(result[f"{name}_bytes"] for name in ("argument", "temporary", "new")) / result["array_bytes"]

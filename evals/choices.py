@@ -91,7 +91,10 @@ def read_corpus(text: str) -> Corpus:
 
     Example:
         >>> from evals import choices
-        >>> corpus = choices.read_corpus("== One ==\\n\\n" + "The river was calm again. It ran down to the sea. " * 60)
+        >>> corpus = choices.read_corpus(
+        ...     "== One ==\\n\\n"
+        ...     + "The river was calm again. It ran down to the sea. " * 60
+        ... )
         >>> corpus.sentences[1], corpus.sections
         ('It ran down to the sea.', (('One', 0, 120),))
     """
@@ -125,8 +128,13 @@ def draw(task: str, index: int, corpus: Corpus, tokenizer: Any, length: int, *, 
         >>> import models
         >>> from evals import choices
         >>> _, tokenizer = models.load("retriever")
-        >>> text = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
-        >>> sample = choices.draw("continuation", 0, choices.read_corpus(text), tokenizer, 256)
+        >>> text = " ".join(
+        ...     f"A boat that had a crew of {i} men went by the old town of {i}."
+        ...     for i in range(9, 200)
+        ... )
+        >>> sample = choices.draw(
+        ...     "continuation", 0, choices.read_corpus(text), tokenizer, 256
+        ... )
         >>> len(sample.choices), len(sample.tokens) < 256
         (4, True)
     """
@@ -242,9 +250,16 @@ def answer(
         >>> from evals import choices
         >>> from evals.evaluator import Setting
         >>> model, tokenizer = models.load("retriever")
-        >>> text = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
-        >>> sample = choices.draw("continuation", 0, choices.read_corpus(text), tokenizer, 256)
-        >>> record = choices.answer(model, [sample], [Setting("tova", 64, "block", "unknown", 0)])[0][0]
+        >>> text = " ".join(
+        ...     f"A boat that had a crew of {i} men went by the old town of {i}."
+        ...     for i in range(9, 200)
+        ... )
+        >>> sample = choices.draw(
+        ...     "continuation", 0, choices.read_corpus(text), tokenizer, 256
+        ... )
+        >>> record = choices.answer(
+        ...     model, [sample], [Setting("tova", 64, "block", "unknown", 0)]
+        ... )[0][0]
         >>> record["score"] in (0.0, 1.0), len(record["log_probability"])
         (True, 4)
     """
@@ -293,7 +308,10 @@ def likeliest(sample: Sample, log_probability: Float[np.ndarray, "n"]) -> int:
     Example:
         >>> import numpy as np
         >>> from evals.choices import Sample, likeliest
-        >>> likeliest(Sample([1], 1, ([2], [3, 4]), right=1, sizes=(1, 4)), np.array([-1.0, -2.0]))
+        >>> likeliest(
+        ...     Sample([1], 1, ([2], [3, 4]), right=1, sizes=(1, 4)),
+        ...     np.array([-1.0, -2.0]),
+        ... )
         1
     """
     return int(np.argmax(log_probability / np.array(sample.sizes)))

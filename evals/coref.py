@@ -94,7 +94,10 @@ def make_settings(
 
     Example:
         >>> from evals.coref import make_settings
-        >>> [setting.title() for setting in make_settings("full,quest", [0.5], ["teacher"])]
+        >>> [
+        ...     setting.title()
+        ...     for setting in make_settings("full,quest", [0.5], ["teacher"])
+        ... ]
         ['full, teacher', 'quest(page_size=4), sparsity 0.5, teacher']
     """
     check_names("--mode", modes, get_args(Mode))

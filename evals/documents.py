@@ -87,9 +87,13 @@ def make_sample(
     Example:
         >>> import models
         >>> from evals import documents
-        >>> task = documents.Task("Read.\\n{context}\\nWho?", 4, None, lambda record: [record["answer"]])
+        >>> task = documents.Task(
+        ...     "Read.\\n{context}\\nWho?", 4, None, lambda record: [record["answer"]]
+        ... )
         >>> _, tokenizer = models.load("retriever")
-        >>> found = documents.make_sample(task, {"context": "A fox ran.", "answer": "fox"}, tokenizer, 100)
+        >>> found = documents.make_sample(
+        ...     task, {"context": "A fox ran.", "answer": "fox"}, tokenizer, 100
+        ... )
         >>> tokenizer.decode(found.tokens[found.context_end :]), found.references
         ('\\nWho?', ('fox',))
     """
@@ -128,7 +132,9 @@ def written_out(
         >>> from evals import documents
         >>> from models.tokenizer import Tokenizer
         >>> template = "[{{ messages[0].content }}] "
-        >>> tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, template)
+        >>> tokenizer = Tokenizer(
+        ...     tokenizers.Tokenizer(tokenizers.models.BPE()), None, template
+        ... )
         >>> documents.written_out(tokenizer, "A fox ran.", " Who?", "It was", chat=True)
         ('[A fox ran.', '[A fox ran. Who?] It was')
     """
@@ -174,8 +180,12 @@ def score(task: Task, answer: Answer, sample: TextSample) -> float:
     Example:
         >>> from evals import documents
         >>> from evals.evaluator import Answer, TextSample
-        >>> task = documents.Task("{context}", 4, lambda said, right, record: float(said == right), None)
-        >>> documents.score(task, Answer([], "fox"), TextSample([], 0, ("owl", "fox"), {}))
+        >>> task = documents.Task(
+        ...     "{context}", 4, lambda said, right, record: float(said == right), None
+        ... )
+        >>> documents.score(
+        ...     task, Answer([], "fox"), TextSample([], 0, ("owl", "fox"), {})
+        ... )
         1.0
     """
     text = answer.text.lstrip("\n").split("\n")[0] if task.first_line else answer.text
@@ -201,7 +211,9 @@ def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) ->
         >>> import pathlib, tempfile
         >>> from evals import documents
         >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (folder / "test.csv").write_text('chapter,summary\\n"One,\\ntwo.",Short.\\n')
+        >>> _ = (folder / "test.csv").write_text(
+        ...     'chapter,summary\\n"One,\\ntwo.",Short.\\n'
+        ... )
         >>> list(documents.read_records(str(folder), "test.csv", iter))
         [{'chapter': 'One,\\ntwo.', 'summary': 'Short.'}]
     """
@@ -270,7 +282,9 @@ def published_text(file: Published) -> str:
 
     Example:
         >>> from evals import documents
-        >>> documents.published_text(documents.Published("file:/nowhere/prompts.json", "0" * 64))
+        >>> documents.published_text(
+        ...     documents.Published("file:/nowhere/prompts.json", "0" * 64)
+        ... )
         Traceback (most recent call last):
         ...
         FileNotFoundError: cannot get file:/nowhere/prompts.json (...); get it elsewhere, and name it with --prompts.

@@ -38,7 +38,9 @@ def register(name: str, evaluation: Any) -> None:
     Example:
         >>> import types
         >>> from evals import evaluations
-        >>> evaluations.register("empty", types.ModuleType("empty", "Measures nothing."))
+        >>> evaluations.register(
+        ...     "empty", types.ModuleType("empty", "Measures nothing.")
+        ... )
         Traceback (most recent call last):
         ...
         ValueError: <module 'empty'> lacks EXAMPLES, add_flags, command, which an evaluation has.

@@ -207,7 +207,9 @@ def answers(
         >>> model, tokenizer = models.load("retriever")
         >>> setting = evaluator.Setting("tova", 64, "block", "known")
         >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
-        >>> found = evaluator.answers(model, prompts, setting, new_tokens=4, batch=1, block=32)
+        >>> found = evaluator.answers(
+        ...     model, prompts, setting, new_tokens=4, batch=1, block=32
+        ... )
         >>> [batch.tokens.shape for batch in found]
         [(1, 4)]
     """
@@ -244,9 +246,14 @@ def answers_each(
         >>> import models
         >>> from evals import evaluator, tasks
         >>> model, tokenizer = models.load("retriever")
-        >>> settings = [evaluator.Setting("tova", budget, "prompt", "known") for budget in (32, 64)]
+        >>> settings = [
+        ...     evaluator.Setting("tova", budget, "prompt", "known")
+        ...     for budget in (32, 64)
+        ... ]
         >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
-        >>> found = evaluator.answers_each(model, prompts, settings, new_tokens=4, block=32)
+        >>> found = evaluator.answers_each(
+        ...     model, prompts, settings, new_tokens=4, block=32
+        ... )
         >>> [(setting.budget, batch.tokens.shape) for setting, batch in found]
         [(32, (1, 4)), (64, (1, 4))]
     """
@@ -293,8 +300,17 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
 
     Example:
         >>> from evals.evaluator import Setting, sharing
-        >>> found = sharing([Setting("h2o", b, when, "known") for b in (16, 32) for when in ("block", "prompt")])
-        >>> [[(setting.budget, setting.when) for setting in together] for together in found]
+        >>> found = sharing(
+        ...     [
+        ...         Setting("h2o", b, when, "known")
+        ...         for b in (16, 32)
+        ...         for when in ("block", "prompt")
+        ...     ]
+        ... )
+        >>> [
+        ...     [(setting.budget, setting.when) for setting in together]
+        ...     for together in found
+        ... ]
         [[(16, 'block')], [(16, 'prompt'), (32, 'prompt')], [(32, 'block')]]
     """
     together: dict[tuple[Any, ...], list[Setting]] = {}
@@ -318,7 +334,10 @@ def saved(settings: Sequence[Setting], samples: int) -> str | None:
 
     Example:
         >>> from evals.evaluator import Setting, saved
-        >>> saved([Setting("h2o", budget, "prompt", "known") for budget in (16, 32, 64)], 20)
+        >>> saved(
+        ...     [Setting("h2o", budget, "prompt", "known") for budget in (16, 32, 64)],
+        ...     20,
+        ... )
         'shared prompts: 20 went through the model in place of 60'
     """
     passes = len(sharing(settings))
@@ -349,7 +368,9 @@ def check_answers(
         >>> from evals import evaluator, tasks
         >>> model, tokenizer = models.load("retriever")
         >>> setting = evaluator.Setting("snapkv", 0.1, "block", "known")
-        >>> evaluator.check_answers(model, [tasks.needle(0, tokenizer, 128, facts=2)], setting, new_tokens=4)
+        >>> evaluator.check_answers(
+        ...     model, [tasks.needle(0, tokenizer, 128, facts=2)], setting, new_tokens=4
+        ... )
         Traceback (most recent call last):
         ...
         ValueError: the budget is 13 tokens, but 'snapkv' always keeps 0 first and 32 last ones: give at least ...
@@ -564,9 +585,14 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Example:
         >>> from evals import evaluator
-        >>> rows = [dict(task="vt", length=64, policy="full", budget=None, when="block", question="known", sample=i,
-        ...              score=score, cache_bytes=8, peak_cache_bytes=8, prefill=[0, 0], decode=[6, 2.0])
-        ...         for i, score in enumerate([1.0, 0.5])]
+        >>> rows = [
+        ...     dict(
+        ...         task="vt", length=64, policy="full", budget=None, when="block",
+        ...         question="known", sample=i, score=score, cache_bytes=8,
+        ...         peak_cache_bytes=8, prefill=[0, 0], decode=[6, 2.0]
+        ...     )
+        ...     for i, score in enumerate([1.0, 0.5])
+        ... ]
         >>> row = evaluator.summarise(rows)[0]
         >>> row["score"], row["tasks"], row["decode_tokens_per_second"]
         (0.75, {'vt': {'score': 0.75, 'samples': 2}}, 3.0)
@@ -841,7 +867,9 @@ def check_least(flags: argparse.Namespace, **least: int) -> None:
     Example:
         >>> import argparse
         >>> from evals import evaluator
-        >>> evaluator.check_least(argparse.Namespace(new_tokens=1, limit=None), new_tokens=2, limit=1)
+        >>> evaluator.check_least(
+        ...     argparse.Namespace(new_tokens=1, limit=None), new_tokens=2, limit=1
+        ... )
         Traceback (most recent call last):
         ...
         ValueError: --new-tokens is 1; give at least 2.

@@ -283,7 +283,9 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
     Example:
         >>> from evals import harness
-        >>> harness.parse_arguments("policy=snapkv(window=8,kernel=7),budget=0.5,block=64")
+        >>> harness.parse_arguments(
+        ...     "policy=snapkv(window=8,kernel=7),budget=0.5,block=64"
+        ... )
         {'policy': 'snapkv(window=8,kernel=7)', 'budget': 0.5, 'block': 64}
     """
     found: dict[str, Any] = {}

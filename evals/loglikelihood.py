@@ -81,8 +81,12 @@ def predict(
         >>> import models
         >>> from evals import loglikelihood
         >>> model, tokenizer = models.load("retriever")
-        >>> found = loglikelihood.predict(model, [tokenizer.encode("The river was calm.")], block=8)
-        >>> found[0].log_probability.shape == (len(tokenizer.encode("The river was calm.")) - 1,)
+        >>> found = loglikelihood.predict(
+        ...     model, [tokenizer.encode("The river was calm.")], block=8
+        ... )
+        >>> found[0].log_probability.shape == (
+        ...     len(tokenizer.encode("The river was calm.")) - 1,
+        ... )
         True
     """
     asked = [0] * len(sequences) if held_back is None or policy == "full" else list(held_back)
@@ -135,7 +139,9 @@ def simulate(
         >>> from evals.selections import parse_selection
         >>> model, tokenizer = models.load("retriever")
         >>> sequence = tokenizer.encode("The river was calm.")
-        >>> found = loglikelihood.simulate(model, [sequence], parse_selection("streaming"), 0.5, block=8)
+        >>> found = loglikelihood.simulate(
+        ...     model, [sequence], parse_selection("streaming"), 0.5, block=8
+        ... )
         >>> found[0].greedy.shape == (len(sequence) - 1,)
         True
     """
@@ -203,9 +209,17 @@ def endings(
         >>> import models
         >>> from evals import loglikelihood
         >>> model, tokenizer = models.load("retriever")
-        >>> prompt = tokenizer.encode("The code of amber falcon is 4719. The code of amber falcon is")
-        >>> ends = [tokenizer.encode(text, add_special_tokens=False) for text in (" 4719", " 2650")]
-        >>> each = loglikelihood.endings(model, [prompt], [ends], policies=[("full", None), ("tova", 16)], block=32)
+        >>> prompt = tokenizer.encode(
+        ...     "The code of amber falcon is 4719. The code of amber falcon is"
+        ... )
+        >>> ends = [
+        ...     tokenizer.encode(text, add_special_tokens=False)
+        ...     for text in (" 4719", " 2650")
+        ... ]
+        >>> each = loglikelihood.endings(
+        ...     model, [prompt], [ends], policies=[("full", None), ("tova", 16)],
+        ...     block=32
+        ... )
         >>> [rows[0].log_probability.argmax().item() for rows in each][0], len(each)
         (0, 2)
     """

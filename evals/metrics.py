@@ -59,7 +59,12 @@ def longbench_rouge_l(answer: str, reference: str) -> float:
 
     Example:
         >>> from evals import metrics
-        >>> round(metrics.longbench_rouge_l("the cat sat on the mat", "the cat lay on the mat"), 6)
+        >>> round(
+        ...     metrics.longbench_rouge_l(
+        ...         "the cat sat on the mat", "the cat lay on the mat"
+        ...     ),
+        ...     6,
+        ... )
         0.8
     """
     try:
@@ -76,7 +81,9 @@ def rouge_l(answer: str, reference: str) -> float:
 
     Example:
         >>> from evals import metrics
-        >>> round(metrics.rouge_l("The cat sat on the mat.", "the cat lay on the mat"), 6)
+        >>> round(
+        ...     metrics.rouge_l("The cat sat on the mat.", "the cat lay on the mat"), 6
+        ... )
         0.833333
     """
     return _scorer("rougeL").score(reference, answer)["rougeL"].fmeasure
@@ -129,7 +136,9 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
 
     Example:
         >>> from evals import metrics
-        >>> metrics.classification("City or Food", "City", ["City", "Food", "Other city"])
+        >>> metrics.classification(
+        ...     "City or Food", "City", ["City", "Food", "Other city"]
+        ... )
         0.5
     """
     named = [name for name in classes if name in answer]
@@ -157,7 +166,10 @@ def first_number(answer: str, reference: Any) -> float:
 
     Example:
         >>> from evals import metrics
-        >>> metrics.first_number("It is 0042.", "0042"), metrics.first_number("It is 3.0.", 3)
+        >>> (
+        ...     metrics.first_number("It is 0042.", "0042"),
+        ...     metrics.first_number("It is 3.0.", 3),
+        ... )
         (1.0, 1.0)
     """
     if isinstance(reference, str):
@@ -184,7 +196,10 @@ def word(answer: str, reference: str, *, upper: bool = False) -> float:
 
     Example:
         >>> from evals import metrics
-        >>> metrics.word('The value is "ab-12".', "ab-12"), metrics.word("Anna?", "ANNA", upper=True)
+        >>> (
+        ...     metrics.word('The value is "ab-12".', "ab-12"),
+        ...     metrics.word("Anna?", "ANNA", upper=True),
+        ... )
         (1.0, 1.0)
     """
     found = _words(answer, "\n:\"'.,?!{}")
@@ -215,7 +230,10 @@ def choice(answer: str, letter: str, text: str) -> float:
 
     Example:
         >>> from evals import metrics
-        >>> [metrics.choice(said, "B", "the fox") for said in ("B", "B. the fox", "The answer is: B", "I say A or B")]
+        >>> [
+        ...     metrics.choice(said, "B", "the fox")
+        ...     for said in ("B", "B. the fox", "The answer is: B", "I say A or B")
+        ... ]
         [1.0, 1.0, 1.0, 0.0]
     """
     answer = answer.strip()
@@ -237,7 +255,10 @@ def named_choice(answer: str, letter: str, text: str) -> float:
 
     Example:
         >>> from evals import metrics
-        >>> [metrics.named_choice(said, "B", "parse") for said in ("B. parse", "The answer is: parse", "B it is")]
+        >>> [
+        ...     metrics.named_choice(said, "B", "parse")
+        ...     for said in ("B. parse", "The answer is: parse", "B it is")
+        ... ]
         [1.0, 1.0, 0.0]
     """
     answer = answer.strip()

@@ -88,8 +88,14 @@ def row_command(command: str, row: Mapping[str, Any]) -> str:
 
     Example:
         >>> from evals import page
-        >>> row = {"policy": "tova", "budget": 64, "when": "prompt", "question": "known", "length": None}
-        >>> page.row_command("python -m evals ruler --policies full,tova --budgets 64,128 --seed 0", row)
+        >>> row = {
+        ...     "policy": "tova", "budget": 64, "when": "prompt", "question": "known",
+        ...     "length": None
+        ... }
+        >>> page.row_command(
+        ...     "python -m evals ruler --policies full,tova --budgets 64,128 --seed 0",
+        ...     row,
+        ... )
         'python -m evals ruler --policies tova --budgets 64 --seed 0 --when prompt --question known'
     """
     words = shlex.split(command)

@@ -79,6 +79,7 @@ def make_chunks(
         >>> from evals.perplexity import make_chunks
         >>> class Letters:
         ...     bos = 0
+        ...
         ...     def encode(self, text, add_special_tokens=True):
         ...         return [ord(letter) for letter in text]
         >>> make_chunks(Letters(), "abcde", 3).tolist()
@@ -462,8 +463,10 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     Example:
         >>> import argparse
         >>> from evals.perplexity import make_settings
-        >>> flags = argparse.Namespace(policies="snapkv", budgets="64", when="published", stride=32)
-        >>> [(setting.policy, setting.moments) for setting in make_settings(flags)]
+        >>> flags = argparse.Namespace(
+        ...     policies="snapkv", budgets="64", when="published", stride=32
+        ... )
+        >>> [(one.policy, one.moments) for one in make_settings(flags)]
         [('recency', ('block', 0)), ('snapkv', ('prompt', 0))]
     """
     against = evaluator.baseline(flags)

@@ -289,8 +289,15 @@ def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, Cell]], 
 
     Example:
         >>> from evals import report
-        >>> cells = [("policy", "{policy}"), ("budget", report.budget), ("share", "{share:.1%}")]
-        >>> print(report.table([{"policy": "h2o", "budget": None, "share": 0.5}], cells, left=2))
+        >>> cells = [
+        ...     ("policy", "{policy}"), ("budget", report.budget),
+        ...     ("share", "{share:.1%}")
+        ... ]
+        >>> print(
+        ...     report.table(
+        ...         [{"policy": "h2o", "budget": None, "share": 0.5}], cells, left=2
+        ...     )
+        ... )
         policy  budget  share
         ------  ------  -----
         h2o     all     50.0%

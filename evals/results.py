@@ -46,9 +46,13 @@ class Results:
         >>> import tempfile
         >>> from evals.results import Results
         >>> folder = tempfile.mkdtemp()
-        >>> with Results(folder, "ruler", {"seed": 0}, "python -m evals ruler") as store:
+        >>> with Results(
+        ...     folder, "ruler", {"seed": 0}, "python -m evals ruler"
+        ... ) as store:
         ...     store.add([{"task": "vt", "sample": 0, "score": 1.0}])
-        >>> with Results(folder, "ruler", {"seed": 0}, "python -m evals ruler") as store:
+        >>> with Results(
+        ...     folder, "ruler", {"seed": 0}, "python -m evals ruler"
+        ... ) as store:
         ...     store.holds({"task": "vt", "sample": 0}), len(store.records)
         (True, 1)
     """

@@ -170,7 +170,10 @@ def sample(
         >>> from evals import ruler
         >>> _, tokenizer = models.load("retriever")
         >>> found = ruler.sample("niah_single_1", 0, tokenizer, 512)
-        >>> len(found.tokens) <= 512 - 128, len(found.references), len(found.references[0])
+        >>> (
+        ...     len(found.tokens) <= 512 - 128, len(found.references),
+        ...     len(found.references[0])
+        ... )
         (True, 1, 7)
     """
     check_names("task", task, TASKS)

@@ -139,7 +139,10 @@ def parse_selection(name: str, *, page_size: int = 16) -> Method:
 
     Example:
         >>> from evals.selections import parse_selection
-        >>> [str(parse_selection(name, page_size=4)) for name in ("quest", "h2o+caote", "snapkv")]
+        >>> [
+        ...     str(parse_selection(name, page_size=4))
+        ...     for name in ("quest", "h2o+caote", "snapkv")
+        ... ]
         ['quest(page_size=4)', 'h2o+caote', 'rolling_snapkv']
     """
     name = name.strip()
@@ -198,7 +201,9 @@ def simulate(
         >>> from flax import nnx
         >>> import models
         >>> from evals.selections import simulate
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> simulate(model, jnp.arange(12)[None], "oracle", 0.5).shape
         (1, 12, 64)
@@ -241,7 +246,9 @@ def hidden_states(
         >>> from flax import nnx
         >>> import models
         >>> from evals import selections
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> selections.hidden_states(model, jnp.arange(12)[None], "oracle", 0.5).shape
         (1, 12, 32)
@@ -293,7 +300,9 @@ def hits(
         >>> from flax import nnx
         >>> import models
         >>> from evals.selections import hits
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> float(hits(model, jnp.arange(12)[None], "oracle", 0.5).share.min())
         1.0
@@ -318,8 +327,12 @@ def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -
         >>> from flax import nnx
         >>> import models
         >>> from evals.selections import last_logits
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> last_logits(models.Decoder(config, rngs=nnx.Rngs(0)), jnp.arange(12)[None]).shape
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> last_logits(
+        ...     models.Decoder(config, rngs=nnx.Rngs(0)), jnp.arange(12)[None]
+        ... ).shape
         (2, 1, 4, 12)
     """
 
@@ -334,7 +347,8 @@ def kept_tokens(length: int, sparsity: float) -> Int[np.ndarray, "T"]:
 
     Example:
         >>> from evals.selections import kept_tokens
-        >>> kept_tokens(10, 0.7).tolist()  # in floats (1 - 0.7) * 10 is 3.0000000000000004
+        >>> # in floats (1 - 0.7) * 10 is 3.0000000000000004
+        >>> kept_tokens(10, 0.7).tolist()
         [1, 1, 1, 2, 2, 2, 3, 3, 3, 3]
     """
     so_far = np.arange(1, length + 1, dtype=np.int32)

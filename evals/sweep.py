@@ -58,8 +58,12 @@ def plan(content: Mapping[str, Any]) -> list[Part]:
 
     Example:
         >>> from evals import sweep
-        >>> parts = sweep.plan({"models": ["retriever"], "policies": ["full", "tova"], "budgets": [64],
-        ...                     "tasks": {"needle": {"lengths": [256]}}})
+        >>> parts = sweep.plan(
+        ...     {
+        ...         "models": ["retriever"], "policies": ["full", "tova"],
+        ...         "budgets": [64], "tasks": {"needle": {"lengths": [256]}}
+        ...     }
+        ... )
         >>> [(part.flags.model, part.flags.name, len(part.settings)) for part in parts]
         [('retriever', 'needle', 5)]
     """

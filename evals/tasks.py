@@ -111,7 +111,10 @@ def cue(fact: Fact, placement: Placement = "after") -> str:
     After a question it repeats the question's words, as RULER's needles do. A question that was asked before the text
     has to be remembered, so its cue repeats nothing.
 
-    >>> cue(Fact("code", "amber falcon", "4719")), cue(Fact("code", "amber falcon", "4719"), "before")
+    >>> (
+    ...     cue(Fact("code", "amber falcon", "4719")),
+    ...     cue(Fact("code", "amber falcon", "4719"), "before"),
+    ... )
     ('Answer: the code of amber falcon is', 'Answer:')
     """
     return "Answer:" if placement == "before" else f"Answer: the {_of(fact)} is"
@@ -144,7 +147,9 @@ def needle(
     Example:
         >>> from evals import tasks
         >>> class Words:
-        ...     encode = staticmethod(lambda text: [0, *(hash(word) for word in text.split())])
+        ...     encode = staticmethod(
+        ...         lambda text: [0, *(hash(word) for word in text.split())]
+        ...     )
         >>> sample = tasks.needle(0, Words, length=200, depth=0.5, facts=3)
         >>> sample.prompt.count(f" {sample.answer}."), len(sample.tokens) <= 200
         (1, True)

@@ -126,7 +126,8 @@ def sections(text: str) -> dict[str, list[str]]:
 
     Example:
         >>> from evals.texts import sections
-        >>> sections("== One ==\\n\\nFirst\\nparagraph.\\n\\nSecond.\\n\\n== Two ==\\n\\nThird.\\n")
+        >>> text = "== One ==\\n\\nFirst\\nparagraph.\\n\\nSecond.\\n\\n"
+        >>> sections(text + "== Two ==\\n\\nThird.\\n")
         {'One': ['First paragraph.', 'Second.'], 'Two': ['Third.']}
     """
     found: dict[str, list[str]] = {}
@@ -265,7 +266,8 @@ def plain(page: str) -> str:
 
     Example:
         >>> from evals.texts import plain
-        >>> plain("<nav>Home</nav><h1>Rivers</h1><p>The <i>river</i>\\n was calm.</p><pre>a\\n  b</pre>")
+        >>> page = "<nav>Home</nav><h1>Rivers</h1><p>The <i>river</i>\\n was calm."
+        >>> plain(page + "</p><pre>a\\n  b</pre>")
         '== Rivers ==\\n\\nThe river was calm.\\n\\na\\n  b'
     """
     reader = _Page()

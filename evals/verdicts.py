@@ -13,7 +13,10 @@ def verdict(expects: str, low: float, high: float) -> str:
 
     Example:
         >>> from evals.verdicts import verdict
-        >>> verdict("better", 0.01, 0.2), verdict("same", -0.05, 0.04), verdict("same", -0.2, 0.3)
+        >>> (
+        ...     verdict("better", 0.01, 0.2), verdict("same", -0.05, 0.04),
+        ...     verdict("same", -0.2, 0.3)
+        ... )
         ('holds', 'holds', 'within noise')
     """
     if expects == "better":
@@ -28,8 +31,12 @@ def sentence(claim: dict[str, Any]) -> str:
 
     Example:
         >>> from evals.verdicts import sentence
-        >>> sentence({"paper": "CAOTE", "claim": "CAOTE improves H2O", "verdict": "holds",
-        ...           "difference": 0.1, "low": 0.02, "high": 0.18})
+        >>> sentence(
+        ...     {
+        ...         "paper": "CAOTE", "claim": "CAOTE improves H2O", "verdict": "holds",
+        ...         "difference": 0.1, "low": 0.02, "high": 0.18
+        ...     }
+        ... )
         'CAOTE: CAOTE improves H2O: holds (+0.10 [+0.02, +0.18])'
     """
     note = f"; {claim['note']}" if claim.get("note") else ""

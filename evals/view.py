@@ -38,9 +38,17 @@ class Trace:
         >>> import numpy as np
         >>> from evals import view
         >>> trace = view.Trace(layers=1, heads=2, tokens=3)
-        >>> trace.add("first", 2, np.array([[[True, True, False], [True, True, False]]]))
-        >>> trace.add("second", 3, np.array([[[True, True, True], [False, True, True]]]))
-        >>> trace.entered.tolist(), trace.left.tolist() == [[[view.NEVER] * 3, [1, view.NEVER, view.NEVER]]]
+        >>> trace.add(
+        ...     "first", 2, np.array([[[True, True, False], [True, True, False]]])
+        ... )
+        >>> trace.add(
+        ...     "second", 3, np.array([[[True, True, True], [False, True, True]]])
+        ... )
+        >>> (
+        ...     trace.entered.tolist(),
+        ...     trace.left.tolist()
+        ...     == [[[view.NEVER] * 3, [1, view.NEVER, view.NEVER]]],
+        ... )
         ([0, 0, 1], True)
     """
 
@@ -68,7 +76,9 @@ def held_tokens(cache: AnyCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
         >>> from evals import view
         >>> rows = np.ones((1, 2, 1, 1), np.float32)
         >>> def filled():
-        ...     cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=1, layers=1)
+        ...     cache = kvjax.KVCache.init(
+        ...         batch=1, kv_heads=1, slots=3, head_dim=1, layers=1
+        ...     )
         ...     return kvjax.insert(cache, rows, rows, layer=0)
         >>> view.held_tokens(jax.jit(filled)(), 4).tolist()
         [[[True, True, False, False]]]

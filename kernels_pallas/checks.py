@@ -22,7 +22,10 @@ def is_known(*values: Any) -> bool:
     Example:
         >>> import jax
         >>> from kernels_pallas.checks import is_known
-        >>> is_known(3, None, jax.numpy.ones(2)), bool(jax.jit(lambda x: is_known(x))(3))
+        >>> (
+        ...     is_known(3, None, jax.numpy.ones(2)),
+        ...     bool(jax.jit(lambda x: is_known(x))(3)),
+        ... )
         (True, False)
     """
     return not any(isinstance(value, jax.core.Tracer) for value in values)
@@ -71,7 +74,10 @@ def nearest(*names: Any, known: Iterable[str]) -> str:
 
     Example:
         >>> from kernels_pallas.checks import nearest
-        >>> nearest("snapvk", known=["snapkv", "h2o"]), nearest("quest", known=["snapkv", "h2o"])
+        >>> (
+        ...     nearest("snapvk", known=["snapkv", "h2o"]),
+        ...     nearest("quest", known=["snapkv", "h2o"]),
+        ... )
         (" Did you mean 'snapkv'?", '')
     """
     known = list(known)
@@ -115,7 +121,10 @@ def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
     Example:
         >>> import numpy as np
         >>> from kernels_pallas.checks import check_tokens
-        >>> check_tokens(np.int64(10**12)), check_tokens(np.array([4, 10**12]), (2,)).tolist()
+        >>> (
+        ...     check_tokens(np.int64(10**12)),
+        ...     check_tokens(np.array([4, 10**12]), (2,)).tolist(),
+        ... )
         (2147483647, [4, 2147483647])
         >>> check_tokens(0.5, (2,))
         Traceback (most recent call last):

@@ -21,7 +21,10 @@ def widened(rows: Real[Array, "*rows D"], like: DTypeLike) -> Float[Array, "*row
     Example:
         >>> import jax.numpy as jnp
         >>> from kernels_pallas.eight_bits import widened
-        >>> widened(jnp.ones((1, 2), "int8"), "bfloat16").dtype, widened(jnp.ones((1, 2)), "bfloat16").dtype
+        >>> (
+        ...     widened(jnp.ones((1, 2), "int8"), "bfloat16").dtype,
+        ...     widened(jnp.ones((1, 2)), "bfloat16").dtype,
+        ... )
         (dtype(bfloat16), dtype('float32'))
     """
     return rows.astype(jnp.float32).astype(like) if rows.dtype.itemsize == 1 else rows
@@ -49,7 +52,9 @@ def unread(floats: Sequence[str], numbers: Mapping[str, Any], rows: Mapping[str,
     Example:
         >>> import jax.numpy as jnp
         >>> from kernels_pallas.eight_bits import unread
-        >>> unread(("float32",), {"queries": jnp.ones(1)}, {"keys": jnp.ones(1, "int8")}) is None
+        >>> unread(
+        ...     ("float32",), {"queries": jnp.ones(1)}, {"keys": jnp.ones(1, "int8")}
+        ... ) is None
         True
         >>> unread(("float32",), {"queries": jnp.ones(1, "int8")}, {})
         'queries are int8, but the kernels take float32'

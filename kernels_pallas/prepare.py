@@ -34,7 +34,10 @@ def alike(key: Array, value: Array | None, head_dim: int) -> bool:
     Example:
         >>> import jax.numpy as jnp
         >>> from kernels_pallas.prepare import alike
-        >>> alike(jnp.ones((3, 4)), None, 2), alike(jnp.ones((3, 4)), jnp.ones((3, 4)), 2)
+        >>> (
+        ...     alike(jnp.ones((3, 4)), None, 2),
+        ...     alike(jnp.ones((3, 4)), jnp.ones((3, 4)), 2),
+        ... )
         (True, False)
     """
     if value is None:
@@ -105,7 +108,9 @@ def over_heads(
     Example:
         >>> import jax.numpy as jnp
         >>> from kernels_pallas.prepare import over_heads
-        >>> over_heads(lambda x: (x.sum(-1),), ["b k s"], ["b k"])(jnp.ones((1, 2, 3)))[0].tolist()
+        >>> over_heads(lambda x: (x.sum(-1),), ["b k s"], ["b k"])(jnp.ones((1, 2, 3)))[
+        ...     0
+        ... ].tolist()
         [[3.0, 3.0]]
     """
 

@@ -85,8 +85,14 @@ def weighted_values(
     Example:
         >>> import jax, numpy as np
         >>> from kernels_pallas.softmax import weighted_values
-        >>> weights, total = np.array([[[[[1.0, 1.0, 0.0]]]]]), np.full((1, 1, 1, 1, 1), 2.0)
-        >>> value, live = np.array([[[[2.0], [4.0], [np.nan]]]]), np.array([[[True, True, False]]])
+        >>> weights, total = (
+        ...     np.array([[[[[1.0, 1.0, 0.0]]]]]),
+        ...     np.full((1, 1, 1, 1, 1), 2.0),
+        ... )
+        >>> value, live = (
+        ...     np.array([[[[2.0], [4.0], [np.nan]]]]),
+        ...     np.array([[[True, True, False]]]),
+        ... )
         >>> jax.jit(weighted_values)(weights, total, value, live).item()
         3.0
     """
@@ -110,7 +116,10 @@ def of_parts(
     Example:
         >>> import jax, numpy as np
         >>> from kernels_pallas.softmax import of_parts
-        >>> acc, peak, total = np.array([[[[1.0]], [[6.0]]]]), np.zeros((1, 2, 1)), np.array([[[1.0], [3.0]]])
+        >>> acc, peak, total = (
+        ...     np.array([[[[1.0]], [[6.0]]]]), np.zeros((1, 2, 1)),
+        ...     np.array([[[1.0], [3.0]]])
+        ... )
         >>> [x.tolist() for x in jax.jit(of_parts)(acc, peak, total)]
         [[[[1.75]]], [[0.0]], [[4.0]]]
     """

@@ -54,7 +54,9 @@ def rank(scores: Float[Array, "*rows S"], live: Bool[Array, "*rows S"]) -> Int[A
     Example:
         >>> import jax, numpy as np
         >>> from kernels_pallas.topk import LOWEST, rank
-        >>> ranks = jax.jit(rank)(np.float32([0.0, np.nan, 5.0]), np.array([True, True, False]))
+        >>> ranks = jax.jit(rank)(
+        ...     np.float32([0.0, np.nan, 5.0]), np.array([True, True, False])
+        ... )
         >>> (np.asarray(ranks) - LOWEST).tolist()
         [-2147483648, 1, 0]
     """
@@ -75,7 +77,9 @@ def best_of_rows(
     Example:
         >>> import jax, numpy as np
         >>> from kernels_pallas.topk import best_of_rows
-        >>> jax.jit(best_of_rows)(np.array([[7, 7, 9]]), np.array([[4, 1, 0]]), np.array([[2]])).tolist()
+        >>> jax.jit(best_of_rows)(
+        ...     np.array([[7, 7, 9]]), np.array([[4, 1, 0]]), np.array([[2]])
+        ... ).tolist()
         [[True, False, True]]
     """
     if excess == 1:

@@ -300,8 +300,14 @@ def threshold(*, least: float = 0.01, cap: int | float | None = 8.0) -> Allocati
         >>> import functools, jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
-        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2)))
-        >>> evict = jax.jit(functools.partial(kvjax.evict, budget=2, allocation="threshold(least=0.4)"))
+        >>> cache = jax.jit(kvjax.insert)(
+        ...     cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2))
+        ... )
+        >>> evict = jax.jit(
+        ...     functools.partial(
+        ...         kvjax.evict, budget=2, allocation="threshold(least=0.4)"
+        ...     )
+        ... )
         >>> evict(cache, np.array([[[0.5, 0.1, 0.3]]])).position.tolist()
         [[[0, -1, -1]]]
     """

@@ -33,7 +33,10 @@ def check_shapes(
         >>> import kvjax
         >>> from kvjax.block_checks import check_shapes
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=8)
-        >>> check_shapes(cache, jnp.ones((1, 3, 3, 8)), jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
+        >>> check_shapes(
+        ...     cache, jnp.ones((1, 3, 3, 8)), jnp.ones((1, 3, 2, 8)),
+        ...     jnp.ones((1, 3, 2, 8))
+        ... )
         Traceback (most recent call last):
         ...
         ValueError: the block has 3 query heads, which the cache's 2 heads cannot share: expected a multiple of 2.

@@ -108,7 +108,9 @@ class KVCache(Stored):
         >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
-        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 2, 1, 2)), np.ones((1, 2, 1, 2)))
+        >>> cache = jax.jit(kvjax.insert)(
+        ...     cache, np.ones((1, 2, 1, 2)), np.ones((1, 2, 1, 2))
+        ... )
         >>> cache.position.tolist(), cache.num_live.tolist(), cache.nbytes
         ([[[0, 1, -1]]], [[2]], 64)
     """
@@ -270,7 +272,9 @@ def rows_together(rows: Rows) -> Rows:
     Example:
         >>> import jax.numpy as jnp
         >>> from kvjax.cache import rows_together
-        >>> rows_together({"key": jnp.ones((1, 2)), "value": jnp.zeros((1, 2))})["key"].tolist()
+        >>> rows_together({"key": jnp.ones((1, 2)), "value": jnp.zeros((1, 2))})[
+        ...     "key"
+        ... ].tolist()
         [[1.0, 1.0, 0.0, 0.0]]
     """
     key, value = rows["key"], rows["value"]
@@ -289,7 +293,9 @@ def with_rows(rows: Rows, given: Rows, layer: int | Int[Array, ""] | None = None
     Example:
         >>> import jax.numpy as jnp
         >>> from kvjax.cache import with_rows
-        >>> with_rows({"key": jnp.ones((1, 4)), "value": None}, {"value": jnp.zeros((1, 2))})["key"].tolist()
+        >>> with_rows(
+        ...     {"key": jnp.ones((1, 4)), "value": None}, {"value": jnp.zeros((1, 2))}
+        ... )["key"].tolist()
         [[1.0, 1.0, 0.0, 0.0]]
     """
     rows = dict(rows)
@@ -353,7 +359,9 @@ def dtypes_of(cache: Stored) -> Dtypes:
     Example:
         >>> import kvjax
         >>> from kvjax.cache import dtypes_of
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2, dtype=("int8", "float32"))
+        >>> cache = kvjax.KVCache.init(
+        ...     batch=1, kv_heads=1, slots=3, head_dim=2, dtype=("int8", "float32")
+        ... )
         >>> str(dtypes_of(cache)), cache.value_scale is None
         ('int8/float32', True)
     """
@@ -371,7 +379,9 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
         >>> import jax, jax.numpy as jnp
         >>> import kvjax
         >>> from kvjax.cache import floats_of
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=1, head_dim=2, dtype="int8")
+        >>> cache = kvjax.KVCache.init(
+        ...     batch=1, kv_heads=1, slots=1, head_dim=2, dtype="int8"
+        ... )
         >>> rows = jnp.array([[[[127.0, -3.2]]]])
         >>> jax.jit(floats_of)(jax.jit(kvjax.insert)(cache, rows, rows)).key.tolist()
         [[[[127.0, -3.0]]]]

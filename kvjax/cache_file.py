@@ -100,7 +100,9 @@ def save_cache(
     Example:
         >>> import pathlib, tempfile
         >>> import kvjax
-        >>> cache = kvjax.empty_cache("h2o", kv_heads=1, query_heads=2, head_dim=4, budget=8)
+        >>> cache = kvjax.empty_cache(
+        ...     "h2o", kv_heads=1, query_heads=2, head_dim=4, budget=8
+        ... )
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "book.safetensors"
         >>> kvjax.save_cache(path, cache, policy="h2o", budget=8)
         >>> kvjax.load_cache(path).num_slots, kvjax.cache_info(path)["policy"]
@@ -170,10 +172,14 @@ def load_cache(
     Example:
         >>> import pathlib, tempfile
         >>> import kvjax
-        >>> cache = kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=4, budget=8)
+        >>> cache = kvjax.empty_cache(
+        ...     "tova", kv_heads=1, query_heads=1, head_dim=4, budget=8
+        ... )
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "book.safetensors"
         >>> kvjax.save_cache(path, cache, policy="tova", budget=8, model="small")
-        >>> kvjax.load_cache(path, policy="tova", model="small").position.tolist() == cache.position.tolist()
+        >>> kvjax.load_cache(
+        ...     path, policy="tova", model="small"
+        ... ).position.tolist() == cache.position.tolist()
         True
     """
     given = _made_with(policy, budget, model)
@@ -208,7 +214,9 @@ def cache_info(path: str | Path) -> dict[str, Any]:
     Example:
         >>> import pathlib, tempfile
         >>> import kvjax
-        >>> cache = kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=4, budget=8)
+        >>> cache = kvjax.empty_cache(
+        ...     "tova", kv_heads=1, query_heads=1, head_dim=4, budget=8
+        ... )
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "book.safetensors"
         >>> kvjax.save_cache(path, cache, policy="tova", budget=8)
         >>> info = kvjax.cache_info(path)

@@ -39,9 +39,13 @@ def merge(before: KVCache, after: KVCache, *, similarity: float = 0.0) -> KVCach
         >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
-        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 2, 1, 1)), np.full((1, 2, 1, 1), 4.0))
+        >>> cache = jax.jit(kvjax.insert)(
+        ...     cache, np.ones((1, 2, 1, 1)), np.full((1, 2, 1, 1), 4.0)
+        ... )
         >>> evicted = jax.jit(kvjax.evict)(cache, np.array([[[0.0, 1.0]]]), budget=1)
-        >>> np.asarray(jax.jit(kvjax.merge)(cache, evicted).value).round(3).ravel().tolist()
+        >>> np.asarray(jax.jit(kvjax.merge)(cache, evicted).value).round(
+        ...     3
+        ... ).ravel().tolist()
         [4.0, 4.0]
     """
     if (before.position.shape, before.head_dim) != (after.position.shape, after.head_dim):
@@ -72,7 +76,9 @@ def think(cache: KVCache, query: Float[Array, "*L B T N D"], *, share: float = 0
         >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=1, head_dim=2)
-        >>> cache = jax.jit(kvjax.insert)(cache, np.array([[[[1.0, 3.0]]]]), np.ones((1, 1, 1, 2)))
+        >>> cache = jax.jit(kvjax.insert)(
+        ...     cache, np.array([[[[1.0, 3.0]]]]), np.ones((1, 1, 1, 2))
+        ... )
         >>> np.ravel(jax.jit(kvjax.think)(cache, np.ones((1, 1, 2, 2))).key).tolist()
         [0.0, 3.0]
     """

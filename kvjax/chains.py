@@ -74,7 +74,9 @@ def base_score(
     Example:
         >>> import jax.numpy as jnp
         >>> import kvjax
-        >>> value_norm = kvjax.base_score("value_norm", lambda o: jnp.linalg.norm(o.value, axis=-1)[:, :, None])
+        >>> value_norm = kvjax.base_score(
+        ...     "value_norm", lambda o: jnp.linalg.norm(o.value, axis=-1)[:, :, None]
+        ... )
         >>> str(kvjax.chain(value_norm, kvjax.protect(sinks=4)))
         'value_norm+protect(sinks=4)'
     """
@@ -102,7 +104,11 @@ def chain(*links: Policy) -> Policy:
 
     Example:
         >>> import kvjax
-        >>> str(kvjax.chain(kvjax.h2o(), kvjax.caote(), kvjax.protect(sinks=4, recent=0.5)))
+        >>> str(
+        ...     kvjax.chain(
+        ...         kvjax.h2o(), kvjax.caote(), kvjax.protect(sinks=4, recent=0.5)
+        ...     )
+        ... )
         'h2o+caote+protect(sinks=4,recent=0.5)'
     """
     if wrong := [link for link in links if not isinstance(link, Policy)]:
@@ -268,7 +274,10 @@ def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
         >>> import kvjax
         >>> @kvjax.register
         ... def loudest(*, power: float = 1.0):
-        ...     return kvjax.base_score("loudest", lambda o: jnp.max(jnp.abs(o.value), axis=-1)[:, :, None] ** power)
+        ...     return kvjax.base_score(
+        ...         "loudest",
+        ...         lambda o: jnp.max(jnp.abs(o.value), axis=-1)[:, :, None] ** power,
+        ...     )
         >>> str(kvjax.parse("loudest(power=2.0)+caote"))
         'loudest(power=2.0)+caote'
     """

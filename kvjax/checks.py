@@ -121,7 +121,8 @@ def typed[F: Callable[..., Any]](function: F) -> F:
     Example:
         >>> from kvjax.checks import typed
         >>> @typed
-        ... def half(x: int, *, up: bool = False): return -(-x // 2) if up else x // 2
+        ... def half(x: int, *, up: bool = False):
+        ...     return -(-x // 2) if up else x // 2
         >>> half(5, up="no")
         Traceback (most recent call last):
         ...

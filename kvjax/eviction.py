@@ -45,8 +45,12 @@ class Evidence:
 
     Example:
         >>> import kvjax
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4, layers=3)
-        >>> kvjax.Evidence.of_layers(cache, kvjax.parse("laprox@model").allocation).scores.shape
+        >>> cache = kvjax.KVCache.init(
+        ...     batch=1, kv_heads=2, slots=4, head_dim=4, layers=3
+        ... )
+        >>> kvjax.Evidence.of_layers(
+        ...     cache, kvjax.parse("laprox@model").allocation
+        ... ).scores.shape
         (3, 1, 2, 4)
     """
 
@@ -180,8 +184,12 @@ def evict(
         >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
-        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2)))
-        >>> jax.jit(kvjax.evict)(cache, np.array([[[0.5, 0.1, 0.1]]]), budget=2).position.tolist()
+        >>> cache = jax.jit(kvjax.insert)(
+        ...     cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2))
+        ... )
+        >>> jax.jit(kvjax.evict)(
+        ...     cache, np.array([[[0.5, 0.1, 0.1]]]), budget=2
+        ... ).position.tolist()
         [[[0, -1, 2]]]
     """
     layer = plain(layer)

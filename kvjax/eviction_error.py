@@ -73,7 +73,8 @@ def score(
         >>> import kvjax
         >>> A = jnp.array([0.5, 0.25, 0.25])
         >>> V = jnp.array([[0.0], [2.0], [-2.0]])
-        >>> kvjax.score(A, V).round(4).tolist()  # the first token's value is the output itself: losing it costs nothing
+        >>> # the first token's value is the output itself: losing it costs nothing
+        >>> kvjax.score(A, V).round(4).tolist()
         [0.0, 0.6667, 0.6667]
     """
     A, V = real_array("A", A), real_array("V", V)

@@ -97,7 +97,9 @@ def checked_block(
         >>> import kvjax
         >>> from kvjax.insertion import checked_block
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
-        >>> checked_block(cache, jnp.ones((1, 2, 1, 1)), jnp.ones((1, 2, 1, 1)), None, None)[2].tolist()
+        >>> checked_block(
+        ...     cache, jnp.ones((1, 2, 1, 1)), jnp.ones((1, 2, 1, 1)), None, None
+        ... )[2].tolist()
         [[0, 1]]
     """
     key, value = real_array("key", key), real_array("value", value)
@@ -135,7 +137,9 @@ def check_rows(
         >>> import jax.numpy as jnp
         >>> import kvjax
         >>> from kvjax.insertion import check_rows
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
+        >>> cache = kvjax.KVCache.init(
+        ...     batch=1, kv_heads=1, slots=4, head_dim=2, layers=2
+        ... )
         >>> row = jnp.ones((1, 1, 1, 2))
         >>> check_rows(cache, row, row, None, 2)
         Traceback (most recent call last):
@@ -180,7 +184,9 @@ def rewind(cache: Cache, position: Int[Array, "B"]) -> Cache:
         >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
-        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2)))
+        >>> cache = jax.jit(kvjax.insert)(
+        ...     cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2))
+        ... )
         >>> cache = jax.jit(kvjax.rewind)(cache, np.array([2]))
         >>> cache.position.tolist(), cache.next_position.tolist()
         ([[[0, 1, -1, -1]]], [2])
@@ -215,8 +221,11 @@ def within[C: (KVCache, PagedCache)](
         >>> import kvjax
         >>> from kvjax.insertion import within
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
-        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 4, 1, 2)), np.ones((1, 4, 1, 2)))
-        >>> jax.jit(functools.partial(within, window=3))(cache).position.tolist()  # token 4 will see itself, 3 and 2
+        >>> cache = jax.jit(kvjax.insert)(
+        ...     cache, np.ones((1, 4, 1, 2)), np.ones((1, 4, 1, 2))
+        ... )
+        >>> # token 4 will see itself, 3 and 2
+        >>> jax.jit(functools.partial(within, window=3))(cache).position.tolist()
         [[[-1, -1, 2, 3]]]
     """
     gone = cache.position <= (cache.next_position - window)[batch_rows(cache)][..., None]
@@ -271,7 +280,9 @@ def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None
     Example:
         >>> import kvjax
         >>> from kvjax.insertion import check_fits
-        >>> check_fits(kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=1), 5, None)
+        >>> check_fits(
+        ...     kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=1), 5, None
+        ... )
         Traceback (most recent call last):
         ...
         ValueError: 5 tokens do not fit: the cache has 4 slots per head.

@@ -63,8 +63,12 @@ def joint_score(
         >>> import functools, jax, numpy as np
         >>> from kvjax.joint_eviction import joint_score
         >>> A = np.array([[0.2, 0.2, 0.2, 0.4]])
-        >>> V = np.array([[1.0], [1.0], [-1.1], [-0.45]])  # the first two are alike: one gone, the other counts
-        >>> in_rounds = [jax.jit(functools.partial(joint_score, rounds=r))(A, V, 2) for r in (1, 2)]
+        >>> # the first two are alike: one gone, the other counts
+        >>> V = np.array([[1.0], [1.0], [-1.1], [-0.45]])
+        >>> in_rounds = [
+        ...     jax.jit(functools.partial(joint_score, rounds=r))(A, V, 2)
+        ...     for r in (1, 2)
+        ... ]
         >>> [np.asarray(scores).round(2).tolist() for scores in in_rounds]
         [[-0.5, -0.5, 0.28, 0.3], [-1.5, 0.42, 0.28, -0.5]]
     """

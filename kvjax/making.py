@@ -72,7 +72,9 @@ def empty_cache(
 
     Example:
         >>> import kvjax
-        >>> sizes = dict(layers=2, kv_heads=2, query_heads=4, head_dim=8, budget=24, block=8)
+        >>> sizes = dict(
+        ...     layers=2, kv_heads=2, query_heads=4, head_dim=8, budget=24, block=8
+        ... )
         >>> kvjax.empty_cache("h2o+caote", **sizes).key.shape
         (2, 1, 2, 32, 8)
         >>> cache = kvjax.empty_cache("h2o@model", **sizes)
@@ -194,7 +196,10 @@ def excess_of_part(allocation: Allocation, kv_heads: int, budget: int, windows: 
         >>> from kvjax import allocation
         >>> from kvjax.making import excess_of_part
         >>> each = (allocation.pyramid(), allocation.layer(cap=1.5), allocation.layer())
-        >>> [excess_of_part(rule, kv_heads=8, budget=100, windows=[None], ways=4) for rule in each]
+        >>> [
+        ...     excess_of_part(rule, kv_heads=8, budget=100, windows=[None], ways=4)
+        ...     for rule in each
+        ... ]
         [0, 50, 300]
     """
     if allocation.alike or ways == 1:
@@ -296,7 +301,10 @@ def blank(
     Example:
         >>> import kvjax
         >>> from kvjax.making import blank
-        >>> sizes = dict(layers=None, batch=1, kv_heads=2, group=3, slots=8, head_dim=4, dtype="float32")
+        >>> sizes = dict(
+        ...     layers=None, batch=1, kv_heads=2, group=3, slots=8, head_dim=4,
+        ...     dtype="float32"
+        ... )
         >>> len(blank(kvjax.h2o(), **sizes).state)
         3
     """

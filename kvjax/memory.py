@@ -86,8 +86,11 @@ def memory(
         4160.0...
         >>> kvjax.memory(**llama_1b, budget=2048, dtype="int8").total / 2**20
         37.18...
-        >>> windows = [512, 512, 512, None] * 4  # three layers of four see the last 512 tokens
-        >>> kvjax.memory(**llama_1b, budget=2048, policy="h2o", windows=windows).total / 2**20
+        >>> # three layers of four see the last 512 tokens
+        >>> windows = [512, 512, 512, None] * 4
+        >>> kvjax.memory(
+        ...     **llama_1b, budget=2048, policy="h2o", windows=windows
+        ... ).total / 2**20
         33.61...
     """
     sizes = dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, budget=budget, batch=batch, page_size=page_size)

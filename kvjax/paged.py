@@ -59,13 +59,18 @@ class PagedCache(Stored):
     Example:
         >>> import functools, jax, numpy as np
         >>> import kvjax
-        >>> cache = kvjax.PagedCache.init(batch=1, kv_heads=2, pages=4, page_size=2, most=6, head_dim=2)
+        >>> cache = kvjax.PagedCache.init(
+        ...     batch=1, kv_heads=2, pages=4, page_size=2, most=6, head_dim=2
+        ... )
         >>> rows = np.ones((1, 3, 2, 2))
         >>> cache = jax.jit(kvjax.insert)(cache, rows, rows)
         >>> cache.num_live.tolist(), int(cache.num_free)
         ([[3, 3]], 0)
-        >>> scores = np.array([[9.0, 8.0], [7.0, 0.0], [1.0, 3.0], [2.0, 0.0]])  # as cache.position: one row per page
-        >>> cache = jax.jit(functools.partial(kvjax.evict, budget=2, allocation="layer"))(cache, scores)
+        >>> # as cache.position: one row per page
+        >>> scores = np.array([[9.0, 8.0], [7.0, 0.0], [1.0, 3.0], [2.0, 0.0]])
+        >>> cache = jax.jit(
+        ...     functools.partial(kvjax.evict, budget=2, allocation="layer")
+        ... )(cache, scores)
         >>> sorted(np.ravel(cache.num_live).tolist()), int(cache.num_free)
         ([1, 3], 1)
     """
@@ -360,7 +365,9 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=1)
         >>> rows = np.ones((1, 3, 2, 1))
         >>> cache = jax.jit(kvjax.insert)(cache, rows, rows)
-        >>> jax.jit(functools.partial(kvjax.pack, pages=4, page_size=2, most=4))(cache).num_live.tolist()
+        >>> jax.jit(functools.partial(kvjax.pack, pages=4, page_size=2, most=4))(
+        ...     cache
+        ... ).num_live.tolist()
         [[3, 3]]
     """
     pages, page_size, most = (

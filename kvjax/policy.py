@@ -188,9 +188,13 @@ def retention_scores(policy: Policy, state: PyTree, observation: Observation) ->
         >>> import kvjax
         >>> from kernels_pallas import ColumnStatistics
         >>> one = np.ones((1, 1, 3, 2))
-        >>> seen = kvjax.Observation(ColumnStatistics(), one.swapaxes(1, 2), np.array([[0, 1, 2]]), one, one,
-        ...                          np.array([[[0, 1, 2]]]), np.array([3]), np.array([2]))
-        >>> scores = jax.jit(functools.partial(kvjax.retention_scores, kvjax.streaming(sinks=1)))
+        >>> seen = kvjax.Observation(
+        ...     ColumnStatistics(), one.swapaxes(1, 2), np.array([[0, 1, 2]]), one, one,
+        ...     np.array([[[0, 1, 2]]]), np.array([3]), np.array([2])
+        ... )
+        >>> scores = jax.jit(
+        ...     functools.partial(kvjax.retention_scores, kvjax.streaming(sinks=1))
+        ... )
         >>> scores((), seen)[0].tolist()
         [[[inf, 1.0, 2.0]]]
     """
@@ -335,7 +339,9 @@ def protected(policy: Policy, budget: Any) -> tuple[Any, Any]:
 
     Example:
         >>> import kvjax
-        >>> kvjax.protected(kvjax.parse("snapkv(window=16)+protect(sinks=4,recent=0.5)"), 100)
+        >>> kvjax.protected(
+        ...     kvjax.parse("snapkv(window=16)+protect(sinks=4,recent=0.5)"), 100
+        ... )
         (4, 50)
     """
     sinks, recent = 0, 0

@@ -102,7 +102,8 @@ def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
         >>> import jax.numpy as jnp
         >>> import kvjax
         >>> from kvjax.policy_checks import check_state
-        >>> sums = kvjax.Policy("sums", lambda B, K, G, S, D: jnp.zeros((B, S)), lambda *given: given[:2])
+        >>> state = lambda B, K, G, S, D: jnp.zeros((B, S))
+        >>> sums = kvjax.Policy("sums", state, lambda *given: given[:2])
         >>> check_state(sums, head_dim=8, K=3, G=2)
         Traceback (most recent call last):
         ...

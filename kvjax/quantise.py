@@ -119,7 +119,9 @@ def quantise(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Quantised:
     Example:
         >>> import jax, numpy as np
         >>> import kvjax
-        >>> values, scale = jax.jit(kvjax.quantise, static_argnums=1)(np.float32([[1.0, -2.54, 0.5]]), "int8")
+        >>> values, scale = jax.jit(kvjax.quantise, static_argnums=1)(
+        ...     np.float32([[1.0, -2.54, 0.5]]), "int8"
+        ... )
         >>> values.tolist(), np.asarray(scale).round(3).tolist()
         ([[50, -127, 25]], [0.02])
     """
@@ -141,7 +143,9 @@ def dequantise(values: Real[Array, "*rows D"], scale: Float[Array, "*rows"]) -> 
     Example:
         >>> import jax, numpy as np
         >>> import kvjax
-        >>> there_and_back = jax.jit(lambda x: kvjax.dequantise(*kvjax.quantise(x, "int8")))
+        >>> there_and_back = jax.jit(
+        ...     lambda x: kvjax.dequantise(*kvjax.quantise(x, "int8"))
+        ... )
         >>> there_and_back(np.float32([[127.0, -3.2]])).tolist()
         [[127.0, -3.0]]
     """
@@ -161,7 +165,9 @@ def straight_through(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Float[A
         >>> rows = np.float32([[127.0, -3.2]])
         >>> jax.jit(kvjax.straight_through, static_argnums=1)(rows, "int8").tolist()
         [[127.0, -3.0]]
-        >>> jax.jit(jax.grad(lambda x: (kvjax.straight_through(x, "int8") ** 2).sum()))(rows).tolist()
+        >>> jax.jit(jax.grad(lambda x: (kvjax.straight_through(x, "int8") ** 2).sum()))(
+        ...     rows
+        ... ).tolist()
         [[254.0, -6.0]]
     """
     rounded = dequantise(*quantise(rows, dtype)).astype(rows.dtype)

@@ -59,7 +59,9 @@ def move(
     Example:
         >>> import jax, numpy as np
         >>> from kvjax.rotary import move
-        >>> np.asarray(jax.jit(move)(np.array([1.0, 0.0]), 3, 3, np.array([0.1]))).round(5).tolist()
+        >>> np.asarray(
+        ...     jax.jit(move)(np.array([1.0, 0.0]), 3, 3, np.array([0.1]))
+        ... ).round(5).tolist()
         [1.0, 0.0]
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -37,7 +37,9 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
         >>> import kvjax
         >>> batch = kvjax.KVCache.init(batch=2, kv_heads=1, slots=3, head_dim=1)
         >>> one = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
-        >>> one = jax.jit(kvjax.insert)(one, np.ones((1, 2, 1, 1)), np.ones((1, 2, 1, 1)))
+        >>> one = jax.jit(kvjax.insert)(
+        ...     one, np.ones((1, 2, 1, 1)), np.ones((1, 2, 1, 1))
+        ... )
         >>> batch = jax.jit(kvjax.join)(batch, 1, one)
         >>> batch.position.tolist(), batch.next_position.tolist()
         ([[[-1, -1, -1]], [[0, 1, -1]]], [0, 2])
@@ -110,7 +112,9 @@ def leave(cache: Cache, row: int | Int[Array, ""]) -> Cache:
         >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=2, head_dim=1)
-        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((2, 1, 1, 1)), np.ones((2, 1, 1, 1)))
+        >>> cache = jax.jit(kvjax.insert)(
+        ...     cache, np.ones((2, 1, 1, 1)), np.ones((2, 1, 1, 1))
+        ... )
         >>> jax.jit(kvjax.leave)(cache, 0).position.tolist()
         [[[-1, -1]], [[0, -1]]]
     """

@@ -150,7 +150,10 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
     Example:
         >>> import kvjax
         >>> from kvjax.schedule import moments
-        >>> [moments(kvjax.parse(name), "block", None) for name in ("h2o", "snapkv(window=16)", "kvzip")]
+        >>> [
+        ...     moments(kvjax.parse(name), "block", None)
+        ...     for name in ("h2o", "snapkv(window=16)", "kvzip")
+        ... ]
         [('block', 1), ('block', 16), ('block', 64)]
         >>> moments(kvjax.parse("snapkv"), "published", None)
         ('prompt', 0)
@@ -200,7 +203,9 @@ def schedule(
         >>> import numpy as np
         >>> import kvjax
         >>> from kvjax.schedule import Text, schedule
-        >>> plan = schedule(Text.of(np.arange(20)[None], questions=4), kvjax.parse("kvzip"), block=8)
+        >>> plan = schedule(
+        ...     Text.of(np.arange(20)[None], questions=4), kvjax.parse("kvzip"), block=8
+        ... )
         >>> for phase, tokens, positions, part in [*plan.context[0], *plan.rest[0]]:
         ...     print(phase.evicts, positions[0], None if part is None else part[0])
         False [0 1 2 3 4 5 6 7] None
@@ -386,7 +391,9 @@ def answer_copies(
         >>> import kvjax
         >>> from kvjax.schedule import answer_copies
         >>> wanted = kvjax.parse("kvzip").needs.reconstruction
-        >>> answer_copies(wanted, np.array([[7, 8]]), np.array([12]), np.array([False]))[1:]
+        >>> answer_copies(
+        ...     wanted, np.array([[7, 8]]), np.array([12]), np.array([False])
+        ... )[1:]
         (array([[12, 13]], dtype=int32), array([[10, 12, 12]], dtype=int32))
     """
     ask, (B, n) = wanted.prompt, answer.shape

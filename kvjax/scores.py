@@ -323,7 +323,10 @@ def laprox(
 
     Example:
         >>> import kvjax
-        >>> sorted(kvjax.laprox().needs.projections), sorted(kvjax.laprox(target="value").needs.projections)
+        >>> (
+        ...     sorted(kvjax.laprox().needs.projections),
+        ...     sorted(kvjax.laprox(target="value").needs.projections),
+        ... )
         (['gram'], [])
     """
     check_kernel("laprox", kernel)

@@ -53,8 +53,13 @@ def select(
     Example:
         >>> import functools, jax, jax.numpy as jnp
         >>> import kvjax
-        >>> importance, position = jnp.array([[[0.0, 3.0, 1.0, 2.0, 9.0]]]), jnp.array([[[0, 1, 2, 3, -1]]])
-        >>> jax.jit(functools.partial(kvjax.select, budget=2, sinks=1))(importance, position).tolist()
+        >>> importance, position = (
+        ...     jnp.array([[[0.0, 3.0, 1.0, 2.0, 9.0]]]),
+        ...     jnp.array([[[0, 1, 2, 3, -1]]]),
+        ... )
+        >>> jax.jit(functools.partial(kvjax.select, budget=2, sinks=1))(
+        ...     importance, position
+        ... ).tolist()
         [[[0, 1, 3]]]
         >>> one_of_four = functools.partial(kvjax.select, budget=0.25, sinks=0, size=3)
         >>> jax.jit(one_of_four)(importance, position).tolist()
@@ -98,7 +103,9 @@ def selected_mask(
         >>> importance = jnp.zeros((1, 1, 4, 4))  # all equal: the most recent tokens
         >>> every = jnp.arange(4)[None]
         >>> mask = jax.jit(functools.partial(kvjax.selected_mask, budget=0.5, sinks=1))
-        >>> mask(importance, every[None], query_position=every)[0, 0].astype(int).tolist()
+        >>> mask(importance, every[None], query_position=every)[0, 0].astype(
+        ...     int
+        ... ).tolist()
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
     """
     budget, sinks = _checked(importance, position, budget, sinks, query_position)
@@ -129,7 +136,8 @@ def share_of_tokens(share: float, tokens: Any) -> Any:
 
     Example:
         >>> from kvjax.selection import share_of_tokens
-        >>> share_of_tokens(0.07, 100), share_of_tokens(0.07, 101)  # in floats 0.07 * 100 is 7.000000000000001
+        >>> # in floats 0.07 * 100 is 7.000000000000001
+        >>> share_of_tokens(0.07, 100), share_of_tokens(0.07, 101)
         (7, 8)
     """
     return tokens - share_of(min(1 - share, 0.9999), tokens)

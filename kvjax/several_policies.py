@@ -48,9 +48,13 @@ def observe_each(
         >>> import dataclasses, functools, jax, kvjax
         >>> policies = [kvjax.h2o(), kvjax.parse("tova(heads='group')+caote")]
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=6, head_dim=4)
-        >>> cache = dataclasses.replace(cache, state=tuple(policy.state(1, 1, 2, 6, 4) for policy in policies))
+        >>> cache = dataclasses.replace(
+        ...     cache, state=tuple(policy.state(1, 1, 2, 6, 4) for policy in policies)
+        ... )
         >>> q = jax.random.normal(jax.random.key(0), (1, 6, 2, 4))
-        >>> observe = jax.jit(functools.partial(kvjax.observe_each, policies=policies, budgets=[2, 3]))
+        >>> observe = jax.jit(
+        ...     functools.partial(kvjax.observe_each, policies=policies, budgets=[2, 3])
+        ... )
         >>> out, cache, said = observe(cache, q, q[:, :, :1], q[:, :, 1:])
         >>> [evidence.scores.shape for evidence in said]
         [(1, 1, 6), (1, 1, 6)]

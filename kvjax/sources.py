@@ -160,8 +160,13 @@ def joined(importance: Float[Array, "B N T S"], reading: Reading, group: Group) 
         >>> import numpy as np
         >>> from kvjax.sources import Reading, joined
         >>> importance = np.array([[0.0, 4.0], [2.0, 0.0]]).reshape(1, 2, 1, 2)
-        >>> reading = Reading(np.zeros((1, 1, 2, 4)), np.array([[1]]), np.array([[[0, 1]]]), layer=1)
-        >>> [np.ravel(joined(importance, reading, by)).tolist() for by in ("max", "mean")]
+        >>> reading = Reading(
+        ...     np.zeros((1, 1, 2, 4)), np.array([[1]]), np.array([[[0, 1]]]), layer=1
+        ... )
+        >>> [
+        ...     np.ravel(joined(importance, reading, by)).tolist()
+        ...     for by in ("max", "mean")
+        ... ]
         [[2.0, 4.0], [1.0, 2.0]]
     """
     if group == "separate":
@@ -314,9 +319,16 @@ def quest(*, page_size: int = 16, group: Group = "separate") -> Source:
         >>> import jax, numpy as np
         >>> from kvjax import sources
         >>> quest = sources.quest(page_size=2)
-        >>> key, position = np.array([1.0, -3.0, 2.0, 2.0]).reshape(1, 4, 1, 1), np.arange(4)[None]
-        >>> pages = jax.jit(lambda: quest.insert(quest.init(1, 1, 4, 1), key, position))()
-        >>> read = sources.Reading(-np.ones((1, 1, 1, 1)), position[:, -1:], position[None], layer=1)
+        >>> key, position = (
+        ...     np.array([1.0, -3.0, 2.0, 2.0]).reshape(1, 4, 1, 1),
+        ...     np.arange(4)[None],
+        ... )
+        >>> pages = jax.jit(
+        ...     lambda: quest.insert(quest.init(1, 1, 4, 1), key, position)
+        ... )()
+        >>> read = sources.Reading(
+        ...     -np.ones((1, 1, 1, 1)), position[:, -1:], position[None], layer=1
+        ... )
         >>> np.ravel(jax.jit(quest.importance)(pages, read)).tolist()
         [3.0, 3.0, -2.0, -2.0]
     """

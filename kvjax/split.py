@@ -39,7 +39,9 @@ class SplitCache:
         >>> import jax
         >>> import kvjax
         >>> mesh = jax.sharding.Mesh([jax.devices()[:1]], ("data", "tensor"))
-        >>> sizes = dict(layers=2, kv_heads=2, query_heads=4, head_dim=8, budget=24, block=8)
+        >>> sizes = dict(
+        ...     layers=2, kv_heads=2, query_heads=4, head_dim=8, budget=24, block=8
+        ... )
         >>> cache = kvjax.empty_cache("h2o@layer", mesh=mesh, **sizes)
         >>> cache.heads_shape, cache.parts.key.shape
         ((2, 1, 2), (1, 1, 11, 16, 8))
@@ -163,7 +165,9 @@ def on_devices(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
         >>> import jax.numpy as jnp
         >>> from kvjax.split import PARTS, on_devices
         >>> mesh = jax.sharding.Mesh([jax.devices()[:1]], ("data", "tensor"))
-        >>> on_devices(lambda part: part + 1, [PARTS], PARTS, mesh)(jnp.ones((1, 1, 3))).tolist()
+        >>> on_devices(lambda part: part + 1, [PARTS], PARTS, mesh)(
+        ...     jnp.ones((1, 1, 3))
+        ... ).tolist()
         [[[2.0, 2.0, 2.0]]]
     """
 
@@ -196,7 +200,10 @@ def check_mesh(mesh: Mesh | AbstractMesh, batch: int, kv_heads: int) -> tuple[in
     Example:
         >>> import jax
         >>> from kvjax.split import check_mesh
-        >>> check_mesh(jax.sharding.AbstractMesh((2, 4), ("data", "tensor")), batch=2, kv_heads=8)
+        >>> check_mesh(
+        ...     jax.sharding.AbstractMesh((2, 4), ("data", "tensor")), batch=2,
+        ...     kv_heads=8
+        ... )
         (2, 4)
     """
     if not {ROWS, HEADS} <= set(mesh.axis_names):
@@ -221,7 +228,9 @@ def on_mesh(cache: KVCache, mesh: Mesh | AbstractMesh) -> KVCache:
         >>> import kvjax
         >>> from kvjax.split import on_mesh
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
-        >>> on_mesh(cache, jax.sharding.Mesh([jax.devices()[:1]], ("data", "tensor"))).key.shape
+        >>> on_mesh(
+        ...     cache, jax.sharding.Mesh([jax.devices()[:1]], ("data", "tensor"))
+        ... ).key.shape
         (1, 1, 3, 2)
     """
     _check_automatic(mesh)

@@ -34,7 +34,10 @@ def best_of_groups(
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from kvjax.topk import best_of_groups
-        >>> scores, position = jnp.array([[5.0, 1.0], [4.0, 3.0]]), jnp.array([[0, 1], [0, 1]])
+        >>> scores, position = (
+        ...     jnp.array([[5.0, 1.0], [4.0, 3.0]]),
+        ...     jnp.array([[0, 1], [0, 1]]),
+        ... )
         >>> head, one_group = jnp.arange(2), jnp.zeros(2, int)
         >>> best = jax.jit(best_of_groups, static_argnums=5)
         >>> best(scores, position, head, one_group, jnp.array([3]), 1).tolist()

@@ -84,14 +84,21 @@ class Engine:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> engine = models.Engine(model, rows=2, policy="h2o", budget=16, block=8)
-        >>> handles = [engine.submit(range(length), max_new_tokens=3) for length in (40, 9, 21)]
+        >>> handles = [
+        ...     engine.submit(range(length), max_new_tokens=3) for length in (40, 9, 21)
+        ... ]
         >>> answers = {handle: [] for handle in handles}
         >>> for made in engine.run():
         ...     answers[made.handle].append(made.token)
-        >>> alone = models.generate(model, jnp.arange(9)[None], policy="h2o", budget=16, block=8, max_new_tokens=3)
+        >>> alone = models.generate(
+        ...     model, jnp.arange(9)[None], policy="h2o", budget=16, block=8,
+        ...     max_new_tokens=3
+        ... )
         >>> answers[handles[1]] == alone.tokens[0].tolist()
         True
     """

@@ -37,7 +37,9 @@ def q_filters(model: Decoder, tokens: Int[HostOrDevice, "B T"]) -> Float[np.ndar
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> models.q_filters(model, jnp.arange(60).reshape(2, 30)).shape
         (2, 2, 8)
@@ -75,7 +77,9 @@ def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> models.head_scores(model, jnp.arange(60).reshape(2, 30), length=100).shape
         (2, 2)

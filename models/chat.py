@@ -77,9 +77,15 @@ class Conversation:
     Example:
         >>> import models
         >>> from models.chat import Conversation
-        >>> talk = Conversation(*models.load("retriever"), policy="h2o", budget=64, block=32, max_new_tokens=4)
-        >>> _ = list(talk.answer("The code of amber falcon is 4719. The river was calm."))
-        >>> question = "Question: what is the code of amber falcon?\\nAnswer: the code of amber falcon is"
+        >>> talk = Conversation(
+        ...     *models.load("retriever"), policy="h2o", budget=64, block=32,
+        ...     max_new_tokens=4
+        ... )
+        >>> _ = list(
+        ...     talk.answer("The code of amber falcon is 4719. The river was calm.")
+        ... )
+        >>> question = "Question: what is the code of amber falcon?\\n"
+        >>> question += "Answer: the code of amber falcon is"
         >>> "".join(talk.answer(question))[:5]
         ' 4719'
     """

@@ -95,7 +95,10 @@ def parser(script: str, module: str, *, description: str, examples: str = "") ->
 
     Example:
         >>> from models.commands import parser
-        >>> flags = parser("kvjax-eval", "evals", description="Evaluations.", examples="python -m evals needle")
+        >>> flags = parser(
+        ...     "kvjax-eval", "evals", description="Evaluations.",
+        ...     examples="python -m evals needle"
+        ... )
         >>> flags.prog, flags.format_help().splitlines()[-1]
         ('python -m evals', '  130  interrupted by Ctrl-C')
     """
@@ -177,7 +180,10 @@ def call(parser: argparse.ArgumentParser, command: Callable[[Any], None], name: 
         >>> from models import commands
         >>> flags = commands.parser("kvjax-eval", "evals", description="Evaluations.")
         >>> commands.add_cache_flag(flags)
-        >>> commands.call(flags, lambda given: print(sorted(vars(given))), "evals", ["--compilation-cache", "off"])
+        >>> commands.call(
+        ...     flags, lambda given: print(sorted(vars(given))), "evals",
+        ...     ["--compilation-cache", "off"]
+        ... )
         ['begun']
         0
     """
@@ -383,7 +389,10 @@ def sentence(error: BaseException) -> str:
 
     Example:
         >>> from models.commands import sentence
-        >>> sentence(ValueError("two\\nlines")), sentence(FileNotFoundError(2, "No such file or directory", "a.txt"))
+        >>> (
+        ...     sentence(ValueError("two\\nlines")),
+        ...     sentence(FileNotFoundError(2, "No such file or directory", "a.txt")),
+        ... )
         ('two lines', 'a.txt: no such file or directory')
     """
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
@@ -615,7 +624,10 @@ def lock(file: IO[Any], folder: Path) -> None:
         >>> from pathlib import Path
         >>> from models.commands import LOCK_FILE, lock
         >>> folder = Path(tempfile.mkdtemp())
-        >>> with (folder / LOCK_FILE).open("ab") as held, (folder / LOCK_FILE).open("ab") as other:
+        >>> with (
+        ...     (folder / LOCK_FILE).open("ab") as held,
+        ...     (folder / LOCK_FILE).open("ab") as other,
+        ... ):
         ...     lock(held, folder)
         ...     lock(other, Path("runs/a"))
         Traceback (most recent call last):

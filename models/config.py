@@ -148,7 +148,10 @@ class Config:
 
     Example:
         >>> from models.config import Config
-        >>> Config(64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2).head_dim
+        >>> Config(
+        ...     64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
+        ...     num_kv_heads=2
+        ... ).head_dim
         8
     """
 
@@ -283,8 +286,15 @@ def described(config: Config) -> dict[str, Any]:
 
     Example:
         >>> from models.config import Config, described
-        >>> config = Config(64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, logits_scaling=8.0)
-        >>> sorted(name for name in described(config) if "logits" in name or "ropes" in name)
+        >>> config = Config(
+        ...     64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2,
+        ...     logits_scaling=8.0
+        ... )
+        >>> sorted(
+        ...     name
+        ...     for name in described(config)
+        ...     if "logits" in name or "ropes" in name
+        ... )
         ['logits_scaling']
     """
 
@@ -383,8 +393,10 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
 
     Example:
         >>> from models.config import from_hugging_face
-        >>> raw = dict(architectures=["LlamaForCausalLM"], vocab_size=8, hidden_size=16, intermediate_size=32,
-        ...            num_hidden_layers=1, num_attention_heads=2)
+        >>> raw = dict(
+        ...     architectures=["LlamaForCausalLM"], vocab_size=8, hidden_size=16,
+        ...     intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        ... )
         >>> from_hugging_face(raw).num_kv_heads
         2
     """
@@ -465,7 +477,9 @@ def family_of(raw: Mapping[str, Any]) -> families.Family | None:
 
     Example:
         >>> from models.config import family_of
-        >>> family_of({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}) is None
+        >>> family_of(
+        ...     {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        ... ) is None
         True
     """
     name = raw.get("model_type")
@@ -505,7 +519,9 @@ def lost_in_hugging_face(config: Config) -> list[str]:
         >>> sizes = dict(num_layers=2, num_heads=4, num_kv_heads=2)
         >>> lost_in_hugging_face(Config(64, 32, 96, logits_scaling=8.0, **sizes))
         ['logits_scaling']
-        >>> lost_in_hugging_face(Config(64, 32, 96, architecture="granite", logits_scaling=8.0, **sizes))
+        >>> lost_in_hugging_face(
+        ...     Config(64, 32, 96, architecture="granite", logits_scaling=8.0, **sizes)
+        ... )
         []
     """
     read = from_hugging_face(to_hugging_face(config))

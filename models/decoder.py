@@ -67,7 +67,10 @@ class Decoder(nnx.Module):
         >>> from flax import nnx
         >>> from models.config import Config
         >>> from models.decoder import Decoder
-        >>> model = Decoder(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), rngs=nnx.Rngs(0))
+        >>> model = Decoder(
+        ...     Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2),
+        ...     rngs=nnx.Rngs(0),
+        ... )
         >>> jax.jit(model)(jnp.array([[1, 2, 3]])).shape
         (1, 3, 64)
     """

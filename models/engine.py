@@ -103,9 +103,13 @@ def prefill(
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> cache, logits = models.prefill(model, jnp.arange(40)[None], policy="h2o+caote", budget=16, block=8)
+        >>> cache, logits = models.prefill(
+        ...     model, jnp.arange(40)[None], policy="h2o+caote", budget=16, block=8
+        ... )
         >>> logits.shape, cache.num_live.min().item(), cache.num_live.max().item()
         ((1, 64), 16, 16)
     """
@@ -138,9 +142,13 @@ def hidden_states(
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> cache, hidden = models.hidden_states(model, jnp.arange(40)[None], policy="h2o", budget=16, block=8)
+        >>> cache, hidden = models.hidden_states(
+        ...     model, jnp.arange(40)[None], policy="h2o", budget=16, block=8
+        ... )
         >>> hidden.shape, model.logits(hidden[:, 8:16]).shape
         ((1, 40, 32), (1, 8, 64))
     """
@@ -177,10 +185,14 @@ def generate(
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> out = models.generate(model, jnp.arange(40)[None], policy="snapkv(window=8)", budget=16, block=8,
-        ...                       max_new_tokens=4)
+        >>> out = models.generate(
+        ...     model, jnp.arange(40)[None], policy="snapkv(window=8)", budget=16,
+        ...     block=8, max_new_tokens=4
+        ... )
         >>> out.tokens.shape, out.lengths.tolist(), out.cache.num_live.max().item()
         ((1, 4), [4], 19)
     """
@@ -226,11 +238,19 @@ def stream(
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> prompt = jnp.arange(40)[None]
-        >>> steps = list(models.stream(model, prompt, policy="h2o", budget=16, block=8, max_new_tokens=4))
-        >>> whole = models.generate(model, prompt, policy="h2o", budget=16, block=8, max_new_tokens=4)
+        >>> steps = list(
+        ...     models.stream(
+        ...         model, prompt, policy="h2o", budget=16, block=8, max_new_tokens=4
+        ...     )
+        ... )
+        >>> whole = models.generate(
+        ...     model, prompt, policy="h2o", budget=16, block=8, max_new_tokens=4
+        ... )
         >>> [int(step[0]) for step, _ in steps] == whole.tokens[0].tolist()
         True
     """
@@ -258,7 +278,9 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
     Example:
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> models.output_projection(model, "laprox@model").gram.shape
         (2, 2, 2, 8, 8)

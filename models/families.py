@@ -62,10 +62,19 @@ def register_family(
         >>> import models
         >>> from models.config import from_hugging_face
         >>> def config(raw):
-        ...     return from_hugging_face({**raw, "architectures": ["LlamaForCausalLM"], "hidden_size": raw["width"]})
-        >>> models.register_family("wide", config, {"layers.gate": "model.layers.{}.mlp.w1.weight"})
-        >>> raw = dict(model_type="wide", vocab_size=8, width=16, intermediate_size=32, num_hidden_layers=1,
-        ...            num_attention_heads=2)
+        ...     return from_hugging_face(
+        ...         {
+        ...             **raw, "architectures": ["LlamaForCausalLM"],
+        ...             "hidden_size": raw["width"]
+        ...         }
+        ...     )
+        >>> models.register_family(
+        ...     "wide", config, {"layers.gate": "model.layers.{}.mlp.w1.weight"}
+        ... )
+        >>> raw = dict(
+        ...     model_type="wide", vocab_size=8, width=16, intermediate_size=32,
+        ...     num_hidden_layers=1, num_attention_heads=2
+        ... )
         >>> from_hugging_face(raw).hidden_size
         16
     """

@@ -208,7 +208,8 @@ def read_sampling(file: Path) -> dict[str, Any]:
         >>> import pathlib, tempfile
         >>> from models.gguf import read_sampling
         >>> file = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
-        >>> _ = file.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))  # no tensors, no keys
+        >>> # no tensors, no keys
+        >>> _ = file.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))
         >>> read_sampling(file)
         {}
     """

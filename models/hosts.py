@@ -79,7 +79,9 @@ def join(flags: argparse.Namespace) -> None:
     Example:
         >>> import argparse
         >>> from models import hosts
-        >>> hosts.join(argparse.Namespace(coordinator="a:1234", processes=2, process_id=None))
+        >>> hosts.join(
+        ...     argparse.Namespace(coordinator="a:1234", processes=2, process_id=None)
+        ... )
         Traceback (most recent call last):
         ...
         ValueError: --coordinator, --processes and --process-id belong together; give all three, or none.
@@ -183,7 +185,11 @@ def is_of_the_lost(error: BaseException) -> bool:
 
     Example:
         >>> from models import hosts
-        >>> hosts.is_of_the_lost(RuntimeError("UNAVAILABLE: Gloo all-reduce failed: Connection closed by peer"))
+        >>> hosts.is_of_the_lost(
+        ...     RuntimeError(
+        ...         "UNAVAILABLE: Gloo all-reduce failed: Connection closed by peer"
+        ...     )
+        ... )
         True
         >>> hosts.is_of_the_lost(RuntimeError("INTERNAL: the kernel did not compile"))
         False

@@ -122,7 +122,9 @@ def stacked(cache: AnyCache) -> Cache:
 
     Example:
         >>> import kvjax, models
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2, layers=2)
+        >>> cache = kvjax.KVCache.init(
+        ...     batch=1, kv_heads=1, slots=3, head_dim=2, layers=2
+        ... )
         >>> models.stacked(cache) is cache
         True
     """

@@ -220,7 +220,10 @@ def arranged(
     Example:
         >>> from models.config import Config
         >>> from models.load import arranged
-        >>> arranged({}, Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), {}, {})
+        >>> arranged(
+        ...     {}, Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), {},
+        ...     {}
+        ... )
         {}
     """
     found, shapes = dict(tensors), parameter_shapes(config)
@@ -250,7 +253,9 @@ def rows_from(tensor: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
         >>> import numpy as np
         >>> import pathlib
         >>> from models.load import Tensor, rows_from
-        >>> rows = Tensor(pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window])
+        >>> rows = Tensor(
+        ...     pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window]
+        ... )
         >>> rows_from(rows, 2, (2,)).read((slice(0, 2),)).tolist()
         [2.0, 3.0]
     """
@@ -273,7 +278,9 @@ def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
         >>> import numpy as np
         >>> import pathlib
         >>> from models.load import Tensor, in_order
-        >>> rows = Tensor(pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window])
+        >>> rows = Tensor(
+        ...     pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window]
+        ... )
         >>> in_order(rows, np.array([1, 0])).read((slice(0, 4),)).tolist()
         [1.0, 0.0, 3.0, 2.0]
     """

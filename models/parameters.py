@@ -153,7 +153,9 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     Example:
         >>> from models.config import Config
         >>> from models.parameters import parameter_shapes
-        >>> parameter_shapes(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2))["layers.key"]
+        >>> parameter_shapes(
+        ...     Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        ... )["layers.key"]
         (2, 32, 2, 8)
     """
     sizes = dict(
@@ -197,7 +199,10 @@ def drawn(
         >>> import jax
         >>> from flax import nnx
         >>> from models.parameters import drawn
-        >>> drawn(lambda key, name, shape: jax.random.normal(key, shape), {"a": (2, 3)}, nnx.Rngs(0))["a"].shape
+        >>> drawn(
+        ...     lambda key, name, shape: jax.random.normal(key, shape), {"a": (2, 3)},
+        ...     nnx.Rngs(0)
+        ... )["a"].shape
         (2, 3)
     """
     keys = {name: rngs.params() for name in shapes if not name.endswith(("norm", "bias"))}
@@ -216,8 +221,14 @@ def layers_with(config: Config, name: str) -> Sequence[int]:
     Example:
         >>> from models.config import Config
         >>> from models.parameters import layers_with
-        >>> config = Config(64, 32, 96, 3, 4, 2, num_experts=2, experts_per_token=1, dense_sizes=(None, 48, None))
-        >>> [list(layers_with(config, f"layers.{name}")) for name in ("key", "gate", "router")]
+        >>> config = Config(
+        ...     64, 32, 96, 3, 4, 2, num_experts=2, experts_per_token=1,
+        ...     dense_sizes=(None, 48, None)
+        ... )
+        >>> [
+        ...     list(layers_with(config, f"layers.{name}"))
+        ...     for name in ("key", "gate", "router")
+        ... ]
         [[0, 1, 2], [1], [0, 2]]
     """
     own = {"L": range(config.num_layers), "Ld": config.dense_layers, "Lx": config.sparse_layers}
@@ -234,8 +245,13 @@ def tensor_of(config: Config, name: str, tensor: str, place: Sequence[int]) -> s
     Example:
         >>> from models.config import Config
         >>> from models.parameters import tensor_of
-        >>> config = Config(64, 32, 96, 3, 4, 2, num_experts=2, experts_per_token=1, dense_sizes=(None, 48, None))
-        >>> tensor_of(config, "layers.expert_up", "layers.{}.experts.{}.up_proj", (1, 0))
+        >>> config = Config(
+        ...     64, 32, 96, 3, 4, 2, num_experts=2, experts_per_token=1,
+        ...     dense_sizes=(None, 48, None)
+        ... )
+        >>> tensor_of(
+        ...     config, "layers.expert_up", "layers.{}.experts.{}.up_proj", (1, 0)
+        ... )
         'layers.2.experts.0.up_proj'
     """
     layers = layers_with(config, name)
@@ -248,7 +264,9 @@ def tensor_names(config: Config) -> dict[str, str]:
     Example:
         >>> from models.config import Config
         >>> from models.parameters import tensor_names
-        >>> tensor_names(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2))["head"]
+        >>> tensor_names(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2))[
+        ...     "head"
+        ... ]
         'lm_head.weight'
     """
     return {name: parameter.tensor for name, parameter in PARAMETERS.items()} | RENAMED.get(config.architecture, {})
@@ -263,7 +281,9 @@ def head_order(config: Config) -> Int[np.ndarray, "D"] | None:
     Example:
         >>> from models.config import Config, Rope
         >>> from models.parameters import head_order
-        >>> head_order(Config(64, 32, 64, 2, 4, 2, rope=Rope(partial_rotary_factor=0.5))).tolist()
+        >>> head_order(
+        ...     Config(64, 32, 64, 2, 4, 2, rope=Rope(partial_rotary_factor=0.5))
+        ... ).tolist()
         [0, 1, 4, 5, 2, 3, 6, 7]
     """
     D, R = config.head_dim, config.rope.rotated(config.head_dim)

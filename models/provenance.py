@@ -52,7 +52,9 @@ def write(flags: argparse.Namespace, figures: Mapping[str, Any], made_of: Mappin
         >>> flags = commands.Parser(prog="python -m tool")
         >>> _ = flags.add_argument("--json")
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.json"
-        >>> provenance.write(flags.parse_args(["--json", str(path)]), {"results": [1]}, {})
+        >>> provenance.write(
+        ...     flags.parse_args(["--json", str(path)]), {"results": [1]}, {}
+        ... )
         >>> sorted(json.loads(path.read_text()))
         ['command', 'commit', 'cores', 'device', 'fingerprints', 'results', 'seconds', 'seed', 'settings', 'versions']
     """
@@ -90,7 +92,10 @@ def environment() -> dict[str, Any]:
 
     Example:
         >>> from models import provenance
-        >>> sorted(provenance.environment()), provenance.environment()["versions"]["kvjax"][0].isdigit()
+        >>> (
+        ...     sorted(provenance.environment()),
+        ...     provenance.environment()["versions"]["kvjax"][0].isdigit(),
+        ... )
         (['commit', 'cores', 'device', 'settings', 'versions'], True)
     """
     # kvjax's version is the module's: a checkout on the path is imported without being an installed distribution.
@@ -173,7 +178,9 @@ def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> 
         >>> from flax import nnx
         >>> import models
         >>> from models import provenance
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> sorted(provenance.fingerprints(models.Decoder(config, rngs=nnx.Rngs(0))))
         ['config', 'weights']
     """
@@ -193,7 +200,9 @@ def fingerprint(model: decoder.Decoder) -> str:
     Example:
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> len(models.fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
         16
     """
@@ -259,7 +268,9 @@ def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, 
     Example:
         >>> import pathlib
         >>> from models import provenance
-        >>> provenance.check_same(pathlib.Path("runs/a"), {"weights": "1"}, {"weights": "2"})
+        >>> provenance.check_same(
+        ...     pathlib.Path("runs/a"), {"weights": "1"}, {"weights": "2"}
+        ... )
         Traceback (most recent call last):
         ...
         ValueError: runs/a was made with different weights ('1', now '2'); continue with ...

@@ -40,7 +40,10 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
         >>> from flax import nnx
         >>> from models.config import Config
         >>> from models.decoder import Decoder
-        >>> model = Decoder(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), rngs=nnx.Rngs(0))
+        >>> model = Decoder(
+        ...     Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2),
+        ...     rngs=nnx.Rngs(0),
+        ... )
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(folder, model)
         ...     sorted(path.name for path in Path(folder).iterdir())

@@ -54,7 +54,9 @@ class ScorerConfig:
 
         Example:
             >>> import models
-            >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+            >>> config = models.Config(
+            ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+            ... )
             >>> models.ScorerConfig.of(config).hidden
             4
         """
@@ -67,7 +69,9 @@ def parameter_shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
 
     Example:
         >>> from models.scorer import ScorerConfig, parameter_shapes
-        >>> parameter_shapes(ScorerConfig(64, num_layers=3, num_kv_heads=2, hidden=8))["output"]
+        >>> parameter_shapes(ScorerConfig(64, num_layers=3, num_kv_heads=2, hidden=8))[
+        ...     "output"
+        ... ]
         (3, 8, 2)
     """
     L, E, K, H = config.num_layers, config.hidden_size, config.num_kv_heads, config.hidden
@@ -88,7 +92,9 @@ class Scorer(nnx.Module):
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> scorer = models.Scorer(models.ScorerConfig(64, num_layers=3, num_kv_heads=2), rngs=nnx.Rngs(0))
+        >>> scorer = models.Scorer(
+        ...     models.ScorerConfig(64, num_layers=3, num_kv_heads=2), rngs=nnx.Rngs(0)
+        ... )
         >>> scorer(1, jnp.ones((1, 5, 64))).shape
         (1, 5, 2)
     """
@@ -117,7 +123,10 @@ def apply(parameters: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array
     Example:
         >>> import jax.numpy as jnp
         >>> from models.scorer import apply
-        >>> apply({"output": jnp.ones((4, 2)), "output_bias": jnp.zeros(2)}, jnp.ones((1, 1, 4))).tolist()
+        >>> apply(
+        ...     {"output": jnp.ones((4, 2)), "output_bias": jnp.zeros(2)},
+        ...     jnp.ones((1, 1, 4)),
+        ... ).tolist()
         [[[4.0, 4.0]]]
     """
     x = x.astype(jnp.float32)
@@ -133,7 +142,9 @@ def save_scorer(folder: str | Path, scorer: Scorer, model: Decoder, name: str) -
         >>> import tempfile
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -159,8 +170,12 @@ def load_scorer(folder: str | Path, model: Decoder) -> Scorer:
     Example:
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> models.load_scorer("no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0)))
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> models.load_scorer(
+        ...     "no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0))
+        ... )
         Traceback (most recent call last):
         ...
         FileNotFoundError: no/such/folder has no scorer.json; give a folder that models.save_scorer wrote.

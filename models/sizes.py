@@ -19,7 +19,8 @@ def full_cache_bytes(model: Decoder, tokens: int, dtype: DtypesLike | None = Non
     Example:
         >>> import models
         >>> from models.sizes import full_cache_bytes
-        >>> model, _ = models.load("retriever")  # 6 layers, 2 KV heads of dimension 64, float32
+        >>> # 6 layers, 2 KV heads of dimension 64, float32
+        >>> model, _ = models.load("retriever")
         >>> full_cache_bytes(model, 512) == 6 * 2 * 512 * (2 * 64 * 4 + 4) + 4
         True
     """
@@ -35,7 +36,10 @@ def sizes_in_words(held: int, full: int, peak: int) -> str:
 
     Example:
         >>> from models.sizes import sizes_in_words
-        >>> sizes_in_words(13 << 20, 42 << 20, 15 << 20), sizes_in_words(2 << 20, 1 << 20, 2 << 20)
+        >>> (
+        ...     sizes_in_words(13 << 20, 42 << 20, 15 << 20),
+        ...     sizes_in_words(2 << 20, 1 << 20, 2 << 20),
+        ... )
         ('13.0 of 42.0 MiB (31%), peak 15.0', '2.00 MiB (1.00 would hold all tokens), peak 2.00')
     """
     now, whole, most = (f"{size / 2**20:.{1 if full >= 10 * 2**20 else 2}f}" for size in (held, full, peak))
@@ -48,7 +52,10 @@ def policy_in_words(policy: Policy | str | None, budget: int | float | None) -> 
 
     Example:
         >>> from models.sizes import policy_in_words
-        >>> policy_in_words("snapkv", 1024), policy_in_words("curdkv", 0.25), policy_in_words(None, None)
+        >>> (
+        ...     policy_in_words("snapkv", 1024), policy_in_words("curdkv", 0.25),
+        ...     policy_in_words(None, None)
+        ... )
         ('snapkv, keeps 1,024 tokens per head', 'curdkv, keeps 25% of the tokens', 'full, keeps all tokens')
     """
     many = (

@@ -36,11 +36,16 @@ class Tokenizer:
     Example:
         >>> import tokenizers
         >>> from models.tokenizer import Tokenizer
-        >>> words = tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>")
+        >>> words = tokenizers.models.WordLevel(
+        ...     {"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"
+        ... )
         >>> backend = tokenizers.Tokenizer(words)
         >>> backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         >>> tokenizer = Tokenizer(backend, {"bos_token": "<s>"})
-        >>> tokenizer.encode("a b"), tokenizer.decode([1, 2]), tokenizer.bos, tokenizer.eos, tokenizer.vocab_size
+        >>> (
+        ...     tokenizer.encode("a b"), tokenizer.decode([1, 2]), tokenizer.bos,
+        ...     tokenizer.eos, tokenizer.vocab_size
+        ... )
         ([1, 2], 'a b', 0, None, 3)
     """
 
@@ -142,9 +147,12 @@ class Tokenizer:
         Example:
             >>> import tokenizers
             >>> from models.tokenizer import Tokenizer
-            >>> template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
-            >>> Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, template).chat(
-            ...     [{"role": "user", "content": "Hello"}])
+            >>> template = (
+            ...     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+            ... )
+            >>> Tokenizer(
+            ...     tokenizers.Tokenizer(tokenizers.models.BPE()), None, template
+            ... ).chat([{"role": "user", "content": "Hello"}])
             '[user] Hello'
         """
         if self.chat_template is None:
@@ -184,7 +192,9 @@ class TextStream:
     Example:
         >>> import tokenizers
         >>> from models.tokenizer import Tokenizer
-        >>> backend = tokenizers.Tokenizer(tokenizers.models.BPE({"Ã": 0, "©": 1, "t": 2}, []))
+        >>> backend = tokenizers.Tokenizer(
+        ...     tokenizers.models.BPE({"Ã": 0, "©": 1, "t": 2}, [])
+        ... )
         >>> backend.decoder = tokenizers.decoders.ByteLevel()
         >>> stream = Tokenizer(backend).stream()
         >>> [stream.add(token) for token in [2, 0, 1, 2]], stream.finish()

@@ -126,7 +126,9 @@ def fingerprint(model: Decoder) -> dict[str, Any]:
         >>> from flax import nnx
         >>> import models
         >>> from models.trained import fingerprint
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> sorted(fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
         ['config', 'weights']
     """

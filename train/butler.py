@@ -99,8 +99,14 @@ def settings_of(model: Config, *, embedded: bool = False, **changes: Any) -> Set
     Example:
         >>> import models
         >>> from train.butler import settings_of
-        >>> llama = models.Config(128256, 4096, 14336, num_layers=32, num_heads=32, num_kv_heads=8, max_positions=8192)
-        >>> settings_of(llama, tokens=10**6).seq_len, settings_of(llama, tokens=10**6).steps
+        >>> llama = models.Config(
+        ...     128256, 4096, 14336, num_layers=32, num_heads=32, num_kv_heads=8,
+        ...     max_positions=8192
+        ... )
+        >>> (
+        ...     settings_of(llama, tokens=10**6).seq_len,
+        ...     settings_of(llama, tokens=10**6).steps,
+        ... )
         (1024, 977)
     """
     base = EMBEDDED if embedded else Settings(seq_len=1024 if model.hidden_size >= 4096 else 2048)
@@ -115,7 +121,9 @@ def butler_config_of(model: Config, *, embedded: bool = False, **changes: Any) -
     Example:
         >>> import models
         >>> from train.butler import butler_config_of
-        >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2
+        ... )
         >>> butler_config_of(config, hidden=24).hidden
         24
     """
@@ -140,7 +148,9 @@ def loss_of(
         >>> from flax import nnx
         >>> import models
         >>> from train.butler import loss_of
-        >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
         >>> bool(jax.jit(loss_of)(model, butler, jnp.arange(8)[None]) > 0)
@@ -208,10 +218,14 @@ def measure(
         >>> from flax import nnx
         >>> import models
         >>> from train.butler import measure
-        >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> measure(model, butler, np.arange(8)[None], "oracle", 0.5)["hit_rate"].tolist()
+        >>> measure(model, butler, np.arange(8)[None], "oracle", 0.5)[
+        ...     "hit_rate"
+        ... ].tolist()
         [1.0, 1.0]
     """
     made = []

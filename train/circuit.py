@@ -38,8 +38,10 @@ def init_parameters(config: Config, key: Array) -> dict[str, Array]:
     Example:
         >>> import jax
         >>> from models.config import Config
-        >>> config = Config(64, 32, 32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, query_key_norm=True,
-        ...                 architecture="qwen3", tie_embeddings=True)
+        >>> config = Config(
+        ...     64, 32, 32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
+        ...     query_key_norm=True, architecture="qwen3", tie_embeddings=True
+        ... )
         >>> init_parameters(config, jax.random.key(0))["layers.query"].shape
         (2, 32, 2, 16)
     """

@@ -187,7 +187,9 @@ class Writer:
     """Tokenises texts and writes training rows.
 
     >>> writer = Writer(train_tokenizer(1536))
-    >>> batch = writer.batch(Level(64, facts=(2, 4), filler=(0, 0.5)), rows=2, seed=0, step=5)
+    >>> batch = writer.batch(
+    ...     Level(64, facts=(2, 4), filler=(0, 0.5)), rows=2, seed=0, step=5
+    ... )
     >>> batch.tokens.shape, bool((batch.kinds == FIRST).any())
     ((2, 64), True)
     """

@@ -96,7 +96,9 @@ def check_settings(settings: Settings, config: models.Config, *, text: bool) -> 
     Example:
         >>> import models
         >>> from train import finetune
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> finetune.check_settings(finetune.Settings(when="prompt"), config, text=True)
         Traceback (most recent call last):
         ...
@@ -132,7 +134,9 @@ def check_row(settings: Settings, names: Sequence[str], fed: int) -> None:
 
     Example:
         >>> from train import finetune
-        >>> finetune.check_row(finetune.Settings(budget=0.25), ["full", "snapkv+caote"], 512)
+        >>> finetune.check_row(
+        ...     finetune.Settings(budget=0.25), ["full", "snapkv+caote"], 512
+        ... )
     """
     for policy in map(policy_of, names):
         if policy is not None and isinstance(settings.budget, float):
@@ -166,8 +170,12 @@ def parameters_of(model: Decoder) -> Parameters:
         >>> from flax import nnx
         >>> import models
         >>> from train import finetune
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> finetune.parameters_of(models.Decoder(config, rngs=nnx.Rngs(0)))["layers.key"].shape
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> finetune.parameters_of(models.Decoder(config, rngs=nnx.Rngs(0)))[
+        ...     "layers.key"
+        ... ].shape
         (2, 32, 2, 8)
     """
     found: dict[str, Any] = {n: functools.reduce(getattr, n.split("."), model) for n in parameter_shapes(model.config)}
@@ -198,10 +206,13 @@ def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) ->
         >>> from flax import nnx
         >>> import models
         >>> from train import finetune
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> settings = finetune.Settings(policy="h2o+caote", budget=16, block=8)
-        >>> f"{finetune.loss_of(model, np.arange(40)[None], settings):.1f}"  # log(64) = 4.2
+        >>> # log(64) = 4.2
+        >>> f"{finetune.loss_of(model, np.arange(40)[None], settings):.1f}"
         '4.2'
     """
     fed = answers.fed(rows)
@@ -260,10 +271,13 @@ def held_out_loss(model: Decoder, rows: Int[np.ndarray, "R T"], settings: Settin
         >>> from flax import nnx
         >>> import models
         >>> from train import finetune
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> settings = finetune.Settings(budget=16, block=8)
-        >>> f"{finetune.held_out_loss(model, np.arange(40)[None], settings, 'full'):.1f}"
+        >>> rows = np.arange(40)[None]
+        >>> f"{finetune.held_out_loss(model, rows, settings, 'full'):.1f}"
         '4.2'
     """
     fed = answers.fed(rows)

@@ -29,7 +29,9 @@ def projections(config: Config) -> list[str]:
     Example:
         >>> import models
         >>> from train import lora
-        >>> lora.projections(models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2))
+        >>> lora.projections(
+        ...     models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        ... )
         ['query', 'key', 'value', 'output', 'gate', 'up', 'down']
     """
     prefix = "layers."
@@ -46,8 +48,13 @@ def init(config: Config, rank: int, on: Sequence[str], seed: int) -> dict[str, A
     Example:
         >>> import models
         >>> from train import lora
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> {name: array.shape for name, array in lora.init(config, 3, ["key"], seed=0).items()}
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> {
+        ...     name: array.shape
+        ...     for name, array in lora.init(config, 3, ["key"], seed=0).items()
+        ... }
         {'key.A': (2, 3, 32), 'key.B': (2, 16, 3)}
     """
     made = {}
@@ -70,9 +77,15 @@ def merged(config: Config, weights: Mapping[str, Array], low_rank: Mapping[str, 
         >>> import numpy as np
         >>> import models
         >>> from train import lora
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> pair = {"key.A": np.ones((2, 3, 32)), "key.B": np.ones((2, 16, 3))}
-        >>> float(lora.merged(config, {"layers.key": np.zeros((2, 32, 2, 8))}, pair)["layers.key"].max())
+        >>> float(
+        ...     lora.merged(config, {"layers.key": np.zeros((2, 32, 2, 8))}, pair)[
+        ...         "layers.key"
+        ...     ].max()
+        ... )
         6.0
     """
     changed = {}

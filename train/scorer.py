@@ -85,7 +85,9 @@ def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
     Example:
         >>> import models
         >>> from train.scorer import settings_of
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256
+        ... )
         >>> settings_of(config, seq_len=100, tokens=1000).target
         'kvzip'
     """
@@ -118,7 +120,9 @@ def largest_attention(
         >>> import numpy as np
         >>> from train.scorer import largest_attention
         >>> rows = np.zeros((1, 3, 1, 2), np.float32)
-        >>> np.array(jax.jit(largest_attention)(rows, rows, np.arange(3), np.arange(3)))[0, :, 0].tolist()
+        >>> np.array(
+        ...     jax.jit(largest_attention)(rows, rows, np.arange(3), np.arange(3))
+        ... )[0, :, 0].tolist()
         [0.5, 0.3333333432674408, 0.0]
     """
     (B, Q, N, D), (S, K) = query.shape, key.shape[1:3]
@@ -202,7 +206,9 @@ def loss_of(
         >>> from flax import nnx
         >>> import models
         >>> from train.scorer import loss_of
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
         >>> bool(jax.jit(loss_of)(model, scorer, np.arange(8)[None]) > 0)
@@ -234,7 +240,9 @@ def measure(
         >>> from flax import nnx
         >>> import models
         >>> from train.scorer import measure
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
         >>> sorted(measure(model, scorer, np.arange(8)[None], 0.5))

@@ -54,9 +54,19 @@ def measure(
         >>> from evals import choices, selections
         >>> from evals.experiments import butler_choices
         >>> model, tokenizer = models.load("retriever")
-        >>> text = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
-        >>> drawn = [choices.draw("continuation", 0, choices.read_corpus(text), tokenizer, 256)]
-        >>> rows = butler_choices.measure(model, {"continuation": drawn}, [selections.parse_selection("full")], [0.5])
+        >>> text = " ".join(
+        ...     f"A boat that had a crew of {i} men went by the old town of {i}."
+        ...     for i in range(9, 200)
+        ... )
+        >>> drawn = [
+        ...     choices.draw(
+        ...         "continuation", 0, choices.read_corpus(text), tokenizer, 256
+        ...     )
+        ... ]
+        >>> rows = butler_choices.measure(
+        ...     model, {"continuation": drawn}, [selections.parse_selection("full")],
+        ...     [0.5]
+        ... )
         >>> [(row["task"], row["sparsity"], len(row["correct"])) for row in rows]
         [('continuation', None, 1), ('all', None, 1)]
     """

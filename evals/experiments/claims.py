@@ -85,7 +85,10 @@ def judge(claim: Claim, outcomes: Mapping[Run, Sequence[int]]) -> dict[str, Any]
         >>> from evals.experiments.claims import judge
         >>> from evals.experiments.ablations import Claim, Run
         >>> a, b = Run("h2o+caote", 0.1), Run("h2o", 0.1)
-        >>> judge(Claim("CAOTE", "CAOTE improves H2O", (a,), (b,)), {a: [1] * 50, b: [0] * 50})["verdict"]
+        >>> judge(
+        ...     Claim("CAOTE", "CAOTE improves H2O", (a,), (b,)),
+        ...     {a: [1] * 50, b: [0] * 50},
+        ... )["verdict"]
         'holds'
     """
     weights = claim.weights()
@@ -174,9 +177,18 @@ def from_comparisons(data: Mapping[str, Any]) -> dict[str, Any]:
         >>> from evals.experiments.claims import from_comparisons
         >>> where = dict(budget=128, when="block")
         >>> of = {"h2o": 5.0, "h2o+caote": 4.9}
-        >>> rows = [dict(policy=policy, perplexity=value, **where) for policy, value in of.items()]
-        >>> change = dict(policy="h2o+caote", against="h2o", increase=-0.02, low=-0.03, high=-0.01, **where)
-        >>> data = dict(evaluation="perplexity", settings={}, chunks=9, policies=rows, policy_comparisons=[change])
+        >>> rows = [
+        ...     dict(policy=policy, perplexity=value, **where)
+        ...     for policy, value in of.items()
+        ... ]
+        >>> change = dict(
+        ...     policy="h2o+caote", against="h2o", increase=-0.02, low=-0.03,
+        ...     high=-0.01, **where
+        ... )
+        >>> data = dict(
+        ...     evaluation="perplexity", settings={}, chunks=9, policies=rows,
+        ...     policy_comparisons=[change]
+        ... )
         >>> claim = from_comparisons(data)["claims"][0]
         >>> claim["claim"], claim["verdict"], claim["difference"], claim["sides"]
         ('CAOTE improves h2o, budget 128, by block', 'holds', 0.02, [4.9, 5.0])

@@ -42,8 +42,18 @@ def places(study: dict[str, Any]) -> list[Place]:
 
     Example:
         >>> from evals.experiments.field import places
-        >>> full = dict(policy="full", budget=None, question="known", cache_bytes=100, recall=0.8)
-        >>> places({"results": [full, full | dict(policy="h2o", budget=8, cache_bytes=25, recall=0.4)]})
+        >>> full = dict(
+        ...     policy="full", budget=None, question="known", cache_bytes=100,
+        ...     recall=0.8
+        ... )
+        >>> places(
+        ...     {
+        ...         "results": [
+        ...             full,
+        ...             full | dict(policy="h2o", budget=8, cache_bytes=25, recall=0.4),
+        ...         ]
+        ...     }
+        ... )
         [Place(method='h2o', question='known', share=0.25, recall=0.4, eight_bits=False)]
     """
     full = [result for result in study["results"] if result["budget"] is None and _is_wide(result)]

@@ -65,7 +65,9 @@ def cache_attention(
         >>> from kernels_pallas import cache_attention
         >>> q, kv = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 3, 4))
         >>> attention = jax.jit(functools.partial(cache_attention, statistics=["last"]))
-        >>> out, columns = attention(q, kv, kv, jnp.array([[[0, 1, -1]]]), jnp.array([[1]]))
+        >>> out, columns = attention(
+        ...     q, kv, kv, jnp.array([[[0, 1, -1]]]), jnp.array([[1]])
+        ... )
         >>> columns.last[0, 0].tolist()
         [0.5, 0.5, 0.0]
     """

@@ -77,9 +77,14 @@ def in_groups(
         >>> from kernels_pallas.cache_attention.heads import in_groups
         >>> from kernels_pallas.prepare import Rounded
         >>> q, position = np.ones((1, 3, 4, 8)), np.zeros((1, 3), int)
-        >>> options = dict(kv_heads=2, statistics=frozenset(), window=0, sliding_window=None, scale=1.0)
+        >>> options = dict(
+        ...     kv_heads=2, statistics=frozenset(), window=0, sliding_window=None,
+        ...     scale=1.0
+        ... )
         >>> rest = (position, [], Rounded(False, False))
-        >>> jax.eval_shape(lambda: in_groups(lambda q, *_, **__: (q,), q, *rest, **options))[0].shape
+        >>> jax.eval_shape(
+        ...     lambda: in_groups(lambda q, *_, **__: (q,), q, *rest, **options)
+        ... )[0].shape
         (1, 3, 4, 8)
     """
     B, T, N, D = query.shape

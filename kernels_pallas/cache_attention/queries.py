@@ -35,7 +35,10 @@ def first_entering(about: Int[Array, "B T 3"], names: tuple[str, ...]) -> Int[Ar
         >>> from kernels_pallas.cache_attention.queries import describe, first_entering
         >>> about = jax.jit(describe, static_argnums=1)(np.array([[6, 7, 8]]), 2)
         >>> first = jax.jit(first_entering, static_argnums=1)
-        >>> first(about, ("last", "window_mean")).tolist(), first(about, ("sum",)).tolist()
+        >>> (
+        ...     first(about, ("last", "window_mean")).tolist(),
+        ...     first(about, ("sum",)).tolist(),
+        ... )
         ([1], [0])
     """
     if {"sum", "max"} & set(names):
@@ -59,8 +62,13 @@ def of_one_query(
     Example:
         >>> import functools, jax, numpy as np
         >>> from kernels_pallas.cache_attention.queries import of_one_query
-        >>> logits, softmax = np.array([[[[0.0, 0.0, -1e30]]]]), np.array([[[[0.0, 2.0]]]])
-        >>> columns = jax.jit(functools.partial(of_one_query, ("last", "window_square")))
+        >>> logits, softmax = (
+        ...     np.array([[[[0.0, 0.0, -1e30]]]]),
+        ...     np.array([[[[0.0, 2.0]]]]),
+        ... )
+        >>> columns = jax.jit(
+        ...     functools.partial(of_one_query, ("last", "window_square"))
+        ... )
         >>> columns(logits, softmax, np.array([[[7, 1, 1]]]))[1].tolist()
         [[[[0.25, 0.25, 0.0]]]]
     """
@@ -86,7 +94,9 @@ def of_weights(
         >>> import functools, jax, numpy as np
         >>> from kernels_pallas.cache_attention.queries import of_weights
         >>> yes, no = np.ones((1, 1), bool), np.zeros((1, 1), bool)
-        >>> columns = jax.jit(functools.partial(of_weights, ("last", "window_mean")))(np.full((1, 2), 0.5), yes, no, 1)
+        >>> columns = jax.jit(functools.partial(of_weights, ("last", "window_mean")))(
+        ...     np.full((1, 2), 0.5), yes, no, 1
+        ... )
         >>> [column.tolist() for column in columns]
         [[[0.5, 0.5]], [[0.0, 0.0]]]
     """

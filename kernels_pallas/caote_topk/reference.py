@@ -72,7 +72,9 @@ def eviction_error(
         >>> import jax, jax.numpy as jnp
         >>> from kernels_pallas.caote_topk.reference import eviction_error
         >>> V = jnp.array([[0.0], [2.0], [-2.0]])
-        >>> jax.jit(eviction_error)(jnp.array([[0.5, 0.25, 0.25]]), V, jnp.ones(3, bool)).round(4).tolist()
+        >>> jax.jit(eviction_error)(
+        ...     jnp.array([[0.5, 0.25, 0.25]]), V, jnp.ones(3, bool)
+        ... ).round(4).tolist()
         [0.0, 0.6667, 0.6667]
     """
     dtype = jnp.promote_types(jnp.promote_types(A.dtype, V.dtype), jnp.float32)

@@ -61,9 +61,15 @@ def paged_attention(
     Example:
         >>> import jax.numpy as jnp
         >>> from kernels_pallas import paged_attention
-        >>> q, pool, position = jnp.ones((1, 1, 2, 4)), jnp.ones((3, 2, 4)), jnp.array([[5, 6], [0, -1], [1, 2]])
-        >>> table = jnp.array([[[2, 1, -1]]])  # the head has the last page and the one before it
-        >>> out, columns = paged_attention(q, pool, pool, position, table, jnp.array([[2]]), statistics=["last"])
+        >>> q, pool, position = (
+        ...     jnp.ones((1, 1, 2, 4)), jnp.ones((3, 2, 4)),
+        ...     jnp.array([[5, 6], [0, -1], [1, 2]])
+        ... )
+        >>> # the head has the last page and the one before it
+        >>> table = jnp.array([[[2, 1, -1]]])
+        >>> out, columns = paged_attention(
+        ...     q, pool, pool, position, table, jnp.array([[2]]), statistics=["last"]
+        ... )
         >>> columns.last[0, 0].tolist()
         [0.333, 0.333, 0.333, 0.0, 0.0, 0.0]
     """

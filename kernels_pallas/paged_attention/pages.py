@@ -24,7 +24,9 @@ def slot_positions(position: Int[Array, "P page"], table: Int[Array, "*heads M"]
     Example:
         >>> import jax, numpy as np
         >>> from kernels_pallas.paged_attention.pages import slot_positions
-        >>> jax.jit(slot_positions)(np.array([[0, -1], [1, 2]]), np.array([[1, -1]])).tolist()
+        >>> jax.jit(slot_positions)(
+        ...     np.array([[0, -1], [1, 2]]), np.array([[1, -1]])
+        ... ).tolist()
         [[1, 2, -1, -1]]
     """
     there = jnp.repeat(table >= 0, position.shape[1], axis=-1)

@@ -57,7 +57,9 @@ def select_attention(
         >>> from kernels_pallas import select_attention
         >>> q, k = jnp.ones((1, 1, 2, 1)), jnp.ones((1, 1, 4, 1))
         >>> v = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 4, 1)
-        >>> jax.jit(select_attention)(q, k, v, jnp.array([[[0, 1], [3, -1]]])).ravel().tolist()
+        >>> jax.jit(select_attention)(
+        ...     q, k, v, jnp.array([[[0, 1], [3, -1]]])
+        ... ).ravel().tolist()
         [1.5, 4.0]
     """
     B, _, N, D = query.shape

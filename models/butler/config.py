@@ -93,7 +93,10 @@ class ButlerConfig:
         Example:
             >>> from models.butler import ButlerConfig
             >>> from models.config import Config
-            >>> llama = Config(128256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8, tie_embeddings=True)
+            >>> llama = Config(
+            ...     128256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8,
+            ...     tie_embeddings=True
+            ... )
             >>> published = ButlerConfig.of(llama)
             >>> published.hidden, published.dim
             (512, 16)
@@ -124,7 +127,9 @@ def parameter_shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
 
     Example:
         >>> from models.butler import ButlerConfig, parameter_shapes
-        >>> parameter_shapes(ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4))["query_out"]
+        >>> parameter_shapes(
+        ...     ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4)
+        ... )["query_out"]
         (16, 2, 4, 4)
     """
     E, r, N, H, D = config.hidden_size, config.reduced, config.num_heads, config.hidden, config.dim
@@ -154,7 +159,9 @@ def num_parameters(config: ButlerConfig) -> int:
 
     Example:
         >>> from models.butler import ButlerConfig, num_parameters
-        >>> num_parameters(ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4))
+        >>> num_parameters(
+        ...     ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4)
+        ... )
         5024
     """
     return _count(parameter_shapes(config))

@@ -30,7 +30,9 @@ def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -
         >>> import tempfile
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -59,8 +61,12 @@ def load_butler(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None =
     Example:
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> models.load_butler("no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0)))
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> models.load_butler(
+        ...     "no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0))
+        ... )
         Traceback (most recent call last):
         ...
         FileNotFoundError: no/such/folder has no butler.json; give a folder that models.save_butler wrote.
@@ -83,7 +89,9 @@ def own_butler(path: str | Path, model: Decoder, *, dtype: DTypeLike | None = No
         >>> import tempfile
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
         >>> with tempfile.TemporaryDirectory() as folder:

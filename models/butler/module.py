@@ -71,12 +71,16 @@ class Butler(nnx.Module):
         >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2
+        ... )
         >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
         >>> x = jax.random.normal(jax.random.key(0), (1, 6, 32))
         >>> jax.jit(butler)(x).query.shape  # of layers 1 and 2
         (2, 1, 6, 4, 2)
-        >>> query, cache = jax.jit(butler.step)(butler.init_cache(batch=1, slots=8), x, jnp.arange(6)[None])
+        >>> query, cache = jax.jit(butler.step)(
+        ...     butler.init_cache(batch=1, slots=8), x, jnp.arange(6)[None]
+        ... )
         >>> models.butler.importance(query, cache.importance_key, layer=2).shape
         (1, 4, 6, 8)
     """
@@ -259,7 +263,9 @@ def importance(
     Example:
         >>> import jax.numpy as jnp
         >>> from models.butler import importance
-        >>> importance(jnp.ones((2, 1, 1, 4, 16)), jnp.ones((2, 1, 4, 3, 16)), layer=1)[0, 0].tolist()
+        >>> importance(jnp.ones((2, 1, 1, 4, 16)), jnp.ones((2, 1, 4, 3, 16)), layer=1)[
+        ...     0, 0
+        ... ].tolist()
         [[4.0, 4.0, 4.0]]
     """
     layer = plain(layer)
@@ -294,7 +300,9 @@ def butler_input(
         >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> jax.jit(models.butler_input)(model, jnp.array([[1, 2, 3]])).shape
         (1, 3, 32)
@@ -340,8 +348,13 @@ def attention_in_chunks(
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from models.butler import attention_in_chunks
-        >>> value, attend = jnp.arange(3.0).reshape(1, 1, 3, 1), jax.jit(attention_in_chunks)
-        >>> attend(jnp.zeros((1, 3, 2, 1)), value, value, jnp.arange(3)[None])[0, :, 0, 0].tolist()
+        >>> value, attend = (
+        ...     jnp.arange(3.0).reshape(1, 1, 3, 1),
+        ...     jax.jit(attention_in_chunks),
+        ... )
+        >>> attend(jnp.zeros((1, 3, 2, 1)), value, value, jnp.arange(3)[None])[
+        ...     0, :, 0, 0
+        ... ].tolist()
         [0.0, 0.5, 1.0]
     """
     B, T = position.shape
