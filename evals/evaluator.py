@@ -749,7 +749,8 @@ def baseline(flags: argparse.Namespace) -> str:
     Example:
         >>> import argparse
         >>> from evals import evaluator
-        >>> evaluator.baseline(argparse.Namespace(against="select=quest")), evaluator.baseline(argparse.Namespace())
+        >>> flags = argparse.Namespace(against="select=quest")
+        >>> evaluator.baseline(flags), evaluator.baseline(argparse.Namespace())
         ('select=quest', 'recency')
     """
     name = getattr(flags, "against", None)

@@ -66,8 +66,10 @@ def decode_times(records: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], 
 
     Example:
         >>> from evals import page
-        >>> rows = [{"policy": "tova", "task": "vt", "decode": [2.0, 0.002 * ms]} for ms in (4, 4, 5, 6)]
-        >>> [tuple(round(x, 1) for x in found) for found in page.decode_times(rows).values()]
+        >>> of_task = {"policy": "tova", "task": "vt"}
+        >>> rows = [of_task | {"decode": [2.0, 0.002 * ms]} for ms in (4, 4, 5, 6)]
+        >>> (times,) = page.decode_times(rows).values()
+        >>> [tuple(round(x, 1) for x in times)]
         [(5.0, 4.0, 6.0)]
     """
     batches: dict[tuple[Any, ...], set[tuple[str, float]]] = {}

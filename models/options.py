@@ -126,7 +126,9 @@ class Options:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> options = models.Options(policy="h2o", budget=16, block=8, max_new_tokens=4)
         >>> prefilled = models.prefill(model, jnp.arange(40)[None], options=options)
@@ -170,7 +172,8 @@ def options_of(function: str, taken: type, options: Options | None, settings: An
 
     Example:
         >>> from models.options import AnswerSettings, Options, options_of
-        >>> options_of("generate", AnswerSettings, Options("h2o", 16), dict(budget=8)).budget
+        >>> given = Options("h2o", 16)
+        >>> options_of("generate", AnswerSettings, given, dict(budget=8)).budget
         8
         >>> options_of("generate", AnswerSettings, None, dict(polciy="h2o"))
         Traceback (most recent call last):

@@ -27,6 +27,28 @@ def cells(notebook: Path, kind: str) -> list[dict]:
     return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == kind]
 
 
+PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train")
+EXAMPLES = [path for package in PACKAGES for path in sorted(ROOT.glob(f"{package}/**/*.py"))]
+INDENTED = re.compile(r"\n\n((?:    .*\n(?:\n(?=    ))?)+)")  # not the text of an item of a list
+
+
+def code_of(document: Path) -> list[str]:
+    """The lines of a page's code blocks, or of the examples in a module's docstrings."""
+    text = document.read_text()
+    if document.suffix == ".py":
+        return [line.strip() for line in re.findall(r"^ +(?:>>>|\.\.\.) .*$", text, re.MULTILINE)]
+    blocks = re.findall(r"^```(\S*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    fenced = [block for language, block in blocks if not language.startswith("{")]
+    indented = [block for block in INDENTED.findall(text) if not re.search(r"^    +(?:[-*]|\d\.) ", block)]
+    return "\n".join(fenced + [re.sub("^    ", "", block, flags=re.MULTILINE) for block in indented]).splitlines()
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS[:-1], EXAMPLES], ids=["pages", "docstrings"])
+def test_code_of_pages_is_at_most_80_columns_wide(documents):
+    found = {str(path.relative_to(ROOT)): [line for line in code_of(path) if len(line) > 80] for path in documents}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def links(text: str) -> list[str]:
     return re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
 

@@ -72,7 +72,7 @@ def key_size() -> Source:
 
 
 def wide_config(raw) -> Config:
-    """Describe a model_type "wide_qwen": Qwen3 with another hidden size's name."""
+    """Describe a model_type "wide_qwen": Qwen3, its size by another name."""
     return from_hugging_face(
         {
             **raw, "architectures": ["Qwen3ForCausalLM"],
@@ -142,7 +142,7 @@ class FarBack:
 
 
 def draw(tokenizer, length: int, count: int, seed: int) -> list[TextSample]:
-    """Draw prompts from a seed: a number, prose, a question about the number."""
+    """Draw prompts from a seed: a number, prose, and a question about it."""
     samples = []
     for index in range(count):
         random = np.random.default_rng([seed, length, index])
