@@ -472,7 +472,7 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     against = evaluator.baseline(flags)
     if against.startswith(report.READS):
         raise ValueError(f"--against is {against}; policies are compared with a policy here: give one such as snapkv.")
-    policies = parse_policies(f"{against},{flags.policies}")
+    policies = list(dict.fromkeys(parse_policies(against) + parse_policies(flags.policies)))
     budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
     moments: Any = commands.listed("moment", flags.when, "--when prompt")
     check_names("--when", moments, get_args(When))

@@ -21,8 +21,9 @@ from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, Case, calibrati
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import check
 from tests.models import reference
-from tests.models.reference import decoder, eight_bits, policies
+from tests.models.reference import eight_bits, policies
 from tests.models.reference.choices import Choices
+from tests.models.reference.decoder import alike
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 7  # about 30 seconds of a campaign
@@ -218,7 +219,7 @@ def test_equals_of_two_heads_are_near_and_of_one_head_the_more_recent_stays():
 def test_tokens_with_the_same_key_are_alike_unless_it_is_zero_or_one_of_them_has_left():
     key, kept = np.array([[[1.0], [1.0 + 1e-15], [2.0], [2.0], [0.0], [0.0]]]), np.ones((1, 6), bool)
     kept[0, 3] = False
-    assert decoder._alike(key, kept).tolist() == [[True, True, False, False, False, False]]
+    assert alike(key, kept).tolist() == [[True, True, False, False, False, False]]
 
 
 def test_a_choice_among_scores_that_are_nothing_but_rounding_is_wide():

@@ -380,7 +380,7 @@ class _Model:
                 memory=self.memory[layer],
                 choices=self.choices,
                 held=None if held is None else held[layer],
-                noise=np.where(_alike(self.key[layer][:, :P], kept), 1e-10, 0),
+                noise=np.where(alike(self.key[layer][:, :P], kept), 1e-10, 0),
             )
             scores = np.where(seen.protected, np.inf, policy.scores(seen))
             noise.append(np.where(abs(scores) < LARGEST / 2, seen.noise / (abs(scores) + 1e-30), 0))
@@ -415,7 +415,7 @@ class _Model:
             self.value[layer, k, new] = rounded(merged[new], self.dtypes[1], self.choices, known)
 
 
-def _alike(key: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def alike(key: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """Whether another token [K, P] has the same key, which float32 computes anew for each; zeros are exact."""
     size = abs(key).max(axis=-1, initial=0)
     apart = abs(key[:, :, None] - key[:, None]).max(axis=-1, initial=0)
