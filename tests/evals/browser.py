@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ FLAGS = (
 )
 
 
-def dump(html: Path, *, script: str = "", width: int = 390, height: int = 844) -> str:
+def dump(html: Path, *, script: str = "", width: int = 390, height: int = 844, more: Sequence[str] = ()) -> str:
     """The page's DOM after its own script, and then another, ran on a screen as small as a phone's."""
     assert CHROMIUM is not None
     if script:
@@ -22,5 +23,13 @@ def dump(html: Path, *, script: str = "", width: int = 390, height: int = 844) -
         changed.write_text(html.read_text().replace("</body>", f"<script>{script}</script></body>"))
         html = changed
     size = f"--window-size={width},{height}"
-    command = [CHROMIUM, *FLAGS.split(), size, f"--user-data-dir={html.parent}/profile", "--dump-dom", html.as_uri()]
+    command = [
+        CHROMIUM,
+        *FLAGS.split(),
+        *more,
+        size,
+        f"--user-data-dir={html.parent}/profile",
+        "--dump-dom",
+        html.as_uri(),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
