@@ -197,8 +197,8 @@ def pairs(
 
     Example:
         >>> from evals import report
-        >>> names, budget = ("recency", "h2o", "h2o+caote"), dict(budget=8, when="block")
-        >>> rows = [dict(policy=name, **budget) for name in names]
+        >>> names = ("recency", "h2o", "h2o+caote")
+        >>> rows = [dict(policy=name, budget=8, when="block") for name in names]
         >>> pairs = report.pairs(rows, "recency")
         >>> [(row["policy"], other["policy"]) for row, other in pairs]
         [('h2o', 'recency'), ('h2o+caote', 'recency'), ('h2o+caote', 'h2o')]
