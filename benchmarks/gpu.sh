@@ -10,17 +10,18 @@
 set -euo pipefail
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-root=$PWD python=$PWD/.venv/bin/python
-extra=${EXTRA:-cuda}
+root=$PWD python=$PWD/.venv/bin/python extra=${EXTRA:-cuda}
 if [[ ! -x $python ]]; then
     found=$(.ci/find-python)
     echo "Making .venv with $found"
     "$found" -m venv .venv
 fi
-asked="jax[$extra] for $("$python" -V), $(cksum <pyproject.toml) $(cksum <constraints.txt)"
+extras=$extra,eval
+[[ ${JAX_PLATFORMS:-} == cpu ]] && extras=eval
+asked="$extras for $("$python" -V), $(cksum <pyproject.toml) $(cksum <constraints.txt)"
 if [[ $(cat .venv/.accelerator 2>/dev/null) != "$asked" ]]; then
-    echo "Installing kvjax[$extra,eval] and pytest into .venv (a few minutes the first time)"
-    "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extra,eval]" pytest hypothesis
+    echo "Installing kvjax[$extras] and pytest into .venv (a few minutes the first time)"
+    "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" pytest hypothesis
     echo "$asked" >.venv/.accelerator
 fi
 cd "$here" # paths on the command line are the caller's

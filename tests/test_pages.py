@@ -22,9 +22,8 @@ async function look(page, width) {
   const inside = frame.contentDocument, root = inside.documentElement;
   const scrolls = [...inside.querySelectorAll("article *")].filter(e =>
     e.scrollWidth > e.clientWidth + 1 && ["auto", "scroll"].includes(getComputedStyle(e).overflowX));
-  const named = e => `${e.tagName} ${e.className}, ${e.scrollWidth} in ${e.clientWidth}: ${e.textContent.trim()}`;
-  const wide = root.scrollWidth - root.clientWidth;
-  found.push({page, width, wide, scrolls: scrolls.map(e => named(e).slice(0, 120))});
+  const named = e => `${e.tagName}, ${e.scrollWidth} in ${e.clientWidth}: ${e.textContent.trim()}`.slice(0, 120);
+  found.push({page, width, wide: root.scrollWidth - root.clientWidth, scrolls: scrolls.map(named)});
   frame.remove();
 }
 (async () => {

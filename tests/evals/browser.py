@@ -23,13 +23,6 @@ def dump(html: Path, *, script: str = "", width: int = 390, height: int = 844, m
         changed.write_text(html.read_text().replace("</body>", f"<script>{script}</script></body>"))
         html = changed
     size = f"--window-size={width},{height}"
-    command = [
-        CHROMIUM,
-        *FLAGS.split(),
-        *more,
-        size,
-        f"--user-data-dir={html.parent}/profile",
-        "--dump-dom",
-        html.as_uri(),
-    ]
+    profile = f"--user-data-dir={html.parent}/profile"
+    command = [CHROMIUM, *FLAGS.split(), *more, size, profile, "--dump-dom", html.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
