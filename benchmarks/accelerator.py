@@ -384,7 +384,7 @@ def _run_all(
         left = ends - time.monotonic()
         record: Record = {"part": part.name, "command": part.command, "key": keys[part.name]}
         record |= {"result": "not run: no time was left", "seconds": 0.0, "output": [], "document": None}
-        if left >= 1:
+        if left > 0:
             print(f"{head}: {part.command}", flush=True)
             records[part.name] = record | {"result": "interrupted"}  # what is read if this process ends here
             write()
@@ -392,6 +392,7 @@ def _run_all(
         records[part.name] = record
         write()
         print("\n".join([*record["output"], f"{head}: {record['result']}, {record['seconds']:.0f} s", ""]), flush=True)
+    write()  # where all was done before, too: parts that there are no more leave the file
     print(f"{table(list(records.values()))}\nfigures: {path}\npage: {path.with_suffix('.md')}", flush=True)
     return [f"{name}: {record['result']}" for name, record in records.items() if record["result"] != "done"]
 
