@@ -68,7 +68,7 @@ def test_what_reads_by_a_source_answers_as_generate_does():
         model, evaluator.padded([sample.tokens for sample in samples]), lengths=lengths, budget=32, block=32,
         when="prompt", evict_every=0, max_new_tokens=4, end=(), butler=aids.butler, select=setting.select,
     )  # fmt: skip
-    assert batch.tokens.tolist() == alone.tokens.tolist()
+    assert batch.tokens.tolist() == [alone.tokens[row].tolist() for row in batch.rows]
 
 
 def test_the_mean_is_over_tasks_however_many_samples_they_have():
