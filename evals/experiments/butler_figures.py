@@ -38,6 +38,7 @@ SOURCES = "butler,quest,first_layer,previous_layer,streaming,random"
 ORACLES = "oracle,oracle_eviction,first_layer,previous_layer,random"
 MEASURES = ("token_accuracy", "hit_rate", "mass")
 TOP = 0.5
+DRAWN = ("correlation", "overlap")  # a number for each two heads, which the picture has and the JSON file leaves out
 EXAMPLES = """examples:
   python -m evals butler accuracy
   python -m evals butler layers --select butler,quest,random --sparsity 0.5 --plot layers.png
@@ -337,7 +338,8 @@ def command(flags: argparse.Namespace) -> None:
         else:
             source_lines(figures["results"], path)
 
-    report.write(flags, told | figures, made_of, draw)
+    written = {name: value for name, value in figures.items() if name not in DRAWN}
+    report.write(flags, told | written, made_of, draw)
 
 
 def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: int) -> dict[str, Any]:
