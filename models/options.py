@@ -27,7 +27,7 @@ class Settings(TypedDict, total=False):
 
     budget: int | float | None
     block: int
-    when: When
+    when: When | None
     page_size: int
     fit_prompt: bool | None
     cache_dtype: DtypesLike | None
@@ -91,7 +91,8 @@ class Options:
         policy: what to keep, a policy or its short name; None or "full" keeps all.
         budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1]).
         block: tokens per step.
-        when: evict after every "block", or once after the "prompt" (the block then only bounds the activations).
+        when: evict after every "block", or once after the "prompt" (the block then only bounds the activations); by
+            default after the prompt in :func:`prefill_each`, else after every block.
             "published" evicts as in the policy's paper; see :class:`kvjax.Moments`. Under "block", ``kvzip`` has the
             model repeat each block as it comes in (:func:`with_repeat_prompt`).
         evict_every: evict in decode at every step (1), every n steps (n more slots per head), or never (0). By default
@@ -139,7 +140,7 @@ class Options:
     policy: Policy | str | None = None
     budget: int | float | None = None
     block: int = 128
-    when: When = "block"
+    when: When | None = None
     evict_every: int | None = None
     select: Source | str | None = None
     sinks: int = 4

@@ -207,7 +207,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
     config, mesh, kept, butler = model.config, mesh_of(model), prompt.kept, options.butler
     lengths, questions, seen = prompt.lengths, prompt.questions, prompt.start + prompt.lengths
     policy = policy_of(options.policy)
-    when, every = moments(policy, options.when, options.evict_every)
+    when, every = moments(policy, "block" if options.when is None else options.when, options.evict_every)
     options = dataclasses.replace(
         options,
         policy=policy,

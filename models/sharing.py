@@ -78,8 +78,8 @@ def prefill_each(
 
     Args:
         policies: policies or their short names, None or "full" for all tokens; or pairs of a policy and its budget.
-        tokens, lengths, question, options, settings: see :func:`models.prefill`, but ``when`` is "prompt" where neither
-            gives it. ``budget`` is that of policies that are given without one; each takes the ``butler`` and the
+        tokens, lengths, question, options, settings: see :func:`models.prefill`, but ``when`` is "prompt" by default.
+            ``budget`` is that of policies that are given without one; each takes the ``butler`` and the
             ``scorer`` if it reads them, and computes its own projection.
 
     Returns:
@@ -104,10 +104,9 @@ def prefill_each(
         >>> [cache.num_live.max().item() for cache, _ in each]
         [40, 16, 10, 16]
     """
-    if options is None:
-        settings = {"when": "prompt", **settings}
     options = options_of("prefill_each", EachSettings, options, settings, evict_every=0, projection=None)
-    options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
+    block = check_count("block", options.block, 1, "a block has at least 1 token")
+    options = dataclasses.replace(options, block=block, when="prompt" if options.when is None else options.when)
     if isinstance(policies, str | Policy) or not isinstance(policies, Iterable):
         raise ValueError(f"policies is {policies!r}; give a list of policies, such as ['full', ('snapkv+caote', 256)].")
     pairs = [asked if isinstance(asked, tuple) else (asked, options.budget) for asked in policies]
