@@ -53,9 +53,12 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
     return [answers[handle] for handle in sorted(answers)]
 
 
-@pytest.mark.parametrize("name", first(1, [name for name in CASES if name != "every step"]))
-def test_each_answer_is_the_one_that_its_prompt_gets_alone(name):
-    arrivals = requests(8, len(name))
+MANY = [("a window", 8), ("a window", 14), ("pages", 8), ("below a threshold", 8)]
+
+
+@pytest.mark.parametrize(("name", "count"), first(1, MANY))
+def test_each_answer_is_the_one_that_its_prompt_gets_alone(name, count):
+    arrivals = requests(count, len(name))
     expected = [alone(prompt, sampling, **CASES[name]) for prompt, sampling in arrivals]
     assert served(arrivals, 1, **CASES[name]) == expected
 
