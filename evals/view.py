@@ -38,18 +38,12 @@ class Trace:
         >>> import numpy as np
         >>> from evals import view
         >>> trace = view.Trace(layers=1, heads=2, tokens=3)
-        >>> trace.add(
-        ...     "first", 2, np.array([[[True, True, False], [True, True, False]]])
-        ... )
-        >>> trace.add(
-        ...     "second", 3, np.array([[[True, True, True], [False, True, True]]])
-        ... )
-        >>> (
-        ...     trace.entered.tolist(),
-        ...     trace.left.tolist()
-        ...     == [[[view.NEVER] * 3, [1, view.NEVER, view.NEVER]]],
-        ... )
-        ([0, 0, 1], True)
+        >>> held = np.array([[[1, 1, 0], [1, 1, 0]]], bool)
+        >>> trace.add("first", 2, held)
+        >>> held = np.array([[[1, 1, 1], [0, 1, 1]]], bool)
+        >>> trace.add("second", 3, held)
+        >>> trace.entered.tolist(), (trace.left == view.NEVER).tolist()
+        ([0, 0, 1], [[[True, True, True], [False, True, True]]])
     """
 
     def __init__(self, layers: int, heads: int, tokens: int) -> None:

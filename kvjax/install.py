@@ -1,4 +1,4 @@
-"""What is installed: whether the packages beside kvjax are its own, and which packages of its extras are missing."""
+"""Look at what is installed: whether the packages beside kvjax are its own, and which of its extras are missing."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ async function look(page, width) {
 
 
 def looked_at(folder: Path) -> list[dict]:
-    """What Chromium finds on every page of a folder but those of source code."""
+    """Return what Chromium finds on every page of a folder but those of source code."""
     pages = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.html"))]
     pages = [page for page in pages if not page.startswith(("_", "genindex", "search", "py-modindex"))]
     script = f"const PAGES = {json.dumps(pages)}, WIDTHS = [{SCREEN}, {PHONE}];{LOOK}"

@@ -81,11 +81,8 @@ def merged(config: Config, weights: Mapping[str, Array], low_rank: Mapping[str, 
         ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
         ... )
         >>> pair = {"key.A": np.ones((2, 3, 32)), "key.B": np.ones((2, 16, 3))}
-        >>> float(
-        ...     lora.merged(config, {"layers.key": np.zeros((2, 32, 2, 8))}, pair)[
-        ...         "layers.key"
-        ...     ].max()
-        ... )
+        >>> weights = {"layers.key": np.zeros((2, 32, 2, 8))}
+        >>> float(lora.merged(config, weights, pair)["layers.key"].max())
         6.0
     """
     changed = {}

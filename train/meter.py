@@ -1,4 +1,4 @@
-"""What a training run shows: its finished steps, as a bar on a terminal, else as a line every twenty seconds."""
+"""Show the finished steps of a training run: as a bar on a terminal, else as a line every twenty seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = 20.0  # between two lines
 
 
 class Meter:
-    """The finished steps of a run. A step is finished once its loss is known, not when it was handed to the device.
+    """Shows the finished steps of a run: those whose loss is known, not those that were handed to the device.
 
     Args:
         total: the steps of the run.

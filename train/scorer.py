@@ -120,9 +120,9 @@ def largest_attention(
         >>> import numpy as np
         >>> from train.scorer import largest_attention
         >>> rows = np.zeros((1, 3, 1, 2), np.float32)
-        >>> np.array(
-        ...     jax.jit(largest_attention)(rows, rows, np.arange(3), np.arange(3))
-        ... )[0, :, 0].tolist()
+        >>> place = np.arange(3)
+        >>> found = jax.jit(largest_attention)(rows, rows, place, place)
+        >>> found[0, :, 0].tolist()
         [0.5, 0.3333333432674408, 0.0]
     """
     (B, Q, N, D), (S, K) = query.shape, key.shape[1:3]

@@ -34,14 +34,11 @@ def two_levels(*, pages: float = 0.2, page_size: int = 16, by: Literal["mean", "
         >>> import numpy as np
         >>> from evals.experiments.two_levels import two_levels
         >>> from kvjax.sources import Reading
-        >>> given = np.array([1.0, 2.0, 9.0, -9.0, 3.0, 3.0], np.float32).reshape(
-        ...     1, 1, 1, 6
-        ... )
+        >>> given = np.array([[[[1.0, 2.0, 9.0, -9.0, 3.0, 3.0]]]], np.float32)
         >>> query, place = np.ones((1, 1, 1, 2), np.float32), np.arange(6)[None, None]
         >>> reading = Reading(query, np.array([[5]]), place, 1, predicted=given)
-        >>> found = jax.jit(
-        ...     lambda: two_levels(pages=0.4, page_size=2).importance((), reading)
-        ... )()
+        >>> source = two_levels(pages=0.4, page_size=2)
+        >>> found = jax.jit(lambda: source.importance((), reading))()
         >>> np.array(found)[0, 0, 0].tolist()
         [1.0, 2.0, -inf, -inf, 3.0, 3.0]
     """

@@ -34,7 +34,7 @@ def needs(*platforms: str) -> None:
 
 
 def run_here(operation: str, arrays: Sequence[Any], *, file: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """What the kernel of this GPU or TPU gives, and the reference; a test of what it cannot do is skipped."""
+    """Return what this GPU or TPU's kernel gives, and the reference; a test of what it cannot do is skipped."""
     reference = getattr(importlib.import_module(f"kernels_pallas.{operation}.reference"), operation)
     try:
         result = jax.jit(functools.partial(Kernel(operation, file or jax.default_backend()).run, **options))(*arrays)

@@ -416,7 +416,7 @@ class _Model:
 
 
 def alike(key: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Whether another token [K, P] has the same key, which float32 computes anew for each; zeros are exact."""
+    """Tell whether another token [K, P] has the same key, which float32 computes anew for each; zeros are exact."""
     size = abs(key).max(axis=-1, initial=0)
     apart = abs(key[:, :, None] - key[:, None]).max(axis=-1, initial=0)
     pairs = (apart <= 1e-9 * size[:, None]) & kept[:, :, None] & kept[:, None] & ~np.eye(key.shape[1], dtype=bool)

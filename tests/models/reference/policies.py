@@ -116,7 +116,7 @@ class Policy(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether float32 holds equal scores of different heads as equal."""
+        """Tell whether float32 holds equal scores of different heads as equal."""
         return self.links[0].whole and all(link.protects or link.positions != "absolute" for link in self.links[1:])
 
     @property
