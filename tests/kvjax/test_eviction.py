@@ -11,7 +11,7 @@ import numpy as np
 
 import kvjax
 from kvjax import KVCache
-from kvjax.allocation import parse_allocation
+from kvjax.allocation import Allocation
 from tests.kvjax import definitions
 
 B, K, S = 2, 2, 9
@@ -79,17 +79,18 @@ def filled_cache(layers: int | None = None) -> KVCache:
     return cache
 
 
-def test_each_head_has_its_own_cap_though_devices_number_theirs_from_zero():
-    """Two devices have one head each; together the heads would share what each may hold."""
+def test_each_head_has_its_own_budget_though_devices_number_theirs_from_zero():
+    """Two devices have one head each; under its own number, the second would take the first one's budget."""
     sizes = dict(batch=1, kv_heads=1, pages=2, page_size=4, most=8, head_dim=2, layers=1)
     rows, scores = np.ones((1, 8, 1, 2), np.float32), np.random.default_rng(0).normal(size=(2, 2, 4)).astype(np.float32)
+    own = Allocation("own", lambda c: c.best("head", np.array([[[1, 5]]])), scope="head", most=lambda L, K, budget: 5)
 
     def tokens_left(scores):
         cache = kvjax.insert(kvjax.PagedCache.init(**sizes), rows, rows, layer=0)
-        evidence = kvjax.Evidence(scores, jnp.full(1, 8), allocation=parse_allocation("layer(cap=1)"))
+        evidence = kvjax.Evidence(scores, jnp.full(1, 8), allocation=own)
         return kvjax.evict(dataclasses.replace(cache, axis="tensor"), evidence, 3).num_live
 
-    assert jax.jit(jax.vmap(tokens_left, axis_name="tensor"))(scores).ravel().tolist() == [3, 3]
+    assert jax.jit(jax.vmap(tokens_left, axis_name="tensor"))(scores).ravel().tolist() == [1, 5]
 
 
 def test_evict_frees_slots_and_moves_nothing():
