@@ -7,7 +7,7 @@ MODEL = retriever
 POLICIES = full,streaming,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),tova,tova+caote,snapkv,snapkv+caote
 ifeq ($(MODEL),retriever)
 DEMO = --budgets 40,128 --when prompt --depths 5 --samples 5 --batch 5
-DEMO_SAYS = The embedded model, 850 answers on prompts of up to 1,024 tokens: about 3 minutes on two cores.
+DEMO_SAYS = The embedded model, 850 answers on prompts of up to 1,024 tokens: about a minute on two cores.
 DEMO_FILE = demo/needle
 else
 DEMO = --budgets 256 --when prompt --facts 5 --depths 5 --samples 4 --batch 4
