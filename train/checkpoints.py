@@ -94,7 +94,7 @@ class Checkpoints:
 
     def newest(self) -> int | None:
         """Return the step of the newest checkpoint on disk, None without one."""
-        return max(self.manager.all_steps(read=True), default=None)
+        return newest_step(self.manager)
 
     def _unwritten(self, error: Exception) -> OSError:
         reason = " ".join(str(error).split())[:160]
@@ -104,6 +104,12 @@ class Checkpoints:
             f"a checkpoint could not be written to {self.folder} ({type(error).__name__}: {reason}); {last}. Make room "
             "and run the same command again to resume."
         )
+
+
+def newest_step(manager: ocp.CheckpointManager) -> int | None:
+    """Return the step of the newest checkpoint on disk, None without one."""
+    manager.reload()
+    return max(manager.all_steps(), default=None)
 
 
 def digest(state: Any) -> int:

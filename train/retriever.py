@@ -35,6 +35,7 @@ from models.load import load
 from models.save import save
 from train import data
 from train import folder as folders
+from train.checkpoints import newest_step
 from train.circuit import init_parameters
 from train.finetune import parameters_of
 from train.interrupts import Interrupts, interrupted
@@ -499,7 +500,7 @@ def train(
             meter.close()
             with contextlib.suppress(KeyboardInterrupt):
                 save()
-            raise interrupted(folder, max(checkpoints.all_steps(read=True), default=None), begun, resume) from None
+            raise interrupted(folder, newest_step(checkpoints), begun, resume) from None
     return parameters
 
 
