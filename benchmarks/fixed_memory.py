@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -69,8 +69,13 @@ def rows(
     longest: int,
     budget: int,
     block: int,
+    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Compile a prefill for each policy, moment and prompt, and time those of at most ``longest`` tokens."""
+    """Compile a prefill for each policy, moment and prompt, and time those of at most ``longest`` tokens.
+
+    Args:
+        on_rows: called after each with all rows so far.
+    """
     arms = [(name, when) for name in policies for when in (["block"] if name == "full" else moments)]
     found = []
     for (name, when), tokens in commands.progress_bar("prompt", over=[(a, n) for a in arms for n in prompts]):
@@ -86,6 +91,7 @@ def rows(
         except (ValueError, jax.errors.JaxRuntimeError) as reason:  # longer than the model's positions, or memory
             named["refused"] = measure.reason_of(reason)
         found.append(named)
+        on_rows(found)
     return found
 
 
@@ -137,9 +143,12 @@ def command(flags: argparse.Namespace) -> None:
         policy_of(name)
     prompts = measure.whole_numbers("--prompts", flags.prompts)
     model, tokenizer = models.load(flags.model)
-    found = rows(model, policies, moments, prompts, flags.longest, flags.budget, flags.block)
-    measure.check_some_ran(found)
-    measure.show(tables(found), None)
     names = ("model", "policies", "when", "budget", "prompts", "longest", "block")
-    settings = {name: getattr(flags, name) for name in names}
-    measure.write(flags, "fixed_memory", settings, found, provenance.fingerprints(model, tokenizer), done=True)
+    settings, made_of = {name: getattr(flags, name) for name in names}, provenance.fingerprints(model, tokenizer)
+
+    def write(found: list[dict[str, Any]]) -> None:
+        measure.write(flags, "fixed_memory", settings, found, made_of)
+
+    found = rows(model, policies, moments, prompts, flags.longest, flags.budget, flags.block, write)
+    measure.check_some_ran(found)
+    measure.show(tables(found), flags.json)
