@@ -14,7 +14,7 @@ from models import commands, hosts
 # In the order of the help.
 NAMES = (
     "needle", "ruler", "longbench", "infinitebench", "booksum", "lm_eval", "fidelity", "ablation", "field", "rounding",
-    "coref", "perplexity", "choices", "butler", "texts", "sweep", "report", "view",
+    "coref", "perplexity", "choices", "butler", "texts", "sweep", "study", "report", "view",
 )  # fmt: skip
 ELSEWHERE = {"lm_eval": "evals.harness", "report": "evals.page", "butler": "evals.experiments.butler_figures"}
 ELSEWHERE |= {name: f"evals.experiments.{name}" for name in ("ablation", "field", "rounding")}

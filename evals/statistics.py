@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 Z = 1.959964  # 95%
 RESAMPLES = 10_000
@@ -36,7 +37,7 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
+def paired_interval(differences: Sequence[float] | Float[np.ndarray, "models samples"]) -> tuple[float, float, float]:
     """Return the mean of differences on the same samples, and its 95% interval, which stays within their range.
 
     Differences of two yes-or-no outcomes (-1, 0 or 1) have Tango's score interval (Statistics in Medicine 17, 1998),
@@ -45,6 +46,9 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     difference at the 5% level; for -1, 0 and 1 that is the exact sign test (McNemar's). So a handful of samples proves
     nothing.
 
+    Args:
+        differences: one per sample; or a row per model, of models that differ in the seed of their training.
+
     Example:
         >>> from evals.statistics import paired_interval
         >>> [round(x, 2) for x in paired_interval([1, 1, 1, 1, 1, 1, 0, 0])]
@@ -52,10 +56,11 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
         >>> [round(x, 2) for x in paired_interval([0.25, 0.5, 0.0, 0.5, 0.25])]
         [0.3, 0.0, 0.45]
     """
+    values = np.atleast_2d(np.asarray(differences, np.float64))
     mean, low, high = mean_interval(differences)
-    if set(differences) <= {-1, 0, 1}:
-        low, high = _tango(sum(x > 0 for x in differences), sum(x < 0 for x in differences), len(differences))
-    if _chance(differences) > 0.05:
+    if len(values) == 1 and set(values[0]) <= {-1, 0, 1}:
+        low, high = _tango(int(np.sum(values > 0)), int(np.sum(values < 0)), values.size)
+    if chance(differences) > 0.05:
         low, high = min(low, 0.0), max(high, 0.0)
     return mean, low, high
 
@@ -73,20 +78,37 @@ def compared(differences: Sequence[float]) -> dict[str, Any]:
     return {"difference": mean, "low": low, "high": high, "better": verdict(low, high)}
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+def mean_interval(values: Sequence[float] | Float[np.ndarray, "models samples"]) -> tuple[float, float, float]:
     """Return the mean over samples and its 95% interval: a percentile bootstrap, 10,000 resamples, fixed seed.
+
+    Args:
+        values: one per sample; or a row per model, and then models are drawn again as samples are.
 
     Example:
         >>> from evals.statistics import mean_interval
         >>> [round(x, 2) for x in mean_interval([1.0, 2.0, 3.0, 2.0])]
         [2.0, 1.25, 2.75]
     """
-    if not values:
+    array = np.atleast_2d(np.asarray(values, np.float64))
+    if not array.size:
         raise ValueError("there are no values; an interval needs at least 1.")
-    array, rng = np.asarray(values, np.float64), np.random.default_rng(0)
-    means = [array[rng.integers(len(array), size=(count, len(array)))].mean(axis=1) for count in _parts(len(array))]
-    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
+    low, high = np.percentile(_resampled(array), [2.5, 97.5])
     return float(array.mean()), float(low), float(high)
+
+
+def _resampled(values: Float[np.ndarray, "models samples"]) -> Float[np.ndarray, "resamples"]:
+    """Return the means of resamples: of the samples, the same for all models, and of the models."""
+    rng, (models, samples) = np.random.default_rng(0), values.shape
+    means = []
+    for count in _parts(samples):
+        drawn = rng.integers(samples, size=(count, samples))
+        if models == 1:
+            means.append(values[0][drawn].mean(axis=1))
+        else:
+            weights = np.eye(models)[rng.integers(models, size=(count, models))].mean(axis=1)  # [count, models]
+            by_model = np.stack([row[drawn].mean(axis=1) for row in values], axis=1)
+            means.append(np.sum(weights * by_model, axis=1))
+    return np.concatenate(means)
 
 
 def _parts(size: int) -> list[int]:
@@ -95,18 +117,48 @@ def _parts(size: int) -> list[int]:
     return [min(most, RESAMPLES - start) for start in range(0, RESAMPLES, most)]
 
 
-def _chance(differences: Sequence[float]) -> float:
-    """Return the p-value of the sign-flip test: how often random signs give a sum at least as far from 0."""
-    sizes = np.abs(np.asarray([x for x in differences if x], np.float64))
+def chance(differences: Sequence[float] | Float[np.ndarray, "models samples"]) -> float:
+    """Return the p-value of the sign-flip test: how often random signs give a sum at least as far from 0.
+
+    Args:
+        differences: as in :func:`paired_interval`; of several models, a sample's differences are averaged.
+
+    Example:
+        >>> from evals.statistics import chance
+        >>> chance([1, 1, 1, 1, 1, 0, 0])
+        0.0625
+    """
+    values = np.atleast_2d(np.asarray(differences, np.float64)).mean(axis=0)
+    sizes = np.abs(values[values != 0])
     if not len(sizes):
         return 1.0
     if np.all(sizes == 1):
-        most = max(sum(x > 0 for x in differences), sum(x < 0 for x in differences))
+        most = max(int(np.sum(values > 0)), int(np.sum(values < 0)))
         return min(1.0, 2 * sum(math.comb(len(sizes), k) for k in range(most, len(sizes) + 1)) / 2 ** len(sizes))
-    rng, far = np.random.default_rng(0), abs(math.fsum(differences)) * (1 - 1e-9)
+    rng, far = np.random.default_rng(0), abs(math.fsum(values)) * (1 - 1e-9)
     flips = [2 * rng.integers(2, size=(count, len(sizes))) - 1 for count in _parts(len(sizes))]
     found = sum(int(np.sum(np.abs(flip @ sizes) >= far)) for flip in flips)
     return (1 + found) / (1 + RESAMPLES)
+
+
+def chance_beyond(
+    differences: Sequence[float] | Float[np.ndarray, "models samples"], margin: float, *, both: bool = True
+) -> float:
+    """Return how likely the mean lies beyond a margin: above ``margin`` or below ``-margin``, by resampling.
+
+    Small values say that both sides are as good, which no test of a difference can (two one-sided tests).
+
+    Args:
+        both: whether the mean may not be above ``margin`` either; else it may only not be below ``-margin``.
+
+    Example:
+        >>> from evals.statistics import chance_beyond
+        >>> chance_beyond([0.0] * 50, 0.05) < 0.001, chance_beyond([0.1] * 50, 0.05)
+        (True, 1.0)
+    """
+    means = _resampled(np.atleast_2d(np.asarray(differences, np.float64)))
+    beyond = [np.sum(means <= -margin), np.sum(means >= margin) if both else 0]
+    return float(min(1.0, 2 * (1 + max(beyond)) / (1 + RESAMPLES)))
 
 
 def _tango(wins: int, losses: int, count: int) -> tuple[float, float]:

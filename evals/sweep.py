@@ -92,6 +92,41 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Run a sweep: check all of it, then run model by model and task by task, and name what failed at the end."""
     content = read(flags.file)
+    answered = answer(content, flags, f"python -m evals sweep {flags.file} --out {flags.out}")
+    compared = evaluator.compare(answered.store.records, evaluator.baseline(answered.parts[0].flags))
+    if rows := evaluator.summarise(answered.store.records):
+        figures = {"evaluation": "sweep", "settings": content, "results": rows, "comparisons": compared}
+        made = provenance.facts(flags.begun, content.get("seed", 0), answered.store.fingerprints)
+        commands.write_json(flags.out / "figures.json", {**made, **figures})
+    show(rows, compared)
+    print(f"results: {flags.out}; a page of them: python -m evals report {flags.out}")
+    answered.check()
+
+
+class Answered(NamedTuple):
+    """A sweep that was run: its records, and the groups that failed, with their errors."""
+
+    store: results.Results
+    parts: list[Part]
+    failed: list[str]
+
+    def check(self) -> None:
+        """Raise ValueError if a group failed."""
+        if self.failed:
+            count, named = len(self.failed), "; ".join(self.failed)
+            raise ValueError(f"{count} of the sweep's groups failed, the others are done: {named}")
+
+
+def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) -> Answered:
+    """Check all of a sweep, then answer its samples, model by model and task by task; a killed run goes on.
+
+    Args:
+        flags: where to write (``out``), and which process of several this is.
+        written: the command that makes the records.
+
+    Raises:
+        ValueError: the content cannot be run, or the folder holds something else.
+    """
     parts = plan(content)
     for part in parts:
         _evaluation(part.flags.name).check(part.flags)
@@ -101,7 +136,6 @@ def command(flags: argparse.Namespace) -> None:
         for name, value in evaluator.used(part.flags).items()
         if name.endswith(" holds")
     }
-    written = f"python -m evals sweep {flags.file} --out {flags.out}"
     store = results.Results(flags.out, "sweep", {**content, **files}, written)
     store.check()
     by_model = {
@@ -111,8 +145,6 @@ def command(flags: argparse.Namespace) -> None:
     if wrong := [line for own in by_model.values() for line in _cannot_be(own)]:
         raise ValueError(f"{len(wrong)} of the sweep's groups cannot run; correct or leave out: {'; '.join(wrong)}")
     failed: list[str] = []
-    rows: list[dict[str, Any]] = []
-    compared: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         progress: Any = None
         for own in by_model.values():
@@ -135,21 +167,17 @@ def command(flags: argparse.Namespace) -> None:
             for part in own:
                 failed += _run(part, model, tokenizer, store, progress)
         progress.set_description("done")
-        rows = evaluator.summarise(store.records)
-        if rows:
-            compared = evaluator.compare(store.records, evaluator.baseline(parts[0].flags))
-            figures = {"evaluation": "sweep", "settings": content, "results": rows, "comparisons": compared}
-            made = provenance.facts(flags.begun, content.get("seed", 0), store.fingerprints)
-            commands.write_json(flags.out / "figures.json", {**made, **figures})
+    return Answered(store, parts, failed)
+
+
+def show(rows: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]] = ()) -> None:
+    """Print a table per evaluation, and one of its comparisons."""
     for name in dict.fromkeys(row["evaluation"] for row in rows):
         found = [row for row in rows if row["evaluation"] == name]
         short = getattr(_evaluation(name), "SHORT", {})
-        print(report.task_table(found, recency=evaluator.RECENCY, short=short), end="\n\n")
-        if of_it := [row for row in compared if row["evaluation"] == name]:
-            print(report.comparison_table(of_it), end="\n\n")
-    print(f"results: {flags.out}; a page of them: python -m evals report {flags.out}")
-    if failed:
-        raise ValueError(f"{len(failed)} of the sweep's groups failed, the others are done: {'; '.join(failed)}")
+        of_it = [row for row in compared if row["evaluation"] == name]
+        report.show(report.task_table(found, recency=evaluator.RECENCY, short=short), report.comparison_table(of_it))
+        print()
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -1,0 +1,304 @@
+"""Claims about policies, judged on the samples of a study: a difference, its interval, and a verdict of four kinds.
+
+A claim compares two policies on the same samples in the same places: evaluation, length, budget, moment and question.
+Recency in those places is the floor, and the full cache the ceiling. Where both policies lie within noise of the floor,
+or both of the ceiling, nothing is decided. The claims of one paper are corrected for their number (Holm).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+from jaxtyping import Float
+
+import kvjax
+from evals import report, statistics
+from evals.evaluator import RECENCY
+from kvjax.checks import check_names
+
+HOLDS, FAILS, NOISE, OPEN = "holds", "does not", "within noise", "not decided here"
+LEVEL = 0.05
+MARGIN = 0.05  # what "as good" and "not worse" allow, stated before the studies were run
+PLACE = ("evaluation", "length", "budget", "when", "question")
+Expects = Literal["better", "as good", "not worse"]
+EXPECTS = {"better": "is better than", "as good": "is as good as", "not worse": "is not worse than"}
+ENTRY = ("paper", "says", "link", "to", "policies", "over", "expects", "at", "over_at", "each", "note")
+
+Sample = tuple[Any, ...]
+Scores = Mapping[Sample, float]
+
+
+class Found(NamedTuple):
+    """The scores by sample of one policy in one place, with one model. ``place`` has the fields ``PLACE``."""
+
+    model: str
+    policy: str
+    place: tuple[Any, ...]
+    scores: Scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim that the scores of ``policy`` exceed those of ``over``.
+
+    Attributes:
+        paper: whose claim it is.
+        says: the paper's setting and figure, for a reader.
+        expects: "better" expects a difference above 0, "as good" one within ``MARGIN`` of 0, "not worse" one above
+            ``-MARGIN``.
+        at: the places that count, by some of their fields.
+        over_at: the fields in which the places of ``over`` differ from those of ``policy``.
+        each: the fields whose values have a verdict each. Over places that differ in other fields, a sample's scores
+            are averaged.
+    """
+
+    paper: str
+    text: str
+    policy: str
+    over: str
+    says: str = ""
+    expects: Expects = "better"
+    at: tuple[tuple[str, Any], ...] = ()
+    over_at: tuple[tuple[str, Any], ...] = ()
+    each: tuple[str, ...] = ("question", "when")
+    note: str = ""
+
+
+class Judged(NamedTuple):
+    """A claim's outcome in some places.
+
+    Attributes:
+        where: the values of the claim's ``each``.
+        scores: the means of ``policy`` and ``over``.
+        floor: recency's mean in the places of ``policy``, None where it was not run; ``ceiling``: the full cache's.
+        p: how likely such a difference is by chance; ``corrected``: with Holm's correction over the paper's claims.
+    """
+
+    claim: Claim
+    where: dict[str, Any]
+    places: int
+    samples: int
+    scores: tuple[float, float]
+    floor: float | None
+    ceiling: float | None
+    difference: float
+    low: float
+    high: float
+    p: float
+    corrected: float
+    verdict: str
+
+
+def adding(link: str, policy: str) -> str:
+    """Return a policy with a link added behind what scores, before what protects and before the allocation.
+
+    Raises:
+        ValueError: the policy has that link.
+
+    Example:
+        >>> from evals import claims
+        >>> claims.adding("caote", "h2o+protect(recent=0.5)@layer")
+        'h2o+caote+protect(recent=0.5)@layer'
+    """
+    chain, at, allocation = policy.partition("@")
+    links = chain.split("+")
+    name, *_ = link.split("(")
+    if name in [part.split("(")[0] for part in links]:
+        raise ValueError(f"{policy!r} has the link {name!r} already; name the policy without it.")
+    behind = next((i for i, part in enumerate(links) if part.startswith(("protect", "positions"))), len(links))
+    return str(kvjax.parse("+".join([*links[:behind], link, *links[behind:]]) + at + allocation))
+
+
+def read(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None = None) -> list[Claim]:
+    """Return the claims of a study's tables ``[[claims]]``.
+
+    An entry names a ``link`` and the policies ``to`` which it is added, so that the two sides differ in that link
+    alone, or ``policies`` and those that each of them is compared with, ``over``.
+
+    Args:
+        names: what to call policies; others are called as they are written.
+
+    Raises:
+        ValueError: a field is unknown or missing, or a policy cannot be read.
+
+    Example:
+        >>> from evals import claims
+        >>> (claim,) = claims.read([{"paper": "CAOTE", "link": "caote", "to": ["tova"]}])
+        >>> claim.text, claim.policy, claim.over
+        ('caote improves tova', 'tova+caote', 'tova')
+    """
+    names = names or {}
+    return [claim for entry in entries for claim in _of_entry(entry, names)]
+
+
+def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]:
+    check_names("field of a claim", list(entry), ENTRY)
+    kinds = [set(pair) <= set(entry) for pair in (("link", "to"), ("policies", "over"))]
+    if "paper" not in entry or sum(kinds) != 1:
+        raise ValueError(
+            f"a claim has {', '.join(entry)}; expected paper, and either link and to, or policies and over."
+        )
+    expects = entry.get("expects", "better")
+    check_names("expectation of a claim", expects, EXPECTS)
+    called = lambda policy: names.get(policy, policy)  # noqa: E731
+    pairs: Iterable[tuple[str, str, str]]
+    if kinds[0]:
+        link = entry["link"]
+        pairs = [(adding(link, base), base, f"{called(link)} improves {called(base)}") for base in entry["to"]]
+    else:
+        both = itertools.product(entry["policies"], entry["over"])
+        pairs = [(one, other, f"{called(one)} {EXPECTS[expects]} {called(other)}") for one, other in both]
+    places = {name: tuple(dict(entry.get(name, {})).items()) for name in ("at", "over_at")}
+    for name, place in places.items():
+        check_names(f"field of a claim's {name}", list(dict(place)), PLACE)
+    each = entry.get("each", Claim.each)
+    check_names("field of a claim's each", each, PLACE)
+    return [
+        Claim(
+            entry["paper"],
+            text,
+            _whole(policy),
+            _whole(over),
+            entry.get("says", ""),
+            cast(Expects, expects),
+            places["at"],
+            places["over_at"],
+            tuple(each),
+            entry.get("note", ""),
+        )
+        for policy, over, text in pairs
+    ]
+
+
+def _whole(policy: str) -> str:
+    return policy if policy == "full" or policy.startswith(report.READS) else str(kvjax.parse(policy))
+
+
+def judge(claims: Sequence[Claim], found: Iterable[Found], models: Sequence[str]) -> list[Judged]:
+    """Judge claims by the scores that a form of a model has.
+
+    Args:
+        models: one model, or several that differ in the seed of their training: an interval is taken over them, too.
+
+    Returns:
+        The rows in the order of the claims. A claim whose policies were not run has none.
+
+    Example:
+        >>> from evals import claims
+        >>> claim = claims.Claim("ours", "a better score", "tova", "recency")
+        >>> place = ("needle", 512, 64, "prompt", "known")
+        >>> found = [
+        ...     claims.Found("m", name, place, {("needle", i): score for i in range(50)})
+        ...     for name, score in (("tova", 1.0), ("recency", 0.0))
+        ... ]
+        >>> [(row.difference, row.verdict) for row in claims.judge([claim], found, ["m"])]
+        [(1.0, 'holds')]
+    """
+    table = {(one.model, one.policy, one.place): one.scores for one in found}
+    rows = [row for claim in claims for row in _rows(claim, table, models)]
+    for paper in dict.fromkeys(row.claim.paper for row in rows):
+        own = [index for index, row in enumerate(rows) if row.claim.paper == paper]
+        for index, corrected in zip(own, holm([rows[index].p for index in own]), strict=True):
+            rows[index] = rows[index]._replace(corrected=corrected)
+    return [row._replace(verdict=row.verdict or _verdict(row)) for row in rows]
+
+
+def holm(chances: Sequence[float]) -> list[float]:
+    """Return p-values that are corrected for their number: Holm's step-down method.
+
+    Example:
+        >>> from evals import claims
+        >>> [round(p, 3) for p in claims.holm([0.01, 0.04, 0.03])]
+        [0.03, 0.06, 0.06]
+    """
+    corrected, least = [0.0] * len(chances), 0.0
+    for rank, index in enumerate(sorted(range(len(chances)), key=lambda i: chances[i])):
+        least = max(least, min(1.0, (len(chances) - rank) * chances[index]))
+        corrected[index] = least
+    return corrected
+
+
+def _verdict(row: Judged) -> str:
+    beyond = {
+        "better": row.difference < 0,
+        "as good": row.low > MARGIN or row.high < -MARGIN,
+        "not worse": row.high < -MARGIN,
+    }[row.claim.expects]
+    if row.claim.expects == "better":
+        return NOISE if row.corrected >= LEVEL else FAILS if beyond else HOLDS
+    return FAILS if beyond else HOLDS if row.corrected < LEVEL else NOISE
+
+
+def _rows(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]) -> list[Judged]:
+    """Return a claim's rows, one for each value of its ``each`` among the places that both of its policies have."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for model, policy, values in table:
+        place = dict(zip(PLACE, values, strict=True))
+        counts = (model, policy) == (models[0], claim.policy) and all(place[name] == value for name, value in claim.at)
+        if counts and _there(table, models, claim.over, place | dict(claim.over_at)):
+            groups.setdefault(tuple(place[name] for name in claim.each), []).append(place)
+    return [_row(claim, places, table, models) for places in groups.values()]
+
+
+def _row(claim: Claim, places: Sequence[dict[str, Any]], table: Mapping[Any, Scores], models: Sequence[str]) -> Judged:
+    """Return a row whose p-value is not corrected yet, and whose verdict is empty unless nothing can be decided."""
+    both = {claim.policy: places, claim.over: [place | dict(claim.over_at) for place in places]}
+    one, other = (_means(table, models, policy, where) for policy, where in both.items())
+    difference, low, high = statistics.paired_interval(one - other)
+    bounds: dict[str, float | None] = {}
+    undecided = False
+    for bound in (RECENCY, "full"):
+        near = []
+        for side, where in zip((one, other), both.values(), strict=True):
+            if all(_there(table, models, bound, place) for place in where):
+                at = _means(table, models, bound, where)
+                _, below, above = statistics.paired_interval(side - at)
+                near.append((float(at.mean()), below <= 0 <= above))
+        bounds[bound] = near[0][0] if near else None
+        undecided |= bound not in both and len(near) == 2 and all(noise for _, noise in near)
+    chance = statistics.chance(one - other)
+    if claim.expects != "better":
+        chance = statistics.chance_beyond(one - other, MARGIN, both=claim.expects == "as good")
+    return Judged(
+        claim=claim,
+        where={name: places[0][name] for name in claim.each},
+        places=len(places),
+        samples=one.shape[1],
+        scores=(float(one.mean()), float(other.mean())),
+        floor=bounds[RECENCY],
+        ceiling=bounds["full"],
+        difference=difference,
+        low=low,
+        high=high,
+        p=chance,
+        corrected=chance,
+        verdict=OPEN if undecided else "",
+    )
+
+
+def _key(model: str, policy: str, place: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a policy's key in the table of scores: the full cache has no budget, and it and selections no moment."""
+    still: dict[str, Any] = {"budget": None} if policy == "full" else {}
+    if policy == "full" or policy.startswith(report.READS):
+        still["when"] = "block"
+    return model, policy, tuple(still.get(name, place[name]) for name in PLACE)
+
+
+def _there(table: Mapping[Any, Scores], models: Sequence[str], policy: str, place: Mapping[str, Any]) -> bool:
+    return all(_key(model, policy, place) in table for model in models)
+
+
+def _means(
+    table: Mapping[Any, Scores], models: Sequence[str], policy: str, places: Sequence[Mapping[str, Any]]
+) -> Float[np.ndarray, "models samples"]:
+    """Return the mean score of each sample over the places, model by model."""
+    collected: list[dict[Sample, list[float]]] = [{} for _ in models]
+    for model, of_model in zip(models, collected, strict=True):
+        for place in places:
+            for sample, score in table[_key(model, policy, place)].items():
+                of_model.setdefault((place["evaluation"], place["length"], *sample), []).append(score)
+    return np.array([[np.mean(scores) for _, scores in sorted(of_model.items())] for of_model in collected])

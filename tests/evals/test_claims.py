@@ -1,0 +1,131 @@
+"""Claims: contrasts that differ in one link, verdicts between floor and ceiling, equivalence, and their number."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from evals import claims, report
+from evals.claims import Claim, Found
+
+PLACE = ("needle", 512, 0.25, "prompt", "known")
+FULL = ("needle", 512, None, "block", "known")
+rng = np.random.default_rng(0)
+
+
+def found(policy, share, model="m", place=PLACE, of=200):
+    """Outcomes of which the first ``share`` are right, in an order of their own per policy."""
+    hits = np.random.default_rng(len(policy)).permutation(np.arange(of) < round(share * of))
+    return Found(model, policy, place, {("needle", i): float(hit) for i, hit in enumerate(hits)})
+
+
+def judged(one, other, expects="better", recency=0.2, full=0.9, **more):
+    rows = [found("tova", one, **more), found("h2o", other, **more), found("recency", recency, **more)]
+    claim = Claim("ours", "", "tova", "h2o", expects=expects)
+    return claims.judge([claim], [*rows, found("full", full, place=FULL)], ["m"])[0]
+
+
+@pytest.mark.parametrize("policy", ["tova(heads='group')", "h2o+protect(recent=0.5)@layer", "snapkv+positions"])
+def test_a_claim_on_a_link_compares_a_policy_with_itself_and_that_link_alone(policy):
+    (claim,) = claims.read([{"paper": "CAOTE", "link": "caote", "to": [policy]}])
+    assert report.without_caote(claim.policy) == claim.over
+    assert claim.policy != claim.over
+    with pytest.raises(ValueError, match="has the link 'caote' already"):
+        claims.read([{"paper": "CAOTE", "link": "caote", "to": [claim.policy]}])
+
+
+@pytest.mark.parametrize(
+    "one, other, expects, verdict",
+    [
+        (0.7, 0.4, "better", "holds"),
+        (0.4, 0.7, "better", "does not"),
+        (0.52, 0.5, "better", "within noise"),
+        (0.2, 0.21, "better", "not decided here"),  # both as recency
+        (0.9, 0.9, "better", "not decided here"),  # both as the full cache
+        (0.4, 0.7, "as good", "does not"),
+        (0.55, 0.5, "as good", "within noise"),
+        (0.4, 0.7, "not worse", "does not"),
+        (0.7, 0.4, "not worse", "holds"),
+        (0.7, 0.4, "as good", "does not"),
+    ],
+)
+def test_a_verdict_needs_room_between_floor_and_ceiling(one, other, expects, verdict):
+    row = judged(one, other, expects)
+    assert row.verdict == verdict
+    assert (row.floor, row.ceiling, row.samples) == (0.2, 0.9, 200)
+    assert row.scores == pytest.approx((one, other)) and row.low <= row.difference <= row.high
+
+
+def test_as_good_takes_more_than_no_difference():
+    """A handful of equal samples shows no difference, and proves no equivalence; many do."""
+    same = {("needle", i): float(i % 2) for i in range(4000)}
+    few = {key: value for key, value in same.items() if key[1] < 8}
+    noisy = {key: float((key[1] // 2) % 2) for key in few}
+    for one, other, verdict in ((same, same, "holds"), (few, noisy, "within noise")):
+        rows = [Found("m", "tova", PLACE, one), Found("m", "h2o", PLACE, other)]
+        assert claims.judge([Claim("ours", "", "tova", "h2o", expects="as good")], rows, ["m"])[0].verdict == verdict
+
+
+def test_a_paper_with_many_claims_needs_clearer_differences():
+    wins = {("needle", i): float(i < 7) for i in range(50)}  # p = 1/64
+    rows = [Found("m", "tova", PLACE, wins), Found("m", "h2o", PLACE, dict.fromkeys(wins, 0.0))]
+    one = Claim("ours", "", "tova", "h2o")
+    alone, *others = ([row.verdict for row in claims.judge([one] * count, rows, ["m"])] for count in (1, 3, 4))
+    assert alone == ["holds"] and set(itertools.chain(*others)) == {"holds", "within noise"}
+    assert claims.judge([one] * 4, rows, ["m"])[0].corrected == pytest.approx(4 / 64)
+    split = claims.judge([one, Claim("CAOTE", "", "tova", "h2o")], rows, ["m"])
+    assert [row.corrected for row in split] == [1 / 64, 1 / 64]
+
+
+def test_samples_are_averaged_over_budgets_and_judged_for_each_question():
+    places = {
+        (budget, question): ("needle", 512, budget, "prompt", question)
+        for budget in (0.1, 0.5)
+        for question in ("known", "unknown")
+    }
+    rows = [
+        Found("m", policy, place, {("needle", i): float(policy == "tova" and budget == 0.1) for i in range(20)})
+        for policy in ("tova", "h2o")
+        for (budget, _), place in places.items()
+    ]
+    known, unknown = claims.judge([Claim("ours", "", "tova", "h2o")], rows, ["m"])
+    assert known.where == {"question": "known", "when": "prompt"} and unknown.where["question"] == "unknown"
+    assert (known.places, known.samples, known.difference) == (2, 20, 0.5)
+    (half,) = claims.judge([Claim("ours", "", "tova", "h2o", at=(("budget", 0.5),), each=("when",))], rows, ["m"])
+    assert (half.places, half.samples, half.difference) == (2, 20, 0.0)
+    (more,) = claims.judge(
+        [Claim("ours", "", "tova", "h2o", at=(("budget", 0.1),), over_at=(("budget", 0.5),), each=())], rows, ["m"]
+    )
+    assert (more.places, more.difference) == (2, 1.0)
+
+
+def test_models_of_other_seeds_widen_an_interval():
+    rows = [
+        Found(model, policy, PLACE, {("needle", i): gain * (policy == "tova") for i in range(100)})
+        for model, gain in (("a", 0.0), ("b", 0.5), ("c", 1.0))
+        for policy in ("tova", "h2o")
+    ]
+    claim = Claim("ours", "", "tova", "h2o")
+    (one,) = claims.judge([claim], rows, ["b"])
+    (all_of_them,) = claims.judge([claim], rows, ["a", "b", "c"])
+    assert one.difference == all_of_them.difference == 0.5 and one.samples == all_of_them.samples == 100
+    assert one.low == one.high == 0.5 and all_of_them.low <= 1 / 6 and all_of_them.high >= 5 / 6
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"link": "caote", "to": ["h2o"]}, "expected paper"),
+        ({"paper": "CAOTE", "link": "caote"}, "either link and to"),
+        ({"paper": "CAOTE", "link": "caote", "to": ["h2o"], "polices": []}, "unknown field of a claim 'polices'"),
+        ({"paper": "CAOTE", "policies": ["h2o"], "over": ["tova"], "expects": "best"}, "unknown expectation"),
+        (
+            {"paper": "CAOTE", "policies": ["h2o"], "over": ["tova"], "at": {"budgets": 1}},
+            "unknown field of a claim's at",
+        ),
+        ({"paper": "CAOTE", "policies": ["snapvk"], "over": ["tova"]}, "Did you mean 'snapkv'"),
+    ],
+)
+def test_an_entry_that_cannot_be_read_is_refused(entry, message):
+    with pytest.raises(ValueError, match=message):
+        claims.read([entry])

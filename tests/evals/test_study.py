@@ -1,0 +1,64 @@
+"""Studies: a sweep and its claims, whose JSON file is enough to judge them again."""
+
+import json
+
+import pytest
+
+from evals import study
+from evals.__main__ import main
+from tests.evals.test_sweep import SMALL
+
+CLAIMS = """
+title = "Small"
+forms = {base = ["retriever"]}
+[[claims]]
+paper = "CAOTE"
+link = "caote"
+to = ["tova"]
+[[claims]]
+paper = "ours"
+policies = ["tova"]
+over = ["full"]
+expects = "not worse"
+"""
+
+
+@pytest.mark.parametrize("path", sorted(study.FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_each_study_runs_what_its_claims_compare(path):
+    read = study.find(path.stem)
+    run = {"recency", *(study.claims._whole(name) for name in read.content["policies"])}
+    missing = {name for claim in read.claims for name in (claim.policy, claim.over)} - run
+    assert not missing
+    assert {"full", "recency"} <= run
+    assert set(read.names) <= {*read.content["policies"], "recency"}
+
+
+def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
+    settings, tasks = SMALL.split("\n\n", 1)
+    file, out, figures = tmp_path / "small.toml", tmp_path / "run", tmp_path / "small.json"
+    head, claimed = CLAIMS.split("[[claims]]", 1)
+    file.write_text(head + settings.replace('models = ["retriever"]', "") + "\n" + tasks + "\n[[claims]]" + claimed)
+    assert main(["study", str(file), "--out", str(out), "--json", str(figures)]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads(figures.read_text())
+    assert [claim["claim"] for claim in data["claims"]] == ["caote improves tova", "tova is not worse than full"]
+    assert {row["policy"] for row in data["results"]} == {"full", "recency", "tova", "tova+caote"}
+    needles = next(row for row in data["results"] if row["evaluation"] == "needle")
+    assert len(needles["scores"]["needle"]) == 4
+    assert main(["study", str(file), "--judge", str(figures)]) == 0
+    again = capsys.readouterr().out
+    assert again.strip() and again.strip() in printed
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (["nowhere"], "unknown study 'nowhere'"),
+        (["fixed-memory"], "--out names the folder"),
+        (["fixed-memory", "--judge", "pyproject.toml"], "is no JSON file of a study"),
+        (["pyproject.toml"], "lacks a title"),
+    ],
+)
+def test_bad_input_is_refused(line, message, capsys):
+    assert main(["study", *line]) == 2
+    assert message in capsys.readouterr().err
