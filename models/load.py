@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
-from models import hosts
+from models import adapters, hosts
 from models.config import Config, family_of, from_hugging_face
 from models.decoder import Decoder
 from models.parameters import (
@@ -99,8 +99,9 @@ def load(
 
     Args:
         path: a folder with config.json and safetensors, one file or sharded; a GGUF file (needs gguf); "retriever",
-            the model that ships with the package; "smollm2", once `python -m models.get smollm2` has fetched it; or a
-            name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs huggingface_hub).
+            the model that ships with the package; "smollm2", once `python -m models.get smollm2` has fetched it; a
+            name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs huggingface_hub); or the folder of a LoRA
+            adapter in PEFT's files, which is added to the base model that it names.
         dtype: the dtype that the weights are cast to, such as "bfloat16"; None keeps the checkpoint's (the dtype of
             most weights, if it mixes several; float32 if they are quantised).
         mesh: devices with axes "data" and "tensor", and "expert" if it has one (see :func:`parse_mesh`), that the
@@ -163,16 +164,39 @@ def _opened(
     """Return the checkpoint, the weights' dtype and the mesh, all checked."""
     wanted = None if dtype is None else known_dtype(dtype)
     found = _find(path, revision)
+    adapter, base = found, adapters.base_of(found)
+    if base is not None:
+        found = _find(base, None)
+        if adapters.base_of(found) is not None:
+            raise ValueError(f"{adapter} adapts {base}, which is an adapter itself; save the adapted model as a whole.")
     if found.is_file():
         from models.gguf import open_file
 
         checkpoint = open_file(found)
     else:
         checkpoint = _open_folder(found)
+    if base is not None:
+        checkpoint = _adapted(checkpoint, adapter)
     if mesh is not None:
         mesh = _checked_mesh(checkpoint.config, mesh)
     stored = _check_tensors(checkpoint)
     return checkpoint, np.dtype(jax.dtypes.canonicalize_dtype(wanted or stored)), mesh
+
+
+def _adapted(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
+    """Return a checkpoint whose tensors are read with an adapter's products added."""
+    tensors = dict(checkpoint.tensors)
+    for (path, place), low_rank in adapters.read(adapter, checkpoint.config).items():
+        name = tensor_of(checkpoint.config, path, checkpoint.names[path], place)
+        if name in tensors:
+            tensors[name] = tensors[name]._replace(read=functools.partial(_read_adapted, tensors[name].read, low_rank))
+    return checkpoint._replace(tensors=tensors)
+
+
+def _read_adapted(
+    read: Callable[[tuple[slice, ...]], np.ndarray], low_rank: adapters.LowRank, window: tuple[slice, ...]
+) -> np.ndarray:
+    return read(window).astype(np.float32) + low_rank.up[window[0]] @ low_rank.down[:, window[1]]
 
 
 def _open_folder(folder: Path) -> Checkpoint:

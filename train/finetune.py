@@ -8,8 +8,9 @@ after each block. Of prompts with answers the answer is learned, fed after its p
 A derivative keeps the cache before each block and computes one block's activations again; of the logits it holds a part
 of the tokens at a time. All weights are trained, or LoRA's low-rank matrices (train/lora.py).
 
-The folder --out is a Hugging Face folder of the last checkpoint's model, which ``models.load`` reads, with
-checkpoints/, run.json (which describes the run), log.jsonl, TensorBoard's events, and summary.json at the end.
+The folder --out is a Hugging Face folder of the last checkpoint's model, or of its adapter after LoRA; ``models.load``
+reads both. Beside it are checkpoints/, run.json (which describes the run), log.jsonl, TensorBoard's events, and
+summary.json at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
 from kvjax.schedule import When, moments
 from kvjax.selection import share_of_tokens
-from models import commands, hosts
+from models import adapters, commands, hosts
 from models.decoder import Decoder
 from models.parameters import parameter_shapes
 from models.tokenizer import Tokenizer
@@ -347,11 +348,12 @@ def train(
     """Fine-tune a model, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
 
     Args:
-        tokenizer: saved with the model.
+        tokenizer: saved with the model; an adapter has its base model's.
         corpus: rows of text (:func:`train.text.open_corpus`), or of answers (:func:`train.answers.open_answers`).
         eval_policies: the policies of the table before and after, at the run's budget; the full cache and the run's own
             by default.
-        folder, settings, name, options: see :func:`train.loop.run`.
+        folder, settings, options: see :func:`train.loop.run`.
+        name: what ``models.load`` loads the model by; an adapter names it as its base.
 
     Returns:
         The trained model, and the summary; None if the run was stopped before its end.
@@ -373,7 +375,11 @@ def train(
     evaluated = list(dict.fromkeys(str(_checked_policy(settings, policy) or "full") for policy in named))
 
     def save(parameters: Parameters) -> None:
-        models.save(folder, model_of(model, parameters, settings), tokenizer)
+        if settings.lora:
+            base = str(Path(name).resolve()) if Path(name).exists() else name
+            adapters.save(folder, model.config, parameters, base=base, scale=lora.SCALE)
+        else:
+            models.save(folder, model_of(model, parameters, settings), tokenizer)
 
     def measure(parameters: Parameters) -> dict[str, float]:
         return {
@@ -402,7 +408,7 @@ def train(
         save=save,
         measure=measure,
         summarise=summarise,
-        files=FILES,
+        files=adapters.FILES if settings.lora else FILES,
     )
     parameters, summary = loop.run(folder, trainer, model, corpus, settings, name=name, **options)
     return model_of(model, parameters, settings), summary

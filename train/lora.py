@@ -1,7 +1,7 @@
 """LoRA: a low-rank matrix beside each of some projections is trained in place of the projection itself.
 
 ``W + (alpha / r) B A`` (Hu et al., arXiv 2106.09685, section 4.1) with alpha = 2 r. A and B are arrays in a dictionary,
-added to the weights inside a step and when the model is saved, so the saved model needs nothing of this file.
+added to the weights inside a step; models/adapters.py stores them.
 
 Libraries that attach LoRA to a module's own parameters, such as qwix, do not find ours: a layer's weights are slices of
 the stacked ones, inside a scan.

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 import models
 from evals import loglikelihood
+from models import adapters
 from tests.models import reference
 from tests.tiers import matrix
 from train import answers, finetune, loop, lora
@@ -122,8 +123,9 @@ def test_low_rank_matrices_add_their_product_to_each_projection_of_a_checkpoint(
     pairs = lora.init(CONFIG, 2, on, seed=0)
     random = np.random.default_rng(2)
     pairs |= {name: random.normal(size=array.shape) for name, array in pairs.items() if name.endswith(".B")}
+    tuned = finetune.model_of(base, pairs, SETTINGS._replace(lora=2))
     models.save(tmp_path / "base", base)
-    models.save(tmp_path / "tuned", finetune.model_of(base, pairs, SETTINGS._replace(lora=2)))
+    models.save(tmp_path / "tuned", tuned)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "tuned"))
     names = dict(query="self_attn.q", key="self_attn.k", value="self_attn.v", output="self_attn.o") | {
         name: f"mlp.{name}" for name in ("gate", "up", "down")
@@ -134,6 +136,10 @@ def test_low_rank_matrices_add_their_product_to_each_projection_of_a_checkpoint(
             product = 2 * pairs[f"{name}.B"][layer] @ np.asarray(pairs[f"{name}.A"][layer])
             np.testing.assert_allclose(after.pop(full), before.pop(full) + product, atol=1e-5, err_msg=name)
     assert all(np.array_equal(after[name], before[name]) for name in before)
+    adapters.save(tmp_path / "adapter", CONFIG, pairs, base=str(tmp_path / "base"), scale=lora.SCALE)
+    loaded, merged = (finetune.parameters_of(one) for one in (models.load(tmp_path / "adapter")[0], tuned))
+    for name, array in merged.items():
+        np.testing.assert_allclose(loaded[name], array, atol=1e-5, err_msg=name)
 
 
 def test_low_rank_matrices_change_nothing_at_first_and_alone_are_trained():
@@ -211,9 +217,11 @@ def test_the_command_lowers_the_loss_under_every_policy_and_its_model_loads(fold
     lines = [json.loads(line) for line in (folder / "tuned/log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "held_out/loss" in line] == [3, 6, 8]
     assert lines[-1]["summary/tova/after"] == losses["tova"]["after"]
-    base, tuned = (load_file(folder / name / "model.safetensors") for name in ("base", "tuned"))
-    assert {name: array.shape for name, array in tuned.items()} == {name: array.shape for name, array in base.items()}
-    assert models.load(folder / "tuned")[1].encode("The code") == models.load(folder / "base")[1].encode("The code")
+    (base, words_of), (tuned, tokenizer) = (models.load(folder / name) for name in ("base", "tuned"))
+    before, after = (finetune.parameters_of(one) for one in (base, tuned))
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {"layers.value", "layers.down"} and not (folder / "tuned/model.safetensors").exists()
+    assert tokenizer.encode("The code") == words_of.encode("The code")
 
 
 def test_the_model_that_is_trained_is_not_overwritten(folder, capsys):

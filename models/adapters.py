@@ -1,0 +1,196 @@
+"""Adapters: low-rank matrices beside a base model's projections (LoRA, arXiv 2106.09685), in the PEFT library's files.
+
+A folder has adapter_config.json, which names the base model, and adapter_model.safetensors. ``models.load`` reads the
+base model's weights W as ``W + scale B A``. Adapters of other kinds are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from safetensors.numpy import save as to_safetensors
+
+from models import hosts
+from models.commands import write_files
+from models.config import Config
+from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
+from models.tokenizer import read_object
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = (CONFIG, WEIGHTS)
+PREFIX = "base_model.model."
+# Fields that change what an adapter computes, and the values that are known here.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None,),
+}
+
+
+class LowRank(NamedTuple):
+    """What is added to a tensor: ``up @ down``, where ``up`` holds the scale."""
+
+    up: Float[np.ndarray, "outputs r"]
+    down: Float[np.ndarray, "r inputs"]
+
+
+def base_of(folder: Path) -> str | None:
+    """Return the name of an adapter's base model; None for a folder that is no adapter.
+
+    Raises:
+        ValueError: the adapter names no base model.
+
+    Example:
+        >>> import pathlib
+        >>> from models import adapters
+        >>> adapters.base_of(pathlib.Path("nowhere")) is None
+        True
+    """
+    if not (folder / CONFIG).is_file():
+        return None
+    base = read_object(folder / CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{folder / CONFIG} names no base_model_name_or_path; write the base model's name there.")
+    return base
+
+
+def read(folder: Path, config: Config) -> dict[tuple[str, tuple[int, ...]], LowRank]:
+    """Read an adapter: what is added to a parameter of the decoder, at each place that has a tensor of its own.
+
+    Args:
+        config: the base model's.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the adapter is of a kind that is not supported, damaged, or of another model.
+    """
+    described = read_object(folder / CONFIG)
+    for name, known in PLAIN.items():
+        if (given := described.get(name)) not in known:
+            raise ValueError(
+                f"{folder / CONFIG} has {name} = {given!r}; expected {known[0]!r}: other adapters are not read."
+            )
+    if not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"{folder} lacks {WEIGHTS}; download it.")
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS} is truncated or corrupted ({error}); download it again.") from None
+    alpha, root = described.get("lora_alpha"), bool(described.get("use_rslora"))
+    if not isinstance(alpha, int | float):
+        raise ValueError(f"{folder / CONFIG} has lora_alpha = {alpha!r}; expected a number.")
+    found, places = {}, {name: (path, place) for path, place, name in _places(config)}
+    for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
+        module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        down, up = tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B."), None)
+        if module not in places or up is None:
+            raise ValueError(
+                f"{folder / WEIGHTS} holds {name}, which is no projection of the base model, or lacks its other half."
+            )
+        path, place = places[module]
+        wanted = _sizes(config, path)
+        if (*up.shape, *down.shape) != (wanted[0], len(down), len(down), wanted[1]):
+            raise ValueError(
+                f"{folder / WEIGHTS}: {module} has matrices {up.shape} and {down.shape}; the model's projection is "
+                f"{wanted}."
+            )
+        scale = alpha / (math.sqrt(len(down)) if root else len(down))
+        up = up.astype(np.float32) * np.float32(scale)
+        if (order := head_order(config)) is not None and path in ROTATED:
+            up = up.reshape(-1, len(order), len(down))[:, order].reshape(up.shape)
+        found[path, place] = LowRank(up, down.astype(np.float32))
+    if tensors or not found:
+        held = f"the tensor {min(tensors)}, which is no low-rank matrix" if tensors else "no low-rank matrices"
+        raise ValueError(f"{folder / WEIGHTS} holds {held}; only LoRA of projections is read.")
+    return found
+
+
+def save(
+    folder: str | Path,
+    config: Config,
+    low_rank: Mapping[str, Array],
+    *,
+    base: str,
+    scale: float,
+    dtype: str = "float32",
+) -> None:
+    """Write an adapter that ``models.load`` and PEFT read.
+
+    Args:
+        folder: created if it does not exist.
+        config: the base model's.
+        low_rank: "query.A" [L, r, inputs] and "query.B" [L, outputs, r], and so on (:func:`train.lora.init`).
+        base: the name of the base model, or its folder.
+        scale: the product's factor, alpha / r.
+        dtype: of the stored matrices.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import numpy as np
+        >>> import models
+        >>> from models import adapters
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> pair = {"key.A": np.ones((2, 3, 32)), "key.B": np.ones((2, 16, 3))}
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> adapters.save(folder, config, pair, base="retriever", scale=2.0)
+        >>> adapters.base_of(folder), len(adapters.read(folder, config))
+        ('retriever', 2)
+    """
+    names, tensors, order = sorted({name.partition(".")[0] for name in low_rank}), {}, head_order(config)
+    rank = next(iter(low_rank.values())).shape[1] if low_rank else 0
+    for path, place, module in _places(config):
+        name = path.removeprefix("layers.")
+        if name not in names:
+            continue
+        down, up = (np.asarray(hosts.fetched(low_rank[f"{name}.{which}"]))[place] for which in "AB")
+        rank = len(down)
+        if order is not None and path in ROTATED:
+            up = up.reshape(-1, len(order), rank)[:, np.argsort(order)].reshape(len(up), -1)
+        for which, matrix in (("A", down), ("B", up)):
+            tensors[f"{PREFIX}{module}.lora_{which}.weight"] = np.ascontiguousarray(matrix.astype(dtype))
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    files = {
+        WEIGHTS: to_safetensors(tensors, metadata={"format": "pt"}),
+        CONFIG: (json.dumps(described, indent=2) + "\n").encode(),
+    }
+    write_files(Path(folder), files, [])
+
+
+def _places(config: Config) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield the path, the place and the module's name of each projection."""
+    names = tensor_names(config)
+    for path, shape in parameter_shapes(config).items():
+        stored = PARAMETERS[path]
+        if path.startswith("layers.") and len(stored.groups) == 2:
+            for place in np.ndindex(shape[: stored.separate]):
+                yield path, place, tensor_of(config, path, names[path], place).removesuffix(".weight")
+
+
+def _sizes(config: Config, path: str) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of a projection."""
+    shape = parameter_shapes(config)[path][PARAMETERS[path].separate :]
+    outputs, inputs = (math.prod(shape[axis] for axis in group) for group in PARAMETERS[path].groups)
+    return outputs, inputs
