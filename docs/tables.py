@@ -685,13 +685,6 @@ SCORES = [
         of("CaM"),
         note="none tried",
     ),
-    Method(
-        "kvjax.think",
-        "[ThinK](https://arxiv.org/abs/2407.21018)",
-        "channels of the keys left out; a function of a cache, no link",
-        "kvjax/cache_transforms.py",
-        note="none tried",
-    ),
     Method("protect", "H2O, StreamingLLM", "what always stays", "kvjax/transforms.py"),
 ]
 ALLOCATIONS = [
@@ -826,7 +819,7 @@ PRESSES = {
         Press("MergingPress", "`...+merge`", ("merge",)),
         Press("CAMPress", "`...+cam`", ("cam",), "the mean of its random draws"),
         Press("KeyRerotationPress", "`...+positions`"),
-        Press("ThinKPress", "`kvjax.think(cache, query)`", (), "the same channels"),
+        Press("ThinKPress", "", (), "it sets channels of the keys to 0, which saves no memory"),
         Press("DMSPress", "`...@threshold(least=x)`"),
         Press("BlockPress", '`when="block"`, `block=128`', (), "the prompt really comes in block by block"),
         Press("DecodingPress", '`when="prompt"`, `evict_every=512`', (), "the budget holds for the prompt, too"),

@@ -9,7 +9,7 @@ from kvjax.allocation import Allocation
 from kvjax.attention import attend, observe
 from kvjax.cache import HeadState, KVCache, compact
 from kvjax.cache_file import cache_info, load_cache, save_cache
-from kvjax.cache_transforms import merge, think
+from kvjax.cache_transforms import merge
 from kvjax.caote import caote, fast_caote
 from kvjax.chains import base_score, chain, no_state, parse, register
 from kvjax.eviction import Evidence, evict
@@ -144,7 +144,6 @@ __all__ = [
     "sources",
     "straight_through",
     "streaming",
-    "think",
     "tova",
     "turn",
     "zap",

@@ -1,6 +1,4 @@
-"""Merging and leaving out channels, against loops over tokens in NumPy float64."""
-
-import dataclasses
+"""Merging, against loops over tokens in NumPy float64."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +11,9 @@ from kvjax.cache import floats_of
 from tests.kvjax import definitions
 from tests.tiers import first
 
-L, B, K, S, D, G, T = 2, 2, 2, 9, 4, 3, 5
+L, B, K, S, D = 2, 2, 2, 9, 4
 evict = jax.jit(kvjax.evict)
 merge = jax.jit(kvjax.merge, static_argnames="similarity")
-think = jax.jit(kvjax.think, static_argnames="share")
 
 
 def filled(seed=0, layers=L):
@@ -45,7 +42,7 @@ def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
         np.testing.assert_allclose(merged.value[head][live], expected[live], rtol=2e-5, atol=1e-6)
 
 
-def test_rows_of_eight_bits_are_merged_and_thinned_as_floats():
+def test_rows_of_eight_bits_are_merged_as_floats():
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(1, S, 1, D)).astype(np.float32)
     sizes = dict(batch=1, kv_heads=1, slots=S, head_dim=D, dtype="int8")
@@ -58,8 +55,6 @@ def test_rows_of_eight_bits_are_merged_and_thinned_as_floats():
     np.testing.assert_array_equal(merged.key, cache.key)
     live = np.asarray(evicted.position) >= 0
     np.testing.assert_allclose(*(np.asarray(x.value)[live] for x in (read(merged), expected)), atol=0.02)
-    query = rng.normal(size=(1, T, G, D)).astype(np.float32)
-    np.testing.assert_allclose(read(think(cache, query)).key, think(read(cache), query).key, rtol=1e-6)
 
 
 def test_values_and_keys_of_zeros_have_a_derivative():
@@ -73,22 +68,6 @@ def test_values_and_keys_of_zeros_have_a_derivative():
     assert all(np.isfinite(np.asarray(array)).all() for array in gradient(zeros, zeros))
 
 
-@pytest.mark.parametrize("share", first(1, [0.5, 0.3]))
-def test_think_leaves_out_the_channels_of_the_smallest_product(share):
-    cache = filled(4)
-    query = np.random.default_rng(5).normal(size=(L, B, T, K * G, D)) * [1.0, 0.1, 3.0, 0.5]
-    thin = np.asarray(think(cache, query.astype(np.float32), share=share).key)
-    position, keys = np.asarray(cache.position), np.asarray(cache.key, np.float64)
-    for head in np.ndindex(L, B, K):
-        one, b, k = head
-        live, key = position[head] >= 0, keys[head].copy()
-        if not live.any():
-            continue
-        squares = (query[one, b, :, k * G : (k + 1) * G] ** 2).mean(axis=(0, 1)) * (key[live] ** 2).mean(axis=0)
-        key[:, np.argsort(squares)[: int(D * share)]] = 0
-        np.testing.assert_allclose(thin[head][live], key[live], rtol=1e-6)
-
-
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("call", "message"),
@@ -96,13 +75,6 @@ def test_think_leaves_out_the_channels_of_the_smallest_product(share):
         (lambda c: kvjax.merge(c, c.layer(0)), r"the caches \(.*\) and \(.*\) differ; give one cache before and after"),
         (lambda c: kvjax.merge(c, c, similarity=2.0), r"merge: similarity is 2.0; give a cosine in \[0, 1\]"),
         (lambda c: kvjax.merge(c, "cache"), r"merge: after is 'cache'"),
-        (lambda c: kvjax.think(c, np.ones((B, T, K, D))), r"queries \(2, 5, 2, 4\) do not fit a cache of keys"),
-        (lambda c: kvjax.think(c, np.ones((L, B, T, 3, D))), r"with a multiple of 2 heads"),
-        (lambda c: kvjax.think(c, np.ones((L, B, T, K, D)), share=-1.0), r"think: share is -1.0; give a share of"),
-        (
-            lambda c: kvjax.think(dataclasses.replace(c, positions="compact"), np.ones((L, B, T, K, D))),
-            r"the cache turns its keys to 'compact' positions, which mixes channels; leave the link 'positions' out",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):

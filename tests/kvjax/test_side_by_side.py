@@ -108,7 +108,7 @@ def test_layers_are_stacked_and_split_over_a_mesh():
 
 
 def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
-    (query, *rows, position), *_ = blocks(1)
+    (_, *rows, position), *_ = blocks(1)
     cache = insert(empty("tova"), *rows, position)
     one = insert(empty("tova", batch=1), *(x[:1] for x in (*rows, position)))
     evicted = jax.jit(kvjax.evict)(cache, np.float32(np.arange(12).repeat(4)).reshape(B, K, -1), 2)
@@ -119,7 +119,6 @@ def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
         lambda whole, part: kvjax.pack(whole, **sizes),
         lambda whole, part: kvjax.repeat(kvjax.pack(whole, **sizes), 2),
         lambda whole, part: kvjax.join(whole, 1, part),
-        lambda whole, part: kvjax.think(whole, query),
         lambda whole, part: dataclasses.replace(whole, key=whole.value, value=whole.key),
         lambda whole, part: kvjax.merge(whole, dataclasses.replace(evicted, rows=whole.rows)),
     )

@@ -10,7 +10,7 @@ model.safetensors, presses.json (each press's settings and how many tokens it ke
 kept.npz:
 
     tokens [T], logits [8, vocabulary] of the last tokens, output_norms [L, K, T]: the mean over the group of |v W_O|_1
-    q_filters [L, K, D], head_scores [L, K], think [L, K, D], merged and shared [K, 40, D]: see the functions
+    q_filters [L, K, D], head_scores [L, K], merged and shared [K, 40, D]: see the functions
     NAME/40/kept, NAME/64/kept    bool [L, K, T], which positions stay when 40 and 64 tokens a head are asked for
     NAME/scores                   float32 [L, K, T], retention scores where they do not depend on the budget,
     NAME/40/scores, NAME/64/scores    and where they do; a press that masks a full cache has the scores of its base
@@ -261,15 +261,6 @@ def head_scores(model: Any, tokens: Any) -> Any:
         return duo.duo_attention_on_the_fly.__wrapped__(model, num_samples=2, q_len=50)
 
 
-def channels_of_think(model: Any, tokens: Any) -> Any:
-    """Return the channels of each head's keys ThinK sets to 0, bool [L, K, D]."""
-    import torch
-    from kvpress import ThinKPress
-
-    cache = fed(model, tokens, ThinKPress(key_channel_compression_ratio=0.5, window_size=16))
-    return torch.stack([(layer.keys[0] == 0).all(1) for layer in cache.layers]).numpy()
-
-
 def merged_values(model: Any, tokens: Any) -> Any:
     """Layer 1's values [K, 40, D], in the order of positions, after SnapKV has evicted and the others were merged."""
     import kvpress
@@ -347,7 +338,6 @@ def main() -> None:
         "output_norms": output_norms(model, tokens),
         "q_filters": q_filters(model, tokens),
         "head_scores": head_scores(model, tokens),
-        "think": channels_of_think(model, tokens),
         "merged": merged_values(model, tokens),
         "shared": shared_values(model, tokens),
     }

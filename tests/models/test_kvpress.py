@@ -11,7 +11,6 @@ import pytest
 
 import kvjax
 import models
-from models.calibration import _of_layers
 from models.decoder import rope_frequencies
 from tests.models.make_kvpress import FOLDER, KEPT, T
 from tests.models.tiny import kept_tokens
@@ -213,15 +212,6 @@ def shared(block):
 @pytest.mark.matrix
 def test_values_are_shared_as_in_kvpress_where_its_draws_are_their_mean():
     np.testing.assert_allclose(shared(T), fixture()["shared"], atol=1e-5 * abs(fixture()["shared"]).max())
-
-
-def test_think_leaves_out_the_channels_that_kvpress_does():
-    _, cache = observed(made(CASES["snapkv", 40]))
-    query = _of_layers(model(), fixture()["tokens"][None], lambda layer, query, key: query[:, -16:])
-    thin = jax.jit(lambda cache, query: kvjax.think(cache, query, share=0.5).key)
-    key = np.asarray(thin(cache, np.repeat(query, len(KEPT), axis=1)))
-    for row in range(len(KEPT)):
-        np.testing.assert_array_equal((key[:, row] == 0).all(axis=2), fixture()["think"])
 
 
 def test_norms_of_projected_values_are_those_of_kvpress():
