@@ -1,8 +1,14 @@
 """Long English texts from Debian's packages, for evaluations such as perplexity and choices.
 
-They are written into the user's cache folder as plain UTF-8: paragraphs with an empty line between them, and each book
-or chapter after its title, as in "== Genesis ==". Every ``--text`` takes their names. Debian's releases have different
-editions of a text, so its SHA-256 is printed and is recorded with all figures made from it.
+The packages are unpacked by Debian's own programs, and ``python -m evals texts`` makes the texts of the folder:
+
+    apt-get download bible-kjv-text debian-handbook python3.13-doc
+    for package in *.deb; do dpkg-deb -x "$package" debian; done
+    python -m evals texts debian
+
+The texts are written into the user's cache folder as plain UTF-8: paragraphs with an empty line between them, and each
+book or chapter after its title, as in "== Genesis ==". Every ``--text`` takes their names. Debian's releases have
+different editions of a text, so its SHA-256 is printed and is recorded with all figures made from it.
 """
 
 from __future__ import annotations
@@ -13,24 +19,20 @@ import itertools
 import os
 import posixpath
 import re
-import shutil
 import struct
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
-
-from tqdm import tqdm
 
 from evals import prose
 from kvjax.checks import check_names
 from models import commands
 
 EXAMPLES = """examples:
-  python -m evals texts
-  python -m evals texts king-james-bible debian-handbook
+  python -m evals texts debian
+  python -m evals texts debian king-james-bible
   python -m evals perplexity --text king-james-bible --chunk 1024 --sequences 32 --policies h2o,snapkv --budgets 256
 """
 TITLE = "== {} =="  # a line of its own; "#" begins comments in code
@@ -39,16 +41,10 @@ DOCUMENT = 8_000  # characters
 
 
 class Published(NamedTuple):
-    """The source of a text: a package of Debian, and the size of the download as users read it.
-
-    ``needs`` is a pattern for the dependency of the package that holds the text, or None where the package itself holds
-    it. ``read`` makes the text from the unpacked files.
-    """
+    """The source of a text: a package of Debian, and what makes the text from the folder that it is unpacked in."""
 
     package: str
-    needs: str | None
     read: Callable[[Path], str]
-    size: str
 
 
 class Parts(NamedTuple):
@@ -87,7 +83,7 @@ def read_text(name: str | Path | None) -> str:
             on. After a published name, ":held-out" asks for the part that nothing is trained on; see :func:`parts`.
 
     Raises:
-        FileNotFoundError: the file does not exist, or the text has not been fetched yet.
+        FileNotFoundError: the file does not exist, or the text has not been made yet.
         ValueError: the file is empty or not UTF-8.
 
     Example:
@@ -142,7 +138,7 @@ def sections(text: str) -> dict[str, list[str]]:
 
 
 def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of a text in the user's cache folder, fetched or not.
+    """Return the path of a text in the user's cache folder, made or not.
 
     Args:
         name: one of :data:`PUBLISHED`.
@@ -160,85 +156,80 @@ def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the file of a text that has been fetched.
+    """Return the file of a text that has been made.
 
     Args:
         name: one of :data:`PUBLISHED`.
         environment: see :func:`place`.
 
     Raises:
-        FileNotFoundError: it has not been fetched yet; the message says how to fetch it.
+        FileNotFoundError: it has not been made yet; the message says how to make it.
 
     Example:
         >>> from evals.texts import find
         >>> find("king-james-bible", {"XDG_CACHE_HOME": "nowhere"})
         Traceback (most recent call last):
         ...
-        FileNotFoundError: king-james-bible is not here yet; fetch it once (2 MB) with: python -m evals texts king-...
+        FileNotFoundError: king-james-bible is not here yet; make it once with: apt-get download bible-kjv-text && ...
     """
     file = place(name, environment)
     if not file.is_file():
+        package = PUBLISHED[name].package
         raise FileNotFoundError(
-            f"{name} is not here yet; fetch it once ({PUBLISHED[name].size}) with: python -m evals texts {name}."
+            f"{name} is not here yet; make it once with: apt-get download {package} && "
+            f"dpkg-deb -x {package}_*.deb debian && python -m evals texts debian {name}."
         )
     return file
 
 
-def fetch(name: str) -> bool:
-    """Fetch a text into the user's cache folder, whole or not at all.
-
-    Packages that were downloaded before an interruption are not downloaded again.
+def make(name: str, folder: Path) -> Path:
+    """Make a text of the packages that are unpacked in a folder, and write it into the user's cache folder.
 
     Args:
         name: one of :data:`PUBLISHED`.
+        folder: where its package is unpacked.
 
     Returns:
-        Whether anything was fetched; a text that is already there is kept.
+        The text's file.
 
     Raises:
-        FileNotFoundError: apt-get or dpkg-deb is missing, or a package cannot be downloaded.
-        ValueError: the name is unknown, or the package does not hold the text as expected.
+        ValueError: the name is unknown, or the folder does not hold the text as expected.
 
     Example:
-        >>> from evals.texts import fetch
-        >>> fetch("iliad")
+        >>> from pathlib import Path
+        >>> from evals.texts import make
+        >>> make("iliad", Path("debian"))
         Traceback (most recent call last):
         ...
         ValueError: unknown text 'iliad'; expected one of king-james-bible, debian-handbook, python-doc.
     """
     check_names("text", name, PUBLISHED)
     published, file = PUBLISHED[name], place(name)
-    if file.is_file():
-        return False
-    packages = file.with_suffix(".packages")
-    packages.mkdir(parents=True, exist_ok=True)
-    package = _download(published.package, packages)
-    if published.needs is not None:
-        package = _download(_needed(package, published.needs), packages)
-    unpacked = packages / "unpacked"
-    _run(["dpkg-deb", "--extract", str(package), str(unpacked)], f"dpkg-deb did not unpack {package.name}")
-    text = published.read(unpacked)
+    text = published.read(folder)
     if not text.strip():
-        raise ValueError(f"{package.name} holds no text in the expected layout; give --text a file of your own.")
+        raise ValueError(
+            f"{folder} does not hold {name} in the expected layout; unpack Debian's package {published.package} there "
+            f"(dpkg-deb -x), or give --text a file of your own."
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
     with commands.replacing(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    shutil.rmtree(packages)
-    return True
+    return file
 
 
 def king_james(unpacked: Path) -> str:
     """Make the text of the Bible: one section per book, one paragraph per chapter, without the verses' numbers.
 
     Raises:
-        ValueError: the package's file is missing or damaged.
+        ValueError: the package's file is damaged.
     """
     file = unpacked / "usr/lib/bible.data"
+    if not file.is_file():
+        return ""
     try:
         lines = _windows(file.read_bytes()).decode("ascii").splitlines()
     except (OSError, ValueError, struct.error):
-        raise ValueError(
-            f"{file.name} of bible-kjv-text is missing or damaged; remove {unpacked.parent} and try again."
-        ) from None
+        raise ValueError(f"{file} of bible-kjv-text is damaged; download and unpack it again.") from None
     chapters: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         if verse := re.fullmatch(r"(\d?[A-Za-z]+?)(\d+):\d+ (.*)", line):
@@ -277,84 +268,41 @@ def plain(page: str) -> str:
 
 
 PUBLISHED = {
-    "king-james-bible": Published("bible-kjv-text", None, king_james, "2 MB"),
-    "debian-handbook": Published("debian-handbook", None, handbook, "35 MB"),
-    "python-doc": Published("python3-doc", r"python3\.\d+-doc", python_doc, "13 MB"),
+    "king-james-bible": Published("bible-kjv-text", king_james),
+    "debian-handbook": Published("debian-handbook", handbook),
+    "python-doc": Published("python3.13-doc", python_doc),
 }
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
+    flags.add_argument("folder", type=Path, help="where Debian's packages are unpacked, by dpkg-deb -x")
     flags.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"the texts to fetch: {', '.join(PUBLISHED)} (default: all)"
+        "names", nargs="*", metavar="NAME", help=f"the texts to make: {', '.join(PUBLISHED)} (default: all)"
     )
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Fetch the texts that are not there yet, and print each text's path and SHA-256."""
+    """Make the texts, and print each text's path and SHA-256."""
+    if not flags.folder.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {flags.folder}; unpack Debian's packages there first (dpkg-deb -x)."
+        )
     names = list(dict.fromkeys(flags.names)) or list(PUBLISHED)
     check_names("text", names, PUBLISHED)
-    with commands.progress_bar("text", total=len(names)) as progress:
-        for name in names:
-            progress.set_description(f"{name}, {PUBLISHED[name].size}")
-            fetched = fetch(name)
-            text = place(name).read_bytes()
-            tqdm.write(f"{name}: {'fetched to' if fetched else 'is there:'} {place(name)}", file=sys.stdout)
-            tqdm.write(f"  {len(text.split()):,} words, SHA-256 {hashlib.sha256(text).hexdigest()}", file=sys.stdout)
-            progress.update()
-        progress.set_description("done")
+    for name in names:
+        file = make(name, flags.folder)
+        text = file.read_bytes()
+        print(f"{name}: {file}\n  {len(text.split()):,} words, SHA-256 {hashlib.sha256(text).hexdigest()}")
 
 
 def add_text_flag(flags: argparse.ArgumentParser) -> None:
     """Add the flag that :func:`read_text` reads."""
     flags.add_argument(
         "--text",
-        help=f"a UTF-8 file, or a fetched text: {', '.join(PUBLISHED)} (with {HELD_OUT} its last tenth, which no "
-        "predictor is trained on); by default held-out sentences that ship with kvjax",
+        help=f"a UTF-8 file, or a text of `python -m evals texts`: {', '.join(PUBLISHED)} (with {HELD_OUT} its last "
+        "tenth, which no predictor is trained on); by default held-out sentences that ship with kvjax",
     )
-
-
-def _download(package: str, folder: Path) -> Path:
-    """Download a package and return its file; apt-get skips one that is already there and whole."""
-    # Started by root, apt-get switches to a user that may not write here.
-    command = ["apt-get", "--quiet", "--option", "APT::Sandbox::User=root", "download", package]
-    _run(command, f"apt-get did not get {package}", folder)
-    file = max(folder.glob(f"{package}_*.deb"), key=lambda path: path.stat().st_mtime, default=None)
-    if file is None:
-        raise FileNotFoundError(f"apt-get gave no file for {package}; run 'apt-get download {package}' to see why.")
-    return file
-
-
-def _needed(package: Path, pattern: str) -> str:
-    field = _run(["dpkg-deb", "--field", str(package), "Depends"], f"dpkg-deb did not read {package.name}")
-    found = re.search(pattern, field)
-    if found is None:
-        raise ValueError(
-            f"{package.name} has no dependency like {pattern}, which should hold the text; give --text your own file."
-        )
-    return found[0]
-
-
-def _run(command: Sequence[str], failure: str, folder: Path | None = None) -> str:
-    """Run a program of Debian and return what it prints.
-
-    Raises:
-        FileNotFoundError: the program is not installed, or it failed.
-    """
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{command[0]} is not installed, but the texts come from Debian's packages; fetch them on a Debian or "
-            "Ubuntu system, or give --text a file of your own."
-        ) from None
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["it gave no reason"]
-        reason = next((line for line in said if line.startswith("E:")), said[-1]).removeprefix("E:").strip()[:200]
-        raise FileNotFoundError(
-            f"{failure} ({reason.rstrip('.')}); check the network, and apt's lists (apt-get update renews them)."
-        )
-    return done.stdout
 
 
 def _windows(content: bytes) -> bytes:

@@ -309,7 +309,9 @@ if real is not None:
 # co-reference. To train a predictor like it, and to use it (the second command takes an hour
 # and a half on two CPU cores; a killed run resumes):
 #
-#     python -m evals texts
+#     apt-get download bible-kjv-text python3.13-doc
+#     for package in *.deb; do dpkg-deb -x "$package" debian; done
+#     python -m evals texts debian king-james-bible python-doc
 #     python -m train.butler --model smollm2 --data king-james-bible python-doc \
 #         --seq-len 1024 --tokens 3e6 --out butler/
 #     python -m models.generate smollm2 --select butler --butler butler/ --budget 0.5 \

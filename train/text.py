@@ -96,7 +96,7 @@ def open_corpus(
     Args:
         names: files (.txt; .jsonl or .json with one JSON object per line; each also as .gz or .zst), folders of them, a
             hub data set ("allenai/c4:realnewslike"), "python" (the topics of Python's help, and our sentences),
-            "retriever" (rows of the embedded model's own training), a text that `python -m evals texts` has fetched.
+            "retriever" (rows of the embedded model's own training), a text that `python -m evals texts` has made.
             Commas separate names, too. All files together are one source.
         tokenizer: the model's tokenizer.
         length: the number of ids per row.

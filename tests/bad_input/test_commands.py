@@ -247,7 +247,7 @@ EVALS = {
     "field": "nowhere.json | good.txt | picture.txt | folder | nowhere.json --plot x.golf",
     "rounding": "--model nowhere | --text nowhere.txt | --text good.txt picture.txt | --chunk 0 | --chunk 9999999 | "
     "--text good.txt --sequences 0 | --json folder | --text", "coref": COREF, "perplexity": PERPLEXITY,
-    "choices": CHOICES, "texts": "iliad | --golf | king-james-bible iliad",
+    "choices": CHOICES, "texts": "nowhere | --golf | folder iliad | folder",
     "butler": "accuracy --select golf | golf | accuracy --sparsity 2 | accuracy --text nowhere.txt | layers --chunk 0",
     "lm_eval": LM_EVAL, "sweep": SWEEPS, "report": REPORT, "view": VIEW,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Texts out of Debian's packages: pages and the packed Bible by hand, and a fetch with what Debian gives made up."""
+"""Texts out of Debian's packages, unpacked: pages and the packed Bible by hand."""
 
 import struct
 from pathlib import Path
@@ -40,38 +40,22 @@ def page(title, text, following=""):
     return PAGE.format(title=title, text=text, next=following)
 
 
-PACKAGES = {
-    "bible-kjv-text": {"usr/lib/bible.data": bible_data("\n".join(VERSES).encode() + b"\n")},
-    "debian-handbook": {
-        "usr/share/doc/debian-handbook/html/en-US/index.html": page("Cover", "no", "one.html"),
-        "usr/share/doc/debian-handbook/html/en-US/one.html": page("One", "A caf\N{LATIN SMALL LETTER E WITH ACUTE}."),
-    },
-    "python3.13-doc": {
-        "usr/share/doc/python3.13/html/tutorial/index.html": page("Tutorial", "First.", "../c-api/index.html"),
-        "usr/share/doc/python3.13/html/c-api/index.html": page("C", "no", "../library/os.html"),
-        "usr/share/doc/python3.13/html/library/os.html": page("os", "Last.", "../tutorial/index.html"),
-    },
+UNPACKED = {
+    "usr/lib/bible.data": bible_data("\n".join(VERSES).encode() + b"\n"),
+    "usr/share/doc/debian-handbook/html/en-US/index.html": page("Cover", "no", "one.html"),
+    "usr/share/doc/debian-handbook/html/en-US/one.html": page("One", "A caf\N{LATIN SMALL LETTER E WITH ACUTE}."),
+    "usr/share/doc/python3.13/html/tutorial/index.html": page("Tutorial", "First.", "../c-api/index.html"),
+    "usr/share/doc/python3.13/html/c-api/index.html": page("C", "no", "../library/os.html"),
+    "usr/share/doc/python3.13/html/library/os.html": page("os", "Last.", "../tutorial/index.html"),
 }
 
 
 @pytest.fixture
-def debian(monkeypatch, tmp_path):
-    """What apt-get and dpkg-deb would do; gives the programs that were run."""
-    ran = []
-
-    def run(command, failure, folder=None):
-        ran.append(command[0])
-        if command[0] == "apt-get":
-            Path(folder, f"{command[-1]}_1_all.deb").touch()
-        elif command[1] == "--field":
-            return "python3.13-doc, python3"
-        else:
-            write(command[3], PACKAGES[Path(command[2]).name.split("_")[0]])
-        return ""
-
-    monkeypatch.setattr(texts, "_run", run)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return ran
+def folder(monkeypatch, tmp_path):
+    """Where the packages are unpacked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "debian", UNPACKED)
+    return tmp_path / "debian"
 
 
 def test_navigation_goes_and_code_stays_as_it_is():
@@ -91,38 +75,20 @@ def test_sections_are_cut_at_their_titles():
     }
 
 
-def test_a_text_is_fetched_once_and_read_by_its_name(debian, capsys):
-    assert main(["texts"]) == 0
+def test_texts_are_made_of_the_folder_and_read_by_their_names(folder, capsys):
+    assert main(["texts", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert texts.read_text("king-james-bible") == BIBLE
     assert texts.read_text("debian-handbook") == "== One ==\n\nA caf\N{LATIN SMALL LETTER E WITH ACUTE}.\n"
     assert texts.read_text("python-doc") == "== Tutorial ==\n\nFirst.\n\n== os ==\n\nLast.\n"
     assert all(f"SHA-256 {texts.digest(texts.read_text(name))}" in printed for name in texts.PUBLISHED)
-    assert sorted(path.name for path in texts.place("python-doc").parent.iterdir()) == [
-        "debian-handbook.txt", "king-james-bible.txt", "python-doc.txt",
-    ]  # fmt: skip
-    debian.clear()
-    assert main(["texts", "python-doc"]) == 0
-    assert "python-doc: is there" in capsys.readouterr().out and debian == []
 
 
-@pytest.mark.parametrize("content", [b"", b"EC02", b"EC02" + bytes(200), bible_data(b"Ge1:1 A river.")[:-1]])
-def test_a_damaged_package_leaves_no_text(debian, monkeypatch, capsys, content):
-    monkeypatch.setitem(PACKAGES, "bible-kjv-text", {"usr/lib/bible.data": content})
-    assert main(["texts", "king-james-bible"]) == 2
+@pytest.mark.parametrize("content", [b"", b"EC02", b"EC02" + bytes(200), bible_data(b"Ge1:1 A river.")[:-1], None])
+def test_a_damaged_package_leaves_no_text(folder, capsys, content):
+    file = folder / "usr/lib/bible.data"
+    file.unlink() if content is None else file.write_bytes(content)
+    assert main(["texts", str(folder), "king-james-bible"]) == 2
     err = capsys.readouterr().err
-    assert "king-james-bible.packages and try again" in err or "holds no text" in err
+    assert "of bible-kjv-text is damaged" in err or "does not hold king-james-bible in the expected layout" in err
     assert not texts.place("king-james-bible").exists()
-    monkeypatch.setitem(PACKAGES, "debian-handbook", {"usr/share/doc/README": "Moved."})
-    assert main(["texts", "debian-handbook"]) == 2
-    assert "holds no text in the expected layout" in capsys.readouterr().err
-
-
-def test_what_apt_says_is_passed_on(monkeypatch, tmp_path, capsys):
-    script = tmp_path / "apt-get"
-    script.write_text("#!/bin/sh\necho 'E: Unable to locate package' >&2\nexit 100\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["texts", "debian-handbook"]) == 2
-    assert "apt-get did not get debian-handbook (Unable to locate package)" in capsys.readouterr().err
