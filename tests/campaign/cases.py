@@ -466,82 +466,48 @@ def smaller(case: Case) -> Iterator[Case]:
         except (ValueError, KeyError, StopIteration):
             pass
 
-    yield from but(way="")
-    yield from but(way=case.way.removesuffix(BY_LAYER))
-    if case.mesh is not None:
-        yield from but(mesh=None)
-    if case.cache_dtype is not None:
-        key, value = case.dtypes
-        for simple in (None, f"{key}/float32", f"float32/{value}"):
-            if simple != "float32/float32":
-                yield from but(cache_dtype=simple)
-    rows = range(len(case.lengths))
+    def below(most: int, *some: int) -> list[int]:
+        return sorted({number for number in some if 0 < number < most})
+
+    rows, questions = range(len(case.lengths)), case.question
+    chain, at, allocation = case.policy.partition("@")
+    links, entries = case.links, ("prefill", "prefill all", "generate", "stream")
+    key, value = case.dtypes
+    simpler: dict[str, Any] = dict(
+        way=("", case.way.removesuffix(BY_LAYER)), mesh=(None,), question=(None,),
+        cache_dtype=[x for x in (None, f"{key}/float32", f"float32/{value}") if x != "float32/float32"],
+        policy=(chain, f"{chain}@{allocation.split('(')[0]}" if allocation else chain),
+        windows=((),), dense=((),), rope=("default",), family=("llama",), tied=(False,), bias=(False,), end=((),),
+        page_size=(16,), kv_heads=range(1, case.kv_heads), group=range(1, case.group),
+        entry=entries[: entries.index(case.entry)], new=below(case.new, 1, 2, case.new - 1), evict_every=(1,),
+        when=("block",), width=(max(case.lengths),), block=below(case.block, 1, 2, 3, 4), tokens=("random",),
+        budget=below(case.budget, 1, 2, 4, case.budget // 2, case.budget - 1) if isinstance(case.budget, int)
+        else [_slots(case.budget, length) for length in set(case.lengths)],
+        seed=range(min(case.seed, 3)),
+    )  # fmt: skip
     for kept in [(row,) for row in rows] + [tuple(r for r in rows if r != gone) for gone in rows]:
         if 0 < len(kept) < len(case.lengths):
-            question = None if case.question is None else tuple(case.question[r] for r in kept)
-            yield from but(lengths=tuple(case.lengths[r] for r in kept), question=question)
-    yield from but(question=None)
-    chain, at, allocation = case.policy.partition("@")
-    yield from but(policy=chain)
-    if "(" in allocation:
-        yield from but(policy=f"{chain}@{allocation.split('(')[0]}")
-    links = case.links
+            own = None if questions is None else tuple(questions[r] for r in kept)
+            yield from but(lengths=tuple(case.lengths[r] for r in kept), question=own)
+    for name, values in simpler.items():
+        for simple in values:
+            yield from but(**{name: simple})
     for index in range(len(links)):
         if index:
             yield from but(policy="+".join(links[:index] + links[index + 1 :]) + at + allocation)
         call = ast.parse(links[index], mode="eval").body
-        if isinstance(call, ast.Call):
-            for keyword in call.keywords:
-                left = [ast.unparse(other) for other in call.keywords if other is not keyword]
-                link = ast.unparse(call.func) + (f"({','.join(left)})" if left else "")
-                if any(needed in links[index] and needed not in link for needed in ("window", "file")):
-                    continue
+        for keyword in call.keywords if isinstance(call, ast.Call) else ():
+            left = [ast.unparse(other) for other in call.keywords if other is not keyword]
+            link = ast.unparse(call.func) + (f"({','.join(left)})" if left else "")
+            if not any(needed in links[index] and needed not in link for needed in ("window", "file")):
                 yield from but(policy="+".join([*links[:index], link, *links[index + 1 :]]) + at + allocation)
     for layers in range(2 if case.base == "butler" else 1, case.layers):
         yield from but(layers=layers, windows=case.windows[:layers], dense=case.dense[:layers])
-    yield from but(windows=())
-    yield from but(dense=())
-    for name, simple in dict(rope="default", family="llama", tied=False, bias=False, end=(), page_size=16).items():
-        yield from but(**{name: simple})
-    for name in ("kv_heads", "group"):
-        for fewer in range(1, getattr(case, name)):
-            yield from but(**{name: fewer})
-    entries = ("prefill", "prefill all", "generate", "stream")
-    for entry in entries[: entries.index(case.entry)]:
-        yield from but(entry=entry)
-    for new in sorted({1, 2, case.new - 1}):
-        if 0 < new < case.new:
-            yield from but(new=new)
-    yield from but(evict_every=1)
-    yield from but(when="block")
-    if isinstance(case.budget, float):
-        for length in set(case.lengths):
-            yield from but(budget=_slots(case.budget, length))
-    else:
-        for budget in sorted({1, 2, 4, case.budget // 2, case.budget - 1}):
-            if 0 < budget < case.budget:
-                yield from but(budget=budget)
-    for share in (2, 1):
-        lengths = tuple(max(1, n // 2 if share == 2 else n - 1) for n in case.lengths)
-        question = (
-            None if case.question is None else tuple(min(q, n - 1) for q, n in zip(case.question, lengths, strict=True))
-        )
-        if lengths != case.lengths:
-            yield from but(lengths=lengths, question=question, width=max(lengths))
-    for row, q in enumerate(case.question or ()):
-        for fewer in sorted({0, 1, q - 1}):
-            if 0 <= fewer < q:
-                yield from but(question=(*case.question[:row], fewer, *case.question[row + 1 :]))  # type: ignore[index]
-    for row, n in enumerate(case.lengths):
-        if n > 1 and (case.question is None or case.question[row] < n - 1):
-            lengths = (*case.lengths[:row], n - 1, *case.lengths[row + 1 :])
-            yield from but(lengths=lengths, width=max(lengths))
-    yield from but(width=max(case.lengths))
-    for block in (1, 2, 3, 4):
-        if block < case.block:
-            yield from but(block=block)
-    for seed in (0, 1, 2):
-        if seed < case.seed:
-            yield from but(seed=seed)
-    if case.tokens != "random":
-        yield from but(tokens="random")
+    for row in (None, *rows):  # of all rows, then of one
+        for shorter in (lambda n: n // 2, lambda n: n - 1):
+            lengths = tuple(max(1, shorter(n)) if row in (None, r) else n for r, n in enumerate(case.lengths))
+            asked = None if questions is None else tuple(min(q, n - 1) for q, n in zip(questions, lengths, strict=True))
+            yield from but(lengths=lengths, question=asked, width=max(lengths))
+    for row, q in enumerate(questions or ()):
+        for fewer in (0, *below(q, 1, q - 1)):
+            yield from but(question=tuple(fewer if r == row else other for r, other in enumerate(questions or ())))
