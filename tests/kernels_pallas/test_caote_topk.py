@@ -15,6 +15,7 @@ from kernels_pallas import caote_topk
 from kernels_pallas.caote_topk import gpu, reference, tpu
 from kernels_pallas.dispatch import Kernel
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, needs, platforms, run_here
+from tests.kvjax import definitions
 from tests.tiers import first, matrix, nightly
 
 RUNS = {
@@ -89,12 +90,9 @@ def evicting_each(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def best(scores: np.ndarray, position: np.ndarray, budget: np.ndarray) -> np.ndarray:
     """The kept positions by a sort: by score, then by position."""
-    result = np.full_like(position, -1)
-    for b, k in np.ndindex(position.shape[:2]):
-        live = np.flatnonzero(position[b, k] >= 0)
-        order = live[np.lexsort((position[b, k, live], scores[b, k, live]))][::-1][: budget[b]]
-        result[b, k, order] = position[b, k, order]
-    return result
+    heads = np.ndindex(position.shape[:2])
+    mask = [definitions.kept(scores[b, k], position[b, k], int(budget[b])) for b, k in heads]
+    return np.where(np.reshape(mask, position.shape), position, -1)
 
 
 def check(name: str, given: Case, rtol: float = 2e-5, **options) -> None:

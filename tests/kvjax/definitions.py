@@ -143,24 +143,3 @@ def column_statistics(weights: np.ndarray, valid: np.ndarray, window: int, kv_he
         for k, group in enumerate(np.split(seen, kv_heads)):
             result["window_group_square"][b, k] = (group.mean(0) ** 2).sum(0)
     return result
-
-
-def merged_values(
-    key: np.ndarray, value: np.ndarray, before: np.ndarray, after: np.ndarray, similarity: float
-) -> np.ndarray:
-    """D2O, one head: each value that leaves goes to that of the most similar key: [S, D] twice, [S] twice -> [S, D]."""
-    key, value = np.asarray(key, np.float64), np.asarray(value, np.float64)
-    kept = np.flatnonzero(after)
-    taken: dict[int, list[tuple[float, np.ndarray]]] = {slot: [] for slot in kept}
-    for slot in np.flatnonzero(before & ~after):
-        if not len(kept):
-            continue
-        cosine = [key[slot] @ key[t] / np.linalg.norm(key[slot]) / np.linalg.norm(key[t]) for t in kept]
-        target, nearest = kept[np.argmax(cosine)], max(cosine)
-        if nearest >= similarity and nearest > 0:
-            own, other = np.linalg.norm(value[slot]), np.linalg.norm(value[target])
-            taken[target].append((nearest * own / (own + other + 1e-6), value[slot]))
-    result = value.copy()
-    for target, those in taken.items():
-        result[target] = (value[target] + sum(w * v for w, v in those)) / (1 + sum(w for w, _ in those))
-    return result

@@ -8,7 +8,8 @@ import pytest
 import kvjax
 from kvjax import merging
 from kvjax.cache import floats_of
-from tests.kvjax import definitions
+from tests.models import reference
+from tests.models.reference.policies import Leaving
 from tests.tiers import first
 
 L, B, K, S, D = 2, 2, 2, 9, 4
@@ -35,11 +36,15 @@ def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
     np.testing.assert_array_equal(merged.key, before.key)
     np.testing.assert_array_equal(merged.position, after.position)
     assert (np.asarray(merged.value) != np.asarray(after.value))[np.asarray(after.position) >= 0].any()
+    definition = reference.policy(f"h2o+merge(similarity={similarity})")
     before, after, merged = (jax.tree.map(np.asarray, cache) for cache in (before, after, merged))
     for head in np.ndindex(*before.position.shape[:-1]):
         live, was = after.position[head] >= 0, before.position[head] >= 0
-        expected = definitions.merged_values(before.key[head], before.value[head], was, live, similarity)
-        np.testing.assert_allclose(merged.value[head][live], expected[live], rtol=2e-5, atol=1e-6)
+        gone, kept, choices = np.flatnonzero(was & ~live), np.flatnonzero(live), reference.Choices()
+        rows = (before.key[head].astype(np.float64), before.value[head].astype(np.float64))
+        if len(kept):
+            expected = definition.merged(Leaving(*rows, None, gone, kept, choices))
+            np.testing.assert_allclose(merged.value[head][live], expected[live], rtol=2e-5, atol=1e-6)
 
 
 def test_rows_of_eight_bits_are_merged_as_floats():

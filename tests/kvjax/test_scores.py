@@ -1,11 +1,9 @@
-"""Compares what each link says of a block with the NumPy reference; and tests what holds for every link."""
+"""Compares what each link says of a block, its slots in any order, with the NumPy reference; and what always holds."""
 
 from __future__ import annotations
 
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +12,11 @@ import pytest
 import kvjax
 from kvjax.transforms import _output_length
 from tests.kvjax import blocks, definitions
-from tests.kvjax.blocks import DIM, B, D, E, G, K, N, S, each_head, heads_of, scores, started
+from tests.kvjax.blocks import DIM, B, D, G, K, N, S, each_head, heads_of, scores, started
 from tests.models import reference
 from tests.models.reference.policies import Seen
 from tests.tiers import first
 
-seeds = st.integers(0, 2**32 - 1)
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5)
 
 LINKS = [
@@ -45,6 +42,9 @@ LINKS = [
     "h2o+fast_caote(target='output',cross=False)",
     "h2o+chunks(size=5)+protect(sinks=3,recent=2)",
     "h2o+chunks(size=4,heads='layer')",
+    "h2o+protect(sinks=0.25,recent=0.5)",
+    "h2o+protect(recent=1.0)",
+    "h2o+protect(sinks=3,recent=1)+protect(sinks=1,recent=2)",
     "sage",
     "sage(split='adaptive')",
     "laprox(window=3)",
@@ -196,28 +196,6 @@ def test_sage_keeps_what_it_chose_in_a_row_without_a_query_in_the_block():
     np.testing.assert_array_equal(np.asarray(blocks.compiled(policy)(state, idle)[1])[1], np.asarray(state)[1])
 
 
-def test_critical_measures_each_value_once_when_it_enters():
-    policy, budget, block_size = kvjax.parse("h2o+critical"), 8, 5
-    rng = np.random.default_rng(41)
-    weight = rng.normal(size=(N, D, E)).astype(np.float32)
-    projection = blocks.project(weight, policy.needs.projections)
-    sizes = dict(batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=budget, block=block_size)
-    cache = jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
-    step = jax.jit(
-        functools.partial(kvjax.attend, policy=policy, budget=budget, context=kvjax.Context(projection=projection))
-    )
-    for start in range(0, 40, block_size):
-        q, k, v = (rng.normal(size=(B, block_size, h, D)).astype(np.float32) for h in (N, K, K))
-        position = np.tile(np.arange(start, start + block_size, dtype=np.int32), (B, 1))
-        position[1] = np.where(position[1] < 7, -1, position[1] - 7)  # row 1 begins later
-        cache = step(cache, q, k, v, position)[1]
-        blocks_of_weight = weight.astype(np.float64).reshape(K, G, D, E)
-        norms = np.abs(np.einsum("bksd,kgde->bkgse", np.asarray(cache.value, np.float64), blocks_of_weight)).sum(-1)
-        live = np.asarray(cache.position) >= 0
-        close(np.asarray(cache.state[1])[live], definitions.rounded(norms.mean(2)[live]))
-    assert (live.sum(-1) == budget).all()
-
-
 def foreseen_block(seed, layer=1, window=None):
     """A block behind the first layer, and the predicted keys that its slots held before."""
     block, held = blocks.make(seed), np.random.default_rng(seed).normal(size=(B, K, S, G, DIM))
@@ -303,24 +281,6 @@ def test_where_all_heads_keep_the_same_tokens_a_mark_is_that_of_all_heads():
     assert (averaged[(averaged != LARGEST) & np.isfinite(averaged)] < 100).all()
 
 
-@pytest.mark.parametrize(
-    ("link", "budget", "sinks", "recent"),
-    [
-        ("protect(sinks=0.25,recent=0.5)", 8, 2, 4),
-        ("protect(recent=1)", 6, 0, 1),
-        ("protect(recent=1.0)", 6, 0, 6),
-        ("protect(sinks=3,recent=1)+protect(sinks=1,recent=2)", 6, 3, 2),
-    ],
-)
-def test_protected_tokens_score_infinity_and_the_others_what_they_did(link, budget, sinks, recent):
-    block = blocks.make(18, budget=budget)
-    position = np.asarray(block.observation.position)
-    next_position = np.asarray(block.observation.next_position)[:, None, None]
-    stays = (position < sinks) | (position >= next_position - recent)
-    expected = np.where(stays & (position >= 0), np.inf, scores("h2o", block))
-    np.testing.assert_array_equal(scores(f"h2o+{link}", block), expected)
-
-
 def test_a_share_is_of_each_rows_own_budget():
     block = blocks.make(19, next_position=(12, 12))
     result = scores("h2o+protect(recent=0.5)", block.observation._replace(budget=np.int32([4, 10])))
@@ -329,19 +289,6 @@ def test_a_share_is_of_each_rows_own_budget():
 
 
 # What holds for every link.
-
-
-@pytest.mark.parametrize("name", LINKS)
-@hypothesis.given(seed=seeds)
-@hypothesis.settings(max_examples=3)
-def test_permuting_the_slots_permutes_the_scores(name, seed):
-    block = blocks.make(seed)
-    order = np.random.default_rng(seed).permutation(S)
-    observation = block.observation._replace(
-        columns=jax.tree.map(lambda column: np.asarray(column)[..., order], block.observation.columns),
-        **{name: np.asarray(getattr(block.observation, name))[:, :, order] for name in ("key", "value", "position")},
-    )
-    np.testing.assert_allclose(scores(name, observation), scores(name, block)[..., order], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", LINKS)
