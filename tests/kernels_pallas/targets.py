@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.targets import compiled, tpu_chips
@@ -15,6 +16,7 @@ from kernels_pallas.dispatch import Kernel
 from tests.tiers import first, nightly
 
 CALLS = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}
+INTERPRETED = {"tpu": pltpu.InterpretParams(), "gpu": True}
 platforms = pytest.mark.parametrize("platform", CALLS)
 # What lowers compiles, as a rule; the TPU compiler is dear.
 topologies = pytest.mark.parametrize("topology", first(1, ["v5e:2x2", "v6e:2x2"], rest=nightly))
@@ -33,15 +35,37 @@ def needs(*platforms: str) -> None:
         pytest.skip(f"needs a {' or '.join(platforms).upper()}, and JAX_PLATFORMS=cuda or tpu")
 
 
+def run_of(operation: str, name: str) -> Callable:
+    """Return the kernel for "tpu" or "gpu", interpreted, or the "reference"."""
+    if name == "reference":
+        return getattr(importlib.import_module(f"kernels_pallas.{operation}.reference"), operation)
+    return functools.partial(Kernel(operation, name).run, interpret=INTERPRETED[name])
+
+
+@functools.cache
+def compiled_run(operation: str, name: str, **options: Any) -> Callable:
+    """Return the same as one program for each set of options."""
+    return jax.jit(functools.partial(run_of(operation, name), **options))
+
+
 def run_here(operation: str, arrays: Sequence[Any], *, file: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Return what this GPU or TPU's kernel gives, and the reference; a test of what it cannot do is skipped."""
-    reference = getattr(importlib.import_module(f"kernels_pallas.{operation}.reference"), operation)
+    reference = run_of(operation, "reference")
     try:
         result = jax.jit(functools.partial(Kernel(operation, file or jax.default_backend()).run, **options))(*arrays)
     except NotImplementedError as reason:
         pytest.skip(str(reason))
     with jax.default_matmul_precision("highest"):
         return result, jax.jit(functools.partial(reference, **options))(*arrays)
+
+
+def check_attention_here(operation: str, arrays: Sequence[Any], **options: Any) -> None:
+    """Checks the output of this GPU or TPU's kernel, and the statistics if it has some, against the reference."""
+    found = (x if isinstance(x, tuple) else (x,) for x in run_here(operation, arrays, **options))
+    (out, *columns), (expected, *others) = found
+    coarse = dict(rtol=2e-2, atol=2e-2) if arrays[0].dtype != np.float32 else dict(rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected)), **coarse)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), columns, others)
 
 
 def lowered(platform: str, function: Callable, *arguments: Any) -> str:

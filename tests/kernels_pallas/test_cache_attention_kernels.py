@@ -8,33 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import STATISTICS, cache_attention
-from kernels_pallas.cache_attention import reference, tpu
-from kernels_pallas.dispatch import Kernel
+from kernels_pallas.cache_attention import tpu
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
 from tests.kernels_pallas.test_cache_attention import Case, case, check_definition
 from tests.tiers import first, matrix, nightly
 
-KERNELS = {
-    "tpu": functools.partial(Kernel("cache_attention", "tpu").run, interpret=pltpu.InterpretParams()),
-    "gpu": functools.partial(Kernel("cache_attention", "gpu").run, interpret=True),
-}
-RUNS = KERNELS | {"reference": reference.cache_attention}
 NUMBERS = ("query", "key", "value")
-both = pytest.mark.parametrize("name", KERNELS)
+both = pytest.mark.parametrize("name", targets.INTERPRETED)
+compiled = functools.partial(targets.compiled_run, "cache_attention")
 
 
 def options_of(given: Case, **options):
     scale = options.pop("scale", given.query.shape[-1] ** -0.5)
     return dict(statistics=frozenset(STATISTICS), window=2, sliding_window=None, scale=scale) | options
-
-
-@functools.cache
-def compiled(name: str, **options):
-    return jax.jit(functools.partial(RUNS[name], **options))
 
 
 def check(
@@ -145,7 +134,7 @@ def test_gradients_are_the_references():
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*given[:3])
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, gradient(KERNELS["gpu"]), gradient(reference.cache_attention))
+    jax.tree.map(close, *(gradient(targets.run_of("cache_attention", name)) for name in ("gpu", "reference")))
 
 
 def shapes(B: int, T: int, N: int, K: int, S: int, D: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -197,10 +186,7 @@ def test_it_runs_on_a_gpu_or_tpu(sizes, names, span):
     given = case(11, B, T, N, K, S, D)
     arrays = [jnp.asarray(x).astype(dtype) if x.dtype == np.float32 else jnp.asarray(x) for x in given]
     options = options_of(given, statistics=frozenset(names), window=32, sliding_window=span)
-    result, expected = targets.run_here("cache_attention", arrays, **options)
-    half = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (result, expected)), **half)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), result[1], expected[1])
+    targets.check_attention_here("cache_attention", arrays, **options)
 
 
 # On a mesh, each chip on its own heads: see test_prepare.py.

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice
 from kernels_pallas import STATISTICS, cache_attention
 from kernels_pallas.cache_attention import mosaic_gpu, reference
 from kernels_pallas.dispatch import Kernel
-from tests.kernels_pallas.targets import lowered, needs, on_device, run_here
+from tests.kernels_pallas.targets import check_attention_here, lowered, needs, on_device
 from tests.kernels_pallas.test_cache_attention import Case, case, check_definition
 from tests.kernels_pallas.test_cache_attention_kernels import options_of, shapes
 from tests.tiers import first, matrix
@@ -111,9 +111,7 @@ def test_it_runs_on_a_gpu(sizes, names, span, kernels):
     if reason := mosaic_gpu.unsupported(*given):
         pytest.skip(reason)
     options = options_of(given, statistics=frozenset(names), window=32, sliding_window=span)
-    result, expected = run_here("cache_attention", [*map(jnp.asarray, given)], file="mosaic_gpu", **options)
-    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (result, expected)), rtol=2e-2, atol=2e-2)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), result[1], expected[1])
+    check_attention_here("cache_attention", [*map(jnp.asarray, given)], file="mosaic_gpu", **options)
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import caote_topk
-from kernels_pallas.caote_topk import gpu, reference, tpu
-from kernels_pallas.dispatch import Kernel
+from kernels_pallas.caote_topk import gpu, tpu
+from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, needs, platforms, run_here
 from tests.kvjax import definitions
 from tests.tiers import first, matrix, nightly
 
-RUNS = {
-    "reference": reference.caote_topk,
-    "tpu": functools.partial(Kernel("caote_topk", "tpu").run, interpret=pltpu.InterpretParams()),
-    "gpu": functools.partial(Kernel("caote_topk", "gpu").run, interpret=True),
-}
 OPTIONS: dict[str, Any] = dict(fast=False, norm=2, group="exact", excess=None, with_scores=True)
 
 
@@ -47,9 +41,8 @@ def case(seed: int, B: int = 2, K: int = 2, G: int = 2, S: int = 9, D: int = 5, 
     return Case(*map(np.float32, (weights, value)), *map(np.int32, (position, budget)), protected)
 
 
-@functools.cache
-def compiled(name: str, **options):
-    return jax.jit(functools.partial(RUNS[name], **(OPTIONS | options)))
+def compiled(name: str, program=targets.compiled_run, **options):
+    return program("caote_topk", name, **OPTIONS | options)
 
 
 def run(name: str, given: Case, *, layer=None, **options) -> tuple[np.ndarray, np.ndarray]:
@@ -102,7 +95,8 @@ def check(name: str, given: Case, rtol: float = 2e-5, **options) -> None:
     np.testing.assert_array_equal(kept, best(scores, given.position, given.budget))
 
 
-every = pytest.mark.parametrize("name", RUNS)
+every = pytest.mark.parametrize("name", ["reference", *targets.INTERPRETED])
+anew = targets.compiled_run.__wrapped__
 
 
 @every
@@ -127,7 +121,7 @@ def test_values_may_pass_through_in_chunks(name, fast, excess, monkeypatch):
     given = case(3, B=1, K=1, S=600, D=5, sharpness=3)
     if excess == 1:
         given = given._replace(budget=(given.position >= 0).sum(-1)[:, 0].astype(np.int32) - 1)
-    kept = compiled.__wrapped__(name, fast=fast, excess=excess)(*given)  # compiled anew
+    kept = compiled(name, anew, fast=fast, excess=excess)(*given)
     np.testing.assert_allclose(kept.scores, errors(given, fast), rtol=2e-5)
     np.testing.assert_array_equal(kept.position, best(np.asarray(kept.scores), given.position, given.budget))
 
@@ -144,7 +138,7 @@ def test_of_equal_tokens_in_many_programs_the_oldest_leaves(monkeypatch):
     in_many_programs(monkeypatch)
     position = np.random.default_rng(0).permutation(600)[None, None].astype(np.int32)
     alike = np.full((1, 1, 1, 600), 1 / 600, np.float32), np.full((1, 1, 600, 5), 0.5, np.float32)
-    run = compiled.__wrapped__("gpu", excess=1, with_scores=False)
+    run = compiled("gpu", anew, excess=1, with_scores=False)
     kept = run(*alike, position, np.int32([599]), None)
     np.testing.assert_array_equal(kept.position, np.where(position == 0, -1, position))
     assert kept.scores is None
@@ -183,7 +177,7 @@ def test_the_one_token_too_many_in_decode_is_found_without_a_bisection(name):
     check(name, given._replace(budget=np.int32([most[0] - 1, most[1]])), excess=1)
 
     def bisections(excess: int | None) -> int:
-        run = functools.partial(RUNS[name], **(OPTIONS | {"excess": excess}))
+        run = functools.partial(targets.run_of("caote_topk", name), **(OPTIONS | {"excess": excess}))
         return str(jax.make_jaxpr(run)(*map(jnp.asarray, given))).count("length=32")
 
     assert (bisections(None), bisections(1)) == (2, 0)

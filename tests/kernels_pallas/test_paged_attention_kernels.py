@@ -6,39 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import STATISTICS, paged_attention
-from kernels_pallas.dispatch import Kernel
-from kernels_pallas.paged_attention import reference, tpu
+from kernels_pallas.paged_attention import tpu
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
 from tests.kernels_pallas.test_cache_attention import case, check_definition
+from tests.kernels_pallas.test_cache_attention_kernels import kernels_of, options_of
 from tests.kernels_pallas.test_paged_attention import paged
 from tests.tiers import first, matrix, nightly
 
-KERNELS = {
-    "tpu": functools.partial(Kernel("paged_attention", "tpu").run, interpret=pltpu.InterpretParams()),
-    "gpu": functools.partial(Kernel("paged_attention", "gpu").run, interpret=True),
-}
-RUNS = KERNELS | {"reference": reference.paged_attention}
-both = pytest.mark.parametrize("name", KERNELS)
+both = pytest.mark.parametrize("name", targets.INTERPRETED)
+compiled = functools.partial(targets.compiled_run, "paged_attention")
 
 
 @pytest.fixture(autouse=True)
 def few_pages(monkeypatch):
     """Chunks of a few pages, so that a small table has several and the interpreter is quick."""
     monkeypatch.setattr(tpu, "PAGES", 4)
-
-
-def options_of(pages, **options):
-    scale = options.pop("scale", pages.query.shape[-1] ** -0.5)
-    return dict(statistics=frozenset(STATISTICS), window=2, sliding_window=None, scale=scale) | options
-
-
-@functools.cache
-def compiled(name: str, **options):
-    return jax.jit(functools.partial(RUNS[name], **options))
 
 
 def check(
@@ -125,11 +110,6 @@ TARGETS = [
 ]
 
 
-def kernels_of(platform, sizes, names) -> int:
-    """The attention, and its statistics; with a single query a GPU's second kernel combines its parts, too."""
-    return 1 + (platform == "cuda" if sizes[1] == 1 else bool(names))
-
-
 every = pytest.mark.parametrize(("sizes", "names", "span"), first(1, TARGETS), ids=str)
 
 
@@ -173,10 +153,7 @@ def test_it_runs_on_a_gpu_or_tpu(sizes, names, span):
     pages, _ = paged(case(11, B, T, N, K, M * page, D), page)
     arrays = [jnp.asarray(x).astype(dtype) if x.dtype == np.float32 else jnp.asarray(x) for x in pages]
     options = options_of(pages, statistics=frozenset(names), window=32, sliding_window=span)
-    result, expected = targets.run_here("paged_attention", arrays, **options)
-    half = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (result, expected)), **half)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), result[1], expected[1])
+    targets.check_attention_here("paged_attention", arrays, **options)
 
 
 @pytest.mark.tpu

@@ -1,21 +1,18 @@
 """The kernels on keys, values or both of eight bits: against the reference, lowered, and compiled for a TPU."""
 
 import functools
-import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice
 
 from kernels_pallas import STATISTICS, cache_attention, caote_topk, paged_attention, select_attention
 from kernels_pallas.cache_attention import tpu as attention_tpu
-from kernels_pallas.dispatch import Kernel
 from kernels_pallas.select_attention import tpu as select_tpu
-from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, on_device, platforms
+from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, on_device, platforms, run_of
 from tests.tiers import first, matrix
 
 OPERATIONS = {
@@ -27,14 +24,6 @@ OPERATIONS = {
 B, K, G, S, D, P, PAGE, M = 1, 2, 2, 19, 8, 6, 8, 3
 N = K * G
 every = pytest.mark.parametrize("operation", OPERATIONS)
-MODES = {"tpu": pltpu.InterpretParams(), "gpu": True}
-
-
-def run_of(operation: str, platform: str):
-    """The kernel interpreted, or the reference."""
-    if platform == "reference":
-        return getattr(importlib.import_module(f"kernels_pallas.{operation}.reference"), operation)
-    return functools.partial(Kernel(operation, platform).run, interpret=MODES[platform])
 
 
 def rows(rng: np.random.Generator, dtype: str, *shape: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -8,27 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import select_attention
-from kernels_pallas.dispatch import Kernel
 from kernels_pallas.select_attention import gpu, tpu
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
 from tests.kernels_pallas.test_select_attention import Case, case, definition
 from tests.tiers import first, matrix, nightly
 
-KERNELS = {
-    "tpu": functools.partial(Kernel("select_attention", "tpu").run, interpret=pltpu.InterpretParams()),
-    "gpu": functools.partial(Kernel("select_attention", "gpu").run, interpret=True),
-}
 KERNELS_OF = {"tpu": 1, "cuda": 2}  # of a call
-both = pytest.mark.parametrize("name", KERNELS)
-
-
-@functools.cache
-def compiled(name: str, **options: float):
-    return jax.jit(functools.partial(KERNELS[name], **options))
+both = pytest.mark.parametrize("name", targets.INTERPRETED)
+compiled = functools.partial(targets.compiled_run, "select_attention")
 
 
 def run(name: str, given: Case, layer: np.int32 | None = None, **options: float) -> np.ndarray:
@@ -145,9 +135,7 @@ def test_it_runs_on_a_gpu_or_tpu(sizes):
     T, N, K, S, D, H, M, dtype = sizes
     given = case(11, 1, T, N, K, S, D, H, M)
     arrays = [jnp.asarray(x).astype(dtype) for x in given[:3]]
-    result, expected = targets.run_here("select_attention", [*arrays, given.slots], layer=None, scale=D**-0.5)
-    close = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (result, expected)), **close)
+    targets.check_attention_here("select_attention", [*arrays, given.slots], layer=None, scale=D**-0.5)
 
 
 @pytest.mark.tpu
