@@ -17,13 +17,12 @@ RAGGED = [(3, 0), (3, 2), (3, 3), (1, 0), (3, 3), (0, 3), (3, 3), (3, 0)]
 
 
 def blocks(counts=RAGGED, seed: int = 0):
-    """Queries, keys, values and positions of each block; a row's tokens stand at its end."""
-    rng = np.random.default_rng(seed)
-    brought = np.zeros(B, int)
+    """Queries, keys, values and positions of each block; padding stands anywhere."""
+    rng, brought = np.random.default_rng(seed), np.zeros(B, int)
     for count in counts:
         position = np.full((B, T), -1, np.int32)
         for b in range(B):
-            position[b, T - count[b] :] = brought[b] + np.arange(count[b])
+            position[b, np.sort(rng.permutation(T)[: count[b]])] = brought[b] + np.arange(count[b])
         brought += count
         q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (N, K, K))
         yield 2 * q, k, v, position

@@ -24,25 +24,8 @@ AT_ONCE = [
 IN_TWO = ["h2o", "h2o+caote+pool", "h2o+caote(rounds=2)", "tova+caote", "snapkv(window=2)+caote@layer"]
 
 
-def blocks(seed: int, steps: int = 5) -> list[tuple[np.ndarray, ...]]:
-    """Queries, keys, values and positions; the second row sits out the first block and is padded in the second."""
-    rng = np.random.default_rng(seed)
-    position = np.arange(steps * BLOCK).reshape(steps, 1, BLOCK).repeat(B, 1)
-    position[:, 1] -= BLOCK + 1
-    position = np.where(position < 0, -1, position)
-    sizes = ((B, BLOCK, K * G, D), (B, BLOCK, K, D), (B, BLOCK, K, D))
-    return [
-        (*(rng.normal(size=size).astype(np.float32) for size in sizes), position[step].astype(np.int32))
-        for step in range(steps)
-    ]
-
-
-def empty(policy: kvjax.Policy) -> kvjax.KVCache:
-    S = policy.allocation.most(1, K, BUDGET) + BLOCK
-    sizes = dict(batch=B, kv_heads=K, slots=S, head_dim=D, positions=policy.positions)
-    return jax.jit(lambda: kvjax.KVCache.init(**sizes, state=policy.state(B, K, G, S, D)))()
-
-
+SIZES = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=BUDGET, block=BLOCK)
+ROWS = [np.ones((B, BLOCK, heads, D), np.float32) for heads in (K * G, K, K)]
 FREQUENCY = np.float32([[1.0, 0.1]])
 TURNED = kvjax.Context(frequency=FREQUENCY)
 
@@ -54,7 +37,7 @@ def test_one_operation_scores_and_evicts_where_caote_has_the_last_word(name, mon
         kvjax.eviction, "caote_topk", lambda *x, **options: calls.append(x) or caote_topk(*x, **options)
     )
     attend = functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=TURNED)
-    jax.eval_shape(lambda *block: attend(empty(policy), *block), *blocks(0)[0])
+    jax.eval_shape(lambda *block: attend(kvjax.empty_cache(policy, **SIZES), *block), *ROWS)
     assert len(calls) == (name in AT_ONCE)
 
 
@@ -63,7 +46,9 @@ def test_on_an_accelerator_attention_scores_and_eviction_are_kernels(platform, k
     """Attention and its statistics, and the eviction: one kernel on a TPU, three on a GPU."""
     policy = kvjax.parse("h2o+caote")
     text = lowered(
-        platform, lambda *block: kvjax.attend(empty(policy), *block, policy=policy, budget=BUDGET), *blocks(0)[0]
+        platform,
+        lambda *block: kvjax.attend(kvjax.empty_cache(policy, **SIZES), *block, policy=policy, budget=BUDGET),
+        *ROWS,
     )
     target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
     assert text.count(target) == kernels

@@ -12,7 +12,6 @@ from pathlib import Path
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -20,9 +19,9 @@ from safetensors.numpy import save as to_safetensors
 
 import kvjax
 from kvjax import KVCache, PagedCache, cache_file
+from tests.kvjax.test_making import B, D, K, block, filled, step
 from tests.tiers import first
 
-B, K, N, D, T, BUDGET = 2, 2, 4, 4, 4, 6
 PLAIN, PAGED = "h2o+protect(recent=2)", "h2o+protect(recent=2)@layer"  # the last token is there
 KINDS = [  # a policy, layers, dtype
     (PAGED, None, "float32"),
@@ -32,50 +31,6 @@ KINDS = [  # a policy, layers, dtype
     ("butler(dim=4)", 2, "bfloat16"),
     ("snapkv(window=4)@adakv", 2, "float32"),
 ]
-FREQUENCY = np.float32(0.1) ** np.arange(D // 2, dtype=np.float32)[None]
-
-
-def block(seed: int) -> list[np.ndarray]:
-    """Queries, keys and values of a block, and what a predictor says of it."""
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (N, K, K, N, N)]
-
-
-@functools.cache
-def step(policy: str):
-    """A jitted block through all layers; the worst tokens leave."""
-
-    def run(cache, query, key, value, *predicted):
-        made_for = None if policy == "full" else kvjax.parse(policy)
-        L = cache.heads_shape[0] if len(cache.heads_shape) == 3 else None
-        position = cache.next_position[:, None] + jnp.arange(T)
-        evidence = None if L is None or made_for is None else kvjax.Evidence.of_layers(cache, made_for.allocation)
-        for layer in range(L or 1):
-            context = kvjax.Context(
-                layer=None if L is None else layer, frequency=FREQUENCY, predicted=kvjax.Prediction(*predicted)
-            )
-            given = (cache, query, key, value, position)
-            if L is None:
-                out, cache = kvjax.attend(
-                    *given, policy=made_for, budget=None if made_for is None else BUDGET, context=context
-                )
-                continue
-            out, cache, said = kvjax.observe(*given, policy=made_for, context=context)
-            evidence = None if evidence is None else evidence.with_layer(cache, layer, said)
-        return out, cache if evidence is None else kvjax.evict(cache, evidence, BUDGET)
-
-    return jax.jit(run)
-
-
-@functools.cache
-def filled(policy: str, layers: int | None = None, dtype: str | tuple[str, str] = "float32"):
-    """A cache that has seen three blocks, and lost some tokens of them."""
-    sizes = dict(layers=layers, batch=B, kv_heads=K, query_heads=N, head_dim=D, dtype=dtype, block=T, page_size=2)
-    budget = 8 * T if policy == "full" else BUDGET
-    cache = jax.jit(lambda: kvjax.empty_cache(policy, budget=budget, **sizes))()  # one program
-    for seed in range(3):
-        _, cache = step(policy)(cache, *block(seed))
-    return cache
 
 
 @pytest.fixture
@@ -114,13 +69,13 @@ def tiny(policy, **changes):
 
 @pytest.mark.parametrize(("policy", "layers", "dtype"), first(4, KINDS))
 def test_a_cache_comes_back_bit_for_bit_and_goes_on_as_the_saved_one_would_have(policy, layers, dtype, path):
-    cache = filled(policy, layers, dtype)
+    cache = filled(policy, layers, dtype=dtype)
     kvjax.save_cache(path, cache, policy=policy)
     loaded = kvjax.load_cache(path)
     assert_same(loaded, cache)
     assert_same(kvjax.load_cache(path, policy=policy), cache)
     for seed in range(5, 7):
-        (out, cache), (again, loaded) = (step(policy)(one, *block(seed)) for one in (cache, loaded))
+        (out, cache), (again, loaded) = (step(policy)(one, *block(seed, layers)) for one in (cache, loaded))
         assert_same((out, cache), (again, loaded))
 
 

@@ -19,6 +19,7 @@ from tests.tiers import first
 
 B, K, N, D, T, BUDGET = 2, 2, 4, 4, 4, 6
 SIZES = dict(kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET)
+FREQUENCY = np.float32(0.1) ** np.arange(D // 2, dtype=np.float32)[None]
 POLICIES = [
     ("h2o+caote", 2),
     ("snapkv(window=4)@adakv", 2),
@@ -38,11 +39,10 @@ def made(policy: str, layers: int | None = None, **changes):
     return maker(policy, *(dict(SIZES, layers=layers, batch=B, block=T, page_size=2) | changes).items())()
 
 
-def block(seed: int, rows: int = B, tokens: int = T, layers: int = 1) -> list[np.ndarray]:
-    """Queries, keys and values of a block in each layer."""
-    shapes = [(layers, rows, tokens, heads, D) for heads in (N, K, K)]
+def block(seed: int, layers: int | None = None) -> list[np.ndarray]:
+    """Queries, keys and values of a block in each layer, and what a predictor says of it."""
     rng = np.random.default_rng(seed)
-    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    return [rng.normal(size=(layers or 1, B, T, heads, D)).astype(np.float32) for heads in (N, K, K, N, N)]
 
 
 repeat = jax.jit(kvjax.repeat, static_argnums=1)
@@ -55,21 +55,21 @@ def step(policy: str, budget: int | None = BUDGET):
     """A jitted block through all layers, after which each row holds its budget: outputs [L, B, T, N, D], the cache."""
     budget = None if policy == "full" else budget
 
-    def run(cache, queries, keys, values):
+    def run(cache, *rows):
         made_for = kvjax.parse(policy) if budget else None
         stacked = len(cache.heads_shape) == 3
         evidence = kvjax.Evidence.of_layers(cache, made_for.allocation) if stacked and budget else None
+        position = cache.next_position[:, None] + jnp.arange(T)  # which the first layer's insertion moves
         outs = []
-        for layer, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
+        for layer, (q, k, v, *predicted) in enumerate(zip(*rows, strict=True)):
+            context = kvjax.Context(
+                layer=layer if stacked else None, frequency=FREQUENCY, predicted=kvjax.Prediction(*predicted)
+            )
+            given = dict(policy=made_for, budget=budget, context=context)
             if not stacked:
-                out, cache = kvjax.attend(cache, q, k, v, policy=made_for, budget=budget)
+                out, cache = kvjax.attend(cache, q, k, v, position, **given)
             else:
-                # Positions by hand: the first layer's insertion moves the row's next position.
-                position = (cache.next_position[:, None] + jnp.arange(T)) if layer == 0 else position
-                context = kvjax.Context(layer=layer)
-                out, cache, said = kvjax.observe(
-                    cache, q, k, v, position, policy=made_for, budget=budget, context=context
-                )
+                out, cache, said = kvjax.observe(cache, q, k, v, position, **given)
                 evidence = None if evidence is None else evidence.with_layer(cache, layer, said)
             outs.append(out)
         return jnp.stack(outs), cache if evidence is None else kvjax.evict(cache, evidence, budget)
@@ -77,13 +77,14 @@ def step(policy: str, budget: int | None = BUDGET):
     return jax.jit(run)
 
 
-def filled(policy: str, layers: int | None, blocks: int = 3, **changes):
+@functools.cache
+def filled(policy: str, layers: int | None = None, blocks: int = 3, **changes):
     """A cache that has seen some blocks, and lost some tokens of them."""
     if policy == "full":
         changes = dict(budget=8 * T) | changes
     cache = made(policy, layers, **changes)
     for seed in range(blocks):
-        _, cache = step(policy)(cache, *block(seed, layers=layers or 1))
+        _, cache = step(policy)(cache, *block(seed, layers))
     return cache
 
 
@@ -152,7 +153,7 @@ def test_a_repeated_cache_holds_each_row_n_times(policy, layers, data):
     cache = filled(policy, layers, blocks)
     if data.draw(st.booleans()):  # heads with more pages than their tokens need
         for layer in range(layers or 1):
-            _, k, v = (x[0] for x in block(7))
+            _, k, v, *_ = (x[0] for x in block(7))
             cache = insert(cache, k, v, None, layer=layer if layers else None)
     repeated = repeat(cache, n)
     rows = np.repeat(np.arange(B), n)

@@ -8,25 +8,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import KVCache, PagedCache
+from kvjax import KVCache
 from kvjax.rotary import move
+from tests.kvjax.test_attend import BUDGET, B, D, K, N, T, blocks
 
-B, K, G, T, D, BUDGET = 2, 2, 2, 3, 4, 5
-N, MOST = K * G, BUDGET * K + T
 FREQUENCY = np.array([[1.0, 0.3]], np.float32)
-RAGGED = [(3, 0), (3, 2), (3, 3), (1, 0), (3, 3), (0, 3), (3, 3), (3, 1)]
-
-
-def blocks(counts=RAGGED, seed: int = 0):
-    """Unrotated queries and keys, values, and positions; padding stands anywhere."""
-    rng, brought = np.random.default_rng(seed), np.zeros(B, int)
-    for count in counts:
-        position = np.full((B, T), -1, np.int32)
-        for b in range(B):
-            position[b, np.sort(rng.permutation(T)[: count[b]])] = brought[b] + np.arange(count[b])
-        brought += count
-        q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (N, K, K))
-        yield 2 * q, k, v, position
 
 
 @jax.jit
@@ -37,40 +23,33 @@ def rotate_block(q, k, position, frequency=FREQUENCY):
 
 
 @functools.cache
-def start(policy, positions: str, paged: bool = False, slots: int = MOST):
+def start(policy: str):
     """In one program."""
-    sizes = dict(batch=B, kv_heads=K, head_dim=D, positions=positions)
-    pages = dict(pages=kvjax.pages_for(B * K * (BUDGET + T), B * K, 2), page_size=2, most=slots)
-
-    def made():
-        if paged:
-            return PagedCache.init(**pages, init_state=lambda b, k, s: policy.state(b, k, G, s, D), **sizes)
-        return KVCache.init(slots=slots, state=policy.state(B, K, G, slots, D), **sizes)
-
-    return jax.jit(made)()
+    sizes = dict(batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET, block=T)
+    return jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
 
 
 @functools.cache
-def step(name: str, budget: int | None = BUDGET):
+def step(name: str):
     policy = kvjax.parse(name)
 
     def run(cache, q, k, v, position, frequency):
         q, k = rotate_block(q, k, position, frequency)
         return kvjax.attend(
-            cache, q, k, v, position, policy=policy, budget=budget, context=kvjax.Context(frequency=frequency)
+            cache, q, k, v, position, policy=policy, budget=BUDGET, context=kvjax.Context(frequency=frequency)
         )
 
     return jax.jit(run)
 
 
 def test_each_row_may_have_its_own_frequencies():
-    policy, positions = kvjax.parse("random"), "compact"
+    name = "random+positions"
     both = np.array([[1.0, 0.3], [0.5, 0.02]], np.float32)
-    together, alone = start(policy, positions), [start(policy, positions)] * B
+    together, alone = start(name), [start(name)] * B
     for q, k, v, position in blocks():
-        out, together = step("random")(together, q, k, v, position, both)
+        out, together = step(name)(together, q, k, v, position, both)
         for b in range(B):
-            expected, alone[b] = step("random")(alone[b], q, k, v, position, both[b : b + 1])
+            expected, alone[b] = step(name)(alone[b], q, k, v, position, both[b : b + 1])
             np.testing.assert_allclose(np.asarray(out)[b], np.asarray(expected)[b], rtol=1e-5, atol=1e-5)
 
 
@@ -107,8 +86,8 @@ def test_move_is_a_rotation_at_the_end_alone(start_at, end):
 
 @pytest.mark.parametrize(("positions", "paged"), [("compact", True), ("index", False)])
 def test_without_frequencies_keys_cannot_be_turned(positions, paged):
-    cache = start(kvjax.parse("random"), positions, paged)
+    name = f"random+positions(kind={positions!r}){'@layer' if paged else ''}"
     with pytest.raises(
         ValueError, match=rf"positions='{positions}' turn keys, but no rotary frequencies were given; .*frequency="
     ):
-        kvjax.attend(cache, *next(blocks())[:3], policy=kvjax.parse("random"), budget=BUDGET)
+        kvjax.attend(start(name), *next(blocks())[:3], policy=name, budget=BUDGET)
