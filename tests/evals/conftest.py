@@ -1,11 +1,13 @@
 """A tiny random model with the embedded model's tokenizer, in a folder, a predictor beside it."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 import models
+from evals.__main__ import main
 from models.load import read_config
 from tests.models import reference
 
@@ -20,6 +22,19 @@ def text_file(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+@pytest.fixture
+def run_eval(tmp_path, capsys):
+    """Runs an evaluation, and gives what its JSON has and what it printed; there is a picture, too."""
+
+    def run(*flags):
+        out, plot = tmp_path / "out.json", tmp_path / "out.png"
+        assert main([*flags, "--json", str(out), "--plot", str(plot)]) == 0
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        return json.loads(out.read_text()), capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The co-reference evaluation: accuracy and coverage by hand, and both modes against the model itself."""
 
-import json
 import types
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 import kvjax
 import models
 from evals import coref, coref_task, evaluator, selections
-from evals.__main__ import main
 from evals.coref_task import CorefSample
 from tests.tiers import matrix
 
@@ -107,19 +105,14 @@ def test_comparisons_are_paired_with_the_predictor_of_the_same_mode_and_sparsity
     ]
 
 
-def test_the_command_writes_table_json_and_picture(tiny_folder, tmp_path, capsys):
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+def test_the_command_writes_table_json_and_picture(tiny_folder, run_eval):
     flags = ["--model", str(tiny_folder), "--select", "full,butler", "--sparsity", "0.3,0.5"]
-    flags += ["--samples", "3", "--batch", "3", "--json", str(out), "--plot", str(plot)]
-    assert main(["coref", *flags]) == 0
-    printed = capsys.readouterr().out
-    data = json.loads(out.read_text())
+    data, printed = run_eval("coref", *flags, "--samples", "3", "--batch", "3")
     named = [(r["select"], r["sparsity"]) for r in data["results"]]
     assert named == [("full", None), ("butler", 0.3), ("butler", 0.5)]
     assert all(len(r["correct"]) == len(r["covered"]) == 3 for r in data["results"])
     assert len(data["comparisons"]) == 2
     assert "butler" in printed and "coverage" in printed
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_policy_that_generates_is_run_at_each_moment_a_source_once_and_bare_names_are_resolved():

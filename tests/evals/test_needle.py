@@ -1,10 +1,7 @@
 """The needle evaluation on the embedded model, small enough to run in seconds."""
 
-import json
-
 import kvjax
 from evals import needle
-from evals.__main__ import main
 
 SMALL = ["--lengths", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4", "--block", "64"]
 
@@ -43,12 +40,9 @@ def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with
     ]
 
 
-def test_the_command_writes_table_json_and_picture(tmp_path, capsys):
-    figures, picture = tmp_path / "out.json", tmp_path / "out.png"
+def test_the_command_writes_table_json_and_picture(run_eval):
     arguments = ["needle", "--policies", "full,tova,tova+caote", "--budgets", "96", "--when", "prompt", *SMALL]
-    assert main([*arguments, "--json", str(figures), "--plot", str(picture)]) == 0
-    table = capsys.readouterr().out
-    data = json.loads(figures.read_text())
+    data, table = run_eval(*arguments)
     assert data["command"].startswith("python -m evals needle --policies full,tova,tova+caote --budgets 96")
     assert data["seed"] == 0 and data["seconds"] > 0 and data["versions"]["kvjax"] == kvjax.__version__
     assert sorted(data["fingerprints"]) == ["config", "kvjax", "prose", "tokenizer", "weights"]
@@ -60,4 +54,3 @@ def test_the_command_writes_table_json_and_picture(tmp_path, capsys):
     pairs = [(row["policy"], row["against"]) for row in data["comparisons"]]
     assert pairs == [("tova", "recency"), ("tova+caote", "recency"), ("tova+caote", "tova")]
     assert all(r["policy"] in table for r in data["results"])
-    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,14 +1,11 @@
 """Perplexity against sparsity: what is computed, against NumPy, and what the command writes and refuses."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
 import models
 from evals import evaluator, perplexity, selections, texts
-from evals.__main__ import main
 from tests.evals.conftest import TEXT
 from tests.models import reference
 from tests.tiers import matrix
@@ -139,29 +136,20 @@ def test_comparisons_are_paired_with_the_predictor_at_the_same_sparsity():
     assert alone["larger"] == "one chunk"
 
 
-def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, tmp_path, capsys):
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, run_eval):
     flags = ["--model", str(tiny_folder), "--select", "butler,quest", "--sparsity", "0,0.5", "--text", str(text_file)]
-    flags += ["--chunk", "24", "--sequences", "4", "--json", str(out), "--plot", str(plot)]
-    assert main(["perplexity", *flags]) == 0
-    printed = capsys.readouterr().out
-    data = json.loads(out.read_text())
+    data, printed = run_eval("perplexity", *flags, "--chunk", "24", "--sequences", "4")
     assert (data["evaluation"], data["chunks"], data["settings"]["chunk"]) == ("perplexity", 4, 24)
     assert [r["select"] for r in data["results"]] == ["full", "butler", "butler", "quest", "quest"]
     assert [(c["select"], c["against"]) for c in data["comparisons"]] == [("quest", "butler")]
     for r in data["results"]:
         assert r["select"] in printed and f"{r['perplexity']:.3f}" in printed
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, capsys):
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+def test_policies_have_a_table_of_their_own(tiny_folder, text_file, run_eval):
     flags = ["--model", str(tiny_folder), "--policies", "full,h2o+caote", "--against", "h2o", "--budgets", "0.5"]
     flags += ["--block", "8", "--when", "prompt", "--stride", "12"]
-    flags += ["--text", str(text_file), "--chunk", "24", "--sequences", "2", "--json", str(out), "--plot", str(plot)]
-    assert main(["perplexity", *flags]) == 0
-    printed = capsys.readouterr().out
-    data = json.loads(out.read_text())
+    data, printed = run_eval("perplexity", *flags, "--text", str(text_file), "--chunk", "24", "--sequences", "2")
     assert [r["select"] for r in data["results"]] == ["full"]
     assert [(r["policy"], r["budget"]) for r in data["policies"]] == [("h2o", 0.5), ("h2o+caote", 0.5)]
     assert [r["evicts"] for r in data["policies"]] == [["prompt", 0]] * 2
@@ -172,13 +160,11 @@ def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, ca
         assert r["difference"] == pytest.approx(r["perplexity"] - dense)
         assert f"{r['difference']:+.3f}" in printed and f"{r['kl']:.4f}" in printed
     assert [(r["when"], r["budget"]) for r in data["policy_comparisons"]] == [("prompt", 0.5)]
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @matrix
-def test_a_scorer_is_read_and_named_in_the_figures(tiny, tiny_folder, text_file, tmp_path):
+def test_a_scorer_is_read_and_named_in_the_figures(tiny, tiny_folder, text_file, tmp_path, run_eval):
     models.save_scorer(tmp_path, reference.scorer(tiny[0].config), tiny[0], "tiny")
-    out, flags = tmp_path / "out.json", ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24"]
-    flags += ["--policies", "zap", "--budgets", "8", "--block", "8", "--sequences", "1", "--json", str(out)]
-    assert main(["perplexity", *flags, "--scorer", str(tmp_path)]) == 0
-    assert "scorer" in json.loads(out.read_text())["fingerprints"]
+    flags = ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24", "--scorer", str(tmp_path)]
+    flags += ["--policies", "zap", "--budgets", "8", "--block", "8", "--sequences", "1"]
+    assert "scorer" in run_eval("perplexity", *flags)[0]["fingerprints"]

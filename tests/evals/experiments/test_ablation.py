@@ -152,17 +152,14 @@ SMALL = ["--length", "256", "--depths", "2", "--samples", "2", "--facts", "4", "
 
 
 @matrix
-def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
-    figures, picture, listed = tmp_path / "tiny.json", tmp_path / "tiny.png", tmp_path / "CLAIMS.md"
+def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys, run_eval):
+    figures, listed = tmp_path / "out.json", tmp_path / "CLAIMS.md"
     arguments = ["ablation", "tiny", *SMALL, "--json", str(figures)]
-    assert main([*arguments, "--plot", str(picture)]) == 0
-    printed = capsys.readouterr().out
-    data = json.loads(figures.read_text())
+    data, printed = run_eval(*arguments[:-2])
     assert data["complete"] and data["samples"] == 4
     assert [ablation.run_of(result) for result in data["results"]] == list(tiny_study.runs)
     assert [point["result"] for point in data["points"]] == [1, 2]
     assert verdicts.sentence(data["claims"][0]) in printed
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
     data["results"][2]["correct"] = [1] * 4  # what a resumed study must keep
     data["results"] = data["results"][1:]

@@ -1,17 +1,9 @@
 """The predictor's figures: definitions by hand, and what the commands write and refuse."""
 
-import json
-
 import numpy as np
 import pytest
 
-from evals.__main__ import main
 from evals.experiments import butler_figures
-
-
-@pytest.fixture
-def flags(tiny_folder, text_file):
-    return ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24", "--sequences", "4"]
 
 
 def test_agreement_by_hand():
@@ -37,13 +29,9 @@ def test_agreement_breaks_ties_towards_the_more_recent_and_bears_flat_heads():
     assert found["consensus"] == 0
 
 
-def test_accuracy_is_written(flags, tmp_path, capsys):
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    given = ["--select", "butler,random", "--json", str(out), "--plot", str(plot)]
-    assert main(["butler", "accuracy", *flags, *given]) == 0
-    printed = capsys.readouterr().out
-    data = json.loads(out.read_text())
+def test_accuracy_is_written(tiny_folder, text_file, run_eval):
+    flags = ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24", "--sequences", "4"]
+    data, printed = run_eval("butler", "accuracy", *flags, "--select", "butler,random")
     assert (data["evaluation"], data["sequences"]) == ("butler accuracy", 4)
     assert [r["select"] for r in data["results"]] == ["butler", "random"]
     assert all(f"{r['hit_rate']:.3f}" in printed for r in data["results"])
-    assert plot.read_bytes().startswith(b"\x89PNG")
