@@ -17,11 +17,15 @@ import numpy as np
 
 import kvjax
 import models
-from tests.models import test_kvpress, test_kvzip, test_smollm2
+from tests.models import make_smollm2_kept, test_kvpress, test_kvzip
 from tests.models.make_golden import GOLDEN, MODELS
 from tests.models.make_kvzip import KEPT, REAL, TINY
 from tests.models.test_families import largest_difference
 
+SMOLLM2 = {  # as in the tiny model, but for the sizes that its fixture has
+    press: test_kvpress.ANY_BUDGET[press].replace("window=16", "window=64").replace("lag=12", "lag=36")
+    for press in make_smollm2_kept.PRESSES
+}
 FILE = Path(__file__).resolve().parents[2] / "docs" / "results" / "parity.json"
 
 
@@ -66,9 +70,9 @@ def tiny() -> dict[str, Any]:
 def smollm2() -> dict[str, Any]:
     """Compare with kvpress on a text in SmolLM2."""
     model, parts = models.load("smollm2", dtype="float32")[0], {}
-    golden, T = test_smollm2.golden(), test_smollm2.T
-    asked = [(press, budget) for press in test_smollm2.POLICIES for budget in test_smollm2.KEPT]
-    policies = [(test_smollm2.POLICIES[press], budget) for press, budget in asked]
+    golden, T = test_kvzip.fixture(make_smollm2_kept.GOLDEN), make_smollm2_kept.T
+    asked = [(press, budget) for press in SMOLLM2 for budget in make_smollm2_kept.KEPT]
+    policies = [(SMOLLM2[press], budget) for press, budget in asked]
     caches = models.prefill_each(model, golden["tokens"][None], policies=policies)
     for (press, budget), (cache, _) in zip(asked, caches, strict=True):
         expected = np.unpackbits(golden[f"{press}/{budget}"], axis=-1, count=T).astype(bool)

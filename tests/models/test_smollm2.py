@@ -1,6 +1,5 @@
 """A real model, SmolLM2-135M-Instruct out of a GGUF file, answers as in transformers (golden file: make_smollm2.py)."""
 
-import functools
 import json
 
 import jax
@@ -11,7 +10,6 @@ import models
 from evals import selections
 from models import get
 from tests.models.make_smollm2 import GOLDEN, QUESTIONS, TEXTS
-from tests.models.make_smollm2_kept import GOLDEN as OF_KVPRESS
 
 EXPECTED = json.loads(GOLDEN.read_text())
 
@@ -85,23 +83,3 @@ def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_atten
     tokens = np.array([EXPECTED["passage"]])
     found = selections.hits(model, tokens, "butler", 0.5, butler=butler)
     assert found.share[1:].mean() > 0.62  # at random 0.5
-
-
-POLICIES = {
-    "snapkv": "snapkv(window=64,kernel=5)",
-    "tova": "tova+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
-    "keydiff": "keydiff",
-    "streaming": "streaming",
-    "knorm": "key_norm",
-    "expected": "expected_attention",
-    "adakv": "snapkv(window=64,kernel=5)@adakv(cap=None)",
-    "criticalkv": "snapkv(window=64,kernel=5)+critical",
-    "curdkv": "curdkv",
-    "lagkv": "lagkv(lag=36)",
-}
-
-
-@functools.cache
-def golden():
-    with np.load(OF_KVPRESS) as arrays:
-        return dict(arrays)
