@@ -72,12 +72,6 @@ def test_without_a_budget_the_policy_observes_and_evicts_nothing():
         np.testing.assert_allclose(np.asarray(sums).sum(2), np.broadcast_to(received[:, None], (B, K)), rtol=1e-5)
 
 
-def test_a_sliding_window_hides_older_tokens():
-    q, k, v, position = next(blocks([(3, 3)]))
-    out, _ = step(None, context=kvjax.Context(sliding_window=1))(start(), q, k, v, position)
-    np.testing.assert_allclose(out, np.repeat(v, G, axis=2), rtol=1e-6)
-
-
 @pytest.mark.matrix
 def test_gradients_through_a_scan_of_evicting_blocks_are_finite():
     policy = kvjax.parse("h2o+caote")

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax import KVCache
 from kvjax.allocation import Allocation
 from tests.kvjax import definitions
 
@@ -66,19 +65,6 @@ def test_scores_of_half_precision_order_as_numbers():
     assert compiled()(scores, np.arange(4, dtype=np.int32), np.int32(2)).tolist() == [False, True, False, True]
 
 
-insert = jax.jit(kvjax.insert, static_argnames="layer")
-evict = jax.jit(kvjax.evict, static_argnums=2, static_argnames="layer")
-
-
-def filled_cache(layers: int | None = None) -> KVCache:
-    cache = jax.jit(lambda: KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=2, layers=layers))()
-    rows = np.random.default_rng(0).normal(size=(B, S, K, 2)).astype(np.float32)
-    position = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S))
-    for layer in [None] if layers is None else range(layers):
-        cache = insert(cache, rows, -rows, position, layer=layer)
-    return cache
-
-
 def test_each_head_has_its_own_budget_though_devices_number_theirs_from_zero():
     """Two devices have one head each; under its own number, the second would take the first one's budget."""
     sizes = dict(batch=1, kv_heads=1, pages=2, page_size=4, most=8, head_dim=2, layers=1)
@@ -91,13 +77,3 @@ def test_each_head_has_its_own_budget_though_devices_number_theirs_from_zero():
         return kvjax.evict(dataclasses.replace(cache, axis="tensor"), evidence, 3).num_live
 
     assert jax.jit(jax.vmap(tokens_left, axis_name="tensor"))(scores).ravel().tolist() == [1, 5]
-
-
-def test_evict_frees_slots_and_moves_nothing():
-    cache = filled_cache()
-    scores = np.random.default_rng(1).normal(size=(B, K, S)).astype(np.float32)
-    after = evict(cache, scores, 4)
-    mask = expected_mask(scores, np.asarray(cache.position), np.full(B, 4))
-    np.testing.assert_array_equal(after.position, np.where(mask, np.asarray(cache.position), -1))
-    for name in ("key", "value", "next_position"):
-        np.testing.assert_array_equal(getattr(after, name), getattr(cache, name))
