@@ -37,7 +37,7 @@ def cache(**changes: Any) -> kvjax.KVCache:
 
 @functools.cache
 def model() -> models.Decoder:
-    return reference.decoder(CONFIG, jax.device_put(reference.parameters(CONFIG)))
+    return reference.decoder(CONFIG)
 
 
 def attend(cache_: Any = None, **changes: Any) -> Any:

@@ -1,7 +1,6 @@
 """Disks that are full, folders that refuse, Ctrl-C while a file is written: what was good stays as it was."""
 
 import contextlib
-import functools
 import os
 import pathlib
 import tempfile
@@ -16,17 +15,11 @@ import models
 from evals import perplexity, results
 from models import commands
 from tests.bad_input.campaign import check_sentence, state_of
-from tests.models import reference
+from tests.bad_input.test_functions import model
 
 pytestmark = pytest.mark.bad_input
 
-CONFIG = models.Config(48, 16, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=64)
 RECORD = {"task": "vt", "sample": 0, "score": 1.0}
-
-
-@functools.cache
-def model() -> models.Decoder:
-    return reference.decoder(CONFIG, jax.device_put(reference.parameters(CONFIG)))
 
 
 def add_record(folder: Path) -> None:

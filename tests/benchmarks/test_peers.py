@@ -81,7 +81,7 @@ def test_rows_hold_medians_ratios_and_the_first_token_that_differs():
 @matrix
 def test_our_side_answers_each_line(tmp_path, monkeypatch, capsys):
     config = SHAPES["tiny"]
-    models.save(tmp_path, reference.decoder(config, reference.parameters(config)))
+    models.save(tmp_path, reference.decoder(config))
     given = {"folder": str(tmp_path), "prompt": [*range(100)], "budget": 70, "block": 64, "window": 64, "threads": 1}
     given |= {"new_tokens": 4, "device": "cpu", "dtype": "float32", **next(iter(peers.OURS.values()))}
     monkeypatch.setattr(sys, "argv", ["peers", json.dumps(given)])

@@ -2,19 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import models
 from benchmarks import soak
-from tests.models import reference
 from tests.tiers import matrix
 
 CONFIG = models.Config(64, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, max_positions=32)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
 def test_a_prompt_longer_than_the_positions_is_fed_whole_and_compiles_in_its_first_part(model):

@@ -18,9 +18,9 @@ TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked t
 
 
 @pytest.fixture
-def text_file(tmp_path):
+def text_file(tmp_path, request):
     path = tmp_path / "text.txt"
-    path.write_text(TEXT)
+    path.write_text(getattr(request.module, "TEXT", TEXT))
     return path
 
 
@@ -47,7 +47,7 @@ def tiny_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     vocabulary = read_config(RETRIEVER).vocab_size
     config = models.Config(vocabulary, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, max_positions=1024)
-    model = reference.decoder(config, reference.parameters(config))
+    model = reference.decoder(config)
     models.save(folder, model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(RETRIEVER / name, folder / name)

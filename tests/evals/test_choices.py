@@ -21,13 +21,6 @@ CORPUS = choices.read_corpus(TEXT)
 FULL = Setting("full", None, "block", "known", 0)
 
 
-@pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
 def parts(sample):
     """Passage, question, and choices as text."""
     shown = [sample.tokens[: sample.context_end], sample.tokens[sample.context_end :], *sample.choices]

@@ -3,14 +3,8 @@
 import pytest
 
 from evals import coref_task
-from train import data
 
 TRAIN, TEST = coref_task.pools("train"), coref_task.pools("test")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return data.train_tokenizer()
 
 
 @pytest.mark.parametrize("pool", coref_task.Pools._fields)

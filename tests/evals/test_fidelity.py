@@ -16,7 +16,7 @@ SMALL = ["--lengths", "256", "--samples", "2", "--facts", "4", "--batch", "2", "
 
 def random_model(layers=3):
     config = models.Config(64, 32, 96, num_layers=layers, num_heads=4, num_kv_heads=2)
-    return reference.decoder(config, reference.parameters(config))
+    return reference.decoder(config)
 
 
 def random_samples(count=5, seed=0):

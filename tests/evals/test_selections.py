@@ -20,7 +20,7 @@ T, N, K, D, LAYERS = 13, 4, 2, 8, 3
 @pytest.fixture(scope="module")
 def model():
     config = models.Config(64, N * D, 48, num_layers=LAYERS, num_heads=N, num_kv_heads=K)
-    return reference.decoder(config, reference.parameters(config))
+    return reference.decoder(config)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_padding_behind_a_sequence_changes_nothing_before_it(model, tokens):
 
 def test_sliding_windows_hold(tokens):
     config = models.Config(64, N * D, 48, num_layers=2, num_heads=N, num_kv_heads=K, sliding_windows=(4, 4))
-    windowed = reference.decoder(config, reference.parameters(config))
+    windowed = reference.decoder(config)
     dense = jax.jit(lambda tokens: windowed(tokens))(tokens)
     for name in ("oracle", "oracle_eviction", "h2o"):
         np.testing.assert_allclose(selections.simulate(windowed, tokens, name, 0.0), dense, atol=1e-5)

@@ -17,11 +17,6 @@ Question: what is the score of opal basket?
 Answer: the score of opal basket is"""
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return data.train_tokenizer()
-
-
 @pytest.mark.parametrize("question", PLACEMENTS)
 def test_same_seed_same_sample(tokenizer, question):
     one = tasks.needle(5, tokenizer, 300, depth=0.3, question=question)

@@ -12,7 +12,7 @@ import kvjax
 import models
 from models import asking_cli
 from models.asking import _Form
-from tests.models.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, model, tokenizer_of  # noqa: F401
+from tests.models.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, tokenizer_of
 from tests.tiers import first
 
 DOCUMENT, QUESTIONS = "The river was calm. " * 6, ["Who?", "Where was it?"]
@@ -20,7 +20,7 @@ SETTINGS = dict(block=16, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)+caote", "h2o@adakv"]))  # a plain cache, and a paged one
-def test_each_answer_is_that_of_the_whole_prompt(model, policy):  # noqa: F811
+def test_each_answer_is_that_of_the_whole_prompt(model, policy):
     tokenizer, made = tokenizer_of(CHATML), dict(policy=policy, budget=48)
     found = models.ask(model, tokenizer, DOCUMENT, QUESTIONS, **made, **SETTINGS)
     assert found.cache_bytes == found.cache.nbytes < found.full_cache_bytes

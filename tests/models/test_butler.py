@@ -51,7 +51,7 @@ def an_input(B: int = 2, T: int = 13, E: int = 32, seed: int = 1) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def model() -> models.Decoder:
-    return reference.decoder(MODEL, reference.parameters(MODEL))
+    return reference.decoder(MODEL)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -159,7 +159,7 @@ def test_a_predictor_of_another_model_is_refused(model, tmp_path):
     butler = a_butler(ButlerConfig.of(MODEL))
     models.save_butler(tmp_path, butler, model, "a model")
     config = dataclasses.replace(MODEL, num_layers=4, sliding_windows=())
-    deeper = reference.decoder(config, reference.parameters(config))
+    deeper = reference.decoder(config)
     with pytest.raises(ValueError, match=r"another model, a model: num_layers 3 there and 4 here, sliding_windows"):
         models.load_butler(tmp_path, deeper)
     with pytest.raises(ValueError, match=r"another model, a model, with this one's shape but other weights"):

@@ -14,7 +14,7 @@ CONFIG = Config(64, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=
 @pytest.mark.bad_input
 @pytest.mark.parametrize("tokens", [[1, 2, 3], [[0.5, 1.0]], np.zeros((1, 0), int)], ids=str)
 def test_texts_of_another_shape_are_refused(tokens):
-    model = reference.decoder(CONFIG, reference.parameters(CONFIG))
+    model = reference.decoder(CONFIG)
     with pytest.raises(ValueError, match=r"tokens are \w+ of shape .*; expected integers \[B, T\]"):
         models.q_filters(model, tokens)
 

@@ -7,7 +7,6 @@ import signal
 import sys
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -60,16 +59,10 @@ def tokenizer_of(template):
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, template)
 
 
-CONFIG = models.Config(
+CONFIG = models.Config(  # an answer ends now and then
     256 + len(SPECIAL), 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_positions=600,
     eos=tuple(range(0, 256, 11)),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model():
-    """A model of random weights that ends an answer now and then."""
-    return reference.decoder(CONFIG, jax.device_put(reference.parameters(CONFIG)))
 
 
 @pytest.fixture
@@ -207,7 +200,7 @@ TEXTS = [f"Tell me {n:02} things." for n in range(12)]
 @pytest.mark.parametrize("each_way", first(1, ["one program", "layers"]), indirect=True)
 def test_twelve_turns_take_the_bytes_and_the_programs_of_the_first_ones(each_way):
     config = dataclasses.replace(CONFIG, max_positions=601)  # of its own: no test before has compiled its programs
-    model = reference.decoder(config, jax.device_put(reference.parameters(config)))
+    model = reference.decoder(config)
     talk, sizes, programs = Conversation(model, tokenizer_of(CHATML), **SETTINGS), [], []
     for text in TEXTS:
         with compilations() as compiled:

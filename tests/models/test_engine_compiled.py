@@ -30,7 +30,7 @@ def model_of(layers):
     config = Config(
         64, 32, 48, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=64  # shorter than prompts
     )  # fmt: skip
-    return reference.decoder(config, reference.parameters(config))
+    return reference.decoder(config)
 
 
 @functools.cache
@@ -203,11 +203,6 @@ FOLLOWING = [
     ("h2o+caote", 64, "prompt"),
     ("h2o@layer", 0.1, "block"),
 ]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
 def planned(model, length, policy, budget, when, *, stream=False, block=128):

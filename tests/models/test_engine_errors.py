@@ -12,11 +12,6 @@ CONFIG = Config(48, 16, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=
 TOKENS = np.arange(40)[None]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
-
-
 RUNS = {  # the other values that cannot be: tests/bad_input
     "an unknown policy": (dict(policy="h2oo", budget=16), r"unknown policy 'h2oo' .* expected one of .*h2o.*snapkv"),
     "a budget smaller than what is protected": (

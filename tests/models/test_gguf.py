@@ -77,7 +77,7 @@ LLAMA_CPP = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3
 @functools.cache
 def model_of(config):
     """A model where norms and biases are random, too, so that a missed one shows."""
-    return reference.decoder(config, jax.device_put(reference.parameters(config)))
+    return reference.decoder(config)
 
 
 def written_from(name):

@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
         shipped.config.vocab_size, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, max_positions=512,
         bos=shipped.config.bos, eos=shipped.config.eos,
     )  # fmt: skip
-    model = reference.decoder(config, jax.device_put(reference.parameters(config)))
+    model = reference.decoder(config)
     models.save(folder / "model", model, tokenizer.backend)
     for only in ([], ANSWERS_ONLY):
         prompts(folder, only).write_text("\n".join(map(json.dumps, PROMPTS[-1:] if only else PROMPTS)))

@@ -295,7 +295,7 @@ def test_weights_that_a_narrow_dtype_cannot_hold_are_refused(folder):
 def renamed(folder) -> models.Decoder:
     """A Llama model, as a family would store it that calls one field and one tensor by other names."""
     config = models.Config(32, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1)
-    model = reference.decoder(config, jax.device_put(reference.parameters(config)))
+    model = reference.decoder(config)
     models.save(folder, model)
     raw = json.loads((folder / "config.json").read_text())
     raw |= {"architectures": ["WideForCausalLM"], "model_type": "wide", "width": raw.pop("hidden_size")}
@@ -342,7 +342,7 @@ def test_a_family_that_does_not_fit_is_refused_in_one_sentence(tmp_path, config,
 
 def test_a_built_in_architecture_is_never_another_package_s(tmp_path):
     config = models.Config(32, 16, 24, num_layers=1, num_heads=2, num_kv_heads=1)
-    model = reference.decoder(config, jax.device_put(reference.parameters(config)))
+    model = reference.decoder(config)
     models.save(tmp_path, model)
     models.register_family("llama", lambda raw: None, {"norm": "elsewhere"})
     assert models.load(tmp_path)[0].config == model.config

@@ -16,7 +16,6 @@ import kvjax
 import models
 from models import engine
 from models.config import Config
-from tests.models import reference
 from tests.tiers import first
 from train import butler as training
 
@@ -57,11 +56,6 @@ def wide():
 @pytest.fixture(params=[strict, wide], ids=["strict", "x64"])
 def mode(request):
     return request.param
-
-
-@pytest.fixture(scope="module")
-def model():
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
 @pytest.fixture(scope="module")

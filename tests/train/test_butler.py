@@ -27,17 +27,12 @@ from train.butler import Settings, butler_config_of, loss_of, measure, settings_
 CONFIG = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, max_positions=64)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
-
-
 @pytest.fixture
 def small(tmp_path, model):
     """A folder with a small model, and the shipped tokenizer."""
     config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,))
     tokenizer = models.load("retriever")[1]
-    models.save(tmp_path / "model", reference.decoder(config, reference.parameters(config)), tokenizer.backend)
+    models.save(tmp_path / "model", reference.decoder(config), tokenizer.backend)
     return tmp_path / "model"
 
 

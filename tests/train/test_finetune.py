@@ -26,7 +26,7 @@ TEXT = np.random.default_rng(0).integers(2, 64, (4, 24)).astype(np.int32)
 
 
 def model() -> models.Decoder:
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
+    return reference.decoder(CONFIG)
 
 
 def questions(count: int = 4) -> np.ndarray:
@@ -186,7 +186,7 @@ def folder(tmp_path_factory) -> Path:
     config = models.Config(
         tokenizer.vocab_size, 16, 24, num_layers=1, num_heads=2, num_kv_heads=1, max_positions=64, **ends
     )
-    models.save(folder / "base", reference.decoder(config, reference.parameters(config)), tokenizer)
+    models.save(folder / "base", reference.decoder(config), tokenizer)
     lines = [
         {"prompt": f"The code of the river is {number}. The code is", "answer": f" {number}"} for number in range(9)
     ]

@@ -19,11 +19,6 @@ TINY = (retriever.Phase(2, 8, (0.02, 0.02), LEVEL), retriever.Phase(2, 8, (0.02,
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return data.train_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def config(tokenizer):
     return retriever.make_config(
         tokenizer, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16

@@ -22,11 +22,6 @@ SETTINGS = Settings(tokens=30 * 4 * 16, seq_len=16, batch=4, lr=0.02)
 WORDS = (3, 5)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
-
-
 def rows(position):
     index = position["row"] if position else 0
     while True:
@@ -102,7 +97,7 @@ def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatc
 def test_the_command_trains(tmp_path, capsys, target):
     config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,), max_positions=128)
     tokenizer = models.load("retriever")[1]
-    models.save(tmp_path / "model", reference.decoder(config, reference.parameters(config)), tokenizer.backend)
+    models.save(tmp_path / "model", reference.decoder(config), tokenizer.backend)
     arguments = ["--model", tmp_path / "model", "--data", "python", "--seq-len", 16, "--batch", 2, "--tokens", "96"]
     arguments += ["--out", tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--target", target, "--hidden", 0]
     assert trainer.main([str(argument) for argument in arguments]) == 0

@@ -39,7 +39,8 @@ def parameters(config: Config, seed: int = 0, sharpness: float = 1.5) -> dict[st
     return made
 
 
-def decoder(config: Config, weights: dict[str, np.ndarray]) -> Decoder:
+def decoder(config: Config, weights: dict[str, np.ndarray] | None = None) -> Decoder:
+    weights = parameters(config) if weights is None else weights
     return Decoder(config, jax.device_put(weights))  # jnp.asarray compiles a program for each shape
 
 
