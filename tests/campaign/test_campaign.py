@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, Case, calibrati
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import check
 from tests.models import reference
-from tests.models.reference import eight_bits
+from tests.models.reference import eight_bits, policies
 from tests.models.reference.choices import Choices
 from tests.models.reference.decoder import alike
 
@@ -294,3 +295,13 @@ def test_a_row_one_step_off_is_a_failure_and_so_is_a_cache_that_does_not_round(m
 def test_caches_in_eight_bits_are_those_of_the_reference(dtype):
     outcome = check(dataclasses.replace(CASE, cache_dtype=dtype, policy="snapkv(window=2)+caote"))
     assert outcome.kind in ("ok", "undecided"), outcome.why
+
+
+def test_equal_scores_of_kvzip_are_a_near_choice():
+    """Behind a sliding window equal tokens score equally, except for float32's rounding."""
+    choices, kept = Choices(), np.ones((1, 4), bool)
+    recited = np.array([[0.3, 0.15835528, 0.15835528, 0.1]])
+    seen = SimpleNamespace(recited=recited, kept=kept, noise=np.zeros((1, 4)), choices=Choices())
+    scores = policies.LINKS["kvzip"]().score(None, seen)[0, 0]
+    assert choices.best(scores, range(4), 2, noise=seen.noise[0]) == [0, 2]
+    assert [near.number for near in choices.near] == [0]
