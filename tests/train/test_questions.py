@@ -1,0 +1,82 @@
+"""Questions about long texts: rows that fit, whose answer is in the text, in sentences that no evaluation uses."""
+
+import json
+
+import pytest
+
+import models
+from evals import prose
+from train import answers, questions
+
+TEXT = "In the beginning the earth was without form and void, and darkness was upon the deep. " * 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return models.load("retriever")[1]
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer):
+    return [questions.row(0, number, tokenizer, 300) for number in range(60)]
+
+
+def test_rows_fit_and_hold_their_answers(rows, tokenizer):
+    assert {row.family for row in rows} == set(questions.FAMILIES)
+    for row in rows:
+        context, _, _ = row.prompt.rpartition("\n")
+        assert 200 < len(tokenizer.encode(row.prompt + row.answer)) < 300
+        assert row.answer.startswith(" ")
+        if row.family == "counts":
+            event = row.prompt.split('"')[1]
+            assert questions.COUNTS[context.rpartition("How many")[0].count(event)] == row.answer[1:]
+        else:
+            assert row.answer[1:] in context
+
+
+def test_a_chain_leads_to_its_answer(rows):
+    for row in (row for row in rows if row.family == "chains"):
+        set_to = dict(line.split(" be ") for line in questions.re.findall(r"Let (\w+ be \w+)\.", row.prompt))
+        name = row.prompt.split()[-2]
+        while name in set_to:
+            name = set_to[name]
+        assert f" {name}" == row.answer
+
+
+def test_a_row_follows_from_seed_and_number_alone(rows, tokenizer):
+    assert questions.row(0, 7, tokenizer, 300) == rows[7] != questions.row(1, 7, tokenizer, 300)
+
+
+def test_no_sentence_of_an_evaluation_is_learned(rows):
+    texts = "".join(row.prompt for row in rows)
+    assert not [sentence for sentence in prose.sentences("test") if sentence in texts]
+    assert [sentence for sentence in prose.sentences("train") if sentence in texts]
+
+
+def test_the_command_writes_rows_that_training_reads(tmp_path, tokenizer, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "rows.jsonl"
+    text.write_text(TEXT)
+    line = ["--tokenizer", "retriever", "--rows", "40", "--lengths", "200,260", "--text", str(text), "--out", str(out)]
+    assert questions.main(line) == 0
+    read = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(read) == 40 and "continuations" in {row["family"] for row in read}
+    continued = next(row for row in read if row["family"] == "continuations")
+    begun = continued["prompt"].split('"')[1]
+    assert f"{begun}{continued['answer']}" in TEXT
+    data = answers.open_answers([str(out)], tokenizer, 264, eval_rows=2)
+    assert answers.fed(data.held_out).answers.min() > 0
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--rows 0", "--rows is 0; give at least 1"),
+        ("--lengths 8", "the length 8 holds no question"),
+        ("--text {0}/text.txt", "holds no sentence of 40 to 160 characters"),
+    ],
+)
+def test_bad_input_is_refused(line, message, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("In short.")
+    line = ["--tokenizer", "retriever", *line.format(tmp_path).split(), "--out", str(tmp_path / "rows.jsonl")]
+    assert questions.main(line) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "rows.jsonl").exists()
