@@ -218,7 +218,7 @@ class KVCache(Stored):
     @property
     def num_live(self) -> Array:
         """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
-        return jnp.sum(self.live, axis=-1, dtype=jnp.int32)
+        return count_live(self.position)
 
     @property
     def nbytes(self) -> int:
@@ -237,6 +237,19 @@ class KVCache(Stored):
             position=take(self.position),
             state=jax.tree.map(take, self.state),
         )
+
+
+@jax.jit
+def count_live(position: Int[Array, "*rows S"]) -> Int[Array, "*rows"]:
+    """Count the slots that hold a token; compiled, so that a look from outside jit is one program.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.cache import count_live
+        >>> count_live(jnp.array([[3, -1, 0]])).tolist()
+        [2]
+    """
+    return jnp.sum(position >= 0, axis=-1, dtype=jnp.int32)
 
 
 def check_positions(positions: str) -> None:

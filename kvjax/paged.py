@@ -37,6 +37,7 @@ from kvjax.cache import (
     as_stored,
     check_held,
     check_positions,
+    count_live,
     empty_rows,
     map_rows,
     map_slots,
@@ -187,8 +188,7 @@ class PagedCache(Stored):
     @property
     def num_live(self) -> Array:
         """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
-        count = jnp.sum(self.live, axis=-1, dtype=jnp.int32)
-        return jnp.sum(jnp.where(self.table >= 0, count[self.table], 0), axis=-1)
+        return _live_of_heads(self.position, self.table)
 
     @property
     def nbytes(self) -> int:
@@ -223,6 +223,11 @@ class PagedCache(Stored):
     def layer_table(self, index: int | Int[Array, ""] | None) -> Int[Array, "B K M"]:
         """Return the pages of a layer's heads; ``index`` is None for a cache that does not stack layers."""
         return self.table if index is None else self.table[index]
+
+
+@jax.jit
+def _live_of_heads(position: Int[Array, "P page"], table: Int[Array, "*L B K M"]) -> Int[Array, "*L B K"]:
+    return jnp.sum(jnp.where(table >= 0, count_live(position)[table], 0), axis=-1)
 
 
 def pages_for(slots: int, heads: int, page_size: int) -> int:

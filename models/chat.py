@@ -24,7 +24,7 @@ import kvjax
 import models
 from kvjax.chains import policy_of
 from kvjax.quantise import check_dtypes
-from models import commands, selecting
+from models import commands, hosts, selecting
 from models.cli import add_run_flags, run_settings
 from models.layer_caches import AnyCache
 from models.load import published_sampling
@@ -130,7 +130,7 @@ class Conversation:
     @property
     def held(self) -> int:
         """Return the number of tokens in the fullest head."""
-        return 0 if self.now.cache is None else int(self.now.cache.num_live.max())
+        return 0 if self.now.cache is None else int(hosts.fetched(self.now.cache.num_live).max())
 
     @property
     def nbytes(self) -> int:

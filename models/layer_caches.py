@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import KVCache
-from kvjax.cache import Positions
+from kvjax.cache import Positions, count_live
 from models.selecting import Cache
 
 
@@ -72,7 +72,7 @@ class LayerCaches:
     @property
     def num_live(self) -> Int[Array, "L B K"]:
         """Return the number of tokens that each head holds."""
-        return jnp.sum(self.live, axis=-1, dtype=jnp.int32)
+        return _count_live([cache.position for cache in self.layers])
 
     @property
     def state(self) -> Any:
@@ -99,6 +99,11 @@ class LayerCaches:
         position = self.position
         nothing = jnp.zeros((*position.shape, 0))
         return KVCache(nothing, nothing, position, self.next_position)
+
+
+@jax.jit
+def _count_live(positions: list[Int[Array, "B K S"]]) -> Int[Array, "L B K"]:
+    return jnp.stack([count_live(position) for position in positions])
 
 
 AnyCache = Cache | LayerCaches
