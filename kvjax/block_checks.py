@@ -8,11 +8,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache
+from kvjax.capacity import Layout
 from kvjax.chains import policy_of
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Budget
 from kvjax.insertion import Cache, arrays_of, check_cache, check_fits
-from kvjax.making import excess_of_part
 from kvjax.observation import Context
 from kvjax.paged import pages_for
 from kvjax.policy import Policy
@@ -120,9 +120,10 @@ def _check_room(
         windows = (None,) * layers if window is None else (int(window),)
         devices, ways = cache.ways if isinstance(cache, SplitCache) else (1, 1)
         heads = len(windows) * K // ways  # those of other rows have no pages to give
+        layout = Layout(K, windows, policy.allocation, ways=(devices, ways))
 
         def pages(row: int) -> int:
-            more = excess_of_part(policy.allocation, K, row, windows, ways) if window is None else 0
+            more = layout.excess(row) if window is None else 0
             return pages_for(heads * (row + entering) + K // ways * more, heads, cache.page_size)
 
         needed = max(sum(pages(int(row)) for row in rows) for rows in budget.reshape(devices, -1))

@@ -12,15 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.allocation import Allocation
 from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_rows
+from kvjax.capacity import Demand, Layout, capacity, check_windows, in_pages
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.insertion import Cache, check_cache
-from kvjax.paged import PagedCache, pages_for
+from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_block, check_budget, check_measured, check_state
 from kvjax.quantise import DtypesLike, check_dtypes
@@ -99,114 +100,17 @@ def empty_cache(
         )
     heads = query_heads if policy is not None and policy.heads == "query" else kv_heads
     group = query_heads // heads
-    rows, ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
+    ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
     made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=check_dtypes(dtype), mesh=mesh)
     if policy is None:
         return blank(None, kv_heads=heads, group=group, slots=budget, **made)
     check_budget(policy, budget)
     check_block(policy, block)
     made |= dict(kv_heads=heads, group=group, positions=policy.positions)
-    windows = check_windows(windows, layers or 1)
-    if not in_pages(policy, budget, windows):
-        return blank(policy, slots=budget + block, **made)
-    pages, most = room_in_pages(policy, layers or 1, heads, batch // rows, budget, block, page_size, windows, ways)
-    return blank(policy, slots=most, pages=pages, page_size=page_size, **made)
-
-
-def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    """Check the sliding windows of the layers, and return one entry per layer, None for a layer without one.
-
-    Example:
-        >>> from kvjax.making import check_windows
-        >>> check_windows([512, None], 2), check_windows(None, 2)
-        ((512, None), (None, None))
-    """
-    if windows is None:
-        return (None,) * layers
-    if isinstance(windows, str) or not isinstance(windows, Sequence) or len(windows) != layers:
-        raise ValueError(
-            f"windows is {windows!r}; expected one entry for each of the {layers} layers, the number of positions that "
-            "its queries see, or None for all."
-        )
-    wanted = "a query sees at least 1 position; give None for a layer without a window"
-    return tuple(None if window is None else check_count("a window", window, 1, wanted) for window in windows)
-
-
-def in_pages(policy: Policy, budget: int, windows: Sequence[int | None]) -> bool:
-    """Return whether heads hold different numbers of tokens, by the allocation or by a window below the budget.
-
-    A policy that merges values has a plain cache all the same.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.making import in_pages
-        >>> [in_pages(kvjax.h2o(), 64, windows) for windows in ((None, 64), (None, 32))]
-        [False, True]
-    """
-    if policy.merging is not None:  # values are merged in plain caches
-        return False
-    return not policy.allocation.even or min(window or budget for window in windows) < budget
-
-
-def most_held(held: int, entering: int, windows: Sequence[int | None]) -> list[int]:
-    """Return the most tokens that a head of each layer holds: ``held``, or its window and ``entering`` tokens.
-
-    Example:
-        >>> from kvjax.making import most_held
-        >>> most_held(100, 8, (None, 32, 99))
-        [100, 40, 100]
-    """
-    return [held if window is None else min(held, window + entering) for window in windows]
-
-
-def room_in_pages(
-    policy: Policy,
-    layers: int,
-    kv_heads: int,
-    batch: int,
-    budget: int,
-    block: int,
-    page_size: int,
-    windows: Sequence[int | None],
-    ways: int = 1,
-) -> tuple[int, int]:
-    """Return how many pages a cache needs, and how many tokens one head may hold.
-
-    Args:
-        batch: the rows of a device.
-        ways: how many devices split the heads; each needs so many pages.
-    """
-    held = sum(most_held(budget + block, block, windows))
-    held += excess_of_part(policy.allocation, kv_heads, budget, windows, ways)
-    most = policy.allocation.most(layers, kv_heads, budget) + block
-    heads = batch * kv_heads // ways
-    return pages_for(heads * held, layers * heads, page_size), max(most_held(most, block, windows))
-
-
-def excess_of_part(allocation: Allocation, kv_heads: int, budget: int, windows: Sequence[int | None], ways: int) -> int:
-    """Return how many tokens more than their mean the heads of one device may hold, per head and summed over layers.
-
-    In the worst case they win every slot, or as many as ``cap`` lets them hold.
-
-    Args:
-        windows: the layers' sliding windows.
-        ways: how many devices split the heads of each layer.
-
-    Example:
-        >>> from kvjax import allocation
-        >>> from kvjax.making import excess_of_part
-        >>> each = (allocation.pyramid(), allocation.layer(cap=1.5), allocation.layer())
-        >>> [
-        ...     excess_of_part(rule, kv_heads=8, budget=100, windows=[None], ways=4)
-        ...     for rule in each
-        ... ]
-        [0, 50, 300]
-    """
-    if allocation.alike or ways == 1:
-        return 0
-    mean = sum(most_held(budget, 0, windows))
-    most = sum(most_held(allocation.most(len(windows), kv_heads, budget), 0, windows))
-    return min(ways * mean, most) - mean
+    layout = Layout(heads, check_windows(windows, layers or 1), policy.allocation, page_size, ways)
+    paged = in_pages(policy, budget, layout.windows)
+    slots, pages = capacity(layout, Demand(np.full(batch, budget), block, block), paged)
+    return blank(policy, slots=slots, pages=pages if paged else None, page_size=page_size, **made)
 
 
 def repeat(cache: Cache, n: int) -> Cache:

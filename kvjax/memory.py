@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.cache import HeadState
+from kvjax.capacity import Demand, Layout, capacity, check_windows, in_pages
 from kvjax.chains import parse
 from kvjax.checks import check_count, plain
-from kvjax.making import check_windows, in_pages, room_in_pages
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_budget
 from kvjax.quantise import DtypesLike, check_dtypes, is_quantised
@@ -105,16 +106,20 @@ def memory(
         raise ValueError(f"policy is {policy!r}; give a policy, its short name, or None.")
     of_row = sum(head_dim * jnp.dtype(name).itemsize + 4 * is_quantised(name) for name in check_dtypes(dtype))
     policy = parse(policy) if isinstance(policy, str) else policy
-    devices, ways = (1, 1) if mesh is None else check_mesh(mesh, batch, kv_heads)
-    batch //= devices
-    heads, rows = layers * batch * kv_heads // ways, 4 * batch
+    ways = (1, 1) if mesh is None else check_mesh(mesh, batch, kv_heads)
+    of_all = np.full(batch, budget)
+    batch //= ways[0]
+    heads, rows = layers * batch * kv_heads // ways[1], 4 * batch
     a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, query_heads // kv_heads, head_dim)
     if policy is not None:
         check_budget(policy, budget)
     windows = check_windows(windows, layers)
-    slots, extra = heads * (budget + block), 0
-    if policy is not None and in_pages(policy, budget, windows):
-        pages, most = room_in_pages(policy, layers, kv_heads, batch, budget, block, page_size, windows, ways)
+    most, pages = budget + block, 0
+    if policy is not None:
+        layout = Layout(kv_heads, windows, policy.allocation, page_size, ways)
+        most, pages = capacity(layout, Demand(of_all, block, block), in_pages(policy, budget, windows))
+    slots, extra = heads * most, 0
+    if pages:
         slots = pages * page_size
         table = heads * -(-most // page_size)
         extra = 4 * (table + 2 * pages + 1)  # the table; owners and free list; the number of free pages

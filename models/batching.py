@@ -27,7 +27,6 @@ import kvjax
 from kvjax import PagedCache
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
-from kvjax.making import most_held
 from kvjax.schedule import HostOrDevice, Phase
 from models import engine, hosts
 from models.by_layer import next_token
@@ -141,7 +140,9 @@ class Engine:
             )
         # Only a cache of the whole prompt, in rows or before the eviction, needs to know how long prompts are.
         own, windows = self._options.budget, model.config.sliding_windows
-        fixed = isinstance(own, int) and plan.policy is not None and sizes.slots > max(most_held(own, 0, windows))
+        fixed = isinstance(own, int) and sizes.slots > max(
+            own if window is None else min(own, window) for window in windows
+        )
         self._longest = None if fixed else longest
         # Prompts are fed in rows of their own, so no row of the batch ever holds a whole prompt.
         sizes = sizes._replace(prompt_slots=0 if sizes.pages else sizes.slots)

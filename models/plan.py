@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int
 
 import kvjax
 from kvjax import PagedCache, Policy, Reconstruction, SplitCache
+from kvjax.allocation import UNIFORM
 from kvjax.cache import Positions, dtypes_of
+from kvjax.capacity import Demand, Layout, capacity, in_pages, rounded_up
 from kvjax.chains import policy_of
 from kvjax.checks import check_count, check_share_or_tokens, is_known, plain
 from kvjax.insertion import arrays_of
-from kvjax.making import excess_of_part, in_pages, most_held
-from kvjax.policy_checks import check_measured, check_policy, check_policy_given
+from kvjax.policy_checks import check_measured, check_policy, check_policy_given, check_state
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.reconstruction import Repeated, unrepeated
 from kvjax.schedule import HostOrDevice, Text, When, moments, power_of_two, question_room, words_of
@@ -162,18 +161,6 @@ def cache_heads(config: Config, policy: Policy | None) -> int:
     return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
 
 
-def bucketed(size: int, of_octave: int = 8) -> int:
-    """Round a size that follows a prompt's length up to one of a few per octave, so that few programs are compiled.
-
-    Example:
-        >>> from models.plan import bucketed
-        >>> [bucketed(n) for n in (7, 100, 1000, 1024)], bucketed(100, of_octave=1)
-        ([7, 104, 1024, 1024], 128)
-    """
-    step = max((1 << size.bit_length() - 1) // of_octave, 1)
-    return -(-size // step) * step
-
-
 def _rounded(size: int, options: Options, whole: bool = False) -> int:
     """Round a size up: at most an eighth is spare; a quarter in a stream, whose steps are compiled for each size.
 
@@ -181,7 +168,7 @@ def _rounded(size: int, options: Options, whole: bool = False) -> int:
         whole: whether the buffer holds the whole prompt. A stream's grows by doubling then, as without a policy.
     """
     few = 1 if whole or options.policy is None else 4
-    return bucketed(size, 8 if options.fit_prompt else few)
+    return rounded_up(size, 8 if options.fit_prompt else few)
 
 
 def copied(policy: Policy, tokens: int) -> int:
@@ -218,25 +205,22 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
         page_size=check_count("page_size", options.page_size, 1, "a page has at least 1 slot"),
         fit_prompt=options.fit_prompt is not False,
     )
-    if mesh is not None and len(lengths) % mesh.shape["data"]:
-        ways = mesh.shape["data"]
-        raise ValueError(
-            f"data={ways} does not divide the batch of {len(lengths)}; give a multiple of {ways} rows, or data=1."
-        )
-    selection = checked_selection(
-        options.select, policy, options.budget, options.sinks, int(lengths.max()), options.reserve
-    )
-    _check_frequencies(config.rope, prompt, seen, options.reserve)
-    if kept is not None and (selection is not None or butler is not None):
-        what = "a selection" if selection is not None else "a policy that scores by a predictor"
-        raise ValueError(
-            f"{what} remembers tokens outside the cache, and this memory is not kept: leave cache out, and give the "
-            "whole prompt."
-        )
-    _check_pages(kept, ways_of(mesh))
+    if mesh is not None:
+        _check_rows(mesh, len(lengths))
+    selection = None
+    if options.select is not None:
+        most = int(lengths.max())
+        selection = checked_selection(options.select, policy, options.budget, options.sinks, most, options.reserve)
+    if config.rope.follows_length:
+        _check_frequencies(config.rope, prompt, seen, options.reserve)
+    traced = not is_known(*jax.tree.leaves(model))
+    own = jax.tree.leaves(model.embedding)[0].dtype.name  # so that shapes alone, without arrays, will do
+    dtype, rounded_to = _stored(own, options.cache_dtype, traced)
+    if kept is not None:
+        _check_kept(kept, options, mesh, selection, traced)
+        dtype, rounded_to = kept.dtypes, (None, None)
     check_butler(config, butler, policy, selection)
     check_measured(policy, config.num_layers, config.num_kv_heads)
-    dtype, rounded_to = _stored(model, options.cache_dtype, kept)
     if policy is None:
         plan, sizes, rows = _plan_full(config, mesh, prompt, options, selection)
         return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), sizes, rows
@@ -245,8 +229,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
         policy = kvjax.fit_predictor(policy, butler.config.dim)
         remembered = _rounded(prompt.most + options.reserve, options, whole=True)
     heads = cache_heads(config, policy)
-    # Makes no arrays: a policy without what it needs of the model says so here, before anything is compiled.
-    jax.eval_shape(functools.partial(policy.state, 1, heads, config.num_heads // heads, 1, config.head_dim))
+    check_state(policy, config.head_dim, heads, config.num_heads // heads)  # before anything is compiled
     budgets = _budgets(policy, options, seen)
     if not prompt.fed and every > 0:
         _check_held(policy, kept, budgets + questions)
@@ -254,40 +237,45 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
         _warn_of_choices(policy, max(int((lengths - questions).max()), 0), options.block, when, kept is not None)
     plan = Plan(
         policy, when, every, mesh, predictor=None if butler is None else butler.config,
-        heads=cache_heads(config, policy) if kept is None else kept.heads,
+        heads=heads if kept is None else kept.heads,
         positions=policy.positions if kept is None else kept.positions,
         overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
         cache_dtype=dtype, rounded_to=rounded_to,
     )  # fmt: skip
-    sizes = _sized(config, plan, prompt, options, budgets, traced=not is_known(*jax.tree.leaves(model)))
+    sizes = _sized(config, plan, prompt, options, budgets, traced)
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
     rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + questions, most))))
     return plan, sizes._replace(predictor_slots=remembered), rows
 
 
-def _check_pages(kept: Kept | None, ways: tuple[int, int] | None) -> None:
-    """Check that the pages of a kept cache are on the devices that the model is on."""
+def _check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
+    """Check that a mesh divides the rows of a batch."""
+    ways = mesh.shape["data"]
+    if rows % ways:
+        raise ValueError(f"data={ways} does not divide the batch of {rows}; give a multiple of {ways} rows, or data=1.")
+
+
+def _check_kept(
+    kept: Kept, options: Options, mesh: Mesh | AbstractMesh | None, selection: Selection | None, traced: bool
+) -> None:
+    """Check that a run may continue from a cache: nothing was remembered outside it, and it stays as it is stored."""
+    if selection is not None or options.butler is not None:
+        what = "a selection" if selection is not None else "a policy that scores by a predictor"
+        raise ValueError(
+            f"{what} remembers tokens outside the cache, and this memory is not kept: leave cache out, and give the "
+            "whole prompt."
+        )
 
     def where(ways: tuple[int, int] | None) -> str:
         return "one device" if ways is None else f"a mesh with data={ways[0]} and tensor={ways[1]}"
 
-    if kept is not None and kept.pages and kept.ways != ways:
+    if kept.pages and kept.ways != ways_of(mesh):
         raise ValueError(
-            f"the cache's pages are on {where(kept.ways)}, but the model is on {where(ways)}: continue on the devices "
-            "that the cache was made on, or leave cache out and give the whole prompt."
+            f"the cache's pages are on {where(kept.ways)}, but the model is on {where(ways_of(mesh))}: continue on the "
+            "devices that the cache was made on, or leave cache out and give the whole prompt."
         )
-
-
-def _stored(model: Decoder, asked: DtypesLike | None, kept: Kept | None) -> tuple[Dtypes, tuple[str | None, ...]]:
-    """Return the dtypes of a run's cache, and the eight bits that rows are rounded to but not stored in (Plan)."""
-    own = jax.tree.leaves(model.embedding)[0].dtype.name  # so that shapes alone, without arrays, will do
-    names = Dtypes(own, own) if asked is None else check_dtypes(asked)
-    traced = not is_known(*jax.tree.leaves(model))
-    if kept is None:  # where a derivative may be taken, none passes through eight bits
-        rounded_to = tuple(name if traced and is_quantised(name) else None for name in names)
-        return Dtypes(*(own if eight else name for name, eight in zip(names, rounded_to, strict=True))), rounded_to
-    if asked is not None and names != kept.dtypes:
+    if options.cache_dtype is not None and (names := check_dtypes(options.cache_dtype)) != kept.dtypes:
         raise ValueError(
             f"the cache is of {kept.dtypes}, but cache_dtype is {str(names)!r}: a cache keeps its dtype, so leave "
             "cache_dtype out."
@@ -297,7 +285,18 @@ def _stored(model: Decoder, asked: DtypesLike | None, kept: Kept | None) -> tupl
             f"the weights are traced (by jax.jit, vmap or grad), but a cache of {kept.dtypes} passes no derivative on: "
             "call outside, or continue from a cache of floats."
         )
-    return kept.dtypes, (None, None)
+
+
+def _stored(own: str, asked: DtypesLike | None, traced: bool) -> tuple[Dtypes, tuple[str | None, ...]]:
+    """Return the dtypes of a new cache, and the eight bits that rows are rounded to but not stored in (Plan).
+
+    Args:
+        own: the model's dtype.
+        traced: whether a derivative may be taken, which does not pass through eight bits.
+    """
+    names = Dtypes(own, own) if asked is None else check_dtypes(asked)
+    rounded_to = tuple(name if traced and is_quantised(name) else None for name in names)
+    return Dtypes(*(own if eight else name for name, eight in zip(names, rounded_to, strict=True))), rounded_to
 
 
 def overflowing(
@@ -359,8 +358,6 @@ def _check_frequencies(rope: Rope, prompt: CheckedPrompt, seen: Int[np.ndarray, 
         seen: the tokens of each row, with those in the cache.
         reserve: the number of tokens that may follow.
     """
-    if not rope.follows_length:
-        return
     most, fed_before = rope.original_positions, np.asarray(prompt.start)
     crossing = seen > most
     if rope.type == "longrope":  # longer texts have frequencies of their own, but one set for all lengths
@@ -404,13 +401,12 @@ def _plan_full(
     )  # fmt: skip
     if kept is not None:
         plan = dataclasses.replace(plan, heads=kept.heads, positions=kept.positions)
-        more = prompt.tokens.shape[1] + options.reserve
-        together = _fullest(plan, _of_parts(plan, kept.held + more))
-        sizes = (
-            _with_pages(plan, sizes, options, kept, slots, together)
-            if kept.pages
-            else _with_slots(sizes, options, kept, slots)
-        )
+        if kept.pages:
+            layout = _layout(config, plan, kept.page_size)
+            together = layout.on_devices(kept.held + prompt.tokens.shape[1] + options.reserve)
+            sizes = _with_pages(layout, sizes, options, kept, slots, together)
+        else:
+            sizes = _with_slots(sizes, options, kept, slots)
     return plan, sizes, Rows(jax.device_put(prompt.start + prompt.lengths))
 
 
@@ -430,14 +426,16 @@ def _with_slots(sizes: Sizes, options: Options, kept: Kept, slots: int, first: i
     return sizes._replace(slots=after, prompt_slots=before)
 
 
-def _with_pages(plan: Plan, sizes: Sizes, options: Options, kept: Kept, most: int, held: int) -> Sizes:
+def _with_pages(
+    layout: Layout, sizes: Sizes, options: Options, kept: Kept, most: int, held: Int[np.ndarray, "B ways"]
+) -> Sizes:
     """Size the pages of a run that continues in a paged cache, which keeps its size if it is large enough.
 
     Args:
         most: the largest number of tokens that a head may hold.
-        held: the largest number of tokens that all heads, on a mesh those of a device, together may hold.
+        held: likewise, that the heads of a device hold together, in each row.
     """
-    pages = kvjax.pages_for(held, kept.held.size // math.prod(plan.ways), kept.page_size)
+    pages = layout.pages(held)
     pages = kept.pages if kept.pages >= pages else _rounded(pages, options)
     slots = kept.slots if kept.slots >= most else _rounded(most, options)
     return sizes._replace(slots=slots, pages=pages, page_size=kept.page_size)
@@ -483,127 +481,111 @@ def _sized(
     Args:
         traced: whether a derivative may be taken, which passes through no eviction from pages.
     """
-    policy, kept = plan.policy, prompt.kept
+    policy, kept, by_ratio = plan.policy, prompt.kept, isinstance(options.budget, float)
     assert policy is not None
-    largest, asked = int(budgets.max()), question_room(prompt.questions)
-    context = int((prompt.lengths - prompt.questions).max())
-    whole = plan.when == "prompt" and prompt.fed
+    asked, whole = question_room(prompt.questions), plan.when == "prompt" and prompt.fed
     # The copies of a block, and of an answer; what is left of a prompt is repeated by blocks before the answer.
     copies, later = (copied(policy, size) if plan.repeats else 0 for size in (options.block, plan.evict_every))
     decode_room = max(plan.evict_every + later, copies) if plan.evict_every else options.reserve
-    room = decode_room if whole else max(options.block + copies, decode_room)
-    if not options.fit_prompt and plan.evict_every > 1 and not whole:
+    room = max(options.block + copies, decode_room)
+    if whole or not prompt.fed:
+        room = decode_room
+    elif not options.fit_prompt and plan.evict_every > 1:
         room = options.block + copies + plan.evict_every - 1  # so that another turn fits
-    # A kept cache may hold more than the budget until the eviction after the first block, or the first steps.
-    held, entering = (0 if kept is None else kept.most), min(options.block, power_of_two(max(context, 1))) + copies
-    if not prompt.fed:
-        room = entering = decode_room
-    elif (prompt.lengths == prompt.questions).any():
-        entering = max(entering, asked + decode_room)
-    repeated = copied(policy, prompt.most) if whole else 0
-    fed = prompt.tokens.shape[1] - int(prompt.questions.min()) + repeated
-    prompt_slots = _rounded(held + fed, options, whole=True) if whole and context else 0
-    # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
-    sensible = max(power_of_two(prompt.most + options.reserve), config.max_positions)
-    all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
-    most_slots = all_tokens + options.reserve + max(copies, later) if options.fit_prompt else sensible
-    by_ratio = isinstance(options.budget, float)  # then the sizes follow the prompt's length
-
-    def fitted(slots: int) -> int:
-        return _rounded(slots, options) if by_ratio or slots >= most_slots else slots
-
-    windows = config.sliding_windows
-    paged = kept.pages > 0 if kept is not None else in_pages(policy, largest, windows)
-    if policy.allocation.even and (not paged or (kept is None and (plan.several is not None or traced))):
-        slots = fitted(min(largest + asked + room, sensible if whole else most_slots))
-        prompt_slots = max(slots, prompt_slots) if whole else slots
-        sizes = Sizes(slots, prompt_slots)
-        if kept is None:
-            return sizes
-        if not prompt.fed:  # the size that one call for both prompt and answer would have made
-            slots = max(kept.slots, fitted(min(max(largest + asked, held) + room, most_slots)))
-            return Sizes(slots, slots)
-        evicted = bool((prompt.lengths > prompt.questions).all())
-        return _with_slots(sizes, options, kept, slots, held + entering, evicted)
-    L, heads = config.num_layers, plan.heads
-    own = heads // plan.ways[1]  # heads of each layer on a device
-    most = policy.allocation.most(L, heads, largest + asked)
-    step = min(max(options.block + copies, 1 + later), asked + room)
     # A layer with a window that gave slots away grows back to its window while the others keep what they took.
-    grows = step if policy.allocation.even else asked + room
-    if kept is not None:
-        entering = max(entering, context + repeated) if whole else entering  # all is fed into the same pages
-        together = _of_parts(plan, kept.held)
-        if not prompt.fed:  # the size that one call for both prompt and answer would have made
-            most = max(*most_held(most + room, step, windows), held + room)
-            most = max(kept.slots, fitted(min(most, most_slots)))
-            fullest = np.maximum(budgets + asked, _held(policy, kept).astype(int))
-            pages = _pages(plan, fullest, room, grows, windows, most_slots, options)
-            limits = np.repeat([np.inf if window is None else window + step for window in windows], heads)
-            grown = np.maximum(kept.held + min(room, 1), np.minimum(kept.held + room, limits))
-            parts, heads_of_part = _of_parts(plan, grown), kept.held.size // math.prod(plan.ways)
-            least = kvjax.pages_for(_fullest(plan, parts), heads_of_part, kept.page_size)
-            return Sizes(most, 0, max(kept.pages, pages, least), kept.page_size)
-        # Before its first eviction a layer with a window may hold all that it held, a window and a block.
-        more = own * sum(most_held(entering, max(step, options.block) + repeated, windows))
-        usual = own * _in_layers(plan, budgets + asked, room, grows, windows)
-        of_rows = np.maximum(together + more, usual[:, None])
-        most = max(*most_held(most + room, step, windows), held + entering)
-        return _with_pages(plan, Sizes(0, prompt_slots), options, kept, min(most, most_slots), _fullest(plan, of_rows))
-    most = fitted(min(max(most_held(most + room, step, windows)), most_slots))
-    pages = _pages(plan, budgets + asked, room, grows, windows, most_slots, options)
-    return Sizes(most, prompt_slots, pages, options.page_size)
+    step = min(max(options.block + copies, 1 + later), asked + room) if policy.allocation.even else asked + room
+    # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
+    all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
+    limit = all_tokens + options.reserve + max(copies, later)
+    if not options.fit_prompt:
+        limit = max(power_of_two(prompt.most + options.reserve), config.max_positions)
+    # A budget in slots is a number of the run, like a length: near ones share their sizes, and so their programs.
+    held = budgets if by_ratio else np.full_like(budgets, rounded_up(int(budgets[0]), beside=asked + room))
+    demand = Demand(held + asked, room, step, limit)
+    before = 0  # slots for the whole prompt and its copies
+    if whole and (prompt.lengths > prompt.questions).any():
+        more = prompt.most - int(prompt.questions.min()) + copied(policy, prompt.most)
+        before = _rounded(more, options, whole=True)
+    layout = _layout(config, plan, options.page_size)
+    if kept is not None:  # it may hold more than the budget until its first eviction
+        entering = min(options.block, power_of_two(max(int(prompt.text.context.max()), 1))) + copies
+        if (prompt.lengths == prompt.questions).any():
+            entering = max(entering, asked + decode_room)
+        resized = _resized_pages if kept.pages else _resized_slots
+        return resized(plan, layout, prompt, options, demand, before, entering)
+    plain = policy.allocation.even and (plan.several is not None or traced)
+    slots, pages = capacity(layout, demand, not plain and in_pages(policy, int(budgets.max()), config.sliding_windows))
+    if by_ratio or slots >= limit:  # then it follows the prompt's length
+        slots = _rounded(slots, options)
+    if pages:
+        return Sizes(slots, before, _pages(layout, demand, options), options.page_size)
+    return Sizes(slots, max(slots, before))
 
 
-def _in_layers(
-    plan: Plan, held: np.ndarray, room: int, step: int, windows: tuple[int | None, ...], most: int | None = None
-) -> Int[np.ndarray, "B"]:
-    """Return the most slots per head that the heads of a device use, summed over the layers, for each row.
-
-    Args:
-        held: the tokens per head of each row after an eviction, on average over all heads.
-        room: the tokens per head that come in before the next one.
-        step: the most tokens that come in at once, for which a layer with a window has slots beside the window.
-        most: the most tokens that any head holds; None for no limit.
-    """
-    assert plan.policy is not None
-    slots = []
-    for row in map(int, held):
-        limit = row + room if most is None else min(row + room, most)
-        excess = excess_of_part(plan.policy.allocation, plan.heads, row, windows, plan.ways[1])
-        whole = sum(most_held(limit, step, windows)) + excess
-        slots.append(whole if most is None else min(whole, sum(most_held(most, step, windows))))
-    return np.array(slots)
-
-
-def _pages(
-    plan: Plan,
-    held: np.ndarray,
-    room: int,
-    step: int,
-    windows: tuple[int | None, ...],
-    most: int,
-    options: Options,
-) -> int:
-    """Return the pages of a device's pool, for rows whose heads hold ``held`` tokens on average; see ``_in_layers``."""
-    devices, ways = plan.ways
-    own = plan.heads // ways
-    slots = own * _in_layers(plan, held, room, step, windows, most)[:, None]  # alike on all devices that have a row
-    heads = len(held) // devices * own * len(windows)
-    pages = kvjax.pages_for(_fullest(plan, slots), heads, options.page_size)
-    follows = isinstance(options.budget, float) or (held + room).max() >= most
+def _pages(layout: Layout, demand: Demand, options: Options) -> int:
+    """Return the pages of each device, rounded where they follow the prompt's length."""
+    pages = capacity(layout, demand, paged=True).pages
+    assert demand.limit is not None
+    follows = isinstance(options.budget, float) or (demand.held + demand.room).max() >= demand.limit
     return _rounded(pages, options) if follows else pages
 
 
-def _of_parts(plan: Plan, held: Int[np.ndarray, "B heads"]) -> Int[np.ndarray, "B ways"]:
-    """Sum what the heads of all layers hold over the heads that share a device, for each row."""
-    ways = plan.ways[1]
-    return held.reshape(len(held), -1, ways, plan.heads // ways).sum(axis=(1, 3))
+def _resized_slots(
+    plan: Plan, layout: Layout, prompt: CheckedPrompt, options: Options, demand: Demand, before: int, entering: int
+) -> Sizes:
+    """Size the slots of a run that continues in a plain cache, which keeps its size if it is large enough.
+
+    Args:
+        before: slots for the whole prompt, if it is evicted from once; else 0.
+        entering: the tokens that come in before the first eviction.
+    """
+    kept, (slots, _) = prompt.kept, capacity(layout, demand, paged=False)
+    assert kept is not None and demand.limit is not None
+    if not prompt.fed:  # the size that one call for both prompt and answer would have made
+        slots = min(max(int(demand.held.max()), kept.most) + demand.room, demand.limit)
+    if isinstance(options.budget, float) or slots >= demand.limit:
+        slots = _rounded(slots, options)
+    if not prompt.fed:
+        slots = max(kept.slots, slots)
+        return Sizes(slots, slots)
+    evicted = bool((prompt.lengths > prompt.questions).all())
+    return _with_slots(Sizes(slots, max(slots, before)), options, kept, slots, kept.most + entering, evicted)
 
 
-def _fullest(plan: Plan, slots: Int[np.ndarray, "B ways"]) -> int:
-    """Return the slots of the device that needs most, which has some of the rows."""
-    return int(slots.reshape(plan.ways[0], -1, slots.shape[1]).sum(axis=1).max())
+def _resized_pages(
+    plan: Plan, layout: Layout, prompt: CheckedPrompt, options: Options, demand: Demand, before: int, entering: int
+) -> Sizes:
+    """Size the pages of a run that continues in a paged cache; see :func:`_resized_slots`."""
+    kept, policy = prompt.kept, plan.policy
+    assert kept is not None and policy is not None and demand.limit is not None
+    layout = dataclasses.replace(layout, page_size=kept.page_size)
+    most = layout.most_in_a_head(int(demand.held.max()), demand)
+    if prompt.fed:
+        repeated = 0
+        if plan.when == "prompt":  # all is fed into the same pages
+            repeated = copied(policy, prompt.most)
+            entering = max(entering, int(prompt.text.context.max()) + repeated)
+        # Before its first eviction a layer with a window may hold all that it held, a window and a block.
+        new = layout.most_held(entering, max(demand.step, options.block) + repeated)
+        together = layout.on_devices(kept.held + np.repeat(new, layout.heads))
+        usual = layout.slots_of_rows(demand._replace(limit=None))
+        slots = min(max(most, kept.most + entering), demand.limit)
+        return _with_pages(layout, Sizes(0, before), options, kept, slots, np.maximum(together, usual))
+    # The size that one call for both prompt and answer would have made.
+    slots = min(max(most, kept.most + demand.room), demand.limit)
+    slots = _rounded(slots, options) if isinstance(options.budget, float) or slots >= demand.limit else slots
+    full = demand._replace(held=np.maximum(demand.held, _held(policy, kept).astype(int)))
+    limits = np.repeat([np.inf if window is None else window + demand.step for window in layout.windows], layout.heads)
+    grown = np.maximum(kept.held + min(demand.room, 1), np.minimum(kept.held + demand.room, limits)).astype(int)
+    pages = _pages(layout, full, options)
+    pages = max(kept.pages, pages, layout.pages(layout.on_devices(grown)))
+    return Sizes(max(kept.slots, slots), 0, pages, kept.page_size)
+
+
+def _layout(config: Config, plan: Plan, page_size: int) -> Layout:
+    """Return where the heads of a run's cache are."""
+    allocation = UNIFORM if plan.policy is None else plan.policy.allocation
+    return Layout(plan.heads, tuple(config.sliding_windows), allocation, page_size, plan.ways)
 
 
 def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
@@ -679,7 +661,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
                 f"the cache's policy state is not that of {policy.name!r}: give the policy that the cache was made "
                 "with, or none."
             ) from None
-    held = hosts.fetched(jnp.moveaxis(cache.num_live, 1, 0)).reshape(B, L * K)
+    held = np.moveaxis(hosts.fetched(cache.num_live), 1, 0).reshape(B, L * K)
     start, dtypes = hosts.fetched(cache.next_position), dtypes_of(one)
     kept = Kept(K, start, held, cache.num_slots, cache.positions, dtypes)
     if policy is not None and Repeated.of(one.state) is not None:

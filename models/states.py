@@ -11,6 +11,7 @@ import numpy as np
 
 import kvjax
 from kvjax import KVCache, PagedCache, SplitCache
+from kvjax.capacity import rounded_up
 from kvjax.insertion import Cache
 from kvjax.making import blank
 from kvjax.paged import trimmed, with_room
@@ -18,7 +19,7 @@ from kvjax.split import on_mesh
 from models import hosts
 from models.decoder import Decoder
 from models.layer_caches import AnyCache, LayerCaches
-from models.plan import Plan, Sizes, bucketed
+from models.plan import Plan, Sizes
 from models.steps import DecodeState, Run
 
 
@@ -92,10 +93,10 @@ def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
 def without_room(cache: Cache) -> Cache:
     """Return a cache with no more slots, or pages, than its tokens need, rounded up to few sizes."""
     if isinstance(cache, PagedCache):
-        pages = bucketed(len(cache.owner) - int(cache.num_free))
+        pages = rounded_up(len(cache.owner) - int(cache.num_free))
         return _trimmed(cache, pages) if pages < len(cache.owner) else cache
     if isinstance(cache, KVCache):
-        slots = bucketed(int(np.max(hosts.fetched(cache.num_live))))
+        slots = rounded_up(int(np.max(hosts.fetched(cache.num_live))))
         return _compact(cache, slots) if slots < cache.num_slots else cache
     return cache
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import models
+from kvjax.capacity import rounded_up
 from kvjax.schedule import Phase
 from models import Config, by_layer, engine, layer_caches, states, steps
 from models.options import Options
-from models.plan import bucketed, check_prompt, plan_run
+from models.plan import check_prompt, plan_run
 from models.sampling import Sampling
 from tests.models import reference
 from tests.tiers import first
@@ -23,7 +24,7 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 BLOCK, BUDGET = 16, 40
 POLICIES = ["h2o+caote", "snapkv(window=4)+caote"]
-STACKED = (1, 2, 56)  # [B, K, S] behind the layers, S = 40 + 16
+STACKED = (1, 2, 56)  # [B, K, S] behind the layers, S = 40 + 16; a window of 4 has 3 slots more
 
 
 def model_of(layers):
@@ -41,9 +42,8 @@ def compiled(program, policy, **sizes):
 
 def lowered(program, policy, *, layers=3, length=100, evict_every=1):
     """A program of one row that scans the layers, lowered."""
-    budget = BUDGET if evict_every else BUDGET - 3  # a window of 4 has 3 slots more
     model = model_of(layers)
-    run, sizes, prompt = prepared(model, length, policy, budget, BLOCK, fit_prompt=False, evict_every=evict_every)
+    run, sizes, prompt = prepared(model, length, policy, BUDGET, BLOCK, fit_prompt=False, evict_every=evict_every)
     if program == "prefill":
         return engine._prefill.lower(run, sizes, prompt, None)
     if program == "generate":
@@ -122,11 +122,13 @@ def test_no_step_copies_the_cache(program, policy, evict_every):
         body for lines in computations.values() for line in lines for body in re.findall(r"body=%([\w.-]+)", line)
     }
     assert inside, "no loop was found: HLO's text has changed"
+    *rows, slots = STACKED
+    shape_of_cache = r"\w+\[3,{},{},{}[,\]]".format(*rows, slots if evict_every else slots + 3)
     written = 0
     for name in inside:
         for line in computations[name]:
             shape, operation = re.search(r"= (.*?) ([\w-]+)\(", line).groups()
-            if not re.match(r"\w+\[3,{},{},{}[,\]]".format(*STACKED), shape):
+            if not re.match(shape_of_cache, shape):
                 continue
             if operation == "fusion":
                 called = computations[re.search(r"calls=%([\w.-]+)", line).group(1)]
@@ -228,6 +230,15 @@ def test_a_budget_in_slots_has_one_plan_for_all_longer_prompts(model, policy):
     assert len({planned(model, n, policy, 64, "block", stream=True) for n in range(1, MOST, 997)}) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_near_budgets_in_slots_share_sizes_and_powers_of_two_keep_theirs(model, stream):
+    budgets = [*range(64, 104), 128, 512, 4_096]
+    sizes = {b: planned(model, 9_000, "h2o+caote", b, "block", stream=stream, block=64).slots for b in budgets}
+    assert len({sizes[budget] for budget in range(64, 104)}) <= 4
+    assert all(budget + 64 <= slots <= 1.125 * (budget + 64) for budget, slots in sizes.items())
+    assert all(sizes[budget] == budget + 64 for budget in (64, 128, 512, 4_096))
+
+
 def test_questions_of_nearby_lengths_share_one_plan(model):
     def plan(question):
         prompt = check_prompt(model, np.zeros((1, 60), np.int32), None, question)
@@ -238,4 +249,4 @@ def test_questions_of_nearby_lengths_share_one_plan(model):
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 127, 129, 1000, 1025, 32_767])
 def test_a_bucket_is_at_most_an_eighth_larger(size):
-    assert size <= bucketed(size) <= max(1.125 * size, size)
+    assert size <= rounded_up(size) <= max(1.125 * size, size)
