@@ -6,14 +6,16 @@ observe        inserts the block, attends over all live slots, and has the polic
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention_pages import observe_pages, observe_parts
 from kvjax.block_checks import check_shapes, checked_budget
 from kvjax.cache import KVCache, put_back
-from kvjax.eviction import Budget, Evidence, evict
-from kvjax.insertion import Cache, arrays_of, check_rows
+from kvjax.eviction import Budget, Evidence, evict_by
+from kvjax.insertion import Cache, arrays_of, checked_block
 from kvjax.layer import (
     ask,
     attend_heads,
@@ -91,8 +93,7 @@ def attend(
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
-    check_shapes(cache, query, key, value)
-    policy, budget = checked_budget(cache, query, position, policy, budget, excess, context)
+    policy, budget, key, value, position = _checked(cache, query, key, value, position, policy, budget, excess, context)
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and isinstance(cache, KVCache))
     if policy is not None and budget is not None and together:
@@ -101,6 +102,21 @@ def attend(
             f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]} layers: observe "
             "each layer with kvjax.observe, then evict once."
         )
+    return attend_unchecked(cache, query, key, value, position, policy, budget, excess, context)
+
+
+def attend_unchecked(
+    cache: Cache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"],
+    policy: Policy | None,
+    budget: Budget | None,
+    excess: int | None,
+    context: Context,
+) -> tuple[Float[Array, "B T N D"], Cache]:
+    """Run :func:`attend` without its checks, for callers that have made the cache for the policy and the block."""
     room = policy is not None and budget is not None and excess is not None
     out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context, room)
     if evidence is None or budget is None:
@@ -109,7 +125,7 @@ def attend(
         empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
         evidence = empty.with_layer(cache, None, evidence)
     layer = layer_index(cache, context)
-    return out, evict(cache, evidence, budget, layer=layer, excess=excess, implementation=context.implementation)
+    return out, evict_by(cache, evidence, budget, layer=layer, excess=excess, implementation=context.implementation)
 
 
 def observe(
@@ -156,12 +172,49 @@ def observe(
         >>> cache.num_live.sum().item()
         12
     """
-    check_shapes(cache, query, key, value)
-    policy, budget = checked_budget(cache, query, position, policy, budget, None, context)
+    policy, budget, key, value, position = _checked(cache, query, key, value, position, policy, budget, None, context)
+    return observe_unchecked(cache, query, key, value, position, policy, budget, context)
+
+
+def observe_unchecked(
+    cache: Cache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"],
+    policy: Policy | None,
+    budget: Budget | None,
+    context: Context,
+) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
+    """Run :func:`observe` without its checks."""
     out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
     if evidence is not None and isinstance(cache, KVCache):
         evidence = with_scores(evidence, layer_of(cache, context))
     return out, cache, evidence
+
+
+def _checked(
+    cache: Cache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None,
+    policy: Policy | str | None,
+    budget: Budget | None,
+    excess: int | None,
+    context: Context,
+) -> tuple[Policy | None, Any, Float[Array, "B T K D"], Float[Array, "B T K D"], Int[Array, "B T"]]:
+    """Return the policy, budget, keys, values and positions of a block, after checks that they fit the cache."""
+    check_shapes(cache, query, key, value)
+    policy, budget = checked_budget(cache, query, position, policy, budget, excess, context)
+    N, K = query.shape[2], cache.heads_shape[-1]
+    if policy is not None:
+        check_policy(policy, arrays_of(cache), N // K)
+        heads = cache.all_heads if isinstance(cache, PagedCache) else K
+        check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, heads)
+    layer = layer_index(cache, context)
+    key, value, position, _ = checked_block(cache, key, value, position, layer, query_heads=N)
+    return policy, budget, key, value, position
 
 
 def _observe(
@@ -169,23 +222,16 @@ def _observe(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"] | None,
+    position: Int[Array, "B T"],
     policy: Policy | None,
     budget: Budget | None,
     context: Context,
     room: bool = False,
 ) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
     """Run :func:`observe`; where a policy ends in CAOTE, scores may still be :class:`kvjax.observation.Weights`."""
-    K = cache.heads_shape[-1]
-    if policy is not None:
-        check_policy(policy, arrays_of(cache), query.shape[2] // K)
-        heads = cache.all_heads if isinstance(cache, PagedCache) else K
-        check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, heads)
     if isinstance(cache, SplitCache):
-        kv_heads = key.shape[2] if key.ndim == 4 and query.shape[2] == K else K  # a cache of the query heads
-        check_rows(cache, key, value, position, layer_index(cache, context), kv_heads)
         return observe_parts(cache, query, key, value, position, policy, budget, context)
-    query, key, value, position, context = prepared(cache, query, key, value, position, context)
+    query, key, value, context = prepared(cache, query, key, value, position, context)
     needs, shares = Needs() if policy is None else policy.needs, shares_of(cache, budget)
     if isinstance(cache, PagedCache):
         cache = insert_paged(cache, key, value, position, layer_index(cache, context), room)
@@ -195,7 +241,7 @@ def _observe(
     out, columns, query, here = attend_heads(taken, query, position, needs, context, cache)
     if policy is None:
         return out, put_back(cache, taken, layer_index(cache, context)), None
-    here = choosable(here, context)
+    here, K = choosable(here, context), cache.heads_shape[-1]
     evidence, state = ask(policy, here, query, position, columns, jnp.arange(K), shares, context)
     evidence = of_layer(policy, evidence, K)
     if not policy.allocation.even:

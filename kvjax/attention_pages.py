@@ -116,7 +116,7 @@ def observe_parts(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"] | None,
+    position: Int[Array, "B T"],
     policy: Policy | None,
     budget: Budget | None,
     context: Context,
@@ -134,7 +134,7 @@ def observe_parts(
         budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,))
 
     def of_part(part: PagedCache, query: Array, key: Array, value: Array, position: Any, budget: Any, context: Context):
-        query, key, value, position, context = prepared(part, query, key, value, position, context)
+        query, key, value, context = prepared(part, query, key, value, position, context)
         part = insert_paged(part, key, value, position, layer_index(part, context))
         return observe_pages(part, query, position, policy, shares_of(part, budget), context)
 

@@ -209,19 +209,38 @@ def evict(
         if allocation is not UNIFORM:
             raise ValueError("an allocation was given with a policy's evidence, which has its own; leave it out.")
         evidence = scores
-        # A block's statistics say nothing about a row without tokens in it: such a row keeps all.
-        budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots + 1)
     else:
         allocation = parse_allocation(allocation)
         evidence = Evidence(real_array("scores", scores), jnp.ones_like(cache.next_position), allocation=allocation)
-    position = _positions_of(cache, layer, evidence.allocation)
+    _check_layer(cache, layer, evidence.allocation)
+    if evidence.merging is not None and not isinstance(cache, KVCache):
+        merging = evidence.merging.name
+        raise ValueError(f"{merging!r} merges values in plain caches, but this one is paged; leave the link out.")
+    shape = cache.position.shape if layer is None else cache.position.shape[1:]
+    if isinstance(evidence.scores, Array) and evidence.scores.shape != shape:
+        raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {shape}.")
+    return evict_by(cache, evidence, budget, layer=layer, excess=excess, implementation=implementation)
+
+
+def evict_by(
+    cache: Cache,
+    evidence: Evidence,
+    budget: Budget,
+    *,
+    layer: int | Int[Array, ""] | None = None,
+    excess: int | None = None,
+    implementation: Implementation = "auto",
+) -> Cache:
+    """Run :func:`evict` by a policy's evidence, without its checks."""
+    if isinstance(cache, SplitCache):
+        return evict(cache, evidence, budget, excess=excess, implementation=implementation)
+    # A block's statistics say nothing about a row without tokens in it: such a row keeps all.
+    budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots + 1)
+    position = cache.position if layer is None else cache.position[layer]
     if evidence.end is not None:  # in this layer only: the others are still to be evicted from
         rows = batch_rows(cache) if layer is None else batch_rows(cache)[0]
         position = jnp.where(position >= evidence.end[rows][..., None], -1, position)
         cache = dataclasses.replace(cache, next_position=jnp.minimum(cache.next_position, evidence.end))
-    if evidence.merging is not None and not isinstance(cache, KVCache):
-        merging = evidence.merging.name
-        raise ValueError(f"{merging!r} merges values in plain caches, but this one is paged; leave the link out.")
     whole = evidence.spares(budget, cache.num_slots)
     begins = ~evidence.waits(budget, cache.num_slots)
     cache = dataclasses.replace(cache, state=begin_anew(cache.state, begins, layer))
@@ -243,8 +262,6 @@ def evict(
             implementation=implementation,
         )
         return _left(cache, evidence, position, kept.position, layer, excess)
-    if evidence.scores.shape != position.shape:
-        raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {position.shape}.")
     if evidence.allocation.even and isinstance(cache, KVCache):
         stays = keep_mask(evidence.scores, position, budget, excess=excess)
     else:
@@ -256,10 +273,10 @@ def evict(
     return _left(cache, evidence, position, after, layer, excess)
 
 
-def _positions_of(cache: Cache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> Int[Array, "*slots"]:
-    """Return the positions to evict from, after a check that the layer and the allocation allow it."""
+def _check_layer(cache: KVCache | PagedCache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> None:
+    """Check that the cache and the allocation allow an eviction from one layer."""
     if layer is None:
-        return cache.position
+        return
     if isinstance(cache, PagedCache):
         raise ValueError(_PAGES_SHARED)
     if len(cache.heads_shape) == 2 or (isinstance(layer, int) and not 0 <= layer < cache.heads_shape[0]):
@@ -271,7 +288,6 @@ def _positions_of(cache: Cache, layer: int | Int[Array, ""] | None, allocation: 
             f"the allocation {allocation.name!r} compares layers, but layer= names one; "
             "observe all layers first (kvjax.observe), then evict once."
         )
-    return cache.position[layer]
 
 
 def _left(

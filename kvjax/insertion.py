@@ -89,8 +89,12 @@ def checked_block(
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"] | None,
     layer: int | Int[Array, ""] | None,
+    query_heads: int = 0,
 ) -> tuple[Array, Array, Int[Array, "B T"], int | Int[Array, ""] | None]:
     """Return the arguments of :func:`insert` as arrays, after its checks.
+
+    Args:
+        query_heads: those of the block's queries, if it has any; a cache of so many heads repeats the KV heads.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,7 +107,9 @@ def checked_block(
         [[0, 1]]
     """
     key, value = real_array("key", key), real_array("value", value)
-    layer = check_rows(cache, key, value, position, layer)
+    K = cache.heads_shape[-1]
+    repeats = query_heads == K and key.ndim == 4 and not K % max(key.shape[2], 1)
+    layer = check_rows(cache, key, value, position, layer, key.shape[2] if repeats else K)
     T = key.shape[1]
     given = position
     if position is None:

@@ -15,7 +15,7 @@ from kernels_pallas import ColumnStatistics, cache_attention
 from kernels_pallas.dispatch import platform
 from kvjax.cache import KVCache, floats_of, insert_plain, put_back
 from kvjax.eviction import Budget, Evidence
-from kvjax.insertion import Cache, batch_rows, checked_block, next_positions, up_to, within
+from kvjax.insertion import Cache, batch_rows, up_to, within
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, joined, mark_protected, scores_of_weights, update_scores
@@ -28,14 +28,11 @@ def prepared(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"] | None,
+    position: Int[Array, "B T"],
     context: Context,
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Int[Array, "B T"], Context]:
-    """Return a block's queries, keys, values and positions as insertion and attention take them, and the context."""
-    N, layer = query.shape[2], layer_index(cache, context)
-    if position is None:
-        position = next_positions(cache, query.shape[1])
-    K = cache.heads_shape[-1]
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Context]:
+    """Return a block's queries, keys and values as insertion and attention take them, and the context."""
+    N, K = query.shape[2], cache.heads_shape[-1]
     if key.shape[2] != K and K == N:  # a cache for each query head
         key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
     if cache.positions != "absolute" and context.frequency is None:
@@ -49,8 +46,7 @@ def prepared(
         query, key = turn_to_index(
             next_index(layer_of(cache, context), position, context), query, key, position, context
         )
-    key, value, position, _ = checked_block(cache, key, value, position, layer)
-    return query, key, value, position, context
+    return query, key, value, context
 
 
 def shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:

@@ -12,7 +12,19 @@ from kvjax.block_checks import checked_budget
 from kvjax.cache import KVCache
 from kvjax.chains import policy_of
 from kvjax.eviction import Budget, Evidence
-from kvjax.layer import ask, attend_heads, choosable, inserted, of_layer, prepared, shares_of, updated, with_scores
+from kvjax.insertion import checked_block
+from kvjax.layer import (
+    ask,
+    attend_heads,
+    choosable,
+    inserted,
+    layer_index,
+    of_layer,
+    prepared,
+    shares_of,
+    updated,
+    with_scores,
+)
 from kvjax.observation import Context, Needs
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_measured, check_policy
@@ -76,7 +88,10 @@ def observe_each(
         check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
         check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.heads_shape[-1])
         of_shares.append(checked_budget(own, query, position, policy, budget, None, context)[1])
-    query, key, value, position, context = prepared(cache, query, key, value, position, context)
+    key, value, position, _ = checked_block(
+        cache, key, value, position, layer_index(cache, context), query_heads=query.shape[2]
+    )
+    query, key, value, context = prepared(cache, query, key, value, position, context)
     cache, taken = inserted(cache, key, value, position, context)
     together: dict[int, Needs] = {}
     largest = max(policy.needs.window for policy in chosen)

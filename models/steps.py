@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import Context, Evidence, OutputProjection, PagedCache, Reconstructed, SplitCache
+from kvjax.attention import attend_unchecked, observe_unchecked
+from kvjax.eviction import evict_by
 from kvjax.insertion import Cache, up_to
 from kvjax.schedule import Phase
 from models import selecting
@@ -127,7 +129,7 @@ def forward(
     cache = carry.cache
     if carry.evidence is not None:
         assert budgets is not None
-        cache = kvjax.evict(cache, carry.evidence, budgets)
+        cache = evict_by(cache, carry.evidence, budgets)
     return hidden, DecodeState(cache, carry.predictor, carry.source)
 
 
@@ -216,11 +218,9 @@ def attend(
     if plan.selection is not None:
         out, cache, carry = selecting.attend(plan.selection, cache, carry, rows, block.position, context)
     elif policy is None or (phase.evicts and evidence is None):
-        out, cache = kvjax.attend(
-            cache, *rows, block.position, policy=policy, budget=budgets, excess=phase.excess, context=context
-        )
+        out, cache = attend_unchecked(cache, *rows, block.position, policy, budgets, phase.excess, context)
     else:
-        out, cache, said = kvjax.observe(cache, *rows, block.position, policy=policy, budget=budgets, context=context)
+        out, cache, said = observe_unchecked(cache, *rows, block.position, policy, budgets, context)
         if evidence is not None:
             assert said is not None
             evidence = evidence.with_layer(cache, place.number, said)
