@@ -214,62 +214,66 @@ def schedule(
         True [16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31] [ 8 16 16]
         False [16 17 18 19] None
     """
-    rows = len(text.lengths)
-    compresses = np.ones(rows, bool) if compresses is None else compresses
-    answers = np.zeros(rows, bool) if answers is None else answers
     wanted = None if policy is None else policy.needs.reconstruction
-    again = wanted is not None and not wanted.pseudo
     size = block
     if text.start.any() and text.context.any():  # a turn is short: a large block would mostly be padding
         size = min(block, power_of_two(int(text.context.max())))
     context = _cut(text, np.zeros_like(text.context), text.context, size)
     question = _cut(text, text.context, text.lengths, max(1, min(block, question_room(text.questions))))
+    question = dataclasses.replace(question, phase=Phase(evicts=False, compressed=True))
     first: list[Stage] = []
-    left = text.pending or (np.zeros(0, np.int32),) * rows  # what is still to be repeated
-    if not text.context.any():
-        pass
-    elif wanted is not None and when == "prompt":
-        whole = [np.append(own, fed) for own, fed in zip(left, _first(text, text.context), strict=True)]
-        if wanted.pseudo:
-            whole = _first(text, text.context)
-        first += [_stage(exact, context)]
+    rest: list[Stage] = []
+    again: list[Stage] = []
+    if wanted is not None:
+        first, again = _with_copies(text, context, wanted, block, when, compresses, answers, exact)
+    elif text.context.any() and when == "block":
+        first = [_stage(exact, dataclasses.replace(context, phase=Phase(evicts=True)))]
+    elif text.context.any():
+        first = _but_last(context, exact)
+    if text.questions.any():
+        evicts = overfull and (wanted is None or wanted.pseudo > 0)
+        rest = _but_last(question, exact) if evicts else [_stage(exact, question)]
+    return Schedule(tuple(first), (*rest, *again))
+
+
+def _with_copies(
+    text: Text,
+    context: Step,
+    wanted: Reconstruction,
+    block: int,
+    when: Literal["block", "prompt"],
+    compresses: Bool[np.ndarray, "B"] | None,
+    answers: Bool[np.ndarray, "B"] | None,
+    exact: bool,
+) -> tuple[list[Stage], list[Stage]]:
+    """Return the stages that feed the context and repeat it, and those that repeat the rest before an answer."""
+    everywhere, nothing = np.ones(len(text.lengths), bool), np.zeros(0, np.int32)
+    compresses = everywhere if compresses is None else compresses
+    left = text.pending or (nothing,) * len(text.lengths)  # what is still to be repeated
+    fed = [row[:count] for row, count in zip(text.tokens, text.context, strict=True)]
+    first: list[Stage] = []
+    if text.context.any() and (when == "prompt" or wanted.pseudo):
+        whole = fed if wanted.pseudo else [np.append(own, more) for own, more in zip(left, fed, strict=True)]
+        first.append(_stage(exact, context))
         first += _but_last(repeats_of(whole, text.start + text.context, wanted, block, text.start), exact)
-        left = (np.zeros(0, np.int32),) * rows
-    elif wanted is not None and compresses.any():
-        before = [own if repeats else own[:0] for own, repeats in zip(left, compresses, strict=True)]
+        left = (nothing,) * len(left)
+    elif text.context.any():
+        before = [own if repeats else nothing for own, repeats in zip(left, compresses, strict=True)]
         if any(map(len, before)):
             first += _but_last(repeats_of(before, text.start, _of_block(wanted, block), None), exact)
-        first += [_stage(exact, context, *_repeated(text, context, _of_block(wanted, size), compresses))]
-        unseen = _first(text, np.where(compresses, 0, text.context))
-        left = tuple(
-            fed if repeats else np.append(own, fed) for own, fed, repeats in zip(left, unseen, compresses, strict=True)
-        )
-    elif wanted is not None:
-        first += [_stage(exact, context)]
-        left = tuple(np.append(own, fed) for own, fed in zip(left, _first(text, text.context), strict=True))
-    elif when == "block":
-        first += [_stage(exact, dataclasses.replace(context, phase=Phase(evicts=True)))]
-    else:
-        first += _but_last(context, exact)
-    rest: list[Stage] = []
-    question = dataclasses.replace(question, phase=Phase(evicts=False, compressed=True))
-    if text.questions.any():
-        rest += _but_last(question, exact) if overfull and not again else [_stage(exact, question)]
-    if again and answers.any():
-        assert wanted is not None
-        asked = (row[fed:length] for row, fed, length in zip(text.tokens, text.context, text.lengths, strict=True))
-        before = [
-            np.append(own, more)[: None if needs else 0] for own, more, needs in zip(left, asked, answers, strict=True)
-        ]
-        if any(map(len, before)):
-            copies = repeats_of(before, text.start + text.lengths, _of_block(wanted, block), None)
-            rest += _but_last(dataclasses.replace(copies, phase=question.phase), exact)
-    return Schedule(tuple(first), tuple(rest))
-
-
-def _first(text: Text, counts: Int[np.ndarray, "B"]) -> list[np.ndarray]:
-    """Return the first tokens of each row."""
-    return [row[:count] for row, count in zip(text.tokens, counts, strict=True)]
+        parts = _of_block(wanted, context.tokens.shape[-1])
+        first.append(_stage(exact, context, *(_repeated(text, context, parts, compresses) if compresses.any() else ())))
+        each = zip(left, fed, compresses, strict=True)
+        left = tuple(nothing if repeats else np.append(own, more) for own, more, repeats in each)
+    if wanted.pseudo or answers is None:
+        return first, []
+    asked = (row[fed:length] for row, fed, length in zip(text.tokens, text.context, text.lengths, strict=True))
+    each = zip(left, asked, answers, strict=True)
+    before = [np.append(own, more) if needs else nothing for own, more, needs in each]
+    if not any(map(len, before)):
+        return first, []
+    copies = repeats_of(before, text.start + text.lengths, _of_block(wanted, block), None)
+    return first, _but_last(dataclasses.replace(copies, phase=Phase(evicts=False, compressed=True)), exact)
 
 
 def _of_block(wanted: Reconstruction, block: int) -> Reconstruction:
