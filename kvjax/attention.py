@@ -118,7 +118,7 @@ def attend_unchecked(
 ) -> tuple[Float[Array, "B T N D"], Cache]:
     """Run :func:`attend` without its checks, for callers that have made the cache for the policy and the block."""
     room = policy is not None and budget is not None and excess is not None
-    out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context, room)
+    out, cache, evidence = observe_unchecked(cache, query, key, value, position, policy, budget, context, room)
     if evidence is None or budget is None:
         return out, cache
     if not isinstance(cache, KVCache):
@@ -173,21 +173,7 @@ def observe(
         12
     """
     policy, budget, key, value, position = _checked(cache, query, key, value, position, policy, budget, None, context)
-    return observe_unchecked(cache, query, key, value, position, policy, budget, context)
-
-
-def observe_unchecked(
-    cache: Cache,
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"],
-    policy: Policy | None,
-    budget: Budget | None,
-    context: Context,
-) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
-    """Run :func:`observe` without its checks."""
-    out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
+    out, cache, evidence = observe_unchecked(cache, query, key, value, position, policy, budget, context)
     if evidence is not None and isinstance(cache, KVCache):
         evidence = with_scores(evidence, layer_of(cache, context))
     return out, cache, evidence
@@ -217,7 +203,7 @@ def _checked(
     return policy, budget, key, value, position
 
 
-def _observe(
+def observe_unchecked(
     cache: Cache,
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
@@ -228,7 +214,11 @@ def _observe(
     context: Context,
     room: bool = False,
 ) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
-    """Run :func:`observe`; where a policy ends in CAOTE, scores may still be :class:`kvjax.observation.Weights`."""
+    """Run :func:`observe` without its checks; an even allocation's scores may still be :class:`kvjax.Weights`.
+
+    Args:
+        room: a promise that the block fits.
+    """
     if isinstance(cache, SplitCache):
         return observe_parts(cache, query, key, value, position, policy, budget, context)
     query, key, value, context = prepared(cache, query, key, value, position, context)

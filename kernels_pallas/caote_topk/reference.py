@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.dispatch import of_layer
-from kernels_pallas.topk import keep_mask
+from kernels_pallas.topk import best_of_rows, rank
 
 Norm = Literal[1, 2, "inf"]
 Group = Literal["exact", "mean"]
@@ -45,10 +45,12 @@ def caote_topk(
     value = of_layer(value, layer)[..., -(head_dim or 0) :]
     if value_scale is not None:
         value = value.astype(jnp.float32) * of_layer(value_scale, layer)[..., None]
-    scores = eviction_error(weights, value, position >= 0, fast=fast, norm=norm, group=group)
+    live = position >= 0
+    scores = eviction_error(weights, value, live, fast=fast, norm=norm, group=group)
     if protected is not None:
-        scores = jnp.where(protected & (position >= 0), jnp.inf, scores)
-    stays = keep_mask(scores, position, budget, excess=excess)
+        scores = jnp.where(protected & live, jnp.inf, scores)
+    each = jnp.broadcast_to(budget[:, None, None], (*live.shape[:2], 1))
+    stays = best_of_rows(rank(scores, live), position, each, excess)
     return Kept(jnp.where(stays, position, -1), scores if with_scores else None)
 
 
