@@ -281,15 +281,22 @@ def attention_input(config: Config, weights: dict[str, Array], x: Float[Array, "
 
 
 def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Apply a layer's feed-forward network, or those experts that the router chooses for each token.
+    """Apply a layer's feed-forward network, or those experts that the router chooses for each token."""
+    activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
+    if "router" in weights:
+        return _experts(config, weights, x, activation)
+    gate, up = x @ weights["gate"], x @ weights["up"]
+    return (activation(gate) * up) @ weights["down"]
+
+
+def _experts(
+    config: Config, weights: dict[str, Array], x: Float[Array, "B T E"], activation: Callable[[Array], Array]
+) -> Float[Array, "B T E"]:
+    """Apply those experts that the router chooses for each token.
 
     The tokens are sorted by expert, so that each expert's weights meet the rows of its own tokens in one ragged
     product. No token is dropped, and no expert is copied for a token.
     """
-    activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
-    if "router" not in weights:
-        gate, up = x @ weights["gate"], x @ weights["up"]
-        return (activation(gate) * up) @ weights["down"]
     logits = (x @ weights["router"]).astype(jnp.promote_types(x.dtype, jnp.float32))
     share, expert = jax.lax.top_k(jax.nn.softmax(logits), config.experts_per_token)  # [B, T, c]
     if config.normalise_experts:

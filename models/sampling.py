@@ -26,6 +26,12 @@ def sample(logits: Float[Array, "B V"], key: Array | None, sampling: Sampling) -
     """Choose the next token of each row; ``key`` is read only at a temperature above 0."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    assert key is not None
+    return _drawn(logits, key, sampling)
+
+
+def _drawn(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, "B"]:
+    """Draw the next token of each row."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     tiny = float(jnp.finfo(logits.dtype).tiny)
     temperature = min(max(sampling.temperature, tiny), 1 / tiny)  # XLA multiplies by 1 / temperature
@@ -43,7 +49,6 @@ def sample(logits: Float[Array, "B V"], key: Array | None, sampling: Sampling) -
         before = jnp.cumsum(descending, axis=-1) - descending
         needed = jnp.sum(before < top_p, axis=-1, keepdims=True)
         scaled = jnp.where(rank < jnp.maximum(needed, 1), scaled, -jnp.inf)
-    assert key is not None
     return jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
 
 

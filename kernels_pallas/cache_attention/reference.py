@@ -98,15 +98,34 @@ def cache_attention(
     rows = {name: row for name, row in rows.items() if name in asked}
     columns = _sums_of_rows(weights, total, rows) if rows else {}
 
-    if statistics - columns.keys():
-        weights = weights / total  # 0 where a query is padding
+    if statistics - columns.keys():  # weights are 0 where a query is padding
+        columns |= _of_divided(weights / total, columns, statistics, seen, (value, live, value_scale))
+    B, _, S = key_position.shape
+    flat = {name: columns[name].reshape(B, -1, S) for name in statistics}  # N heads, or K groups
+    return out, ColumnStatistics(**flat)
+
+
+def _of_divided(
+    weights: Float[Array, "B K G T S"],
+    sums: dict[str, Float[Array, "B K G S"]],
+    statistics: frozenset[str],
+    seen: Bool[Array, "B T"],
+    values: tuple[Real[Array, "B K S D"], Bool[Array, "B K S"], Float[Array, "B K S"] | None],
+) -> dict[str, Float[Array, "B K _ S"]]:
+    """Compute the statistics that are no sums of rows: they read the weights themselves.
+
+    Args:
+        seen: the queries of the observation window.
+        values: the values, a mask of the slots that hold one, and the scales of rows of eight bits.
+    """
+    columns = {}
     if "max" in statistics:
         columns["max"] = jnp.max(weights, axis=3)
     if "max_error" in statistics:
-        columns["max_error"] = jnp.max(_errors(weights, value, live, value_scale), axis=3)
+        columns["max_error"] = jnp.max(_errors(weights, *values), axis=3)
     if "window_variance" in statistics:  # around the mean: E[a^2] - E[a]^2 of small weights is all rounding
-        deviations = _sum_of_rows((weights - columns["window_mean"][:, :, :, None]) ** 2, seen)
-        others = (queries - 1)[:, None, None, None]
+        deviations = _sum_of_rows((weights - sums["window_mean"][:, :, :, None]) ** 2, seen)
+        others = (jnp.sum(seen, axis=1) - 1)[:, None, None, None]
         columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1).astype(weights.dtype), 0)
     if "window_square" in statistics:
         columns["window_square"] = _sum_of_rows(weights**2, seen)
@@ -114,9 +133,7 @@ def cache_attention(
         columns["window_log"] = _sum_of_rows(jax.scipy.special.xlogy(weights, weights), seen)
     if "window_group_square" in statistics:
         columns["window_group_square"] = _sum_of_rows(jnp.mean(weights, axis=2, keepdims=True) ** 2, seen)
-    B, _, S = key_position.shape
-    flat = {name: columns[name].reshape(B, -1, S) for name in statistics}  # N heads, or K groups
-    return out, ColumnStatistics(**flat)
+    return columns
 
 
 def _errors(
