@@ -404,13 +404,12 @@ def _prefill(
     state = start(run, sizes, B, None if cache is None else stacked(cache))
     carry: Any = (state, jnp.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype))
     of_places = []
-    for number, stage in enumerate((*prompt.context, *prompt.rest)):
-        if number == len(prompt.context):
+    for turn, stages in enumerate(prompt):
+        for stage in stages:
+            carry, hidden = _over_rounds(run, stage, carry, every)
+            of_places += [] if hidden is None else [hidden]
+        if turn == 0:  # the context is in
             carry = (shrink(carry[0], plan, sizes), carry[1])
-        carry, hidden = _over_rounds(run, stage, carry, every)
-        of_places += [] if hidden is None else [hidden]
-    if not prompt.rest:
-        carry = (shrink(carry[0], plan, sizes), carry[1])
     state, last = carry
     if not every:
         return state, last
