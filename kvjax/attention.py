@@ -6,8 +6,6 @@ observe        inserts the block, attends over all live slots, and has the polic
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -93,7 +91,8 @@ def attend(
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
-    policy, budget, key, value, position = _checked(cache, query, key, value, position, policy, budget, excess, context)
+    check_shapes(cache, query, key, value)
+    policy, budget = checked_budget(cache, query, position, policy, budget, excess, context)
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and isinstance(cache, KVCache))
     if policy is not None and budget is not None and together:
@@ -102,6 +101,7 @@ def attend(
             f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]} layers: observe "
             "each layer with kvjax.observe, then evict once."
         )
+    key, value, position = _checked(cache, query, key, value, position, policy, context)
     return attend_unchecked(cache, query, key, value, position, policy, budget, excess, context)
 
 
@@ -172,7 +172,9 @@ def observe(
         >>> cache.num_live.sum().item()
         12
     """
-    policy, budget, key, value, position = _checked(cache, query, key, value, position, policy, budget, None, context)
+    check_shapes(cache, query, key, value)
+    policy, budget = checked_budget(cache, query, position, policy, budget, None, context)
+    key, value, position = _checked(cache, query, key, value, position, policy, context)
     out, cache, evidence = observe_unchecked(cache, query, key, value, position, policy, budget, context)
     if evidence is not None and isinstance(cache, KVCache):
         evidence = with_scores(evidence, layer_of(cache, context))
@@ -185,14 +187,10 @@ def _checked(
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"] | None,
-    policy: Policy | str | None,
-    budget: Budget | None,
-    excess: int | None,
+    policy: Policy | None,
     context: Context,
-) -> tuple[Policy | None, Any, Float[Array, "B T K D"], Float[Array, "B T K D"], Int[Array, "B T"]]:
-    """Return the policy, budget, keys, values and positions of a block, after checks that they fit the cache."""
-    check_shapes(cache, query, key, value)
-    policy, budget = checked_budget(cache, query, position, policy, budget, excess, context)
+) -> tuple[Float[Array, "B T K D"], Float[Array, "B T K D"], Int[Array, "B T"]]:
+    """Return a block's keys, values and positions, after checks that they and the policy fit the cache."""
     N, K = query.shape[2], cache.heads_shape[-1]
     if policy is not None:
         check_policy(policy, arrays_of(cache), N // K)
@@ -200,7 +198,7 @@ def _checked(
         check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, heads)
     layer = layer_index(cache, context)
     key, value, position, _ = checked_block(cache, key, value, position, layer, query_heads=N)
-    return policy, budget, key, value, position
+    return key, value, position
 
 
 def observe_unchecked(
