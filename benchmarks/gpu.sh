@@ -11,10 +11,10 @@ set -euo pipefail
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD python=$PWD/.venv/bin/python extra=${EXTRA:-cuda}
-if [[ ! -x $python ]]; then
+if ! "$python" -m pip --version >/dev/null 2>&1; then # none yet, or half of one
     found=$(.ci/find-python)
     echo "Making .venv with $found"
-    "$found" -m venv .venv
+    "$found" -m venv --clear .venv
 fi
 extras=$extra,eval
 [[ ${JAX_PLATFORMS:-} == cpu ]] && extras=eval
