@@ -43,11 +43,7 @@ def code_of(document: Path) -> list[str]:
     return "\n".join(fenced + [re.sub("^    ", "", block, flags=re.MULTILINE) for block in indented]).splitlines()
 
 
-OLD = ("butler-flops.md", "memory.md")  # made before their commands wrote tables that wrap
-PAGES = [path for path in DOCUMENTS[:-1] if path.name not in OLD]
-
-
-@pytest.mark.parametrize("documents", [PAGES, EXAMPLES], ids=["pages", "docstrings"])
+@pytest.mark.parametrize("documents", [DOCUMENTS, EXAMPLES], ids=["pages", "docstrings"])
 def test_code_of_pages_is_at_most_80_columns_wide(documents):
     found = {str(path.relative_to(ROOT)): [line for line in code_of(path) if len(line) > 80] for path in documents}
     assert {name: lines for name, lines in found.items() if lines} == {}
