@@ -836,7 +836,7 @@ PRESSES = {
         Press("BasePress", "`kvjax.Policy`"),
         Press(
             "KVPressTextGenerationPipeline",
-            "`models.prefill`, then `models.generate(cache=...)`",
+            "`models.ask`; step by step: `models.prefill`, then `models.generate(cache=...)`",
             (),
             "[compress once](how-to/compress-once.md)",
         ),
