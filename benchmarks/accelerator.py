@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from benchmarks import measure, peers, report
 from benchmarks.shapes import parameter_count, shape
 from evals import evaluator
-from evals.report import columns
+from evals.report import Table
 from kvjax.checks import check_names
 from models import commands, provenance
 
@@ -269,9 +269,9 @@ def last_lines(log: Path, *, bars: bool = False) -> list[str]:
     return [line for line in lines if line.strip() and (bars or "%|" not in line)][-LINES:]
 
 
-def table(results: Sequence[Record]) -> str:
+def table(results: Sequence[Record]) -> Table:
     """Return a table of the parts: what became of them, and how long they took."""
-    return columns(
+    return Table(
         ("part", "result", "seconds"), [(r["part"], r["result"], f"{r['seconds']:.0f}") for r in results], left=2
     )
 
@@ -281,10 +281,10 @@ def page(document: Record) -> str:
     results = document["results"]
     text = f"# {document['device']}\n\n"
     text += f"Made by `{document['command']}`, commit {document['commit']}, jax {document['versions']['jax']}.\n"
-    text += f"\n{measure.markdown(table(results))}\n\n{LEGEND}\n"
+    text += f"\n{table(results).markdown()}\n\n{LEGEND}\n"
     found = report.measured_in(document)
     on = ["cpu" if document["device"] == "cpu" else "gpu"]
-    text += f"\n## Targets\n\n{measure.markdown(report.targets(found, on))}\n" if found else ""
+    text += f"\n## Targets\n\n{report.targets(found, on).markdown()}\n" if found else ""
     measured = {part["file"]: report.section(part) for part in found}
     for record in results:
         told = "\n".join(record["output"])

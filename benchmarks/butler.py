@@ -413,7 +413,7 @@ def loss(tokens: int, causal: bool, repetitions: int) -> dict[str, Any]:
     return result
 
 
-def prefill_table(results: list[dict[str, Any]]) -> str:
+def prefill_table(results: list[dict[str, Any]]) -> report.Table:
     """Return a table of what the predictor adds to a forward."""
     cells: list[tuple[str, report.Cell]] = [
         ("model", "{model}"),
@@ -435,7 +435,7 @@ def _by_share(results: list[dict[str, Any]], rows: str, cell: Callable[[dict[str
     ]
 
 
-def decode_flops_table(results: list[dict[str, Any]]) -> str:
+def decode_flops_table(results: list[dict[str, Any]]) -> report.Table:
     """Return a table of the FLOPs of a decode step."""
     cells: list[tuple[str, report.Cell]] = [
         ("model", "{model}"),
@@ -448,7 +448,7 @@ def decode_flops_table(results: list[dict[str, Any]]) -> str:
     return report.table(results, cells, left=1)
 
 
-def decode_bytes_table(results: list[dict[str, Any]]) -> str:
+def decode_bytes_table(results: list[dict[str, Any]]) -> report.Table:
     """Return a table of a decode step's bytes: the dense step, the predictor's, and selection over the dense step."""
 
     def mib(*names: str) -> report.Cell:
@@ -467,7 +467,7 @@ def decode_bytes_table(results: list[dict[str, Any]]) -> str:
     return report.table(results, cells, left=1)
 
 
-def reading_table(results: list[dict[str, Any]]) -> str:
+def reading_table(results: list[dict[str, Any]]) -> report.Table:
     """Return a table of the contexts from which selection saves bytes."""
 
     def length(slots: int | None) -> str:
@@ -484,7 +484,7 @@ def reading_table(results: list[dict[str, Any]]) -> str:
     return report.table(results, cells, left=1)
 
 
-def loss_table(results: list[dict[str, Any]]) -> str:
+def loss_table(results: list[dict[str, Any]]) -> report.Table:
     """Return a table of the time and memory of the loss with its gradients."""
 
     def mib(name: str) -> report.Cell:
@@ -528,7 +528,7 @@ the same tokens, gathered once).""",
 two in turn. ratio: over the materialised one; lowest: that of the lowest times, which a busy machine disturbs less;
 MiB: temporary arrays of the compiled programs.""".format(**LOSS_SIZES),
 }
-TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
+TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], report.Table]]] = {
     "prefill": ("A forward", prefill_table),
     "decode_flops": ("FLOPs of a decode step", decode_flops_table),
     "decode_bytes": ("Bytes of a decode step", decode_bytes_table),
@@ -537,7 +537,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
 }
 
 
-def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[str, str]]:
+def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[report.Table, str]]:
     """Return each table and its legend by title."""
     return {title: (table(results[n.split("_")[0]]), LEGENDS[n]) for n, (title, table) in TABLES.items()}
 
@@ -642,7 +642,7 @@ loss is timed on a CPU.
     said = findings(results)
     for name, (title, table) in TABLES.items():
         sentences = "\n".join(f"- {sentence}" for sentence in said[name])
-        shown = measure.markdown(table(results[name.split("_")[0]]))
+        shown = table(results[name.split("_")[0]]).markdown()
         text += f"\n## {title}\n\n{sentences}\n\n{shown}\n\n{LEGENDS[name]}\n"
     return text
 

@@ -49,7 +49,7 @@ def measured(
     return rows
 
 
-def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
     """Return each part's table and legend by title."""
     operations = [r for r in results if "operation" in r]
     return prefill.tables(results) | (kernels.tables(operations) if operations else {})

@@ -173,7 +173,7 @@ def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[d
     return found
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table with one row per step."""
     cells: list[tuple[str, report.Cell]] = [
         *SETTING,
@@ -200,7 +200,7 @@ SETTING: list[tuple[str, report.Cell]] = [
 ]
 
 
-def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
     """Return table and legend of each kind's steps and of their parts, by title."""
     found = {}
     for kind, title in (("decode", "A decode step"), ("block", "A block of a prompt")):
@@ -212,7 +212,7 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def split_table(results: Sequence[dict[str, Any]]) -> str:
+def split_table(results: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table of where a step's time goes, by the clock and by the processor, per shape, batch and budget."""
     cells: list[tuple[str, report.Cell]] = [
         ("shape", "{shape}"),

@@ -95,7 +95,7 @@ def rows(
     return found
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table with one row per policy, moment and prompt."""
     full = {r["prompt"]: r["seconds"] for r in results if r["policy"] == "full"}
 
@@ -117,7 +117,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return measure.table(results, cells, left=2)
 
 
-def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
     """Return table and legend, by title."""
     return {"Fixed memory": (table(results), LEGEND)}
 

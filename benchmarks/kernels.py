@@ -376,7 +376,7 @@ def sweep(
     return rows
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table with one row per case and implementation."""
     cells: list[tuple[str, report.Cell]] = [
         ("operation", "{operation}"),
@@ -393,7 +393,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return measure.table(results, cells, left=5)
 
 
-def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
     """Return the table and its legend by title."""
     return {"Operations": (table(results), LEGEND)}
 

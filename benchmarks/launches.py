@@ -203,7 +203,7 @@ def lowered(config: Config, policy: str, batch: int, budget: int, chip: Any = No
         return jax.jit(run, donate_argnums=0).trace(*given).lower(lowering_platforms=platforms)
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table with one row per policy."""
     head = ("shape", "batch", "budget", "policy", "launches", "kernels", "in inner loops", "MiB")
     rows = []
@@ -216,7 +216,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         rows.append(
             (r["shape"], r["batch"], f"{r['budget']:,}", r["policy"], total, len(kernels), inner, f"{moved:.1f}")
         )
-    return report.columns(head, [tuple(map(str, row)) for row in rows], left=4)
+    return report.Table(head, [tuple(map(str, row)) for row in rows], left=4)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

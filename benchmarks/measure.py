@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import math
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -362,35 +360,6 @@ def write(
             print(f"figures: {flags.json}")
 
 
-def markdown(text: str) -> str:
-    """Return a text table as one in Markdown, which a page can wrap; lines that belong to none become paragraphs.
-
-    Example:
-        >>> from benchmarks import measure
-        >>> print(
-        ...     measure.markdown("policy   ms\\n------  ---\\nh2o     1.5\\nrefused: x")
-        ... )
-        | policy | ms |
-        | --- | ---: |
-        | h2o | 1.5 |
-        <BLANKLINE>
-        refused: x
-    """
-    lines = text.splitlines()
-    rule = next((number for number, line in enumerate(lines) if re.fullmatch(r"-+(  -+)*", line)), None)
-    if not rule:
-        return "\n\n".join(lines)
-    spans = [found.span() for found in re.finditer("-+", lines[rule])]
-    between = [place for (_, end), (begin, _) in itertools.pairwise(spans) for place in range(end, begin)]
-    inside = [all(line[place : place + 1] in ("", " ") for place in between) for line in lines]
-    ends = rule + 1 + next((n for n, fits in enumerate(inside[rule + 1 :]) if not fits), len(lines))
-    rows = [[line[begin:end] for begin, end in spans] for line in [*lines[rule - 1 : rule], *lines[rule + 1 : ends]]]
-    right = [any(row[n][:1] == " " and row[n].strip() for row in rows) for n in range(len(spans))]
-    shown = [f"| {' | '.join(cell.strip().replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    shown.insert(1, f"| {' | '.join('---:' if r else '---' for r in right)} |")
-    return "\n\n".join(["\n".join(shown), *lines[ends:]])
-
-
 def write_page(path: Path, text: str) -> None:
     """Write a page in Markdown, and print its path."""
     with commands.replacing(path) as temporary:
@@ -398,14 +367,14 @@ def write_page(path: Path, text: str) -> None:
     print(f"page: {path}")
 
 
-def show(tables: Mapping[str, tuple[str, str]], path: Path | None) -> None:
+def show(tables: Mapping[str, tuple[report.Table, str]], path: Path | None) -> None:
     """Print tables with their legends, and the path of the figures."""
     print("\n\n".join(f"{title}\n\n{table}\n\n{legend}" for title, (table, legend) in tables.items()))
     if path is not None:
         print(f"figures: {path}")
 
 
-def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, report.Cell]], *, left: int) -> str:
+def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, report.Cell]], *, left: int) -> report.Table:
     """Return a table as :func:`evals.report.table` does; refused rows say so, with the reasons below the table.
 
     Example:
@@ -425,7 +394,7 @@ def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, report.C
 
     told = [(head, unless_refused(place, cell)) for place, (head, cell) in enumerate(cells)]
     reasons = dict.fromkeys(f"refused: {r['refused']}" for r in rows if "refused" in r)
-    return "\n".join([report.table(rows, told, left=left), *reasons])
+    return report.table(rows, told, left=left, notes=list(reasons))
 
 
 def whole_numbers(name: str, text: str, low: int = 1) -> list[int]:
@@ -466,7 +435,7 @@ def shares(name: str, text: str) -> list[float]:
     return [float(share) for share in found]
 
 
-def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> str:
+def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table of each row's time over that of the same row in an older file; rows in only one have no ratio.
 
     Example:
@@ -492,7 +461,7 @@ def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]
     ratios = [float(line[3]) for line in lines if line[3]]
     if ratios:
         lines.append((f"geometric mean of {len(ratios)}", "", "", f"{statistics.geometric_mean(ratios):.3f}"))
-    return report.columns(("row", "before ms", "now ms", "now / before"), lines, left=1)
+    return report.Table(("row", "before ms", "now ms", "now / before"), lines, left=1)
 
 
 def _figure(value: float | None) -> str:

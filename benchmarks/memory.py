@@ -64,7 +64,7 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
     return result
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> report.Table:
     """Return a table in MiB with one row per allocation and budget."""
 
     def mib(*names: str) -> report.Cell:
@@ -112,5 +112,5 @@ def command(flags: argparse.Namespace) -> None:
         size = f"{CONFIG.num_layers} layers, {CONFIG.num_kv_heads} KV heads of {CONFIG.head_dim}, float32, a prompt of"
         text = f"# Bytes of a cache under each allocation\n\n{size} {flags.prompt:,} tokens, blocks of {flags.block}, "
         text += f"pages of {flags.page_size}. Made by `python -m benchmarks memory`.\n\n"
-        text += f"{measure.markdown(table(results))}\n\n{LEGEND}\n"
+        text += f"{table(results).markdown()}\n\n{LEGEND}\n"
         measure.write_page(flags.page, text)

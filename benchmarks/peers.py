@@ -200,7 +200,7 @@ def summarised(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: Sequence[Mapping[str, Any]], what: str) -> str:
+def table(rows: Sequence[Mapping[str, Any]], what: str) -> report.Table:
     """Return a table of "prefill" or "decode", with one row per side, budget and number of threads."""
     speed = lambda r: r[what].get("tokens_a_second")  # noqa: E731  older results do not have it
     last: tuple[str, report.Cell] = ("same", "{same_tokens} of {tokens}")
@@ -232,7 +232,7 @@ def heading(settings: Mapping[str, Any]) -> str:
     return f"Beside other libraries: {what}, a prompt of {settings['prompt']:,} tokens"
 
 
-def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[report.Table, str]]:
     """Return the tables of the prompt and of a new token by title, with their legend after the last."""
     return {"A prompt": (table(rows, "prefill"), ""), "A new token": (table(rows, "decode"), LEGEND)}
 

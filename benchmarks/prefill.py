@@ -80,7 +80,7 @@ def _named(name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
     }
 
 
-def feed_table(results: Sequence[dict[str, Any]]) -> str:
+def feed_table(results: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table with one row per prompt that was fed."""
     whole = {
         (r["shape"], r["batch"], r["prompt"]): r["milliseconds"]
@@ -103,7 +103,7 @@ def feed_table(results: Sequence[dict[str, Any]]) -> str:
     return measure.table(results, cells, left=len(decode.SETTING))
 
 
-def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
     """Return table and legend of blocks, their parts and whole prompts, by title."""
     fed = [r for r in results if r.get("kind") == "feed"]
     return decode.tables(results) | ({"Whole prompts": (feed_table(fed), LEGEND)} if fed else {})

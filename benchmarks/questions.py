@@ -122,7 +122,7 @@ def compared(
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> report.Table:
     """Return a table with one row per way of asking."""
     cells: list[tuple[str, report.Cell]] = [
         ("policy", "{policy}"),

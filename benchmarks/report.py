@@ -201,7 +201,7 @@ def section(document: Document) -> str:
     heading = module.heading(settings) if hasattr(module, "heading") else document["file"].removesuffix(".json")
     text = f"## {heading}\n\n{made}.\n"
     for title, (table, legend) in tables.items():
-        text += f"\n### {title}\n\n{measure.markdown(table)}\n" + (f"\n{legend}\n" if legend else "")
+        text += f"\n### {title}\n\n{table.markdown()}\n" + (f"\n{legend}\n" if legend else "")
     return text
 
 
@@ -210,7 +210,7 @@ def _device(document: Document) -> str:
     return f"{cores} CPU cores" if document["device"] == "cpu" and cores else document["device"]
 
 
-def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> str:
+def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> report.Table:
     """Return a table of the targets of those kinds of devices with their figures: met, missed or unmeasured."""
     rows = []
     for target in (target for target in TARGETS if target.on in on):
@@ -222,7 +222,7 @@ def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> st
             continue
         met = figure >= target.least if target.least is not None else figure <= (target.most or 0)
         rows.append((target.text, target.on, bound, f"{figure:.3f}", "met" if met else "missed"))
-    return report.columns(("target", "on", "bound", "figure", ""), rows, left=2)
+    return report.Table(("target", "on", "bound", "figure", ""), rows, left=2)
 
 
 def _rows(document: Document) -> list[Row]:
@@ -241,7 +241,7 @@ def page(found: Sequence[Document], images: Sequence[str]) -> str:
     for name in images:
         title, caption = pictures[name]
         text += f"\n![{title}](images/performance-{name}.png)\n\n*{title}. {caption}*\n"
-    text += f"\n## Targets\n\n{measure.markdown(targets(found))}\n"
+    text += f"\n## Targets\n\n{targets(found).markdown()}\n"
     return text + "".join(f"\n{section(document)}" for document in found if document not in compared)
 
 

@@ -55,7 +55,7 @@ def timed(links: list[str], budget: int, block: int, repetitions: int) -> list[d
     return [{"link": link, **own._asdict(), "ratio": own.milliseconds / first} for link, own in times.items()]
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table with one row per link."""
     cells = [
         ("link", "{link}"),

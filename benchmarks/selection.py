@@ -93,7 +93,7 @@ def alone(model: models.Decoder, butler: Butler, context: int) -> Callable[[], A
     return run
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table with one row per step."""
     cells: list[tuple[str, report.Cell]] = [
         ("context", "{context:,}"),

@@ -97,7 +97,7 @@ def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Set
     ]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> report.Table:
     """Return a table with one row per way."""
     cells: list[tuple[str, report.Cell]] = [
         ("prompt", "{way}"),

@@ -267,26 +267,27 @@ def flatness(rows: Sequence[dict[str, Any]], name: str) -> float:
     return last / first - 1
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return one table with a row per part of each run, and a sentence on each run."""
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
+    """Return a table of each run by title, with a row for each part, and a sentence on it."""
     held: list[tuple[str, report.Cell]] = [
         ("MiB held", lambda r: f"{r['resident_bytes'] / 2**20:,.0f}"),
         ("compiled", "{compilations}"),
     ]
-    text = []
+    found = {}
     if tokens := [row for row in results if row["run"] == "tokens"]:
         cells = [("tokens fed", "{done:,}"), ("ms a block", "{milliseconds:.2f}"), ("of processor", "{processor:.2f}")]
-        text.append(report.table(tokens, [*cells, *held], left=0))
-        text.append(_said(tokens, "processor", "processor time of a block"))
+        table = report.table(tokens, [*cells, *held], left=0)
+        found["One prompt through one cache"] = (table, _said(tokens, "processor", "processor time of a block"))
     if requests := [row for row in results if row["run"] == "requests"]:
         cells = [("requests", "{done:,}"), ("seconds", "{seconds:,.0f}")]
-        text.append(report.table(requests, [*cells, *held, *((name, f"{{{name}:,}}") for name in COUNTED)], left=0))
-        text.append(_said(requests))
+        table = report.table(requests, [*cells, *held, *((name, f"{{{name}:,}}") for name in COUNTED)], left=0)
+        found["Requests through one Engine"] = (table, _said(requests))
     if kills := [row for row in results if row["run"] == "kills"]:
         last, busy = kills[-1], sum(row["there"] > 0 for row in kills)
-        counted = ", ".join(f"{last[name]:,} {name}" for name in FATES)
-        text.append(f"{len(kills)} kills of models.batch, {busy} of them with answers in the file: {counted}.")
-    return "\n\n".join(text)
+        table = report.table([last], [(name, f"{{{name}:,}}") for name in FATES], left=0)
+        said = f"{len(kills)} kills of models.batch, {busy} of them with answers in the file."
+        found["Kills of a command"] = (table, said)
+    return found
 
 
 def _said(rows: Sequence[dict[str, Any]], name: str | None = None, what: str = "") -> str:
@@ -336,7 +337,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Run all, print the table, write JSON after each and the picture at the end."""
+    """Run all, print the tables, write JSON after each and the picture at the end."""
     if flags.plot is not None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot])
@@ -365,9 +366,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.kills:
         results += killed(flags)
         measure.write(flags, "soak", settings, results, made_of)
-    print(table(results))
-    if flags.json is not None:
-        print(f"figures: {flags.json}")
+    measure.show(tables(results), flags.json)
     if flags.plot is not None:
         figure(results, flags.plot)
         print(f"picture: {flags.plot}")

@@ -279,7 +279,7 @@ def taken(result: dict[str, Any]) -> float:
     return sum(result[f"{name}_bytes"] for name in ("argument", "temporary", "new")) / result["array_bytes"]
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> report.Table:
     """Return a table with one row per model and chip; below it is why some do not compile."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for r in results:
@@ -318,7 +318,7 @@ def table(results: list[dict[str, Any]]) -> str:
                 " ".join(f"{count} {kind}" for kind, count in most.items()) or ("none" if steps else ""),
             )
         )
-    return "\n".join([report.columns(head, rows, left=3), *reasons])
+    return report.Table(head, rows, left=3, notes=reasons)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

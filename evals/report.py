@@ -282,12 +282,65 @@ def show(*texts: str) -> None:
     print("\n\n".join(text for text in texts if text))
 
 
-def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, Cell]], *, left: int) -> str:
-    """Return a table in text with one line per row, or an empty text without rows.
+class Table(str):
+    """A table in text, in aligned columns, with lines below it; empty without rows. :meth:`markdown` is for a page.
+
+    Args:
+        left: how many columns stand to the left; the others hold figures, to the right.
+
+    Example:
+        >>> from evals import report
+        >>> head, rows = ("policy", "ms"), [("h2o", "1.5")]
+        >>> table = report.Table(head, rows, left=1, notes=["on a CPU"])
+        >>> print(table)
+        policy   ms
+        ------  ---
+        h2o     1.5
+        on a CPU
+        >>> print(table.markdown())
+        | policy | ms |
+        | --- | ---: |
+        | h2o | 1.5 |
+        <BLANKLINE>
+        on a CPU
+    """
+
+    cells: Sequence[Sequence[str]]
+    left: int
+    notes: Sequence[str]
+
+    def __new__(
+        cls, head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int, notes: Sequence[str] = ()
+    ) -> Table:
+        """Return the text."""
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+
+        def line(cells: Sequence[str]) -> str:
+            parts = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+            return "  ".join(parts).rstrip()
+
+        lines = [line(head), line(["-" * width for width in widths]), *map(line, rows)] if rows else []
+        found = super().__new__(cls, "\n".join([*lines, *notes]))
+        found.cells, found.left, found.notes = [head, *rows] if rows else [], left, notes
+        return found
+
+    def markdown(self) -> str:
+        """Return the table in Markdown, which a page wraps; the lines below it become paragraphs."""
+        lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in self.cells]
+        if lines:
+            rule = ("---" if i < self.left else "---:" for i in range(len(self.cells[0])))
+            lines.insert(1, f"| {' | '.join(rule)} |")
+        return "\n\n".join(filter(None, ["\n".join(lines), *self.notes]))
+
+
+def table(
+    rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, Cell]], *, left: int, notes: Sequence[str] = ()
+) -> Table:
+    """Return a table with one line per row; it is empty without rows.
 
     Args:
         cells: each column's head, and the text of its cells: a format of the row's fields, or a function of the row.
-        left: as in :func:`columns`.
+        left, notes: as in :class:`Table`.
 
     Example:
         >>> from evals import report
@@ -304,18 +357,5 @@ def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, Cell]], 
         ------  ------  -----
         h2o     all     50.0%
     """
-    if not rows:
-        return ""
     lines = [[cell.format_map(r) if isinstance(cell, str) else cell(r) for _, cell in cells] for r in rows]
-    return columns([head for head, _ in cells], lines, left=left)
-
-
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Return text in aligned columns: the first ``left`` columns to the left, figures to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-
-    def line(cells: Sequence[str]) -> str:
-        parts = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        return "  ".join(parts).rstrip()
-
-    return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, rows)])
+    return Table([head for head, _ in cells], lines, left=left, notes=notes)

@@ -92,7 +92,7 @@ def table(found: Sequence[Place]) -> str:
         for question in PANELS
         for place in best(place for place in found if place.question == question)
     ]
-    return report.columns(("question", "bytes", "recall", "policy"), rows, left=1)
+    return report.Table(("question", "bytes", "recall", "policy"), rows, left=1)
 
 
 def _name(place: Place) -> str:
