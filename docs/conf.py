@@ -89,6 +89,30 @@ def as_written(app, what, name, obj, options, lines):
     lines[:] = made
 
 
+def colon_kept(app, what, name, obj, options, lines):
+    """Keep napoleon from reading what stands before a colon in a property's summary as its type."""
+    if what in ("attribute", "property") and lines:
+        lines[0] = f": {lines[0]}"
+
+
+def field_left_out(app, what, name, obj, skip, options):
+    """Leave out the fields of a NamedTuple, which its class describes."""
+    return str(obj.__doc__).startswith("Alias for field number") or None
+
+
+def fit_for_a_page(app, pagename, templatename, context, doctree):
+    """Let long names in tables break at their signs, and each picture open in its full size."""
+
+    def breakable(name):
+        return re.sub(r"(?<=[,/=])(?=.)|(?<=.)(?=[+@(])", "<wbr>", name[0])
+
+    def cells(table):
+        return re.sub(r'(?<=<span class="pre">)[^<]+', breakable, table[0])
+
+    body = re.sub(r"<table.*?</table>", cells, context.get("body", ""), flags=re.DOTALL)
+    context["body"] = re.sub(r'(?<!">)<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', body)
+
+
 def _formula(display):
     """Return the renderers of a formula: MathML, which browsers draw by themselves."""
 
@@ -102,3 +126,6 @@ def _formula(display):
 def setup(app):
     app.add_html_math_renderer("mathml", inline_renderers=_formula("inline"), block_renderers=_formula("block"))
     app.connect("autodoc-process-docstring", as_written)
+    app.connect("autodoc-process-docstring", colon_kept, priority=400)  # before napoleon
+    app.connect("autodoc-skip-member", field_left_out)
+    app.connect("html-page-context", fit_for_a_page)

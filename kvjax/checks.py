@@ -131,6 +131,7 @@ def typed[F: Callable[..., Any]](function: F) -> F:
     signature = inspect.signature(function)
     hints = functools.cache(lambda: get_type_hints(function))  # late: annotations may name what is defined further down
 
+    @functools.wraps(function)  # Sphinx asks what a partial holds for its module
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             given = signature.bind(*args, **kwargs)
