@@ -185,14 +185,14 @@ def selections() -> str:
     return "\n".join([text, "", *lines])
 
 
-REAL_COLUMNS = {
+REAL_POLICIES = {
     "recency": RECENCY, "h2o + caote, half protected": "h2o+caote+protect(recent=0.5)", "tova": "tova",
     "expected_attention": "expected_attention", "keydiff": "keydiff", "curdkv": "curdkv",
     "curdkv + critical @model": "curdkv+critical@model", "snapkv": "snapkv", "snapkv + caote": "snapkv+caote",
     "snapkv, window 16, + caote": "snapkv(window=16)+caote", "laprox @model": "laprox@model",
     "laprox, kernel 13, @model": "laprox(kernel=13)@model",
 }  # fmt: skip
-NEWER_COLUMNS = {
+NEWER_POLICIES = {
     "recency": RECENCY, "snapkv": "snapkv", "curdkv": "curdkv", "finch": "finch", "chunkkv": "snapkv+chunks",
     "simlayerkv": "snapkv@simlayer(recent=0.5)", "kvzip": "kvzip", "kvzip + caote": "kvzip+caote",
     "kvzip @model": "kvzip@model(normalise=False,cap=None)", "dapq": "dapq",
@@ -201,13 +201,13 @@ NEWER_COLUMNS = {
 }  # fmt: skip
 
 FILTERS, HEADS = (f"file='docs/results/{claims.REAL}/{name}.npy'" for name in ("q-filters", "heads"))
-CALIBRATED_COLUMNS = {
+CALIBRATED_POLICIES = {
     "recency": RECENCY, "streaming": "streaming", "key_norm": "key_norm", "q_filters": f"q_filters({FILTERS})",
     "snapkv": "snapkv", "snapkv @adakv": "snapkv@adakv", "snapkv @duo": f"snapkv@duo({HEADS},sinks=4,recent=0.25)",
     "snapkv @headkv": f"snapkv@headkv({HEADS})", "snapkv + caote @headkv": f"snapkv+caote@headkv({HEADS})",
 }  # fmt: skip
-README_COLUMNS = {
-    name: (REAL_COLUMNS | NEWER_COLUMNS)[name]
+README_POLICIES = {
+    name: (REAL_POLICIES | NEWER_POLICIES)[name]
     for name in (
         "recency", "tova", "curdkv", "snapkv", "snapkv, window 16, + caote", "laprox, kernel 13, @model", "chunkkv",
         "kvzip @model",
@@ -215,22 +215,25 @@ README_COLUMNS = {
 }  # fmt: skip
 
 
-def real_seen(columns: dict[str, str], *studies: str) -> str:
-    """Make the table of needles on SmolLM2 under the policies of ``columns``, the best of each row bold.
+def real_seen(policies: dict[str, str], *studies: str) -> str:
+    """Make the table of needles on SmolLM2 under the named policies, the best of each budget and question bold.
 
     A policy that has no run for a question has "-". The studies have the same prompts.
     """
     found_in = [read(f"{claims.REAL}/{study}.json") for study in studies]
     data = found_in[0]
     recall = {(r["policy"], r["share"], r["question"]): r["recall"] for part in found_in for r in part["results"]}
-    lines = [f"| budget, question | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
-    for question in ("known", "unknown"):
-        for share in sorted({share for _, share, _ in recall if share is not None}):
-            found = [recall.get((policy, share, question)) for policy in columns.values()]
-            most = max(value for value in found if value is not None)
-            cells = ["-" if value is None else f"{'**' * (value == most)}{value:.2f}{'**' * (value == most)}"
-                     for value in found]  # fmt: skip
-            lines.append(f"| {share:.0%}, {question} | {' | '.join(cells)} |")
+    shares = sorted({share for _, share, _ in recall if share is not None})
+    settings = [(share, question) for question in ("known", "unknown") for share in shares]
+    most = {s: max(recall.get((policy, *s), 0) for policy in policies.values()) for s in settings}
+    lines = [
+        f"| policy | {' | '.join(f'{share:.0%}, {question}' for share, question in settings)} |",
+        f"|{' --- |' * (len(settings) + 1)}",
+    ]
+    for name, policy in policies.items():
+        found = [(recall.get((policy, *s)), most[s]) for s in settings]
+        cells = ["-" if x is None else f"**{x:.2f}**" if x == best else f"{x:.2f}" for x, best in found]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     full = recall["full", None, "known"]
     lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens; the full cache has {full:.2f}."]
     return "\n".join(lines)
@@ -857,26 +860,33 @@ def equal(part: dict[str, Any], names: tuple[str, ...], where: str) -> list[str]
 def presses(kind: str) -> str:
     """Make the table of kvpress' presses: the policy here, and how many kept sets are equal."""
     data = read("parity.json")
-    lines = ["| press | here | same kept sets |", f"|{' --- |' * 3}"]
+    compared = any(press.compared for press in PRESSES[kind])
+    lines = (
+        ["| press | here | same kept sets |", f"|{' --- |' * 3}"] if compared else ["| press | here |", "| --- | --- |"]
+    )
     for press in PRESSES[kind]:
         values = [f"values to {data['values'][name]:.0e}" for name in press.compared if name in data["values"]]
         sets = equal(data["tiny"], press.compared, ""), equal(data["smollm2"], press.compared, " in SmolLM2")
         here = "; ".join(filter(None, [press.here or "not here", press.note]))
-        lines.append(f"| `{press.name}` | {here} | {', '.join([*values, *sets[0], *sets[1]])} |")
+        same = f" {', '.join([*values, *sets[0], *sets[1]])} |" if compared else ""
+        lines.append(f"| `{press.name}` | {here} |{same}")
     return "\n".join(lines)
 
 
 def peers() -> str:
     """Make the table of times beside kvpress and transformers, from benchmarks/results/peers-smollm2.json."""
     data = read("../../benchmarks/results/peers-smollm2.json")
-    lines = ["| threads | budget | side | prompt, s | | token, ms | | peak, MiB | same tokens |", f"|{' --- |' * 9}"]
+    lines = [
+        "| threads | budget | side | prompt, s | x | token, ms | x | peak, MiB | same tokens |",
+        f"|{' --- |' * 9}",
+    ]
     for r in data["results"]:
         if "llama.cpp" in r["side"]:
             continue
         cells = [r["threads"], r["budget"] or "full", r["side"]]
         for part, unit, form in (("prefill", 1e3, ".2f"), ("decode", 1, ".1f")):
             ratio = r[f"{part}_ratio"]
-            cells += [format(r[part]["milliseconds"] / unit, form), "" if ratio is None else f"{ratio:.2f} x"]
+            cells += [format(r[part]["milliseconds"] / unit, form), "" if ratio is None else f"{ratio:.2f}"]
         cells += [f"{r['peak_bytes'] / 2**20:,.0f}", f"{r['same_tokens']} of {r['tokens']}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     settings = data["settings"]
@@ -1023,12 +1033,12 @@ def grown(r: dict[str, Any]) -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "../README.md": {"real": lambda: real_seen(README_COLUMNS, "methods", "newer")},
+    "../README.md": {"real": lambda: real_seen(README_POLICIES, "methods", "newer")},
     "architecture.md": {"roundings": lambda: roundings(read("smollm2/rounding.json"))},
     "gallery.md": {
-        "real": lambda: real_seen(REAL_COLUMNS, "methods"),
-        "newer": lambda: real_seen(NEWER_COLUMNS, "newer"),
-        "calibrated": lambda: real_seen(CALIBRATED_COLUMNS, "calibrated"),
+        "real": lambda: real_seen(REAL_POLICIES, "methods"),
+        "newer": lambda: real_seen(NEWER_POLICIES, "newer"),
+        "calibrated": lambda: real_seen(CALIBRATED_POLICIES, "calibrated"),
         "edges": at_the_edges,
         "eight bits": in_eight_bits,
         "fixed memory": fixed_memory,
