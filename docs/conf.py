@@ -104,7 +104,7 @@ def fit_for_a_page(app, pagename, templatename, context, doctree):
     """Let long names in tables break at their signs, and each picture open in its full size."""
 
     def breakable(name):
-        return re.sub(r"(?<=[,/=])(?=.)|(?<=.)(?=[+@(])", "<wbr>", name[0])
+        return re.sub(r"(?<=[,/])(?=.)|(?<=.)(?=[+@(])", "<wbr>", name[0])
 
     def cells(table):
         return re.sub(r'(?<=<span class="pre">)[^<]+', breakable, table[0])
