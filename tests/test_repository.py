@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import kvjax
+from kvjax.chains import LINKS
+
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -139,6 +142,12 @@ def test_each_public_function_has_an_example(package: str):
     functions = {n: f for n, f in public.items() if callable(f) and not isinstance(f, type)}
     missing = [name for name, function in functions.items() if ">>> " not in (function.__doc__ or "")]
     assert not missing, f"no docstring with an example (>>> ...): {', '.join(f'{package}.{n}' for n in missing)}"
+
+
+def test_a_function_that_checks_its_arguments_is_of_its_own_module():
+    """The reference leaves out what a partial holds of another module."""
+    found = [(name, make.func.__module__, make.__module__) for name, make in {**LINKS, "merge": kvjax.merge}.items()]
+    assert [name for name, held, shown in found if held != shown] == []
 
 
 def test_packages_in_pyproject_exist():
