@@ -245,8 +245,8 @@ for one, other in (
     )
 
 # %% [markdown]
-# "yes" and "no" are differences beyond 95% noise. Here the new score helps once neighbours
-# share it. The effect of `caote` on it cannot be told from chance with forty prompts. One
+# "yes" and "no" are differences beyond 95% noise. The new score gains where neighbours share
+# it, and again by `caote`, but SnapKV's mean stays far ahead of it on these prompts. One
 # small model and one task give a hint, not a result: `python -m evals ruler`, `longbench` and
 # `perplexity` run any policy with a short name on more.
 #
