@@ -388,7 +388,11 @@ def _run_all(
             print(f"{head}: {part.command}", flush=True)
             records[part.name] = record | {"result": "interrupted"}  # what is read if this process ends here
             write()
-            record |= run(part, folder, here, min(part.seconds, left))
+            try:
+                record |= run(part, folder, here, min(part.seconds, left))
+            except KeyboardInterrupt:
+                print(f"{head}: interrupted; the same command goes on with this part", flush=True)
+                raise
         records[part.name] = record
         write()
         print("\n".join([*record["output"], f"{head}: {record['result']}, {record['seconds']:.0f} s", ""]), flush=True)

@@ -83,7 +83,8 @@ def test_ctrl_c_ends_the_part_and_keeps_what_was_done(run, tmp_path, capsys):
     found = [python("decode", "pass"), python("prefill", interrupt), python("kernels", "pass")]
     started = time.monotonic()
     assert run(found) == (130, ["decode", "prefill"]) and time.monotonic() - started < 30
-    assert "interrupted" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "interrupted" in said.err and "[2/3] prefill: interrupted; the same command goes on" in said.out
     assert {name: r["result"] for name, r in records(tmp_path).items()} == {"decode": "done", "prefill": "interrupted"}
     assert run([found[0], python("prefill", "pass"), found[2]]) == (0, ["prefill", "kernels"])
 
