@@ -29,6 +29,7 @@ from kvjax.checks import check_names
 from models import commands, provenance
 
 NAME = "accelerator"
+MODELS = ("smollm2", "retriever")
 SHAPES = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b")  # the first one that fits is measured
 MOSAIC = "tests/kernels_pallas/test_cache_attention_mosaic.py"  # a process of its own: an error may end a context
 PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu", "cpu": "cpu"}  # JAX's names of them
@@ -297,7 +298,7 @@ def page(document: Record) -> str:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", help="a model to run RULER on: a folder, smollm2 or retriever (default: no RULER)")
+    flags.add_argument("--model", help=f"a model to run RULER on: a folder, {' or '.join(MODELS)} (default: no RULER)")
     flags.add_argument(
         peers.KVPRESS.flag, metavar="PYTHON",
         help=f"an interpreter that has kvpress (or {peers.KVPRESS.variable}); by default one is made where python3 has "
@@ -313,11 +314,13 @@ def command(flags: argparse.Namespace) -> None:
     """Run the parts, and after each write the JSON file and the page.
 
     Raises:
-        ValueError: there is no accelerator, a part's name is unknown, or a part failed.
+        ValueError: there is no accelerator or no such model, a part's name is unknown, or a part failed.
     """
     evaluator.check_least(flags, seconds=1)
     if flags.model and Path(flags.model).exists():
         flags.model = str(Path(flags.model).resolve())
+    elif flags.model not in (None, *MODELS):  # said now, and not after the parts before RULER
+        raise ValueError(f"--model is {flags.model!r}; expected a model's folder, or {' or '.join(MODELS)}.")
     if flags.environment and os.sep in flags.environment:
         flags.environment = str(Path(flags.environment).absolute())  # a link stays one: it names the environment
     here = probed()
