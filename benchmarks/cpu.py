@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import models
 from benchmarks import decode, kernels, measure, prefill, steps
+from evals import report
 from models import commands, provenance
 
 POLICY = "h2o+caote"

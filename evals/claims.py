@@ -127,7 +127,9 @@ def read(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None =
 
     Example:
         >>> from evals import claims
-        >>> (claim,) = claims.read([{"paper": "CAOTE", "link": "caote", "to": ["tova"]}])
+        >>> (claim,) = claims.read(
+        ...     [{"paper": "CAOTE", "link": "caote", "to": ["tova"]}]
+        ... )
         >>> claim.text, claim.policy, claim.over
         ('caote improves tova', 'tova+caote', 'tova')
     """
@@ -192,11 +194,14 @@ def judge(claims: Sequence[Claim], found: Iterable[Found], models: Sequence[str]
         >>> claim = claims.Claim("ours", "a better score", "tova", "recency")
         >>> place = ("needle", 512, 64, "prompt", "known")
         >>> found = [
-        ...     claims.Found("m", name, place, {("needle", i): score for i in range(50)})
+        ...     claims.Found(
+        ...         "m", name, place, {("needle", i): score for i in range(50)}
+        ...     )
         ...     for name, score in (("tova", 1.0), ("recency", 0.0))
         ... ]
-        >>> [(row.difference, row.verdict) for row in claims.judge([claim], found, ["m"])]
-        [(1.0, 'holds')]
+        >>> (row,) = claims.judge([claim], found, ["m"])
+        >>> row.difference, row.verdict
+        (1.0, 'holds')
     """
     table = {(one.model, one.policy, one.place): one.scores for one in found}
     rows = [row for claim in claims for row in _rows(claim, table, models)]

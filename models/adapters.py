@@ -142,7 +142,9 @@ def save(
         >>> import numpy as np
         >>> import models
         >>> from models import adapters
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
         >>> pair = {"key.A": np.ones((2, 3, 32)), "key.B": np.ones((2, 16, 3))}
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> adapters.save(folder, config, pair, base="retriever", scale=2.0)

@@ -95,8 +95,8 @@ def keys(rng: np.random.Generator) -> Draft:
         >>> import numpy as np
         >>> from train import questions
         >>> hidden, asked, answer = questions.keys(np.random.default_rng(0))
-        >>> f"{asked.split()[-2]} {answer}" in hidden[0].replace("=", " ").replace(":", " ")
-        False
+        >>> answer in hidden[0], asked.startswith("Look up")
+        (True, True)
     """
     count, mark = int(rng.integers(6, 25)), tasks.pick(rng, (": ", " = ", " -> "))
     words = [f"{a}-{n}" for a, n in zip(rng.permutation(prose.ADJECTIVES), rng.permutation(prose.NOUNS), strict=False)]
@@ -138,7 +138,8 @@ def counts(rng: np.random.Generator) -> Draft:
         >>> import numpy as np
         >>> from train import questions
         >>> hidden, asked, answer = questions.counts(np.random.default_rng(0))
-        >>> questions.COUNTS[sum(sentence in asked for sentence in hidden)] == answer
+        >>> count = sum(sentence in asked for sentence in hidden)
+        >>> questions.COUNTS[count] == answer
         True
     """
     event, other = rng.permutation(EVENTS)[:2]

@@ -204,7 +204,7 @@ def agreement_table(figures: dict[str, Any]) -> str:
         ("common top 50% within", figure("common_within")),
         ("with the next", figure("common_next")),
     ]
-    lines = [report.table(figures["layers"], cells, left=0)]
+    lines: list[str] = [report.table(figures["layers"], cells, left=0)]
     for name, what in (("consensus", "cross-head consensus (correlation)"), ("common", "common top 50%")):
         bounds = figures[f"{name}_interval"]
         lines.append(
