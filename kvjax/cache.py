@@ -192,13 +192,6 @@ class KVCache(Stored):
                     f"the state has an array of shape {given}, but this cache's start with {lead}, {axes}: "
                     "make the cache with kvjax.empty_cache."
                 )
-        return cls.empty(shape, head_dim, dtypes, state, positions)
-
-    @classmethod
-    def empty(
-        cls, shape: tuple[int, ...], head_dim: int, dtypes: Dtypes, state: PyTree, positions: Positions
-    ) -> KVCache:
-        """Make an empty cache with slots of the shape ``[*L, B, K, S]``, as :meth:`init` does after its checks."""
         return cls(
             rows=empty_rows(shape, head_dim, dtypes),
             position=jnp.full(shape, -1, jnp.int32),

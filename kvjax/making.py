@@ -220,11 +220,12 @@ def blank(
     def state(B: int, K: int, S: int) -> PyTree:
         return () if policy is None else policy.state(B, K, group, S, head_dim)
 
+    sizes: dict[str, Any] = dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
+    sizes |= dict(dtype=dtype, positions=positions)
     if pages is not None:
-        sizes: dict[str, Any] = dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
-        sizes |= dict(dtype=dtype, positions=positions, pages=pages, page_size=page_size, most=slots, init_state=state)
+        sizes |= dict(pages=pages, page_size=page_size, most=slots, init_state=state)
         return PagedCache.init(**sizes) if mesh is None else SplitCache.init(mesh=mesh, **sizes)
     stack, remembered = () if layers is None else (layers,), state(batch, kv_heads, slots)
     remembered = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), remembered)
-    cache = KVCache.empty((*stack, batch, kv_heads, slots), head_dim, check_dtypes(dtype), remembered, positions)
+    cache = KVCache.init(slots=slots, state=remembered, **sizes)
     return cache if mesh is None else on_mesh(cache, mesh)
