@@ -704,7 +704,7 @@ ALLOCATIONS = [
         "AdaKV",
         "the same without safeguard",
         "kvjax/allocation.py",
-        lambda paper, text: "one budget a layer" in text,
+        lambda paper, text: "one budget per layer" in text,
     ),
     Method(
         "@model",

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import itertools
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -1059,7 +1058,7 @@ def written(flags: argparse.Namespace) -> str:
         line.append(f"--{name.replace('_', '-')}")
         if value is not True:
             line += [str(part) for part in value] if isinstance(value, list) else [str(value)]
-    return shlex.join(line)
+    return commands.shell_line(line)
 
 
 def _allocated(policies: Sequence[str], allocations: Sequence[str]) -> list[str]:

@@ -119,7 +119,7 @@ def row_command(command: str, row: Mapping[str, Any]) -> str:
             line.append(word)
     for word, value in wanted.items():
         line += [word, value]
-    return shlex.join(line)
+    return commands.shell_line(line)
 
 
 def render(template: Path, title: str, data: Mapping[str, Any]) -> str:

@@ -38,6 +38,19 @@ EXIT_CODES = """exit codes:
 """
 
 
+def shell_line(words: Iterable[str]) -> str:
+    """Return words as a line for a shell; a word with single quotes in it stands in double quotes where it can.
+
+    Example:
+        >>> from models import commands
+        >>> commands.shell_line(["--policy", "tova(heads='group')"])
+        '--policy "tova(heads=\'group\')"'
+    """
+    return " ".join(
+        f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word) for word in words
+    )
+
+
 class Begun(NamedTuple):
     """A command line, and the time.monotonic() at which it began."""
 
@@ -53,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self._asked(parsed).error(f"unrecognized arguments: {' '.join(unknown)}")
         words = sys.argv[1:] if args is None else args
-        parsed.begun = Begun(" ".join([self.prog, *map(shlex.quote, words)]), time.monotonic())
+        parsed.begun = Begun(f"{self.prog} {shell_line(words)}".rstrip(), time.monotonic())
         return parsed
 
     def _asked(self, parsed: argparse.Namespace) -> argparse.ArgumentParser:

@@ -210,28 +210,28 @@ def laprox() -> Study:
 
     at = {f"{middle:.1%}": heads, f"{blind:.0%}, {UNKNOWN}": unknown}
     better = (
-        ("table 4: values add to attention (one budget a head, {})", (value, "head"), (plain, "head")),
-        ("table 4: W_O adds to values (one budget a head, {})", (full, "head"), (value, "head")),
+        ("table 4: values add to attention (one budget per head, {})", (value, "head"), (plain, "head")),
+        ("table 4: W_O adds to values (one budget per head, {})", (full, "head"), (value, "head")),
         ("table 4: A, V W_O is better than A (a layer, {})", (full, "layer"), (plain, "layer")),
         ("table 4: A, V W_O is better than A (the model, {})", (full, "model"), (plain, "model")),
-        ("table 5: one budget a layer is better than one a head ({})", (full, "layer"), (full, "head")),
+        ("table 5: one budget per layer is better than one per head ({})", (full, "layer"), (full, "head")),
         (
-            "table 5: one budget for the model, raw, is worse than one a layer ({})",
+            "table 5: one budget for the model, raw, is worse than one per layer ({})",
             (full, "layer"),
             (full, "model, raw"),
         ),
         (
-            "table 5: one budget for the model, normalised, is better than one a layer ({})",
+            "table 5: one budget for the model, normalised, is better than one per layer ({})",
             (full, "model"),
             (full, "layer"),
         ),
         (
-            "table 6: A, V W_O with one budget a head is better than A with one for the model ({})",
+            "table 6: A, V W_O with one budget per head is better than A with one for the model ({})",
             (full, "head"),
             (plain, "model"),
         ),
     )
-    gains_nothing = "table 6: without V W_O, one budget for the model is as good as one a head ({})"
+    gains_nothing = "table 6: without V W_O, one budget for the model is as good as one per head ({})"
     claims = (
         *(claim(text.format(x), of[one], of[other]) for x, of in at.items() for text, one, other in better),
         *(claim(gains_nothing.format(x), of[plain, "model"], of[plain, "head"], "same") for x, of in at.items()),
@@ -362,7 +362,7 @@ def sage() -> Study:
     variants = {
         "quarters": sages[middle],
         "adaptive": Run("sage(split='adaptive')", middle),
-        "a query head's own,\nG times the memory": Run("sage(heads='query')", middle),
+        "each query\nhead's own": Run("sage(heads='query')", middle),
     }
     points = [Point("memory (share of the prompt)", "SAGE-KV", b, run) for b, run in sages.items()]
     points += [Point("memory (share of the prompt)", "StreamingLLM", b, run) for b, run in streams.items()]
@@ -370,7 +370,7 @@ def sage() -> Study:
     points += [Point(f"positions (budget {middle:.0%})", "SAGE-KV", x, run) for x, run in positions.items()]
     points += [Point(f"split and heads (budget {middle:.0%})", "SAGE-KV", x, run) for x, run in variants.items()]
     paper = "SAGE-KV"
-    adaptive, own = variants["adaptive"], variants["a query head's own,\nG times the memory"]
+    adaptive, own = variants["adaptive"], variants["each query\nhead's own"]
     claims = (
         *(
             Claim(
@@ -408,7 +408,7 @@ def sage() -> Study:
         Claim(paper, "sinks and recent by their attention: better than quarters", (adaptive,), (sages[middle],)),
         Claim(
             paper,
-            "each query head's own tokens (G times the memory): better than one set a group",
+            "each query head's own tokens (G times the memory): better than one set per group",
             (own,),
             (sages[middle],),
         ),
@@ -580,13 +580,13 @@ def through() -> Study:
             ),
             Claim(
                 OURS,
-                f"{name}: through the output, one budget a layer is better than one a head",
+                f"{name}: through the output, one budget per layer is better than one per head",
                 (of["output", "layer"],),
                 (of["output", "head"],),
             ),
             Claim(
                 OURS,
-                f"{name}: through the output, one budget for the model is better than one a layer",
+                f"{name}: through the output, one budget for the model is better than one per layer",
                 (of["output", "model"],),
                 (of["output", "layer"],),
             ),
@@ -773,7 +773,13 @@ def newer() -> Study:
             for name, text in (("KVzip, for the model", "KVzip"), ("KVzip", "KVzip with equal budgets"))
             for other in ("SnapKV", "CurDKV")
         ),
-        claim("KVzip", "KVzip, for the model", "KVzip", UNKNOWN, "KVzip is better than with equal budgets"),
+        claim(
+            "KVzip",
+            "KVzip, for the model",
+            "KVzip",
+            UNKNOWN,
+            "KVzip with one budget for the model is better than with equal budgets",
+        ),
         *(
             claim("CAOTE", f"{base} + CAOTE", base, line, f"CAOTE improves {base}")
             for line in asked

@@ -236,7 +236,7 @@ def _study(name: str, data: Mapping[str, Any]) -> list[str]:
     rows = [_row(claim) for claim in data["claims"]]
     return [
         f"### {data['title']}",
-        f"[{name}]({name}), {data['samples']} samples a setting, made by `{data['command']}`. "
+        f"[{name}]({name}), {data['samples']} samples per setting, made by `{data['command']}`. "
         f"Differences of {measure}.",
         *([data["caveat"]] if data.get("caveat") else []),
         "\n".join(["| paper | claim | here | difference | of |", "| --- | --- | --- | --- | --- |", *rows]),

@@ -134,7 +134,7 @@ def test_the_list_of_claims_is_made_of_the_files_that_hold_some(tmp_path):
     text = claims.markdown(tmp_path)
     assert "| CAOTE | better than | holds | +0.50 [+0.10, +0.90] |  |" in text
     assert "| CAOTE | better than | does not (all near 0) | +0.50 [+0.10, +0.90] | 0.00 and 0.50 |" in text
-    assert "[a.json](a.json), 7 samples a setting, made by `python -m evals x`. Differences of recall." in text
+    assert "[a.json](a.json), 7 samples per setting, made by `python -m evals x`. Differences of recall." in text
     assert "Differences of cosine." in text and "c.json" not in text
 
 
