@@ -36,6 +36,7 @@ extensions = [
 exclude_patterns = ["_build", "results/*.json"]
 templates_path = ["_templates"]
 highlight_language = "text"  # what is indented is a command, a table or a file, seldom Python
+default_role = "literal"  # what stands in single backticks in a docstring is code
 nitpicky = False  # jaxtyping's shapes are no names that a reference could resolve to
 
 html_theme = "furo"
@@ -100,16 +101,29 @@ def field_left_out(app, what, name, obj, skip, options):
     return str(obj.__doc__).startswith("Alias for field number") or None
 
 
+def short_defaults(app, what, name, obj, options, signature, returns):
+    """Shorten defaults whose repr holds a function, which is no Python, so that the signature is set as others are."""
+    if signature and "<function" in signature:
+        signature = re.sub(r"Allocation\(name='uniform'.*?alike=True\)", "UNIFORM", signature)
+        return re.sub(r"<function (\w+)(?: at 0x\w+)?>", r"\1", signature), returns
+    return None
+
+
 def fit_for_a_page(app, pagename, templatename, context, doctree):
-    """Let long names in tables break at their signs, and each picture open in its full size."""
+    """Let long names in tables break at their signs, but no flag or interval; each picture opens in its full size."""
 
     def breakable(name):
         return re.sub(r"(?<=[,/])(?=.)|(?<=.)(?=[+@(])", "<wbr>", name[0])
 
     def cells(table):
-        return re.sub(r'(?<=<span class="pre">)[^<]+', breakable, table[0])
+        whole = re.sub(r"[+-]?[\d.]+%? \[[+-]?[\d.]+, [+-]?[\d.]+\]|(?<=>)does not(?=<)", unbroken, table[0])
+        return re.sub(r'(?<=<span class="pre">)[^<]+', breakable, whole)
+
+    def unbroken(text):
+        return text[0].replace(" ", "&nbsp;")
 
     body = re.sub(r"<table.*?</table>", cells, context.get("body", ""), flags=re.DOTALL)
+    body = body.replace('<span class="pre">-', '<span class="pre flag">-')
     context["body"] = re.sub(r'(?<!">)<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', body)
 
 
@@ -128,4 +142,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", as_written)
     app.connect("autodoc-process-docstring", colon_kept, priority=400)  # before napoleon
     app.connect("autodoc-skip-member", field_left_out)
+    app.connect("autodoc-process-signature", short_defaults)
     app.connect("html-page-context", fit_for_a_page)

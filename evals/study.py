@@ -132,12 +132,7 @@ def _results(path: Path) -> list[dict[str, Any]]:
 def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of :func:`evals.evaluator.summarise`, each with its scores: by task, in the order of the samples.
 
-    Scores that are all 0 or 1 are a text of these digits.
-
-    Example:
-        >>> from evals import study
-        >>> study.packed([1.0, 0.0, 1.0]), study.packed([0.5, 1.0])
-        ('101', [0.5, 1.0])
+    Scores are :func:`packed`.
     """
     rows = evaluator.summarise(records)
     by_row: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
@@ -151,14 +146,20 @@ def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def packed(scores: Sequence[float]) -> str | list[float]:
-    """Return scores as a text of digits if each is 0 or 1, else rounded to four digits."""
+    """Return scores as a text of digits if each is 0 or 1, else rounded to four digits.
+
+    Example:
+        >>> from evals import study
+        >>> study.packed([1.0, 0.0, 1.0]), study.packed([0.5, 1.0])
+        ('101', [0.5, 1.0])
+    """
     if set(scores) <= {0, 1}:
         return "".join(str(int(score)) for score in scores)
     return [round(score, 4) for score in scores]
 
 
 def scores_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[claims.Found]:
-    """Yield what claims are judged by from the rows of a study's JSON file."""
+    """Yield the scores that claims are judged by, from the rows of a study's JSON file."""
     for row in rows:
         scores = {(task, i): float(score) for task, found in row["scores"].items() for i, score in enumerate(found)}
         yield claims.Found(row["model"], row["policy"], tuple(row[name] for name in claims.PLACE), scores)

@@ -1,8 +1,10 @@
 """The data of a block on its way from attention to eviction: Context -> Observation -> Evidence.
 
-Context       what a layer provides besides its queries, keys and values; the caller fills it in
-Observation   what a score may read of a block, after its tokens were inserted; `observe` fills it in
-Evidence      a policy's scores of a layer's slots; `evict` acts on it
+    Context       what a layer provides besides its queries, keys and values; the caller fills it in
+    Observation   what a score may read of a block, after its tokens were inserted; `observe` fills it in
+    Evidence      a policy's scores of a layer's slots; `evict` acts on it
+
+What of an observation a score reads, it says in :class:`Needs`; nothing else is computed.
 """
 
 from __future__ import annotations
