@@ -99,8 +99,8 @@ print(f"text: {corpus.name}; held out: {corpus.held_out.size:,} tokens")
 
 # %% [markdown]
 # "python" is the help that ships with Python, and sentences of ours, so nothing is
-# downloaded. `names` may also be files, folders or a data set on the hub. The same on the
-# command line is `python -m train.butler --out butler/`. A killed run resumes where it
+# downloaded. `open_corpus` also takes files, folders or a data set on the hub. The same on
+# the command line is `python -m train.butler --out butler/`. A killed run resumes where it
 # stopped, bit for bit.
 
 # %%
@@ -306,8 +306,8 @@ if real is not None:
 
 # %% [markdown]
 # A short text shows little; [TokenButler](../docs/results/TOKENBUTLER.md) has perplexity and
-# co-reference. To train a predictor like it, and to use it (the second command takes an hour
-# and a half on two CPU cores; a killed run resumes):
+# co-reference. To train a predictor like it, and to use it (`train.butler` takes an hour and
+# a half on two CPU cores; a killed run resumes):
 #
 #     apt-get download bible-kjv-text python3.13-doc
 #     for package in *.deb; do dpkg-deb -x "$package" debian; done
