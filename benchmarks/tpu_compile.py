@@ -1,4 +1,4 @@
-"""Kernels and whole programs compiled for TPUs that are not at hand: bytes a chip, communication; nothing is timed.
+"""Kernels and whole programs compiled for TPUs that are not at hand: bytes per chip, communication; nothing is timed.
 
 The programs are those that the decoder runs, a decode step and a block of a prompt, over abstract arrays. A model on
 several chips is split as the decoder splits it.

@@ -36,6 +36,7 @@ extensions = [
 exclude_patterns = ["_build", "results/*.json"]
 templates_path = ["_templates"]
 highlight_language = "text"  # what is indented is a command, a table or a file, seldom Python
+smartquotes = False  # a quoted word is often a value, such as "block", {"prompt": ...} or ""
 default_role = "literal"  # what stands in single backticks in a docstring is code
 nitpicky = False  # jaxtyping's shapes are no names that a reference could resolve to
 

@@ -102,7 +102,7 @@ class Stored:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, init=False)
 class KVCache(Stored):
-    """Keys and values of the tokens that are kept; the layout is at the top of this file.
+    """Keys and values of the tokens that are kept; the module's docstring has the layout.
 
     Example:
         >>> import jax, numpy as np

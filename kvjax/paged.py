@@ -53,7 +53,7 @@ from kvjax.quantise import DtypesLike, check_dtypes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedCache(Stored):
-    """Keys and values of the tokens that are kept, in pages; the layout is at the top of this file.
+    """Keys and values of the tokens that are kept, in pages; the module's docstring has the layout.
 
     :func:`kvjax.insert`, :func:`kvjax.evict` and :func:`kvjax.attend` take it like a :class:`kvjax.KVCache`.
 

@@ -40,7 +40,8 @@ class Answers(NamedTuple):
         answers: the text of each answer, in the order of the questions.
         cache: the compressed cache of the document alone, which :func:`ask` takes in the document's place.
         document_tokens: how many tokens it has seen.
-        cache_bytes, full_cache_bytes: its size, and that of a cache of all these tokens.
+        cache_bytes: its size.
+        full_cache_bytes: the size of a cache of all these tokens.
         peak_cache_bytes: the most that caches took at once: while the document was read, or as a question was answered
             in a copy beside the kept cache.
         seconds: to read and compress the document, with compilation; 0 if a cache was given.

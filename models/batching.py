@@ -65,7 +65,7 @@ class _Request:
 
 
 class Engine:
-    """A batch of rows that requests share; see the top of this file.
+    """A batch of rows that requests share: a prompt joins a row when another ends.
 
     Args:
         model: the model; on a mesh only with data=1, as prompts are fed one by one.

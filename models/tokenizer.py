@@ -30,7 +30,9 @@ class Tokenizer:
         chat_template: a Jinja template, or None.
 
     Attributes:
-        bos, eos, pad: the ids of the special tokens; None for one that does not exist.
+        bos: the id of the special token that begins a text; None if there is none.
+        eos: that of the token that ends one.
+        pad: that of the token that pads a row.
         vocab_size: the number of ids, including added tokens.
 
     Example:

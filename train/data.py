@@ -177,6 +177,8 @@ class Level(NamedTuple):
 
 
 class Batch(NamedTuple):
+    """Training rows: tokens, their positions, the next tokens, and the kind of each of these."""
+
     tokens: Int[np.ndarray, "B T"]
     positions: Int[np.ndarray, "B T"]
     targets: Int[np.ndarray, "B T"]

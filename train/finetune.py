@@ -8,9 +8,9 @@ after each block. Of prompts with answers the answer is learned, fed after its p
 A derivative keeps the cache before each block and computes one block's activations again; of the logits it holds a part
 of the tokens at a time. All weights are trained, or LoRA's low-rank matrices (train/lora.py).
 
-The folder --out is a Hugging Face folder of the last checkpoint's model, or of its adapter after LoRA; ``models.load``
-reads both. Beside it are checkpoints/, run.json (which describes the run), log.jsonl, TensorBoard's events, and
-summary.json at the end.
+The folder ``--out`` is a Hugging Face folder of the last checkpoint's model, or of its adapter after LoRA;
+``models.load`` reads both. Beside it are checkpoints/, run.json (which describes the run), log.jsonl, TensorBoard's
+events, and summary.json at the end.
 """
 
 from __future__ import annotations

@@ -68,6 +68,8 @@ class Settings(Protocol):
 
 
 class State(NamedTuple):
+    """What a step changes: the parameters, the optimizer's state, and a random key."""
+
     parameters: Parameters
     optimizer: Any
     key: Array  # of what is random in a step, before the step's number is folded in
