@@ -36,7 +36,7 @@ extensions = [
 exclude_patterns = ["_build", "results/*.json"]
 templates_path = ["_templates"]
 highlight_language = "text"  # what is indented is a command, a table or a file, seldom Python
-smartquotes = False  # a quoted word is often a value, such as "block", {"prompt": ...} or ""
+smartquotes_action = "D"  # dashes alone: a quoted word is often a value, such as "block", {"prompt": ...} or ""
 default_role = "literal"  # what stands in single backticks in a docstring is code
 nitpicky = False  # jaxtyping's shapes are no names that a reference could resolve to
 
@@ -121,7 +121,7 @@ def fit_for_a_page(app, pagename, templatename, context, doctree):
         return re.sub(r'(?<=<span class="pre">)[^<]+', breakable, whole)
 
     def unbroken(text):
-        return text[0].replace(" ", "&nbsp;")
+        return f'<span class="whole">{text[0]}</span>'
 
     body = re.sub(r"<table.*?</table>", cells, context.get("body", ""), flags=re.DOTALL)
     body = body.replace('<span class="pre">-', '<span class="pre flag">-')
