@@ -162,7 +162,7 @@ for axis, name in zip(axes, names, strict=True):
         np.arange(0, L * K, K), [f"layer {layer}" for layer in range(L)], fontsize=7
     )
     axis.set_title(
-        f"{name}: {held.sum(-1).mean():.0f} of its tokens a head", fontsize=9.5, loc="left"
+        f"{name}: {held.sum(-1).mean():.0f} of its tokens per head", fontsize=9.5, loc="left"
     )
 axes[-1].set_xlabel("place in the prompt; the digits of the answer in orange")
 plt.show()
@@ -209,7 +209,7 @@ axis.set(
     xscale="log",
     yscale="log",
     xlabel="tokens in the prompt",
-    ylabel="GiB a sequence",
+    ylabel="GiB per sequence",
     title="Llama-3.1-8B's cache",
 )
 axis.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
