@@ -35,7 +35,7 @@ class Meter:
         self.first = done + 1  # which compiles, so the time per step is that of the others
         self.begun = self.said = time.monotonic()
         if self.say and done < total:
-            self.say(f"step {self.first} of {total:,} is compiled")
+            self.say(f"compiling step {self.first:,} of {total:,}")
 
     def started(self, loss: Array) -> None:
         """Count a step that was handed to the device, and wait for the one ``AHEAD`` steps before it."""
@@ -64,7 +64,7 @@ class Meter:
         if self.say is None or not (self.done in (self.first, self.total) or now - self.said >= SECONDS):
             return
         self.said, line = now, f"step {self.done:,} of {self.total:,}, loss {loss:.4f}"
-        if self.done > self.first:
+        if self.done > self.first + AHEAD:  # those before were done while the first was waited for
             each = (now - self.begun) / (self.done - self.first)
             line += f", {each:.3g} s per step, {tqdm.format_interval(each * (self.total - self.done))} left"
         self.say(line)

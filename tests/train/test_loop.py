@@ -258,7 +258,7 @@ def test_lines_name_steps_whose_checkpoints_are_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(meter, "SECONDS", 0)
     run(tmp_path, progress_bar=True, say=say)
     steps = [f"step {step} of 6" for step in range(1, 7)]
-    assert said == ["step 1 of 6 is compiled", *steps, "measuring held-out text"]
+    assert said == ["compiling step 1 of 6", *steps, "measuring held-out text"]
 
 
 def test_a_step_counts_once_its_loss_is_known_and_lines_come_by_the_clock(monkeypatch):
@@ -271,10 +271,15 @@ def test_a_step_counts_once_its_loss_is_known_and_lines_come_by_the_clock(monkey
     assert shown.done == 12 - meter.AHEAD
     shown.settle()
     assert shown.done == 12 and said == [
-        "step 1 of 100 is compiled",
+        "compiling step 1 of 100",
         "step 1 of 100, loss 0.0000",
         "step 8 of 100, loss 7.0000, 3 s per step, 04:36 left",
     ]
+    last = meter.Meter(100, 97, True, said.append)
+    for step in range(3):
+        last.started(np.float32(step))
+    last.settle()
+    assert said[-1] == "step 100 of 100, loss 2.0000"  # three steps in flight at once tell no time
 
 
 def test_without_the_closing_measurement_a_run_is_measured_later(tmp_path, whole):
