@@ -43,8 +43,8 @@ def shell_line(words: Iterable[str]) -> str:
 
     Example:
         >>> from models import commands
-        >>> commands.shell_line(["--policy", "tova(heads='group')"])
-        '--policy "tova(heads=\'group\')"'
+        >>> print(commands.shell_line(["--policy", "tova(heads='group')"]))
+        --policy "tova(heads='group')"
     """
     return " ".join(
         f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word) for word in words
