@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 import kvjax
 from evals import report, statistics
-from evals.evaluator import RECENCY
+from evals.evaluator import RECENCY, full_name
 from kvjax.checks import check_names
 
 HOLDS, FAILS, NOISE, OPEN = "holds", "does not", "within noise", "not decided here"
@@ -163,8 +163,8 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
         Claim(
             entry["paper"],
             text,
-            _whole(policy),
-            _whole(over),
+            full_name(policy),
+            full_name(over),
             entry.get("says", ""),
             cast(Expects, expects),
             places["at"],
@@ -174,10 +174,6 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
         )
         for policy, over, text in pairs
     ]
-
-
-def _whole(policy: str) -> str:
-    return policy if policy == "full" or policy.startswith(report.READS) else str(kvjax.parse(policy))
 
 
 def judge(claims: Sequence[Claim], found: Iterable[Found], models: Sequence[str]) -> list[Judged]:

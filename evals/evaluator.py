@@ -753,10 +753,10 @@ def baseline(flags: argparse.Namespace) -> str:
         ('select=quest', 'recency')
     """
     name = getattr(flags, "against", None)
-    return RECENCY if name is None else _named(name)
+    return RECENCY if name is None else full_name(name)
 
 
-def _named(name: str) -> str:
+def full_name(name: str) -> str:
     """Return the full name of a policy, a selection or "full"."""
     if _selects(name):
         return READS + str(kvjax.parse_source(name.removeprefix(READS)))
@@ -769,7 +769,7 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
     asked: Any
     asked_for = commands.listed("policy", flags.policies, "--policies full,snapkv+caote")
     against = None if getattr(flags, "against", None) is None else baseline(flags)
-    reading = [_named(name) for name in asked_for if _selects(name)]
+    reading = [full_name(name) for name in asked_for if _selects(name)]
     policies = [name for name in asked_for if not _selects(name)]
     if against is not None and _selects(against):
         reading.append(against)

@@ -1,4 +1,4 @@
-"""How many slots and pages a cache needs; nothing else computes sizes.
+"""Compute how many slots and pages a cache needs; nothing else computes sizes.
 
 A head holds what an eviction has left, and the tokens that come in before the next one. A plain cache has slots for the
 fullest head. A paged cache has pages for all heads together, where they compete for slots or see sliding windows.

@@ -41,7 +41,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class LowRank(NamedTuple):
-    """What is added to a tensor: ``up @ down``, where ``up`` holds the scale."""
+    """Adds ``up @ down`` to a tensor; ``up`` holds the scale."""
 
     up: Float[np.ndarray, "outputs r"]
     down: Float[np.ndarray, "r inputs"]
@@ -101,7 +101,7 @@ def read(folder: Path, config: Config) -> dict[tuple[str, tuple[int, ...]], LowR
                 f"{folder / WEIGHTS} holds {name}, which is no projection of the base model, or lacks its other half."
             )
         path, place = places[module]
-        wanted = _sizes(config, path)
+        wanted = tuple(map(math.prod, sizes(config, path)))
         if (*up.shape, *down.shape) != (wanted[0], len(down), len(down), wanted[1]):
             raise ValueError(
                 f"{folder / WEIGHTS}: {module} has matrices {up.shape} and {down.shape}; the model's projection is "
@@ -151,16 +151,20 @@ def save(
         >>> adapters.base_of(folder), len(adapters.read(folder, config))
         ('retriever', 2)
     """
-    names, tensors, order = sorted({name.partition(".")[0] for name in low_rank}), {}, head_order(config)
-    rank = next(iter(low_rank.values())).shape[1] if low_rank else 0
+    pairs, tensors, order, rank = (
+        {name: hosts.fetched(array) for name, array in low_rank.items()},
+        {},
+        head_order(config),
+        0,
+    )
     for path, place, module in _places(config):
         name = path.removeprefix("layers.")
-        if name not in names:
+        if f"{name}.A" not in pairs:
             continue
-        down, up = (np.asarray(hosts.fetched(low_rank[f"{name}.{which}"]))[place] for which in "AB")
+        down, up = (pairs[f"{name}.{which}"][place] for which in "AB")
         rank = len(down)
         if order is not None and path in ROTATED:
-            up = up.reshape(-1, len(order), rank)[:, np.argsort(order)].reshape(len(up), -1)
+            up = up.reshape(-1, len(order), rank)[:, np.argsort(order)].reshape(up.shape)
         for which, matrix in (("A", down), ("B", up)):
             tensors[f"{PREFIX}{module}.lora_{which}.weight"] = np.ascontiguousarray(matrix.astype(dtype))
     described = {
@@ -183,16 +187,41 @@ def save(
 
 def _places(config: Config) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield the path, the place and the module's name of each projection."""
-    names = tensor_names(config)
-    for path, shape in parameter_shapes(config).items():
-        stored = PARAMETERS[path]
-        if path.startswith("layers.") and len(stored.groups) == 2:
-            for place in np.ndindex(shape[: stored.separate]):
-                yield path, place, tensor_of(config, path, names[path], place).removesuffix(".weight")
+    names, shapes = tensor_names(config), parameter_shapes(config)
+    for path in projections(config):
+        for place in np.ndindex(shapes[path][:1]):
+            yield path, place, tensor_of(config, path, names[path], place).removesuffix(".weight")
 
 
-def _sizes(config: Config, path: str) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of a projection."""
-    shape = parameter_shapes(config)[path][PARAMETERS[path].separate :]
-    outputs, inputs = (math.prod(shape[axis] for axis in group) for group in PARAMETERS[path].groups)
+def projections(config: Config) -> list[str]:
+    """Return the paths of a model's projections: the weights of a layer that are one matrix in a checkpoint.
+
+    Those of experts, a matrix each, are none.
+
+    Example:
+        >>> import models
+        >>> from models import adapters
+        >>> adapters.projections(
+        ...     models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        ... )[:2]
+        ['layers.query', 'layers.key']
+    """
+    paths = parameter_shapes(config)
+    return [path for path in paths if PARAMETERS[path].separate == 1 and len(PARAMETERS[path].groups) == 2]
+
+
+def sizes(config: Config, path: str) -> tuple[list[int], list[int]]:
+    """Return the sizes of a projection's output and input axes.
+
+    Example:
+        >>> import models
+        >>> from models import adapters
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> adapters.sizes(config, "layers.query")
+        ([4, 8], [32])
+    """
+    shape = parameter_shapes(config)[path][1:]
+    outputs, inputs = ([shape[axis] for axis in group] for group in PARAMETERS[path].groups)
     return outputs, inputs

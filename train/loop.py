@@ -68,7 +68,7 @@ class Settings(Protocol):
 
 
 class State(NamedTuple):
-    """What a step changes: the parameters, the optimizer's state, and a random key."""
+    """Holds what a step changes: the parameters, the optimizer's state, and a random key."""
 
     parameters: Parameters
     optimizer: Any

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from models import adapters
 from models.config import Config
 from models.parameters import PARAMETERS, parameter_shapes
 
@@ -24,7 +25,7 @@ SCALE = 2.0  # alpha / r
 
 
 def projections(config: Config) -> list[str]:
-    """Return the names of a model's projections, without "layers.": the weights that are matrices in a checkpoint.
+    """Return the names of a model's projections (:func:`models.adapters.projections`), without "layers.".
 
     Example:
         >>> import models
@@ -34,12 +35,7 @@ def projections(config: Config) -> list[str]:
         ... )
         ['query', 'key', 'value', 'output', 'gate', 'up', 'down']
     """
-    prefix = "layers."
-    return [
-        name.removeprefix(prefix)
-        for name in parameter_shapes(config)
-        if name.startswith(prefix) and len(PARAMETERS[name].groups) == 2
-    ]
+    return [path.removeprefix("layers.") for path in adapters.projections(config)]
 
 
 def init(config: Config, rank: int, on: Sequence[str], seed: int) -> dict[str, Array]:
@@ -99,6 +95,5 @@ def merged(config: Config, weights: Mapping[str, Array], low_rank: Mapping[str, 
 
 def _sizes(config: Config, name: str) -> tuple[int, list[int], list[int]]:
     """Return the number of layers, and the sizes of a projection's output and input axes."""
-    layers, *shape = parameter_shapes(config)[f"layers.{name}"]
-    outs, ins = PARAMETERS[f"layers.{name}"].groups
-    return layers, [shape[axis] for axis in outs], [shape[axis] for axis in ins]
+    path = f"layers.{name}"
+    return parameter_shapes(config)[path][0], *adapters.sizes(config, path)

@@ -52,7 +52,7 @@ UNPACKED = {
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """Where the packages are unpacked."""
+    """Unpack made-up packages into a folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write(tmp_path / "debian", UNPACKED)
     return tmp_path / "debian"

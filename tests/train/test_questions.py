@@ -63,6 +63,7 @@ def test_the_command_writes_rows_that_training_reads(tmp_path, tokenizer, capsys
     continued = next(row for row in read if row["family"] == "continuations")
     begun = continued["prompt"].split('"')[1]
     assert f"{begun}{continued['answer']}" in TEXT
+    assert all(len(tokenizer.encode(row["prompt"] + row["answer"])) <= 260 for row in read)
     data = answers.open_answers([str(out)], tokenizer, 264, eval_rows=2)
     assert answers.fed(data.held_out).answers.min() > 0
 
@@ -72,6 +73,7 @@ def test_the_command_writes_rows_that_training_reads(tmp_path, tokenizer, capsys
     [
         ("--rows 0", "--rows is 0; give at least 1"),
         ("--lengths 8", "the length 8 holds no question"),
+        ("--lengths long", "the length 'long' is not a number of tokens"),
         ("--text {0}/text.txt", "holds no sentence of 40 to 160 characters"),
     ],
 )
