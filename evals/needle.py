@@ -213,7 +213,7 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
         under = "full cache" if budget is None else f"budget {budget}, evicted {moment}"
         title = f"question {_ASKED.get(question, question)}, {under}"
         part.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
-    if any(r["policy"] == recency for r in evicting):
+    if any(map(report.below(results, recency, "recall", ("budget", "when", "question")), results)):
         parts[-1].supxlabel("red: below plain recency", fontsize=9, color="#d1495b", x=0.99, ha="right")
     report.save(figure, path, dpi=150)
 
