@@ -1,5 +1,8 @@
 """Rows of prompts with answers: JSON lines of {"prompt": ..., "answer": ...}, one per row, where the answer is learned.
 
+A line may have more questions about the same text: {"prompt": ..., "answer": ..., "more": [[prompt, answer], ...]}.
+They follow the first answer in turn, and each answer is learned.
+
 A row is one array of int32, so that it goes through a :class:`train.text.Corpus` like a row of text: an id that is
 learned stands as it is, the id t of a prompt as ``~t``, and what follows the answer is ``PADDING``. A row of text has
 no prompt: all of its ids are learned.
@@ -30,7 +33,7 @@ class Fed(NamedTuple):
     Attributes:
         tokens: whole rows, 0 where they are padded.
         lengths: the number of tokens that are fed, those of each row but its last.
-        answers: the number of tokens of each row's answer; 0 for text, which has no prompt.
+        answers: the number of tokens of each row from its first answer on; 0 for text, which has no prompt.
         learned: whether the token after each is learned.
     """
 
@@ -40,17 +43,16 @@ class Fed(NamedTuple):
     learned: Bool[np.ndarray, "B T-1"]
 
 
-def row_of(prompt: Sequence[int], answer: Sequence[int], length: int) -> Int[np.ndarray, "T"]:
-    """Return a prompt and its answer as a row.
+def row_of(turns: Sequence[tuple[Sequence[int], Sequence[int]]], length: int) -> Int[np.ndarray, "T"]:
+    """Return prompts and their answers as a row.
 
     Example:
         >>> from train.answers import row_of
-        >>> row_of([1, 0, 7], [5, 2], 6)[:5].tolist()
+        >>> row_of([([1, 0, 7], [5, 2])], 6)[:5].tolist()
         [-2, -1, -8, 5, 2]
     """
-    row = np.full(length, PADDING, np.int32)
-    row[: len(prompt) + len(answer)] = [*(~token for token in prompt), *answer]
-    return row
+    tokens = [token for prompt, answer in turns for token in (*(~token for token in prompt), *answer)]
+    return np.array(tokens + [PADDING] * (length - len(tokens)), np.int32)
 
 
 def fed(rows: Int[np.ndarray, "B T"]) -> Fed:
@@ -59,16 +61,16 @@ def fed(rows: Int[np.ndarray, "B T"]) -> Fed:
     Example:
         >>> import numpy as np
         >>> from train.answers import fed, row_of
-        >>> batch = fed(np.stack([row_of([1, 0, 7], [5, 2], 6)]))
+        >>> batch = fed(np.stack([row_of([([1, 0, 7], [5, 2])], 6)]))
         >>> batch.tokens.tolist(), batch.lengths.tolist(), batch.answers.tolist()
         ([[1, 0, 7, 5, 2, 0]], [4], [2])
         >>> batch.learned.tolist()
         [[False, False, True, True, False]]
     """
     there, learned = rows != PADDING, rows >= 0
-    lengths, answers = there.sum(axis=1), learned.sum(axis=1)
+    lengths = there.sum(axis=1)
+    answers = np.where(learned[:, 0], 0, lengths - np.argmax(learned, axis=1))
     tokens = np.where(there, np.where(learned, rows, ~rows), 0)
-    answers = np.where(answers == lengths, 0, answers)
     return Fed(tokens.astype(np.int32), lengths - 1, answers, learned[:, 1:])
 
 
@@ -158,30 +160,40 @@ def _rows(files: Sequence[Path], tokenizer: Tokenizer, length: int, chat: bool, 
                 if not line.strip():
                     continue
                 try:
-                    prompt, answer = _tokens(line, tokenizer, length, chat)
-                    check(len(prompt) + len(answer) - 1)
-                    found.append(row_of(prompt, answer, length))
+                    turns = _tokens(line, tokenizer, length, chat)
+                    check(sum(len(prompt) + len(answer) for prompt, answer in turns) - 1)
+                    found.append(row_of(turns, length))
                 except ValueError as error:
                     raise ValueError(f"{file}, line {number}: {error}") from None
     return np.stack(found) if found else np.zeros((0, length), np.int32)
 
 
-def _tokens(line: bytes, tokenizer: Tokenizer, length: int, chat: bool) -> tuple[list[int], list[int]]:
+def _tokens(line: bytes, tokenizer: Tokenizer, length: int, chat: bool) -> list[tuple[list[int], list[int]]]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         raise ValueError("this is not JSON; fix it.") from None
-    texts = [entry.get(name) if isinstance(entry, dict) else None for name in FIELDS]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
+    more = entry.get("more", []) if isinstance(entry, dict) else None
+    turns = [[entry.get(name) if isinstance(entry, dict) else None for name in FIELDS]]
+    if not isinstance(more, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in more):
+        raise ValueError('its "more" is no list of pairs of a prompt and an answer.')
+    if not all(isinstance(text, str) and text.strip() for turn in (*turns, *more) for text in turn):
         raise ValueError('it has no text in "prompt" or in "answer"; every line needs both.')
-    prompt, answer = map(str, texts)
-    if chat:
-        prompt = tokenizer.chat([{"role": "user", "content": prompt}])
-    before = tokenizer.encode(prompt, add_special_tokens=not chat)
-    after = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos]
-    if len(before) + len(after) > length:
+    if chat and more:
         raise ValueError(
-            f"prompt and answer have {len(before)} + {len(after)} tokens, more than a row of {length}; give a larger "
+            'it has "more" questions, which --chat cannot put into the template; leave one of them out.'
+        )
+    told: list[tuple[list[int], list[int]]] = []
+    for number, (prompt, answer) in enumerate((*turns, *more)):
+        if chat:
+            prompt = tokenizer.chat([{"role": "user", "content": prompt}])
+        before = tokenizer.encode(prompt, add_special_tokens=not chat and number == 0)
+        told.append((before, tokenizer.encode(answer, add_special_tokens=False)))
+    told[-1][1].append(tokenizer.eos)  # type: ignore[arg-type]
+    prompts, answers = (sum(map(len, part)) for part in zip(*told, strict=True))
+    if prompts + answers > length:
+        raise ValueError(
+            f"prompt and answer have {prompts} + {answers} tokens, more than a row of {length}; give a larger "
             "--seq-len, or leave the line out."
         )
-    return before, [int(token) for token in after if token is not None]
+    return told

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
@@ -57,7 +57,8 @@ EXAMPLES = """examples:
   python -m train.finetune --model smollm2 --data qa.jsonl --policy snapkv+caote --budget 0.25 --when prompt --out tuned
   python -m train.finetune --model smollm2 --data text.jsonl --policy h2o+caote --budget 128 --lora 8 --out tuned
   python -m train.finetune --model smollm2 --data qa.jsonl --policy full --eval-policy full,snapkv+caote --out control
-a line of text is {"text": ...}; a line of a question {"prompt": ..., "answer": ...}
+a line of text is {"text": ...}; a line of a question {"prompt": ..., "answer": ...}, with more about the same text in
+"more": [[prompt, answer], ...]
 """
 
 
@@ -221,7 +222,21 @@ def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) ->
     # The answer's last token is predicted and not fed; the others are fed after the prompt was compressed.
     question = fed.answers - 1 if kept["policy"] is not None and fed.answers.all() else None
     _, hidden = models.hidden_states(model, fed.tokens[:, :-1], fed.lengths, question=question, **kept)
-    return _mean_loss(model, hidden, fed.tokens[:, 1:], fed.learned, _places(model, len(rows)))
+    places = _learned_places(fed.learned)
+    return _mean_loss(
+        model,
+        jnp.take_along_axis(hidden, places[..., None], axis=1),
+        np.take_along_axis(fed.tokens[:, 1:], places, axis=1),
+        np.take_along_axis(fed.learned, places, axis=1),
+        _at_once(model, len(rows)),
+    )
+
+
+def _learned_places(learned: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B P"]:
+    """Return the places whose logits are needed: the learned ones, and others up to a power of two that all have."""
+    most = int(learned.sum(axis=1).max())
+    count = min(1 << max(most - 1, 0).bit_length(), learned.shape[1])
+    return np.argsort(~learned, axis=1, kind="stable")[:, :count]
 
 
 def _kept(settings: Settings, name: str) -> dict[str, Any]:
@@ -232,7 +247,7 @@ def _kept(settings: Settings, name: str) -> dict[str, Any]:
     return dict(policy=policy, budget=settings.budget, when=settings.when, **same)
 
 
-def _places(model: Decoder, batch: int) -> int:
+def _at_once(model: Decoder, batch: int) -> int:
     return max(1, loglikelihood.LOGITS_BYTES // (4 * batch * model.config.vocab_size))
 
 

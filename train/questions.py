@@ -1,7 +1,8 @@
 """Questions about long texts, with their answers: rows that teach a model to look things up in its context.
 
 ``python -m train.questions --tokenizer smollm2 --rows 2400 --out questions.jsonl`` writes JSON lines of {"prompt",
-"answer", "family"}, which `python -m train.finetune --data` reads. A row is a pure function of the seed and its number.
+"answer", "family", "more"}, which `python -m train.finetune --data` reads: a text with up to four questions, one after
+the other. A row is a pure function of the seed and its number.
 The families are facts in several wordings, lists of keys, chains of variables, counts, quotations and, with ``--text``,
 continuations of a text of one's own. The sentences around them are the part of :mod:`evals.prose` that no evaluation
 uses.
@@ -58,63 +59,68 @@ COUNTS = "no one two three four five six seven eight nine".split()
 SENTENCE = re.compile(r"[A-Z][^.?!\n]{40,160}[.?!](?=\s)")
 
 
+Turn = tuple[str, str]  # what is asked, and the answer
+
+
 class Row(NamedTuple):
-    """A prompt, its answer, which begins with a space, and the family that it is from."""
+    """A prompt, its answer, which begins with a space, the family that it is from, and more questions with answers."""
 
     prompt: str
     answer: str
     family: str
+    more: list[Turn] = []  # noqa: RUF012  never changed
 
 
 Sentences = Sequence[str]
-Draft = tuple[Sentences, str, str]  # what is hidden in the text, what is asked, and the answer
+Draft = tuple[Sentences, list[Turn]]  # what is hidden in the text, and what may be asked
+MOST = 4  # questions about a text
 
 
 def facts(rng: np.random.Generator) -> Draft:
-    """State facts in one wording, and ask for one of them.
+    """State facts in one wording, and ask for them.
 
     Example:
         >>> import numpy as np
         >>> from train import questions
-        >>> hidden, asked, answer = questions.facts(np.random.default_rng(0))
-        >>> sum(answer in sentence for sentence in hidden)
-        1
+        >>> hidden, asked = questions.facts(np.random.default_rng(0))
+        >>> all(answer in "".join(hidden) for _, answer in asked)
+        True
     """
     stated: list[tasks.Fact] = []
     for _ in range(int(rng.integers(2, 11))):
         stated.append(tasks.random_fact(rng, stated, alike=0.3))
     said, asks = WORDINGS[int(rng.integers(len(WORDINGS)))]
     sentences = [said.format(**fact._asdict()) for fact in stated]
-    wanted = stated[int(rng.integers(len(stated)))]
-    return [s[:1].upper() + s[1:] for s in sentences], asks.format(**wanted._asdict()), wanted.value
+    asked = [(asks.format(**fact._asdict()), fact.value) for fact in stated]
+    return [s[:1].upper() + s[1:] for s in sentences], asked
 
 
 def keys(rng: np.random.Generator) -> Draft:
-    """List keys with values, and ask for the value of one.
+    """List keys with values, and ask for the values.
 
     Example:
         >>> import numpy as np
         >>> from train import questions
-        >>> hidden, asked, answer = questions.keys(np.random.default_rng(0))
-        >>> answer in hidden[0], asked.startswith("Look up")
+        >>> hidden, asked = questions.keys(np.random.default_rng(0))
+        >>> asked[0][1] in hidden[0], asked[0][0].startswith("Look up")
         (True, True)
     """
     count, mark = int(rng.integers(6, 25)), tasks.pick(rng, (": ", " = ", " -> "))
     words = [f"{a}-{n}" for a, n in zip(rng.permutation(prose.ADJECTIVES), rng.permutation(prose.NOUNS), strict=False)]
     values = [str(value) for value in rng.permutation(90_000)[:count] + 10_000]
-    wanted = int(rng.integers(count))
-    listed = "\n".join(f"{key}{mark}{value}" for key, value in zip(words, values, strict=False))
-    return [f"\n{listed}\n"], f"Look up {words[wanted]} in the list.\n{words[wanted]}{mark.rstrip()}", values[wanted]
+    pairs = list(zip(words, values, strict=False))
+    listed = "\n".join(f"{key}{mark}{value}" for key, value in pairs)
+    return [f"\n{listed}\n"], [(f"Look up {key} in the list.\n{key}{mark.rstrip()}", value) for key, value in pairs]
 
 
 def chains(rng: np.random.Generator) -> Draft:
-    """Give variables values, some by way of others, and ask for the value behind one.
+    """Give variables values, some by way of others, and ask for the values behind the last ones.
 
     Example:
         >>> import numpy as np
         >>> from train import questions
-        >>> hidden, asked, answer = questions.chains(np.random.default_rng(0))
-        >>> sum(sentence.endswith(f" be {answer}.") for sentence in hidden)
+        >>> hidden, asked = questions.chains(np.random.default_rng(0))
+        >>> sum(sentence.endswith(f" be {asked[0][1]}.") for sentence in hidden)
         1
     """
     names = list(rng.permutation([f"{a}{b}" for a, b in itertools.product("ABCDEFGHJK", "23456789")]))
@@ -125,42 +131,38 @@ def chains(rng: np.random.Generator) -> Draft:
         own = [names.pop() for _ in range(int(rng.integers(2, 5)))]
         lines.append([f"Let {own[0]} be {value}.", *(f"Let {b} be {a}." for a, b in itertools.pairwise(own))])
         ends.append(own[-1])
-    wanted = int(rng.integers(len(ends)))
     order = np.sort(rng.random(sum(map(len, lines))))
     places = iter(order)
     placed = sorted((next(places), line) for own in itertools.zip_longest(*lines) for line in own if line)
-    return [line for _, line in placed], f"Which number is {ends[wanted]}?\n{ends[wanted]} is", values[wanted]
+    asked = [(f"Which number is {end}?\n{end} is", value) for end, value in zip(ends, values, strict=False)]
+    return [line for _, line in placed], asked
 
 
 def counts(rng: np.random.Generator) -> Draft:
-    """Repeat an event among others, and ask how often it happened.
+    """Repeat two events, and ask how often each happened.
 
     Example:
         >>> import numpy as np
         >>> from train import questions
-        >>> hidden, asked, answer = questions.counts(np.random.default_rng(0))
-        >>> count = sum(sentence in asked for sentence in hidden)
-        >>> questions.COUNTS[count] == answer
+        >>> hidden, asked = questions.counts(np.random.default_rng(0))
+        >>> count = sum(sentence in asked[0][0] for sentence in hidden)
+        >>> questions.COUNTS[count] == asked[0][1]
         True
     """
-    event, other = rng.permutation(EVENTS)[:2]
-    often = int(rng.integers(1, 6))
-    happened = [event] * often + [other] * int(rng.integers(0, 4))
-    return (
-        list(rng.permutation(happened)),
-        f'How many times does the text say "{event}"? Answer with a word.\nAnswer:',
-        COUNTS[often],
-    )
+    often = dict(zip(rng.permutation(EVENTS), map(int, rng.permutation(6)[:2]), strict=False))
+    happened = [event for event, count in often.items() for _ in range(count)]
+    asks = 'How many times does the text say "{}"? Answer with a word.\nAnswer:'
+    return list(rng.permutation(happened)), [(asks.format(event), COUNTS[count]) for event, count in often.items()]
 
 
 def quotations(rng: np.random.Generator) -> Draft:
-    """Hide sentences about keys, and ask for one word by word.
+    """Hide sentences about keys, and ask for them word by word.
 
     Example:
         >>> import numpy as np
         >>> from train import questions
-        >>> hidden, asked, answer = questions.quotations(np.random.default_rng(0))
-        >>> answer in hidden
+        >>> hidden, asked = questions.quotations(np.random.default_rng(0))
+        >>> sorted(answer for _, answer in asked) == sorted(hidden)
         True
     """
     said = ("{} was last seen near the {}.", "Nobody asked {} about the {}.", "They gave {} a {} and went home.")
@@ -168,8 +170,8 @@ def quotations(rng: np.random.Generator) -> Draft:
     named = [f"the {first} {second}" for first, second in zip(firsts, seconds, strict=False)]
     hidden = [tasks.pick(rng, said).format(name, thing) for name, thing in zip(named, seconds[4:], strict=False)]
     hidden = [sentence[:1].upper() + sentence[1:] for sentence in hidden]
-    wanted = int(rng.integers(len(named)))
-    return hidden, f"Quote the sentence about {named[wanted]}.\nQuotation:", hidden[wanted]
+    asked = [(f"Quote the sentence about {name}.\nQuotation:", said) for name, said in zip(named, hidden, strict=True)]
+    return hidden, asked
 
 
 # Each family, and its share of the rows.
@@ -201,50 +203,63 @@ def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, senten
         (True, ' ')
     """
     rng = np.random.default_rng([seed, number])
-    size = lambda text: len(tokenizer.encode(text)) - 1  # noqa: E731  without BOS
     if sentences and rng.random() < 0.2:
-        return _continuation(rng, size, length, sentences)
+        return _continuation(rng, tokenizer, length, sentences)
     family = str(rng.choice(list(FAMILIES), p=[share for _, share in FAMILIES.values()]))
     draft, _ = FAMILIES[family]
     for _ in range(20):
-        hidden, asked, answer = draft(rng)
+        hidden, possible = draft(rng)
+        asked = [possible[i] for i in rng.permutation(len(possible))[:MOST]]
         places, filler = np.sort(rng.random(len(hidden))), list[str]()
-        room = length - 2 - size(_text(hidden, filler, asked, places) + f" {answer}")
+        room = length - _size(tokenizer, _text(hidden, filler, places), asked)
         if room < 0:
             continue
         for sentence in prose.draw(rng, "train"):
-            room -= size(f" {sentence}") + 1  # two sentences may join in one token more
+            room -= len(tokenizer.encode(f" {sentence}"))
             if room < 0:
                 break
             filler.append(sentence)
-        return Row(_text(hidden, filler, asked, places), f" {answer}", family)
+        return _row(_text(hidden, filler, places), asked, family)
     raise ValueError(f"the length {length} holds no question of the family {family!r}; give at least 256 tokens.")
 
 
-def _text(hidden: Sentences, filler: Sentences, asked: str, places: Float[np.ndarray, "hidden"]) -> str:
-    """Return a prompt: what is hidden stands at its places in the filler, in its order."""
+def _row(text: str, asked: Sequence[Turn], family: str) -> Row:
+    """Return a text and what is asked about it as a row."""
+    (first, answer), *more = asked
+    return Row(f"{text}\n{first}", f" {answer}", family, [(f"\n{other}", f" {answer}") for other, answer in more])
+
+
+def _size(tokenizer: models.Tokenizer, text: str, asked: Sequence[Turn]) -> int:
+    """Count the tokens of a row: those of its prompts and answers, and the end token."""
+    row = _row(text, asked, "")
+    parts = [row.answer, *itertools.chain(*row.more)]
+    return (
+        len(tokenizer.encode(row.prompt)) + sum(len(tokenizer.encode(p, add_special_tokens=False)) for p in parts) + 1
+    )
+
+
+def _text(hidden: Sentences, filler: Sentences, places: Float[np.ndarray, "hidden"]) -> str:
+    """Return a text: what is hidden stands at its places in the filler, in its order."""
     body = list(filler)
     for sentence, place in zip(reversed(hidden), reversed(places), strict=True):
         body.insert(int(place * (len(filler) + 1)), sentence)
-    return " ".join(body).replace(" \n", "\n").replace("\n ", "\n") + f"\n{asked}"
+    return " ".join(body).replace(" \n", "\n").replace("\n ", "\n")
 
 
-def _continuation(rng: np.random.Generator, size: Callable[[str], int], length: int, sentences: Sequence[str]) -> Row:
-    """Show a stretch of a text, and ask how one of its sentences goes on."""
-    start = int(rng.integers(len(sentences)))
-    first = sentences[start]
-    words = first.split()
-    asked = f'How does the sentence go on that begins "{" ".join(words[:5])}"?\nIt goes on:'
-    answer = f" {' '.join(words[5:10])}"
-    room, before, after = length - 2 - size(f"{first}\n{asked}{answer}"), list[str](), list[str]()
-    if room < 0:
-        raise ValueError(f"the length {length} holds no sentence with its question; give at least 256 tokens.")
-    for sentence in itertools.islice(itertools.cycle(sentences), start + 1, start + len(sentences)):
-        room -= size(f" {sentence}") + 1
-        if room < 0:
+def _continuation(rng: np.random.Generator, tokenizer: models.Tokenizer, length: int, sentences: Sentences) -> Row:
+    """Show a stretch of a text, and ask how some of its sentences go on."""
+    start, held = int(rng.integers(len(sentences))), list[str]()
+    asks = 'How does the sentence go on that begins "{}"?\nIt goes on:'
+    turn = lambda said: (asks.format(" ".join(said.split()[:5])), " ".join(said.split()[5:10]))  # noqa: E731
+    for sentence in itertools.islice(itertools.cycle(sentences), start, start + len(sentences)):
+        asked = [turn(said) for said in [*held, sentence][:: max(1, (len(held) + 1) // MOST)][:MOST]]
+        if _size(tokenizer, " ".join([*held, sentence]), asked) > length:
             break
-        (before if rng.random() < 0.5 else after).append(sentence)
-    return Row(f"{' '.join([*before, first, *after])}\n{asked}", answer, "continuations")
+        held.append(sentence)
+    if not held:
+        raise ValueError(f"the length {length} holds no sentence with its question; give at least 256 tokens.")
+    asked = [turn(said) for said in held[:: max(1, len(held) // MOST)][:MOST]]
+    return _row(" ".join(held), [asked[i] for i in rng.permutation(len(asked))], "continuations")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -30,10 +30,12 @@ def model() -> models.Decoder:
 
 
 def questions(count: int = 4) -> np.ndarray:
-    """Prompts of 17 tokens or fewer, and answers of five or fewer."""
+    """Prompts of 17 tokens or fewer, and answers of five or fewer; in every second row a question more."""
     random = np.random.default_rng(1)
-    sizes = [(17 - row % 3, 5 - row % 2) for row in range(count)]
-    return np.stack([answers.row_of(*(random.integers(2, 64, size) for size in each), 24) for each in sizes])
+    sizes = [[(17 - row % 3, 5 - row % 2)] if row % 2 == 0 else [(10, 3), (4, 2)] for row in range(count)]
+    return np.stack(
+        [answers.row_of([tuple(random.integers(2, 64, size) for size in turn) for turn in each], 24) for each in sizes]
+    )
 
 
 def corpus(rows: np.ndarray) -> Corpus:
@@ -56,7 +58,10 @@ def test_the_loss_of_a_batch_is_the_mean_likelihood_of_its_learned_tokens():
         model(), [row[: length + 1].tolist() for row, length in zip(fed.tokens, fed.lengths, strict=True)],
         fed.answers.tolist(), policy="h2o+caote", budget=8, block=8,
     )  # fmt: skip
-    told = [-one.log_probability[-count:] for one, count in zip(found, (rows >= 0).sum(axis=1), strict=True)]
+    told = [
+        -one.log_probability[row[1:][: len(one.log_probability)] >= 0] for one, row in zip(found, rows, strict=True)
+    ]
+    assert [len(losses) for losses in told] == [5, 5]
     loss = jax.jit(lambda model: finetune.loss_of(model, rows, SETTINGS))(model())
     assert loss == pytest.approx(np.concatenate(told).mean(), rel=1e-5)
     assert finetune.held_out_loss(model(), rows, SETTINGS, "h2o+caote") == pytest.approx(float(loss), rel=1e-5)
@@ -242,6 +247,12 @@ def test_rows_of_answers_are_the_prompt_the_answer_and_the_end_in_a_new_order_ea
     answer = [*tokenizer.encode(" 0", add_special_tokens=False), tokenizer.eos]
     assert fed.tokens[0, : fed.lengths[0] + 1].tolist() == [*prompt, *answer]
     assert fed.answers[0] == len(answer) == fed.learned[0].sum()
+    line = {"prompt": "The code of the river is 0. The code is", "answer": " 0", "more": [["\nAgain:", " 0"]]}
+    (folder / "more.jsonl").write_text(json.dumps(line))
+    (row,) = answers.open_answers([str(folder / "qa.jsonl")], tokenizer, 48, eval_names=[str(folder / "more.jsonl")])[2]
+    again = tokenizer.encode("\nAgain:", add_special_tokens=False)
+    told = [*(~token for token in prompt), *answer[:-1], *(~token for token in again), *answer]
+    assert row[: len(told)].tolist() == told and set(row[len(told) :]) <= {answers.PADDING}
     read = data.rows(None)
     first, second = ([next(read) for _ in range(7)] for _ in range(2))
     assert {row.tobytes() for row, _ in first} == {row.tobytes() for row, _ in second}

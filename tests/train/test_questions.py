@@ -8,6 +8,7 @@ import models
 from evals import prose
 from train import answers, questions
 
+LENGTH = 420
 TEXT = "In the beginning the earth was without form and void, and darkness was upon the deep. " * 2
 
 
@@ -18,33 +19,41 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def rows(tokenizer):
-    return [questions.row(0, number, tokenizer, 300) for number in range(60)]
+    return [questions.row(0, number, tokenizer, LENGTH) for number in range(60)]
+
+
+def turns(row):
+    """The questions of a row, and their answers."""
+    return [(row.prompt, row.answer), *row.more]
 
 
 def test_rows_fit_and_hold_their_answers(rows, tokenizer):
     assert {row.family for row in rows} == set(questions.FAMILIES)
+    assert max(len(row.more) for row in rows) == questions.MOST - 1
     for row in rows:
-        context, _, _ = row.prompt.rpartition("\n")
-        assert 200 < len(tokenizer.encode(row.prompt + row.answer)) < 300
-        assert row.answer.startswith(" ")
-        if row.family == "counts":
-            event = row.prompt.split('"')[1]
-            assert questions.COUNTS[context.rpartition("How many")[0].count(event)] == row.answer[1:]
-        else:
-            assert row.answer[1:] in context
+        rest = [tokenizer.encode(text, add_special_tokens=False) for turn in turns(row) for text in turn][1:]
+        assert 300 < len(tokenizer.encode(row.prompt)) + sum(map(len, rest)) + 1 <= LENGTH
+        for prompt, answer in turns(row):
+            assert answer.startswith(" ")
+            context = row.prompt.rpartition("How many" if row.family == "counts" else "\n")[0]
+            if row.family == "counts":
+                assert questions.COUNTS[context.count(prompt.rsplit('"', 2)[1])] == answer[1:]
+            else:
+                assert answer[1:] in context
 
 
 def test_a_chain_leads_to_its_answer(rows):
     for row in (row for row in rows if row.family == "chains"):
         set_to = dict(line.split(" be ") for line in questions.re.findall(r"Let (\w+ be \w+)\.", row.prompt))
-        name = row.prompt.split()[-2]
-        while name in set_to:
-            name = set_to[name]
-        assert f" {name}" == row.answer
+        for prompt, answer in turns(row):
+            name = prompt.split()[-2]
+            while name in set_to:
+                name = set_to[name]
+            assert f" {name}" == answer
 
 
 def test_a_row_follows_from_seed_and_number_alone(rows, tokenizer):
-    assert questions.row(0, 7, tokenizer, 300) == rows[7] != questions.row(1, 7, tokenizer, 300)
+    assert questions.row(0, 7, tokenizer, LENGTH) == rows[7] != questions.row(1, 7, tokenizer, LENGTH)
 
 
 def test_no_sentence_of_an_evaluation_is_learned(rows):
@@ -61,7 +70,7 @@ def test_the_command_writes_rows_that_training_reads(tmp_path, tokenizer, capsys
     read = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(read) == 40 and "continuations" in {row["family"] for row in read}
     continued = next(row for row in read if row["family"] == "continuations")
-    begun = continued["prompt"].split('"')[1]
+    begun = continued["prompt"].rsplit('"', 2)[1]
     assert f"{begun}{continued['answer']}" in TEXT
     assert all(len(tokenizer.encode(row["prompt"] + row["answer"])) <= 260 for row in read)
     data = answers.open_answers([str(out)], tokenizer, 264, eval_rows=2)
