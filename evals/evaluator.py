@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -29,8 +31,11 @@ from kvjax.checks import check_names
 from kvjax.policy import Policy
 from kvjax.schedule import When, moments
 from models import cli, commands, provenance, selecting
+from models.layer_caches import stacked_up
 from models.load import describe as read_description
 from models.programs import make_room
+from models.selecting import Cache
+from models.states import without_room
 
 RECENCY = "recency"
 QUIET = tqdm(disable=True)  # the progress of a function that is called without a bar
@@ -259,6 +264,11 @@ def answers_each(
     asked_of = _Asked(model, prompts, new_tokens, block, batch, end, width, aids)
     wanted = {setting: range(len(prompts)) if rows is None else rows[setting] for setting in settings}
     for together in sharing(settings):
+        if asked := [setting for setting in together if asked_of.often(setting)]:
+            yield from asked_of.each_text(asked, wanted)
+        together = [setting for setting in together if setting not in asked]
+        if not together:
+            continue
         if len(together) == 1:
             (setting,) = together
             make_room()
@@ -386,7 +396,7 @@ class _Fed(NamedTuple):
 
     rows: list[int]
     tokens: np.ndarray
-    lengths: np.ndarray
+    lengths: np.ndarray  # of what is read together: prompts, or contexts
     questions: np.ndarray | None  # lengths of the questions that are held back
 
     @property
@@ -394,7 +404,8 @@ class _Fed(NamedTuple):
         return int(self.lengths[: len(self.rows)].sum())
 
 
-class _Asked(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Asked:
     """The prompts, and how they are answered under any setting; see :func:`answers_each`."""
 
     model: models.Decoder
@@ -409,6 +420,73 @@ class _Asked(NamedTuple):
     @property
     def longest(self) -> int:
         return max(self.width, *(len(prompt.tokens) for prompt in self.prompts))
+
+    @functools.cached_property
+    def texts(self) -> list[list[int]]:
+        """The prompts that share a context, context by context."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(self.prompts):
+            found.setdefault(tuple(prompt.tokens[: prompt.context_end]), []).append(row)
+        return list(found.values())
+
+    def often(self, setting: Setting) -> bool:
+        """Return whether contexts are read once for all of their questions: nothing leaves after a context."""
+        _, every = setting.moments
+        kept = setting.select is None and not _predicts(setting) and (not every or every > self.new_tokens)
+        return setting.question == "unknown" and kept and len({len(rows) for rows in self.texts} - {1}) == 1
+
+    def each_text(
+        self, settings: Sequence[Setting], wanted: Mapping[Setting, Sequence[int]]
+    ) -> Iterator[tuple[Setting, Batch]]:
+        """Answer prompts that share contexts: each context is read once, and its cache copied for every question."""
+        tails = [prompt.tokens[prompt.context_end :] for prompt in self.prompts]
+        contexts = [self.prompts[rows[0]].tokens[: self.prompts[rows[0]].context_end] for rows in self.texts]
+        widest, longest, each = max(map(len, tails)), max(map(len, contexts)), len(self.texts[0])
+        for number, (chosen, filled) in enumerate(
+            batches(self.model, range(len(contexts)), max(1, self.batch // each))
+        ):
+            rows = [row for text in filled for row in self.texts[text]]
+            told = rows[: len(chosen) * each]
+            asked = [setting for setting in settings if set(told) & set(wanted[setting])]
+            if not asked:
+                continue
+            fed = padded([contexts[text] for text in filled], longest)
+            counts = np.array([len(contexts[text]) for text in filled])
+            questions = padded([tails[row] for row in rows], widest)
+            clock = _BatchClock(int(counts[: len(chosen)].sum()), len(told))
+            begun = time.perf_counter()
+            for setting, prefilled in self.read(asked, fed, counts, clock):
+                make_room()
+                jax.block_until_ready(prefilled)
+                if number:  # the first batch may compile
+                    clock.prefill = (float(clock.prompt_tokens), time.perf_counter() - begun)
+                cache = kvjax.repeat(prefilled, each)
+                steps = models.stream(
+                    self.model, questions, lengths=np.array([len(tails[row]) for row in rows]), cache=cache,
+                    block=self.block, max_new_tokens=self.new_tokens, end=self.end,
+                )  # fmt: skip
+                yield setting, self.taken(setting, _Fed(told, questions, counts, None), clock, steps)
+                clock = _BatchClock(clock.prompt_tokens, len(told))
+
+    def read(
+        self, settings: Sequence[Setting], tokens: np.ndarray, lengths: np.ndarray, clock: _BatchClock
+    ) -> Iterator[tuple[Setting, Cache]]:
+        """Read contexts under settings that share them, and yield what each keeps."""
+        if len(settings) > 1:
+            policies = [(self.aids.policy(setting), setting.budget) for setting in settings]
+            each = models.prefill_each(
+                self.model, tokens, lengths, policies=policies, when="prompt", block=self.block,
+                scorer=self.aids.scorer, cache_dtype=settings[0].cache_dtype,
+            )  # fmt: skip
+            yield from ((setting, prefilled.cache) for setting, prefilled in zip(settings, each, strict=True))
+            return
+        (setting,) = settings
+        ((_, cache),) = models.stream(
+            self.model, tokens, lengths=lengths, policy=self.aids.policy(setting), budget=setting.budget,
+            **self.aids.of(setting), when=setting.when, block=self.block, cache_dtype=setting.cache_dtype,
+            max_new_tokens=1, evict_every=0, end=(), on_block=clock.block,
+        )  # fmt: skip
+        yield setting, without_room(stacked_up(cache))
 
     def fed(self, settings: Sequence[Setting], rows: Sequence[int]) -> Iterator[_Fed]:
         """Make the batches of rows for settings that hold back the same questions."""
@@ -452,7 +530,8 @@ class _Asked(NamedTuple):
         if setting.evicting is None or setting.moments[0] == "prompt":
             slots = max(slots, math.prod(cache.heads_shape) * (self.longest + self.new_tokens))
         size = cache.nbytes // len(fed.tokens)
-        told = generated[: len(fed.rows)], size, size * slots // cache.position.size
+        peak = max(size * slots // cache.position.size, clock.most // len(fed.lengths))
+        told = generated[: len(fed.rows)], size, peak
         return Batch(fed.rows, *told, clock.prefill, clock.decode)
 
 
@@ -1118,10 +1197,11 @@ class _BatchClock:
         self.prefill, self.decode = (0.0, 0.0), (0.0, 0.0)
         self.prompt_tokens, self.rows = prompt_tokens, rows
         self.last: float | None = None
-        self.steps, self.done = 0, 0
+        self.steps, self.done, self.most = 0, 0, 0  # most: bytes of the largest cache of all rows
 
     def block(self, done: int, total: int, cache: Any) -> None:
         now = time.perf_counter()
+        self.most = max(self.most, cache.nbytes)
         if self.last is not None:
             tokens, seconds = self.prefill
             self.prefill = (tokens + self.prompt_tokens * (done - self.done) / total, seconds + now - self.last)

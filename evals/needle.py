@@ -51,20 +51,35 @@ def make_cells(
     facts: int,
     question: Question,
     seed: int = 0,
+    asked: int = 1,
 ) -> list[Cell]:
     """Make the samples that every policy answers: ``samples`` for each length and each of ``depths`` depths in [0, 1].
+
+    Args:
+        asked: how many facts of each text are asked for. If there are several, a cell has those that lie nearest to
+            its depth.
 
     Raises:
         ValueError: ``depths`` or ``samples`` is below 1, or a length cannot hold the facts.
     """
     if depths < 1 or samples < 1:
         raise ValueError(f"depths is {depths} and samples is {samples}; give at least 1 of each.")
+    places = np.linspace(0, 1, depths) if depths > 1 else np.array([0.5])
     cells: list[Cell] = []
-    for length, depth in itertools.product(lengths, np.linspace(0, 1, depths) if depths > 1 else [0.5]):
-        seeds = [seed + 1_000 * len(cells) + index for index in range(samples)]
-        drawn = tuple(tasks.needle(s, tokenizer, length, float(depth), facts, placed(question)) for s in seeds)
-        cells.append(Cell(length, float(depth), drawn))
+    for length in lengths:
+        drawn: list[list[tasks.Sample]] = [[] for _ in places]
+        for text, (cell, index) in enumerate(itertools.product(range(len(places)), range(samples))):
+            own, depth = seed + 1_000 * (len(cells) + cell) + index, float(places[cell])
+            for sample in tasks.needles(own, tokenizer, length, depth, facts, placed(question), asked=asked):
+                at = cell if asked == 1 else int(np.argmin(np.abs(places - _depth(sample))))
+                drawn[at].append(sample._replace(text=text))
+        cells += [Cell(length, float(depth), tuple(found)) for depth, found in zip(places, drawn, strict=True)]
     return cells
+
+
+def _depth(sample: tasks.Sample) -> float:
+    """Return where a sample's fact stands in its text, from 0 to 1."""
+    return sample.prompt.index(f" {sample.answer}.") / len(sample.prompt)
 
 
 def placed(question: Question) -> tasks.Placement:
@@ -80,7 +95,7 @@ def cells_for(flags: argparse.Namespace, tokenizer: Any, lengths: Sequence[int],
     """Make the samples that a command line asks for."""
     return make_cells(
         tokenizer, lengths=lengths, depths=flags.depths, samples=flags.samples, facts=flags.facts, question=question,
-        seed=flags.seed,
+        seed=flags.seed, asked=flags.asked,
     )  # fmt: skip
 
 
@@ -225,7 +240,14 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--lengths", default="512,1024", help="tokens per prompt; several by comma")
     flags.add_argument("--depths", type=int, default=5, help="number of depths from 0 to 1")
     flags.add_argument("--samples", type=int, default=8, help="samples per length and depth")
-    flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
+    flags.add_argument("--facts", type=int, default=10, help="facts per text")
+    flags.add_argument(
+        "--asked",
+        type=int,
+        default=1,
+        help="facts per text that are asked for, each by a prompt of its own; with --question unknown these share the "
+        "reading of the text (default: %(default)s)",
+    )
 
 
 def command(flags: argparse.Namespace) -> None:
@@ -244,7 +266,7 @@ def command(flags: argparse.Namespace) -> None:
         evaluator.check_answers(
             model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
         )
-    each = len(lengths) * flags.depths * flags.samples
+    each = len(lengths) * flags.depths * flags.samples * flags.asked
     results = []
     with commands.progress_bar("sample", total=each * len(settings)) as progress:
         for question, of_question in cells.items():
@@ -282,6 +304,8 @@ def check(flags: argparse.Namespace) -> None:
         raise ValueError(
             f"{flags.depths} depths, {flags.samples} samples and {flags.facts} facts; give at least 1 of each."
         )
+    if not 1 <= flags.asked <= flags.facts:
+        raise ValueError(f"--asked is {flags.asked}; give a number from 1 to the {flags.facts} facts of a text.")
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
@@ -289,7 +313,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
     groups = []
     questions: Any = commands.split_list(flags.question)
     for question, length in itertools.product(questions, check_sizes(flags)):
-        samples = samples_of(cells_for(flags, tokenizer, [length], question))
+        samples = sorted(samples_of(cells_for(flags, tokenizer, [length], question)), key=lambda sample: sample.text)
         groups.append(
             evaluator.Group(
                 "needle",

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from evals import claims, evaluator, report, results, sweep
 from kvjax.checks import check_names
 from models import commands, hosts, provenance
@@ -44,6 +46,11 @@ class Study(NamedTuple):
     names: dict[str, str]
     claims: list[claims.Claim]
     content: dict[str, Any]
+
+    @property
+    def asked(self) -> int:
+        """The needles that are asked for in each text."""
+        return int(self.content.get("tasks", {}).get("needle", {}).get("asked", 1))
 
 
 def find(name: str) -> Study:
@@ -91,13 +98,13 @@ def command(flags: argparse.Namespace) -> None:
     study = find(flags.study)
     report.check_outputs(flags.json)
     if flags.judge is not None:
-        print(table(judge(study, list(scores_of(_results(flags.judge))))))
+        print(table(judge(study, list(scores_of(_results(flags.judge), study.asked)))))
         return
     if flags.out is None:
         raise ValueError("a study takes hours, and --out names the folder from which it resumes: give one.")
     answered = sweep.answer(study.content, flags, f"python -m evals study {flags.study} --out {flags.out}")
     rows = with_scores(answered.store.records)
-    judged = judge(study, list(scores_of(rows)))
+    judged = judge(study, list(scores_of(rows, study.asked)))
     sweep.show(rows)
     print(table(judged))
     if flags.json is not None:
@@ -158,10 +165,20 @@ def packed(scores: Sequence[float]) -> str | list[float]:
     return [round(score, 4) for score in scores]
 
 
-def scores_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[claims.Found]:
-    """Yield the scores that claims are judged by, from the rows of a study's JSON file."""
+def scores_of(rows: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[claims.Found]:
+    """Yield the scores that claims are judged by, from the rows of a study's JSON file.
+
+    Args:
+        asked: how many needles are asked for in each text. One text is one sample, whose score is their mean: answers
+            from one cache are not independent.
+    """
     for row in rows:
-        scores = {(task, i): float(score) for task, found in row["scores"].items() for i, score in enumerate(found)}
+        each = asked if row["evaluation"] == "needle" else 1
+        scores = {
+            (task, i): float(np.mean([float(score) for score in found[i * each : (i + 1) * each]]))
+            for task, found in row["scores"].items()
+            for i in range(len(found) // each)
+        }
         yield claims.Found(row["model"], row["policy"], tuple(row[name] for name in claims.PLACE), scores)
 
 

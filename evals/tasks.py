@@ -37,7 +37,8 @@ class Fact(NamedTuple):
 
 class Sample(NamedTuple):
     """One question. ``tokens`` encode ``prompt`` and begin with BOS; a model answers well if it continues with
-    ``answer_tokens``. The tokens before ``context_end`` are known before the closing question is.
+    ``answer_tokens``. The tokens before ``context_end`` are known before the closing question is. ``text`` numbers the
+    texts of an evaluation.
     """
 
     prompt: str
@@ -45,6 +46,7 @@ class Sample(NamedTuple):
     tokens: list[int]
     answer_tokens: list[int]
     context_end: int
+    text: int = 0
 
 
 def random_fact(
@@ -154,6 +156,40 @@ def needle(
         >>> sample.prompt.count(f" {sample.answer}."), len(sample.tokens) <= 200
         (1, True)
     """
+    return needles(seed, tokenizer, length, depth, facts, question, haystack)[0]
+
+
+def needles(
+    seed: int,
+    tokenizer: Any,
+    length: int,
+    depth: float | None = None,
+    facts: int = 10,
+    question: Placement = "after",
+    haystack: prose.Part = "test",
+    asked: int = 1,
+) -> list[Sample]:
+    """Make prompts of one text, each of which asks for another of its facts.
+
+    Args:
+        depth: the place of the first prompt's fact; the others lie anywhere.
+        asked: the number of prompts. The other arguments are those of :func:`needle`.
+
+    Raises:
+        ValueError: see :func:`needle`; or ``asked`` is no number of facts.
+
+    Example:
+        >>> from evals import tasks
+        >>> class Words:
+        ...     encode = staticmethod(
+        ...         lambda text: [0, *(hash(word) for word in text.split())]
+        ...     )
+        >>> found = tasks.needles(0, Words, length=200, facts=3, asked=3)
+        >>> len({sample.answer for sample in found})
+        3
+        >>> len({tuple(sample.tokens[: sample.context_end]) for sample in found})
+        1
+    """
     if depth is not None and not 0 <= depth <= 1:
         raise ValueError(f"depth is {depth}; expected a number from 0 (the beginning) to 1 (the end).")
     if facts < 1:
@@ -162,18 +198,19 @@ def needle(
         raise ValueError(f"{facts} facts take more than the length {length}; give fewer facts or a greater length.")
     if question not in ("after", "before", "both"):
         raise ValueError(f"question is {question!r}; expected 'after', 'before' or 'both'.")
+    if not 1 <= asked <= facts:
+        raise ValueError(f"{asked} of {facts} facts are asked for; give a number from 1 to {facts}.")
     rng = np.random.default_rng([seed, length, facts])
     depth = float(rng.random()) if depth is None else depth
-    asked = random_fact(rng)
-    stated = [asked]
+    stated = [random_fact(rng)]
     while len(stated) < facts:
         stated.append(random_fact(rng, stated, alike=0.3))
     sentences = [_state(rng, fact) for fact in stated]
     target, others = sentences[0], sentences[1:]
-    opening, closing = _frame(asked, question)
+    frames = [_frame(fact, question) for fact in stated[:asked]]
 
     size = lambda text: len(ids(tokenizer, text)) - 1  # noqa: E731  without BOS
-    room = length - 1 - size(opening) - size("\n" + closing)
+    room = length - 1 - max(size(opening) + size("\n" + closing) for opening, closing in frames)
     room -= sum(size(" " + sentence) for sentence in sentences)
     filler: list[str] = []
     drawn = prose.draw(rng, haystack)
@@ -185,19 +222,28 @@ def needle(
         body = _spread(filler, others, places)
         sizes = np.cumsum([0] + [size(" " + sentence) for sentence in body])
         at = int(np.searchsorted(sizes, depth * sizes[-1], side="right")) - 1
-        context = opening + " ".join([*body[:at], target, *body[at:]])
-        prompt = f"{context}\n{closing}"
-        tokens = ids(tokenizer, prompt)
-        if len(tokens) <= length:
+        text = " ".join([*body[:at], target, *body[at:]])
+        prompts = [f"{opening}{text}\n{closing}" for opening, closing in frames]
+        tokens = [ids(tokenizer, prompt) for prompt in prompts]
+        longest = max(map(len, tokens))
+        if longest <= length:
             break
         if not filler:
             raise ValueError(
-                f"{facts} facts and a question take {len(tokens)} tokens, more than the length {length}; "
+                f"{facts} facts and a question take {longest} tokens, more than the length {length}; "
                 "give fewer facts or a greater length."
             )
         filler.pop()
-    answer_tokens = ids(tokenizer, f"{prompt} {asked.value}")[len(tokens) :]
-    return Sample(prompt, asked.value, tokens, answer_tokens, len(ids(tokenizer, context)))
+    return [
+        Sample(
+            prompt,
+            fact.value,
+            own,
+            ids(tokenizer, f"{prompt} {fact.value}")[len(own) :],
+            len(ids(tokenizer, opening + text)),
+        )
+        for prompt, own, fact, (opening, _) in zip(prompts, tokens, stated[:asked], frames, strict=True)
+    ]
 
 
 def pick(rng: np.random.Generator, items: Sequence[str]) -> str:

@@ -119,6 +119,25 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
     assert plain[0] == plain[1]
 
 
+def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alone():
+    model, tokenizer = models.load("retriever")
+    samples = [sample for seed in range(2) for sample in tasks.needles(seed, tokenizer, 112, facts=3, asked=2)]
+    assert len({tuple(sample.tokens[: sample.context_end]) for sample in samples}) == 2
+    asked = [("tova", 40, "block"), ("full", None, "prompt"), ("snapkv(window=16)+caote", 40, "prompt")]
+    settings = [evaluator.Setting(policy, budget, when, "unknown", evict_every=0) for policy, budget, when in asked]
+    tokens = {}
+    for way, prompts in (("together", [samples]), ("alone", [[sample] for sample in samples])):
+        for first_row, given in enumerate(prompts):
+            found = evaluator.answers_each(model, given, settings, new_tokens=4, block=32, batch=4)
+            for setting, batch in found:
+                for row, answer in zip(batch.rows, batch.tokens, strict=True):
+                    tokens[way, setting, first_row + row] = answer.tolist()
+                assert batch.peak_cache_bytes >= batch.cache_bytes
+    for setting in settings:
+        for row in range(4):
+            assert tokens["together", setting, row] == tokens["alone", setting, row]
+
+
 def test_rows_of_near_lengths_lie_in_one_batch():
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(0, tokenizer, length, facts=2) for length in (192, 96, 160, 128)]

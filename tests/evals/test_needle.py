@@ -17,6 +17,20 @@ def test_the_samples_are_the_same_each_time_and_differ_from_each_other(retriever
     assert len(set(prompts)) == len(prompts) == 6
 
 
+def test_several_facts_of_a_text_are_asked_for_and_lie_near_their_cells_depth(retriever):
+    cells = needle.make_cells(retriever[1], lengths=[256], depths=3, samples=2, facts=4, question="unknown", asked=3)
+    samples = needle.samples_of(cells)
+    assert len(samples) == 3 * 2 * 3 and sorted({sample.text for sample in samples}) == list(range(6))
+    for text in range(6):
+        own = [sample for sample in samples if sample.text == text]
+        assert len({tuple(sample.tokens[: sample.context_end]) for sample in own}) == 1
+        assert len({sample.answer for sample in own}) == 3
+    for cell in cells:
+        for sample in cell.samples:
+            place = sample.prompt.index(f" {sample.answer}.") / len(sample.prompt)
+            assert abs(place - cell.depth) <= 0.25
+
+
 def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with_the_exact_form():
     def result(policy, correct):
         cells = [{"length": 1, "depth": 0.0, "correct": correct}]

@@ -50,6 +50,15 @@ def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
     assert again.strip() and again.strip() in printed
 
 
+def test_answers_from_one_text_are_one_sample():
+    place = {"length": 8, "budget": 4, "when": "block", "question": "unknown"}
+    row = {"model": "m", "policy": "tova", "evaluation": "needle", **place, "scores": {"needle": "110001"}}
+    (found,) = study.scores_of([row], asked=3)
+    assert found.scores == {("needle", 0): 2 / 3, ("needle", 1): 1 / 3}
+    (found,) = study.scores_of([row | {"evaluation": "ruler"}], asked=3)
+    assert len(found.scores) == 6
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
