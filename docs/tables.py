@@ -188,29 +188,35 @@ def selections() -> str:
 REAL_POLICIES = {
     "recency": RECENCY, "h2o + caote, half protected": "h2o+caote+protect(recent=0.5)", "tova": "tova",
     "expected_attention": "expected_attention", "keydiff": "keydiff", "curdkv": "curdkv",
-    "curdkv + critical @model": "curdkv+critical@model", "snapkv": "snapkv", "snapkv + caote": "snapkv+caote",
-    "snapkv, window 16, + caote": "snapkv(window=16)+caote", "laprox @model": "laprox@model",
-    "laprox, kernel 13, @model": "laprox(kernel=13)@model",
+    "curdkv + critical @model": "curdkv+critical@model(cap=8.0)", "snapkv, kernel 13": "snapkv(kernel=13)",
+    "snapkv + caote": "snapkv(kernel=13)+caote",
+    "snapkv, window 16, kernel 13, + caote": "snapkv(window=16,kernel=13)+caote", "laprox @model": "laprox@model(cap=8.0)",
+    "laprox, kernel 13, @model": "laprox(kernel=13)@model(cap=8.0)",
 }  # fmt: skip
 NEWER_POLICIES = {
-    "recency": RECENCY, "snapkv": "snapkv", "curdkv": "curdkv", "finch": "finch", "chunkkv": "snapkv+chunks",
-    "simlayerkv": "snapkv@simlayer(recent=0.5)", "kvzip": "kvzip", "kvzip + caote": "kvzip+caote",
-    "kvzip @model": "kvzip@model(normalise=False,cap=None)", "dapq": "dapq",
-    "dapq, first tokens": "dapq(tokens='first')", "dapq + caote": "dapq+caote", "snapkv, merged (d2o)": "snapkv+merge",
-    "snapkv, merged (cam)": "snapkv+cam", "snapkv @d2o": "snapkv@d2o",
+    "recency": RECENCY, "snapkv, kernel 13": "snapkv(kernel=13)", "curdkv": "curdkv", "finch": "finch",
+    "chunkkv": "snapkv(kernel=13)+chunks",
+    "simlayerkv": "snapkv(kernel=13)@simlayer(recent=0.5)", "kvzip": "kvzip", "kvzip + caote": "kvzip+caote",
+    "kvzip @model": "kvzip@model(normalise=False)", "dapq, kernel 13": "dapq(kernel=13)",
+    "dapq, kernel 13, first tokens": "dapq(kernel=13,tokens='first')", "dapq + caote": "dapq(kernel=13)+caote",
+    "snapkv, kernel 13, merged (d2o)": "snapkv(kernel=13)+merge",
+    "snapkv, kernel 13, merged (cam)": "snapkv(kernel=13)+cam", "snapkv @d2o": "snapkv(kernel=13)@d2o",
 }  # fmt: skip
 
 FILTERS, HEADS = (f"file='docs/results/{claims.REAL}/{name}.npy'" for name in ("q-filters", "heads"))
 CALIBRATED_POLICIES = {
     "recency": RECENCY, "streaming": "streaming", "key_norm": "key_norm", "q_filters": f"q_filters({FILTERS})",
-    "snapkv": "snapkv", "snapkv @adakv": "snapkv@adakv", "snapkv @duo": f"snapkv@duo({HEADS},sinks=4,recent=0.25)",
-    "snapkv @headkv": f"snapkv@headkv({HEADS})", "snapkv + caote @headkv": f"snapkv+caote@headkv({HEADS})",
+    "snapkv, kernel 13": "snapkv(kernel=13)", "snapkv @adakv": "snapkv(kernel=13)@adakv",
+    "snapkv @duo": f"snapkv(kernel=13)@duo({HEADS},sinks=4,recent=0.25)",
+    "snapkv @headkv": f"snapkv(kernel=13)@headkv({HEADS})",
+    "snapkv + caote @headkv": f"snapkv(kernel=13)+caote@headkv({HEADS})",
 }  # fmt: skip
 README_POLICIES = {
     name: (REAL_POLICIES | NEWER_POLICIES)[name]
     for name in (
-        "recency", "tova", "curdkv", "snapkv", "snapkv, window 16, + caote", "laprox, kernel 13, @model", "chunkkv",
-        "kvzip @model",
+        "recency", "tova", "curdkv", "snapkv, kernel 13", "snapkv, window 16, kernel 13, + caote",
+        "laprox, kernel 13, @model",
+        "chunkkv", "kvzip @model",
     )
 }  # fmt: skip
 
@@ -772,7 +778,7 @@ PRESSES = {
     "Scores": [
         Press("ObservedAttentionPress", "`h2o`", ("observed",), "its sums divided by the number of queries"),
         Press("TOVAPress", "`tova+protect(recent=1)`", ("tova",)),
-        Press("SnapKVPress", "`snapkv(window=64,kernel=5)`", ("snapkv",), "the defaults here are 32 and 13"),
+        Press("SnapKVPress", "`snapkv(window=64,kernel=5)`", ("snapkv",), "the default window here is 32"),
         Press("KnormPress", "`key_norm`", ("knorm",)),
         Press("KeyDiffPress", "`keydiff`", ("keydiff",)),
         Press("StreamingLLMPress", "`streaming`", ("streaming",)),
@@ -786,9 +792,7 @@ PRESSES = {
             ("finch",),
             "n: the question's tokens; compared without `positions`",
         ),
-        Press(
-            "KVzipPress", "`kvzip@model(normalise=False,cap=None)`", ("kvzip",), "`layerwise`: `kvzip@layer(cap=None)`"
-        ),
+        Press("KVzipPress", "`kvzip@model(normalise=False)`", ("kvzip",), "`layerwise`: `kvzip@layer(cap=None)`"),
         Press("KVzapPress", "`zap`", (), "`python -m train.scorer` makes the small network"),
         Press("RandomPress", "`random`", (), "other numbers"),
         Press("CapPress"),
@@ -972,7 +976,7 @@ def published() -> str:
     steps = {0: "never", 1: "at every step"}
     for name, make in LINKS.items():
         link = make()
-        if link.published is None:
+        if link.published is None or not str(link).startswith((name, "@")):  # another name of a link
             continue
         own = f"`{name}`" if link.base else f"... `+{name}`"
         _, every = moments(link, "block", None) if link.base else ("", None)

@@ -259,12 +259,13 @@ def layer(*, cap: int | float | None = 8.0) -> Allocation:
 
 
 @register
-def model(*, normalise: bool = True, cap: int | float | None = 8.0) -> Allocation:
+def model(*, normalise: bool = True, cap: int | float | None = None) -> Allocation:
     """Take one top-k over all layers and heads (LaProx, arXiv 2605.07234, algorithm 2).
 
     Args:
         normalise: first divide the scores by their sum over the layer's unprotected tokens (eq. 12).
-        cap: see :func:`adakv`.
+        cap: see :func:`adakv`; none by default, as in the paper. Give one where memory is reserved before it is known
+            who wins: for block by block prefill, on a mesh, and for the buffer in which one head is read.
 
     Example:
         >>> import kvjax

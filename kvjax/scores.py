@@ -85,14 +85,12 @@ def tova(*, heads: Literal["group", "layer"] = "layer") -> Policy:
 
 
 @register
-def snapkv(*, window: int = 32, kernel: int = 13, pooling: Literal["avg", "max"] = "avg") -> Policy:
+def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
     """Score a token by the last queries' mean attention, pooled over its neighbours (SnapKV, arXiv 2404.14469).
 
     The window's own tokens stay. The paper pools by "max": window 16 and kernel 5 for needles (sections 5.1.1 and 5.2),
-    32 and 7 for LongBench (5.3), 64 and 13 for Command-R (5.4); "avg" made no great difference (5.2). Its authors' code
-    runs with 32, 5 and "avg", kvpress with 64, 5 and "avg". The defaults are the code's window and pooling, and the
-    paper's widest kernel: with a budget of a quarter of the prompt, SmolLM2 then answers 0.69 of the needles, against
-    0.23 with kernel 5 and 0.67 with the full cache (docs/results/smollm2/methods.json).
+    32 and 7 for LongBench (5.3), 64 and 13 for Command-R (5.4); "avg" made no great difference (5.2). The defaults are
+    those of its authors' code; kvpress has 64, 5 and "avg". See also :func:`snapkv_tuned`.
 
     Args:
         window: how many of the last queries observe; decode steps are joined until there are as many.
@@ -121,10 +119,29 @@ def snapkv(*, window: int = 32, kernel: int = 13, pooling: Literal["avg", "max"]
 
 
 @register
+def snapkv_tuned(*, window: int = 32) -> Policy:
+    """Score like :func:`kvjax.snapkv`, pooled over 13 neighbours: what this library chose on its own needles.
+
+    The width was chosen among 1, 5, 7 and 13 for SmolLM2-135M-Instruct, on needles of 512 tokens of seed 0
+    (docs/results/smollm2/window.json): there it answers 0.69 with a quarter of the cache, the published width 0.23. On
+    RULER it gains nothing. Compare methods at settings that none of them was tuned for.
+
+    Args:
+        window: how many of the last queries observe; decode steps are joined until there are as many.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("snapkv_tuned+caote"))
+        'snapkv(kernel=13)+caote'
+    """
+    return snapkv(window=window, kernel=13)
+
+
+@register
 def dapq(
     *,
     window: int = 32,
-    kernel: int = 13,
+    kernel: int = 5,
     pooling: Literal["avg", "max"] = "avg",
     tokens: Literal["last", "first"] = "last",
 ) -> Policy:
@@ -304,22 +321,26 @@ def laprox(
     window: int = 32,
     kernel: int = 7,
     target: Literal["output", "value", "attention"] = "output",
-    gqa: Literal["group", "heads"] = "group",
+    gqa: Literal["group", "joint", "heads"] = "group",
+    pooled: Literal["product", "attention"] = "product",
 ) -> Policy:
     """Score a token by what it adds to the layer's output: attention times projected value (LaProx, arXiv 2605.07234).
 
     The score is the 2-norm of the token's column of attention over the last queries times that of ``v W_O`` (eq. 9),
     pooled over neighbours. The window's own tokens stay, and are left out of the pooling. Its authors give the whole
     model one budget: ``laprox@model``. Window 32 and average pooling of 7 are the paper's (appendix A; table 7 compares
-    windows), "output" is its equation and "group" its treatment of grouped heads.
+    windows), "output" is its equation. It takes a group's mean attention; how the group's blocks of W_O count together,
+    and what is pooled, it leaves open: ``gqa`` and ``pooled`` offer both readings.
 
     Args:
         window: how many of the last queries observe; decode steps are joined until there are as many.
         kernel: width of the average pooling over neighbours in position order, an odd number.
-        target: what the attention is multiplied by: the value's part of the layer's "output", ``|v W_O|`` over the
-            group's blocks of W_O; the "value" itself, ``|v|``; or nothing, for "attention" alone.
-        gqa: "group" takes the norm of the group's mean attention (the paper); "heads" takes the mean of the query
-            heads' norms.
+        target: what the attention is multiplied by: the value's part of the layer's "output", ``|v W_O|``; the "value"
+            itself, ``|v|``; or nothing, for "attention" alone.
+        gqa: "group" takes the group's mean attention, and of its blocks of W_O the root of the sum of ``|v W_O^g|^2``;
+            "joint" takes ``|v sum_g W_O^g|`` instead, which is exact if all heads of the group have the mean attention;
+            "heads" is "group" but for the mean of the query heads' norms of attention.
+        pooled: the "product" of the two norms, or the norm of "attention" before it is multiplied.
 
     Example:
         >>> import kvjax
@@ -333,21 +354,24 @@ def laprox(
     _check_window("laprox", window)
 
     def score(o: Observation) -> Scores:
-        squares = o.columns.window_group_square if gqa == "group" else o.columns.window_square
+        squares = o.columns.window_square if gqa == "heads" else o.columns.window_group_square
         column = jnp.mean(jnp.sqrt(squares), axis=2)
+        length = jnp.ones_like(column)
         if target == "value":
-            column = column * jnp.linalg.norm(o.value.astype(jnp.float32), axis=-1)
+            length = jnp.linalg.norm(o.value.astype(jnp.float32), axis=-1)
         elif target == "output":
-            column = column * _projected_length(o)
-        return _pooled_before(column[:, :, None], o, window, kernel, "avg")
+            length = _projected_length(o, gqa == "joint")
+        if pooled == "product":
+            return _pooled_before((column * length)[:, :, None], o, window, kernel, "avg")
+        return _pooled_before(column[:, :, None], o, window, kernel, "avg") * length[:, :, None]
 
     return base_score(
         "laprox",
         score,
-        statistics=("window_group_square" if gqa == "group" else "window_square",),
+        statistics=("window_square" if gqa == "heads" else "window_group_square",),
         window=window,
         protection=Protection(recent=window),
-        projections=("gram",) if target == "output" else (),
+        projections=("factor" if gqa == "joint" else "gram",) if target == "output" else (),
         published=Moments("prompt", 0, "arXiv 2605.07234, appendix: once after the prefilling phase"),
     )
 
@@ -748,17 +772,21 @@ def _covering(
     return jnp.take_along_axis(needed, jnp.argsort(order, axis=-1), axis=-1) & zone
 
 
-def _projected_length(o: Observation) -> Float[Array, "B K S"]:
-    """Compute ``|v W_O|``: the root of the sum of ``v gram v'`` over the group's blocks of W_O."""
+def _projected_length(o: Observation, joint: bool) -> Float[Array, "B K S"]:
+    """Compute ``|v W_O|`` over a group's blocks: the root of the sum of their squares, or ``|v sum_g W_O^g|``."""
     projection = o.context.projection
-    if projection is None or projection.gram is None:
+    part = None if projection is None else projection.factor if joint else projection.gram
+    if part is None:
         raise ValueError(
             "laprox reads the layer's output projection, but none was given; hand over Context(projection=...), or "
             "take target='value'."
         )
-    gram = jnp.sum(projection.gram, axis=1)  # [K, D, D]
+    high = jax.lax.Precision.HIGHEST
+    gram = jnp.sum(part, axis=1)  # [K, D, D], or the sum of the factors
+    if joint:
+        gram = jnp.einsum("kdf,kef->kde", gram, gram, precision=high)
     value = o.value.astype(jnp.float32)
-    squares = jnp.sum(jnp.einsum("bksd,kde->bkse", value, gram, precision=jax.lax.Precision.HIGHEST) * value, axis=-1)
+    squares = jnp.sum(jnp.einsum("bksd,kde->bkse", value, gram, precision=high) * value, axis=-1)
     return jnp.sqrt(jnp.maximum(squares, 0))
 
 

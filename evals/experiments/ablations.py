@@ -181,9 +181,14 @@ def laprox() -> Study:
     blind = 0.2  # for the runs with the question unknown
     paper = "LaProx"
     through = {"A": "attention", "A, V": "value", "A, V W_O": "output"}
-    behind = {"head": "", "layer": "@layer", "model, raw": "@model(normalise=False)", "model": "@model"}
+    behind = {
+        "head": "",
+        "layer": "@layer",
+        "model, raw": "@model(normalise=False,cap=8.0)",
+        "model": "@model(cap=8.0)",
+    }
 
-    def policy(window: int = 8, extra: str = "", allocation: str = "@model") -> str:
+    def policy(window: int = 8, extra: str = "", allocation: str = "@model(cap=8.0)") -> str:
         return f"laprox(window={window}{extra}){allocation}"
 
     def table(budget: float, *allocations: str, question: Question = "known") -> dict[tuple[str, str], Run]:
@@ -288,7 +293,7 @@ def question() -> Study:
         "+ CAOTE": "snapkv(window=8,kernel=7)+caote",
         "AdaKV": "snapkv(window=8,kernel=7)@adakv",
         "CriticalKV": "snapkv(window=8,kernel=7)+critical@adakv",
-        "LaProx": "laprox(window=8)@model",
+        "LaProx": "laprox(window=8)@model(cap=8.0)",
         "Expected\nAttention": "expected_attention",
         "KeyDiff": "keydiff",
     }
@@ -454,7 +459,7 @@ def budgets() -> Study:
         "layers share a budget": {
             "CAKE": "cake(window=8,kernel=7)@cake",
             "LAVa": "lava(window=8)@lava",
-            "LaProx": "laprox(window=8)@model",
+            "LaProx": "laprox(window=8)@model(cap=8.0)",
         },
     }
     named = {name: policy for family in families.values() for name, policy in family.items()}
@@ -543,7 +548,7 @@ def through() -> Study:
         "output": "+caote(target='output')",
         "output, no cross terms": "+caote(target='output',cross=False)",
     }
-    behind = {"head": "", "layer": "@layer", "model": "@model"}
+    behind = {"head": "", "layer": "@layer", "model": "@model(cap=8.0)"}
     table = {
         (name, line, x): Run(f"{base}{link}{protect}{at}", budget)
         for (name, (base, protect)), (line, link), (x, at) in itertools.product(
@@ -634,23 +639,23 @@ def methods() -> Study:
             "Expected Attention + CAOTE": "expected_attention+caote",
         },
         "observation window": {
-            "SnapKV": "snapkv",
-            "SnapKV, pooling 5": "snapkv(kernel=5)",
+            "SnapKV": "snapkv(kernel=13)",
+            "SnapKV, pooling 5": "snapkv",
             "SnapKV, pooling 7": "snapkv(kernel=7)",
-            "SnapKV + CAOTE": "snapkv+caote",
-            "AdaKV": "snapkv@adakv",
-            "CriticalKV": "snapkv+critical@adakv",
-            "PyramidKV": "snapkv@pyramid",
+            "SnapKV + CAOTE": "snapkv(kernel=13)+caote",
+            "AdaKV": "snapkv(kernel=13)@adakv",
+            "CriticalKV": "snapkv(kernel=13)+critical@adakv",
+            "PyramidKV": "snapkv(kernel=13)@pyramid",
             "CAKE": "cake@cake",
             "LAVa": "lava@lava",
-            "LaProx": "laprox@model",
-            "LaProx, pooling 13": "laprox(kernel=13)@model",
+            "LaProx": "laprox@model(cap=8.0)",
+            "LaProx, pooling 13": "laprox(kernel=13)@model(cap=8.0)",
         },
         "our combinations": {
-            "SnapKV, window 16": "snapkv(window=16)",
-            "SnapKV, window 16, + CAOTE": "snapkv(window=16)+caote",
-            "CurDKV + CAOTE, for the model": "curdkv+caote@model",
-            "CurDKV + critical, for the model": "curdkv+critical@model",
+            "SnapKV, window 16": "snapkv(window=16,kernel=13)",
+            "SnapKV, window 16, + CAOTE": "snapkv(window=16,kernel=13)+caote",
+            "CurDKV + CAOTE, for the model": "curdkv+caote@model(cap=8.0)",
+            "CurDKV + critical, for the model": "curdkv+critical@model(cap=8.0)",
         },
     }
     asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
@@ -734,20 +739,20 @@ def newer() -> Study:
     """Build the study of methods of 2025 and 2026 and of merging, beside SnapKV and CurDKV, as :func:`methods` does."""
     shares = (0.1, 0.25, 0.5)
     named = {
-        "SnapKV": "snapkv",
+        "SnapKV": "snapkv(kernel=13)",
         "CurDKV": "curdkv",
         "FINCH": "finch",
-        "ChunkKV": "snapkv+chunks",
-        "SimLayerKV": "snapkv@simlayer(recent=0.5)",
+        "ChunkKV": "snapkv(kernel=13)+chunks",
+        "SimLayerKV": "snapkv(kernel=13)@simlayer(recent=0.5)",
         "KVzip": "kvzip",
         "KVzip + CAOTE": "kvzip+caote",
-        "KVzip, for the model": "kvzip@model(normalise=False,cap=None)",
-        "DapQ": "dapq",
-        "DapQ, first tokens": "dapq(tokens='first')",
-        "DapQ + CAOTE": "dapq+caote",
-        "SnapKV + D2O": "snapkv+merge",
-        "SnapKV + CaM": "snapkv+cam",
-        "SnapKV, D2O's layers": "snapkv@d2o",
+        "KVzip, for the model": "kvzip@model(normalise=False)",
+        "DapQ": "dapq(kernel=13)",
+        "DapQ, first tokens": "dapq(kernel=13,tokens='first')",
+        "DapQ + CAOTE": "dapq(kernel=13)+caote",
+        "SnapKV + D2O": "snapkv(kernel=13)+merge",
+        "SnapKV + CaM": "snapkv(kernel=13)+cam",
+        "SnapKV, D2O's layers": "snapkv(kernel=13)@d2o",
     }
     asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
     known_only = ("FINCH",)  # its window is the question
@@ -822,11 +827,11 @@ def calibrated() -> Study:
         "StreamingLLM": "streaming",
         "key norm": "key_norm",
         "Q-Filters": f"q_filters({filters})",
-        "SnapKV": "snapkv",
-        "AdaKV": "snapkv@adakv",
-        "DuoAttention": f"snapkv@duo({heads},sinks=4,recent=0.25)",
-        "HeadKV": f"snapkv@headkv({heads})",
-        "HeadKV + CAOTE": f"snapkv+caote@headkv({heads})",
+        "SnapKV": "snapkv(kernel=13)",
+        "AdaKV": "snapkv(kernel=13)@adakv",
+        "DuoAttention": f"snapkv(kernel=13)@duo({heads},sinks=4,recent=0.25)",
+        "HeadKV": f"snapkv(kernel=13)@headkv({heads})",
+        "HeadKV + CAOTE": f"snapkv(kernel=13)+caote@headkv({heads})",
     }
     asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
 
@@ -917,7 +922,7 @@ def window() -> Study:
 
 def eight_bits() -> Study:
     """Build the study of quality against bytes: eviction alone, eight bits of keys, values or both alone, and both."""
-    policy, wide, narrow = "snapkv(window=8)+caote", "bfloat16", "int8"
+    policy, wide, narrow = "snapkv(window=8,kernel=13)+caote", "bfloat16", "int8"
     asked: dict[str, Question] = {KNOWN: "known", UNKNOWN: "unknown"}
     shares = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
     alone: tuple[float | None] = (None,)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.chains import LINKS
 from models.config import NO_ROPE, Config, Rope
 from tests.models import reference
 
@@ -57,6 +58,9 @@ BY_LAYER = " by layer"  # ends a way whose library calls one layer after the oth
 SHARE = 0.15  # of the programs whose caches are in eight bits
 POLICIES = 300  # are drawn until one is found that is wanted
 BIASED = ("llama", "qwen3", "olmo2", "granite")
+
+# One maker is another name of SnapKV, and writes itself so.
+LINK_NAMES = {str(make()).partition("(")[0] for make in LINKS.values()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +330,12 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         "streaming": dict(sinks=(0, 1, 3)),
         "recency": {},
         "sage": dict(heads=("query",), split=("adaptive",), mass=(0.5, 0.8)),
-        "laprox": dict(kernel=kernel, target=("output", "value", "attention"), gqa=("group", "heads")),
+        "laprox": dict(
+            kernel=kernel,
+            target=("output", "value", "attention"),
+            gqa=("group", "joint", "heads"),
+            pooled=("product", "attention"),
+        ),
         "cake": dict(kernel=kernel, gamma=(0.0, 5.0, 200.0)),
         "lava": dict(kernel=kernel),
         "expected_attention": dict(

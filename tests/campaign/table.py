@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvjax.allocation import ALLOCATIONS
-from kvjax.chains import LINKS
 from models.config import ARCHITECTURES
-from tests.campaign.cases import Case, calibration, draw, from_json
+from tests.campaign.cases import LINK_NAMES, Case, calibration, draw, from_json
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import check
 
@@ -125,7 +124,7 @@ def ran(case: Case) -> Outcome:
 
 def every_name() -> set[str]:
     """Return the names of all links, allocations and families."""
-    return {*LINKS, *ALLOCATIONS, *ARCHITECTURES.values()}
+    return {*LINK_NAMES, *ALLOCATIONS, *ARCHITECTURES.values()}
 
 
 def _folder() -> str:

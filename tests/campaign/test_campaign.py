@@ -12,12 +12,11 @@ import pytest
 
 import kvjax
 from kvjax import allocation
-from kvjax.chains import LINKS
 from models import config
 from models.config import ARCHITECTURES
 from tests.campaign import __main__ as campaign
 from tests.campaign import checking, ways
-from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, Case, calibration, draw, from_json, smaller
+from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, LINK_NAMES, Case, calibration, draw, from_json, smaller
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import check
 from tests.models import reference
@@ -44,7 +43,7 @@ def test_every_score_link_and_allocation_is_drawn():
     drawn = {kvjax.parse(policy).allocation.name.split("(")[0] for policy in policies}
     assert drawn == set(allocation.ALLOCATIONS)
     links = {link.split("(")[0] for policy in policies for link in Case(policy=policy).links}
-    assert links == set(LINKS)
+    assert links == LINK_NAMES
 
 
 def test_every_family_is_drawn_as_what_it_is():

@@ -91,7 +91,7 @@ def test_differences_by_hand():
     "laprox, attention, snapkv",
     [
         ("laprox(window=8)@model", "laprox(window=8,target='attention')@model", "snapkv(window=8,kernel=7)"),
-        ("laprox(kernel=13)@model", "laprox(kernel=13,target='attention')@model", "snapkv"),
+        ("laprox(kernel=13)@model", "laprox(kernel=13,target='attention')@model", "snapkv(kernel=13)"),
         ("laprox@layer", "laprox(target='attention')@layer", "snapkv(kernel=7)"),
     ],
 )

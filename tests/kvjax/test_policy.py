@@ -35,7 +35,7 @@ def test_a_chain_writes_itself_as_its_short_name(name):
         ("  h2o + caote ", "h2o+caote"),
         ("h2o()+caote()", "h2o+caote"),
         ("snapkv( window = 16 )\t+ caote", "snapkv(window=16)+caote"),
-        ("snapkv(window=32,kernel=13)", "snapkv"),
+        ("snapkv(window=32,kernel=5)", "snapkv"),
         ("h2o+caote(fast=True)", "h2o+fast_caote"),
         ("h2o+protect(recent=1.0)", "h2o+protect(recent=1.0)"),
     ],

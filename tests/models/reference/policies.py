@@ -207,7 +207,7 @@ def tova(*, heads: str = "layer") -> Link:
     return Link(lambda _, seen: seen.weights[:, :, -1], heads=heads)
 
 
-def snapkv(*, window: int = 32, kernel: int = 13, pooling: str = "avg") -> Link:
+def snapkv(*, window: int = 32, kernel: int = 5, pooling: str = "avg") -> Link:
     """Mean attention of the last queries, pooled over what lies before the window; the window itself stays."""
 
     def score(_: Scores, seen: Seen) -> Scores:
@@ -216,7 +216,7 @@ def snapkv(*, window: int = 32, kernel: int = 13, pooling: str = "avg") -> Link:
     return Link(score, ((0, window),), window=window)
 
 
-def dapq(*, window: int = 32, kernel: int = 13, pooling: str = "avg", tokens: str = "last") -> Link:
+def dapq(*, window: int = 32, kernel: int = 5, pooling: str = "avg", tokens: str = "last") -> Link:
     """As SnapKV, but what is observed are tokens behind the prompt."""
     return snapkv(window=window, kernel=kernel, pooling=pooling)._replace(pseudo=(window, tokens))
 
@@ -281,18 +281,26 @@ def sage(*, heads: str = "group", split: str = "fixed", mass: float = 0.9) -> Li
     return Link(score, protects, heads=heads)
 
 
-def laprox(*, window: int = 32, kernel: int = 7, target: str = "output", gqa: str = "group") -> Link:
+def laprox(
+    *, window: int = 32, kernel: int = 7, target: str = "output", gqa: str = "group", pooled: str = "product"
+) -> Link:
     """|column of the window's attention| * |v W_O|, pooled; the window itself stays."""
 
     def score(_: Scores, seen: Seen) -> Scores:
         rows = seen.observed
-        rows = rows.mean(axis=1, keepdims=True) if gqa == "group" else rows
+        rows = rows if gqa == "heads" else rows.mean(axis=1, keepdims=True)
         column = np.sqrt((rows**2).sum(axis=2)).mean(axis=1)  # [K, P]
         if target == "value":
-            column = column * np.sqrt((seen.value**2).sum(axis=-1))
+            length = np.sqrt((seen.value**2).sum(axis=-1))
         elif target == "output":
-            column = column * np.sqrt((np.einsum("kpd,kgde->kpge", seen.value, seen.output) ** 2).sum(axis=(2, 3)))
-        return _pooled_before(column[:, None], seen, window, kernel, "avg")
+            projected = np.einsum("kpd,kgde->kpge", seen.value, seen.output)
+            projected = projected.sum(axis=2, keepdims=True) if gqa == "joint" else projected
+            length = np.sqrt((projected**2).sum(axis=(2, 3)))
+        else:
+            length = np.ones(column.shape)
+        if pooled == "attention":
+            return _pooled_before(column[:, None], seen, window, kernel, "avg") * length[:, None]
+        return _pooled_before((column * length)[:, None], seen, window, kernel, "avg")
 
     return Link(score, ((0, window),), window=window)
 
