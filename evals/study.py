@@ -8,6 +8,7 @@ claims can be judged again without a run. A killed run is resumed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals import claims, evaluator, report, results, sweep
+from evals import claims, evaluator, report, results, statistics, sweep
 from kvjax.checks import check_names
 from models import commands, hosts, provenance
 
@@ -25,7 +26,7 @@ EXAMPLES = f"""studies: {", ".join(sorted(path.stem for path in FOLDER.glob("*.t
 
 examples:
   python -m evals study fixed-memory --out runs/fixed-memory --json docs/results/fixed-memory.json
-  python -m evals study fixed-memory --judge docs/results/fixed-memory.json
+  python -m evals study fixed-memory --judge docs/results/fixed-memory.json --plot fixed-memory.png
 """
 
 
@@ -90,15 +91,18 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--judge", type=Path, metavar="JSON", help="judge the scores of such a file again, and run nothing"
     )
+    flags.add_argument("--plot", type=Path, help="draw scores against the bytes held at most (.png, .svg or .pdf)")
     hosts.add_flags(flags)
 
 
 def command(flags: argparse.Namespace) -> None:
     """Run a study, or read its scores; print tables and claims, and write JSON."""
     study = find(flags.study)
-    report.check_outputs(flags.json)
+    report.check_outputs(flags.json, flags.plot)
     if flags.judge is not None:
-        print(table(judge(study, list(scores_of(_results(flags.judge), study.asked)))))
+        rows = _results(flags.judge)
+        print(table(judge(study, list(scores_of(rows, study.asked)))))
+        _draw(study, rows, flags.plot)
         return
     if flags.out is None:
         raise ValueError("a study takes hours, and --out names the folder from which it resumes: give one.")
@@ -118,7 +122,68 @@ def command(flags: argparse.Namespace) -> None:
         told = {"results": rows, "claims": [as_row(form, row) for form, row in judged]}
         commands.write_json(flags.json, {**made, **figures, **told})
         print(f"figures: {flags.json}")
+    _draw(study, rows, flags.plot)
     answered.check()
+
+
+def _draw(study: Study, rows: Sequence[Mapping[str, Any]], path: Path | None) -> None:
+    if path is not None:
+        picture(study, rows, path)
+        print(f"picture: {path}")
+
+
+def picture(study: Study, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw what the study's named policies score against the bytes that a prompt holds at most, with 95% intervals.
+
+    There is a panel for each form of the model and each question; scores are means over the form's models.
+    """
+    questions = list(dict.fromkeys(row["question"] for row in rows))
+    there = {row["model"] for row in rows}
+    forms = [form for form, models in study.forms.items() if there.issuperset(models)]
+    plt = report.pyplot()
+    size = (4.6 * max(2, len(questions)), 3.9 * len(forms) + 0.6)
+    figure, axes = plt.subplots(
+        len(forms), len(questions), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    for (form, question), axis in zip(itertools.product(forms, questions), axes.flat, strict=True):
+        own = [row for row in rows if row["model"] in study.forms[form] and row["question"] == question]
+        for number, (policy, name) in enumerate(study.names.items()):
+            points = sorted(_points(study, [row for row in own if row["policy"] == evaluator.full_name(policy)]))
+            if not points:
+                continue
+            held, score, low, high = (np.array(part) for part in zip(*points, strict=True))
+            if policy == "full":
+                axis.axhspan(low[0], high[0], color=report.GREY, alpha=0.15, linewidth=0)
+                handles[name] = axis.axhline(score[0], color=report.GREY, linestyle="--", linewidth=1)
+                axis.annotate(f"{held[0]:.0f} MiB", (1, score[0]), xycoords=("axes fraction", "data"), fontsize=8,
+                              ha="right", va="bottom")  # fmt: skip
+                continue
+            bars = axis.errorbar(
+                held, score, [score - low, high - score], color=report.colour(number), marker="osv^D"[number % 5],
+                markersize=4, linewidth=1.4, elinewidth=0.8, capsize=2,
+            )  # fmt: skip
+            handles.setdefault(name, bars)
+        report.plain(axis)
+        axis.set_title(f"{form}, question {question}", fontsize=10)
+        axis.set_xlabel("MiB of keys and values held at most", fontsize=9)
+        axis.set_ylim(-0.03, 1.03)
+    axes[0][0].set_ylabel("score", fontsize=9)
+    figure.suptitle(study.title, fontsize=11)
+    report.legend(figure, handles, columns=3)
+    report.save(figure, path)
+
+
+def _points(study: Study, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float, float, float]]:
+    """Yield (MiB at most, score, its interval) for each budget: over samples, and over models."""
+    for budget in dict.fromkeys(row["budget"] for row in rows):
+        at = [row for row in rows if row["budget"] == budget]
+        found = scores_of(at, study.asked)
+        by_model: dict[str, list[float]] = {}
+        for one in found:
+            by_model.setdefault(one.model, []).extend(score for _, score in sorted(one.scores.items()))
+        held = float(np.mean([row["peak_cache_bytes"] for row in at]))
+        yield held / 2**20, *statistics.mean_interval(np.array(list(by_model.values())))
 
 
 def _results(path: Path) -> list[dict[str, Any]]:
