@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from evals import evaluator, study
+from evals import evaluator, studies, study, study_page
 from evals.__main__ import main
 from tests.evals.test_sweep import SMALL
 
@@ -23,9 +23,9 @@ expects = "not worse"
 """
 
 
-@pytest.mark.parametrize("path", sorted(study.FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(studies.FOLDER.glob("*.toml")), ids=lambda path: path.stem)
 def test_each_study_runs_what_its_claims_compare(path):
-    read = study.find(path.stem)
+    read = studies.find(path.stem)
     run = {"recency", *(evaluator.full_name(name) for name in read.content["policies"])}
     missing = {name for claim in read.claims for name in (claim.policy, claim.over)} - run
     assert not missing
@@ -50,12 +50,43 @@ def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
     assert again.strip() and again.strip() in printed
 
 
+def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
+    file = tmp_path / "small.toml"
+    file.write_text(
+        'title = "Small"\nnote = "Texts."\nforms = {base = ["m"], adapted = ["a", "b"]}\n'
+        'policies = ["full", "tova", "recency"]\nbudgets = [0.5]\n[tasks.needle]\nasked = 2\n'
+        '[names]\n"tova" = "TOVA"\n"full" = "all"\n[[claims]]\npaper = "TOVA"\npolicies = ["tova"]\n'
+        'over = ["recency"]\n'
+    )
+    place = {"evaluation": "needle", "length": 8, "when": "block", "question": "unknown", "samples": 16}
+    rows = [
+        {"model": "m", "policy": policy, "budget": budget, "peak_cache_bytes": held << 20, "scores": {"needle": scores}}
+        | place
+        for policy, budget, held, scores in (
+            ("full", None, 8, "11" * 8), ("tova", 0.5, 4, "11" * 6 + "1010"), ("recency", 0.5, 3, "10" + "00" * 7),
+        )
+    ]  # fmt: skip
+    read = studies.find(str(file))
+    assert list(studies.forms(read, rows)) == ["base"]
+    made = {"command": "python -m evals study", "seconds": 7200, "cores": 2, "device": "cpu", "commit": "c"}
+    page = study_page.markdown(read, {"results": rows, **made}, study.judge(read, rows), "small.png")
+    lines = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    assert lines[0] == "| policy | 50% |"
+    assert lines[1].startswith("| `tova` | **0.88** [") and lines[1].endswith("], 4 MiB |")
+    assert lines[2].startswith("| `recency` | 0.06 [") and lines[2].endswith("], 3 MiB |")
+    assert lines[3] == "| the full cache | 1.00 [1.00, 1.00], 8 MiB |"
+    assert lines[-1].startswith("| TOVA | TOVA is better than recency | base | unknown, block | **holds** | +0.81 [")
+    assert "![Scores against the bytes held at most](small.png)" in page and "2.0 hours on 2 cores" in page
+    study_page.picture(read, rows, tmp_path / "small.png")
+    assert (tmp_path / "small.png").stat().st_size > 10_000
+
+
 def test_answers_from_one_text_are_one_sample():
     place = {"length": 8, "budget": 4, "when": "block", "question": "unknown"}
     row = {"model": "m", "policy": "tova", "evaluation": "needle", **place, "scores": {"needle": "110001"}}
-    (found,) = study.scores_of([row], asked=3)
+    (found,) = studies.scores_of([row], asked=3)
     assert found.scores == {("needle", 0): 2 / 3, ("needle", 1): 1 / 3}
-    (found,) = study.scores_of([row | {"evaluation": "ruler"}], asked=3)
+    (found,) = studies.scores_of([row | {"evaluation": "ruler"}], asked=3)
     assert len(found.scores) == 6
 
 

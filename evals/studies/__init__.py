@@ -1,0 +1,134 @@
+"""The studies' files, and the scores that their JSON files hold.
+
+A study's file is a sweep's (`python -m evals sweep --help`) with a ``title``, the ``forms`` of the model in place of
+``models``, ``names`` for policies, and tables ``[[claims]]`` (evals/claims.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from evals import claims, evaluator, results, sweep
+from kvjax.checks import check_names
+
+FOLDER = Path(__file__).parent
+OWN = ("title", "note", "forms", "names", "claims")
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Study(NamedTuple):
+    """A study's file.
+
+    Attributes:
+        forms: the models of each form of a model, such as one base model, or several that were adapted with other
+            seeds.
+        names: what to call policies.
+        content: what a sweep runs.
+    """
+
+    name: str
+    title: str
+    note: str
+    forms: dict[str, list[str]]
+    names: dict[str, str]
+    claims: list[claims.Claim]
+    content: dict[str, Any]
+
+    @property
+    def asked(self) -> int:
+        """The needles that are asked for in each text."""
+        return int(self.content.get("tasks", {}).get("needle", {}).get("asked", 1))
+
+
+def find(name: str) -> Study:
+    """Read a study by its name, or by the path of its file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: there is no study of that name, or its file cannot be read.
+
+    Example:
+        >>> from evals import studies
+        >>> studies.find("fixed-memory").forms
+        {'base': ['smollm2']}
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        check_names("study", name, sorted(file.stem for file in FOLDER.glob("*.toml")))
+        path = FOLDER / f"{name}.toml"
+    content = sweep.read(path)
+    own = {field: content.pop(field) for field in OWN if field in content}
+    if "title" not in own or not isinstance(own.get("forms"), dict) or "models" in content:
+        raise ValueError(
+            f"{path} lacks a title, or forms in place of models; see evals/studies for how they are written."
+        )
+    names, forms = own.get("names", {}), own["forms"]
+    content["models"] = list(dict.fromkeys(model for models in forms.values() for model in models))
+    return Study(
+        path.stem, own["title"], own.get("note", ""), forms, names, claims.read(own.get("claims", []), names), content
+    )
+
+
+def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of :func:`evals.evaluator.summarise`, each with its scores: by task, in the order of the samples.
+
+    Scores are :func:`packed`.
+    """
+    rows = evaluator.summarise(records)
+    by_row: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
+    for record in records:
+        of_row = by_row.setdefault(tuple(record.get(name) for name in results.ROW), {})
+        of_row.setdefault(record["task"], {})[record["sample"]] = record["score"]
+    for row in rows:
+        found = by_row[tuple(row[name] for name in results.ROW)]
+        row["scores"] = {task: packed([value for _, value in sorted(scores.items())]) for task, scores in found.items()}
+    return rows
+
+
+def packed(scores: Sequence[float]) -> str | list[float]:
+    """Return scores as a text of digits if each is 0 or 1, else rounded to four digits.
+
+    Example:
+        >>> from evals import studies
+        >>> studies.packed([1.0, 0.0, 1.0]), studies.packed([0.5, 1.0])
+        ('101', [0.5, 1.0])
+    """
+    if set(scores) <= {0, 1}:
+        return "".join(str(int(score)) for score in scores)
+    return [round(score, 4) for score in scores]
+
+
+def scores_of(rows: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[claims.Found]:
+    """Yield the scores that claims are judged by, from the rows of a study's JSON file.
+
+    Args:
+        asked: how many needles are asked for in each text. One text is one sample, whose score is their mean: answers
+            from one cache are not independent.
+    """
+    for row in rows:
+        each = asked if row["evaluation"] == "needle" else 1
+        scores = {
+            (task, i): float(np.mean([float(score) for score in found[i * each : (i + 1) * each]]))
+            for task, found in row["scores"].items()
+            for i in range(len(found) // each)
+        }
+        yield claims.Found(row["model"], row["policy"], tuple(row[name] for name in claims.PLACE), scores)
+
+
+def samples(rows: Rows, asked: int) -> Float[np.ndarray, "models samples"]:
+    """Return the score of each sample, with each of the models that the rows have."""
+    by_model: dict[str, list[float]] = {}
+    for one in scores_of(rows, asked):
+        by_model.setdefault(one.model, []).extend(score for _, score in sorted(one.scores.items()))
+    return np.array(list(by_model.values()))
+
+
+def forms(study: Study, rows: Rows) -> dict[str, list[str]]:
+    """Return the forms of the model, with their models, all of which have results."""
+    there = {row["model"] for row in rows}
+    return {form: models for form, models in study.forms.items() if there.issuperset(models)}
