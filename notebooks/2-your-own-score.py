@@ -213,7 +213,7 @@ for number, ((name, found), colour) in enumerate(zip(right.items(), colours, str
         capsize=2,
         label=name,
     )
-axis.set(xlabel="slots a head, of 384 tokens", ylabel="answered right", ylim=(-0.03, 1.03))
+axis.set(xlabel="slots per head, of 384 tokens", ylabel="answered right", ylim=(-0.03, 1.03))
 axis.set_xticks(place, budgets)
 axis.grid(axis="y", color="#eeeeee")
 axis.spines[["top", "right"]].set_visible(False)
