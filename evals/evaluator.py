@@ -236,6 +236,9 @@ def answers_each(
 ) -> Iterator[tuple[Setting, Batch]]:
     """Answer prompts under several settings; those that evict once, after the prompt, share its prefill.
 
+    Where the question is unknown and every context comes with several questions, a context is read once for all of
+    them, and a ratio is one of its tokens.
+
     Args:
         end: tokens that end an answer; None for the model's own.
         rows: the prompts to answer under each setting, all by default. Buffers are sized by all prompts, so that a

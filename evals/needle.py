@@ -91,11 +91,13 @@ def placed(question: Question) -> tasks.Placement:
     return "after" if question == "known" or question == "unknown" else question
 
 
-def cells_for(flags: argparse.Namespace, tokenizer: Any, lengths: Sequence[int], question: Question) -> list[Cell]:
+def cells_for(
+    flags: argparse.Namespace, tokenizer: Any, lengths: Sequence[int], question: Question, asked: int = 1
+) -> list[Cell]:
     """Make the samples that a command line asks for."""
     return make_cells(
         tokenizer, lengths=lengths, depths=flags.depths, samples=flags.samples, facts=flags.facts, question=question,
-        seed=flags.seed, asked=flags.asked,
+        seed=flags.seed, asked=asked,
     )  # fmt: skip
 
 
@@ -246,7 +248,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="facts per text that are asked for, each by a prompt of its own; with --question unknown these share the "
-        "reading of the text (default: %(default)s)",
+        "reading of the text, and a ratio is one of its tokens (default: %(default)s)",
     )
 
 
@@ -259,7 +261,7 @@ def command(flags: argparse.Namespace) -> None:
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
 
     questions = dict.fromkeys(setting.question for setting in settings)
-    cells = {question: cells_for(flags, tokenizer, lengths, question) for question in questions}
+    cells = {question: cells_for(flags, tokenizer, lengths, question, flags.asked) for question in questions}
     for setting in settings:
         samples = samples_of(cells[setting.question])
         most = max(len(sample.answer_tokens) for sample in samples)
@@ -313,7 +315,8 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
     groups = []
     questions: Any = commands.split_list(flags.question)
     for question, length in itertools.product(questions, check_sizes(flags)):
-        samples = sorted(samples_of(cells_for(flags, tokenizer, [length], question)), key=lambda sample: sample.text)
+        cells = cells_for(flags, tokenizer, [length], question, flags.asked)
+        samples = sorted(samples_of(cells), key=lambda sample: sample.text)
         groups.append(
             evaluator.Group(
                 "needle",
