@@ -529,12 +529,11 @@ class _Asked:
             generated[:, step] = token
             clock.token()
             cache = kept
-        slots = cache.position.size  # of all rows of the batch
-        if setting.evicting is None or setting.moments[0] == "prompt":
-            slots = max(slots, math.prod(cache.heads_shape) * (self.longest + self.new_tokens))
-        size = cache.nbytes // len(fed.tokens)
-        peak = max(size * slots // cache.position.size, clock.most // len(fed.lengths))
-        told = generated[: len(fed.rows)], size, peak
+        size, peak = cache.nbytes // len(fed.tokens), clock.most // len(fed.lengths)
+        if setting.evicting is None or setting.moments[0] == "prompt":  # what has all tokens, without a block's room
+            slots = cache.position.size  # of all rows of the batch
+            peak = size * max(slots, math.prod(cache.heads_shape) * (self.longest + self.new_tokens)) // slots
+        told = generated[: len(fed.rows)], size, max(size, peak)
         return Batch(fed.rows, *told, clock.prefill, clock.decode)
 
 
