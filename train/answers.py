@@ -180,9 +180,7 @@ def _tokens(line: bytes, tokenizer: Tokenizer, length: int, chat: bool) -> list[
     if not all(isinstance(text, str) and text.strip() for turn in (*turns, *more) for text in turn):
         raise ValueError('it has no text in "prompt" or in "answer"; every line needs both.')
     if chat and more:
-        raise ValueError(
-            'it has "more" questions, which --chat cannot put into the template; leave one of them out.'
-        )
+        raise ValueError('it has "more" questions, which --chat cannot put into the template; leave one of them out.')
     told: list[tuple[list[int], list[int]]] = []
     for number, (prompt, answer) in enumerate((*turns, *more)):
         if chat:

@@ -1,11 +1,10 @@
 """Questions about long texts, with their answers: rows that teach a model to look things up in its context.
 
 ``python -m train.questions --tokenizer smollm2 --rows 2400 --out questions.jsonl`` writes JSON lines of {"prompt",
-"answer", "family", "more"}, which `python -m train.finetune --data` reads: a text with up to four questions, one after
-the other. A row is a pure function of the seed and its number.
-The families are facts in several wordings, lists of keys, chains of variables, counts, quotations and, with ``--text``,
-continuations of a text of one's own. The sentences around them are the part of :mod:`evals.prose` that no evaluation
-uses.
+"answer", "family", "more"}, which `python -m train.finetune --data` reads: a text, and questions about it one after the
+other, at most one for 64 tokens. A row is a pure function of the seed and its number. The families are facts in several
+wordings, lists of keys, chains of variables, counts, quotations and, with ``--text``, continuations of a text of one's
+own. The sentences around them are the part of :mod:`evals.prose` that no evaluation uses.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Row(NamedTuple):
 
 Sentences = Sequence[str]
 Draft = tuple[Sentences, list[Turn]]  # what is hidden in the text, and what may be asked
-MOST = 4  # questions about a text
+TOKENS = 64  # of a row for each of its questions
 
 
 def facts(rng: np.random.Generator) -> Draft:
@@ -209,7 +208,7 @@ def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, senten
     draft, _ = FAMILIES[family]
     for _ in range(20):
         hidden, possible = draft(rng)
-        asked = [possible[i] for i in rng.permutation(len(possible))[:MOST]]
+        asked = [possible[i] for i in rng.permutation(len(possible))[: max(1, length // TOKENS)]]
         places, filler = np.sort(rng.random(len(hidden))), list[str]()
         room = length - _size(tokenizer, _text(hidden, filler, places), asked)
         if room < 0:
@@ -248,17 +247,17 @@ def _text(hidden: Sentences, filler: Sentences, places: Float[np.ndarray, "hidde
 
 def _continuation(rng: np.random.Generator, tokenizer: models.Tokenizer, length: int, sentences: Sentences) -> Row:
     """Show a stretch of a text, and ask how some of its sentences go on."""
-    start, held = int(rng.integers(len(sentences))), list[str]()
+    start, held, most = int(rng.integers(len(sentences))), list[str](), max(1, length // TOKENS)
     asks = 'How does the sentence go on that begins "{}"?\nIt goes on:'
     turn = lambda said: (asks.format(" ".join(said.split()[:5])), " ".join(said.split()[5:10]))  # noqa: E731
     for sentence in itertools.islice(itertools.cycle(sentences), start, start + len(sentences)):
-        asked = [turn(said) for said in [*held, sentence][:: max(1, (len(held) + 1) // MOST)][:MOST]]
+        asked = [turn(said) for said in [*held, sentence][:: max(1, (len(held) + 1) // most)][:most]]
         if _size(tokenizer, " ".join([*held, sentence]), asked) > length:
             break
         held.append(sentence)
     if not held:
         raise ValueError(f"the length {length} holds no sentence with its question; give at least 256 tokens.")
-    asked = [turn(said) for said in held[:: max(1, len(held) // MOST)][:MOST]]
+    asked = [turn(said) for said in held[:: max(1, len(held) // most)][:most]]
     return _row(" ".join(held), [asked[i] for i in rng.permutation(len(asked))], "continuations")
 
 
