@@ -28,7 +28,7 @@ from models.programs import make_room
 LEGEND = """peak MiB: what the compiled prefill takes beside the weights and the prompt. cache MiB: the largest cache of
 the run that was timed. tokens / s: of the prompt, in one run. full / this: seconds of a full cache over those of the
 row, for the same prompt."""
-POLICIES = "full,recency,snapkv,kvzip,kvzip@model(normalise=False)"
+POLICIES = "full,recency,snapkv,kvzip,kvzip@model(normalise=False,cap=8)"
 
 
 def peak_bytes(model: models.Decoder, tokens: int, options: models.Options) -> int:

@@ -436,7 +436,8 @@ class _Asked:
         """Return whether contexts are read once for all of their questions: nothing leaves after a context."""
         _, every = setting.moments
         kept = setting.select is None and not _predicts(setting) and (not every or every > self.new_tokens)
-        return setting.question == "unknown" and kept and len({len(rows) for rows in self.texts} - {1}) == 1
+        each = {len(rows) for rows in self.texts}
+        return setting.question == "unknown" and kept and len(each) == 1 and max(each) > 1
 
     def each_text(
         self, settings: Sequence[Setting], wanted: Mapping[Setting, Sequence[int]]
