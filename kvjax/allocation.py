@@ -160,6 +160,7 @@ class Allocation:
         return self.name
 
 
+CAP = 8.0  # times the mean budget: what a head holds at most, where an allocation has a cap by default
 ALLOCATIONS = makers("allocation", "kvjax.allocations", Allocation)
 
 
@@ -220,7 +221,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
 
 
 @register
-def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = 8.0) -> Allocation:
+def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = CAP) -> Allocation:
     """Take one top-k over all heads of a layer; the best tokens of each head are safe (AdaKV, arXiv 2407.11550).
 
     Args:
@@ -242,7 +243,7 @@ def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = 8.0) -> All
 
 
 @register
-def layer(*, cap: int | float | None = 8.0) -> Allocation:
+def layer(*, cap: int | float | None = CAP) -> Allocation:
     """Take one top-k over all heads of a layer.
 
     Args:
@@ -286,7 +287,7 @@ def model(*, normalise: bool = True, cap: int | float | None = None) -> Allocati
 
 
 @register
-def threshold(*, least: float = 0.01, cap: int | float | None = 8.0) -> Allocation:
+def threshold(*, least: float = 0.01, cap: int | float | None = CAP) -> Allocation:
     """Keep the tokens that score at least a threshold; the budget is only an upper limit (KVzap, arXiv 2601.07891).
 
     So a text decides how many tokens it needs: ``cache.num_live`` counts them. Where more tokens reach the threshold
@@ -323,7 +324,7 @@ def threshold(*, least: float = 0.01, cap: int | float | None = 8.0) -> Allocati
 
 @register
 def cake(
-    *, window: int | None = None, space: int | float = 1.0, time: int | float = 1.0, cap: int | float | None = 8.0
+    *, window: int | None = None, space: int | float = 1.0, time: int | float = 1.0, cap: int | float | None = CAP
 ) -> Allocation:
     """Divide slots among layers by how spread and how changeable their attention is (CAKE, arXiv 2503.12491).
 
@@ -372,7 +373,7 @@ def cake(
 
 
 @register
-def d2o(*, window: int | None = None, cap: int | float | None = 8.0) -> Allocation:
+def d2o(*, window: int | None = None, cap: int | float | None = CAP) -> Allocation:
     """Give more slots to layers whose attention is dense, by its variance over the tokens (D2O, arXiv 2406.13035).
 
     The variance of a query head is that of the attention that its tokens get, divided by the mean. It is scaled so that
@@ -418,7 +419,7 @@ def d2o(*, window: int | None = None, cap: int | float | None = 8.0) -> Allocati
 
 
 @register
-def lava(*, cap: int | float | None = 8.0) -> Allocation:
+def lava(*, cap: int | float | None = CAP) -> Allocation:
     """Divide slots among layers by the entropy of their scores, then take one top-k per layer (LAVa, arXiv 2509.09754).
 
     Args:
@@ -445,7 +446,7 @@ def lava(*, cap: int | float | None = 8.0) -> Allocation:
 
 @register
 def headkv(
-    *, file: str | None = None, content: str | None = None, beta: int | float = 1.5, cap: int | float | None = 8.0
+    *, file: str | None = None, content: str | None = None, beta: int | float = 1.5, cap: int | float | None = CAP
 ) -> Allocation:
     """Give a head the more slots, the more important it is (HeadKV, arXiv 2410.19258).
 
@@ -486,7 +487,7 @@ def duo(
     streaming: float = 0.5,
     sinks: int | float = 128,
     recent: int | float = 256,
-    cap: int | float | None = 8.0,
+    cap: int | float | None = CAP,
 ) -> Allocation:
     """Let the least important heads stream, and give their slots to the others (DuoAttention, arXiv 2410.10819).
 
@@ -529,7 +530,7 @@ def simlayer(
     threshold: float = 0.9,
     sinks: int | float = 4,
     recent: int | float = 1024,
-    cap: int | float | None = 8.0,
+    cap: int | float | None = CAP,
 ) -> Allocation:
     """Let lazy layers stream, and give their slots to the others (SimLayerKV, arXiv 2410.13846).
 

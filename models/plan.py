@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 
 import kvjax
 from kvjax import PagedCache, Policy, Reconstruction, SplitCache
-from kvjax.allocation import UNIFORM
+from kvjax.allocation import CAP, UNIFORM
 from kvjax.cache import Positions, dtypes_of
 from kvjax.capacity import Demand, Layout, capacity, in_pages, rounded_up
 from kvjax.chains import policy_of
@@ -494,14 +494,16 @@ def _sized(
         room = options.block + copies + plan.evict_every - 1  # so that another turn fits
     # A layer with a window that gave slots away grows back to its window while the others keep what they took.
     step = min(max(options.block + copies, 1 + later), asked + room) if policy.allocation.even else asked + room
-    # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit;
-    # where one head may win all slots, they follow the prompt by powers of two, as each head is read at that width.
+    # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
+    # Where heads compete by a ratio, or without a cap, they follow it by powers of two: a head is read at that width.
     all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
     limit = all_tokens + options.reserve + max(copies, later)
-    if not options.fit_prompt and policy.allocation.even:
-        limit = max(power_of_two(prompt.most + options.reserve), config.max_positions)
-    elif not options.fit_prompt:
+    largest = int(budgets.max())
+    widest = policy.allocation.most(config.num_layers, config.num_kv_heads, largest)
+    if not options.fit_prompt and widest > largest and (by_ratio or widest > CAP * largest):
         limit = power_of_two(limit)
+    elif not options.fit_prompt:
+        limit = max(power_of_two(prompt.most + options.reserve), config.max_positions)
     # A budget in slots is a number of the run, like a length: near ones share their sizes, and so their programs.
     held = budgets if by_ratio else np.full_like(budgets, rounded_up(int(budgets[0]), beside=asked + room))
     demand = Demand(held + asked, room, step, limit)
