@@ -282,12 +282,7 @@ def answers_each(
         for number, fed in enumerate(asked_of.fed(together, union)):
             asked = [setting for setting in together if set(fed.rows) & set(wanted[setting])]
             begun = time.perf_counter()
-            policies = [(aids.policy(setting), setting.budget) for setting in asked]
-            each = models.prefill_each(
-                model, fed.tokens, fed.lengths, policies=policies,
-                when="prompt", block=block, question=fed.questions, scorer=aids.scorer, butler=aids.butler,
-                cache_dtype=asked[0].cache_dtype,
-            )  # fmt: skip
+            each = asked_of.prefilled(asked, fed.tokens, fed.lengths, fed.questions)
             seconds = 0.0
             for setting, prefilled in zip(asked, each, strict=True):
                 make_room()
@@ -458,13 +453,14 @@ class _Asked:
             counts = np.array([len(contexts[text]) for text in filled])
             questions = padded([tails[row] for row in rows], widest)
             clock = _BatchClock(int(counts[: len(chosen)].sum()), len(told))
-            begun = time.perf_counter()
-            for setting, prefilled in self.read(asked, fed, counts, clock):
+            begun, seconds = time.perf_counter(), 0.0
+            for setting, kept in self.read(asked, fed, counts, clock):
                 make_room()
-                jax.block_until_ready(prefilled)
+                jax.block_until_ready(kept)
+                seconds = seconds or time.perf_counter() - begun  # the text is read before the first setting's result
                 if number:  # the first batch may compile
-                    clock.prefill = (float(clock.prompt_tokens), time.perf_counter() - begun)
-                cache = kvjax.repeat(prefilled, each)
+                    clock.prefill = (float(clock.prompt_tokens), seconds)
+                cache = kvjax.repeat(kept, each)
                 steps = models.stream(
                     self.model, questions, lengths=np.array([len(tails[row]) for row in rows]), cache=cache,
                     block=self.block, max_new_tokens=self.new_tokens, end=self.end,
@@ -477,11 +473,7 @@ class _Asked:
     ) -> Iterator[tuple[Setting, Cache]]:
         """Read contexts under settings that share them, and yield what each keeps."""
         if len(settings) > 1:
-            policies = [(self.aids.policy(setting), setting.budget) for setting in settings]
-            each = models.prefill_each(
-                self.model, tokens, lengths, policies=policies, when="prompt", block=self.block,
-                scorer=self.aids.scorer, cache_dtype=settings[0].cache_dtype,
-            )  # fmt: skip
+            each = self.prefilled(settings, tokens, lengths, None)
             yield from ((setting, prefilled.cache) for setting, prefilled in zip(settings, each, strict=True))
             return
         (setting,) = settings
@@ -491,6 +483,16 @@ class _Asked:
             max_new_tokens=1, evict_every=0, end=(), on_block=clock.block,
         )  # fmt: skip
         yield setting, without_room(stacked_up(cache))
+
+    def prefilled(
+        self, settings: Sequence[Setting], tokens: np.ndarray, lengths: np.ndarray, questions: np.ndarray | None
+    ) -> Iterator[models.Prefilled]:
+        """Run prompts once for settings that share them."""
+        return models.prefill_each(
+            self.model, tokens, lengths, policies=[(self.aids.policy(setting), setting.budget) for setting in settings],
+            when="prompt", block=self.block, question=questions, scorer=self.aids.scorer, butler=self.aids.butler,
+            cache_dtype=settings[0].cache_dtype,
+        )  # fmt: skip
 
     def fed(self, settings: Sequence[Setting], rows: Sequence[int]) -> Iterator[_Fed]:
         """Make the batches of rows for settings that hold back the same questions."""

@@ -123,8 +123,9 @@ def snapkv_tuned(*, window: int = 32) -> Policy:
     """Score like :func:`kvjax.snapkv`, pooled over 13 neighbours: what this library chose on its own needles.
 
     The width was chosen among 1, 5, 7 and 13 for SmolLM2-135M-Instruct, on needles of 512 tokens of seed 0
-    (docs/results/smollm2/window.json): there it answers 0.69 with a quarter of the cache, the published width 0.23. On
-    RULER it gains nothing. Compare methods at settings that none of them was tuned for.
+    (docs/results/smollm2/window.json): there it answers 0.69 with a quarter of the cache, the published width 0.23; on
+    RULER 0.11 against 0.08 (docs/results/smollm2/ruler-pooling.json). Compare methods at settings that none of them was
+    tuned for.
 
     Args:
         window: how many of the last queries observe; decode steps are joined until there are as many.
