@@ -190,7 +190,8 @@ REAL_POLICIES = {
     "expected_attention": "expected_attention", "keydiff": "keydiff", "curdkv": "curdkv",
     "curdkv + critical @model": "curdkv+critical@model(cap=8.0)", "snapkv, kernel 13": "snapkv(kernel=13)",
     "snapkv + caote": "snapkv(kernel=13)+caote",
-    "snapkv, window 16, kernel 13, + caote": "snapkv(window=16,kernel=13)+caote", "laprox @model": "laprox@model(cap=8.0)",
+    "snapkv, window 16, kernel 13, + caote": "snapkv(window=16,kernel=13)+caote",
+    "laprox @model": "laprox@model(cap=8.0)",
     "laprox, kernel 13, @model": "laprox(kernel=13)@model(cap=8.0)",
 }  # fmt: skip
 NEWER_POLICIES = {
