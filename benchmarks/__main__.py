@@ -9,7 +9,7 @@ from models import commands
 
 NAMES = (
     "accelerator", "butler", "cpu", "decode", "fixed_memory", "kernels", "launches", "memory", "peers", "prefill",
-    "questions", "report", "rounds", "selection", "sharing", "soak", "tpu_compile",
+    "questions", "report", "selection", "sharing", "soak", "tpu_compile",
 )  # fmt: skip
 BENCHMARKS: dict[str, Any] = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES}
 

@@ -21,7 +21,6 @@ ORDER = (
     "kernels",
     "cpu",
     "butler",
-    "rounds",
     "memory",
     "soak",
     "launches",

@@ -170,7 +170,7 @@ def moment(group: tuple[str, str, Any]) -> str:
 def without_caote(policy: str) -> str:
     """Return a policy without its CAOTE links; its allocation is kept.
 
-    >>> without_caote("h2o+caote(rounds=2)+protect(recent=0.5)@layer")
+    >>> without_caote("h2o+caote(norm=1)+protect(recent=0.5)@layer")
     'h2o+protect(recent=0.5)@layer'
     """
     chain, at, allocation = policy.partition("@")

@@ -7,9 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from kvjax.chains import no_state, register
-from kvjax.checks import check_count
 from kvjax.eviction_error import score as eviction_error
-from kvjax.joint_eviction import joint_score
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.policy import Moments, Policy, Scores
 from kvjax.projection import OutputProjection
@@ -26,7 +24,6 @@ def caote(
     fast: bool = False,
     target: Target = "value",
     cross: bool = True,
-    rounds: int = 1,
 ) -> Policy:
     """Score a token by how its eviction changes the attention output (CAOTE over any score, arXiv 2504.14051, eq. 20).
 
@@ -39,9 +36,6 @@ def caote(
         target: "value" measures the heads' outputs, "output" the layer's output after W_O. The latter needs norm 2,
             group "exact", and ``Context.projection``.
         cross: with target="output", whether heads count together, as W_O adds them, or each alone (cheaper).
-        rounds: in how many rounds the tokens of one eviction leave, each exact for what the round before has left; see
-            :func:`kvjax.joint_eviction.joint_score`. 1 as in the paper, which treats tokens as independent. With more,
-            scores only order the tokens of one head, so that heads cannot exchange slots by them. Needs norm 2.
 
     Example:
         >>> import kvjax
@@ -51,8 +45,8 @@ def caote(
         ['factor']
     """
     if fast:
-        return fast_caote(norm=norm, group=group, target=target, cross=cross, rounds=rounds)
-    return _caote("caote", norm, group, target, cross, rounds)
+        return fast_caote(norm=norm, group=group, target=target, cross=cross)
+    return _caote("caote", norm, group, target, cross)
 
 
 @register
@@ -62,7 +56,6 @@ def fast_caote(
     group: Literal["exact", "mean"] = "exact",
     target: Target = "value",
     cross: bool = True,
-    rounds: int = 1,
 ) -> Policy:
     """Score as ``caote`` does, with the mean of the live values for the attention output (arXiv 2504.14051, eq. 22).
 
@@ -71,7 +64,7 @@ def fast_caote(
         >>> str(kvjax.parse("tova+fast_caote"))
         'tova+fast_caote'
     """
-    return _caote("fast_caote", norm, group, target, cross, rounds)
+    return _caote("fast_caote", norm, group, target, cross)
 
 
 def _caote(
@@ -80,7 +73,6 @@ def _caote(
     group: Literal["exact", "mean"],
     target: Target,
     cross: bool,
-    rounds: int,
 ) -> Policy:
     if target == "output" and (norm != 2 or group != "exact"):
         raise ValueError(
@@ -89,31 +81,19 @@ def _caote(
         )
     if target == "value" and not cross:
         raise ValueError("caote: cross=False leaves out cross terms in W_O; take it with target='output'.")
-    check_count("caote: rounds", rounds, 1, "give an int from 1")
-    if rounds > 1 and norm != 2:
-        raise ValueError(
-            f"caote: norm is {norm!r}, but rounds follow the change in norm 2 only; take norm=2 or rounds=1."
-        )
     kind, fast = "factor" if cross else "gram", name == "fast_caote"
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores | Weights, Any]:
         weights = shares(scores, o)
-        if target == "value" and rounds == 1:
+        if target == "value":
             return Weights(weights, fast, norm, group), state
-        if target == "output":  # W_O tells the heads of a group apart, even where their scores do not
-            G = o.query.shape[2] // o.position.shape[1]
-            weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
-        behind = _projection(kind, o) if target == "output" else None
-        if rounds == 1:
-            joined = eviction_error(
-                weights, o.value, fast=fast, norm=norm, group=group, mask=o.live, projection=behind, cross=cross
-            )
-        else:
-            leaving = (o.live.sum(-1) - o.budget[:, None]).clip(0)  # [B, K]
-            joined = joint_score(
-                weights, o.value, leaving, rounds=rounds, position=o.position, protected=o.protected, fast=fast,
-                group=group, projection=behind, cross=cross,
-            )  # fmt: skip
+        # W_O tells the heads of a group apart, even where their scores do not.
+        G = o.query.shape[2] // o.position.shape[1]
+        weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
+        joined = eviction_error(
+            weights, o.value, fast=fast, norm=norm, group=group, mask=o.live, projection=_projection(kind, o),
+            cross=cross,
+        )  # fmt: skip
         return joined[:, :, None], state
 
     return Policy(
@@ -122,8 +102,7 @@ def _caote(
         update,
         needs=Needs(projections=frozenset({kind} if target == "output" else ())),
         needs_nonnegative=True,
-        nonnegative=rounds == 1,
-        comparable=rounds == 1,
+        nonnegative=True,
         published=Moments("block", 1, "arXiv 2504.14051, section 2: after each block of the prompt and each new token"),
     )
 

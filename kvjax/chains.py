@@ -126,7 +126,7 @@ def chain(*links: Policy) -> Policy:
                 f"{link.name!r} needs non-negative scores, which {links[0].name!r} does not give; "
                 "put 'normalise' between."
             )
-        nonnegative = link.nonnegative if link.base or not link.comparable else nonnegative or link.nonnegative
+        nonnegative = link.nonnegative or (nonnegative and not link.base)
     try:
         needs = functools.reduce(operator.or_, (link.needs for link in links))
     except ValueError as error:
@@ -142,12 +142,6 @@ def chain(*links: Policy) -> Policy:
         both = " and ".join(merging.name for merging in mergings[:2])
         raise ValueError(f"{name!r} merges values twice, by {both}; keep one of them.")
 
-    comparable = all(link.comparable for link in links)
-    if "layer" in heads and not comparable:
-        raise ValueError(
-            f"{name!r} averages scores over the heads of a layer, but they only order the tokens of one head; "
-            "take rounds=1, or heads='group'."
-        )
     turned = positions - {"absolute"}
     if turned and needs.rotary:
         raise ValueError(
@@ -181,7 +175,6 @@ def chain(*links: Policy) -> Policy:
         links=links,
         base=True,
         nonnegative=nonnegative,
-        comparable=comparable,
         heads=heads.pop(),
         positions=positions.pop(),
         published=next((link.published for link in reversed(links) if link.published is not None), None),

@@ -86,7 +86,6 @@ class Policy:
         nonnegative: whether its scores are never negative, as caote needs them. A link that changes scores may leave
             this False if non-negative scores stay non-negative.
         needs_nonnegative: whether the scores that it changes must be non-negative.
-        comparable: whether scores of different heads are on one scale, so that heads may exchange slots.
         heads: which heads share one set of tokens: each query "group", all of a "layer", or each "query" head alone.
         positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
         allocation: how many slots each head gets.
@@ -104,7 +103,6 @@ class Policy:
     base: bool = False
     nonnegative: bool = False
     needs_nonnegative: bool = False
-    comparable: bool = True
     heads: Heads = "group"
     positions: Positions = "absolute"
     allocation: Allocation = UNIFORM
@@ -153,11 +151,6 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
         raise ValueError(
             f"{name!r}: {policy.merging.name!r} merges values in plain caches, but {allocation.name!r} gives heads "
             "different numbers of slots, in pages; leave the allocation or the link out."
-        )
-    if allocation.scope != "head" and not policy.comparable:
-        raise ValueError(
-            f"{name!r}: {allocation.name!r} needs scores that heads can compare, but those of {plain!r} only order the "
-            "tokens of one head; leave the allocation out, or take rounds=1."
         )
     if allocation.needs_nonnegative and not policy.nonnegative:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, UInt
+from jaxtyping import Array, Float, UInt
 
 from kernels_pallas import cache_attention
 from kvjax.cache import HeadState
@@ -17,7 +17,7 @@ from kvjax.chains import base_score, chain, no_state, register
 from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
-from kvjax.policy import Marked, Moments, Policy, Protection, Scores, allocated
+from kvjax.policy import Moments, Policy, Protection, Scores, allocated
 from kvjax.reconstruction import Reconstruction, Repeated
 from kvjax.rotary import rotate, turn
 from kvjax.transforms import check_kernel, pooled, rounded, with_tokens
@@ -255,9 +255,7 @@ def recency() -> Policy:
 
 
 @register
-def sage(
-    *, heads: Literal["group", "query"] = "group", split: Literal["fixed", "adaptive"] = "fixed", mass: float = 0.9
-) -> Policy:
+def sage(*, heads: Literal["group", "query"] = "group") -> Policy:
     """Let the prompt's last query choose once; after that only the newest tokens change (SAGE-KV, arXiv 2503.08879).
 
     A quarter of the budget goes to the first tokens (sinks), a quarter to the last (recent), and the rest to the best
@@ -269,44 +267,32 @@ def sage(
     Args:
         heads: which heads choose together: each query "group" by its mean attention, which takes no more memory than
             other policies, or each "query" head for a cache of its own, as in the paper.
-        split: "fixed" quarters, as in the paper, or "adaptive", our variant: the shortest prefix of the first quarter,
-            and the shortest suffix of the last, that hold ``mass`` of its attention. These tokens stay without being
-            protected, as their count is not known before; the slots saved go to the middle.
-        mass: the share of a quarter's attention that "adaptive" must cover, in (0, 1].
 
     Example:
         >>> import kvjax
         >>> kvjax.protected(kvjax.sage(), 64)
         (16, 16)
     """
-    if not 0 < mass <= 1:
-        raise ValueError(f"sage: mass is {mass!r}; give a share of the attention in (0, 1].")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         return jnp.zeros((B, K, S), jnp.float32)  # 0 in the recent window: the last tokens, and new ones in decode
 
-    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores | Marked, Array]:
+    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
         if o.compressed:
             return state[:, :, None], state
         scores = jnp.mean(o.columns.last, axis=2)
         quarter = (o.budget // 4)[:, None, None]
-        sinks = o.position < quarter
         recent = o.position >= o.next_position[:, None, None] - jnp.maximum(quarter, 1)
-        if split == "adaptive":
-            sinks, recent = _covering(scores, o, sinks, mass, "first"), _covering(scores, o, recent, mass, "last")
-        best = jnp.where(sinks, 1, scores) if split == "adaptive" else scores
-        chosen = jnp.where(recent, 0, jnp.clip(best, jnp.finfo(jnp.float32).tiny, 1))
+        chosen = jnp.where(recent, 0, jnp.clip(scores, jnp.finfo(jnp.float32).tiny, 1))
         observed = (o.query_position >= 0).any(axis=1)[:, None, None]
-        given = scores[:, :, None]
-        return given if split == "fixed" else Marked(given, sinks | recent), jnp.where(observed, chosen, state)
+        return scores[:, :, None], jnp.where(observed, chosen, state)
 
-    quarters = (Protection(sinks=0.25, recent=0.25), Protection(recent=1)) if split == "fixed" else ()
     return Policy(
         "sage",
         init,
         update,
         Needs(frozenset({"last"})),
-        protections=quarters,
+        protections=(Protection(sinks=0.25, recent=0.25), Protection(recent=1)),
         base=True,
         nonnegative=True,
         heads=heads,
@@ -758,19 +744,6 @@ def _pooled_before(scores: Scores, o: Observation, window: int, kernel: int, poo
     """Pool the scores before the observation window; the window's tokens keep their scores and are pooled as zeros."""
     own = (o.position >= (o.next_position - window)[:, None, None])[:, :, None]
     return jnp.where(own, scores, pooled(jnp.where(own, 0, scores), o, kernel, pooling))
-
-
-def _covering(
-    scores: Float[Array, "B K S"], o: Observation, zone: Bool[Array, "B K S"], mass: float, end: str
-) -> Bool[Array, "B K S"]:
-    """Return a mask of a zone's "first" or "last" tokens: the fewest that hold ``mass`` of its scores, at least one."""
-    zone = zone & o.live
-    inwards = o.position if end == "first" else -o.position
-    order = jnp.argsort(jnp.where(zone, inwards, jnp.iinfo(jnp.int32).max), axis=-1)
-    held = jnp.cumsum(jnp.take_along_axis(jnp.where(zone, scores, 0), order, axis=-1), axis=-1)
-    before = jnp.concatenate([jnp.zeros_like(held[..., :1]), held[..., :-1]], axis=-1)
-    needed = (before < mass * held[..., -1:]).at[..., 0].set(True)
-    return jnp.take_along_axis(needed, jnp.argsort(order, axis=-1), axis=-1) & zone
 
 
 def _projected_length(o: Observation, joint: bool) -> Float[Array, "B K S"]:

@@ -236,8 +236,6 @@ plt.show()
 # all others at once, and measure how far the output is from that of all tokens:
 
 # %%
-from kvjax.joint_eviction import joint_score
-
 live = jnp.broadcast_to(jnp.arange(T), attention.shape)
 
 
@@ -251,19 +249,14 @@ def relative_error(scores, budget):
     )
 
 
-def in_rounds(budget, rounds):
-    return joint_score(attention[:, :, None], value, T - budget, rounds=rounds)
-
-
 budgets = [8, 16, 32, 64, 128, 256]
 curves = {
     "attention": [relative_error(attention, b) for b in budgets],
     "FastCAOTE": [relative_error(kvjax.score(attention, value, fast=True), b) for b in budgets],
     "CAOTE": [relative_error(errors, b) for b in budgets],
-    "CAOTE in 32 rounds": [relative_error(in_rounds(b, 32), b) for b in budgets],
 }
 figure, axis = plt.subplots(figsize=(7.6, 3.4), layout="constrained")
-for (name, curve), colour in zip(curves.items(), (GREY, GREEN, BLUE, ORANGE), strict=True):
+for (name, curve), colour in zip(curves.items(), (GREY, GREEN, BLUE), strict=True):
     axis.plot(
         budgets,
         np.divide(curve, curves["attention"]),
@@ -289,12 +282,8 @@ for name, curve in curves.items():
 # For this one query, CAOTE in one go is no better than plain attention if most tokens are
 # evicted, and better only if few are. The theorem is about *one* token. When many are evicted
 # together, CAOTE scores each as if it were the only one, but each eviction changes $X$ and
-# the weights of the others. In **rounds**, the remaining tokens again have a softmax and its
-# output, so each round is exact for what the previous round left (`caote(rounds=32)`; with as
-# many rounds as tokens it is the exact greedy order). Its error is the smallest where most
-# tokens leave. At 64 and 128 tokens attention alone is slightly better: a greedy order need
-# not end at the best set. Whether this improves recall is another question: [on the embedded
-# model it does not](../docs/results/CLAIMS.md).
+# the weights of the others. Scoring anew after each token that leaves would follow this, at
+# the price of as many passes as tokens; and a greedy order need not end at the best set.
 #
 # ## Grouped heads
 #

@@ -106,7 +106,6 @@ one docs/results/needle.json 97.7 'python -m evals needle --policies '"'"'full,s
 if [ "${1:-}" = benchmarks ]; then
   one benchmarks/results/sharing.json 25 'python -m benchmarks sharing --json'
   one benchmarks/results/selection.json 3 'python -m benchmarks selection --contexts 512,2048 --repetitions 15 --json benchmarks/results/selection.json'
-  one benchmarks/results/rounds.json 5 'python -m benchmarks rounds --json'
   one benchmarks/results/soak.json 20 'python -m benchmarks soak --kills 0 --json --plot docs/images/soak.png'
   one benchmarks/results/soak_kills.json 4 'python -m benchmarks soak --tokens 0 --requests 0 --json benchmarks/results/soak_kills.json'
   one benchmarks/results/tpu_compile.json 30 'python -m benchmarks tpu_compile --json'

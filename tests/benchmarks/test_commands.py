@@ -41,14 +41,6 @@ def test_steps_with_a_selection_are_timed_beside_dense_ones(rows_of, capsys):
 
 
 @matrix
-def test_every_link_is_timed(rows_of):
-    links = ["caote", "caote(rounds=2)"]
-    rows = rows_of(f"rounds --links {','.join(links)} --budget 24 --block 8 --repetitions 2")
-    assert [row["link"] for row in rows] == links and rows[0]["ratio"] == 1
-    assert all(row["milliseconds"] >= row["lowest"] > 0 for row in rows)
-
-
-@matrix
 def test_uniform_slots_are_the_counted_bytes_and_pages_come_close():
     uniform = memory.compiled_bytes("tova", 1_024, 0.25, 64, 16)
     assert uniform["ratio"] == pytest.approx(1, abs=1e-3)

@@ -329,7 +329,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         "finch": {},
         "streaming": dict(sinks=(0, 1, 3)),
         "recency": {},
-        "sage": dict(heads=("query",), split=("adaptive",), mass=(0.5, 0.8)),
+        "sage": dict(heads=("query",)),
         "laprox": dict(
             kernel=kernel,
             target=("output", "value", "attention"),
@@ -361,7 +361,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         del bases["expected_attention"]
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
-    one_set = base == "tova"  # for all heads of a layer: heads cannot exchange slots, and rounds order one head's alone
+    one_set = base == "tova"  # for all heads of a layer: heads cannot exchange slots
     always = f"window={window}" if name in ("snapkv", "dapq", "finch", "laprox", "cake", "lava") else ""
     if name == "q_filters":
         always = f"file={calibration('q_filters', layers, kv_heads)!r}"
@@ -369,7 +369,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         always = f"lag={d.one(2, 3, 4)}"
     if always:
         base = base[:-1] + f",{always})" if base.endswith(")") else f"{base}({always})"
-    links, nonnegative, comparable = [], name not in ("keydiff", "key_norm", "q_filters"), True
+    links, nonnegative = [], name not in ("keydiff", "key_norm", "q_filters")
     for kind in d.rng.permutation(["normalise", "pool", "chunks", "critical", "caote", "protect"]):
         often = dict(normalise=0.15, pool=0.15, chunks=0.15, critical=0.15, caote=0.5, protect=0.35)
         if not d.maybe(often[kind]):
@@ -388,9 +388,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
             case "critical":
                 links.append(d.link("critical", safe=(0.0, 0.25, 0.7, 1.0), epsilon=(0.0, 0.01)))
             case "caote":
-                links.append(_caote(d, not one_set))
-                if "rounds" in links[-1]:
-                    nonnegative = comparable = False
+                links.append(_caote(d))
             case "protect":
                 links.append(d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7))
     if d.maybe(0.15) and name != "expected_attention":
@@ -409,12 +407,11 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         allocations["d2o"] = dict(cap=caps)
     if window >= 2 and name != "kvzip":
         allocations["cake"] = dict(space=(1.6,), time=(0.4,), cap=caps)
-    if comparable:
-        allocations |= {"layer": dict(cap=caps), "adakv": dict(safeguard=(0.0, 0.5, 1.0), cap=caps)}
-        allocations["model"] = dict(normalise=(False,), cap=caps)
-        allocations["threshold"] = dict(least=(0.0, 0.013, 0.37, -0.9), cap=caps)
-        if nonnegative:
-            allocations["lava"] = dict(cap=caps)
+    allocations |= {"layer": dict(cap=caps), "adakv": dict(safeguard=(0.0, 0.5, 1.0), cap=caps)}
+    allocations["model"] = dict(normalise=(False,), cap=caps)
+    allocations["threshold"] = dict(least=(0.0, 0.013, 0.37, -0.9), cap=caps)
+    if nonnegative:
+        allocations["lava"] = dict(cap=caps)
     if one_set or merges or d.maybe(0.4):
         return chain
     of_query_heads = "heads='query'" in base  # which a file of KV heads does not fit
@@ -430,13 +427,10 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
     return f"{chain}@{allocation}"
 
 
-def _caote(d: _Draw, rounds: bool) -> str:
+def _caote(d: _Draw) -> str:
     name = d.one("caote", "caote", "fast_caote")
-    match d.one("norm", "norm", "output", "rounds" if rounds else "norm"):
-        case "output":
-            return f"{name}(target='output'{d.one('', ',cross=False')})"
-        case "rounds":
-            return f"{name}(rounds={d.one(2, 3, 8)}{d.one('', ",group='mean'", ",target='output'")})"
+    if d.one("norm", "norm", "norm", "output") == "output":
+        return f"{name}(target='output'{d.one('', ',cross=False')})"
     return d.link(name, norm=(1, 2, "inf"), group=("exact", "mean"))
 
 

@@ -21,7 +21,7 @@ AT_ONCE = [
     "key_norm+normalise+caote",
     "tova(heads='group')+caote+positions(kind='index')",
 ]
-IN_TWO = ["h2o", "h2o+caote+pool", "h2o+caote(rounds=2)", "tova+caote", "snapkv(window=2)+caote@layer"]
+IN_TWO = ["h2o", "h2o+caote+pool", "tova+caote", "snapkv(window=2)+caote@layer"]
 
 
 SIZES = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=BUDGET, block=BLOCK)

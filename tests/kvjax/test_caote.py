@@ -1,4 +1,4 @@
-"""The link `caote`: what it measures, through W_O and in rounds, over a block's scores. Its formula: test_scores.py."""
+"""The link `caote`: what it measures, through W_O, over a block's scores. Its formula: test_scores.py."""
 
 import functools
 
@@ -30,9 +30,8 @@ def test_through_the_output_it_asks_for_what_it_reads(cross, kind):
 
 
 @pytest.mark.parametrize("cross", [True, False])
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_without_the_projection_it_says_what_to_hand_over(cross, rounds):
-    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(target="output", cross=cross, rounds=rounds))
+def test_without_the_projection_it_says_what_to_hand_over(cross):
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(target="output", cross=cross))
     kind = "factor" if cross else "gram"
     message = rf"target='output'.*reads the {kind} of the layer's output projection.*attend \(Context\(projection="
     with pytest.raises(ValueError, match=message):
@@ -42,8 +41,8 @@ def test_without_the_projection_it_says_what_to_hand_over(cross, rounds):
         scores(policy, other)
 
 
-def test_attend_evicts_in_rounds_and_holds_the_budget():
-    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(target="output", rounds=4), kvjax.protect(sinks=1))
+def test_attend_evicts_through_the_output_and_holds_the_budget():
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(target="output"), kvjax.protect(sinks=1))
     rng = np.random.default_rng(9)
     weight = rng.normal(size=(N, D, E)).astype(np.float32)
     projection = blocks.project(weight, policy.needs.projections)
@@ -56,11 +55,3 @@ def test_attend_evicts_in_rounds_and_holds_the_budget():
         position = np.asarray(cache.position)
         assert np.isfinite(np.asarray(out)).all()
         assert ((position >= 0).sum(-1) == 6).all() and (position == 0).any(-1).all()
-
-
-def test_scores_of_rounds_only_order_the_tokens_of_one_head():
-    one, several = kvjax.caote(), kvjax.caote(rounds=2)
-    assert (one.comparable, one.nonnegative) == (True, True)
-    assert (several.comparable, several.nonnegative) == (False, False)
-    with pytest.raises(ValueError, match=r"'layer' needs scores that heads can compare.*rounds=1"):
-        kvjax.parse("h2o+caote(rounds=2)@layer")

@@ -46,7 +46,6 @@ LINKS = [
     "h2o+protect(recent=1.0)",
     "h2o+protect(sinks=3,recent=1)+protect(sinks=1,recent=2)",
     "sage",
-    "sage(split='adaptive')",
     "laprox(window=3)",
     "laprox(window=2,kernel=3,target='value',gqa='heads',pooled='attention')",
     "laprox(window=2,kernel=3,gqa='joint')",
@@ -261,11 +260,10 @@ def test_a_predictors_width_is_filled_in_once():
 # Transformations.
 
 
-@pytest.mark.parametrize("marks", first(1, ["tova(heads='group')+critical(safe=0.5)", "sage(split='adaptive')"]))
 @pytest.mark.parametrize("link", first(2, ["pool(kernel=3)", "normalise", "chunks(size=2)"]))
-def test_a_mark_is_no_number_for_the_links_behind_it(marks, link):
+def test_a_mark_is_no_number_for_the_links_behind_it(link):
     """Show it by a share or a mean, which of float32's largest number would be a number like others."""
-    block = blocks.make(14)
+    block, marks = blocks.make(14), "tova(heads='group')+critical(safe=0.5)"
     sure = scores(marks, block) == LARGEST
     assert sure.any()
     found = scores(f"{marks}+{link}", block)

@@ -22,10 +22,6 @@ RUNS = {  # the other values that cannot be: tests/bad_input
     "a ratio too small for a window": (dict(policy="snapkv(window=8)", budget=0.1), r"budget is 4 tokens, .* 8 last"),
     "a policy without a budget": (dict(policy="h2o"), r"the policy 'h2o' needs a budget: slots per head, or a ratio"),
     "a budget for the full cache": (dict(policy="full", budget=16), r"a budget of 16 was given without a policy"),
-    "an allocation of scores that only order a head": (
-        dict(policy="h2o+caote(rounds=2)@layer", budget=16),
-        r"'layer' needs scores that heads can compare, .* take rounds=1",
-    ),
     "a total smaller than what all heads protect": (
         dict(policy="snapkv(window=12)@model", budget=10),
         r"the budget is 10 tokens, but .*@model' always keeps 0 first and 12 last",

@@ -32,7 +32,7 @@ POLICIES = [  # the first ones by default: each kind of evidence is there, and a
     "streaming(sinks=2)+positions(kind='compact')",
     "cake(window=4)+critical@cake",
     "expected_attention@pyramid",
-    "butler+caote(rounds=2)",
+    "butler+caote",
     "sage(heads='query')+pool",
     "dapq(window=4)+fast_caote+merge",
     "tova(heads='group')+caote(target='output')@model",

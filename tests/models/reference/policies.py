@@ -247,19 +247,8 @@ def recency() -> Link:
     return streaming(sinks=0)
 
 
-def sage(*, heads: str = "group", split: str = "fixed", mass: float = 0.9) -> Link:
+def sage(*, heads: str = "group") -> Link:
     """The last query of a block of the prompt chooses; behind the prompt what it chose stays, the newest roll on."""
-
-    def covering(scores: np.ndarray, zone: np.ndarray, way: int, seen: Seen) -> np.ndarray:
-        """The first (last) tokens of a zone, as few as hold so much of its attention, and at least one."""
-        result = np.zeros(zone.shape, bool)
-        for k, there in enumerate(zone):
-            at = np.flatnonzero(there)[::way]
-            if len(at):
-                held = np.cumsum(scores[k, at])
-                result[k, at[1:]] = seen.choices.below(held[:-1], mass * held[-1])
-                result[k, at[0]] = True
-        return result
 
     def score(_: Scores, seen: Seen) -> Scores:
         K, P = seen.kept.shape
@@ -269,16 +258,12 @@ def sage(*, heads: str = "group", split: str = "fixed", mass: float = 0.9) -> Li
             return state[:, None]
         quarter, at = seen.budget // 4, np.arange(P)
         scores = seen.weights[:, :, -1].mean(axis=1)
-        first, last = (np.broadcast_to(x, (K, P)) for x in (at < quarter, at >= P - max(quarter, 1)))
-        if split == "adaptive":
-            first, last = (covering(scores, zone & seen.kept, way, seen) for zone, way in ((first, 1), (last, -1)))
-        best = np.where(first, 1, scores) if split == "adaptive" else scores
+        last = np.broadcast_to(at >= P - max(quarter, 1), (K, P))
         # What was chosen beats what rolls, however little it scored.
-        seen.memory["sage"] = np.where(last, 0, np.clip(best, np.finfo(np.float32).tiny, 1))
-        return scores[:, None] if split == "fixed" else (scores[:, None], first | last)
+        seen.memory["sage"] = np.where(last, 0, np.clip(scores, np.finfo(np.float32).tiny, 1))
+        return scores[:, None]
 
-    protects = ((0.25, 0.25), (0, 1)) if split == "fixed" else ()
-    return Link(score, protects, heads=heads)
+    return Link(score, ((0.25, 0.25), (0, 1)), heads=heads)
 
 
 def laprox(
@@ -644,7 +629,6 @@ def caote(
     fast: bool = False,
     target: str = "value",
     cross: bool = True,
-    rounds: int = 1,
 ) -> Link:
     """Theorem 3.2: how far the outputs of the group's heads, or the layer's, move when a token goes."""
 
@@ -664,9 +648,7 @@ def caote(
         scale = np.linalg.norm(seen.output[k], axis=(1, 2), ord=2)[:, None] if target == "output" else 1.0
         size = abs(V).max() * V.shape[1] ** 0.5
         scale = (scale * weights / np.where(others > 0, others, 1)).sum(axis=0) * size
-        # From the difference in one round; from its square, multiplied out, in several. Float32 ends at 1e-38.
-        off = 1e-6 if rounds == 1 else np.minimum(1e-3, 1e-6 * scale / (length + 1e-30))
-        seen.noise[k, there] = scale * off + size * before[k, there] + 1e-36
+        seen.noise[k, there] = scale * 1e-6 + size * before[k, there] + 1e-36
         return np.where(((weights > 0) & (others == 0)).any(axis=0), LARGEST, length)
 
     def score(scores: Scores, seen: Seen) -> Scores:
@@ -676,16 +658,7 @@ def caote(
             weights = np.broadcast_to(weights, (*seen.output.shape[:2], weights.shape[-1]))
         result, before = np.full(seen.kept.shape, -np.inf), seen.noise.copy()
         for k, kept in enumerate(seen.kept):
-            there = kept.copy()
-            leaving = max(int(kept.sum()) - seen.budget, 0) if rounds > 1 else 0
-            for i in range(rounds):
-                result[k, there] = errors(weights[k][:, there], k, there, seen, before)
-                number = leaving * (i + 1) // rounds - leaving * i // rounds
-                may = there & ~seen.protected[k]
-                goes = may & ~seen.best(k, result[k], may, int(may.sum()) - number)
-                largest = result[k, goes].max(initial=0) or 1
-                result[k, goes] = result[k, goes] / (result[k, goes] + largest) - (rounds - i)
-                there &= ~goes
+            result[k, kept] = errors(weights[k][:, kept], k, kept, seen, before)
         return result[:, None]
 
     return Link(score)
