@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Callable
 
-from kernels_pallas import STATISTICS
+from kernels_pallas import ONLY_REFERENCE, STATISTICS
 from kvjax.allocation import parse_allocation
 from kvjax.checks import check_count, check_names, typed
 from kvjax.names import called, makers, registered
@@ -62,7 +62,9 @@ def base_score(
     Args:
         name: its name in tables.
         score: returns ``[B, K, G, S]`` or, for scores that don't depend on the query head, ``[B, K, 1, S]``.
-        statistics: the column statistics that it reads.
+        statistics: the column statistics that it reads, or "weights": all of the block's attention weights,
+            ``[B, K, G, T, S]``, masked, scaled and capped as attention has them. They are for trying things: they take
+            memory, and no kernel computes them.
         window: the observation window of the "window_" statistics.
         protection: the tokens that it always keeps.
         projections: the parts that it reads of the layer's output projection (``kvjax.projection.KINDS``).
@@ -80,7 +82,7 @@ def base_score(
         >>> str(kvjax.chain(value_norm, kvjax.protect(sinks=4)))
         'value_norm+protect(sinks=4)'
     """
-    check_names("statistic", frozenset(statistics), STATISTICS)
+    check_names("statistic", frozenset(statistics), (*STATISTICS, *ONLY_REFERENCE))
     check_count(f"{name}: window", window, 0, "give the number of queries that observe, from 0")
     return Policy(
         name=name,

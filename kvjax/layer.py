@@ -132,8 +132,8 @@ def attend_heads(
     out, columns = cache_attention(
         query, **rows, key_position=slot_position, query_position=position, **attention_options(needs, context)
     )
-    nothing = ((0, 0), (0, 0), (0, S - filled))
-    return out, jax.tree.map(lambda column: jnp.pad(column, nothing), columns), query, here
+    padded = lambda column: jnp.pad(column, [(0, 0)] * (column.ndim - 1) + [(0, S - filled)])  # noqa: E731
+    return out, jax.tree.map(padded, columns), query, here
 
 
 def attended(
@@ -187,14 +187,15 @@ def ask(
     here = floats_of(here)
     B, K = here.position.shape[:2]
     entered = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
-    columns = jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns)
+    columns = jax.tree.map(lambda column: column.reshape(B, K, -1, *column.shape[2:]), columns)
     remembered = here.state
     if observed(policy.needs.statistics):
         window, remembered = here.state
         columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.needs.window))
     if context.sliding_window is not None:
         budget = jnp.minimum(budget, context.sliding_window)
-        columns = jax.tree.map(lambda column: jnp.where(here.live[:, :, None], column, 0), columns)
+        live = lambda column: jnp.expand_dims(here.live, tuple(range(2, column.ndim - 1)))  # noqa: E731
+        columns = jax.tree.map(lambda column: jnp.where(live(column), column, 0), columns)
     observation = Observation(
         columns=columns,
         query=query,

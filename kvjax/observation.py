@@ -43,7 +43,7 @@ class Needs:
     """Declares the parts of an observation that a score or a link reads; nothing else is computed; ``a | b`` has both.
 
     Attributes:
-        statistics: the column statistics (``kernels_pallas.STATISTICS``).
+        statistics: the column statistics (``kernels_pallas.STATISTICS`` and ``ONLY_REFERENCE``).
         window: the observation window of the "window_" statistics, in queries.
         projections: parts of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: the rotary frequencies.
@@ -127,9 +127,10 @@ class Observation(NamedTuple):
     """One block in one layer, as a score sees it after its T tokens were inserted.
 
     ``columns`` are the block's attention statistics that the policy needs, as ``[B, K, G, S]`` (a group's own as
-    ``[B, K, 1, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding; ``position`` is -1
-    where a slot is free; ``budget`` has one number per row. ``protected`` are the slots that stay whatever they score.
-    ``head`` has the numbers of these KV heads (None for all of the layer). ``context`` is what the layer provides.
+    ``[B, K, 1, S]``, all weights as ``[B, K, G, T, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1
+    for padding; ``position`` is -1 where a slot is free; ``budget`` has one number per row. ``protected`` are the slots
+    that stay whatever they score. ``head`` has the numbers of these KV heads (None for all of the layer). ``context``
+    is what the layer provides.
     """
 
     columns: ColumnStatistics

@@ -1,4 +1,4 @@
-"""The definition, in plain JAX. It holds the block's weights [B, K, G, T, S] while it runs and does not return them."""
+"""The definition, in plain JAX. It holds the block's weights [B, K, G, T, S] while it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATISTICS = (
     "window_place",
     "window_group_square",
 )
-ONLY_REFERENCE = ("max_error",)  # statistics that no kernel computes
+ONLY_REFERENCE = ("max_error", "weights")  # statistics that no kernel computes
 
 
 class ColumnStatistics(NamedTuple):
@@ -40,6 +40,8 @@ class ColumnStatistics(NamedTuple):
     ``window_square``; the sum of ``a log a``, ``window_log``, with ``0 log 0 = 0``; and ``window_place``, the mean of
     the weights times their queries' places, counted from the end (1 for the last). Per KV head ``[B, K, S]``:
     ``window_group_square``, the sum of squares of the group's mean weight.
+
+    And ``weights``, all of them, per query head ``[B, N, T, S]``, 0 for a padding query.
     """
 
     sum: Float[Array, "*heads S"] = None  # type: ignore[assignment]
@@ -52,6 +54,7 @@ class ColumnStatistics(NamedTuple):
     window_place: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_group_square: Float[Array, "*groups S"] = None  # type: ignore[assignment]
     max_error: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    weights: Float[Array, "*heads T S"] = None  # type: ignore[assignment]
 
 
 def cache_attention(
@@ -100,8 +103,8 @@ def cache_attention(
 
     if statistics - columns.keys():  # weights are 0 where a query is padding
         columns |= _of_divided(weights / total, columns, statistics, seen, (value, live, value_scale))
-    B, _, S = key_position.shape
-    flat = {name: columns[name].reshape(B, -1, S) for name in statistics}  # N heads, or K groups
+    # [B, K, G or 1, ...] -> N heads, or K groups
+    flat = {name: columns[name].reshape(len(query), -1, *columns[name].shape[3:]) for name in statistics}
     return out, ColumnStatistics(**flat)
 
 
@@ -111,7 +114,7 @@ def _of_divided(
     statistics: frozenset[str],
     seen: Bool[Array, "B T"],
     values: tuple[Real[Array, "B K S D"], Bool[Array, "B K S"], Float[Array, "B K S"] | None],
-) -> dict[str, Float[Array, "B K _ S"]]:
+) -> dict[str, Float[Array, "B K _ *T S"]]:
     """Compute the statistics that are no sums of rows: they read the weights themselves.
 
     Args:
@@ -119,6 +122,8 @@ def _of_divided(
         values: the values, a mask of the slots that hold one, and the scales of rows of eight bits.
     """
     columns = {}
+    if "weights" in statistics:
+        columns["weights"] = weights
     if "max" in statistics:
         columns["max"] = jnp.max(weights, axis=3)
     if "max_error" in statistics:

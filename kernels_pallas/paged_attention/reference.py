@@ -49,6 +49,6 @@ def paged_attention(
             value_scale=None if value_scale is None else laid_out(value_scale, pages),
         )
 
-    out, columns = jax.lax.map(of_head, jnp.arange(K))  # [K, B, T, G, D], and each [K, B, G or 1, S]
-    columns = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, x.shape[-1]), columns)
+    out, columns = jax.lax.map(of_head, jnp.arange(K))  # [K, B, T, G, D], and each [K, B, G or 1, ...]
+    columns = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:]), columns)
     return jnp.moveaxis(out, 0, 2).reshape(B, T, N, D), columns
