@@ -5,7 +5,7 @@
     samples.jsonl   one line per sample, written batch by batch; a line that was cut off is dropped when a run resumes
 
 A folder is for one set of settings, and for one model's weights, tokenizer and data. Others are refused with an error
-that names what differs.
+that names what differs. Lists of what each record names, such as a sweep's models and policies, may grow.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from models import commands, hosts, provenance
 HEADER, SAMPLES = "header.json", "samples.jsonl"
 ROW = ("model", "evaluation", "length", "policy", "budget", "when", "question")
 KEY = (*ROW, "task", "sample")
+GROWING = ("models", "policies", "budgets", "when", "question")  # settings that each record names
 
 
 class Results:
@@ -119,7 +120,7 @@ class Results:
         if folder is not None and (folder / HEADER).exists():
             header = read_header(folder)
             _check_same(folder, header, self._wanted)
-            return header
+            return header | self._wanted
         if folder is not None and folder.exists() and any(file.name[0] != "." for file in folder.iterdir()):
             raise ValueError(f"{folder} is not empty, and holds no {HEADER}; name a new folder, or one of results.")
         return {**self._wanted, "command": self._command, "environments": []}
@@ -135,6 +136,7 @@ class Results:
         self._file.truncate(whole)
         if provenance.environment() not in header["environments"]:
             header["environments"].append(provenance.environment())
+        if header != read_header(folder):
             commands.write_json(folder / HEADER, header)
         self._header, self.fingerprints = header, header.get("fingerprints", [])
 
@@ -227,9 +229,14 @@ def _check_same(folder: Path, header: Mapping[str, Any], wanted: Mapping[str, An
     differing = [
         f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
         for name in sorted({*old, *new})
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and not (name in GROWING and _grows(old.get(name), new.get(name)))
     ]
     if differing:
         raise ValueError(
             f"{folder} holds results of other settings ({'; '.join(differing)}); give the same, or name another folder."
         )
+
+
+def _grows(old: Any, new: Any) -> bool:
+    """Return whether a list holds all of another, and more."""
+    return isinstance(old, list) and isinstance(new, list) and all(entry in new for entry in old)

@@ -60,6 +60,19 @@ def test_other_settings_are_refused_and_what_differs_is_listed(tmp_path):
         store(tmp_path, evaluation="longbench").check()
 
 
+def test_the_models_and_policies_of_a_run_may_grow(tmp_path):
+    with store(tmp_path, {"seed": 0, "models": ["a"], "policies": ["full", "tova"]}) as first:
+        first.add([record(0, model="a")])
+    more = {"seed": 0, "models": ["a", "b"], "policies": ["full", "h2o", "tova"]}
+    with store(tmp_path, more) as second:
+        assert len(second.records) == 1
+    assert results.read_header(tmp_path)["settings"] == more
+    with pytest.raises(ValueError, match=r"models was \['a', 'b'\] and is \['b'\]"):
+        store(tmp_path, more | {"models": ["b"]}).check()
+    with pytest.raises(ValueError, match="tasks was None"):
+        store(tmp_path, more | {"tasks": ["vt"]}).check()
+
+
 def test_a_run_that_was_killed_before_its_first_sample_goes_on(tmp_path):
     (tmp_path / ".header.xyz.json").write_text("{")  # what is left of a file that was being written
     with store(tmp_path):
