@@ -7,13 +7,11 @@ the names of its tensors where they are not Llama's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvjax.checks import shown
 from kvjax.registry import Registry
-
-if TYPE_CHECKING:
-    from models.config import Config
+from models.config import Config
 
 
 class Family(NamedTuple):
@@ -60,7 +58,7 @@ def register_family(
 
     Example:
         >>> import models
-        >>> from models.config import from_hugging_face
+        >>> from models.config_json import from_hugging_face
         >>> def config(raw):
         ...     return from_hugging_face(
         ...         {

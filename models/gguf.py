@@ -22,9 +22,10 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from kvjax import install
 from kvjax.checks import shown
-from models.config import FAMILIES, NO_ROPE, Config, Rope
+from models.checkpoint import Checkpoint, Tensor, arranged, in_order, refuse_pointer, rows_from
+from models.config import NO_ROPE, Config, Rope
+from models.config_json import TRAITS
 from models.decoder import rope_frequencies
-from models.load import Checkpoint, Tensor, arranged, in_order, refuse_pointer, rows_from
 from models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -466,7 +467,7 @@ def _config(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str
         bos=_id(metadata, "bos"),
         eos=tuple(dict.fromkeys(token for token in [*eos, *_ends_of_turn(metadata)] if token is not None)),
         pad=_id(metadata, "padding"),
-        **FAMILIES.get(ours, {}),
+        **TRAITS.get(ours, {}),
         **_features(metadata, architecture, layers, hidden, heads, head_dim),
         **_experts(metadata, architecture, experts, layers, tensors),
     )

@@ -12,8 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import allocation
-from models import config
-from models.config import ARCHITECTURES
+from models.config_json import ARCHITECTURES, TRAITS
 from tests.campaign import __main__ as campaign
 from tests.campaign import checking, ways
 from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, LINK_NAMES, Case, calibration, draw, from_json, smaller
@@ -51,7 +50,7 @@ def test_every_family_is_drawn_as_what_it_is():
     assert {next(draw(0, number)).family for number in range(200)} == set(FAMILIES)
     mixes = {case.dimensions()["dense"][0] for case in (next(draw(0, number)) for number in range(400))}
     assert mixes == {"none", "some", "all"}
-    assert all(FAMILIES[name].items() >= features.items() for name, features in config.FAMILIES.items())
+    assert all(FAMILIES[name].items() >= features.items() for name, features in TRAITS.items())
 
 
 def test_caches_in_eight_bits_are_drawn_and_change_nothing_else():

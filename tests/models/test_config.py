@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from models.config import Config, Rope, described, from_hugging_face, lost_in_hugging_face, to_hugging_face
+from models.config import Config, Rope, described
+from models.config_json import from_hugging_face, lost_in_hugging_face, to_hugging_face
 from models.parameters import parameter_shapes
 from tests.models.make_golden import GOLDEN, MODELS
 

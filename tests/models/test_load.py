@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import models
-from models.config import Config, from_hugging_face
+from models.config import Config
+from models.config_json import from_hugging_face
 from models.load import load, parse_mesh
 from models.parameters import parameter_shapes
 from tests.models import reference
