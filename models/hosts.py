@@ -12,10 +12,8 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -29,22 +27,6 @@ ENDED = 3  # the exit code of those others
 LOST = "another process of this run has ended or cannot be reached"
 TERMINATED = "this process was ended by SIGTERM; the same commands go on from what was written."
 ADVICE = "its own output says why, and the same commands go on from what was written."
-# JAX's runtime aborts a process that has lost the others, after a message and a stack trace; nothing in the process can
-# catch that. So what native code writes to standard error goes through this program, which says it in one sentence.
-FILTER = f"""
-import re
-import sys
-for line in sys.stdin.buffer:
-    lost = b"{LOST}" in line
-    if lost or re.match(b"[EF].*(coordination_service|preemption_sync|distributed service detected)", line):
-        sys.stderr.buffer.write(line if lost else b"kvjax: error: {LOST}; {ADVICE}\\n")
-        sys.stderr.flush()
-        break
-    sys.stderr.buffer.write(line)
-    sys.stderr.flush()
-for line in sys.stdin.buffer:
-    pass
-"""
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -97,7 +79,6 @@ def join(flags: argparse.Namespace) -> None:
         raise ValueError(f"--process-id is {number}; {processes} processes are numbered from 0.")
     elif not address.rpartition(":")[2].isdigit() or ":" not in address:
         raise ValueError(f"--coordinator is {address!r}; write it like 10.0.0.1:1234, or 'auto'.")
-    _filter_native_errors()
     _end_on_sigterm()
     try:
         jax.distributed.initialize(
@@ -206,8 +187,7 @@ def leave_the_lost(name: str, error: BaseException) -> NoReturn:
         name: the command's name.
     """
     seen = " ".join(str(error).split()).partition(". ")[0][:200].rstrip(".")
-    os.write(2, f"{name}: error: {LOST} ({seen}); {ADVICE}\n".encode())  # through the filter, which says it once
-    time.sleep(0.5)  # the last process of a container takes the filter along
+    print(f"{name}: error: {LOST} ({seen}); {ADVICE}", file=sys.stderr)
     leave(ENDED)
 
 
@@ -230,18 +210,3 @@ def _end_on_sigterm() -> None:
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _filter_native_errors() -> None:
-    """Send what native code writes to standard error through :data:`FILTER`; Python's own goes where it went."""
-    sys.stderr.flush()
-    sys.stderr = open(  # noqa: SIM115 (it stays open)
-        os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace"
-    )
-    reads = subprocess.Popen(
-        [sys.executable, "-ISc", FILTER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-    )
-    assert reads.stdin is not None
-    os.dup2(reads.stdin.fileno(), 2)
-    reads.stdin.close()
-    reads.returncode = 0  # it ends when this process has ended: nobody waits for it
