@@ -277,7 +277,7 @@ def _told_after(
     longest = following.shape[1]
     if longest > 1:
         _, hidden = models.hidden_states(model, following, counted, cache=kvjax.repeat(cache, count), block=block)
-        parts.append(_told(model, hidden[:, :-1], following[:, 1:], None)[0])
+        parts.append(_log_probabilities(model, hidden[:, :-1], following[:, 1:], None)[0])
     told = np.concatenate([hosts.fetched(part).astype(np.float64) for part in parts], axis=1)
     return np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)
 
@@ -310,7 +310,7 @@ def _collected(
             against = np.zeros(hidden.shape, hidden.dtype)
             for place, row in enumerate(fed):
                 against[place, : len(reference[row])] = reference[row]
-        chosen, greedy, *divergence = map(hosts.fetched, _told(model, hidden, tokens[:, 1:], against))
+        chosen, greedy, *divergence = map(hosts.fetched, _log_probabilities(model, hidden, tokens[:, 1:], against))
         states = hosts.fetched(hidden) if keep_hidden else None
         for place, row in enumerate(rows):
             own = slice(None, len(sequences[row]) - 1)
@@ -334,7 +334,7 @@ def _few(length: int, held_back: int, block: int, most: int) -> int:
     return max(min(held_back + -(-(length - held_back) // block) * block, most), length)
 
 
-def _told(
+def _log_probabilities(
     model: models.Decoder,
     hidden: Float[Array, "B T E"],
     following: Int[np.ndarray, "B T"],

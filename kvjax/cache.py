@@ -3,8 +3,8 @@
     rows           the arrays that store keys and values, by name. Computations read floats_of(cache); attention and
                    caote_topk read rows as they are:
       key, value   [B, K, S, D]   keys rotated at their absolute position; rows of free slots are stale, never read.
-                                  Where they are side by side (as_here), key is [B, K, S, 2 D], each key and then its
-                                  value, and value is None
+                                  Where they are side by side (laid_out_for_platform), key is [B, K, S, 2 D], each
+                                  key and then its value, and value is None
       key_scale    [B, K, S]      float32, by which a key of eight bits is multiplied; only for keys of eight bits
       value_scale  [B, K, S]      likewise of the values, which may have another dtype
     position       [B, K, S]      int32, the absolute position of the token in each slot, -1 where the slot is free
@@ -349,12 +349,12 @@ def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Rows:
         named = dtypes._asdict().items()
         arrays = {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in named}
         scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name, dtype in named if is_quantised(dtype)}
-        return as_here(arrays | scales)
+        return laid_out_for_platform(arrays | scales)
 
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(rows))  # each made once
 
 
-def as_here(rows: Rows) -> Rows:
+def laid_out_for_platform(rows: Rows) -> Rows:
     """Return rows whose keys and values are in two arrays as programs for this platform store them.
 
     On a TPU kernels read rows of 128 lanes. XLA lays shorter ones out with the slots across the lanes, so that each

@@ -32,7 +32,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax.cache import KVCache, Positions, as_here, rows_apart
+from kvjax.cache import KVCache, Positions, laid_out_for_platform, rows_apart
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
 from kvjax.insertion import Cache
@@ -193,7 +193,7 @@ def load_cache(
     _check_arrays(f"{path}", arrays, expected)
     _check_contents(f"{path}", arrays)
     cache = jax.tree.unflatten(expected.structure, [arrays[name] for name in expected.arrays])
-    return jax.tree.map(jnp.asarray, dataclasses.replace(cache, rows=as_here(cache.rows)))
+    return jax.tree.map(jnp.asarray, dataclasses.replace(cache, rows=laid_out_for_platform(cache.rows)))
 
 
 @typed
@@ -456,7 +456,7 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
     """Open a file for its metadata and its arrays."""
     try:
         with safe_open(path, framework="np") as file:
-            yield _said(path, file.metadata()), file
+            yield _metadata(path, file.metadata()), file
     except (SafetensorError, AttributeError, TypeError) as error:  # the latter two: dtypes that NumPy does not have
         why = " ".join(str(error).split())[:200]
         raise ValueError(
@@ -464,7 +464,7 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
         ) from None
 
 
-def _said(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
+def _metadata(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
     """Read a file's metadata, and check the type of each field."""
     if ENTRY not in (metadata or {}):
         raise ValueError(f"{path} is a safetensors file, but holds no cache; name one that kvjax.save_cache wrote.")

@@ -261,7 +261,7 @@ def evict_by(
             layer=layer,
             implementation=implementation,
         )
-        return _left(cache, evidence, position, kept.position, layer, excess)
+        return _after_eviction(cache, evidence, position, kept.position, layer, excess)
     if evidence.allocation.even and isinstance(cache, KVCache):
         stays = keep_mask(evidence.scores, position, budget, excess=excess)
     else:
@@ -270,7 +270,7 @@ def evict_by(
     after = jnp.where(stays, position, -1)
     if isinstance(cache, PagedCache):
         return release(dataclasses.replace(cache, position=after))
-    return _left(cache, evidence, position, after, layer, excess)
+    return _after_eviction(cache, evidence, position, after, layer, excess)
 
 
 def _check_layer(cache: KVCache | PagedCache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> None:
@@ -290,7 +290,7 @@ def _check_layer(cache: KVCache | PagedCache, layer: int | Int[Array, ""] | None
         )
 
 
-def _left(
+def _after_eviction(
     cache: KVCache,
     evidence: Evidence,
     before: Int[Array, "*slots"],

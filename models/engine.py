@@ -324,7 +324,7 @@ def _feed(
     """Feed a prompt by layer or in one program, as the run requires; see :func:`_prefill`."""
     if runs_by_layer(run):
         of_blocks: list[Array] = []
-        state, last = _fed(LayerSteps(run, sizes), prompt, cache, on_hidden=of_blocks.append if every else None)
+        state, last = _feed_prompt(LayerSteps(run, sizes), prompt, cache, on_hidden=of_blocks.append if every else None)
         return state, jnp.concatenate(of_blocks, axis=1) if every else last
     return _prefill(run, sizes, prompt, cache, every)
 
@@ -621,7 +621,7 @@ def _tokens(
 ) -> Iterator[tuple[np.ndarray, DecodeState]]:
     """Yield each step's tokens as they come, -1 in rows that have ended, and the state after the step."""
     run = steps.run
-    state, hidden = _fed(steps, prompt, cache, on_block)
+    state, hidden = _feed_prompt(steps, prompt, cache, on_block)
     key, draw = split_key(key if choice.draws else None)
     if logits is None:
         chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
@@ -655,7 +655,7 @@ def repeated_answer(
     return steps.block(state, tokens, positions, Phase(evicts=True, compressed=True), part)[1]
 
 
-def _fed(
+def _feed_prompt(
     steps: ProgramSteps | LayerSteps,
     prompt: Schedule,
     cache: AnyCache | None,

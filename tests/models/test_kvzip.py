@@ -88,7 +88,7 @@ RUN = dict(policy=ASKING, budget=10, block=8, question=3, when="prompt")
 def test_one_program_and_single_layers_agree():
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
     run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
-    state, _ = engine._fed(LayerSteps(run, sizes), prompt, None)
+    state, _ = engine._feed_prompt(LayerSteps(run, sizes), prompt, None)
     expected, _ = models.prefill(decoder(), TOKENS, LENGTHS, **RUN)
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
     assert state.cache.next_position.tolist() == LENGTHS.tolist()

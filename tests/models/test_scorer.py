@@ -47,7 +47,7 @@ def test_layer_by_layer_the_same_tokens_stay():
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, None)
     options = models.Options("zap", 10, 8, "block", 1, scorer=scorer())
     run, sizes, prompt = engine.prepare(decoder(), given, options)
-    state, _ = engine._fed(LayerSteps(run, sizes), prompt, None)
+    state, _ = engine._feed_prompt(LayerSteps(run, sizes), prompt, None)
     alone = models.prefill(decoder(), TOKENS, LENGTHS, policy="zap", budget=10, block=8, scorer=scorer()).cache
     np.testing.assert_array_equal(np.sort(state.cache.position), np.sort(alone.position))
 
