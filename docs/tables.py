@@ -20,7 +20,7 @@ DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
 sys.path.insert(0, str(DOCS.parent))
 
-from evals import report, statistics  # noqa: E402
+from evals import report, statistics, studies, study, study_page  # noqa: E402
 from evals.evaluator import RECENCY  # noqa: E402
 from evals.experiments import claims  # noqa: E402
 from evals.verdicts import FAILS, HOLDS, OPEN, figures  # noqa: E402
@@ -121,15 +121,39 @@ def real(question: str) -> str:
     return "\n".join([text, "", DECISION_HEAD, *lines])
 
 
+STUDIES = ("fixed-memory",)
+
+
+def study_of(name: str) -> str:
+    """Make a study's page."""
+    found, data = studies.find(name), read(f"{name}.json")
+    return study_page.markdown(found, data, study.judge(found, data["results"]), f"{name}.png")
+
+
 def fixed() -> str:
-    """Make the table of SmolLM2 inside a cache of fixed size, evicting after every block with the question unknown."""
-    name = f"{claims.REAL}/fixed-memory.json"
-    data = read(name)
-    full = rows(data, policy="full")[0]
-    shares = sorted({r["budget"] for r in data["results"] if r["budget"] is not None})
-    lines = [decision(f"{share:.0%}", rows(data, budget=share), full) for share in shares]
-    text = f"{source(name, data, full)} SmolLM2-135M-Instruct, prompts of {data['settings']['lengths']} tokens."
-    return "\n".join([text, "", DECISION_HEAD, *lines])
+    """Make the table of the study of fixed memory: the best policy of each budget, those as good, and bytes held."""
+    found, data = studies.find("fixed-memory"), read("fixed-memory.json")
+    cells = study_page.cells(found, data["results"], "base", "unknown")
+    full = cells["full", None]
+    columns = ("budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    for budget in sorted({budget for _, budget in cells if budget is not None}):
+        own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
+        best, cell = max(own.items(), key=lambda item: item[1].scores.mean())
+        mean, low, high = statistics.mean_interval(cell.scores)
+        as_good = lambda one, other: statistics.paired_interval(other.scores - one.scores)[1] <= 0  # noqa: E731
+        others = [f"`{policy}`" for policy, other in own.items() if policy != best and as_good(other, cell)]
+        row = (
+            f"{budget:.0%}", f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
+            f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
+            f"{cell.held:.0f} of {full.held:.0f} MiB", ", ".join(others) or "none",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(row)} |")
+    text = (
+        f"From [fixed-memory](../results/fixed-memory.md): {full.scores.shape[1]} texts; the full cache has "
+        f"{full.scores.mean():.2f}. {found.note}"
+    )
+    return "\n".join([text, "", *lines])
 
 
 def blocks() -> str:
@@ -262,23 +286,6 @@ def in_eight_bits() -> str:
             lines.append(f"| {budget or 'all'}, {question} | {' | '.join(cells)} |")
     policy = next(r["policy"] for r in given if r["budget"])
     lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."]
-    return "\n".join(lines)
-
-
-def fixed_memory() -> str:
-    """Make the table of needles on SmolLM2 inside a cache of fixed size, evicted from after every block."""
-    data = read(f"{claims.REAL}/fixed-memory.json")
-    best = max(r["recall"] for r in data["results"] if r["budget"])
-    lines = ["| policy | budget | held | recall |", "| --- | --- | --- | --- |"]
-    for r in sorted(data["results"], key=lambda r: (r["budget"] is not None, -r["recall"])):
-        name = "recency" if r["policy"] == RECENCY else f"`{r['policy']}`"
-        recall = f"**{r['recall']:.2f}**" if r["budget"] and r["recall"] == best else f"{r['recall']:.2f}"
-        held = f"{r['peak_cache_bytes'] / 2**20:.0f} MiB"
-        budget = "all" if r["budget"] is None else f"{r['budget']:.0%}"
-        lines.append(f"| {name} | {budget} | {held} | {recall} [{r['low']:.2f}, {r['high']:.2f}] |")
-    settings, prompts = data["settings"], data["results"][0]["samples"]
-    size = f"{settings['lengths']} tokens with {settings['facts']} facts, blocks of {settings['block']}"
-    lines += ["", f"{prompts} prompts of {size}. held: the most that the cache's arrays take."]
     return "\n".join(lines)
 
 
@@ -546,9 +553,6 @@ SCORES = [
     Method("caote", CAOTE, "eq. 8 and 20", "kvjax/caote.py", of("CAOTE")),
     Method("fast_caote", CAOTE, "eq. 22", "kvjax/caote.py", against="fast_caote"),
     Method("caote(target='output')", "ours", "eq. 8 behind W_O", "kvjax/caote.py", of("ours", *OUTPUT)),
-    Method(
-        "caote(rounds=r)", "ours", "exact for what the last round left", "kvjax/joint_eviction.py", of("ours", "rounds")
-    ),
     Method("h2o", H2O, "attention, summed over queries", "kvjax/scores.py", note="a base that CAOTE improves"),
     Method("tova", TOVA, "the layer's attention, last query", "kvjax/scores.py", note="a base of CAOTE"),
     Method(
@@ -1046,7 +1050,6 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "calibrated": lambda: real_seen(CALIBRATED_POLICIES, "calibrated"),
         "edges": at_the_edges,
         "eight bits": in_eight_bits,
-        "fixed memory": fixed_memory,
         "seen": seen,
     },
     "results/TOKENBUTLER.md": {
@@ -1114,9 +1117,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(check: bool) -> None:
     made = {page: functools.partial(filled, page, parts) for page, parts in PARTS.items()}
+    made |= {f"results/{name}.md": functools.partial(study_of, name) for name in STUDIES}
     for page, make in (made | {"results/CLAIMS.md": functools.partial(claims.markdown, RESULTS)}).items():
         text, path = make(), DOCS / page
-        if text == path.read_text():
+        if path.exists() and text == path.read_text():
             continue
         if check:
             raise ValueError(f"docs/{page} does not match docs/results; run python docs/tables.py.")

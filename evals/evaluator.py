@@ -294,7 +294,7 @@ def answers_each(
                 steps = models.stream(
                     model, prefilled, policy=setting.policy, budget=setting.budget, **aids.of(setting), block=block,
                     max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
-                    question=fed.questions, end=end,
+                    question=fed.questions, end=end, fit_prompt=True,
                 )  # fmt: skip
                 yield setting, asked_of.taken(setting, fed, clock, steps)
 
@@ -463,7 +463,7 @@ class _Asked:
                 cache = kvjax.repeat(kept, each)
                 steps = models.stream(
                     self.model, questions, lengths=np.array([len(tails[row]) for row in rows]), cache=cache,
-                    block=self.block, max_new_tokens=self.new_tokens, end=self.end,
+                    block=self.block, max_new_tokens=self.new_tokens, end=self.end, fit_prompt=True,
                 )  # fmt: skip
                 yield setting, self.taken(setting, _Fed(told, questions, counts, None), clock, steps)
                 clock = _BatchClock(clock.prompt_tokens, len(told))
@@ -480,7 +480,7 @@ class _Asked:
         ((_, cache),) = models.stream(
             self.model, tokens, lengths=lengths, policy=self.aids.policy(setting), budget=setting.budget,
             **self.aids.of(setting), when=setting.when, block=self.block, cache_dtype=setting.cache_dtype,
-            max_new_tokens=1, evict_every=0, end=(), on_block=clock.block,
+            max_new_tokens=1, evict_every=0, end=(), on_block=clock.block, fit_prompt=True,
         )  # fmt: skip
         yield setting, without_room(stacked_up(cache))
 
@@ -521,7 +521,7 @@ class _Asked:
                 self.model, fed.tokens, lengths=fed.lengths, policy=self.aids.policy(setting), budget=setting.budget,
                 select=setting.select, **self.aids.of(setting), block=self.block, max_new_tokens=self.new_tokens,
                 when=setting.when, evict_every=setting.evict_every, question=fed.questions, end=self.end,
-                cache_dtype=setting.cache_dtype, on_block=clock.block,
+                cache_dtype=setting.cache_dtype, on_block=clock.block, fit_prompt=True,  # bytes are those of its need
             )  # fmt: skip
             yield fed, clock, steps
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,11 @@ from evals.selections import Heads, Method
 from kvjax.chains import policy_of
 from kvjax.insertion import Cache
 from kvjax.policy import Policy
-from kvjax.schedule import When, moments
+from kvjax.schedule import moments
 from models import hosts
+from models.options import EachSettings, Options, PromptSettings
 
+BLOCK = Options().block
 LOGITS_BYTES = 2**26
 
 
@@ -49,17 +51,11 @@ def predict(
     sequences: Sequence[Sequence[int]],
     held_back: Sequence[int] | None = None,
     *,
-    policy: Policy | str | None = "full",
-    budget: int | float | None = None,
-    block: int = 128,
-    when: When = "block",
-    cache_dtype: str | None = None,
     batch: int = 8,
     reference: Sequence[Float[np.ndarray, "T E"]] | None = None,
     keep_hidden: bool = False,
     on_row: Callable[[int, Predicted], Any] | None = None,
-    scorer: models.Scorer | None = None,
-    butler: models.Butler | None = None,
+    **settings: Unpack[PromptSettings],
 ) -> list[Predicted]:
     """Predict each token of sequences from the tokens before it that a policy has kept.
 
@@ -67,12 +63,11 @@ def predict(
         sequences: tokens, at least two per sequence.
         held_back: the number of last tokens of each sequence that are fed after the rest was compressed; nothing is
             evicted after them.
-        policy, budget, block, when, cache_dtype: see :func:`models.prefill`.
         batch: the number of sequences per batch.
         reference: the ``hidden`` of each sequence under another setting, from which divergences are computed.
         keep_hidden: whether to return the hidden states.
         on_row: called with a sequence's number and figures as soon as they are known.
-        scorer, butler: see :func:`models.prefill`.
+        settings: of :func:`models.prefill`.
 
     Raises:
         ValueError: a sequence has fewer than two tokens, or :func:`models.prefill` fails.
@@ -89,19 +84,17 @@ def predict(
         ... )
         True
     """
-    asked = [0] * len(sequences) if held_back is None or policy == "full" else list(held_back)
+    whole = settings.get("policy") in (None, "full")
+    asked = [0] * len(sequences) if held_back is None or whole else list(held_back)
 
     def fed_through(fed: list[int]) -> tuple[np.ndarray, Array]:
         # The last token is predicted and not fed; the first one held back is predicted by the context's last token.
         lengths = np.array([len(sequences[row]) - 1 for row in fed])
         questions = np.array([min(max(asked[row] - 1, 0), len(sequences[row]) - 2) for row in fed])
+        block = settings.get("block", BLOCK)
         width = _few(int(lengths.max()), int(questions.min()), block, model.config.max_positions)
-        tokens = padded([sequences[row] for row in fed], width + 1)
-        _, hidden = models.hidden_states(
-            model, tokens[:, :-1], lengths, policy=policy, budget=budget, block=block, when=when,
-            question=questions if questions.any() else None, cache_dtype=cache_dtype, scorer=scorer,
-            butler=butler,
-        )  # fmt: skip
+        tokens, question = padded([sequences[row] for row in fed], width + 1), questions if questions.any() else None
+        _, hidden = models.hidden_states(model, tokens[:, :-1], lengths, question=question, **settings)
         return tokens, hidden
 
     return _collected(model, sequences, batch, fed_through, reference, keep_hidden, on_row)
@@ -172,14 +165,10 @@ def endings(
     held_back: Sequence[int] | None = None,
     *,
     policies: Sequence[tuple[Policy | str | None, int | float | None]] = (("full", None),),
-    block: int = 128,
-    when: When = "prompt",
-    cache_dtype: str | None = None,
     batch: int = 8,
     width: int = 0,
     on_row: Callable[[int, int, Behind], None] | None = None,
-    scorer: models.Scorer | None = None,
-    butler: models.Butler | None = None,
+    **settings: Unpack[EachSettings],
 ) -> list[list[Behind]]:
     """Compute the likelihood of each of a prompt's endings after compression; a prompt is read once for all of them.
 
@@ -192,11 +181,10 @@ def endings(
         held_back: the number of last tokens of each prompt that are fed after the rest was compressed; nothing is
             evicted after them.
         policies: pairs of a policy and its budget; a ratio is one of the prompt.
-        block, when, cache_dtype: see :func:`models.prefill`.
         batch: the number of prompts per batch.
         width: the least number of prompt tokens that the buffers hold, so that calls share compiled programs.
         on_row: called with the number of a pair, a prompt's number, and its figures as soon as they are known.
-        scorer, butler: see :func:`models.prefill`.
+        settings: of :func:`models.prefill_each`.
 
     Returns:
         For each pair, the figures of each prompt.
@@ -232,6 +220,7 @@ def endings(
     count, longest = max(counts, default=0), max((len(end) for row in ends for end in row), default=0)
     sizes = [len(prompt) for prompt in prompts]
     width = max(width, *sizes, 0)
+    block, when = settings.get("block", BLOCK), settings.get("when") or "prompt"
     room = model.config.max_positions - longest
     found: list[list[Behind | None]] = [[None] * len(prompts) for _ in policies]
     full = [number for number, (policy, _) in enumerate(policies) if policy == "full"]
@@ -243,9 +232,9 @@ def endings(
             lengths, questions = np.array([sizes[row] for row in fed]), np.array([asked[row] for row in fed])
             each = models.prefill_each(
                 model, padded([prompts[row] for row in fed], fed_width), lengths,
-                policies=[policies[number] for number in together], block=block, when=when,
-                question=questions if questions.any() else None, reserve=longest if together == full[:1] else 0,
-                scorer=scorer, butler=butler, cache_dtype=cache_dtype,
+                policies=[policies[number] for number in together],
+                question=questions if questions.any() else None,
+                **settings | EachSettings(reserve=longest if together == full[:1] else 0),
             )  # fmt: skip
             following = padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
             counted = np.array([len(end) for row in fed for end in ends[row]])

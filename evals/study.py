@@ -67,7 +67,7 @@ def command(flags: argparse.Namespace) -> None:
 
 def _draw(study: studies.Study, rows: studies.Rows, path: Path | None) -> None:
     if path is not None:
-        study_page.picture(study, rows, path)
+        study_page.picture([(study, rows)], path)
         print(f"picture: {path}")
 
 

@@ -15,6 +15,11 @@ from evals.claims import HOLDS, Judged
 from evals.evaluator import full_name
 
 MARKERS = "osv^D"
+PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
+CLAIM = (
+    "A cell: the verdict, the difference with its 95% interval, and in brackets the scores of both sides, then those "
+    "of the newest tokens and of the full cache."
+)
 
 
 class Cell(NamedTuple):
@@ -66,7 +71,7 @@ def markdown(
     ]
     for form, question in panels(study, rows):
         text += [f"## {form.capitalize()}, question {question}", table(study, rows, form, question)]
-    return "\n\n".join([*text, "## Claims", claim_table(judged)]) + "\n"
+    return "\n\n".join([*text, "## Claims", CLAIM, claim_table([(study, judged)])]) + "\n"
 
 
 def table(
@@ -100,36 +105,62 @@ def table(
     return "\n".join(lines)
 
 
-def claim_table(judged: Sequence[tuple[str, Judged]]) -> str:
-    """Return a table of judged claims."""
-    columns = ("paper", "claim", "form", "where", "verdict", "difference, 95%", "of", "recency, full", "samples")
+def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judged]]]]) -> str:
+    """Return a table of the judged claims of studies: a row per claim and place, by paper, a column per form."""
+    found: dict[tuple[str, str, str, str], dict[str, Judged]] = {}
+    for study, rows in judged:
+        for form, row in rows:
+            fixed = isinstance(study.content.get("when"), str)  # its name says it then
+            where = [place(name, value) for name, value in row.where.items() if name != "when" or not fixed]
+            claim = row.claim
+            key = (claim.paper, claim.text, claim.says, f"{study.name}: {', '.join(where)}")
+            found.setdefault(key, {})[form] = row
+    forms = list(dict.fromkeys(form for own in found.values() for form in own))
+    papers = sorted({key[0] for key in found}, key=lambda paper: (paper not in PAPERS, paper == "ours", paper))
+    columns = ("paper", "claim", "as published", "study: where", "texts", *forms)
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    for form, row in judged:
-        where = ", ".join(f"{value:.0%}" if isinstance(value, float) else str(value) for value in row.where.values())
-        bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (row.floor, row.ceiling))
-        verdict = f"**{row.verdict}**" if row.verdict == HOLDS else row.verdict
-        both = " and ".join(f"{score:.2f}" for score in row.scores)
-        difference = f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
-        told = (row.claim.paper, row.claim.text, form, where, verdict, difference, both, bounds, str(row.samples))
-        lines.append(f"| {' | '.join(told)} |")
+    for key, own in sorted(found.items(), key=lambda item: papers.index(item[0][0])):
+        several = sorted({str(row.samples) for row in own.values()})
+        cells = (told(own[form]) if form in own else "" for form in forms)
+        lines.append(f"| {' | '.join((*key, ' or '.join(several), *cells))} |")
     return "\n".join(lines)
 
 
-def picture(study: studies.Study, rows: studies.Rows, path: Path) -> None:
-    """Draw what the policies that the study names score against the bytes that a prompt holds at most.
+def place(name: str, value: Any) -> str:
+    """Return where a claim was judged, in words."""
+    if name == "when":
+        return report.MOMENTS[value]
+    return f"{value:.0%}" if isinstance(value, float) else str(value)
 
-    There is a panel for each form of the model and each question, with 95% intervals.
+
+def told(row: Judged) -> str:
+    """Return a verdict with its figures; :data:`CLAIM` says what they are."""
+    verdict = f"**{row.verdict}**" if row.verdict == HOLDS else row.verdict
+    bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (row.floor, row.ceiling))
+    both = ", ".join(f"{score:.2f}" for score in row.scores)
+    return f"{verdict}, {row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}] ({both}; {bounds})"
+
+
+def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> None:
+    """Draw what the policies that studies draw score against the bytes that a prompt holds at most.
+
+    There is a panel for each study, form of the model and question, with 95% intervals.
     """
     plt = report.pyplot()
-    drawn = panels(study, rows)
-    across = len({question for _, question in drawn})
-    down = len(drawn) // across
-    size = (6.4 if across == 1 else 4.8 * across, 3.9 * down + 1)
-    figure, axes = plt.subplots(down, across, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    drawn = [(study, rows, *panel) for study, rows in made for panel in panels(study, rows)]
+    across = min(3, len(drawn))
+    down = -(-len(drawn) // across)
+    size = (6.4 if across == 1 else 4.4 * across, 3.9 * down + 1)
+    figure, axes = plt.subplots(
+        down, across, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    called = [study.names.get(policy, policy) for study, _ in made for policy in study.drawn if policy != "full"]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(called))}
     handles: dict[str, Any] = {}
-    for (form, question), axis in zip(drawn, axes.flat, strict=True):
+    for (study, rows, form, question), axis in zip(drawn, axes.flat, strict=False):
         found = cells(study, rows, form, question)
-        for number, (policy, name) in enumerate(study.names.items()):
+        for policy in study.drawn:
+            name = study.names.get(policy, policy)
             own = sorted((c.held, *statistics.mean_interval(c.scores)) for (p, _), c in found.items() if p == policy)
             if not own:
                 continue
@@ -137,18 +168,23 @@ def picture(study: studies.Study, rows: studies.Rows, path: Path) -> None:
             if policy == "full":
                 axis.axhspan(low[0], high[0], color=report.GREY, alpha=0.12, linewidth=0)
                 line = axis.axhline(score[0], color=report.GREY, linestyle="--", linewidth=1)
-                handles[f"{name}, {held[0]:.0f} MiB"] = line
+                handles.setdefault(f"{name}, {held[0]:.0f} MiB", line)
                 continue
+            number = numbers[name]
             bars = axis.errorbar(
                 held, score, [score - low, high - score], color=report.colour(number), fmt=f"{MARKERS[number % 5]}-",
                 markersize=4.5, linewidth=1.4, elinewidth=0.8, capsize=2,
             )  # fmt: skip
             handles.setdefault(name, bars)
         report.plain(axis)
-        axis.set_title(f"{form}, question {question}", fontsize=10)
-        axis.set_xlabel("MiB that a prompt's keys and values take at most", fontsize=9)
+        axis.set_title(
+            f"{report.MOMENTS.get(str(study.content.get('when')), '')}, question {question}, {form} model", fontsize=10
+        )
         axis.set_ylim(-0.03, 1.03)
-    axes[0][0].set_ylabel("score", fontsize=9)
-    figure.suptitle(study.title, fontsize=11)
+    for axis in axes[-1]:
+        axis.set_xlabel("MiB that a prompt's keys and values take at most", fontsize=9)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("score", fontsize=9)
+    figure.suptitle("; ".join(study.title for study, _ in made), fontsize=11)
     report.legend(figure, handles, columns=3)
     report.save(figure, path)

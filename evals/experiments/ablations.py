@@ -366,7 +366,6 @@ def sage() -> Study:
     }
     variants = {
         "quarters": sages[middle],
-        "adaptive": Run("sage(split='adaptive')", middle),
         "each query\nhead's own": Run("sage(heads='query')", middle),
     }
     points = [Point("memory (share of the prompt)", "SAGE-KV", b, run) for b, run in sages.items()]
@@ -375,7 +374,7 @@ def sage() -> Study:
     points += [Point(f"positions (budget {middle:.0%})", "SAGE-KV", x, run) for x, run in positions.items()]
     points += [Point(f"split and heads (budget {middle:.0%})", "SAGE-KV", x, run) for x, run in variants.items()]
     paper = "SAGE-KV"
-    adaptive, own = variants["adaptive"], variants["each query\nhead's own"]
+    own = variants["each query\nhead's own"]
     claims = (
         *(
             Claim(
@@ -410,7 +409,6 @@ def sage() -> Study:
             (positions["absolute"],),
             "same",
         ),
-        Claim(paper, "sinks and recent by their attention: better than quarters", (adaptive,), (sages[middle],)),
         Claim(
             paper,
             "each query head's own tokens (G times the memory): better than one set per group",
@@ -508,33 +506,6 @@ def budgets() -> Study:
         caveat="3% and 4%, and SnapKV with pooling over 5, were added when the other budgets had shown that what pools "
         "over 7 goes from nothing to everything between 2% and 5%. Claims over all budgets change with that: over the "
         "first five budgets, CAOTE's gain over H2O was +0.06 [+0.01, +0.12], over SnapKV +0.00 [-0.04, +0.05].",
-    )
-
-
-def rounds() -> Study:
-    """Build the study of CAOTE in rounds: the errors of tokens that are evicted together are not independent."""
-    bases = {"H2O": ("h2o", "+protect(recent=0.5)"), "SnapKV": ("snapkv(window=8)", "")}
-    moments: dict[str, When] = {"after every block": "block", "once": "prompt"}
-    counts = (1, 2, 4, 8)
-    points: list[Point] = []
-    claims: list[Claim] = []
-    for (name, (base, behind)), (moment, when) in itertools.product(bases.items(), moments.items()):
-        made = {r: Run(f"{base}+caote{'' if r == 1 else f'(rounds={r})'}{behind}", 0.25, when) for r in counts}
-        plain = Run(base + behind, 0.25, when)
-        points += [Point(f"{name}, {moment}", "with CAOTE", str(r), made[r]) for r in counts]
-        points += [Point(f"{name}, {moment}", "without", str(r), plain) for r in counts]
-        claims += [
-            Claim(OURS, f"{r} rounds are better than 1 for {name} + CAOTE, {moment}", (made[r],), (made[1],))
-            for r in (2, 4, 8)
-        ]
-    return Study(
-        "rounds",
-        "CAOTE in rounds: blocks of 128, or all that leaves the prompt at once",
-        "rounds",
-        tuple(points),
-        tuple(claims),
-        (FULL, Run(RECENCY, 0.25, "block")),
-        note="budget 25% of the prompt; H2O keeps its newest half",
     )
 
 
@@ -976,6 +947,4 @@ def _named(makers: Iterable[Callable[[], Study]]) -> dict[str, Study]:
     return {study.name: study for study in (make() for make in makers)}
 
 
-STUDIES = _named(
-    (block_size, laprox, question, sage, budgets, rounds, through, methods, newer, calibrated, window, eight_bits)
-)
+STUDIES = _named((block_size, laprox, question, sage, budgets, through, methods, newer, calibrated, window, eight_bits))

@@ -1,7 +1,8 @@
 """The studies' files, and the scores that their JSON files hold.
 
 A study's file is a sweep's (`python -m evals sweep --help`) with a ``title``, the ``forms`` of the model in place of
-``models``, ``names`` for policies, and tables ``[[claims]]`` (evals/claims.py).
+``models``, ``names`` for policies and links, the policies that are ``drawn``, and tables ``[[claims]]``
+(evals/claims.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from evals import claims, evaluator, results, sweep
 from kvjax.checks import check_names
 
 FOLDER = Path(__file__).parent
-OWN = ("title", "note", "forms", "names", "claims")
+OWN = ("title", "note", "forms", "names", "drawn", "claims")
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -27,7 +28,8 @@ class Study(NamedTuple):
     Attributes:
         forms: the models of each form of a model, such as one base model, or several that were adapted with other
             seeds.
-        names: what to call policies.
+        names: what to call policies and links.
+        drawn: the policies of its picture.
         content: what a sweep runs.
     """
 
@@ -36,6 +38,7 @@ class Study(NamedTuple):
     note: str
     forms: dict[str, list[str]]
     names: dict[str, str]
+    drawn: list[str]
     claims: list[claims.Claim]
     content: dict[str, Any]
 
@@ -67,11 +70,15 @@ def find(name: str) -> Study:
         raise ValueError(
             f"{path} lacks a title, or forms in place of models; see evals/studies for how they are written."
         )
-    names, forms = own.get("names", {}), own["forms"]
+    forms, entries = own["forms"], own.get("claims", [])
+    links = {entry.get("link") for entry in entries}
+    names = {
+        name if name in links else evaluator.full_name(name): called for name, called in own.get("names", {}).items()
+    }
+    drawn = [evaluator.full_name(name) for name in own.get("drawn", content.get("policies", []))]
     content["models"] = list(dict.fromkeys(model for models in forms.values() for model in models))
-    return Study(
-        path.stem, own["title"], own.get("note", ""), forms, names, claims.read(own.get("claims", []), names), content
-    )
+    judged = claims.read(entries, names)
+    return Study(path.stem, own["title"], own.get("note", ""), forms, names, drawn, judged, content)
 
 
 def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -30,7 +30,8 @@ def test_each_study_runs_what_its_claims_compare(path):
     missing = {name for claim in read.claims for name in (claim.policy, claim.over)} - run
     assert not missing
     assert {"full", "recency"} <= run
-    assert set(read.names) <= {*read.content["policies"], "recency"}
+    assert set(read.drawn) <= run
+    assert set(read.names) <= run | {"caote"}
 
 
 def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
@@ -75,9 +76,10 @@ def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
     assert lines[1].startswith("| `tova` | **0.88** [") and lines[1].endswith("], 4 MiB |")
     assert lines[2].startswith("| `recency` | 0.06 [") and lines[2].endswith("], 3 MiB |")
     assert lines[3] == "| the full cache | 1.00 [1.00, 1.00], 8 MiB |"
-    assert lines[-1].startswith("| TOVA | TOVA is better than recency | base | unknown, block | **holds** | +0.81 [")
+    told = "| TOVA | TOVA is better than recency |  | small: unknown, after every block | 8 | **holds**, +0.81 ["
+    assert lines[-1].startswith(told) and lines[-1].endswith("] (0.88, 0.06; 0.06, 1.00) |")
     assert "![Scores against the bytes held at most](small.png)" in page and "2.0 hours on 2 cores" in page
-    study_page.picture(read, rows, tmp_path / "small.png")
+    study_page.picture([(read, rows)], tmp_path / "small.png")
     assert (tmp_path / "small.png").stat().st_size > 10_000
 
 
