@@ -922,7 +922,8 @@ def families() -> str:
 def judged(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """Return all claims of a folder in the order of CLAIMS.md."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return [claim for data in found if isinstance(data, dict) for claim in data.get("claims") or ()]
+    of_own = (data for data in found if isinstance(data, dict) and data.get("evaluation") != "study")
+    return [claim for data in of_own for claim in data.get("claims") or ()]
 
 
 def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
