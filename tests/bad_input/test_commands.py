@@ -480,7 +480,7 @@ def place(monkeypatch):
 
 @pytest.mark.parametrize(("command", "line", "said"), CASES)
 def test_a_command_ends_in_one_sentence(command, line, said, inputs, place: Path, terminal: Terminal, monkeypatch):
-    monkeypatch.setattr(engine, "_fed", None)  # all that can be known is known before the first step
+    monkeypatch.setattr(engine, "_feed_prompt", None)  # all that can be known is known before the first step
     monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))
     monkeypatch.setattr(tpu_compile, "tpu_chips", lambda topology: (None,) * 8)
     monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
