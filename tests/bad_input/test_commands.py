@@ -346,7 +346,7 @@ evals view:
 evals ablation:
 golf -> unknown study 'golf'; expected one of block-size
 laprox --length 100 -> always keeps
-rounds --resume -> give --json
+through --resume -> give --json
 claims --results empty -> no file in empty holds claims
 evals butler:
 accuracy --select h2o -> 'h2o' is not a source of importance
