@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
 sys.path.insert(0, str(DOCS.parent))
@@ -29,6 +31,7 @@ from kvjax.schedule import moments  # noqa: E402
 from models import commands  # noqa: E402
 
 SHOWN = 3  # policies that a row names beside the best one
+STUDIES = ("fixed-memory",)  # those with a page
 
 
 class Row(NamedTuple):
@@ -57,8 +60,12 @@ def rows(data: dict[str, Any], **where: Any) -> list[Row]:
 
 def within_noise(row: Row, best: Row) -> bool:
     """Return whether ``best`` is not clearly better than ``row`` on the same samples."""
-    _, low, _ = statistics.paired_interval([b - a for a, b in zip(row.correct, best.correct, strict=True)])
-    return low <= 0
+    return as_good(row.correct, best.correct)
+
+
+def as_good(scores: Any, best: Any) -> bool:
+    """Return whether ``best`` is not clearly better than ``scores`` on the same samples."""
+    return statistics.paired_interval(np.subtract(best, scores))[1] <= 0
 
 
 def decision(budget: str, found: Sequence[Row], full: Row) -> str:
@@ -121,9 +128,6 @@ def real(question: str) -> str:
     return "\n".join([text, "", DECISION_HEAD, *lines])
 
 
-STUDIES = ("fixed-memory",)
-
-
 def study_of(name: str) -> str:
     """Make a study's page."""
     found, data = studies.find(name), read(f"{name}.json")
@@ -141,11 +145,11 @@ def fixed() -> str:
         own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
         best, cell = max(own.items(), key=lambda item: item[1].scores.mean())
         mean, low, high = statistics.mean_interval(cell.scores)
-        as_good = lambda one, other: statistics.paired_interval(other.scores - one.scores)[1] <= 0  # noqa: E731
-        others = [f"`{policy}`" for policy, other in own.items() if policy != best and as_good(other, cell)]
+        same = (policy for policy, other in own.items() if policy != best and as_good(other.scores, cell.scores))
+        others = [f"`{policy}`" for policy in same]
         row = (
             f"{budget:.0%}", f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
-            f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
+            f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell.scores, full.scores) else "no",
             f"{cell.held:.0f} of {full.held:.0f} MiB", ", ".join(others) or "none",
         )  # fmt: skip
         lines.append(f"| {' | '.join(row)} |")

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint before its weights are read: its tensors by name, as the decoder has its parameters."""
+"""Describe a checkpoint before its weights are read: its tensors by name, as the decoder has its parameters."""
 
 from __future__ import annotations
 

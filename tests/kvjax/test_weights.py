@@ -22,7 +22,7 @@ PLACES = {
 
 
 def scores(policy, of_cache, context, steps=3):
-    """What a policy says of a cache after some blocks, the last of which has padding."""
+    """Return what a policy says of a cache after some blocks, the last of which has padding."""
     rng = np.random.default_rng(0)
     sizes = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=T * steps, block=T)
     cache = kvjax.empty_cache(policy, **sizes, **of_cache)
