@@ -297,9 +297,9 @@ class Contender(NamedTuple):
 
 
 def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions: int) -> dict[str, measure.Times]:
-    """Time programs in turns on one cache's keys and values; each has its own positions and policy state.
+    """Time programs in turns; those with equally many slots share keys and values, and each has its own state.
 
-    All programs must have equally many slots and calls.
+    All programs must have equally many calls.
 
     Example:
         >>> import jax.numpy as jnp
@@ -315,20 +315,20 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
         ... )
         ['one']
     """
-    shared: dict[str, Rows] = {}
+    shared: dict[int, Rows] = {}
 
     def runner(own: Contender) -> Callable[[], Array]:
-        cache = after_prompt(own.program.cache, own.prompt, own.held, numbers=not shared)
-        if not shared:
-            shared.update(rows=cache.rows)
+        slots = own.program.cache.position.shape[-1]
+        cache = after_prompt(own.program.cache, own.prompt, own.held, numbers=slots not in shared)
+        shared.setdefault(slots, cache.rows)
         rest: list[Any] = [dataclasses.replace(cache, rows={})]
         projection = models.output_projection(model, own.policy)
         given = dataclasses.replace(own.program.run, model=model, projection=projection)
 
         def run() -> Array:
-            whole = dataclasses.replace(rest[0], **shared)
+            whole = dataclasses.replace(rest[0], rows=shared[slots])
             after, logits = own.program.compiled(given, whole, own.program.tokens)
-            shared.update(rows=after.rows)
+            shared[slots] = after.rows
             rest[0] = dataclasses.replace(after, rows={})
             return logits
 
