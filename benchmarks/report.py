@@ -34,7 +34,8 @@ INTRODUCTION = """# Performance
 
 Beside other libraries first, then beside floors, then all else that was measured. Every number in ms was measured;
 `python -m benchmarks report` makes this page from benchmarks/results, where every file names its device, versions and
-commit. No GPU or TPU is among them yet: [one command measures yours](how-to/measure-a-gpu.md).
+commit. An NVIDIA H200 is among them, for a decode step and kernels, and no TPU yet:
+[one command measures yours](how-to/measure-a-gpu.md).
 """
 FLOORS = """
 ## Floors

@@ -51,7 +51,7 @@ def cache_attention(
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
         layer: the layer to read of stacked keys and values, which a kernel reads in place.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises. No GPU has
-            run "pallas_mosaic_gpu" (for H100 and H200) yet, so "auto" does not take it.
+            timed "pallas_mosaic_gpu" (for H100 and H200) yet, so "auto" does not take it.
 
     Returns:
         The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).

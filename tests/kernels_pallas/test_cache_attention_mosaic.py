@@ -96,7 +96,7 @@ def test_vectors_are_stored_in_whole_tiles():
     assert len(results) == 3 and "1024xf32" in results[1] and not any("1000xf32" in line for line in results)
 
 
-def test_auto_does_not_take_what_no_gpu_has_run():
+def test_auto_does_not_take_what_no_gpu_has_timed():
     sizes, names, span, _ = TARGETS[0]
     text = lowered("cuda", attend(names, span), *shapes(*sizes))
     assert "@__gpu$xla.gpu.triton" in text and "mosaic_gpu" not in text
