@@ -139,7 +139,7 @@ def test_every_part_s_command_has_the_flags_that_it_is_given(platform, tiny, mon
         if main is not None:
             assert main.main(part.words[3:]) == 0
             assert str(seen[-1].json) == f"{part.name}.json"
-    assert len(seen) == {"gpu": 7, "tpu": 5, "cpu": 6}[platform]
+    assert len(seen) == {"gpu": 8, "tpu": 5, "cpu": 6}[platform]
 
 
 @nightly  # three minutes: the parts themselves, each in a process of its own
