@@ -1,8 +1,8 @@
 """The tables of the pages, from results: run `python docs/tables.py` whenever results have changed.
 
 README.md and pages under docs report our results. This script writes what stands between `<!-- NAME -->` and
-`<!-- end of NAME -->` in them, and all of docs/results/CLAIMS.md, from the JSON files in docs/results; none of it is
-typed by hand. `--check` only checks whether the pages are up to date.
+`<!-- end of NAME -->` in them, and the pages of studies, from docs/results; none of it is typed by hand.
+`--check` only checks whether the pages are up to date.
 """
 
 from __future__ import annotations
@@ -11,39 +11,23 @@ import argparse
 import functools
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
 sys.path.insert(0, str(DOCS.parent))
 
 from evals import report, statistics, studies, study, study_page  # noqa: E402
-from evals.evaluator import RECENCY  # noqa: E402
-from evals.experiments import claims  # noqa: E402
-from evals.verdicts import FAILS, HOLDS, OPEN, figures  # noqa: E402
+from evals.evaluator import RECENCY, full_name  # noqa: E402
 from kvjax.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
 from models import commands  # noqa: E402
 
 SHOWN = 3  # policies that a row names beside the best one
-STUDIES = ("fixed-memory",)  # those with a page
-
-
-class Row(NamedTuple):
-    """A policy's outcomes on a file's samples, and the bytes of its cache."""
-
-    policy: str
-    correct: list[int]
-    cache_bytes: int
-
-    @property
-    def recall(self) -> float:
-        return sum(self.correct) / len(self.correct)
+STUDIES = ("fixed-memory", "once")
+REAL = "smollm2"  # the folder of results on a real model that belong to no study
 
 
 def read(name: str) -> dict[str, Any]:
@@ -51,135 +35,100 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
 
 
-def rows(data: dict[str, Any], **where: Any) -> list[Row]:
-    """Return a file's results of one setting."""
-    found = [r for r in data["results"] if all(r[name] == value for name, value in where.items())]
-    outcomes = [r["correct"] if "correct" in r else [c for cell in r["cells"] for c in cell["correct"]] for r in found]
-    return [Row(r["policy"], correct, r["cache_bytes"]) for r, correct in zip(found, outcomes, strict=True)]
-
-
-def within_noise(row: Row, best: Row) -> bool:
-    """Return whether ``best`` is not clearly better than ``row`` on the same samples."""
-    return as_good(row.correct, best.correct)
-
-
-def as_good(scores: Any, best: Any) -> bool:
-    """Return whether ``best`` is not clearly better than ``scores`` on the same samples."""
-    return statistics.paired_interval(np.subtract(best, scores))[1] <= 0
-
-
-def decision(budget: str, found: Sequence[Row], full: Row) -> str:
-    """Return a line of the decision table: the best policy, those as good within noise, recency, and the full cache."""
-    ranked = sorted(
-        (row for row in found if row.policy != RECENCY),
-        key=lambda row: (-row.recall, "@" in row.policy, len(row.policy)),  # among equals, the simplest first
-    )
-    best = ranked[0]
-    low, high = statistics.wilson(sum(best.correct), len(best.correct))
-    others = [f"`{row.policy}`" for row in ranked[1:] if within_noise(row, best)]
-    more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-    recency = next((row for row in found if row.policy in (RECENCY, "streaming", "streaming(sinks=4)")), None)
-    cells = (
-        budget,
-        f"**`{best.policy}`**",
-        f"{best.recall:.2f} [{low:.2f}, {high:.2f}]",
-        "" if recency is None else f"{recency.recall:.2f}",
-        "yes" if within_noise(best, full) else "no",
-        f"{best.cache_bytes / full.cache_bytes:.0%}",
-        ", ".join(others[:SHOWN]) + more or "none",
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-COLUMNS = ("budget", "best", "recall, 95%", "recency", "as full", "memory", "as good")
-DECISION_HEAD = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
-
-
-def source(name: str, data: dict[str, Any], full: Row) -> str:
-    """Return the sentence that names the source of a table's figures."""
-    count = len(full.correct)
-    return f"From [{name}](../results/{name}): {count} samples per policy; the full cache answers {full.recall:.2f}."
-
-
-def once() -> str:
-    """Make the table of the embedded model, evicting once with the question known."""
-    data = read("ablation-budgets.json")
-    full = rows(data, policy="full")[0]
-    shares = sorted({r["share"] for r in data["results"] if r["share"] is not None})
-    lines = [decision(f"{share:.0%}", rows(data, share=share), full) for share in shares]
-    return "\n".join([source("ablation-budgets.json", data, full), "", DECISION_HEAD, *lines])
-
-
-def real(question: str) -> str:
-    """Make the table of SmolLM2, evicting once, from all studies of the same prompts."""
-    names = [f"{claims.REAL}/{study}.json" for study in ("methods", "newer", "calibrated")]
-    studies = [read(name) for name in names]
-    data = studies[0]
-    full = rows(data, policy="full", question=question)[0]
-    lines = []
-    for share in sorted({r["share"] for r in data["results"] if r["share"] is not None}):
-        found = (row for study in studies for row in rows(study, share=share, question=question))
-        lines.append(decision(f"{share:.0%}", list({row.policy: row for row in found}.values()), full))
-    links = ", ".join(f"[{name}](../results/{name})" for name in names)
-    text = (
-        f"From {links}: {len(full.correct)} samples per policy; the full cache answers {full.recall:.2f}. "
-        f"SmolLM2-135M-Instruct, prompts of {data['settings']['length']} tokens."
-    )
-    return "\n".join([text, "", DECISION_HEAD, *lines])
+def judged(name: str) -> tuple[studies.Study, dict[str, Any], list[tuple[str, Any]]]:
+    """Return a study, its file, and its claims as they are judged by the file's scores."""
+    found, data = studies.find(name), read(f"{name}.json")
+    return found, data, study.judge(found, data["results"])
 
 
 def study_of(name: str) -> str:
     """Make a study's page."""
+    found, data, claims = judged(name)
+    return study_page.markdown(found, data, claims, f"{name}.png")
+
+
+def all_claims() -> str:
+    """Make the table of the claims of all studies."""
+    made = [judged(name) for name in STUDIES]
+    return study_page.claim_table([(found, claims) for found, _, claims in made])
+
+
+COLUMNS = ("budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
+
+
+def choice(name: str, question: str, form: str = "base") -> str:
+    """Make a table of a study: each budget's best policy, those as good within noise, recency, and the full cache."""
     found, data = studies.find(name), read(f"{name}.json")
-    return study_page.markdown(found, data, study.judge(found, data["results"]), f"{name}.png")
-
-
-def fixed() -> str:
-    """Make the table of the study of fixed memory: the best policy of each budget, those as good, and bytes held."""
-    found, data = studies.find("fixed-memory"), read("fixed-memory.json")
-    cells = study_page.cells(found, data["results"], "base", "unknown")
-    full = cells["full", None]
-    columns = ("budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
-    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    cells = study_page.cells(found, data["results"], form, question)
+    (full,) = (cell for (policy, _), cell in cells.items() if policy == "full")
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
     for budget in sorted({budget for _, budget in cells if budget is not None}):
         own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
-        best, cell = max(own.items(), key=lambda item: item[1].scores.mean())
+        # Among equals the simplest comes first.
+        ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
+        ranked = [item for item in ranked if item[0] != RECENCY]
+        best, cell = ranked[0]
         mean, low, high = statistics.mean_interval(cell.scores)
-        same = (policy for policy, other in own.items() if policy != best and as_good(other.scores, cell.scores))
-        others = [f"`{policy}`" for policy in same]
+        others = [f"`{policy}`" for policy, other in ranked[1:] if as_good(other, cell)]
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         row = (
             f"{budget:.0%}", f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
-            f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell.scores, full.scores) else "no",
-            f"{cell.held:.0f} of {full.held:.0f} MiB", ", ".join(others) or "none",
+            f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
+            f"{cell.held:.0f} of {full.held:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
         )  # fmt: skip
         lines.append(f"| {' | '.join(row)} |")
     text = (
-        f"From [fixed-memory](../results/fixed-memory.md): {full.scores.shape[1]} texts; the full cache has "
+        f"From [{name}](../results/{name}.md): {full.scores.shape[1]} texts; the full cache has "
         f"{full.scores.mean():.2f}. {found.note}"
     )
     return "\n".join([text, "", *lines])
 
 
-def blocks() -> str:
-    """Make the table of the embedded model, evicting after every block."""
-    data = read("needle.json")
-    full = rows(data, policy="full")[0]
-    budgets = sorted({r["budget"] for r in data["results"] if r["budget"] is not None})
-    lines = [decision(f"{budget} slots", rows(data, budget=budget, when="block"), full) for budget in budgets]
-    lengths = data["settings"]["lengths"].replace(",", " and ")
-    text = f"{source('needle.json', data, full)} Prompts of {lengths} tokens."
-    return "\n".join([text, "", DECISION_HEAD, *lines])
+def as_good(cell: study_page.Cell, best: study_page.Cell) -> bool:
+    """Return whether ``best`` is not clearly better than ``cell`` on the same samples."""
+    return statistics.paired_interval(best.scores - cell.scores)[1] <= 0
 
 
-def unknown() -> str:
-    """Make the table of the embedded model, evicting before the question is seen."""
-    data = read("ablation-question.json")
-    full = rows(data, policy="full")[0]
-    share = next(r["share"] for r in data["results"] if r["share"] is not None)
-    lines = [
-        decision(f"{share:.0%}, question {q}", rows(data, question=q, share=share), full) for q in ("unknown", "known")
-    ]
-    return "\n".join([source("ablation-question.json", data, full), "", DECISION_HEAD, *lines])
+README_ROWS = (
+    ("once", "known", 0.25), ("once", "unknown", 0.25),
+    ("fixed-memory", "unknown", 0.1), ("fixed-memory", "unknown", 0.25), ("fixed-memory", "unknown", 0.5),
+)  # fmt: skip
+README_COLUMNS = {
+    "newest tokens": ("recency",), "SnapKV": ("snapkv(kernel=7)", "snapkv"),
+    "SnapKV + CAOTE": ("snapkv(kernel=7)+caote", "snapkv+caote"), "CurDKV": ("curdkv",),
+    "LaProx": ("laprox(kernel=7)@model",), "KVzip": ("kvzip@model(normalise=False)",),
+}  # fmt: skip
+
+
+def readme() -> str:
+    """Make README's table: a row per study, question and budget, a column per method, and the bytes held at most."""
+    heads = ("question, evicted, budget", "full cache", *README_COLUMNS, "held at most")
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for name, question, budget in README_ROWS:
+        found, data = studies.find(name), read(f"{name}.json")
+        cells = study_page.cells(found, data["results"], "base", question)
+        full = cells["full", None]
+        own = [
+            next(
+                (cells[full_name(policy), budget] for policy in policies if (full_name(policy), budget) in cells), None
+            )
+            for policies in README_COLUMNS.values()
+        ]
+        most = max(cell.scores.mean() for cell in own if cell is not None)
+        held = [cell.held for cell in own if cell is not None]
+        between = " to ".join(dict.fromkeys(f"{most:.0f}" for most in (min(held), max(held))))
+        when = report.MOMENTS[found.content["when"]]
+        row = [f"{question}, {when}, {budget:.0%}", share(full, 0)]
+        row += ["-" if cell is None else share(cell, most) for cell in own]
+        lines.append(f"| {' | '.join((*row, f'{between} of {full.held:.0f} MiB'))} |")
+    return "\n".join(lines)
+
+
+def share(cell: study_page.Cell, most: float) -> str:
+    """Return a mean score with its interval, bold if it is ``most``."""
+    mean, low, high = statistics.mean_interval(cell.scores)
+    text = f"**{mean:.2f}**" if mean == most else f"{mean:.2f}"
+    return f"{text} [{low:.2f}, {high:.2f}]"
 
 
 def selections() -> str:
@@ -213,26 +162,7 @@ def selections() -> str:
     return "\n".join([text, "", *lines])
 
 
-REAL_POLICIES = {
-    "recency": RECENCY, "h2o + caote, half protected": "h2o+caote+protect(recent=0.5)", "tova": "tova",
-    "expected_attention": "expected_attention", "keydiff": "keydiff", "curdkv": "curdkv",
-    "curdkv + critical @model": "curdkv+critical@model(cap=8.0)", "snapkv, kernel 13": "snapkv(kernel=13)",
-    "snapkv + caote": "snapkv(kernel=13)+caote",
-    "snapkv, window 16, kernel 13, + caote": "snapkv(window=16,kernel=13)+caote",
-    "laprox @model": "laprox@model(cap=8.0)",
-    "laprox, kernel 13, @model": "laprox(kernel=13)@model(cap=8.0)",
-}  # fmt: skip
-NEWER_POLICIES = {
-    "recency": RECENCY, "snapkv, kernel 13": "snapkv(kernel=13)", "curdkv": "curdkv", "finch": "finch",
-    "chunkkv": "snapkv(kernel=13)+chunks",
-    "simlayerkv": "snapkv(kernel=13)@simlayer(recent=0.5)", "kvzip": "kvzip", "kvzip + caote": "kvzip+caote",
-    "kvzip @model": "kvzip@model(normalise=False)", "dapq, kernel 13": "dapq(kernel=13)",
-    "dapq, kernel 13, first tokens": "dapq(kernel=13,tokens='first')", "dapq + caote": "dapq(kernel=13)+caote",
-    "snapkv, kernel 13, merged (d2o)": "snapkv(kernel=13)+merge",
-    "snapkv, kernel 13, merged (cam)": "snapkv(kernel=13)+cam", "snapkv @d2o": "snapkv(kernel=13)@d2o",
-}  # fmt: skip
-
-FILTERS, HEADS = (f"file='docs/results/{claims.REAL}/{name}.npy'" for name in ("q-filters", "heads"))
+FILTERS, HEADS = (f"file='docs/results/{REAL}/{name}.npy'" for name in ("q-filters", "heads"))
 CALIBRATED_POLICIES = {
     "recency": RECENCY, "streaming": "streaming", "key_norm": "key_norm", "q_filters": f"q_filters({FILTERS})",
     "snapkv, kernel 13": "snapkv(kernel=13)", "snapkv @adakv": "snapkv(kernel=13)@adakv",
@@ -240,35 +170,22 @@ CALIBRATED_POLICIES = {
     "snapkv @headkv": f"snapkv(kernel=13)@headkv({HEADS})",
     "snapkv + caote @headkv": f"snapkv(kernel=13)+caote@headkv({HEADS})",
 }  # fmt: skip
-README_POLICIES = {
-    name: (REAL_POLICIES | NEWER_POLICIES)[name]
-    for name in (
-        "recency", "tova", "curdkv", "snapkv, kernel 13", "snapkv, window 16, kernel 13, + caote",
-        "laprox, kernel 13, @model",
-        "chunkkv", "kvzip @model",
-    )
-}  # fmt: skip
 
 
-def real_seen(policies: dict[str, str], *studies: str) -> str:
-    """Make the table of needles on SmolLM2 under the named policies, the best of each budget and question bold.
-
-    A policy that has no run for a question has "-". The studies have the same prompts.
-    """
-    found_in = [read(f"{claims.REAL}/{study}.json") for study in studies]
-    data = found_in[0]
-    recall = {(r["policy"], r["share"], r["question"]): r["recall"] for part in found_in for r in part["results"]}
+def calibrated() -> str:
+    """Make the table of needles on SmolLM2 under methods that measure the model, the best of each column bold."""
+    data = read(f"{REAL}/calibrated.json")
+    recall = {(r["policy"], r["share"], r["question"]): r["recall"] for r in data["results"]}
     shares = sorted({share for _, share, _ in recall if share is not None})
     settings = [(share, question) for question in ("known", "unknown") for share in shares]
-    most = {s: max(recall.get((policy, *s), 0) for policy in policies.values()) for s in settings}
+    most = {s: max(recall[policy, *s] for policy in CALIBRATED_POLICIES.values()) for s in settings}
     lines = [
         f"| policy | {' | '.join(f'{share:.0%}, {question}' for share, question in settings)} |",
         f"|{' --- |' * (len(settings) + 1)}",
     ]
-    for name, policy in policies.items():
-        found = [(recall.get((policy, *s)), most[s]) for s in settings]
-        cells = ["-" if x is None else f"**{x:.2f}**" if x == best else f"{x:.2f}" for x, best in found]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, policy in CALIBRATED_POLICIES.items():
+        found = [(recall[policy, *s], most[s]) for s in settings]
+        lines.append(f"| {name} | {' | '.join(f'**{x:.2f}**' if x == best else f'{x:.2f}' for x, best in found)} |")
     full = recall["full", None, "known"]
     lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens; the full cache has {full:.2f}."]
     return "\n".join(lines)
@@ -276,7 +193,7 @@ def real_seen(policies: dict[str, str], *studies: str) -> str:
 
 def in_eight_bits() -> str:
     """Make the table of recall and bytes on SmolLM2 by question, budget and dtype; "-" where none was run."""
-    data = read(f"{claims.REAL}/eight-bits.json")
+    data = read(f"{REAL}/eight-bits.json")
     given = [r for r in data["results"] if r["cache_dtype"]]
     dtypes = list(dict.fromkeys(r["cache_dtype"] for r in given))
     found = {
@@ -290,27 +207,6 @@ def in_eight_bits() -> str:
             lines.append(f"| {budget or 'all'}, {question} | {' | '.join(cells)} |")
     policy = next(r["policy"] for r in given if r["budget"])
     lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."]
-    return "\n".join(lines)
-
-
-def at_the_edges() -> str:
-    """Make the table of needles on SmolLM2 at the smallest and the largest budgets, bold where a column is best."""
-    data = read(f"{claims.REAL}/needle-edges.json")
-    recall = {(r["policy"], r["question"], r["budget"]): r["recall"] for r in data["results"]}
-    columns = [(question, budget) for question in ("known", "unknown") for budget in (0.05, 0.75)]
-    policies = list(dict.fromkeys(r["policy"] for r in data["results"] if r["budget"]))
-    best = {column: max(recall[policy, *column] for policy in policies) for column in columns}
-    heads = [f"{budget:.0%}, {question}" for question, budget in columns]
-    lines = [f"| policy | {' | '.join(heads)} |", f"|{' --- |' * (len(heads) + 1)}"]
-    for policy in sorted(policies, key=lambda policy: -sum(recall[policy, *column] for column in columns)):
-        values = [recall[policy, *column] for column in columns]
-        cells = [
-            f"**{value:.2f}**" if value == best[column] else f"{value:.2f}"
-            for value, column in zip(values, columns, strict=True)
-        ]
-        lines.append(f"| {'recency' if policy == RECENCY else f'`{policy}`'} | {' | '.join(cells)} |")
-    full = next(r for r in data["results"] if r["policy"] == "full")
-    lines += ["", f"{full['samples']} prompts of 1,024 tokens per cell; the full cache has {full['recall']:.2f}."]
     return "\n".join(lines)
 
 
@@ -385,7 +281,7 @@ def varied(folder: str) -> str:
 def tuned() -> str:
     """Make the table of fine-tuning on prompts with answers: held-out loss, and needles found, with each cache."""
     runs = {"trained under the policy": "finetune-answers", "trained with the full cache": "finetune-answers-control"}
-    losses = {title: read(f"{claims.REAL}/{name}.json") for title, name in runs.items()}
+    losses = {title: read(f"{REAL}/{name}.json") for title, name in runs.items()}
     first = losses["trained under the policy"]
     policy, share = first["settings"]["policy"], first["settings"]["budget"]
     head = (
@@ -397,14 +293,14 @@ def tuned() -> str:
     )
 
     def found(file: str) -> list[str]:
-        data = read(f"{claims.REAL}/{file}.json")
+        data = read(f"{REAL}/{file}.json")
         rates = [next(r for r in data["results"] if r["question"] == "known" and fits(r)) for fits in (whole, evicted)]
         return [f"{r['recall']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" for r in rates]
 
     whole = lambda r: r["policy"] == "full"  # noqa: E731
     evicted = lambda r: r["policy"] == policy and r["budget"] in (share, round(share * 512))  # noqa: E731
     loss = lambda when, of: [f"{of[name][when]:.3f}" for name in ("full", policy)]  # noqa: E731
-    rows = [("before", *loss("before", first["held_out_loss"]), *found("methods"))]
+    rows = [("before", *loss("before", first["held_out_loss"]), *found("needle-before"))]
     rows += [
         (title, *loss("after", data["held_out_loss"]), *found(runs[title].replace("finetune", "needle")))
         for title, data in losses.items()
@@ -533,127 +429,122 @@ STEPS = {
 
 
 class Method(NamedTuple):
-    """A row of the methods table; ``judged`` selects its claims by paper and text."""
+    """A row of the methods table; ``run`` is a policy of the study "once" that has the method."""
 
     name: str
     paper: str
     where: str
     file: str
-    judged: Callable[[str, str], bool] | None = None
+    run: str = ""
     note: str = ""
-    against: str = ""  # the link in the comparisons of needle.json, for methods without claims of their own
-
-
-def of(paper: str, *words: str) -> Callable[[str, str], bool]:
-    """Return a test for claims of a paper whose text holds one of ``words``; without words, all of its claims."""
-    return lambda p, text: p == paper and (not words or any(word in text for word in words))
 
 
 CAOTE, LAPROX = "[CAOTE](https://arxiv.org/abs/2504.14051)", "[LaProx](https://arxiv.org/abs/2605.07234)"
 STREAMING = "[StreamingLLM](https://arxiv.org/abs/2309.17453)"
 H2O, TOVA = "[H2O](https://arxiv.org/abs/2306.14048)", "[TOVA](https://arxiv.org/abs/2401.06104)"
-OUTPUT = ("through the output", "Through the output", "by values")
+MEASURED = "[gallery](gallery.md#smollm2-135m-instruct-methods-that-measure-the-model-first)"
 SCORES = [
-    Method("caote", CAOTE, "eq. 8 and 20", "kvjax/caote.py", of("CAOTE")),
-    Method("fast_caote", CAOTE, "eq. 22", "kvjax/caote.py", against="fast_caote"),
-    Method("caote(target='output')", "ours", "eq. 8 behind W_O", "kvjax/caote.py", of("ours", *OUTPUT)),
-    Method("h2o", H2O, "attention, summed over queries", "kvjax/scores.py", note="a base that CAOTE improves"),
-    Method("tova", TOVA, "the layer's attention, last query", "kvjax/scores.py", note="a base of CAOTE"),
+    Method("caote", CAOTE, "eq. 8 and 20", "kvjax/caote.py", run="snapkv(kernel=7)+caote"),
+    Method("fast_caote", CAOTE, "eq. 22", "kvjax/caote.py", run="h2o+fast_caote+protect(recent=0.5)"),
+    Method(
+        "caote(target='output')",
+        "ours",
+        "eq. 8 behind W_O",
+        "kvjax/caote.py",
+        run="snapkv(kernel=7)+caote(target='output')",
+    ),
+    Method("h2o", H2O, "attention, summed over queries", "kvjax/scores.py", run="h2o+protect(recent=0.5)"),
+    Method("tova", TOVA, "the layer's attention, last query", "kvjax/scores.py", run="tova"),
     Method(
         "snapkv",
         "[SnapKV](https://arxiv.org/abs/2404.14469)",
         "mean attention of a window, pooled",
         "kvjax/scores.py",
-        of("SnapKV"),
+        run="snapkv(kernel=7)",
     ),
     Method(
         "dapq",
         "[DapQ](https://arxiv.org/abs/2603.11564)",
         "SnapKV's attention, of pseudo queries at the positions to come",
         "kvjax/scores.py",
-        of("DapQ"),
-        note="none tried",
+        run="dapq(kernel=7)",
     ),
-    Method("recency", "", "the newest tokens", "kvjax/scores.py", note="a floor"),
-    Method("streaming", STREAMING, "first and newest tokens", "kvjax/scores.py", of("StreamingLLM")),
+    Method("recency", "", "the newest tokens", "kvjax/scores.py", run="recency"),
+    Method("streaming", STREAMING, "first and newest tokens", "kvjax/scores.py", run="streaming"),
     Method(
         "sage",
         "[SAGE-KV](https://arxiv.org/abs/2503.08879)",
         "attention of the prompt's last query, once",
         "kvjax/scores.py",
-        of("SAGE-KV"),
+        run="sage",
     ),
     Method(
         "finch",
         "[FINCH](https://arxiv.org/abs/2408.00167)",
         "the question's attention times what each query sees",
         "kvjax/scores.py",
-        of("FINCH"),
-        note="none tried",
+        run="finch",
     ),
-    Method("laprox", LAPROX, "eq. 9, algorithm 1", "kvjax/scores.py", of("LaProx")),
+    Method("laprox", LAPROX, "eq. 9, algorithm 1", "kvjax/scores.py", run="laprox(kernel=7)"),
     Method(
-        "key_norm",
-        "[small keys](https://arxiv.org/abs/2406.11430)",
-        "-‖k‖",
-        "kvjax/scores_of_keys.py",
-        note="a base of KeyDiff",
+        "key_norm", "[small keys](https://arxiv.org/abs/2406.11430)", "-‖k‖", "kvjax/scores_of_keys.py", run="key_norm"
     ),
     Method(
         "keydiff",
         "[KeyDiff](https://arxiv.org/abs/2504.15364)",
         "-cos(k, mean k)",
         "kvjax/scores_of_keys.py",
-        of("KeyDiff"),
+        run="keydiff",
     ),
     Method(
         "q_filters",
         "[Q-Filters](https://arxiv.org/abs/2503.02812)",
         "k along the main direction of the head's queries",
         "kvjax/scores_of_keys.py",
-        of("Q-Filters"),
-        note="none tried",
+        note=MEASURED,
     ),
     Method(
         "curdkv",
         "[CurDKV](https://arxiv.org/abs/2509.15038)",
         "‖k‖² · ‖v‖², each over the sum of its neighbours'",
         "kvjax/scores_of_keys.py",
-        of("CurDKV"),
-        note="none tried",
+        run="curdkv",
     ),
     Method(
         "lagkv",
         "[LagKV](https://arxiv.org/abs/2504.04704)",
         "spread of k and v on the scale of the next partition, by rank",
         "kvjax/scores_of_keys.py",
-        note="none tried",
+        run="lagkv(lag=32)",
     ),
-    Method("cake", "[CAKE](https://arxiv.org/abs/2503.12491)", "eq. 8", "kvjax/scores.py", of("CAKE")),
+    Method("cake", "[CAKE](https://arxiv.org/abs/2503.12491)", "eq. 8", "kvjax/scores.py", run="cake(kernel=7)@cake"),
     Method(
-        "lava", "[LAVa](https://arxiv.org/abs/2509.09754)", "pooled attention · max ‖v‖₁", "kvjax/scores.py", of("LAVa")
+        "lava",
+        "[LAVa](https://arxiv.org/abs/2509.09754)",
+        "pooled attention · max ‖v‖₁",
+        "kvjax/scores.py",
+        run="lava(kernel=7)@lava",
     ),
     Method(
         "expected_attention",
         "[Expected Attention](https://arxiv.org/abs/2510.00636)",
         "E[exp(q·k)] ‖v‖",
         "kvjax/scores.py",
-        of("Expected Attention"),
+        run="expected_attention",
     ),
     Method(
         "kvzip",
         "[KVzip](https://arxiv.org/abs/2505.23416)",
         "the largest attention while the model repeats its prompt",
         "kvjax/scores.py",
-        of("KVzip"),
-        note="none tried",
+        run="kvzip@model(normalise=False)",
     ),
     Method(
         "zap",
         "[KVzap](https://arxiv.org/abs/2601.07891)",
         "a small network's prediction from the token's hidden state",
         "kvjax/scores.py",
-        note="none tried",
+        note="[gallery](gallery.md#smollm2-135m-instruct-a-learned-retention-score)",
     ),
     Method(
         "butler",
@@ -662,115 +553,92 @@ SCORES = [
         "kvjax/scores.py",
         note="[its own page](results/TOKENBUTLER.md)",
     ),
-    Method("random", "", "a uniform sample", "kvjax/scores.py", note="a floor"),
+    Method("random", "", "a uniform sample", "kvjax/scores.py"),
     Method(
         "critical",
         "[CriticalKV](https://arxiv.org/abs/2502.03805)",
         "score · ‖v W_O‖₁, in two stages",
         "kvjax/transforms.py",
-        of("CriticalKV"),
+        run="snapkv(kernel=7)+critical@adakv",
     ),
-    Method(
-        "positions",
-        f"{STREAMING}, SAGE-KV",
-        "keys rotated again",
-        "kvjax/transforms.py",
-        lambda paper, text: "position" in text,
-    ),
+    Method("positions", f"{STREAMING}, SAGE-KV", "keys rotated again", "kvjax/transforms.py"),
     Method("normalise", CAOTE, "eq. 21", "kvjax/transforms.py"),
-    Method("pool", "SnapKV", "pooling over neighbours", "kvjax/transforms.py", of("ours", "pooling")),
+    Method("pool", "SnapKV", "pooling over neighbours", "kvjax/transforms.py", run="snapkv(kernel=5)"),
     Method(
         "chunks",
         "[ChunkKV](https://arxiv.org/abs/2502.00299)",
         "mean over a chunk of the text, algorithm 1",
         "kvjax/transforms.py",
-        of("ChunkKV"),
-        note="none tried",
+        run="snapkv(kernel=7)+chunks",
     ),
     Method(
         "merge",
         "[D2O](https://arxiv.org/abs/2406.13035)",
         "values of what leaves, into the most similar key's",
         "kvjax/merging.py",
-        of("D2O", "merging"),
-        note="none tried",
+        run="snapkv(kernel=7)+merge",
     ),
     Method(
         "cam",
         "[CaM](https://openreview.net/forum?id=LCTmppB165)",
         "values of what leaves, shared among the next tokens",
         "kvjax/merging.py",
-        of("CaM"),
-        note="none tried",
     ),
-    Method("protect", "H2O, StreamingLLM", "what always stays", "kvjax/transforms.py"),
+    Method("protect", "H2O, StreamingLLM", "what always stays", "kvjax/transforms.py", run="h2o+protect(recent=0.5)"),
 ]
 ALLOCATIONS = [
-    Method("@uniform", "", "the same for each head", "kvjax/allocation.py"),
+    Method("@uniform", "", "the same for each head", "kvjax/allocation.py", run="snapkv(kernel=7)"),
     Method(
         "@adakv",
         "[AdaKV](https://arxiv.org/abs/2407.11550)",
         "a layer's heads compete, a share of each is safe",
         "kvjax/allocation.py",
-        of("AdaKV"),
+        run="snapkv(kernel=7)@adakv",
     ),
-    Method(
-        "@layer",
-        "AdaKV",
-        "the same without safeguard",
-        "kvjax/allocation.py",
-        lambda paper, text: "one budget per layer" in text,
-    ),
-    Method(
-        "@model",
-        LAPROX,
-        "eq. 12, algorithm 2",
-        "kvjax/allocation.py",
-        lambda paper, text: "one budget for the model" in text or "normalised" in text,
-    ),
+    Method("@layer", "AdaKV", "the same without safeguard", "kvjax/allocation.py"),
+    Method("@model", LAPROX, "eq. 12, algorithm 2", "kvjax/allocation.py", run="laprox(kernel=7)@model"),
     Method(
         "@threshold",
         "[KVzap](https://arxiv.org/abs/2601.07891), [DMS](https://arxiv.org/abs/2506.05345)",
         "what scores enough; the budget is a limit",
         "kvjax/allocation.py",
-        note="none tried",
     ),
     Method(
-        "@pyramid", "[PyramidKV](https://arxiv.org/abs/2406.02069)", "eq. 4", "kvjax/allocation.py", of("PyramidKV")
+        "@pyramid",
+        "[PyramidKV](https://arxiv.org/abs/2406.02069)",
+        "eq. 4",
+        "kvjax/allocation.py",
+        run="snapkv(kernel=7)@pyramid",
     ),
-    Method("@cake", "CAKE", "eq. 6", "kvjax/allocation.py", of("CAKE")),
+    Method("@cake", "CAKE", "eq. 6", "kvjax/allocation.py", run="cake(kernel=7)@cake"),
     Method(
         "@d2o",
         "[D2O](https://arxiv.org/abs/2406.13035)",
         "layers by the variance of their attention; its authors' code",
         "kvjax/allocation.py",
-        of("D2O", "allocation"),
-        note="none tried",
     ),
     Method(
         "@headkv",
         "[HeadKV](https://arxiv.org/abs/2410.19258)",
         "by the importance of each head",
         "kvjax/allocation.py",
-        of("HeadKV"),
-        note="none tried",
+        note=MEASURED,
     ),
     Method(
         "@duo",
         "[DuoAttention](https://arxiv.org/abs/2410.10819)",
         "the least important heads stream",
         "kvjax/allocation.py",
-        of("DuoAttention"),
-        note="none tried",
+        note=MEASURED,
     ),
     Method(
         "@simlayer",
         "[SimLayerKV](https://arxiv.org/abs/2410.13846)",
         "lazy layers stream",
         "kvjax/allocation.py",
-        note="none tried",
+        run="snapkv(kernel=7)@simlayer(recent=0.5)",
     ),
-    Method("@lava", "LAVa", "layers by the entropy of their scores", "kvjax/allocation.py", of("LAVa")),
+    Method("@lava", "LAVa", "layers by the entropy of their scores", "kvjax/allocation.py", run="lava(kernel=7)@lava"),
 ]
 
 
@@ -904,7 +772,7 @@ def peers() -> str:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     settings = data["settings"]
     return (
-        f"SmolLM2-135M-Instruct, a prompt of {settings['prompt']:,} tokens, `snapkv`, {settings['dtype']}, "
+        f"SmolLM2-135M-Instruct (Q4_1), a prompt of {settings['prompt']:,} tokens, `snapkv`, {settings['dtype']}, "
         f"{data['cores']} CPU cores; medians of {data['results'][0]['repetitions']} runs that took turns "
         f"(`{data['command']}`).\n\n" + "\n".join(lines)
     )
@@ -923,57 +791,23 @@ def families() -> str:
     return "\n".join(lines)
 
 
-def judged(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return all claims of a folder in the order of CLAIMS.md."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    of_own = (data for data in found if isinstance(data, dict) and data.get("evaluation") != "study")
-    return [claim for data in of_own for claim in data.get("claims") or ()]
-
-
-def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
-    """Return how many of a method's claims hold here, in words."""
-    if method.against:
-        own = [c for c in read("needle.json")["comparisons"] if c["against"] in report.variants(c["policy"])]
-        found = Counter(c["better"] for c in own if method.against in c["policy"])
-        words = f"{found['yes']} better, {found['no']} worse, {found['within noise']} within noise"
-        return f"against the same score without it: {words}"
-    if method.judged is None:
-        return method.note
-    own = [claim for claim in all_claims if method.judged(claim["paper"], claim["claim"])]
-    count = Counter("saturated" if claim.get("note") else claim["verdict"] for claim in own)
-    if not count:
-        return method.note
-    words = (
-        (HOLDS, "hold"),
-        (FAILS, "fail"),
-        (OPEN, "within noise"),
-        ("saturated", "too easy or hard"),
-    )
-    parts = [f"{count[kind]} {word}" for kind, word in words if count[kind]]
-    return ", ".join(parts)
-
-
 def methods(chosen: Sequence[Method]) -> str:
-    """Make the table of methods: name, paper, equation, file, and how many of its claims hold here."""
-    real, embedded = judged(RESULTS / claims.REAL), judged()
-    head = ("short name", "paper", "equation, or what it is", "file", "its claims on SmolLM2")
-    head += ("on the embedded model",)
+    """Make the table of methods: name, paper, equation, file, and what such a policy scores in the study "once"."""
+    found, data = studies.find("once"), read("once.json")
+    cells = {q: study_page.cells(found, data["results"], "base", q) for q in ("known", "unknown")}
+    head = ("short name", "paper", "equation, or what it is", "file", "run as", "25%, known", "25%, unknown")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for m in chosen:
-        own = verdicts(m._replace(against="", note=""), real)
-        cells = (f"`{m.name}`", m.paper, m.where, f"`{m.file}`", own, verdicts(m, embedded))
-        lines.append(f"| {' | '.join(cells)} |")
+        there = m.run and all((full_name(m.run), 0.25) in cells[q] for q in cells)
+        scores = [f"{cells[q][full_name(m.run), 0.25].scores.mean():.2f}" if there else "" for q in cells]
+        run = f"`{m.run}`" if there else m.note
+        lines.append(f"| {' | '.join((f'`{m.name}`', m.paper, m.where, f'`{m.file}`', run, *scores))} |")
+    full, floor = (", ".join(f"{cells[q][key].scores.mean():.2f}" for q in cells) for key in FULL_AND_FLOOR)
+    lines += ["", f"The full cache has {full}, the newest tokens {floor} ([every figure](results/once.md))."]
     return "\n".join(lines)
 
 
-def decided(folder: Path = RESULTS) -> str:
-    """Make the table of claims with a clear verdict, those that fail first."""
-    lines = ["| paper | claim | here | difference |", "| --- | --- | --- | --- |"]
-    clear = [claim for claim in judged(folder) if claim["verdict"] != OPEN and not claim.get("note")]
-    for claim in sorted(clear, key=lambda claim: (claim["verdict"] != FAILS, claim["paper"])):
-        text = claim["claim"].replace("\n", " ")
-        lines.append(f"| {claim['paper']} | {text} | {claim['verdict']} | {figures(claim)} |")
-    return "\n".join(lines)
+FULL_AND_FLOOR = ("full", None), (RECENCY, 0.25)
 
 
 def published() -> str:
@@ -1047,21 +881,19 @@ def grown(r: dict[str, Any]) -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "../README.md": {"real": lambda: real_seen(README_POLICIES, "methods", "newer")},
+    "../README.md": {"real": readme},
     "architecture.md": {"roundings": lambda: roundings(read("smollm2/rounding.json"))},
     "gallery.md": {
-        "real": lambda: real_seen(REAL_POLICIES, "methods"),
-        "newer": lambda: real_seen(NEWER_POLICIES, "newer"),
-        "calibrated": lambda: real_seen(CALIBRATED_POLICIES, "calibrated"),
-        "edges": at_the_edges,
+        "calibrated": calibrated,
         "eight bits": in_eight_bits,
         "seen": seen,
     },
+    "results/CLAIMS.md": {"claims": all_claims},
     "results/TOKENBUTLER.md": {
         "foreseen": lambda: foreseen("smollm2/butler-accuracy.json"),
         "foreseen unseen": lambda: foreseen("smollm2/butler-accuracy-handbook.json"),
         "foreseen by pages": lambda: foreseen("smollm2/butler-pages.json"),
-        "varied": lambda: varied(f"{claims.REAL}/butler-variants"),
+        "varied": lambda: varied(f"{REAL}/butler-variants"),
         "perplexities": lambda: perplexities("smollm2/butler-perplexity.json"),
         "names": lambda: names_found("smollm2/coref.json"),
         "choices": lambda: chosen("smollm2/butler-choices.json"),
@@ -1071,12 +903,9 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "names small": lambda: names_found("coref.json", "coref-generated.json"),
     },
     "how-to/choose-a-policy.md": {
-        "real fixed": fixed,
-        "real known": lambda: real("known"),
-        "real unknown": lambda: real("unknown"),
-        "once": once,
-        "unknown": unknown,
-        "blocks": blocks,
+        "real fixed": lambda: choice("fixed-memory", "unknown"),
+        "real known": lambda: choice("once", "known"),
+        "real unknown": lambda: choice("once", "unknown"),
         "selections": selections,
     },
     "how-to/compress-once.md": {"questions": kept_and_asked},
@@ -1090,8 +919,6 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "scores": lambda: methods(SCORES),
         "allocations": lambda: methods(ALLOCATIONS),
         "moments": published,
-        "decided really": lambda: decided(RESULTS / claims.REAL),
-        "decided": decided,
     },
 }
 
@@ -1123,7 +950,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(check: bool) -> None:
     made = {page: functools.partial(filled, page, parts) for page, parts in PARTS.items()}
     made |= {f"results/{name}.md": functools.partial(study_of, name) for name in STUDIES}
-    for page, make in (made | {"results/CLAIMS.md": functools.partial(claims.markdown, RESULTS)}).items():
+    for page, make in made.items():
         text, path = make(), DOCS / page
         if path.exists() and text == path.read_text():
             continue

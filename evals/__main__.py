@@ -13,11 +13,11 @@ from models import commands, hosts
 
 # In the order of the help.
 NAMES = (
-    "needle", "ruler", "longbench", "infinitebench", "booksum", "lm_eval", "fidelity", "ablation", "field", "rounding",
+    "needle", "ruler", "longbench", "infinitebench", "booksum", "lm_eval", "fidelity", "rounding",
     "coref", "perplexity", "choices", "butler", "texts", "sweep", "study", "report", "view",
 )  # fmt: skip
-ELSEWHERE = {"lm_eval": "evals.harness", "report": "evals.page", "butler": "evals.experiments.butler_figures"}
-ELSEWHERE |= {name: f"evals.experiments.{name}" for name in ("ablation", "field", "rounding")}
+ELSEWHERE = {"lm_eval": "evals.harness", "report": "evals.page", "rounding": "evals.experiments.rounding"}
+ELSEWHERE["butler"] = "evals.experiments.butler_figures"
 EVALUATIONS: dict[str, ModuleType] = {}
 with commands.extra("eval", "evals"):
     from evals import evaluations

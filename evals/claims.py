@@ -93,6 +93,17 @@ class Judged(NamedTuple):
     verdict: str
 
 
+def better(low: float, high: float) -> str:
+    """Return the verdict on a claim of a larger value by the interval of the difference, where nothing bounds it.
+
+    Example:
+        >>> from evals import claims
+        >>> claims.better(0.1, 0.3), claims.better(-0.1, 0.3)
+        ('holds', 'within noise')
+    """
+    return HOLDS if low > 0 else FAILS if high < 0 else NOISE
+
+
 def adding(link: str, policy: str) -> str:
     """Return a policy with a link added behind what scores, before what protects and before the allocation.
 
@@ -120,7 +131,7 @@ def read(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None =
     alone, or ``policies`` and those that each of them is compared with, ``over``.
 
     Args:
-        names: what to call policies; others are called as they are written.
+        names: what to call policies and links; others are called as they are written.
 
     Raises:
         ValueError: a field is unknown or missing, or a policy cannot be read.
@@ -146,11 +157,11 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
         )
     expects = entry.get("expects", "better")
     check_names("expectation of a claim", expects, EXPECTS)
-    called = lambda policy: names.get(policy, policy)  # noqa: E731
+    called = lambda policy: names.get(full_name(policy), policy)  # noqa: E731
     pairs: Iterable[tuple[str, str, str]]
     if kinds[0]:
         link = entry["link"]
-        pairs = [(adding(link, base), base, f"{called(link)} improves {called(base)}") for base in entry["to"]]
+        pairs = [(adding(link, base), base, f"{names.get(link, link)} improves {called(base)}") for base in entry["to"]]
     else:
         both = itertools.product(entry["policies"], entry["over"])
         pairs = [(one, other, f"{called(one)} {EXPECTS[expects]} {called(other)}") for one, other in both]

@@ -29,7 +29,7 @@ from kvjax.allocation import parse_allocation
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.policy import Policy
-from kvjax.schedule import When, moments
+from kvjax.schedule import When, copied, moments
 from models import cli, commands, provenance, selecting
 from models.layer_caches import stacked_up
 from models.load import describe as read_description
@@ -534,8 +534,10 @@ class _Asked:
             cache = kept
         size, peak = cache.nbytes // len(fed.tokens), clock.most // len(fed.lengths)
         if setting.evicting is None or setting.moments[0] == "prompt":  # what has all tokens, without a block's room
+            again = None if setting.evicting is None else setting.evicting.needs.reconstruction
+            held = self.longest + self.new_tokens + (copied(again, self.longest) if again else 0)
             slots = cache.position.size  # of all rows of the batch
-            peak = size * max(slots, math.prod(cache.heads_shape) * (self.longest + self.new_tokens)) // slots
+            peak = size * max(slots, math.prod(cache.heads_shape) * held) // slots
         told = generated[: len(fed.rows)], size, max(size, peak)
         return Batch(fed.rows, *told, clock.prefill, clock.decode)
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import evaluator, needle, report, statistics, tasks, verdicts
+from evals import claims, evaluator, needle, report, statistics, tasks
 from kvjax.insertion import Cache
 from kvjax.paged import with_room
 from models import cli, commands, hosts
@@ -189,9 +189,9 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             ours, theirs = (np.array(r["by_sample"][kind]) for r in (result, by_setting[other, *rest]))
             gain = sign * (ours - theirs)  # [samples, L]
             mean, low, high = statistics.paired_interval(gain.mean(axis=1).tolist())
-            layers = [verdicts.verdict("better", *statistics.paired_interval(x.tolist())[1:]) for x in gain.T]
+            layers = [claims.better(*statistics.paired_interval(x.tolist())[1:]) for x in gain.T]
             what = "smaller error" if kind == "error" else "larger cosine behind W_O"
-            held = f"{layers.count(verdicts.HOLDS)} of {len(layers)} layers hold, {layers.count(verdicts.FAILS)} do not"
+            held = f"{layers.count(claims.HOLDS)} of {len(layers)} layers hold, {layers.count(claims.FAILS)} do not"
             where = f"budget {rest[0]}, {report.MOMENTS[rest[1]]}, question {rest[2]}"
             rows.append(
                 {
@@ -201,7 +201,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     "difference": mean,
                     "low": low,
                     "high": high,
-                    "verdict": verdicts.verdict("better", low, high),
+                    "verdict": claims.better(low, high),
                     "sides": [float(ours.mean()), float(theirs.mean())],
                     "layers": layers,
                 }
@@ -391,7 +391,11 @@ def command(flags: argparse.Namespace) -> None:
         progress.set_description("done")
     compared, errors = compare(results), compare_errors(results, evaluator.baseline(flags))
     note = "\ndifference of the mean relative errors; positive: closer to the full cache" if errors else ""
-    told = "\n".join(verdicts.sentence(claim) for claim in compared)
+    told = "\n".join(
+        f"{row['paper']}: {row['claim']}: {row['verdict']} "
+        f"({row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}])"
+        for row in compared
+    )
     report.show(table(results), report.comparison_table(errors) + note, told)
     figures = {
         "evaluation": "fidelity",

@@ -38,6 +38,7 @@ class Results:
 
     Attributes:
         records: all records.
+        environments: the devices, versions and commits that made them.
         fingerprints: what the records are made of, as noted by :meth:`check_made_of`.
 
     Raises:
@@ -67,12 +68,15 @@ class Results:
         self._command = command
         self._header: dict[str, Any] = {}
         self.fingerprints: list[dict[str, Any]] = []
+        self.environments: list[dict[str, Any]] = []
+        self._noted = False
         self._keys: set[tuple[Any, ...]] = set()
 
     def __enter__(self) -> Results:
         if self._folder is not None:
             self._open(self._folder)
-        self.records, self.fingerprints = hosts.from_first(lambda: [self.records, self.fingerprints])
+        first = hosts.from_first(lambda: [self.records, self.fingerprints, self.environments])
+        self.records, self.fingerprints, self.environments = first
         self._keys = {_key(record) for record in self.records}
         return self
 
@@ -87,6 +91,8 @@ class Results:
     def add(self, records: Iterable[dict[str, Any]]) -> None:
         """Add new records, and write them to disk before returning."""
         new = [record for record in records if not self.holds(record)]
+        if new:
+            self._note_environment()
         if self._file is not None:
             self._file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in new).encode())
             self._file.flush()
@@ -134,11 +140,19 @@ class Results:
         commands.lock(self._file, folder)
         self.records, whole = _read(folder / SAMPLES)
         self._file.truncate(whole)
-        if provenance.environment() not in header["environments"]:
-            header["environments"].append(provenance.environment())
         if header != read_header(folder):
             commands.write_json(folder / HEADER, header)
         self._header, self.fingerprints = header, header.get("fingerprints", [])
+        self.environments = header["environments"]
+
+    def _note_environment(self) -> None:
+        if self._noted:
+            return
+        self._noted = True
+        if (here := provenance.environment()) not in self.environments:
+            self.environments.append(here)
+            if self._folder is not None:
+                commands.write_json(self._folder / HEADER, {**self._header, "fingerprints": self.fingerprints})
 
 
 def read_header(folder: Path) -> dict[str, Any]:

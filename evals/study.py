@@ -57,6 +57,7 @@ def command(flags: argparse.Namespace) -> None:
             "study": study.name,
             "title": study.title,
             "settings": study.content,
+            "environments": answered.store.environments,
         }
         told = {"results": rows, "claims": [as_row(form, row) for form, row in judged]}
         commands.write_json(flags.json, {**made, **figures, **told})

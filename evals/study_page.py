@@ -47,6 +47,12 @@ def panels(study: studies.Study, rows: studies.Rows) -> list[tuple[str, str]]:
     return list(itertools.product(studies.forms(study, rows), questions))
 
 
+def _machine(environment: Mapping[str, Any]) -> str:
+    """Return what answered, in words: the device and the commit."""
+    device = f"{environment['cores']} cores" if environment["device"] == "cpu" else environment["device"]
+    return f"{device}, commit {environment['commit']}"
+
+
 def markdown(
     study: studies.Study, data: Mapping[str, Any], judged: Sequence[tuple[str, Judged]], picture: str | None = None
 ) -> str:
@@ -58,13 +64,13 @@ def markdown(
         picture: the name of a picture to show.
     """
     rows = data["results"]
-    machine = f"{data['cores']} cores" if data["device"] == "cpu" else data["device"]
+    machines = "; ".join(map(_machine, data.get("environments", [data])))
     forms = studies.forms(study, rows)
     models = "; ".join(f"{form}: {', '.join(f'`{name}`' for name in names)}" for form, names in forms.items())
     text = [
         f"# {study.title}",
-        f"{study.note} Models: {models}. Made by `{data['command']}` in {data['seconds'] / 3600:.1f} hours on "
-        f"{machine}, at commit {data['commit']}; every score is in [{study.name}.json]({study.name}.json).",
+        f"{study.note} Models: {models}. Made by `{data['command']}` on "
+        f"{machines}; every score is in [{study.name}.json]({study.name}.json).",
         *([] if picture is None else [f"![Scores against the bytes held at most]({picture})"]),
         "Means with 95% intervals over texts, and the most bytes that one prompt's cache took. Bold: not worse than "
         "the column's best, on the same texts.",

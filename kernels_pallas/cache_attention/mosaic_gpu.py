@@ -6,8 +6,8 @@ takes tiles of slots in turn with the other programs of its rows. A program of t
 one query head, so that the sums over queries stay inside a warp. Layouts are given by name: JAX would search for them,
 and the search is exponential in what is left open.
 
-They are interpreted against the definition, with a search for races, and were right on an H200. They have not been timed
-yet, so "auto" does not take them.
+They are interpreted against the definition, with a search for races, and were right on an H200. They have not been
+timed yet, so "auto" does not take them.
 """
 
 from __future__ import annotations

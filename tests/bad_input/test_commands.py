@@ -57,11 +57,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "table.toml": "policies = {}\n[tasks.ruler]\n", "block.toml": "block = 'x'\n[tasks.ruler]\n",
         "nosamples.toml": "[tasks.needle]\nsamples = 0\n", "nodata.toml": "[tasks.longbench]\n",
         "import.toml": "import = 3\n[tasks.ruler]\n",
-        "study.json": '{"study": "rounds", "results": [{"policy": "h2o", "budget": 8, "question": "known", '
-        '"cache_bytes": 1, "recall": 1}]}',
-        "known.json": '{"study": "rounds", "results": [{"policy": "full", "budget": null, "question": "known", '
-        '"cache_bytes": 1000, "recall": 0.9}]}',
-        "nobudget.json": '{"study": "mine", "results": [{"policy": "h2o", "question": "known", "recall": 1}]}',
         "sentences.txt": " ".join(f"A boat with a crew of {i} men went by the town." for i in range(600)),
         "text.jsonl": (json.dumps({"text": CODE}) + "\n") * 99, "halfqa.jsonl": QA + '{"prompt": "The code"}\n',
         "qa.jsonl": QA * 9,
@@ -107,7 +102,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "csv/short": {"test.csv": "chapter,summary_text\na,b\nc\n"},
         "csv/none": {"test.csv": ""}, "csv/fields": {"test.csv": "text,summary_text\na,b\n"},
         "pages/images": {},
-        "claims": {"ablation-laprox.json": '{"half'}, "yaml": {"mine.yaml": "task: mine\n  dataset_path: [\n"},
+        "yaml": {"mine.yaml": "task: mine\n  dataset_path: [\n"},
     }  # fmt: skip
     for name, files in results.items():
         (folder / name).mkdir(parents=True)
@@ -184,12 +179,6 @@ FIDELITY = """
 --when never | --question later | --plot x.bmp | --heads nowhere/x.png | --json folder | --model nowhere | --block 0
 --dtype float8 | --coordinator x | --mesh nine | --against h2oo --policies h2o | --against select=quest
 """
-ABLATION = """
-golf | laprox --length 0 | laprox --depths 0 | laprox --samples 0 | laprox --json folder | laprox --plot x.bmp
-laprox --model nowhere | laprox --json half.json --resume | laprox --json list.json --resume
-laprox --json good.json --resume | claims --results nowhere | claims --results empty | claims --results claims
-claims --results good.txt | laprox --length 9999999 | laprox --resume
-"""
 SELECTIONS = """
 --select golf | --select "" | --select "quest(page_size=0)" | --sparsity 2 | --sparsity "" | --sparsity 0,...
 --sparsity x | --sparsity nan | --sparsity 1 | --sinks -1 | --batch 0 | --butler nowhere
@@ -243,8 +232,6 @@ EVALS = {
     "longbench": DOCUMENTS,
     "infinitebench": "--data nowhere | --data empty | --data data --tasks golf | --data data --samples 0",
     "fidelity": FIDELITY,
-    "ablation": ABLATION,
-    "field": "nowhere.json | good.txt | picture.txt | folder | nowhere.json --plot x.golf",
     "rounding": "--model nowhere | --text nowhere.txt | --text good.txt picture.txt | --chunk 0 | --chunk 9999999 | "
     "--text good.txt --sequences 0 | --json folder | --text", "coref": COREF, "perplexity": PERPLEXITY,
     "choices": CHOICES, "texts": "nowhere | --golf | folder iliad | folder",
@@ -343,21 +330,11 @@ evals booksum:
 --data csv/fields --length 100 -> booksum, record 1, lacks what its prompt or score needs ('chapter')
 evals view:
 --html x.html --policies snapkv --budget 8 -> always keeps
-evals ablation:
-golf -> unknown study 'golf'; expected one of block-size
-laprox --length 100 -> always keeps
-through --resume -> give --json
-claims --results empty -> no file in empty holds claims
 evals butler:
 accuracy --select h2o -> 'h2o' is not a source of importance
 agreement --select oracle -> leave --select and --sparsity out
 oracles --sparsity 0,0.1,...,0.75 -> 0.75 is not reached from 0.1 by 0.1
 choices --stride 8 -> choices are drawn from it; leave it out
-evals field:
-list.json -> is not a study; give a file that
-study.json -> the study 'rounds' has no run of the full cache
-known.json -> no study has runs with the question unknown
-nobudget.json -> nobudget.json has results without budget; give a study of recall
 evals lm_eval:
 --tasks piqa --model_args block=32 --against tova -> --against is tova, but the --model_args have full
 --tasks piqa --model_args policy -> 'policy' in the model's arguments is not name=value

@@ -15,7 +15,7 @@ from evals.evaluations import EVALUATIONS as REGISTRY
 
 ROOT = Path(__file__).parents[2]
 MAIN = str(ROOT / "evals/__main__.py")
-EXPERIMENTS = {"ablation", "butler", "field", "rounding"}
+EXPERIMENTS = {"butler", "rounding"}
 
 
 def test_the_command_lists_the_experiments_where_they_are(monkeypatch):

@@ -115,3 +115,12 @@ def test_a_fingerprint_follows_the_content(tmp_path):
     second = results.fingerprint(tmp_path), results.fingerprint(file)
     assert len({*first, *second}) == 4
     assert results.fingerprint(tmp_path / "none") is None
+
+
+def test_machines_that_made_records_are_noted_and_no_others(tmp_path, monkeypatch):
+    for device, sample in (("one", 0), ("two", 1), ("three", 1)):
+        monkeypatch.setattr(results.provenance, "environment", lambda device=device: {"device": device})
+        with store(tmp_path / "run") as one:
+            one.add([record(sample)])
+    assert one.environments == [{"device": "one"}, {"device": "two"}]
+    assert results.read_header(tmp_path / "run")["environments"] == one.environments

@@ -69,7 +69,7 @@ def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
     ]  # fmt: skip
     read = studies.find(str(file))
     assert list(studies.forms(read, rows)) == ["base"]
-    made = {"command": "python -m evals study", "seconds": 7200, "cores": 2, "device": "cpu", "commit": "c"}
+    made = {"command": "python -m evals study", "cores": 2, "device": "cpu", "commit": "c"}
     page = study_page.markdown(read, {"results": rows, **made}, study.judge(read, rows), "small.png")
     lines = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
     assert lines[0] == "| policy | 50% |"
@@ -78,7 +78,10 @@ def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
     assert lines[3] == "| the full cache | 1.00 [1.00, 1.00], 8 MiB |"
     told = "| TOVA | TOVA is better than recency |  | small: unknown, after every block | 8 | **holds**, +0.81 ["
     assert lines[-1].startswith(told) and lines[-1].endswith("] (0.88, 0.06; 0.06, 1.00) |")
-    assert "![Scores against the bytes held at most](small.png)" in page and "2.0 hours on 2 cores" in page
+    assert "![Scores against the bytes held at most](small.png)" in page and "on 2 cores, commit c;" in page
+    made["environments"] = [{"device": "NVIDIA H100", "commit": "d"}, {"device": "cpu", "cores": 8, "commit": "e"}]
+    page = study_page.markdown(read, {"results": rows, **made}, study.judge(read, rows))
+    assert "on NVIDIA H100, commit d; 8 cores, commit e;" in page
     study_page.picture([(read, rows)], tmp_path / "small.png")
     assert (tmp_path / "small.png").stat().st_size > 10_000
 
