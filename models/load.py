@@ -44,6 +44,13 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Tensors that are not read: rotary frequencies in older checkpoints, and the output matrix where the config ties it.
 IGNORED = re.compile(r"lm_head\.weight|.*\.rotary_emb\.inv_freq")
+# Folders inside the package. The adapters of smollm2 differ in their seed.
+SHIPPED = {
+    "retriever": "retriever",
+    "smollm2-answers": "smollm2/answers/1",
+    "smollm2-answers-2": "smollm2/answers/2",
+    "smollm2-answers-3": "smollm2/answers/3",
+}
 CHUNK_BYTES = 1 << 23
 TILE = 128
 
@@ -60,9 +67,10 @@ def load(
 
     Args:
         path: a folder with config.json and safetensors, one file or sharded; a GGUF file (needs gguf); "retriever",
-            the model that ships with the package; "smollm2", once `python -m models.get smollm2` has fetched it; a
-            name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs huggingface_hub); or the folder of a LoRA
-            adapter in PEFT's files, which is added to the base model that it names.
+            the model that ships with the package; "smollm2", once `python -m models.get smollm2` has fetched it;
+            "smollm2-answers", the same with an adapter that looks facts up (models/smollm2/answers); a name on the
+            Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs huggingface_hub); or the folder of a LoRA adapter in
+            PEFT's files, which is added to the base model that it names.
         dtype: the dtype that the weights are cast to, such as "bfloat16"; None keeps the checkpoint's (the dtype of
             most weights, if it mixes several; float32 if they are quantised).
         mesh: devices with axes "data" and "tensor", and "expert" if it has one (see :func:`parse_mesh`), that the
@@ -357,8 +365,8 @@ def _find(path: str | Path, revision: str | None) -> Path:
     """Return a model's folder, or its GGUF file."""
     from models import get  # not at the top: `python -m models.get` would warn that the module is already imported
 
-    if path == "retriever":
-        return Path(__file__).parent / "retriever"
+    if path in SHIPPED:
+        return Path(__file__).parent / SHIPPED[str(path)]
     if path in get.PUBLISHED:
         return get.find(str(path))
     folder = Path(os.path.expanduser(path))  # unlike Path.expanduser, this leaves an unknown user's name
@@ -374,7 +382,7 @@ def _find(path: str | Path, revision: str | None) -> Path:
         return _download(path, revision)
     raise FileNotFoundError(
         f"there is no folder {path}; give a folder with config.json and safetensors, a GGUF file, 'retriever' for the "
-        "model that ships with kvjax, 'smollm2', or a hub name such as Qwen/Qwen3-0.6B."
+        "model that ships with kvjax, 'smollm2', 'smollm2-answers', or a hub name such as Qwen/Qwen3-0.6B."
     )
 
 

@@ -77,6 +77,17 @@ def test_config_and_end_tokens(smollm2):
 
 
 @pytest.mark.nightly  # of 7 s; the shipped predictor's share is in docs/results
+@pytest.mark.parametrize("seed", ["", "-2", "-3"])
+def test_its_adapters_change_the_projections_of_attention_alone(smollm2, seed):
+    model, _ = smollm2
+    adapted, _ = models.load(f"smollm2-answers{seed}", dtype="float32")
+    before, after = model.layers.arrays(), adapted.layers.arrays()
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {"query", "key", "value", "output"}
+    assert np.array_equal(model.embedding[...], adapted.embedding[...])
+    assert all(np.abs(after[name] - before[name]).max() < 1 for name in changed)
+
+
 def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_attended_to(smollm2):
     model, _ = smollm2
     butler = models.own_butler("smollm2", model)
