@@ -90,8 +90,9 @@ def as_good(cell: study_page.Cell, best: study_page.Cell) -> bool:
 
 
 README_ROWS = (
-    ("once", "known", 0.25), ("once", "unknown", 0.25),
-    ("fixed-memory", "unknown", 0.1), ("fixed-memory", "unknown", 0.25), ("fixed-memory", "unknown", 0.5),
+    ("once", "base", "known", 0.25), ("once", "adapted", "known", 0.25),
+    ("once", "base", "unknown", 0.25), ("once", "adapted", "unknown", 0.25),
+    ("fixed-memory", "base", "unknown", 0.25), ("fixed-memory", "base", "unknown", 0.5),
 )  # fmt: skip
 README_COLUMNS = {
     "newest tokens": ("recency",), "SnapKV": ("snapkv(kernel=7)", "snapkv"),
@@ -102,11 +103,13 @@ README_COLUMNS = {
 
 def readme() -> str:
     """Make README's table: a row per study, question and budget, a column per method, and the bytes held at most."""
-    heads = ("question, evicted, budget", "full cache", *README_COLUMNS, "held at most")
+    heads = ("model, question, evicted, budget", "full cache", *README_COLUMNS, "held at most")
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    for name, question, budget in README_ROWS:
+    for name, form, question, budget in README_ROWS:
         found, data = studies.find(name), read(f"{name}.json")
-        cells = study_page.cells(found, data["results"], "base", question)
+        cells = study_page.cells(found, data["results"], form, question)
+        if not cells:
+            continue
         full = cells["full", None]
         own = [
             next(
@@ -118,7 +121,7 @@ def readme() -> str:
         held = [cell.held for cell in own if cell is not None]
         between = " to ".join(dict.fromkeys(f"{most:.0f}" for most in (min(held), max(held))))
         when = report.MOMENTS[found.content["when"]]
-        row = [f"{question}, {when}, {budget:.0%}", share(full, 0)]
+        row = [f"{form}, {question}, {when}, {budget:.0%}", share(full, 0)]
         row += ["-" if cell is None else share(cell, most) for cell in own]
         lines.append(f"| {' | '.join((*row, f'{between} of {full.held:.0f} MiB'))} |")
     return "\n".join(lines)
@@ -461,6 +464,13 @@ SCORES = [
         "mean attention of a window, pooled",
         "kvjax/scores.py",
         run="snapkv(kernel=7)",
+    ),
+    Method(
+        "dropkv",
+        "[DropKV](https://openreview.net/forum?id=MqfNzH3TVH)",
+        "a window's Σ (a / (1 - a))² ‖x - v‖², pooled",
+        "kvjax/scores.py",
+        run="dropkv",
     ),
     Method(
         "dapq",

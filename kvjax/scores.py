@@ -139,6 +139,39 @@ def snapkv_tuned(*, window: int = 32) -> Policy:
 
 
 @register
+def dropkv(*, window: int = 32, kernel: int = 7) -> Policy:
+    """Score a token by how far the last queries' outputs would move without it (DropKV, openreview MqfNzH3TVH).
+
+    For each of the window's queries, with its weight a of the token and its output x, the change is exactly
+    ``a / (1 - a) (x - v)``, as CAOTE's theorem 3.2 has it for one query (arXiv 2504.14051). The score is the sum of the
+    squared lengths, averaged over the group and pooled over neighbours. ``snapkv+caote`` takes one mean weight and one
+    output of all queries in their place. No kernel computes it yet: it runs in the reference implementation.
+
+    kvpress adds 1e-6 to 1 - a (pull request 285); here 1 - a is at least the float's rounding.
+
+    Args:
+        window: how many of the last queries observe, and stay; decode steps are joined until there are as many.
+        kernel: width of the average pooling over neighbours in position order among the live tokens, an odd number.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.parse("dropkv@adakv").needs.statistics
+        frozenset({'window_error'})
+    """
+    check_kernel("dropkv", kernel)
+    _check_window("dropkv", window)
+
+    return base_score(
+        "dropkv",
+        lambda o: pooled(o.columns.window_error, o, kernel, "avg"),
+        statistics=("window_error",),
+        window=window,
+        protection=Protection(recent=window),
+        published=Moments("prompt", 0, "openreview MqfNzH3TVH: compresses the prompt, before generation"),
+    )
+
+
+@register
 def dapq(
     *,
     window: int = 32,

@@ -24,7 +24,7 @@ STATISTICS = (
     "window_place",
     "window_group_square",
 )
-ONLY_REFERENCE = ("max_error", "weights")  # statistics that no kernel computes
+ONLY_REFERENCE = ("max_error", "window_error", "weights")  # statistics that no kernel computes
 
 
 class ColumnStatistics(NamedTuple):
@@ -38,8 +38,9 @@ class ColumnStatistics(NamedTuple):
     Over the last ``window`` valid queries of the block (over all of them where there are fewer), per query head: the
     mean ``window_mean``; the unbiased variance ``window_variance``, 0 for a single query; the sum of squares
     ``window_square``; the sum of ``a log a``, ``window_log``, with ``0 log 0 = 0``; and ``window_place``, the mean of
-    the weights times their queries' places, counted from the end (1 for the last). Per KV head ``[B, K, S]``:
-    ``window_group_square``, the sum of squares of the group's mean weight.
+    the weights times their queries' places, counted from the end (1 for the last); and ``window_error``, the sum of
+    ``(a / (1 - a))^2 |x - v|^2``, the squared change of each query's output if the slot were gone. Per KV head
+    ``[B, K, S]``: ``window_group_square``, the sum of squares of the group's mean weight.
 
     And ``weights``, all of them, per query head ``[B, N, T, S]``, 0 for a padding query.
     """
@@ -54,6 +55,7 @@ class ColumnStatistics(NamedTuple):
     window_place: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_group_square: Float[Array, "*groups S"] = None  # type: ignore[assignment]
     max_error: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    window_error: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     weights: Float[Array, "*heads T S"] = None  # type: ignore[assignment]
 
 
@@ -102,7 +104,13 @@ def cache_attention(
     columns = _sums_of_rows(weights, total, rows) if rows else {}
 
     if statistics - columns.keys():  # weights are 0 where a query is padding
-        columns |= _of_divided(weights / total, columns, statistics, seen, (value, live, value_scale))
+        divided, values = weights / total, (value, live, value_scale)
+        columns |= _of_divided(divided, columns, statistics, seen, values)
+        if "window_error" in statistics:
+            first = jnp.argsort(~seen, axis=1, stable=True)[:, :window]  # the queries of the window, then others
+            own = jnp.take_along_axis(seen, first, axis=1)[:, None, None, :, None]
+            rows_seen = jnp.take_along_axis(divided, first[:, None, None, :, None], axis=3)
+            columns["window_error"] = _squared_errors(jnp.where(own, rows_seen, 0), *values)
     # [B, K, G or 1, ...] -> N heads, or K groups
     flat = {name: columns[name].reshape(len(query), -1, *columns[name].shape[3:]) for name in statistics}
     return out, ColumnStatistics(**flat)
@@ -148,10 +156,7 @@ def _errors(
     value_scale: Float[Array, "B K S"] | None,
 ) -> Float[Array, "B K G T S"]:
     """Return the relative change of each query's output if a slot were gone."""
-    value = value.astype(weights.dtype)
-    if value_scale is not None:
-        value = value * value_scale[..., None].astype(weights.dtype)
-    value, highest = jnp.where(live[..., None], value, 0), jax.lax.Precision.HIGHEST
+    value, highest = _floats(value, live, value_scale, weights.dtype), jax.lax.Precision.HIGHEST
     x = jnp.einsum("bkgts,bksd->bkgtd", weights, value, precision=highest)
     products = jnp.einsum("bkgtd,bksd->bkgts", x, value, precision=highest)
     own = jnp.sum(x * x, axis=-1, keepdims=True)
@@ -159,6 +164,35 @@ def _errors(
     rest = jnp.maximum(1 - weights, jnp.finfo(weights.dtype).eps)
     own = jnp.where(own > 0, own, 1)  # no output is 0 but a padding query's, whose weights are 0
     return weights / rest * jnp.sqrt(jnp.maximum(squared, 0) / own)
+
+
+def _squared_errors(
+    weights: Float[Array, "B K G T S"],
+    value: Real[Array, "B K S D"],
+    live: Bool[Array, "B K S"],
+    value_scale: Float[Array, "B K S"] | None,
+) -> Float[Array, "B K G S"]:
+    """Sum the squared changes of the queries' outputs if a slot were gone, query by query.
+
+    Where one slot has nearly all of the weight, x - v is small and its factor large: only differences taken number by
+    number are near enough, and those of all queries at once would be [T, S, D].
+    """
+    value = _floats(value, live, value_scale, weights.dtype)
+
+    def add(total: Array, row: Float[Array, "B K G S"]) -> tuple[Array, None]:
+        x = jnp.einsum("bkgs,bksd->bkgd", row, value, precision=jax.lax.Precision.HIGHEST)
+        squared = jnp.sum((x[:, :, :, None] - value[:, :, None]) ** 2, axis=-1)
+        return total + (row / jnp.maximum(1 - row, jnp.finfo(row.dtype).eps)) ** 2 * squared, None
+
+    return jax.lax.scan(add, jnp.zeros_like(weights[:, :, :, 0]), jnp.moveaxis(weights, 3, 0))[0]
+
+
+def _floats(value: Array, live: Array, scale: Array | None, dtype: jnp.dtype) -> Float[Array, "B K S D"]:
+    """Return the values of the slots that hold one, 0 elsewhere."""
+    value = value.astype(dtype)
+    if scale is not None:
+        value = value * scale[..., None].astype(dtype)
+    return jnp.where(live[..., None], value, 0)
 
 
 def _sums_of_rows(

@@ -325,6 +325,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         "h2o": dict(accumulate=(False,)),
         "tova": dict(heads=("group",)),
         "snapkv": dict(kernel=kernel, pooling=("avg", "max")),
+        "dropkv": dict(kernel=kernel),
         "dapq": dict(kernel=kernel, pooling=("avg", "max"), tokens=("first",)),
         "finch": {},
         "streaming": dict(sinks=(0, 1, 3)),
@@ -362,7 +363,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
     one_set = base == "tova"  # for all heads of a layer: heads cannot exchange slots
-    always = f"window={window}" if name in ("snapkv", "dapq", "finch", "laprox", "cake", "lava") else ""
+    always = f"window={window}" if name in ("snapkv", "dropkv", "dapq", "finch", "laprox", "cake", "lava") else ""
     if name == "q_filters":
         always = f"file={calibration('q_filters', layers, kv_heads)!r}"
     if name == "lagkv":  # its 128 by default are more tokens than there are

@@ -27,7 +27,7 @@ HERE = "<folder>"  # of the campaign's calibration files, which differs from mac
 POLICIES = {
     "full": "full",
     "h2o": "sums",
-    **dict.fromkeys(("snapkv", "finch", "laprox", "cake", "lava"), "a window"),
+    **dict.fromkeys(("snapkv", "dropkv", "finch", "laprox", "cake", "lava"), "a window"),
     **dict.fromkeys(("tova", "sage"), "one query"),
     **dict.fromkeys(("expected_attention", "keydiff", "key_norm", "q_filters", "curdkv", "lagkv"), "keys"),
     **dict.fromkeys(("butler", "zap"), "a network"),

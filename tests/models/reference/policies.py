@@ -216,6 +216,22 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: str = "avg") -> Link:
     return Link(score, ((0, window),), window=window)
 
 
+def dropkv(*, window: int = 32, kernel: int = 7) -> Link:
+    """The squared change of the last queries' outputs without a token, pooled; the window itself stays."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        a = seen.observed  # [K, G, n, P]
+        x = np.einsum("kgnp,kpd->kgnd", a, seen.value)
+        away = ((x[:, :, :, None] - seen.value[:, None, None]) ** 2).sum(axis=-1)
+        rest = np.maximum(1 - a, np.finfo(np.float32).eps)
+        terms, sizes = (a / rest) ** 2 * away, np.sqrt((seen.value**2).sum(axis=-1))[:, None, None]
+        rounding = terms / rest + (a / rest) ** 2 * np.sqrt(away) * sizes  # 1 - a and x - v are small differences
+        seen.noise[:] += 1e-6 * rounding.sum(axis=2).mean(axis=1)
+        return _pooled(terms.sum(axis=2), seen, kernel, "avg")
+
+    return Link(score, ((0, window),), window=window)
+
+
 def dapq(*, window: int = 32, kernel: int = 5, pooling: str = "avg", tokens: str = "last") -> Link:
     """As SnapKV, but what is observed are tokens behind the prompt."""
     return snapkv(window=window, kernel=kernel, pooling=pooling)._replace(pseudo=(window, tokens))
@@ -671,9 +687,9 @@ def fast_caote(**options: Any) -> Link:
 LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
-        h2o, tova, snapkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap, kvzip,
-        recency, keydiff, key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect, positions,
-        merge, cam, critical, caote, fast_caote,
+        h2o, tova, snapkv, dropkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap,
+        kvzip, recency, keydiff, key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect,
+        positions, merge, cam, critical, caote, fast_caote,
     )
 }  # fmt: skip
 
