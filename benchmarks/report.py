@@ -268,7 +268,7 @@ def draw_decode(document: Document, path: Path) -> None:
     axis.set_xlabel("tokens of the prompt")
     axis.set_ylabel("ms of a decode step")
     axis.set_title(f"{_device(document)}; dotted: floors", fontsize=9.5)
-    axis.legend(loc="upper left", fontsize=7.5, frameon=False)
+    axis.legend(loc="best", fontsize=7.5, frameon=False)
     axis.grid(alpha=0.2)
     report.save(figure, path)
 

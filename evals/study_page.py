@@ -43,8 +43,9 @@ def cells(study: studies.Study, rows: studies.Rows, form: str, question: str) ->
 
 def panels(study: studies.Study, rows: studies.Rows) -> list[tuple[str, str]]:
     """Return the forms of the model and the questions that were run."""
-    questions = dict.fromkeys(row["question"] for row in rows)
-    return list(itertools.product(studies.forms(study, rows), questions))
+    there, questions = {(row["model"], row["question"]) for row in rows}, dict.fromkeys(row["question"] for row in rows)
+    forms = studies.forms(study, rows)
+    return [(form, q) for form, q in itertools.product(forms, questions) if all((m, q) in there for m in forms[form])]
 
 
 def _machine(environment: Mapping[str, Any]) -> str:
@@ -154,7 +155,7 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
     """
     plt = report.pyplot()
     drawn = [(study, rows, *panel) for study, rows in made for panel in panels(study, rows)]
-    across = min(3, len(drawn))
+    across = 2 if len(drawn) == 4 else min(3, len(drawn))
     down = -(-len(drawn) // across)
     size = (6.4 if across == 1 else 4.4 * across, 3.9 * down + 1)
     figure, axes = plt.subplots(
@@ -187,6 +188,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
             f"{report.MOMENTS.get(str(study.content.get('when')), '')}, question {question}, {form} model", fontsize=10
         )
         axis.set_ylim(-0.03, 1.03)
+    for axis in axes.flat[len(drawn) :]:
+        axis.set_visible(False)
     for axis in axes[-1]:
         axis.set_xlabel("MiB that a prompt's keys and values take at most", fontsize=9)
     for axis in axes[:, 0]:
