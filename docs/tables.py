@@ -11,7 +11,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,35 +53,49 @@ def all_claims() -> str:
     return study_page.claim_table([(found, claims) for found, _, claims in made])
 
 
-COLUMNS = ("budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
+COLUMNS = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
 
 
-def choice(name: str, question: str, form: str = "base") -> str:
-    """Make a table of a study: each budget's best policy, those as good within noise, recency, and the full cache."""
+def choice(name: str, question: str) -> str:
+    """Make a table of a study: each budget's best policy, those as good within noise, recency, and the full cache.
+
+    Where the best policy holds more than the full cache, the best of the others follows.
+    """
     found, data = studies.find(name), read(f"{name}.json")
-    cells = study_page.cells(found, data["results"], form, question)
-    (full,) = (cell for (policy, _), cell in cells.items() if policy == "full")
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
-    for budget in sorted({budget for _, budget in cells if budget is not None}):
-        own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
-        # Among equals the simplest comes first.
-        ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
-        ranked = [item for item in ranked if item[0] != RECENCY]
-        best, cell = ranked[0]
-        mean, low, high = statistics.mean_interval(cell.scores)
-        others = [f"`{policy}`" for policy, other in ranked[1:] if as_good(other, cell)]
-        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-        row = (
-            f"{budget:.0%}", f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
-            f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
-            f"{cell.held:.0f} of {full.held:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(row)} |")
-    text = (
-        f"From [{name}](../results/{name}.md): {full.scores.shape[1]} texts; the full cache has "
-        f"{full.scores.mean():.2f}. {found.note}"
-    )
+    forms = [form for form, asked in study_page.panels(found, data["results"]) if asked == question]
+    fulls = {}
+    for form in forms:
+        cells = study_page.cells(found, data["results"], form, question)
+        full = fulls[form] = cells["full", None]
+        for budget in sorted({budget for _, budget in cells if budget is not None}):
+            own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
+            best, line = best_of(own, full, f"{form}, {budget:.0%}")
+            lines.append(line)
+            if own[best].held > full.held:
+                fits = {policy: cell for policy, cell in own.items() if cell.held <= full.held}
+                lines.append(best_of(fits, full, f"{form}, {budget:.0%}")[1])
+    scores = ", ".join(f"{full.scores.mean():.2f} ({form})" for form, full in fulls.items())
+    texts = next(iter(fulls.values())).scores.shape[1]
+    text = f"From [{name}](../results/{name}.md): {texts} texts; the full cache has {scores}. {found.note}"
     return "\n".join([text, "", *lines])
+
+
+def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: str) -> tuple[str, str]:
+    """Return the best of some policies under a budget, and its row of such a table."""
+    # Among equals the simplest comes first.
+    ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
+    ranked = [item for item in ranked if item[0] != RECENCY]
+    best, cell = ranked[0]
+    mean, low, high = statistics.mean_interval(cell.scores)
+    others = [f"`{policy}`" for policy, other in ranked[1:] if as_good(other, cell)]
+    more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+    row = (
+        where, f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
+        f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
+        f"{cell.held:.0f} of {full.held:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
+    )  # fmt: skip
+    return best, f"| {' | '.join(row)} |"
 
 
 def as_good(cell: study_page.Cell, best: study_page.Cell) -> bool:

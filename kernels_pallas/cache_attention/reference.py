@@ -104,13 +104,7 @@ def cache_attention(
     columns = _sums_of_rows(weights, total, rows) if rows else {}
 
     if statistics - columns.keys():  # weights are 0 where a query is padding
-        divided, values = weights / total, (value, live, value_scale)
-        columns |= _of_divided(divided, columns, statistics, seen, values)
-        if "window_error" in statistics:
-            first = jnp.argsort(~seen, axis=1, stable=True)[:, :window]  # the queries of the window, then others
-            own = jnp.take_along_axis(seen, first, axis=1)[:, None, None, :, None]
-            rows_seen = jnp.take_along_axis(divided, first[:, None, None, :, None], axis=3)
-            columns["window_error"] = _squared_errors(jnp.where(own, rows_seen, 0), *values)
+        columns |= _of_divided(weights / total, columns, statistics, seen, window, (value, live, value_scale))
     # [B, K, G or 1, ...] -> N heads, or K groups
     flat = {name: columns[name].reshape(len(query), -1, *columns[name].shape[3:]) for name in statistics}
     return out, ColumnStatistics(**flat)
@@ -121,12 +115,13 @@ def _of_divided(
     sums: dict[str, Float[Array, "B K G S"]],
     statistics: frozenset[str],
     seen: Bool[Array, "B T"],
+    window: int,
     values: tuple[Real[Array, "B K S D"], Bool[Array, "B K S"], Float[Array, "B K S"] | None],
 ) -> dict[str, Float[Array, "B K _ *T S"]]:
     """Compute the statistics that are no sums of rows: they read the weights themselves.
 
     Args:
-        seen: the queries of the observation window.
+        seen: the queries of the observation window, which are at most ``window``.
         values: the values, a mask of the slots that hold one, and the scales of rows of eight bits.
     """
     columns = {}
@@ -136,6 +131,11 @@ def _of_divided(
         columns["max"] = jnp.max(weights, axis=3)
     if "max_error" in statistics:
         columns["max_error"] = jnp.max(_errors(weights, *values), axis=3)
+    if "window_error" in statistics:
+        first = jnp.argsort(~seen, axis=1, stable=True)[:, :window]  # the queries of the window, then others
+        own = jnp.take_along_axis(seen, first, axis=1)[:, None, None, :, None]
+        rows = jnp.take_along_axis(weights, first[:, None, None, :, None], axis=3)
+        columns["window_error"] = _squared_errors(jnp.where(own, rows, 0), *values)
     if "window_variance" in statistics:  # around the mean: E[a^2] - E[a]^2 of small weights is all rounding
         deviations = _sum_of_rows((weights - sums["window_mean"][:, :, :, None]) ** 2, seen)
         others = (jnp.sum(seen, axis=1) - 1)[:, None, None, None]
