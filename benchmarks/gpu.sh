@@ -6,12 +6,16 @@
 #     benchmarks/gpu.sh                           all parts
 #     benchmarks/gpu.sh --model path/to/folder    RULER on that model, too
 #     benchmarks/gpu.sh --tiny                    smallest shapes, to try all parts; JAX_PLATFORMS=cpu runs them on a CPU
+#     PYTHON=python3 benchmarks/gpu.sh            with an interpreter that has everything: nothing is installed
 #     python -m benchmarks accelerator --help     the other flags
 set -euo pipefail
-here=$PWD
+here=$PWD given=${PYTHON:+$(command -v "$PYTHON")}
+[[ -z $given || $given == /* ]] || given=$here/$given
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-root=$PWD python=$PWD/.venv/bin/python extra=${EXTRA:-cuda}
-if ! "$python" -m pip --version >/dev/null 2>&1; then # none yet, or half of one
+root=$PWD python=${given:-$PWD/.venv/bin/python} extra=${EXTRA:-cuda}
+if [[ -n $given ]]; then
+    echo "Taking $given as it is"
+elif ! "$python" -m pip --version >/dev/null 2>&1; then # none yet, or half of one
     found=$(.ci/find-python)
     echo "Making .venv with $found"
     "$found" -m venv --clear .venv
@@ -19,7 +23,7 @@ fi
 extras=$extra,eval
 [[ ${JAX_PLATFORMS:-} == cpu ]] && extras=eval
 asked="$extras for $("$python" -V), $(cksum <pyproject.toml) $(cksum <constraints.txt)"
-if [[ $(cat .venv/.accelerator 2>/dev/null) != "$asked" ]]; then
+if [[ -z $given && $(cat .venv/.accelerator 2>/dev/null) != "$asked" ]]; then
     echo "Installing kvjax[$extras] and pytest into .venv (a few minutes the first time)"
     "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" pytest hypothesis
     echo "$asked" >.venv/.accelerator
