@@ -22,13 +22,14 @@ from tests.models import reference
 from tests.models.reference import eight_bits, policies
 from tests.models.reference.choices import Choices
 from tests.models.reference.decoder import alike
+from tests.tiers import first, nightly
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 7  # about 30 seconds of a campaign
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("number", range(PROGRAMS))
+@pytest.mark.parametrize("number", first(3, range(PROGRAMS), rest=nightly))
 def test_random_cases_are_those_of_the_reference(number):
     for case in itertools.islice(draw(0, number), 2):
         outcome = check(case)
