@@ -136,7 +136,7 @@ def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
         bench("prefill", 100, "prefill", *steps, "--full", "131072", "--feed", "131072"),
     ]
     if platform == "gpu":
-        found.append(bench("decode-cublas", 60, "decode", *steps, "--full", "8192", XLA_FLAGS=CUBLAS))
+        found.append(bench("decode-cublas", 60, "decode", *steps, "--full", "8192", XLA_FLAGS=flags_with(CUBLAS)))
     python = flags.environment or os.environ.get(peers.KVPRESS.variable)
     if platform != "tpu" and not python and (torch := with_torch()):
         found.append(Part("kvpress", 90, ["bash", "-c", environment_beside(*torch)]))
@@ -167,6 +167,11 @@ def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
     if flags.tiny:  # a CPU is slow, and has no price by the minute
         return [part._replace(seconds=flags.seconds) for part in found]
     return found
+
+
+def flags_with(flag: str) -> str:
+    """Return the caller's flags of XLA, and one more."""
+    return f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 def with_torch() -> tuple[str, str] | None:

@@ -6,11 +6,14 @@
 #     benchmarks/gpu.sh                           all parts
 #     benchmarks/gpu.sh --model path/to/folder    RULER on that model, too
 #     benchmarks/gpu.sh --tiny                    smallest shapes, to try all parts; JAX_PLATFORMS=cpu runs them on a CPU
-#     PYTHON=python3 benchmarks/gpu.sh            with an interpreter that has everything: nothing is installed
+#     KVJAX_PYTHON=python3 benchmarks/gpu.sh      with an interpreter that has everything: nothing is installed
 #     python -m benchmarks accelerator --help     the other flags
 set -euo pipefail
-here=$PWD given=${PYTHON:+$(command -v "$PYTHON")}
-[[ -z $given || $given == /* ]] || given=$here/$given
+here=$PWD given=
+if [[ -n ${KVJAX_PYTHON:-} ]]; then
+    given=$(command -v "$KVJAX_PYTHON") || { echo "KVJAX_PYTHON is $KVJAX_PYTHON, which is no program here." >&2; exit 2; }
+    [[ $given == /* ]] || given=$here/$given
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD python=${given:-$PWD/.venv/bin/python} extra=${EXTRA:-cuda}
 if [[ -n $given ]]; then

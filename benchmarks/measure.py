@@ -354,7 +354,8 @@ def write(
         done: print the path, too.
     """
     if flags.json is not None:
-        found = {"benchmark": benchmark, "settings": dict(settings), "results": results}
+        flags_of = {"XLA_FLAGS": os.environ["XLA_FLAGS"]} if os.environ.get("XLA_FLAGS") else {}
+        found = {"benchmark": benchmark, "settings": {**settings, **flags_of}, "results": results}
         provenance.write(flags, found, made_of)
         if done:
             print(f"figures: {flags.json}")

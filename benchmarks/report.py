@@ -196,6 +196,8 @@ def section(document: Document) -> str:
         made += f". Measured limits: copies {limits['copy_bytes'] / 1e9:,.1f} GB/s (read and written), products "
         made += f"{limits['product_flops'] / 1e12:,.3f} TFLOP/s. {settings['repetitions']} repetitions of "
         made += f"{settings['calls']} calls"
+    if settings.get("XLA_FLAGS"):
+        made += f". XLA_FLAGS={settings['XLA_FLAGS']}"
     if settings.get("note"):
         made += f". {settings['note']}"
     heading = module.heading(settings) if hasattr(module, "heading") else document["file"].removesuffix(".json")
@@ -214,8 +216,8 @@ def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> re
     """Return a table of the targets of those kinds of devices with their figures: met, missed or unmeasured."""
     rows = []
     for target in (target for target in TARGETS if target.on in on):
-        own = [r for d in found if (d["device"] == "cpu") == (target.on == "cpu") for r in _rows(d)]
-        figure = target.figure(own)
+        own = [target.figure(_rows(d)) for d in found if (d["device"] == "cpu") == (target.on == "cpu")]
+        figure = next((one for one in own if one is not None), None)  # of the first file that has one
         bound = f"at least {target.least:g}" if target.least is not None else f"at most {target.most:g}"
         if figure is None:
             rows.append((target.text, target.on, bound, "", "unmeasured"))

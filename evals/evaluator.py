@@ -29,10 +29,11 @@ from kvjax.allocation import parse_allocation
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.policy import Policy
-from kvjax.schedule import When, copied, moments
+from kvjax.schedule import When, moments
 from models import cli, commands, provenance, selecting
 from models.layer_caches import stacked_up
 from models.load import describe as read_description
+from models.plan import copied
 from models.programs import make_room
 from models.selecting import Cache
 from models.states import without_room
@@ -533,13 +534,22 @@ class _Asked:
             clock.token()
             cache = kept
         size, peak = cache.nbytes // len(fed.tokens), clock.most // len(fed.lengths)
-        if setting.evicting is None or setting.moments[0] == "prompt":  # what has all tokens, without a block's room
-            again = None if setting.evicting is None else setting.evicting.needs.reconstruction
-            held = self.longest + self.new_tokens + (copied(again, self.longest) if again else 0)
-            slots = cache.position.size  # of all rows of the batch
-            peak = size * max(slots, math.prod(cache.heads_shape) * held) // slots
+        if (policy := setting.evicting) is None or setting.moments[0] == "prompt":  # what has all tokens, without room
+            again = fed.lengths - (0 if fed.questions is None else fed.questions)  # what a policy may have repeated
+            held = self.longest + self.new_tokens
+            if policy is not None:
+                held = max(held, int(again.max()) + copied(policy, int(again.max())))
+            each = sum(leaf.nbytes for leaf in jax.tree.leaves(cache) if _per_slot(leaf, cache.position))
+            needed = cache.nbytes - each + each // cache.position.size * math.prod(cache.heads_shape) * held
+            peak = needed // len(fed.tokens)
+            size = min(size, peak) if policy is None else size
         told = generated[: len(fed.rows)], size, max(size, peak)
         return Batch(fed.rows, *told, clock.prefill, clock.decode)
+
+
+def _per_slot(leaf: Any, position: Any) -> bool:
+    """Return whether an array of a cache, or of one of its layers, has an entry for each slot."""
+    return position.shape in (leaf.shape[: position.ndim], (len(position), *leaf.shape[: position.ndim - 1]))
 
 
 def padded(sequences: Sequence[Sequence[int]], width: int = 0) -> np.ndarray:

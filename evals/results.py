@@ -115,8 +115,7 @@ class Results:
             provenance.check_same(Path(self._folder or ""), there, made_of)
             return
         self.fingerprints.append({"labels": dict(labels), "made of": dict(made_of)})
-        if self._folder is not None:
-            commands.write_json(self._folder / HEADER, {**self._header, "fingerprints": self.fingerprints})
+        self._write_header()
 
     def check(self) -> dict[str, Any]:
         """Check that the folder can be written to or resumed, before the long work starts, and return its header."""
@@ -151,8 +150,12 @@ class Results:
         self._noted = True
         if (here := provenance.environment()) not in self.environments:
             self.environments.append(here)
-            if self._folder is not None:
-                commands.write_json(self._folder / HEADER, {**self._header, "fingerprints": self.fingerprints})
+            self._write_header()
+
+    def _write_header(self) -> None:
+        if self._folder is not None:
+            noted = {"environments": self.environments, "fingerprints": self.fingerprints}
+            commands.write_json(self._folder / HEADER, {**self._header, **noted})
 
 
 def read_header(folder: Path) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def command(flags: argparse.Namespace) -> None:
     sweep.show(rows)
     print(table(judged))
     if flags.json is not None:
-        made = provenance.facts(flags.begun, study.content.get("seed", 0), answered.store.fingerprints)
+        facts = provenance.facts(flags.begun, study.content.get("seed", 0), answered.store.fingerprints)
+        made = {name: facts[name] for name in ("command", "seed", "fingerprints")}  # this process may have run nothing
         figures: dict[str, Any] = {
             "evaluation": "study",
             "study": study.name,

@@ -12,7 +12,6 @@ from jaxtyping import Float
 
 from evals import report, statistics, studies
 from evals.claims import HOLDS, Judged
-from evals.evaluator import full_name
 
 MARKERS = "osv^D"
 PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
@@ -81,19 +80,13 @@ def markdown(
     return "\n\n".join([*text, "## Claims", CLAIM, claim_table([(study, judged)])]) + "\n"
 
 
-def table(
-    study: studies.Study, rows: studies.Rows, form: str, question: str, policies: Sequence[str] | None = None
-) -> str:
-    """Return a table of policies and budgets: mean score, its 95% interval, and the most bytes that a prompt held.
-
-    Args:
-        policies: those to show, in this order; all by default, the best first.
-    """
+def table(study: studies.Study, rows: studies.Rows, form: str, question: str) -> str:
+    """Return a table of policies and budgets, the best first: score, its 95% interval, and the most bytes held."""
     found = cells(study, rows, form, question)
     budgets = sorted({budget for _, budget in found if budget is not None}, key=float)
     best = {budget: max((c.scores.mean(), p) for (p, b), c in found.items() if b == budget)[1] for budget in budgets}
     means = {p: np.mean([found[p, b].scores.mean() for b in budgets]) for p, budget in found if budget is not None}
-    names = sorted(means, key=lambda p: -means[p]) if policies is None else [full_name(policy) for policy in policies]
+    names = sorted(means, key=lambda p: -means[p])
 
     def told(policy: str, budget: Any) -> str:
         scores, held = found[policy, budget]
@@ -190,7 +183,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
         axis.set_ylim(-0.03, 1.03)
     for axis in axes.flat[len(drawn) :]:
         axis.set_visible(False)
-    for axis in axes[-1]:
+    for axis in axes.flat[max(0, len(drawn) - across) : len(drawn)]:  # the lowest panel of each column
+        axis.tick_params(labelbottom=True)
         axis.set_xlabel("MiB that a prompt's keys and values take at most", fontsize=9)
     for axis in axes[:, 0]:
         axis.set_ylabel("score", fontsize=9)

@@ -286,18 +286,6 @@ def words_of(asked: RepeatPrompt) -> int:
     return max(len(asked.first), len(asked.following) + asked.overlap) + len(asked.suffix)
 
 
-def copied(wanted: Reconstruction, tokens: int) -> int:
-    """Return how many tokens at most are fed again at a time, and held until they are taken back, of a text's tokens.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.schedule import copied
-        >>> copied(kvjax.parse("kvzip").needs.reconstruction, 1000)
-        1000
-    """
-    return wanted.pseudo or min(wanted.chunk, tokens) + words_of(wanted.prompt)
-
-
 def repeats_of(
     rows: Sequence[Int[np.ndarray, "_"]],
     end: Int[np.ndarray, "B"],

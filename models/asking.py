@@ -26,7 +26,7 @@ from models.sizes import full_cache_bytes
 from models.states import without_room
 from models.tokenizer import Tokenizer
 
-# What answers like the full cache where no question is known (docs/results/smollm2/fixed-memory.json).
+# What answers like the full cache where no question is known (docs/results/fixed-memory.json).
 POLICY, BUDGET = "kvzip@model(normalise=False,cap=8)", 0.25
 OPTIONS = Options(policy=POLICY, max_new_tokens=128)
 BETWEEN = "\n\n"  # the document and a question

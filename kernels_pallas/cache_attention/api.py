@@ -50,8 +50,8 @@ def cache_attention(
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
         layer: the layer to read of stacked keys and values, which a kernel reads in place.
-        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises. No GPU has
-            timed "pallas_mosaic_gpu" (for H100 and H200) yet, so "auto" does not take it.
+        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises. "auto" does
+            not take "pallas_mosaic_gpu" (for H100 and H200), which has not been timed yet.
 
     Returns:
         The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).

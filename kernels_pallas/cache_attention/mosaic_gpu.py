@@ -41,7 +41,7 @@ _NARROW = (plgpu.TilingTransform((8, 8)), plgpu.SwizzleTransform(32))  # type: i
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
     """Return why the kernels can't run with these arguments, or None."""
     if not hasattr(plgpu, "InterpretGPUParams"):
-        return f"JAX is {jax.__version__}, but the kernels need 0.12 or newer"
+        return f"JAX is {jax.__version__}, whose Pallas cannot interpret kernels for Mosaic GPU; take 0.12"
     if (capability := compute_capability()) not in (None, 90):
         return f"the compute capability is {capability / 10}, but the kernels use wgmma, which 9.0 alone has"
     if (reason := unread_on_gpu(key, value)) is not None:

@@ -10,6 +10,7 @@ import models
 from evals import selections
 from models import get
 from tests.models.make_smollm2 import GOLDEN, QUESTIONS, TEXTS
+from tests.tiers import first, nightly
 
 EXPECTED = json.loads(GOLDEN.read_text())
 
@@ -76,8 +77,7 @@ def test_config_and_end_tokens(smollm2):
     assert [tokenizer.backend.id_to_token(token) for token in config.eos] == ["<|im_end|>"]
 
 
-@pytest.mark.nightly  # of 7 s; the shipped predictor's share is in docs/results
-@pytest.mark.parametrize("seed", ["", "-2", "-3"])
+@pytest.mark.parametrize("seed", first(1, ["", "-2", "-3"], rest=nightly))
 def test_its_adapters_change_the_projections_of_attention_alone(smollm2, seed):
     model, _ = smollm2
     adapted, _ = models.load(f"smollm2-answers{seed}", dtype="float32")
@@ -88,6 +88,7 @@ def test_its_adapters_change_the_projections_of_attention_alone(smollm2, seed):
     assert all(np.abs(after[name] - before[name]).max() < 1 for name in changed)
 
 
+@pytest.mark.nightly  # of 7 s; the shipped predictor's share is in docs/results
 def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_attended_to(smollm2):
     model, _ = smollm2
     butler = models.own_butler("smollm2", model)
