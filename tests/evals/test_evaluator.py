@@ -134,7 +134,7 @@ def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alo
                     tokens[way, setting, first_row + row] = answer.tolist()
                 assert batch.peak_cache_bytes >= batch.cache_bytes
                 peaks[setting.policy] = batch.peak_cache_bytes
-    assert 1.9 < peaks["kvzip"] / peaks["full"] < 2.1  # the copies that the model repeats are held, too
+    assert 1.5 < peaks["kvzip"] / peaks["full"] < 2  # the copies of the text are held, too, and none of the question
     for setting in settings:
         for row in range(4):
             assert tokens["together", setting, row] == tokens["alone", setting, row]
