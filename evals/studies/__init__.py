@@ -58,7 +58,7 @@ def find(name: str) -> Study:
     Example:
         >>> from evals import studies
         >>> studies.find("fixed-memory").forms
-        {'base': ['smollm2']}
+        {'base': ['smollm2'], 'adapted': ['smollm2-answers']}
     """
     path = Path(name)
     if path.suffix != ".toml":
