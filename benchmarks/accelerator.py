@@ -27,9 +27,11 @@ from evals import evaluator
 from evals.report import Table
 from kvjax.checks import check_names
 from models import commands, provenance
+from models.get import PUBLISHED
+from models.load import SHIPPED
 
 NAME = "accelerator"
-MODELS = ("smollm2", "retriever")
+MODELS = (*PUBLISHED, *SHIPPED)
 SHAPES = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b")  # the first one that fits is measured
 MOSAIC = "tests/kernels_pallas/test_cache_attention_mosaic.py"  # a process of its own: an error may end a context
 PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu", "cpu": "cpu"}  # JAX's names of them
@@ -306,7 +308,7 @@ def page(document: Record) -> str:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", help=f"a model to run RULER on: a folder, {' or '.join(MODELS)} (default: no RULER)")
+    flags.add_argument("--model", help=f"a model to run RULER on: a folder, {', '.join(MODELS)} (default: no RULER)")
     flags.add_argument(
         peers.KVPRESS.flag, metavar="PYTHON",
         help=f"an interpreter that has kvpress (or {peers.KVPRESS.variable}); by default one is made where python3 has "
@@ -328,7 +330,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.model and Path(flags.model).exists():
         flags.model = str(Path(flags.model).resolve())
     elif flags.model not in (None, *MODELS):  # said now, and not after the parts before RULER
-        raise ValueError(f"--model is {flags.model!r}; expected a model's folder, or {' or '.join(MODELS)}.")
+        raise ValueError(f"--model is {flags.model!r}; expected a model's folder, or {', '.join(MODELS)}.")
     if flags.environment and os.sep in flags.environment:
         flags.environment = str(Path(flags.environment).absolute())  # a link stays one: it names the environment
     here = probed()

@@ -114,7 +114,7 @@ def test_no_part_begins_when_the_time_is_over(run, tmp_path):
             "no GPU and no TPU here (W: no driver); give",
         ),
         (HERE, ["--parts", "decoding"], "decoding"),
-        (HERE, ["--model", "no/model"], "--model is 'no/model'; expected a model's folder, or smollm2 or retriever"),
+        (HERE, ["--model", "no/model"], "--model is 'no/model'; expected a model's folder, or smollm2, retriever"),
         (HERE, ["--seconds", "0"], "--seconds"),
     ],
     ids=["no accelerator", "no such part", "no such model", "no time"],
