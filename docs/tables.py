@@ -779,6 +779,30 @@ def presses(kind: str) -> str:
     return "\n".join(lines)
 
 
+DIFFERENT = {
+    "lagkv(lag=32)": "its scores are ranks: of tokens with the same rank the newest stay here, and any there",
+    "snapkv(kernel=7)+critical@adakv": "attention alone divides a layer's budget there; here the rescored tokens compete for it",
+    "snapkv(kernel=7)@pyramid": "its budgets count the window, those here do not",
+    "snapkv(kernel=7)+chunks": "its layer chooses chunks for all heads; so does `chunks(heads='layer')`",
+}
+
+
+def same_questions() -> str:
+    """Make the table of the answers under kvpress' presses beside those of the study "once"."""
+    data, found = read("kvpress-answers.json"), studies.find("once")
+    rows = {row["policy"]: row for row in read("once.json")["results"]
+            if (row["model"], row["question"]) == (REAL, "unknown")}  # fmt: skip
+    lines = ["| policy | right, kvpress | right, kvjax | the same | where they differ |", f"|{' --- |' * 5}"]
+    for policy, theirs in data["answers"].items():
+        of_all = rows[full_name(policy)]["scores"]["needle"]
+        texts = range(0, len(of_all), data["every"] * found.asked)
+        ours = "".join(of_all[first : first + found.asked] for first in texts)
+        same = sum(a == b for a, b in zip(theirs, ours, strict=True))
+        note = "" if same == len(ours) else DIFFERENT[policy]
+        lines.append(f"| `{policy}` | {theirs.count('1')} | {ours.count('1')} | {same} | {note} |")
+    return "\n".join(lines)
+
+
 def peers() -> str:
     """Make the table of times beside kvpress and transformers, from benchmarks/results/peers-smollm2.json."""
     data = read("../../benchmarks/results/peers-smollm2.json")
@@ -938,6 +962,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "how-to/fine-tune.md": {"tuned": tuned},
     "kvpress.md": {
         **{kind.lower(): functools.partial(presses, kind) for kind in PRESSES},
+        "questions": same_questions,
         "peers": peers,
     },
     "reference/models.md": {"families": families},

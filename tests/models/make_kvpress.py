@@ -102,7 +102,7 @@ def make_press(press: Press, model: Any, tokens: Any, kept: int) -> Any:
     from kvpress.utils import compute_n_kept
 
     length = tokens.shape[1]
-    ratio = (length - kept) / length
+    ratio = (length - kept - 0.25) / length  # a quarter of a token, which rounding does not reach
     assert compute_n_kept(length, ratio) == kept, (ratio, compute_n_kept(length, ratio))
     kind, settings, inner = press
     if kind in OWN_SIZE:
