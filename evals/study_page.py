@@ -85,10 +85,12 @@ def table(study: studies.Study, rows: studies.Rows, form: str, question: str) ->
     found = cells(study, rows, form, question)
     budgets = sorted({budget for _, budget in found if budget is not None}, key=float)
     best = {budget: max((c.scores.mean(), p) for (p, b), c in found.items() if b == budget)[1] for budget in budgets}
-    means = {p: np.mean([found[p, b].scores.mean() for b in budgets]) for p, budget in found if budget is not None}
-    names = sorted(means, key=lambda p: -means[p])
+    own = {p: [found[p, b].scores.mean() for b in budgets if (p, b) in found] for p, at in found if at is not None}
+    names = sorted(own, key=lambda p: (-len(own[p]), -np.mean(own[p])))  # what lacks a budget comes last
 
     def told(policy: str, budget: Any) -> str:
+        if (policy, budget) not in found:
+            return ""
         scores, held = found[policy, budget]
         mean, low, high = statistics.mean_interval(scores)
         text = f"{mean:.2f}"
@@ -106,23 +108,30 @@ def table(study: studies.Study, rows: studies.Rows, form: str, question: str) ->
 
 
 def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judged]]]]) -> str:
-    """Return a table of the judged claims of studies: a row per claim and place, by paper, a column per form."""
-    found: dict[tuple[str, str, str, str], dict[str, Judged]] = {}
+    """Return a table of the judged claims of studies: a row per claim, by paper, a column per form.
+
+    A cell has a line for each study and place where the claim was judged.
+    """
+    says: dict[tuple[str, str], str] = {}
+    texts: dict[tuple[str, str], list[int]] = {}
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for study, rows in judged:
         for form, row in rows:
             fixed = isinstance(study.content.get("when"), str)  # its name says it then
             where = [place(name, value) for name, value in row.where.items() if name != "when" or not fixed]
-            claim = row.claim
-            key = (claim.paper, claim.text, claim.says, f"{study.name}: {', '.join(where)}")
-            found.setdefault(key, {})[form] = row
+            key = row.claim.paper, row.claim.text
+            says[key] = says.get(key) or row.claim.says
+            texts.setdefault(key, []).append(row.samples)
+            line = f"{', '.join([study.name] * (len(judged) > 1) + where)}: {told(row)}"
+            found.setdefault(key, {}).setdefault(form, []).append(line)
     forms = list(dict.fromkeys(form for own in found.values() for form in own))
-    papers = sorted({key[0] for key in found}, key=lambda paper: (paper not in PAPERS, paper == "ours", paper))
-    columns = ("paper", "claim", "as published", "study: where", "texts", *forms)
+    papers = sorted({paper for paper, _ in found}, key=lambda paper: (paper not in PAPERS, paper == "ours", paper))
+    columns = ("paper", "claim", "as published", "texts", *forms)
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     for key, own in sorted(found.items(), key=lambda item: papers.index(item[0][0])):
-        several = sorted({str(row.samples) for row in own.values()})
-        cells = (told(own[form]) if form in own else "" for form in forms)
-        lines.append(f"| {' | '.join((*key, ' or '.join(several), *cells))} |")
+        several = " or ".join(map(str, sorted(set(texts[key]))))
+        cells = ("<br>".join(own.get(form, [])) for form in forms)
+        lines.append(f"| {' | '.join((*key, says[key], several, *cells))} |")
     return "\n".join(lines)
 
 
