@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Array, Bool, Int
 
 import kvjax
 import models
@@ -79,16 +81,14 @@ def held_tokens(cache: AnyCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
     """
     L, _, K = cache.heads_shape
     found = np.zeros((L * K, tokens + 1), bool)  # the last column takes free slots
-    position = np.asarray(cache.position)
-    if isinstance(cache, kvjax.SplitCache):
-        position = np.stack([cache.layer(layer).position for layer in range(L)])
-    if isinstance(cache, kvjax.PagedCache):
-        owner = np.asarray(cache.owner)
-        rows, position = owner[owner >= 0], position[owner >= 0]
-    else:
-        rows, position = np.arange(L * K), position.reshape(L * K, -1)
-    found[rows[:, None], np.where(position >= 0, position, tokens)] = True
+    position = np.asarray(_positions(cache)).reshape(L * K, -1)
+    found[np.arange(L * K)[:, None], np.where(position >= 0, position, tokens)] = True
     return found[:, :tokens].reshape(L, K, tokens)
+
+
+@jax.jit
+def _positions(cache: AnyCache) -> Int[Array, "L B K S"]:
+    return jnp.stack([cache.layer(layer).position for layer in range(cache.heads_shape[0])])
 
 
 def trace(

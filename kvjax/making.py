@@ -7,6 +7,7 @@ repeat        copies each row several times
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -137,23 +138,25 @@ def repeat(cache: Cache, n: int) -> Cache:
     """
     check_cache(cache)
     n = check_count("n", n, 1, "give how many rows each row is to become, from 1")
-    if isinstance(cache, SplitCache):  # a device's rows follow one another, and so do their copies
-        return cache.map(lambda part: repeat(part, n))
+    return cache.map(functools.partial(_repeated, n=n))  # a device's rows follow one another, and so do their copies
+
+
+@functools.singledispatch
+def _repeated(cache: Any, n: int) -> Any:
+    rows = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
+    return dataclasses.replace(
+        cache,
+        rows=map_rows(rows, cache),
+        position=rows(cache.position),
+        next_position=jnp.repeat(cache.next_position, n),
+        state=jax.tree.map(rows, cache.state),
+    )
+
+
+@_repeated.register(PagedCache)
+def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
     *_, B, K = cache.heads_shape
-    row_axis = len(cache.heads_shape) - 2
-
-    def rows(leaf: Array) -> Array:
-        return jnp.repeat(leaf, n, axis=row_axis)
-
-    next_position = jnp.repeat(cache.next_position, n)
-    if isinstance(cache, KVCache):
-        return dataclasses.replace(
-            cache,
-            rows=map_rows(rows, cache),
-            position=rows(cache.position),
-            next_position=next_position,
-            state=jax.tree.map(rows, cache.state),
-        )
+    rows = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
     P = cache.owner.shape[0]
     copy = jnp.arange(n, dtype=jnp.int32)  # page p of a copy is page copy * P + p
 
@@ -175,7 +178,7 @@ def repeat(cache: Cache, n: int) -> Cache:
         table=jnp.where(table >= 0, table + first_page, -1),
         free=(cache.free[:, None] + P * copy).reshape(n * P),  # all copies' free pages come before any used one
         num_free=n * cache.num_free,
-        next_position=next_position,
+        next_position=jnp.repeat(cache.next_position, n),
         state=jax.tree.map(of_state, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
     )
 

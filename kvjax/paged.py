@@ -76,6 +76,8 @@ class PagedCache(Stored):
         ([1, 3], 1)
     """
 
+    paged = True
+
     rows: Rows
     position: Int[Array, "P page"]
     owner: Int[Array, "P"]
@@ -171,29 +173,49 @@ class PagedCache(Stored):
         return self.owner.shape[-1]
 
     @property
-    def all_heads(self) -> int:
-        """Return the heads of a layer, with those on the other devices of a mesh."""
-        return self.heads_shape[-1] * (1 if self.axis is None else jax.lax.axis_size(self.axis))
-
-    @property
-    def first_head(self) -> int | Int[Array, ""]:
-        """Return the number of its first head in the layer; not 0 only on a device of a mesh."""
-        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.heads_shape[-1]
-
-    @property
-    def live(self) -> Array:
-        """Return a mask of the slots that hold a token, bool ``[P, page]``."""
-        return self.position >= 0
-
-    @property
     def num_live(self) -> Array:
         """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
         return _live_of_heads(self.position, self.table)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache: pages with their scales, page table, free list and the policy's state."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+    def heads(self, layer: int | Int[Array, ""] | None = None) -> Int[Array, "P"]:
+        """Return the head of each page, that of a free page being 0; see :meth:`kvjax.KVCache.heads`."""
+        return jnp.maximum(self.owner, 0)
+
+    def batch_rows(self) -> Int[Array, "P"]:
+        """Return the batch row that each page is of."""
+        B, K = self.heads_shape[-2:]
+        return self.heads() // K % B
+
+    def insert(
+        self, key: Array, value: Array, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None
+    ) -> PagedCache:
+        """Run :func:`kvjax.insert` on checked arguments."""
+        return insert_paged(self, key, value, position, layer)
+
+    def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None) -> int:
+        """Count the slots, of a head or of whole pages, that new tokens lack; see :meth:`kvjax.KVCache.lacking`."""
+        entering = np.sum(position >= 0, axis=1)[:, None]  # [B, 1]
+        table = np.asarray(self.table)[() if layer is None else layer]
+        live = np.asarray(self.position) >= 0  # NumPy: inside jit, jnp would turn even known arrays into tracers
+        wanted = entering + np.where(table >= 0, live.sum(axis=-1)[table], 0).sum(axis=-1)
+        pages = np.maximum(-(-wanted // self.page_size) - np.sum(table >= 0, axis=-1), 0).sum() - int(self.num_free)
+        return max(int((wanted - self.num_slots).max()), int(pages) * self.page_size)
+
+    def write_layer(
+        self, whole: Shaped[Array, "P page *rest"], part: Array, layer: int | Int[Array, ""] | None
+    ) -> Shaped[Array, "P page *rest"]:
+        """Write what was computed on ``layer(layer)``, ``[B, K, M * page, ...]``, to the layer's pages in a pool."""
+        table = self.layer_table(layer)
+        part = part.reshape(*table.shape, self.page_size, *part.shape[3:])
+        return whole.at[jnp.where(table >= 0, table, self.num_pages)].set(part.astype(whole.dtype), mode="drop")
+
+    def released(self) -> PagedCache:
+        """Return the cache after :func:`release`."""
+        return release(self)
+
+    def resized(self, slots: int, pages: int = 0) -> PagedCache:
+        """Return the cache with at least this many pages, and room for as many slots in a head."""
+        return with_room(self, pages=pages, most=slots)
 
     def layer(self, index: int | Int[Array, ""] | None = None, head: int | Int[Array, ""] | None = None) -> KVCache:
         """Copy a layer, or one head of it, to a plain cache with all slots that its page table can hold.
@@ -285,15 +307,6 @@ def insert_paged(
         next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
         state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[2:]))), cache.state),
     )
-
-
-def write_layer(
-    cache: PagedCache, pool: Shaped[Array, "P page *rest"], rows: Array, layer: int | Int[Array, ""] | None
-) -> Shaped[Array, "P page *rest"]:
-    """Write what was computed on ``cache.layer(layer)``, ``[B, K, M * page, ...]``, to the layer's pages in a pool."""
-    table = cache.layer_table(layer)
-    rows = rows.reshape(*table.shape, cache.page_size, *rows.shape[3:])
-    return pool.at[jnp.where(table >= 0, table, cache.owner.shape[0])].set(rows.astype(pool.dtype), mode="drop")
 
 
 def release(cache: PagedCache) -> PagedCache:
