@@ -23,7 +23,7 @@ import models
 from evals import evaluator, page, tasks
 from kvjax.schedule import When
 from models import commands, provenance
-from models.steps import AnyCache
+from models.layer_caches import AnyCache
 
 TEMPLATE = Path(__file__).with_name("view.html")
 NEVER = 0xFFFF

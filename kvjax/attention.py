@@ -47,7 +47,6 @@ def attend(
     *,
     policy: Policy | str | None = None,
     budget: Budget | None = None,
-    excess: int | None = None,
     context: Context = Context(),
 ) -> tuple[Float[Array, "B T N D"], Cache]:
     """Attend over the cache and the block itself, then evict until each head holds at most ``budget`` tokens.
@@ -66,14 +65,12 @@ def attend(
         budget: tokens that each head keeps (on average, under an uneven allocation), one number or one per row; with
             None the policy observes, but evicts nothing. A share is not accepted, for a block does not know how long
             its prompt is.
-        excess: a promise that no head will hold more than ``budget + excess`` tokens, for which there is room; see
-            :func:`kvjax.evict`.
         context: what the layer provides: its number in a stacked cache, a sliding window, and so on.
 
     Returns:
         The attention's output and the cache. Under jit, a row whose tokens do not fit into the cache is NaN from then
-        on, unless ``excess`` promises that they do. Gradients flow through attention, but reverse mode does not support
-        a paged cache, whose pages move in a loop of unknown length.
+        on, unless ``context.excess`` promises that they do. Gradients flow through attention, but reverse mode does not
+        support a paged cache, whose pages move in a loop of unknown length.
 
     Raises:
         ValueError: if shapes do not fit; if the tokens do not fit into the cache (under jit, into what a known budget
@@ -96,7 +93,7 @@ def attend(
         ([[4]], [6])
     """
     check_shapes(cache, query, key, value)
-    policy, budget = checked_budget(cache, query, position, policy, budget, excess, context)
+    policy, budget = checked_budget(cache, query, position, policy, budget, context)
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and not cache.paged)
     if policy is not None and budget is not None and together:
@@ -106,7 +103,7 @@ def attend(
             "each layer with kvjax.observe, then evict once."
         )
     block = _checked(cache, query, key, value, position, policy, context)
-    return attend_unchecked(cache, block, policy, budget, excess, context)
+    return attend_unchecked(cache, block, policy, budget, context)
 
 
 def attend_unchecked(
@@ -114,19 +111,18 @@ def attend_unchecked(
     block: LayerBlock,
     policy: Policy | None,
     budget: Budget | None,
-    excess: int | None,
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], Any]:
     """Run :func:`attend` without its checks, for callers that have made the cache for the policy and the block."""
-    room = policy is not None and budget is not None and excess is not None
+    room = policy is not None and budget is not None and context.excess is not None
     out, cache, evidence = observe_unchecked(cache, block, policy, budget, context, room)
     if evidence is None or budget is None:
         return out, cache
     if cache.paged:
         empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
         evidence = empty.with_layer(cache, None, evidence)
-    layer = layer_index(cache, context)
-    return out, evict_by(cache, evidence, budget, layer=layer, excess=excess, implementation=context.implementation)
+    options: Any = dict(layer=layer_index(cache, context), excess=context.excess)
+    return out, evict_by(cache, evidence, budget, **options, implementation=context.implementation)
 
 
 def observe(
@@ -174,7 +170,7 @@ def observe(
         12
     """
     check_shapes(cache, query, key, value)
-    policy, budget = checked_budget(cache, query, position, policy, budget, None, context)
+    policy, budget = checked_budget(cache, query, position, policy, budget, context)
     block = _checked(cache, query, key, value, position, policy, context)
     out, cache, evidence = observe_unchecked(cache, block, policy, budget, context)
     if evidence is not None and not cache.paged:

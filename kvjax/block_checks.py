@@ -62,7 +62,6 @@ def checked_budget(
     position: Int[Array, "B T"] | None,
     policy: Policy | str | None,
     budget: Budget | None,
-    excess: int | None,
     context: Context,
 ) -> tuple[Policy | None, Any]:
     """Return the policy and the budget (int32) of a block, after checks that they are valid and that the block fits."""
@@ -87,7 +86,7 @@ def checked_budget(
     for number in np.unique(budget):
         check_budget(policy, int(number))
     if not known:
-        entering = T if excess is None else min(T, excess)
+        entering = T if context.excess is None else min(T, context.excess)
         _check_room(cache, policy, np.broadcast_to(budget, B), entering, context.sliding_window)
     return policy, np.asarray(budget, np.int32)
 

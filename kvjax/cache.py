@@ -213,8 +213,6 @@ class KVCache(Stored):
         next_position: Any = None,
         state: PyTree = (),
         positions: Positions = "absolute",
-        key_scale: Float[Array, "*L B K S"] | None = None,
-        value_scale: Float[Array, "*L B K S"] | None = None,
         *,
         rows: Rows | None = None,
     ):
@@ -227,8 +225,7 @@ class KVCache(Stored):
             raise ValueError(
                 "a cache needs key, value, position and next_position; kvjax.KVCache.init makes an empty one."
             )
-        given = dict(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
-        given = {name: array for name, array in given.items() if array is not None}
+        given = {name: array for name, array in dict(key=key, value=value).items() if array is not None}
         rows = given if rows is None else with_rows(rows, given) if given else rows
         fields = dict(position=position, next_position=next_position, state=state, positions=positions)
         for name, field in dict(rows=rows, **fields).items():

@@ -213,12 +213,13 @@ def attend(
         soft_cap=block.soft_cap,
         compressed=phase.compressed,
         filled=phase.filled,
+        excess=phase.excess,
     )
     evidence, rows = carry.evidence, rounded_rows(plan, *rows)
     if plan.selection is not None:
         out, cache, carry = selecting.attend(plan.selection, cache, carry, rows, block.position, context)
     elif policy is None or (phase.evicts and evidence is None):
-        out, cache = attend_unchecked(cache, LayerBlock(*rows, block.position), policy, budgets, phase.excess, context)
+        out, cache = attend_unchecked(cache, LayerBlock(*rows, block.position), policy, budgets, context)
     else:
         out, cache, said = observe_unchecked(cache, LayerBlock(*rows, block.position), policy, budgets, context)
         if evidence is not None:
