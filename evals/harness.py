@@ -171,11 +171,11 @@ def model_class() -> type:
 
         def _predict(self, sequences: Any, counts: Any = None, on_row: Any = None) -> list[Predicted]:
             if self.selection is not None:
+                sparsity, sinks = round(1 - self.settings["budget"], 6), self.settings["sinks"]
+                simulation = selections.Simulation(self.selection, sparsity, self.butler, sinks)
                 return loglikelihood.simulate(
-                    self.model, sequences, self.selection, round(1 - self.settings["budget"], 6),
-                    butler=self.butler, sinks=self.settings["sinks"], block=self.settings["block"], batch=self.batch,
-                    on_row=on_row,
-                )  # fmt: skip
+                    self.model, sequences, simulation, block=self.settings["block"], batch=self.batch, on_row=on_row
+                )
             # Text without a prompt has no end at which to evict once, so each block is evicted from.
             settings = self.settings if counts is not None else {**self.settings, "when": "block"}
             return loglikelihood.predict(self.model, sequences, counts, **settings, batch=self.batch, on_row=on_row)
