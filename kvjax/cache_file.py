@@ -33,10 +33,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from kvjax.cache import KVCache, Positions, laid_out_for_platform
+from kvjax.capacity import Capacity
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
 from kvjax.insertion import Cache
-from kvjax.making import blank
+from kvjax.making import Heads, blank
 from kvjax.memory import memory
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
@@ -319,21 +320,10 @@ def _expected(
     for dtype in dtypes:
         if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
             raise ValueError(f"{whose} has keys or values of {dtype}, for which JAX needs jax_enable_x64.")
-    pages, page_size = position.shape if paged else (None, 1)
-    make = functools.partial(
-        blank,
-        policy,
-        layers=layers[0] if layers else None,
-        batch=batch,
-        kv_heads=kv_heads,
-        group=query_heads,
-        slots=last * page_size,
-        head_dim=key.shape[-1],
-        dtype=dtypes,
-        positions=described["positions"],
-        pages=pages,
-        page_size=page_size,
-    )
+    pages, page_size = position.shape if paged else (0, 1)
+    shape = Heads(layers[0] if layers else None, batch, kv_heads, query_heads, key.shape[-1])
+    held, positions = Capacity(last * page_size, pages), described["positions"]
+    make = functools.partial(blank, policy, shape, held, dtype=dtypes, positions=positions, page_size=page_size)
     tree: list[Any] = []
 
     def leaves() -> list[Array]:

@@ -11,9 +11,9 @@ import numpy as np
 
 import kvjax
 from kvjax import KVCache, PagedCache, SplitCache
-from kvjax.capacity import rounded_up
+from kvjax.capacity import Capacity, rounded_up
 from kvjax.insertion import Cache
-from kvjax.making import blank
+from kvjax.making import Heads, blank
 from kvjax.paged import trimmed
 from kvjax.split import on_mesh
 from models import hosts
@@ -38,17 +38,13 @@ def start(run: Run, sizes: Sizes, batch: int, cache: AnyCache | None = None) -> 
 
 def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> Cache:
     config, paged = model.config, sizes.prompt_slots == 0
+    held = Capacity(sizes.slots, sizes.pages) if paged else Capacity(sizes.prompt_slots)
     return blank(
         plan.policy,
-        layers=config.num_layers,
-        batch=batch,
-        kv_heads=plan.heads,
-        group=config.num_heads // plan.heads,
-        slots=sizes.slots if paged else sizes.prompt_slots,
-        head_dim=config.head_dim,
+        Heads(config.num_layers, batch, plan.heads, config.num_heads // plan.heads, config.head_dim),
+        held,
         dtype=plan.cache_dtype,
         positions=plan.positions,
-        pages=sizes.pages if paged else None,
         page_size=sizes.page_size,
         mesh=plan.several if paged else plan.mesh,
     )
