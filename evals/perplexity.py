@@ -143,33 +143,33 @@ def losses(
     return _losses(found, counted)
 
 
+FEED = evaluator.Feed(block=32, batch=4)
+
+
 def policy_losses(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
     setting: Setting,
     *,
     full: Losses | None = None,
-    block: int = 32,
-    batch: int = 4,
     counted: int | None = None,
     progress: tqdm = evaluator.QUIET,
-    aids: evaluator.Aids = evaluator.NO_AIDS,
+    feed: evaluator.Feed = FEED,
 ) -> Losses:
     """Measure a policy that evicts after every block, or once before the last ``counted`` tokens of each chunk.
 
     Args:
         setting: policy, budget and moment; see :func:`models.prefill`.
-        full, batch, counted: see :func:`losses`.
-        aids: see :class:`evals.evaluator.Aids`.
+        full, counted: see :func:`losses`.
 
     Raises:
         ValueError: the policy evicts once and ``counted`` is None, so that all tokens would be predicted before it
             does.
     """
-    once = _check_told(setting, counted)
+    once, aids = _check_told(setting, counted), feed.aids
     found = loglikelihood.predict(
         model, chunks.tolist(), [counted or 0] * len(chunks) if once else None, policy=aids.policy(setting),
-        budget=setting.budget, block=block, when=setting.when, batch=batch, cache_dtype=setting.cache_dtype,
+        budget=setting.budget, block=feed.block, when=setting.when, batch=feed.batch, cache_dtype=setting.cache_dtype,
         reference=None if full is None else full.hidden, on_row=lambda *_: progress.update(), **aids.of(setting),
     )  # fmt: skip
     return _losses(found, counted)
@@ -235,7 +235,7 @@ def measure_policies(
     full: Losses,
     settings: Sequence[Setting],
     *,
-    block: int = 32,
+    feed: evaluator.Feed = FEED,
     progress: tqdm = evaluator.QUIET,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -254,9 +254,9 @@ def measure_policies(
     for setting in settings:
         make_room()
         progress.set_description(f"{setting.policy}, budget {setting.budget}, {setting.when}")
-        found = policy_losses(model, chunks, setting, full=full, block=block, progress=progress, **options)
+        found = policy_losses(model, chunks, setting, full=full, feed=feed, progress=progress, **options)
         told = {name: setting.row()[name] for name in ("policy", "budget", "when", "evicts", "cache_dtype")}
-        results.append({**told, "block": block, **against(found, full)})
+        results.append({**told, "block": feed.block, **against(found, full)})
     return results
 
 
@@ -539,12 +539,13 @@ def run(
     total = steps(chosen, sparsities, len(chunks), len(settings))
     with commands.progress_bar("chunk", total=total) as progress:
         progress.set_description("full")
-        shared: dict[str, Any] = dict(batch=flags.batch, counted=flags.stride, progress=progress)
-        full = full_losses(model, chunks, **shared)
-        results = measure(model, chunks, full, chosen, sparsities, like=like, **shared)
+        shared: dict[str, Any] = dict(counted=flags.stride, progress=progress)
+        full = full_losses(model, chunks, batch=flags.batch, **shared)
+        results = measure(model, chunks, full, chosen, sparsities, like=like, batch=flags.batch, **shared)
         evicted = []
         if settings:  # the figures of TokenButler run no policies, and have no --block
-            evicted = measure_policies(model, chunks, full, settings, block=flags.block, aids=aids, **shared)
+            feed = evaluator.Feed(flags.block, flags.batch, aids)
+            evicted = measure_policies(model, chunks, full, settings, feed=feed, **shared)
         progress.set_description("done")
     named = getattr(flags, "against", None)
     of_selections = "butler" if named is None or settings else str(selections.parse_selection(named))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,22 +96,20 @@ def trace(
     model: models.Decoder,
     tokenizer: models.Tokenizer,
     tokens: Sequence[int],
-    *,
-    policy: str,
-    budget: int | float | None,
-    block: int,
-    when: When,
-    question: int,
-    new_tokens: int,
-    scorer: models.Scorer | None = None,
+    options: models.Options,
+    question: int = 0,
 ) -> dict[str, Any]:
     """Answer a prompt, and return the tokens that were held after each block and each step.
+
+    Args:
+        options: has a policy's short name.
+        question: how many of the last tokens are not known when the prompt is compressed.
 
     Returns:
         ``answer``; ``pieces`` of the answer's tokens; ``steps``; ``entered`` and ``left`` in base64, 16 bits per
         number.
     """
-    length, total = len(tokens), len(tokens) + new_tokens
+    length, total = len(tokens), len(tokens) + options.max_new_tokens
     followed: Trace | None = None
     fed = 0
 
@@ -126,8 +125,8 @@ def trace(
 
     said: list[int] = []
     steps = models.stream(
-        model, np.array([list(tokens)], np.int32), policy=models.with_repeat_prompt(policy, tokenizer), budget=budget,
-        block=block, when=when, question=question, max_new_tokens=new_tokens, scorer=scorer, on_block=after_block,
+        model, np.array([list(tokens)], np.int32), options=options,
+        policy=models.with_repeat_prompt(options.policy, tokenizer), question=question, on_block=after_block,
     )  # fmt: skip
     for token, cache in steps:
         if followed is not None and said:
@@ -138,8 +137,8 @@ def trace(
     encode = lambda array: base64.b64encode(array.astype("<u2").tobytes()).decode()  # noqa: E731
     layers, heads, _ = followed.left.shape
     return {
-        "policy": policy,
-        "budget": budget,
+        "policy": options.policy,
+        "budget": options.budget,
         "layers": layers,
         "heads": heads,
         "answer": tokenizer.decode(kept),
@@ -207,15 +206,17 @@ def command(flags: argparse.Namespace) -> None:
     blocks = math.ceil(len(tokens) / flags.block)
     if blocks + flags.max_new_tokens + 2 >= NEVER:
         raise ValueError(f"{len(tokens):,} tokens in blocks of {flags.block} are too many steps; give larger blocks.")
-    shared: dict[str, Any] = dict(block=flags.block, when=flags.when, question=question)
-    runs: list[dict[str, Any]] = [
-        dict(policy=policy, budget=None if policy == "full" else budget, scorer=scorers.get(policy), **shared)
+    shared = models.Options(block=flags.block, when=flags.when, max_new_tokens=flags.max_new_tokens)
+    runs = [
+        dataclasses.replace(
+            shared, policy=policy, budget=None if policy == "full" else budget, scorer=scorers.get(policy)
+        )
         for policy in policies
     ]
-    for given in runs:  # all policies are checked before the first is run
-        models.stream(model, np.array([list(tokens)], np.int32), max_new_tokens=flags.max_new_tokens, **given)
+    for options in runs:  # all policies are checked before the first is run
+        models.stream(model, np.array([list(tokens)], np.int32), options=options, question=question)
     bar = commands.progress_bar("policy", over=runs)
-    traces = [trace(model, tokenizer, tokens, new_tokens=flags.max_new_tokens, **given) for given in bar]
+    traces = [trace(model, tokenizer, tokens, options, question) for options in bar]
     data = {
         "title": "What did each policy forget?",
         "model": flags.model,
