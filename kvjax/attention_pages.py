@@ -29,7 +29,7 @@ from kvjax.layer import (
     with_scores,
 )
 from kvjax.observation import Context, Needs
-from kvjax.paged import PagedCache, insert_paged
+from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.split import HEADS, OF_ROWS, OF_TOKENS, PARTS, SAME, SplitCache
 from kvjax.topk import summed
@@ -50,7 +50,7 @@ def observe_pages(
     block, context = prepared(cache, block, context)
     query, key, value, position = block
     (B, T, N, _), K, layer = query.shape, cache.heads_shape[-1], layer_index(cache, context)
-    cache, shares = insert_paged(cache, key, value, position, layer, room), shares_of(cache, budget)
+    cache, shares = cache.insert(key, value, position, layer, room), shares_of(cache, budget)
     needs = Needs() if policy is None else policy.needs
     turned = cache.positions == "compact"
     out: Any = None

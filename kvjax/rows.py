@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import AnyKind, HeadState, KVCache, dtypes_of, map_rows, rows_apart, rows_together, unreadable
 from kvjax.checks import is_known, plain
 from kvjax.insertion import check_cache
-from kvjax.paged import PagedCache, release
+from kvjax.paged import PagedCache
 from kvjax.split import PARTS, SAME
 
 
@@ -138,7 +138,7 @@ def _left_pages(cache: PagedCache, row: int | Int[Array, ""]) -> PagedCache:
     mine = (cache.owner >= 0) & (cache.owner // K % B == row)
     position = jnp.where(mine[:, None], -1, cache.position)
     next_position = cache.next_position.at[row].set(0)
-    return release(dataclasses.replace(cache, position=position, next_position=next_position))
+    return dataclasses.replace(cache, position=position, next_position=next_position).released()
 
 
 def _checked_row(cache: AnyKind, row: int | Int[Array, ""]) -> int | Int[Array, ""]:
