@@ -36,17 +36,17 @@ def measured(
 
     name = "tiny" if tiny else "small"
     sizes = kernels.TINY if tiny else SIZES
-    arguments: dict[str, Any] = dict(decode.TINY if tiny else STEPS, shapes=[name], policy=POLICY)
-    rows += decode.sweep("decode", timing=timing, on_rows=keep, **arguments)
+    given: dict[str, Any] = decode.TINY if tiny else STEPS
+    grid = decode.Grid(shapes=[name], policy=POLICY, **given)
+    rows += decode.sweep("decode", grid, timing, keep)
     shipped, _ = models.load("retriever", dtype=jnp.float32)
-    setting = steps.Setting(shipped.config, POLICY, arguments["budgets"][0], block=arguments["block"])
+    setting = steps.Setting(shipped.config, POLICY, grid.budgets[0], block=grid.block)
     for prompt in [32, 64] if tiny else FED:
         rows.append(prefill.fed_row(shipped, "retriever", setting, prompt))
         on_rows(rows)
-    rows += decode.sweep("block", timing=timing, on_rows=keep, **arguments)
+    rows += decode.sweep("block", grid, timing, keep)
     rows += kernels.sweep([name], [1], sizes, timing, on_rows=keep)
-    arguments["budgets"] = []
-    rows += decode.sweep("decode", timing=timing, full=[64] if tiny else FULL, on_rows=keep, **arguments)
+    rows += decode.sweep("decode", grid._replace(budgets=[], full=[64] if tiny else FULL), timing, keep)
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,26 +31,31 @@ step. long / short: the step at the longest prompt over the step at the shortest
 time of all threads, which other programs on a CPU disturb less."""
 
 
+class Grid(NamedTuple):
+    """All combinations that are timed; ``full`` are prompts after which a full cache is timed, too."""
+
+    shapes: Sequence[str]
+    batches: Sequence[int]
+    budgets: Sequence[int]
+    prompts: Sequence[int]
+    policy: str
+    block: int = 128
+    full: Sequence[int] = ()
+
+
 def sweep(
     kind: steps.Kind,
-    shapes: Sequence[str],
-    batches: Sequence[int],
-    budgets: Sequence[int],
-    prompts: Sequence[int],
-    policy: str,
+    grid: Grid,
     timing: measure.Timing,
-    *,
-    block: int = 128,
-    full: Sequence[int] = (),
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Time steps of all shapes, batches and budgets; a setting that does not fit in memory has a refusal in its row.
 
     Args:
-        full: prompts after which a step over a full cache is timed, too.
         on_rows: called with all rows so far after each setting.
     """
     rows: list[dict[str, Any]] = []
+    shapes, batches, budgets, prompts, policy, block, full = grid
     settings = [(n, b, budget) for n in shapes for b in batches for budget in (*budgets, *((None,) * bool(full)))]
     model, held_name = None, ""
     for name, batch, budget in commands.progress_bar("setting", over=settings):
@@ -246,8 +251,8 @@ def add_step_flags(flags: argparse.ArgumentParser, name: str) -> None:
     measure.add_timing_flags(flags, name)
 
 
-def step_arguments(flags: argparse.Namespace) -> dict[str, Any]:
-    """Check the common flags and return the arguments of :func:`sweep`.
+def step_grid(flags: argparse.Namespace) -> Grid:
+    """Check the common flags and return what :func:`sweep` times.
 
     Raises:
         ValueError: a shape or policy is unknown, a number is invalid, or a prompt is shorter than a budget.
@@ -265,16 +270,14 @@ def step_arguments(flags: argparse.Namespace) -> dict[str, Any]:
             f"--prompts has {min(given['prompts'])} and --budgets has {max(given['budgets'])}, but a prompt must fill "
             "its budget; give longer prompts or smaller budgets."
         )
-    return {"shapes": names_of(flags), "policy": flags.policy, **given}
+    return Grid(shapes=names_of(flags), policy=flags.policy, **given)
 
 
 def command(flags: argparse.Namespace) -> None:
     """Measure, print the tables, write JSON."""
     commands.check_outputs([flags.json])
-    arguments = step_arguments(flags)
+    grid = step_grid(flags)
     timing = measure.timing(flags)
-    settings = {**timing.settings(), **arguments}
-    results = sweep(
-        "decode", timing=timing, on_rows=lambda rows: measure.write(flags, "decode", settings, rows), **arguments
-    )
+    settings = {**timing.settings(), **grid._asdict()}
+    results = sweep("decode", grid, timing, lambda rows: measure.write(flags, "decode", settings, rows))
     measure.show(tables(results), flags.json)

@@ -180,8 +180,8 @@ def decode_layers(config: Config, policy: kvjax.Policy | None, batch: int, budge
 
         def step(carry: Any, layer: Any) -> Any:
             cache, x = carry
-            context = kvjax.Context(layer=layer)
-            limits: dict[str, Any] = {} if policy is None else dict(policy=policy, budget=budget, excess=1)
+            context = kvjax.Context(layer=layer, excess=None if policy is None else 1)
+            limits: dict[str, Any] = {} if policy is None else dict(policy=policy, budget=budget)
             x, cache = kvjax.attend(cache, x, x[:, :, :K], x[:, :, -K:], position, context=context, **limits)
             return (cache, x), None
 

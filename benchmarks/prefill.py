@@ -20,19 +20,11 @@ budget: seconds of a full cache over those of a budget, for the same prompt."""
 
 
 def feed_all(
-    shapes: Sequence[str],
-    batches: Sequence[int],
-    budgets: Sequence[int],
-    prompts: Sequence[int],
-    policy: str,
-    free: float,
-    *,
-    block: int = 128,
-    full: Sequence[int] = (),
-    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    grid: decode.Grid, free: float, on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None
 ) -> list[dict[str, Any]]:
-    """Feed ``prompts`` under budgets, and those of ``full`` into full caches."""
+    """Feed ``grid.prompts`` under budgets, and those of ``grid.full`` into full caches."""
     rows: list[dict[str, Any]] = []
+    shapes, batches, budgets, prompts, policy, block, full = grid
     wanted: list[tuple[int | None, int]] = [(budget, prompt) for budget in budgets for prompt in prompts]
     wanted += [(None, prompt) for prompt in full]
     model, held_name = None, ""
@@ -118,18 +110,17 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Measure, print the tables, write JSON."""
     commands.check_outputs([flags.json])
-    arguments = decode.step_arguments(flags)
+    grid = decode.step_grid(flags)
     asked = flags.feed or ("8192,131072" if measure.on_accelerator() else "1024")
     fed = [32, 64] if flags.tiny else [] if asked == "none" else measure.whole_numbers("--feed", asked)
     timing = measure.timing(flags)
-    settings = {**timing.settings(), **arguments, "feed": fed}
+    settings = {**timing.settings(), **grid._asdict(), "feed": fed}
     done: list[dict[str, Any]] = []
 
     def write(rows: list[dict[str, Any]]) -> None:
         measure.write(flags, "prefill", settings, [*done, *rows])
 
-    done += decode.sweep("block", timing=timing, on_rows=write, **arguments)
+    done += decode.sweep("block", grid, timing, write)
     if fed:
-        whole = {**arguments, "prompts": fed, "full": fed if arguments["full"] else []}
-        done += feed_all(free=timing.free, on_rows=write, **whole)
+        done += feed_all(grid._replace(prompts=fed, full=fed if grid.full else []), timing.free, write)
     measure.show(tables(done), flags.json)

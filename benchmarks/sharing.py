@@ -67,7 +67,8 @@ def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Set
     def study(way: str, together: list[Setting]) -> None:
         for turn in range(2):
             begun = time.perf_counter()
-            each = evaluator.answers_each(model, prompts, together, new_tokens=new, batch=len(prompts))
+            feed = evaluator.Feed(batch=len(prompts))
+            each = evaluator.answers_each(model, prompts, together, new_tokens=new, feed=feed)
             answers = [(setting, batch.tokens.tolist()) for setting, batch in each]
             seconds[way][turn] += time.perf_counter() - begun
         found[way] += answers

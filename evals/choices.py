@@ -370,8 +370,7 @@ def make_groups(
 
 def _answer(
     model: models.Decoder, tokenizer: models.Tokenizer, groups: Sequence[evaluator.Group], settings: Sequence[Setting],
-    store: results.Results, *, block: int, batch: int, labels: dict[str, Any], progress: tqdm,
-    aids: evaluator.Aids,
+    store: results.Results, *, labels: dict[str, Any], progress: tqdm, feed: evaluator.Feed,
 ) -> None:  # fmt: skip
     """Answer the samples that a store has no record of yet, as :func:`evals.evaluator.run` does for other tasks."""
     for group, together in itertools.product(groups, _of_one_moment(settings)):
@@ -387,7 +386,7 @@ def _answer(
         asked = [setting for setting, rows in missing.items() if rows]
         rows = sorted(set().union(*missing.values()))
         if asked:
-            answer(model, group.draw(), asked, block=block, batch=batch, rows=rows, on_row=add, aids=aids)
+            answer(model, group.draw(), asked, rows=rows, on_row=add, **feed._asdict())
 
 
 def _of_one_moment(settings: Sequence[Setting]) -> list[list[Setting]]:

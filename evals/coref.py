@@ -33,7 +33,7 @@ from tqdm import tqdm
 import models
 from evals import coref_task, evaluator, report, selections, statistics
 from evals.coref_task import CorefSample
-from evals.selections import Heads, Method
+from evals.selections import Method, Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When, moments
 from models import cli, commands, hosts
@@ -142,14 +142,15 @@ def measure(
     samples: Sequence[CorefSample],
     setting: Setting,
     *,
-    butler: models.Butler | None = None,
-    sinks: int = 4,
-    heads: Heads = "query",
+    like: Simulation = selections.DENSE,
     block: int = 128,
     batch: int = 10,
     progress: tqdm = evaluator.QUIET,
 ) -> dict[str, Any]:
     """Answer every sample under one setting.
+
+    Args:
+        like: has what the setting's selection reads beside the model.
 
     Returns:
         The setting; ``accuracy`` and ``coverage`` with their Wilson intervals; and per sample ``correct``,
@@ -163,9 +164,10 @@ def measure(
     for rows, filled in evaluator.batches(model, range(len(samples)), batch):
         fed = [samples[row] for row in filled]
         if setting.mode == "teacher":
-            found = _teacher_forced(model, fed, setting, widest + most, butler, sinks, heads)
+            simulation = like._replace(selection=setting.selection, sparsity=setting.sparsity or 0.0)
+            found = _teacher_forced(model, fed, simulation, widest + most)
         else:
-            found = _generated(model, fed, setting, widest, most, butler, sinks, block)
+            found = _generated(model, fed, setting, widest, most, like, block)
         guessed += [row[: len(sample.answer_tokens)] for row, sample in zip(found[: len(rows)], fed, strict=False)]
         progress.update(len(rows))
     judged = [outcomes(row, sample.answer_tokens) for row, sample in zip(guessed, samples, strict=True)]
@@ -330,16 +332,14 @@ def command(flags: argparse.Namespace) -> None:
     samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]
 
     results = []
+    like = selections.DENSE._replace(butler=butler, sinks=flags.sinks, heads=flags.heads)
     with commands.progress_bar("sample", total=len(samples) * len(settings)) as progress:
         for setting in settings:
             make_room()
             progress.set_description(setting.title())
             results.append(
-                measure(
-                    model, samples, setting, butler=butler, sinks=flags.sinks, heads=flags.heads, block=flags.block,
-                    batch=flags.batch, progress=progress,
-                )
-            )  # fmt: skip
+                measure(model, samples, setting, like=like, block=flags.block, batch=flags.batch, progress=progress)
+            )
         progress.set_description("done")
     comparisons = compare(results, against)
     report.show(table(results), comparison_table(comparisons))
@@ -357,11 +357,9 @@ def _evicts(row: Mapping[str, Any]) -> str:
     return "" if row["evicts"] is None else report.evicts({**row, "budget": row["sparsity"]})
 
 
-def _teacher_forced(model, samples, setting, width, butler, sinks, heads) -> list[list[int]]:
+def _teacher_forced(model, samples, simulation, width) -> list[list[int]]:
     tokens = evaluator.padded([[*sample.tokens, *sample.answer_tokens] for sample in samples], width)
-    hidden = selections.hidden_states(
-        model, tokens, setting.selection, setting.sparsity or 0.0, butler=butler, sinks=sinks, heads=heads
-    )
+    hidden = simulation.hidden_states(model, tokens)
     most = max(len(sample.answer_tokens) for sample in samples)
     places = np.array([len(sample.tokens) - 1 for sample in samples])[:, None] + np.arange(most)
     likeliest = hosts.fetched(_likeliest(model, hidden, np.minimum(places, width - 1)))
@@ -373,18 +371,18 @@ def _likeliest(model: models.Decoder, hidden: Float[Array, "B T E"], places: Int
     return jnp.argmax(model.logits(jnp.take_along_axis(hidden, places[..., None], axis=1)), axis=-1)
 
 
-def _generated(model, samples, setting, width, most, butler, sinks, block) -> list[list[int]]:
+def _generated(model, samples, setting, width, most, like, block) -> list[list[int]]:
     tokens = evaluator.padded([sample.tokens for sample in samples], width)
     lengths = np.array([len(sample.tokens) for sample in samples])
     selection, given = setting.selection, dict[str, Any]()
     if setting.sparsity is not None:
         given["budget"] = round(1 - setting.sparsity, 4)
     if selection.source is not None:
-        given.update(select=selection.source, sinks=sinks)
+        given.update(select=selection.source, sinks=like.sinks)
     elif selection.policy is not None:  # the sinks are kept, within the budget
-        given["policy"] = selections.with_sinks(selection.policy, sinks)
+        given["policy"] = selections.with_sinks(selection.policy, like.sinks)
         given.update(when=setting.when, evict_every=setting.evict_every)
     if selection.needs_butler:
-        given["butler"] = butler
+        given["butler"] = like.butler
     out = models.generate(model, tokens, lengths=lengths, block=block, max_new_tokens=most, end=(), **given)
     return hosts.fetched(out.tokens).tolist()

@@ -124,6 +124,17 @@ def _predicts(setting: Setting) -> bool:
 NO_AIDS = Aids()
 
 
+class Feed(NamedTuple):
+    """How prompts are fed: the tokens of a block, the prompts of a batch, and what policies need besides the model."""
+
+    block: int = 128
+    batch: int = 16
+    aids: Aids = NO_AIDS
+
+
+FEED = Feed()
+
+
 class Prompt(Protocol):
     """A prompt's tokens. Those before ``context_end`` are known before the closing question is."""
 
@@ -213,7 +224,7 @@ def answers(
         >>> setting = evaluator.Setting("tova", 64, "block", "known")
         >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
         >>> found = evaluator.answers(
-        ...     model, prompts, setting, new_tokens=4, batch=1, block=32
+        ...     model, prompts, setting, new_tokens=4, feed=evaluator.Feed(block=32)
         ... )
         >>> [batch.tokens.shape for batch in found]
         [(1, 4)]
@@ -228,12 +239,10 @@ def answers_each(
     settings: Sequence[Setting],
     *,
     new_tokens: int,
-    block: int = 128,
-    batch: int = 16,
     end: tuple[int, ...] | None = (),
     rows: Mapping[Setting, Sequence[int]] | None = None,
     width: int = 0,
-    aids: Aids = NO_AIDS,
+    feed: Feed = FEED,
 ) -> Iterator[tuple[Setting, Batch]]:
     """Answer prompts under several settings; those that evict once, after the prompt, share its prefill.
 
@@ -245,7 +254,6 @@ def answers_each(
         rows: the prompts to answer under each setting, all by default. Buffers are sized by all prompts, so that a
             row's bytes do not depend on which others are answered.
         width: the least number of tokens that the prompts' buffers hold, so that tasks share compiled programs.
-        aids: what policies need besides the model.
 
     Returns:
         Each batch with its setting. The prefill seconds of a shared prompt are those of all its settings together.
@@ -260,11 +268,12 @@ def answers_each(
         ... ]
         >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
         >>> found = evaluator.answers_each(
-        ...     model, prompts, settings, new_tokens=4, block=32
+        ...     model, prompts, settings, new_tokens=4, feed=evaluator.Feed(block=32)
         ... )
         >>> [(setting.budget, batch.tokens.shape) for setting, batch in found]
         [(32, (1, 4)), (64, (1, 4))]
     """
+    block, batch, aids = feed
     asked_of = _Asked(model, prompts, new_tokens, block, batch, end, width, aids)
     wanted = {setting: range(len(prompts)) if rows is None else rows[setting] for setting in settings}
     for together in sharing(settings):
@@ -628,17 +637,14 @@ def run(
     settings: Sequence[Setting],
     store: results.Results,
     *,
-    block: int = 128,
-    batch: int = 16,
     labels: Mapping[str, Any] | None = None,
     progress: tqdm = QUIET,
-    aids: Aids = NO_AIDS,
+    feed: Feed = FEED,
 ) -> None:
     """Answer the samples that ``store`` does not hold yet, and add a record for each, batch by batch.
 
     Args:
         labels: fields that every record gets beside its sample and setting, such as the model's name.
-        aids: see :func:`answers_each`.
     """
     for group in groups:
         asked = [setting for setting in settings if setting.question in group.questions]
@@ -650,7 +656,7 @@ def run(
         end = model.config.eos if group.end is None else group.end
         for setting, found in answers_each(
             model, samples, [setting for setting in asked if missing[setting]], new_tokens=group.new_tokens,
-            block=block, batch=batch, end=end, rows=missing, width=_width(group), aids=aids,
+            end=end, rows=missing, width=_width(group), feed=feed,
         ):  # fmt: skip
             new = [(place, row) for place, row in enumerate(found.rows) if row in missing[setting]]
             store.add(
@@ -1069,8 +1075,8 @@ def command(
         store.check_made_of(labels, fingerprints)
         with commands.progress_bar("sample", total=total) as progress:
             (answer or run)(
-                model, tokenizer, groups, settings, store,
-                block=flags.block, batch=flags.batch, labels=labels, progress=progress, aids=aids,
+                model, tokenizer, groups, settings, store, labels=labels, progress=progress,
+                feed=Feed(flags.block, flags.batch, aids),
             )  # fmt: skip
             progress.set_description("done")
         together = None if answer else saved(settings, sum(group.size for group in groups))

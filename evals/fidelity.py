@@ -8,6 +8,7 @@ error includes that of the layers below it.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ import kvjax
 import models
 from evals import claims, evaluator, needle, report, statistics, tasks
 from kvjax.insertion import Cache
-from kvjax.paged import with_room
 from models import cli, commands, hosts
 from models.decoder import frequencies, rope_of_layer
 from models.programs import make_room
@@ -89,13 +89,13 @@ def outputs(
 
 def _for_more(cache: Cache, tokens: int) -> Cache:
     """Return the cache with room for tokens without eviction, which a layer with a sliding window may lack in pages."""
-    if isinstance(cache, kvjax.SplitCache):
-        return cache.map(lambda part: _for_more(part, tokens))
-    if not isinstance(cache, kvjax.PagedCache):
-        return cache
-    heads = cache.num_live.size
-    more = kvjax.pages_for(heads * tokens, heads, cache.page_size)
-    return with_room(cache, pages=cache.owner.shape[0] + more, most=cache.num_slots + tokens)
+
+    def of_part(part: kvjax.PagedCache) -> kvjax.PagedCache:
+        heads = math.prod(part.heads_shape)
+        more = kvjax.pages_for(heads * tokens, heads, part.page_size)
+        return part.resized(part.num_slots + tokens, part.num_pages + more)
+
+    return cache.map(of_part) if cache.paged else cache
 
 
 def differences(full: Outputs, evicted: Outputs, valid: np.ndarray) -> dict[str, np.ndarray]:

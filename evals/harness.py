@@ -18,7 +18,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -41,6 +41,24 @@ EXAMPLES = """examples:
   python -m evals lm_eval --tasks piqa --model_args pretrained=path/to/Llama-3.2-1B,select=quest,budget=0.5
   python -m evals lm_eval --tasks mine --include_path tasks --model_args pretrained=retriever,policy=h2o,budget=64
 """
+
+
+class Arguments(NamedTuple):
+    """What ``--model_args`` may say beside the model, with the harness' names; see :func:`model_class`."""
+
+    policy: str = "full"
+    budget: int | float | str | None = None
+    block: int = 128
+    when: When = "prompt"
+    select: str | None = None
+    butler: str | None = None
+    scorer: str | None = None
+    sinks: int = 4
+    batch_size: int | str = 8
+    max_length: int | None = None
+    max_gen_toks: int = 256
+    dtype: str | None = None
+    cache_dtype: str | None = None
 
 
 @functools.cache
@@ -73,29 +91,17 @@ def model_class() -> type:
             max_gen_toks: the number of new tokens where a task sets none.
         """
 
-        def __init__(
-            self,
-            pretrained: str = "retriever",
-            policy: str = "full",
-            budget: int | float | str | None = None,
-            block: int = 128,
-            when: When = "prompt",
-            select: str | None = None,
-            butler: str | None = None,
-            scorer: str | None = None,
-            sinks: int = 4,
-            batch_size: int | str = 8,
-            max_length: int | None = None,
-            max_gen_toks: int = 256,
-            dtype: str | None = None,
-            cache_dtype: str | None = None,
-            **ignored: Any,
-        ) -> None:
+        def __init__(self, pretrained: str = "retriever", **arguments: Any) -> None:
             super().__init__()
-            if unknown := set(ignored) - {"device", "max_batch_size"}:
+            arguments = {name: value for name, value in arguments.items() if name not in ("device", "max_batch_size")}
+            if unknown := set(arguments) - set(Arguments._fields):
                 raise ValueError(f"the model kvjax has no argument {', '.join(sorted(unknown))}; see --help.")
-            self.settings: dict[str, Any] = check_settings(policy, budget, block, when, select, sinks, cache_dtype)
-            self.batch = int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 0 else 8
+            given = Arguments(**arguments)
+            scorer, butler, select, dtype = given.scorer, given.butler, given.select, given.dtype
+            self.settings: dict[str, Any] = check_settings(
+                given.policy, given.budget, given.block, given.when, select, given.sinks, given.cache_dtype
+            )
+            self.batch = int(given.batch_size) if str(given.batch_size).isdigit() and int(given.batch_size) > 0 else 8
             self.model, self.text = evaluator.load_with_tokenizer(str(pretrained), dtype=dtype)
             asking = models.with_repeat_prompt(self.settings.get("policy"), self.text)
             if asking is not None and asking.needs.reconstruction is not None:
@@ -107,8 +113,8 @@ def model_class() -> type:
             if self.selection is not None and self.selection.needs_butler:
                 load_it = models.own_butler if butler is None else models.load_butler
                 self.butler = load_it(str(butler or pretrained), self.model, dtype=dtype)
-            self.max_length = max_length or self.model.config.max_positions
-            self.max_gen_toks = max_gen_toks
+            self.max_length = given.max_length or self.model.config.max_positions
+            self.max_gen_toks = given.max_gen_toks
 
         @classmethod
         def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> Any:
@@ -171,11 +177,11 @@ def model_class() -> type:
 
         def _predict(self, sequences: Any, counts: Any = None, on_row: Any = None) -> list[Predicted]:
             if self.selection is not None:
+                sparsity, sinks = round(1 - self.settings["budget"], 6), self.settings["sinks"]
+                simulation = selections.Simulation(self.selection, sparsity, self.butler, sinks)
                 return loglikelihood.simulate(
-                    self.model, sequences, self.selection, round(1 - self.settings["budget"], 6),
-                    butler=self.butler, sinks=self.settings["sinks"], block=self.settings["block"], batch=self.batch,
-                    on_row=on_row,
-                )  # fmt: skip
+                    self.model, sequences, simulation, block=self.settings["block"], batch=self.batch, on_row=on_row
+                )
             # Text without a prompt has no end at which to evict once, so each block is evicted from.
             settings = self.settings if counts is not None else {**self.settings, "when": "block"}
             return loglikelihood.predict(self.model, sequences, counts, **settings, batch=self.batch, on_row=on_row)

@@ -18,9 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
-from evals import selections
 from evals.evaluator import batches, padded
-from evals.selections import Heads, Method
+from evals.selections import Simulation
 from kvjax.chains import policy_of
 from kvjax.insertion import Cache
 from kvjax.policy import Policy
@@ -103,12 +102,8 @@ def predict(
 def simulate(
     model: models.Decoder,
     sequences: Sequence[Sequence[int]],
-    selection: Method,
-    sparsity: float,
+    simulation: Simulation,
     *,
-    butler: models.Butler | None = None,
-    sinks: int = 4,
-    heads: Heads = "query",
     block: int = 128,
     batch: int = 8,
     reference: Sequence[Float[np.ndarray, "T E"]] | None = None,
@@ -119,7 +114,7 @@ def simulate(
 
     Args:
         sequences: tokens, at least two per sequence.
-        selection, sparsity, butler, sinks, heads: see :func:`evals.selections.simulate`.
+        simulation: the selection, its sparsity, and what it reads.
         block: sequences are padded to a multiple of it, so that few shapes are compiled.
         batch, reference, keep_hidden, on_row: see :func:`predict`.
 
@@ -129,11 +124,11 @@ def simulate(
     Example:
         >>> import models
         >>> from evals import loglikelihood
-        >>> from evals.selections import parse_selection
+        >>> from evals.selections import Simulation, parse_selection
         >>> model, tokenizer = models.load("retriever")
         >>> sequence = tokenizer.encode("The river was calm.")
         >>> found = loglikelihood.simulate(
-        ...     model, [sequence], parse_selection("streaming"), 0.5, block=8
+        ...     model, [sequence], Simulation(parse_selection("streaming"), 0.5), block=8
         ... )
         >>> found[0].greedy.shape == (len(sequence) - 1,)
         True
@@ -142,8 +137,7 @@ def simulate(
     def fed_through(fed: list[int]) -> tuple[np.ndarray, Array]:
         longest = max(len(sequences[row]) for row in fed)
         tokens = padded([sequences[row] for row in fed], -(-longest // block) * block)
-        hidden = selections.hidden_states(model, tokens, selection, sparsity, butler=butler, sinks=sinks, heads=heads)
-        return tokens, hidden[:, :-1]
+        return tokens, simulation.hidden_states(model, tokens)[:, :-1]
 
     return _collected(model, sequences, batch, fed_through, reference, keep_hidden, on_row)
 

@@ -131,7 +131,7 @@ def measure(
     correct: dict[Setting, dict[int, bool]] = {setting: {} for setting in settings}
     parts: dict[Setting, list[evaluator.Batch]] = {setting: [] for setting in settings}
     for setting, part in evaluator.answers_each(
-        model, samples, settings, new_tokens=answer_length, block=block, batch=batch, aids=aids
+        model, samples, settings, new_tokens=answer_length, feed=evaluator.Feed(block, batch, aids)
     ):
         parts[setting].append(part)
         progress.set_description(setting.title())

@@ -33,7 +33,7 @@ import kvjax
 import models
 from evals import evaluator, loglikelihood, report, selections, statistics, texts
 from evals.evaluator import Setting
-from evals.selections import Heads, Method
+from evals.selections import Method, Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When
 from models import cli, commands
@@ -113,19 +113,15 @@ def full_losses(model: models.Decoder, chunks: Int[np.ndarray, "n T"], **options
     Args:
         options: ``batch``, ``counted`` and ``progress`` of :func:`losses`.
     """
-    return losses(model, chunks, selections.parse_selection("full"), 0.0, keep_hidden=True, **options)
+    return losses(model, chunks, selections.DENSE, keep_hidden=True, **options)
 
 
 def losses(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    selection: Method,
-    sparsity: float,
+    simulation: Simulation,
     *,
     full: Losses | None = None,
-    butler: models.Butler | None = None,
-    sinks: int = 4,
-    heads: Heads = "query",
     batch: int = 4,
     counted: int | None = None,
     progress: tqdm = evaluator.QUIET,
@@ -134,17 +130,20 @@ def losses(
     """Measure a selection.
 
     Args:
-        selection, sparsity, butler, sinks, heads: see :func:`evals.selections.simulate`.
+        simulation: the selection, its sparsity, and what it reads.
         full: the result of :func:`full_losses`; without it there is no divergence (NaN).
         batch: the number of chunks per batch.
         counted: count only the last so many tokens of each chunk.
         keep_hidden: whether to keep the hidden states.
     """
     found = loglikelihood.simulate(
-        model, chunks.tolist(), selection, sparsity, butler=butler, sinks=sinks, heads=heads, block=1, batch=batch,
+        model, chunks.tolist(), simulation, block=1, batch=batch,
         reference=None if full is None else full.hidden, keep_hidden=keep_hidden, on_row=lambda *_: progress.update(),
     )  # fmt: skip
     return _losses(found, counted)
+
+
+FEED = evaluator.Feed(block=32, batch=4)
 
 
 def policy_losses(
@@ -153,27 +152,24 @@ def policy_losses(
     setting: Setting,
     *,
     full: Losses | None = None,
-    block: int = 32,
-    batch: int = 4,
     counted: int | None = None,
     progress: tqdm = evaluator.QUIET,
-    aids: evaluator.Aids = evaluator.NO_AIDS,
+    feed: evaluator.Feed = FEED,
 ) -> Losses:
     """Measure a policy that evicts after every block, or once before the last ``counted`` tokens of each chunk.
 
     Args:
         setting: policy, budget and moment; see :func:`models.prefill`.
-        full, batch, counted: see :func:`losses`.
-        aids: see :class:`evals.evaluator.Aids`.
+        full, counted: see :func:`losses`.
 
     Raises:
         ValueError: the policy evicts once and ``counted`` is None, so that all tokens would be predicted before it
             does.
     """
-    once = _check_told(setting, counted)
+    once, aids = _check_told(setting, counted), feed.aids
     found = loglikelihood.predict(
         model, chunks.tolist(), [counted or 0] * len(chunks) if once else None, policy=aids.policy(setting),
-        budget=setting.budget, block=block, when=setting.when, batch=batch, cache_dtype=setting.cache_dtype,
+        budget=setting.budget, block=feed.block, when=setting.when, batch=feed.batch, cache_dtype=setting.cache_dtype,
         reference=None if full is None else full.hidden, on_row=lambda *_: progress.update(), **aids.of(setting),
     )  # fmt: skip
     return _losses(found, counted)
@@ -201,6 +197,7 @@ def measure(
     chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
+    like: Simulation = selections.DENSE,
     progress: tqdm = evaluator.QUIET,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -210,6 +207,7 @@ def measure(
 
     Args:
         full: the result of :func:`full_losses`.
+        like: has what the selections read beside the model.
         options: see :func:`losses`.
 
     Returns:
@@ -225,7 +223,8 @@ def measure(
         progress.set_description(f"{selection}, sparsity {sparsity:g}")
         found = full
         if sparsity:
-            found = losses(model, chunks, selection, sparsity, full=full, progress=progress, **options)
+            simulation = like._replace(selection=selection, sparsity=sparsity)
+            found = losses(model, chunks, simulation, full=full, progress=progress, **options)
         results.append(_row(selection, sparsity, found, full))
     return results
 
@@ -236,7 +235,7 @@ def measure_policies(
     full: Losses,
     settings: Sequence[Setting],
     *,
-    block: int = 32,
+    feed: evaluator.Feed = FEED,
     progress: tqdm = evaluator.QUIET,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -255,9 +254,9 @@ def measure_policies(
     for setting in settings:
         make_room()
         progress.set_description(f"{setting.policy}, budget {setting.budget}, {setting.when}")
-        found = policy_losses(model, chunks, setting, full=full, block=block, progress=progress, **options)
+        found = policy_losses(model, chunks, setting, full=full, feed=feed, progress=progress, **options)
         told = {name: setting.row()[name] for name in ("policy", "budget", "when", "evicts", "cache_dtype")}
-        results.append({**told, "block": block, **against(found, full)})
+        results.append({**told, "block": feed.block, **against(found, full)})
     return results
 
 
@@ -435,7 +434,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.against is not None and flags.policies is None:
         flags.select += f",{flags.against}"
     chosen = selections.parse_selections(flags.select)
-    sparsities = selections.parse_sparsities(flags.sparsity)
+    selections.parse_sparsities(flags.sparsity)
     settings = [] if flags.policies is None else make_settings(flags)
     evaluator.check_least(flags, block=1, batch=1)
     selections.check_flags(flags)
@@ -446,7 +445,7 @@ def command(flags: argparse.Namespace) -> None:
     made_of = evaluator.made_of(model, tokenizer, butler or aids.butler, scorer=aids.scorer) | {
         "text": texts.digest(text)
     }
-    run(flags, "perplexity", "Perplexity", made_of, model, chunks, chosen, sparsities, butler, settings, aids)
+    run(flags, "perplexity", made_of, model, chunks, settings, aids._replace(butler=butler or aids.butler))
 
 
 def make_settings(flags: argparse.Namespace) -> list[Setting]:
@@ -516,20 +515,21 @@ def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse
     return make_chunks(tokenizer, text, flags.chunk, flags.sequences, flags.stride)
 
 
+TITLES = {"perplexity": "Perplexity", "oracles": "Oracles and simple signals"}
+
+
 def run(
     flags: argparse.Namespace,
     name: str,
-    title: str,
     made_of: Mapping[str, str],
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    chosen: Sequence[Method],
-    sparsities: Sequence[float],
-    butler: models.Butler | None,
     settings: Sequence[Setting] = (),
     aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> None:
-    """Measure all settings, print the tables, and write the files that the flags ask for."""
+    """Measure all settings, print the tables, and write the files that the flags ask for; the picture has a title."""
+    chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
+    like = selections.DENSE._replace(butler=aids.butler, sinks=flags.sinks, heads=flags.heads)
     for setting in settings:  # all settings are checked before the first is run
         models.stream(
             model, chunks[: flags.batch, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
@@ -539,14 +539,13 @@ def run(
     total = steps(chosen, sparsities, len(chunks), len(settings))
     with commands.progress_bar("chunk", total=total) as progress:
         progress.set_description("full")
-        shared: dict[str, Any] = dict(batch=flags.batch, counted=flags.stride, progress=progress)
-        full = full_losses(model, chunks, **shared)
-        results = measure(
-            model, chunks, full, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads, **shared
-        )
+        shared: dict[str, Any] = dict(counted=flags.stride, progress=progress)
+        full = full_losses(model, chunks, batch=flags.batch, **shared)
+        results = measure(model, chunks, full, chosen, sparsities, like=like, batch=flags.batch, **shared)
         evicted = []
         if settings:  # the figures of TokenButler run no policies, and have no --block
-            evicted = measure_policies(model, chunks, full, settings, block=flags.block, aids=aids, **shared)
+            feed = evaluator.Feed(flags.block, flags.batch, aids)
+            evicted = measure_policies(model, chunks, full, settings, feed=feed, **shared)
         progress.set_description("done")
     named = getattr(flags, "against", None)
     of_selections = "butler" if named is None or settings else str(selections.parse_selection(named))
@@ -560,7 +559,7 @@ def run(
         "comparisons": comparisons,
         **({"policies": evicted, "policy_comparisons": gains} if evicted else {}),
     }
-    title = f"{title} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
+    title = f"{TITLES[name]} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
     of_budgets = [r for r in evicted if r["budget"] is not None]
     report.write(flags, figures, made_of, lambda path: perplexity_lines(results, of_budgets, path, title=title))
 

@@ -272,6 +272,24 @@ def hidden_states(
     return _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk)
 
 
+class Simulation(NamedTuple):
+    """A selection at a sparsity, and what it reads beside the model; see :func:`hidden_states`."""
+
+    selection: Method
+    sparsity: float = 0.0
+    butler: models.Butler | None = None
+    sinks: int = 4
+    heads: Heads = "query"
+
+    def hidden_states(self, model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T E"]:
+        """Return the hidden states of whole sequences."""
+        beside: Any = dict(butler=self.butler, sinks=self.sinks, heads=self.heads)
+        return hidden_states(model, tokens, self.selection, self.sparsity, **beside)
+
+
+DENSE = Simulation(parse_selection("full"))
+
+
 def hits(
     model: models.Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
@@ -491,10 +509,13 @@ def _checked(model, tokens, selection, sparsity, butler, sinks, chunk) -> tuple[
 class _Layer:
     """One layer's sequences, read by the queries of some rows at a time; ``arrays`` hold the inputs per row."""
 
-    def __init__(self, index, sliding_window, soft_cap, query, key, value, source, foreseen, other):
+    def __init__(self, context: kvjax.Context, rows, source, other):
+        query, key, value = rows
         B, T, K, D = key.shape
-        self.index, self.sliding_window, self.soft_cap = index, sliding_window, soft_cap
-        self.source, self.foreseen = source, foreseen
+        self.index: Any = context.layer
+        self.sliding_window, self.soft_cap = context.sliding_window, context.soft_cap
+        self.source = source
+        self.foreseen: Any = (foreseen := context.predicted)
         self.query, self.key, self.value = query, key.swapaxes(1, 2), value.swapaxes(1, 2)  # keys [B, K, T, D]
         self.position = jnp.broadcast_to(jnp.arange(T), (B, T))
         self.slots = jnp.broadcast_to(jnp.arange(T), (B, K, T))
@@ -578,8 +599,8 @@ def _run(model, tokens, butler, source, of_layer):
         if predicted is not None:
             of_this = (jax.lax.dynamic_index_in_dim(x, index - 1, keepdims=False) for x in predicted)
             foreseen = kvjax.Prediction(*of_this)
-        cap = config.attention_soft_cap
-        out, output = of_layer(_Layer(index, sliding_window, cap, query, key, value, source, foreseen, other))
+        context = kvjax.Context(index, sliding_window, predicted=foreseen, soft_cap=config.attention_soft_cap)
+        out, output = of_layer(_Layer(context, (query, key, value), source, other))
         if follows == {"previous"}:
             other = query, key
         elif follows == {"first"}:
@@ -684,8 +705,8 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) 
             jnp.full((B, 1), at),
             policy=policy,
             budget=budget + sinks,
-            excess=1,
             context=kvjax.Context(
+                excess=1,
                 layer=layer.index,  # the cache holds one layer, but some scores depend on its index
                 sliding_window=layer.sliding_window,
                 frequency=frequency,

@@ -250,8 +250,8 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     for group in groups:
         try:
             evaluator.run(
-                model, tokenizer, [group], settings, store,
-                block=flags.block, batch=flags.batch, labels=labels, progress=progress, aids=aids,
+                model, tokenizer, [group], settings, store, labels=labels, progress=progress,
+                feed=evaluator.Feed(flags.block, flags.batch, aids),
             )  # fmt: skip
         except ValueError as error:
             if hosts.several():

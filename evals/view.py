@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import argparse
 import base64
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Array, Bool, Int
 
 import kvjax
 import models
 from evals import evaluator, page, tasks
 from kvjax.schedule import When
 from models import commands, provenance
-from models.steps import AnyCache
+from models.layer_caches import AnyCache
 
 TEMPLATE = Path(__file__).with_name("view.html")
 NEVER = 0xFFFF
@@ -79,38 +82,34 @@ def held_tokens(cache: AnyCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
     """
     L, _, K = cache.heads_shape
     found = np.zeros((L * K, tokens + 1), bool)  # the last column takes free slots
-    position = np.asarray(cache.position)
-    if isinstance(cache, kvjax.SplitCache):
-        position = np.stack([cache.layer(layer).position for layer in range(L)])
-    if isinstance(cache, kvjax.PagedCache):
-        owner = np.asarray(cache.owner)
-        rows, position = owner[owner >= 0], position[owner >= 0]
-    else:
-        rows, position = np.arange(L * K), position.reshape(L * K, -1)
-    found[rows[:, None], np.where(position >= 0, position, tokens)] = True
+    position = np.asarray(_positions(cache)).reshape(L * K, -1)
+    found[np.arange(L * K)[:, None], np.where(position >= 0, position, tokens)] = True
     return found[:, :tokens].reshape(L, K, tokens)
+
+
+@jax.jit
+def _positions(cache: AnyCache) -> Int[Array, "L B K S"]:
+    return jnp.stack([cache.layer(layer).position for layer in range(cache.heads_shape[0])])
 
 
 def trace(
     model: models.Decoder,
     tokenizer: models.Tokenizer,
     tokens: Sequence[int],
-    *,
-    policy: str,
-    budget: int | float | None,
-    block: int,
-    when: When,
-    question: int,
-    new_tokens: int,
-    scorer: models.Scorer | None = None,
+    options: models.Options,
+    question: int = 0,
 ) -> dict[str, Any]:
     """Answer a prompt, and return the tokens that were held after each block and each step.
+
+    Args:
+        options: has a policy's short name.
+        question: how many of the last tokens are not known when the prompt is compressed.
 
     Returns:
         ``answer``; ``pieces`` of the answer's tokens; ``steps``; ``entered`` and ``left`` in base64, 16 bits per
         number.
     """
-    length, total = len(tokens), len(tokens) + new_tokens
+    length, total = len(tokens), len(tokens) + options.max_new_tokens
     followed: Trace | None = None
     fed = 0
 
@@ -126,8 +125,8 @@ def trace(
 
     said: list[int] = []
     steps = models.stream(
-        model, np.array([list(tokens)], np.int32), policy=models.with_repeat_prompt(policy, tokenizer), budget=budget,
-        block=block, when=when, question=question, max_new_tokens=new_tokens, scorer=scorer, on_block=after_block,
+        model, np.array([list(tokens)], np.int32), options=options,
+        policy=models.with_repeat_prompt(options.policy, tokenizer), question=question, on_block=after_block,
     )  # fmt: skip
     for token, cache in steps:
         if followed is not None and said:
@@ -138,8 +137,8 @@ def trace(
     encode = lambda array: base64.b64encode(array.astype("<u2").tobytes()).decode()  # noqa: E731
     layers, heads, _ = followed.left.shape
     return {
-        "policy": policy,
-        "budget": budget,
+        "policy": options.policy,
+        "budget": options.budget,
         "layers": layers,
         "heads": heads,
         "answer": tokenizer.decode(kept),
@@ -207,15 +206,17 @@ def command(flags: argparse.Namespace) -> None:
     blocks = math.ceil(len(tokens) / flags.block)
     if blocks + flags.max_new_tokens + 2 >= NEVER:
         raise ValueError(f"{len(tokens):,} tokens in blocks of {flags.block} are too many steps; give larger blocks.")
-    shared: dict[str, Any] = dict(block=flags.block, when=flags.when, question=question)
-    runs: list[dict[str, Any]] = [
-        dict(policy=policy, budget=None if policy == "full" else budget, scorer=scorers.get(policy), **shared)
+    shared = models.Options(block=flags.block, when=flags.when, max_new_tokens=flags.max_new_tokens)
+    runs = [
+        dataclasses.replace(
+            shared, policy=policy, budget=None if policy == "full" else budget, scorer=scorers.get(policy)
+        )
         for policy in policies
     ]
-    for given in runs:  # all policies are checked before the first is run
-        models.stream(model, np.array([list(tokens)], np.int32), max_new_tokens=flags.max_new_tokens, **given)
+    for options in runs:  # all policies are checked before the first is run
+        models.stream(model, np.array([list(tokens)], np.int32), options=options, question=question)
     bar = commands.progress_bar("policy", over=runs)
-    traces = [trace(model, tokenizer, tokens, new_tokens=flags.max_new_tokens, **given) for given in bar]
+    traces = [trace(model, tokenizer, tokens, options, question) for options in bar]
     data = {
         "title": "What did each policy forget?",
         "model": flags.model,

@@ -6,15 +6,19 @@ observe        inserts the block, attends over all live slots, and has the polic
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention_pages import observe_pages, observe_parts
 from kvjax.block_checks import check_shapes, checked_budget
-from kvjax.cache import KVCache, put_back
+from kvjax.cache import put_back
 from kvjax.eviction import Budget, Evidence, evict_by
-from kvjax.insertion import Cache, arrays_of, checked_block
+from kvjax.insertion import Cache, checked_block
 from kvjax.layer import (
+    LayerBlock,
     ask,
     attend_heads,
     choosable,
@@ -28,7 +32,7 @@ from kvjax.layer import (
     with_scores,
 )
 from kvjax.observation import Context, Needs
-from kvjax.paged import PagedCache, insert_paged
+from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_measured, check_policy
 from kvjax.split import SplitCache
@@ -43,7 +47,6 @@ def attend(
     *,
     policy: Policy | str | None = None,
     budget: Budget | None = None,
-    excess: int | None = None,
     context: Context = Context(),
 ) -> tuple[Float[Array, "B T N D"], Cache]:
     """Attend over the cache and the block itself, then evict until each head holds at most ``budget`` tokens.
@@ -62,14 +65,12 @@ def attend(
         budget: tokens that each head keeps (on average, under an uneven allocation), one number or one per row; with
             None the policy observes, but evicts nothing. A share is not accepted, for a block does not know how long
             its prompt is.
-        excess: a promise that no head will hold more than ``budget + excess`` tokens, for which there is room; see
-            :func:`kvjax.evict`.
         context: what the layer provides: its number in a stacked cache, a sliding window, and so on.
 
     Returns:
         The attention's output and the cache. Under jit, a row whose tokens do not fit into the cache is NaN from then
-        on, unless ``excess`` promises that they do. Gradients flow through attention, but reverse mode does not support
-        a paged cache, whose pages move in a loop of unknown length.
+        on, unless ``context.excess`` promises that they do. Gradients flow through attention, but reverse mode does not
+        support a paged cache, whose pages move in a loop of unknown length.
 
     Raises:
         ValueError: if shapes do not fit; if the tokens do not fit into the cache (under jit, into what a known budget
@@ -92,40 +93,36 @@ def attend(
         ([[4]], [6])
     """
     check_shapes(cache, query, key, value)
-    policy, budget = checked_budget(cache, query, position, policy, budget, excess, context)
+    policy, budget = checked_budget(cache, query, position, policy, budget, context)
     stacked = len(cache.heads_shape) == 3
-    together = stacked and policy is not None and not (policy.allocation.one_layer and isinstance(cache, KVCache))
+    together = stacked and policy is not None and not (policy.allocation.one_layer and not cache.paged)
     if policy is not None and budget is not None and together:
-        kind = "plain" if isinstance(cache, KVCache) else "paged"
+        kind = "paged" if cache.paged else "plain"
         raise ValueError(
             f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]} layers: observe "
             "each layer with kvjax.observe, then evict once."
         )
-    key, value, position = _checked(cache, query, key, value, position, policy, context)
-    return attend_unchecked(cache, query, key, value, position, policy, budget, excess, context)
+    block = _checked(cache, query, key, value, position, policy, context)
+    return attend_unchecked(cache, block, policy, budget, context)
 
 
 def attend_unchecked(
-    cache: Cache,
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"],
+    cache: Any,
+    block: LayerBlock,
     policy: Policy | None,
     budget: Budget | None,
-    excess: int | None,
     context: Context,
-) -> tuple[Float[Array, "B T N D"], Cache]:
+) -> tuple[Float[Array, "B T N D"], Any]:
     """Run :func:`attend` without its checks, for callers that have made the cache for the policy and the block."""
-    room = policy is not None and budget is not None and excess is not None
-    out, cache, evidence = observe_unchecked(cache, query, key, value, position, policy, budget, context, room)
+    room = policy is not None and budget is not None and context.excess is not None
+    out, cache, evidence = observe_unchecked(cache, block, policy, budget, context, room)
     if evidence is None or budget is None:
         return out, cache
-    if not isinstance(cache, KVCache):
+    if cache.paged:
         empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
         evidence = empty.with_layer(cache, None, evidence)
-    layer = layer_index(cache, context)
-    return out, evict_by(cache, evidence, budget, layer=layer, excess=excess, implementation=context.implementation)
+    options: Any = dict(layer=layer_index(cache, context), excess=context.excess)
+    return out, evict_by(cache, evidence, budget, **options, implementation=context.implementation)
 
 
 def observe(
@@ -173,10 +170,10 @@ def observe(
         12
     """
     check_shapes(cache, query, key, value)
-    policy, budget = checked_budget(cache, query, position, policy, budget, None, context)
-    key, value, position = _checked(cache, query, key, value, position, policy, context)
-    out, cache, evidence = observe_unchecked(cache, query, key, value, position, policy, budget, context)
-    if evidence is not None and isinstance(cache, KVCache):
+    policy, budget = checked_budget(cache, query, position, policy, budget, context)
+    block = _checked(cache, query, key, value, position, policy, context)
+    out, cache, evidence = observe_unchecked(cache, block, policy, budget, context)
+    if evidence is not None and not cache.paged:
         evidence = with_scores(evidence, layer_of(cache, context))
     return out, cache, evidence
 
@@ -189,49 +186,44 @@ def _checked(
     position: Int[Array, "B T"] | None,
     policy: Policy | None,
     context: Context,
-) -> tuple[Float[Array, "B T K D"], Float[Array, "B T K D"], Int[Array, "B T"]]:
-    """Return a block's keys, values and positions, after checks that they and the policy fit the cache."""
+) -> LayerBlock:
+    """Return a block, after checks that it and the policy fit the cache."""
     N, K = query.shape[2], cache.heads_shape[-1]
     if policy is not None:
-        check_policy(policy, arrays_of(cache), N // K)
-        heads = cache.all_heads if isinstance(cache, PagedCache) else K
-        check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, heads)
+        check_policy(policy, cache.arrays, N // K)
+        check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.all_heads)
     layer = layer_index(cache, context)
     key, value, position, _ = checked_block(cache, key, value, position, layer, query_heads=N)
-    return key, value, position
+    return LayerBlock(query, key, value, position)
 
 
+@functools.singledispatch
 def observe_unchecked(
-    cache: Cache,
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"],
+    cache: Any,
+    block: LayerBlock,
     policy: Policy | None,
     budget: Budget | None,
     context: Context,
     room: bool = False,
-) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
+) -> tuple[Float[Array, "B T N D"], Any, Evidence | None]:
     """Run :func:`observe` without its checks; an even allocation's scores may still be :class:`kvjax.Weights`.
 
     Args:
         room: a promise that the block fits.
     """
-    if isinstance(cache, SplitCache):
-        return observe_parts(cache, query, key, value, position, policy, budget, context)
-    query, key, value, context = prepared(cache, query, key, value, position, context)
-    needs, shares = Needs() if policy is None else policy.needs, shares_of(cache, budget)
-    if isinstance(cache, PagedCache):
-        cache = insert_paged(cache, key, value, position, layer_index(cache, context), room)
-        return observe_pages(cache, query, position, policy, shares, context)
-    assert isinstance(cache, KVCache)
-    cache, taken = inserted(cache, key, value, position, context, room)
-    out, columns, query, here = attend_heads(taken, query, position, needs, context, cache)
+    block, context = prepared(cache, block, context)
+    needs, position = Needs() if policy is None else policy.needs, block.position
+    cache, taken = inserted(cache, block, context, room)
+    out, columns, query, here = attend_heads(taken, block.query, position, needs, context, cache)
     if policy is None:
         return out, put_back(cache, taken, layer_index(cache, context)), None
     here, K = choosable(here, context), cache.heads_shape[-1]
-    evidence, state = ask(policy, here, query, position, columns, jnp.arange(K), shares, context)
+    evidence, state = ask(policy, here, query, position, columns, jnp.arange(K), shares_of(cache, budget), context)
     evidence = of_layer(policy, evidence, K)
     if not policy.allocation.even:
         evidence = with_scores(evidence, here)
     return out, updated(cache, taken, here.position, state, context), evidence
+
+
+observe_unchecked.register(PagedCache, observe_pages)
+observe_unchecked.register(SplitCache, observe_parts)

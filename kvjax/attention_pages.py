@@ -16,6 +16,7 @@ from kvjax.cache import HeadState
 from kvjax.eviction import Budget, Evidence
 from kvjax.insertion import within
 from kvjax.layer import (
+    LayerBlock,
     ask,
     attend_heads,
     attended,
@@ -28,26 +29,28 @@ from kvjax.layer import (
     with_scores,
 )
 from kvjax.observation import Context, Needs
-from kvjax.paged import PagedCache, insert_paged, write_layer
+from kvjax.paged import PagedCache
 from kvjax.policy import Policy
-from kvjax.split import HEADS, PARTS, ROWS, SplitCache
+from kvjax.split import HEADS, OF_ROWS, OF_TOKENS, PARTS, SAME, SplitCache
 from kvjax.topk import summed
 
 
 def observe_pages(
     cache: PagedCache,
-    query: Float[Array, "B T N D"],
-    position: Int[Array, "B T"],
+    block: LayerBlock,
     policy: Policy | None,
-    budget: Int[Array, "B"],
+    budget: Budget | None,
     context: Context,
+    room: bool = False,
 ) -> tuple[Float[Array, "B T N D"], PagedCache, Evidence | None]:
     """Observe a block in a paged cache, whose pages attention reads in place.
 
     What else a policy reads of the pages is copied one head at a time. So are keys that are turned before attention.
     """
-    B, T, N, _ = query.shape
-    K, layer = cache.heads_shape[-1], layer_index(cache, context)
+    block, context = prepared(cache, block, context)
+    query, key, value, position = block
+    (B, T, N, _), K, layer = query.shape, cache.heads_shape[-1], layer_index(cache, context)
+    cache, shares = cache.insert(key, value, position, layer, room), shares_of(cache, budget)
     needs = Needs() if policy is None else policy.needs
     turned = cache.positions == "compact"
     out: Any = None
@@ -83,7 +86,7 @@ def observe_pages(
         assert policy is not None
         # XLA copies only those parts of ``here`` that the policy reads.
         here, number = choosable(here, own), (cache.first_head + head)[None]
-        evidence, state = ask(policy, here, mine, position, own_columns, number, budget, own)
+        evidence, state = ask(policy, here, mine, position, own_columns, number, shares, own)
         return out, state, with_scores(evidence, here)
 
     heads_out, state, evidence = jax.lax.map(of_head, jnp.arange(K))
@@ -96,7 +99,7 @@ def observe_pages(
         if isinstance(part, HeadState):
             value = part.value[:, :, 0].swapaxes(0, 1)  # [K, B, 1, ...] -> [B, K, ...]
             return HeadState(value if layer is None else whole.value.at[layer].set(value))
-        return write_layer(cache, whole, part[:, :, 0].swapaxes(0, 1), layer)
+        return cache.write_layer(whole, part[:, :, 0].swapaxes(0, 1), layer)
 
     state = jax.tree.map(put, cache.state, state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
     names = ("scores", "protected", "stays", "measured")  # of each head; the others are alike
@@ -113,39 +116,25 @@ def observe_pages(
 
 def observe_parts(
     cache: SplitCache,
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"],
+    block: LayerBlock,
     policy: Policy | None,
     budget: Budget | None,
     context: Context,
+    room: bool = False,
 ) -> tuple[Float[Array, "B T N D"], SplitCache, Evidence | None]:
     """Observe a block on each device of a mesh, for its own rows and heads."""
-    B = query.shape[0]
-    rows, heads = PartitionSpec(ROWS), PartitionSpec(ROWS, None, HEADS)
     of_text = context.frequency is None or context.frequency.shape[0] == 1  # one row of frequencies for all
     axes: Any = dict(
-        layer=PartitionSpec(), sliding_window=PartitionSpec(), frequency=PartitionSpec() if of_text else rows,
-        projection=PartitionSpec(HEADS), predicted=heads, reconstructed=rows, tokens=rows,
+        layer=SAME, sliding_window=SAME, frequency=SAME if of_text else OF_ROWS, projection=PartitionSpec(HEADS),
+        predicted=OF_TOKENS, reconstructed=OF_ROWS, tokens=OF_ROWS,
     )  # fmt: skip
+    of_block: Any = LayerBlock(OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_ROWS)
     given = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}
-    if budget is not None:
-        budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,))
-
-    def of_part(part: PagedCache, query: Array, key: Array, value: Array, position: Any, budget: Any, context: Context):
-        query, key, value, context = prepared(part, query, key, value, position, context)
-        part = insert_paged(part, key, value, position, layer_index(part, context))
-        return observe_pages(part, query, position, policy, shares_of(part, budget), context)
-
     out, parts, evidence = cache.read(
-        of_part,
-        (query, heads),
-        (key, heads),
-        (value, heads),
-        (position, rows),
-        (budget, rows),
+        lambda part, block, budget, context: observe_pages(part, block, policy, budget, context, room),
+        (block, of_block),
+        (shares_of(cache, budget), OF_ROWS),
         (context, dataclasses.replace(context, **given)),
-        outputs=(heads, PARTS, PARTS),
+        outputs=(OF_TOKENS, PARTS, PARTS),
     )
     return out, SplitCache(parts), evidence

@@ -7,17 +7,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import KVCache
 from kvjax.capacity import Layout
 from kvjax.chains import policy_of
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Budget
-from kvjax.insertion import Cache, arrays_of, check_cache, check_fits
+from kvjax.insertion import Cache, check_cache, check_fits
 from kvjax.observation import Context
 from kvjax.paged import pages_for
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_budget, check_policy_given
-from kvjax.split import SplitCache
 
 
 def check_shapes(
@@ -43,7 +41,7 @@ def check_shapes(
     """
     check_cache(cache)
     B, K = cache.heads_shape[-2:]
-    D = arrays_of(cache).head_dim
+    D = cache.arrays.head_dim
     shapes = query.shape, key.shape, value.shape
     fit = all(len(shape) == 4 and shape[0] == B and shape[3] == D for shape in shapes)
     if not fit or key.shape != value.shape or query.shape[1] != key.shape[1]:
@@ -64,14 +62,13 @@ def checked_budget(
     position: Int[Array, "B T"] | None,
     policy: Policy | str | None,
     budget: Budget | None,
-    excess: int | None,
     context: Context,
 ) -> tuple[Policy | None, Any]:
     """Return the policy and the budget (int32) of a block, after checks that they are valid and that the block fits."""
     policy, T = policy_of(policy), query.shape[1]
     if len(cache.heads_shape) == 3 and context.layer is None:
         raise ValueError("the cache stacks layers; give the number of one with context=kvjax.Context(layer=...).")
-    known = not isinstance(cache, SplitCache) and is_known(cache.position, position, context.layer)
+    known = is_known(cache.position, position, context.layer)
     if not known:  # else insert checks the cache's contents
         check_fits(cache, T, position)
     check_policy_given(policy, budget)
@@ -89,7 +86,7 @@ def checked_budget(
     for number in np.unique(budget):
         check_budget(policy, int(number))
     if not known:
-        entering = T if excess is None else min(T, excess)
+        entering = T if context.excess is None else min(T, context.excess)
         _check_room(cache, policy, np.broadcast_to(budget, B), entering, context.sliding_window)
     return policy, np.asarray(budget, np.int32)
 
@@ -102,11 +99,11 @@ def _check_room(
     A block that fills the whole cache can only be the first one, and fits. In a model with sliding windows pages are
     counted for this layer alone: others may have smaller windows.
     """
-    if entering == cache.num_slots and isinstance(cache, KVCache):
+    if entering == cache.num_slots and not cache.paged:
         return
     if window is not None and is_known(window):
         budget = np.minimum(budget, int(window))
-    elif window is not None and not isinstance(cache, KVCache):
+    elif window is not None and cache.paged:
         return
     *L, B, K = cache.heads_shape
     layers = L[0] if L else 1
@@ -116,9 +113,9 @@ def _check_room(
             f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots "
             f"per head: make it with {held + entering}, or give a smaller budget or block."
         )
-    if not isinstance(cache, KVCache):
+    if cache.paged:
         windows = (None,) * layers if window is None else (int(window),)
-        devices, ways = cache.ways if isinstance(cache, SplitCache) else (1, 1)
+        devices, ways = cache.ways
         heads = len(windows) * K // ways  # those of other rows have no pages to give
         layout = Layout(K, windows, policy.allocation, ways=(devices, ways))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -30,7 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.dispatch import platform
 from kernels_pallas.prepare import apart
-from kvjax.checks import check_count, check_names, is_known
+from kvjax.checks import check_count, check_names, is_known, typed
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
 PyTree = Any
@@ -63,7 +64,81 @@ def map_slots(function: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyT
     return jax.tree.map(apply, state, *rest, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 
 
-class Stored:
+class AnyKind:
+    """What all kinds of caches answer alike; those of several parts (devices, layers) have a ``map`` of their own.
+
+    A verb of :mod:`kvjax` checks its arguments and then runs on each part, by :meth:`map` or :meth:`read`. A part is a
+    plain or a paged cache, which says by methods of its own what the two kinds do differently.
+    """
+
+    paged = False  # whether the heads of all layers share pages, so that one eviction is of all layers
+    num_pages: Any = 0  # of each device's pool
+    page_size: Any = 1  # slots per page
+    ways: Any = (1, 1)  # the numbers of devices that split the rows, and the heads
+    axis: str | None = None  # the mesh axis that splits a layer's heads, where those of the cache are one device's
+    heads_shape: Any  # (*L, B, K)
+    num_slots: Any
+    position: Any
+    next_position: Any
+
+    def map(self, function: Callable[..., Any], *others: tuple[PyTree, Any]) -> Any:
+        """Return the cache after a function has run on each of its parts; see :meth:`read`."""
+        return self.read(function, *others, outputs=None)
+
+    def read(self, function: Callable[..., Any], *others: tuple[PyTree, Any], outputs: Any) -> Any:
+        """Return what a function returns for each device's part: here for the cache itself, which is on no mesh.
+
+        Args:
+            function: takes the part, and each device's part of ``others``.
+            others: arrays or trees, each with how a mesh splits it (:func:`kvjax.split.on_devices`).
+            outputs: likewise for what the function returns.
+        """
+        return function(self, *(tree for tree, _ in others))
+
+    @property
+    def each_part(self) -> Any:
+        """Return what :meth:`map` takes with each part where it is split like the cache: here the cache itself."""
+        return self
+
+    @property
+    def arrays(self) -> Any:
+        """Return a cache that shows what rows and state are made of: on a mesh, the devices' parts, stacked."""
+        return self.each_part
+
+    def at(self, number: int) -> Any:
+        """Return the cache that is handed to a layer's program, where the host calls each layer: here all of it."""
+        return self
+
+    def with_at(self, number: int, cache: Any) -> Any:
+        """Return the cache with what a layer's program has returned."""
+        return cache
+
+    @property
+    def slots(self) -> Any:
+        """Return a cache of all layers that an eviction may be decided on."""
+        return self
+
+    def with_slots(self, left: Any, begins: Bool[Array, "B"]) -> Any:
+        """Return the cache after an eviction from :attr:`slots`; where a row ``begins``, its window does anew."""
+        return left
+
+    @property
+    def all_heads(self) -> int:
+        """Return the heads of a layer, with those on the other devices of a mesh."""
+        return self.heads_shape[-1] * (1 if self.axis is None else jax.lax.axis_size(self.axis))
+
+    @property
+    def first_head(self) -> int | Int[Array, ""]:
+        """Return the number of its first head in the layer; not 0 only on a device of a mesh."""
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.heads_shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache: rows with their scales, positions, pages and the policy's state."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+class Stored(AnyKind):
     """Reads the rows of a plain or a paged cache, however they are stored."""
 
     rows: Rows
@@ -98,6 +173,15 @@ class Stored:
         """Return D, the length of a key and of a value."""
         return self.rows["key"].shape[-1] // (2 if self.side_by_side else 1)
 
+    def apart(self) -> Any:
+        """Return the cache with keys and values in two arrays, as a file has them."""
+        return dataclasses.replace(self, rows=rows_apart(self))  # type: ignore[type-var]
+
+    @property
+    def live(self) -> Bool[Array, "*slots"]:
+        """Return a mask of the slots that hold a token, shaped like ``position``."""
+        return self.position >= 0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, init=False)
@@ -129,8 +213,6 @@ class KVCache(Stored):
         next_position: Any = None,
         state: PyTree = (),
         positions: Positions = "absolute",
-        key_scale: Float[Array, "*L B K S"] | None = None,
-        value_scale: Float[Array, "*L B K S"] | None = None,
         *,
         rows: Rows | None = None,
     ):
@@ -143,8 +225,7 @@ class KVCache(Stored):
             raise ValueError(
                 "a cache needs key, value, position and next_position; kvjax.KVCache.init makes an empty one."
             )
-        given = dict(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
-        given = {name: array for name, array in given.items() if array is not None}
+        given = {name: array for name, array in dict(key=key, value=value).items() if array is not None}
         rows = given if rows is None else with_rows(rows, given) if given else rows
         fields = dict(position=position, next_position=next_position, state=state, positions=positions)
         for name, field in dict(rows=rows, **fields).items():
@@ -211,22 +292,48 @@ class KVCache(Stored):
         return self.position.shape[:-1]
 
     @property
-    def live(self) -> Array:
-        """Return a mask of the slots that hold a token, bool ``[*L, B, K, S]``."""
-        return self.position >= 0
-
-    @property
     def num_live(self) -> Array:
         """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
         return count_live(self.position)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache: keys, values, their scales, positions and the policy's state."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+    def heads(self, layer: int | Int[Array, ""] | None = None) -> Int[Array, "*L B K"]:
+        """Return the head of each row of slots, (layer * B + row) * K + head; of one layer, (row * K + head)."""
+        shape = self.heads_shape if layer is None else self.heads_shape[1:]
+        return jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
 
-    def layer(self, index: int | Int[Array, ""]) -> KVCache:
-        """Return one layer of a stacked cache."""
+    def batch_rows(self) -> Int[Array, "*L B K"]:
+        """Return the batch row that each row of slots is of."""
+        return jnp.broadcast_to(jnp.arange(self.heads_shape[-2], dtype=jnp.int32)[:, None], self.heads_shape)
+
+    def insert(
+        self, key: Array, value: Array, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None
+    ) -> KVCache:
+        """Run :func:`kvjax.insert` on checked arguments."""
+        here = self.layer(layer)
+        return put_back(*insert_plain(self, here, key, value, position, layer), layer)
+
+    def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None) -> int:
+        """Count the slots that the fullest head lacks for new tokens, on the host; not above 0 where they fit."""
+        entering = np.sum(position >= 0, axis=1)[:, None]  # [B, 1]
+        live = np.asarray(self.position) >= 0
+        return int((entering + live[() if layer is None else layer].sum(axis=-1) - self.num_slots).max())
+
+    def write_layer(self, whole: Array, part: Array, layer: int | Int[Array, ""] | None) -> Array:
+        """Write what was computed on ``layer(layer)``, [B, K, S, ...], into an array of all layers."""
+        return part if layer is None else whole.at[layer].set(part)
+
+    def released(self) -> KVCache:
+        """Return the cache without what its heads no longer need: nothing, as slots are the head's own."""
+        return self
+
+    def resized(self, slots: int, pages: int = 0) -> KVCache:
+        """Return the cache with this many slots per head."""
+        return self if self.num_slots == slots else compact(self, slots)
+
+    def layer(self, index: int | Int[Array, ""] | None) -> KVCache:
+        """Return one layer of a stacked cache; the cache itself, which stacks none, for None."""
+        if index is None:
+            return self
 
         def take(leaf: Array) -> Array:
             return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
@@ -509,6 +616,7 @@ def with_layer(stack: Array, part: Array, layer: int | Int[Array, ""] | None) ->
     return part if layer is None else jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0)
 
 
+@typed
 def compact(cache: KVCache, slots: int) -> KVCache:
     """Gather the live tokens, in slot order, into a smaller cache or into a larger one with free slots at the end.
 
@@ -529,8 +637,6 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         >>> np.ravel(jax.jit(kvjax.compact, static_argnums=1)(cache, 2).key).tolist()
         [0.0, 3.0]
     """
-    if not isinstance(cache, KVCache):
-        raise ValueError(f"a {type(cache).__name__} was given; compact takes a KVCache.")
     slots = check_count("slots", slots, 1, "a cache needs at least 1")
     lost = None
     if is_known(cache.position):

@@ -32,16 +32,16 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax.cache import KVCache, Positions, laid_out_for_platform, rows_apart
+from kvjax.cache import KVCache, Positions, laid_out_for_platform
+from kvjax.capacity import Capacity
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
 from kvjax.insertion import Cache
-from kvjax.making import blank
+from kvjax.making import Heads, blank
 from kvjax.memory import memory
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.quantise import Dtypes, check_dtypes
-from kvjax.split import SplitCache
 
 FORMAT = 1
 ENTRY = "kvjax_cache"
@@ -108,11 +108,6 @@ def save_cache(
         >>> kvjax.load_cache(path).num_slots, kvjax.cache_info(path)["policy"]
         (9, 'h2o')
     """
-    if isinstance(cache, SplitCache):
-        raise ValueError(
-            "the cache's pages are split over a mesh, but a file holds those of one device: save a cache that one "
-            "device has made, or one of an even allocation."
-        )
     made_with, pending = _made_with(policy, budget, model), list(pending)
     if pending and (len(cache.next_position) != 1 or min(pending) < 0):
         raise ValueError(
@@ -120,7 +115,7 @@ def save_cache(
             "row, none of them negative."
         )
     target, arrays = _target(path), _arrays(cache)
-    paged = isinstance(cache, PagedCache)
+    paged = cache.paged
     key, value, position, next_position = (
         _require(arrays, name, "the cache") for name in ("key", "value", "position", "next_position")
     )
@@ -271,7 +266,7 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
         )
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise ValueError("the cache was donated to a compiled function: save the one that this function returned.")
-    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(_apart(jax.device_get(cache))).items()}
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(jax.device_get(cache).apart()).items()}
     for name, array in arrays.items():
         if array.dtype.name not in STORED:
             raise ValueError(
@@ -287,16 +282,11 @@ def _named(cache: Cache) -> dict[str, Any]:
     return {re.sub(r"^rows\['(\w+)'\]$", r"\1", jax.tree_util.keystr(path).lstrip(".")): leaf for path, leaf in leaves}
 
 
-def _apart(cache: KVCache | PagedCache) -> Any:
-    """Return a cache with keys and values in two arrays, as a file has them."""
-    return dataclasses.replace(cache, rows=rows_apart(cache))
-
-
 def _query_heads(
     cache: Cache, arrays: Mapping[str, np.ndarray], policy: str | None, expected_with: Callable[[int], _Expected]
 ) -> int:
     """Find how many query heads a head of the cache serves, as far as its state shows."""
-    structure, shapes = jax.tree.structure(jax.eval_shape(_apart, cache)), _state_shapes(arrays)
+    structure, shapes = jax.tree.structure(jax.eval_shape(lambda: cache.apart())), _state_shapes(arrays)
     for query_heads in range(1, 2 if policy in (None, "full") else MOST_QUERY_HEADS + 1):
         expected = expected_with(query_heads)
         wanted = _state_shapes(expected.arrays)
@@ -330,27 +320,14 @@ def _expected(
     for dtype in dtypes:
         if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
             raise ValueError(f"{whose} has keys or values of {dtype}, for which JAX needs jax_enable_x64.")
-    pages, page_size = position.shape if paged else (None, 1)
-    make = functools.partial(
-        blank,
-        policy,
-        layers=layers[0] if layers else None,
-        batch=batch,
-        kv_heads=kv_heads,
-        group=query_heads,
-        slots=last * page_size,
-        head_dim=key.shape[-1],
-        dtype=dtypes,
-        positions=described["positions"],
-        pages=pages,
-        page_size=page_size,
-    )
+    pages, page_size = position.shape if paged else (0, 1)
+    shape = Heads(layers[0] if layers else None, batch, kv_heads, query_heads, key.shape[-1])
+    held, positions = Capacity(last * page_size, pages), described["positions"]
+    make = functools.partial(blank, policy, shape, held, dtype=dtypes, positions=positions, page_size=page_size)
     tree: list[Any] = []
 
     def leaves() -> list[Array]:
-        made = make()
-        assert not isinstance(made, SplitCache)  # those are made on a mesh
-        cache = _apart(made)
+        cache: Any = make().apart()
         tree[:] = jax.tree.structure(cache), list(_named(cache))
         return jax.tree.leaves(cache)
 

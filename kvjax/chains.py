@@ -24,7 +24,6 @@ from kvjax.policy import (
     unmarked,
     update_link,
 )
-from kvjax.reconstruction import Reconstruction
 
 
 def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
@@ -51,10 +50,8 @@ def base_score(
     statistics: tuple[str, ...] = (),
     window: int = 0,
     protection: Protection | None = None,
-    projections: tuple[str, ...] = (),
-    rotary: bool = False,
+    needs: Needs = Needs(),
     nonnegative: bool = True,
-    reconstruction: Reconstruction | None = None,
     published: Moments | None = None,
 ) -> Policy:
     """Make a stateless base score from a function of the observation, which is all that most published scores need.
@@ -67,10 +64,8 @@ def base_score(
             memory, and no kernel computes them.
         window: the observation window of the "window_" statistics.
         protection: the tokens that it always keeps.
-        projections: the parts that it reads of the layer's output projection (``kvjax.projection.KINDS``).
-        rotary: whether it reads the rotary frequencies.
+        needs: what else it reads, such as parts of the layer's output projection.
         nonnegative: whether the scores are never below 0, so that ``caote`` may follow.
-        reconstruction: the tokens that are fed after the prompt, observed and taken back.
         published: when its paper evicts.
 
     Example:
@@ -88,7 +83,7 @@ def base_score(
         name=name,
         init=no_state,
         update=lambda _, state, observation: (score(observation), state),
-        needs=Needs(frozenset(statistics), window, frozenset(projections), rotary, reconstruction=reconstruction),
+        needs=needs | Needs(frozenset(statistics), window),
         protections=() if protection is None else (protection,),
         base=True,
         nonnegative=nonnegative,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import caote_topk
@@ -15,11 +16,11 @@ from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 from kvjax.cache import KVCache, with_layer
 from kvjax.checks import check_tokens, plain, real_array
-from kvjax.insertion import Cache, batch_rows, check_cache
+from kvjax.insertion import Cache, check_cache
 from kvjax.merging import Merging, folded
 from kvjax.observation import Weights
-from kvjax.paged import PagedCache, release, write_layer
-from kvjax.split import PARTS, ROWS, SplitCache
+from kvjax.paged import PagedCache
+from kvjax.split import OF_ROWS, PARTS, SAME
 from kvjax.topk import keep_mask
 from kvjax.window import begin_anew
 
@@ -97,33 +98,27 @@ class Evidence:
 
         In a scan, whose carry keeps its structure, ``window`` must be given where layers have sliding windows.
         """
-        if isinstance(cache, SplitCache):
-            return cache.read(
-                lambda part, end: cls.of_layers(part, allocation, end, window, merging),
-                (end, PartitionSpec(ROWS)),
-                outputs=PARTS,
+        measures = allocation.measures
+
+        def of_part(part: KVCache | PagedCache, end: Int[Array, "B"] | None) -> Evidence:
+            return cls(
+                scores=jnp.full(part.position.shape, -jnp.inf, jnp.float32),
+                entered=jnp.zeros(part.heads_shape[-2], jnp.int32),
+                measured=jnp.zeros((*part.heads_shape, measures), jnp.float32) if measures else None,
+                end=end,
+                window=window,
+                allocation=allocation,
+                merging=merging,
             )
-        B = cache.heads_shape[-2]
-        return cls(
-            scores=jnp.full(cache.position.shape, -jnp.inf, jnp.float32),
-            entered=jnp.zeros(B, jnp.int32),
-            measured=jnp.zeros((*cache.heads_shape, allocation.measures), jnp.float32) if allocation.measures else None,
-            end=end,
-            window=window,
-            allocation=allocation,
-            merging=merging,
-        )
+
+        return cache.read(of_part, (end, OF_ROWS), outputs=PARTS)
 
     def with_layer(self, cache: Cache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
         """Return the evidence with what :func:`kvjax.observe` returned for one layer of the cache."""
-        if isinstance(cache, SplitCache):
-            return cache.read(
-                lambda part, own, layer, said: own.with_layer(part, layer, said),
-                (self, PARTS),
-                (layer, PartitionSpec()),
-                (said, PARTS),
-                outputs=PARTS,
-            )
+        others = (self, PARTS), (layer, SAME), (said, PARTS)
+        return cache.read(lambda part, own, layer, said: own._with_layer(part, layer, said), *others, outputs=PARTS)
+
+    def _with_layer(self, cache: KVCache | PagedCache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
         assert isinstance(self.scores, Array) and isinstance(said.scores, Array)
         if said.merging != self.merging:
             raise ValueError(
@@ -133,10 +128,7 @@ class Evidence:
         measured = self.measured
         if measured is not None:
             measured = said.measured if layer is None else measured.at[layer].set(said.measured)
-        if isinstance(cache, PagedCache):  # else a layer has a row for each head
-            scores = write_layer(cache, self.scores, said.scores, layer)
-        else:
-            scores = said.scores if layer is None else self.scores.at[layer].set(said.scores)
+        scores = cache.write_layer(self.scores, said.scores, layer)
         window = self.window
         if said.window is not None and layer is None:
             window = said.window
@@ -195,25 +187,19 @@ def evict(
     layer = plain(layer)
     check_cache(cache)
     budget = check_tokens(budget, cache.heads_shape[-2:-1])
-    if isinstance(cache, SplitCache):
-        if layer is not None:
-            raise ValueError(_PAGES_SHARED)
-        budgets = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), cache.heads_shape[-2:-1])
-        options: dict[str, Any] = dict(excess=excess, allocation=allocation, implementation=implementation)
-        return cache.map(
-            lambda part, scores, budget: evict(part, scores, budget, **options),
-            (scores, PARTS),
-            (budgets, PartitionSpec(ROWS)),
-        )
     if isinstance(scores, Evidence):
         if allocation is not UNIFORM:
             raise ValueError("an allocation was given with a policy's evidence, which has its own; leave it out.")
         evidence = scores
     else:
-        allocation = parse_allocation(allocation)
-        evidence = Evidence(real_array("scores", scores), jnp.ones_like(cache.next_position), allocation=allocation)
+        allocation, scores = parse_allocation(allocation), real_array("scores", scores)
+
+        def of_part(part: KVCache | PagedCache, scores: Array) -> Evidence:
+            return Evidence(scores, jnp.ones_like(part.next_position), allocation=allocation)
+
+        evidence = cache.read(of_part, (scores, PARTS), outputs=PARTS)
     _check_layer(cache, layer, evidence.allocation)
-    if evidence.merging is not None and not isinstance(cache, KVCache):
+    if evidence.merging is not None and cache.paged:
         merging = evidence.merging.name
         raise ValueError(f"{merging!r} merges values in plain caches, but this one is paged; leave the link out.")
     shape = cache.position.shape if layer is None else cache.position.shape[1:]
@@ -232,21 +218,30 @@ def evict_by(
     implementation: Implementation = "auto",
 ) -> Cache:
     """Run :func:`evict` by a policy's evidence, without its checks."""
-    if isinstance(cache, SplitCache):
-        return evict(cache, evidence, budget, excess=excess, implementation=implementation)
+    evict = functools.partial(_evict, layer=layer, excess=excess, implementation=implementation)
+    return cache.map(evict, (evidence, PARTS), (budget, OF_ROWS if np.ndim(budget) else SAME))
+
+
+def _evict(
+    cache: Any,
+    evidence: Evidence,
+    budget: Budget,
+    layer: int | Int[Array, ""] | None,
+    excess: int | None,
+    implementation: Implementation,
+) -> KVCache | PagedCache:
     # A block's statistics say nothing about a row without tokens in it: such a row keeps all.
     budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots + 1)
     position = cache.position if layer is None else cache.position[layer]
     if evidence.end is not None:  # in this layer only: the others are still to be evicted from
-        rows = batch_rows(cache) if layer is None else batch_rows(cache)[0]
+        rows = cache.batch_rows() if layer is None else cache.batch_rows()[0]
         position = jnp.where(position >= evidence.end[rows][..., None], -1, position)
         cache = dataclasses.replace(cache, next_position=jnp.minimum(cache.next_position, evidence.end))
     whole = evidence.spares(budget, cache.num_slots)
     begins = ~evidence.waits(budget, cache.num_slots)
     cache = dataclasses.replace(cache, state=begin_anew(cache.state, begins, layer))
     if isinstance(evidence.scores, Weights):
-        assert isinstance(cache, KVCache)
-        kept = caote_topk(
+        after = caote_topk(
             evidence.scores.weights,
             jax.lax.stop_gradient(cache.rows["key" if cache.side_by_side else "value"]),
             position,
@@ -260,25 +255,24 @@ def evict_by(
             excess=excess,
             layer=layer,
             implementation=implementation,
-        )
-        return _after_eviction(cache, evidence, position, kept.position, layer, excess)
-    if evidence.allocation.even and isinstance(cache, KVCache):
-        stays = keep_mask(evidence.scores, position, budget, excess=excess)
+        ).position
+    elif evidence.allocation.even and not cache.paged:
+        after = jnp.where(keep_mask(evidence.scores, position, budget, excess=excess), position, -1)
     else:
         contest = _contest(cache, evidence, position, budget, layer)
         stays = evidence.allocation.keep(contest) | (contest.live & whole[contest.batch][..., None])
-    after = jnp.where(stays, position, -1)
-    if isinstance(cache, PagedCache):
-        return release(dataclasses.replace(cache, position=after))
-    return _after_eviction(cache, evidence, position, after, layer, excess)
+        after = jnp.where(stays, position, -1)
+    if evidence.merging is not None:
+        cache = folded(evidence.merging, cache, position, after, layer, excess)
+    return dataclasses.replace(cache, position=with_layer(cache.position, after, layer)).released()
 
 
-def _check_layer(cache: KVCache | PagedCache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> None:
+def _check_layer(cache: Cache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> None:
     """Check that the cache and the allocation allow an eviction from one layer."""
     if layer is None:
         return
-    if isinstance(cache, PagedCache):
-        raise ValueError(_PAGES_SHARED)
+    if cache.paged:
+        raise ValueError("a paged cache evicts in all its layers at once, as pages are shared; leave layer out.")
     if len(cache.heads_shape) == 2 or (isinstance(layer, int) and not 0 <= layer < cache.heads_shape[0]):
         raise ValueError(
             f"layer is {layer}, but the cache has the layers {list(range(*cache.heads_shape[:-2] or (0,)))}."
@@ -290,22 +284,8 @@ def _check_layer(cache: KVCache | PagedCache, layer: int | Int[Array, ""] | None
         )
 
 
-def _after_eviction(
-    cache: KVCache,
-    evidence: Evidence,
-    before: Int[Array, "*slots"],
-    after: Int[Array, "*slots"],
-    layer: int | Int[Array, ""] | None,
-    excess: int | None,
-) -> KVCache:
-    """Return the plain cache with the positions after the eviction, in all layers or in one, and with merged values."""
-    if evidence.merging is not None:
-        cache = folded(evidence.merging, cache, before, after, layer, excess)
-    return dataclasses.replace(cache, position=with_layer(cache.position, after, layer))
-
-
 def _contest(
-    cache: Cache,
+    cache: KVCache | PagedCache,
     evidence: Evidence,
     position: Int[Array, "*slots"],
     budget: Budget,
@@ -314,12 +294,7 @@ def _contest(
     """Build the contest for the slots; a row of slots is a head in a plain cache, a page in a paged one."""
     *L, B, K = cache.heads_shape
     layers = L[0] if L and layer is None else 1
-    if isinstance(cache, PagedCache):
-        head = jnp.maximum(cache.owner, 0)
-        first, heads, axis = cache.first_head, cache.all_heads, cache.axis
-    else:
-        head = jnp.arange(layers * B * K, dtype=jnp.int32).reshape(position.shape[:-1])
-        first, heads, axis = 0, K, None
+    head, axis = cache.heads(layer), cache.axis
     assert isinstance(evidence.scores, Array)
     measured = evidence.measured
     if measured is not None:
@@ -334,15 +309,12 @@ def _contest(
         position=position,
         layer=head // (B * K),
         batch=head // K % B,
-        head=head % K + first,
+        head=head % K + cache.first_head,
         budget=budgets,
         seen=cache.next_position,
         entered=evidence.entered,
         measured=measured,
         layers=layers,
-        heads=heads,
+        heads=cache.all_heads,
         axis=axis,
     )
-
-
-_PAGES_SHARED = "a paged cache evicts in all its layers at once, as pages are shared; leave layer out."

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import KVCache, insert_plain, put_back
+from kvjax.cache import AnyKind, KVCache
 from kvjax.checks import is_known, plain, real_array
-from kvjax.paged import PagedCache, insert_paged, release
-from kvjax.split import HEADS, ROWS, SplitCache
+from kvjax.paged import PagedCache
+from kvjax.split import OF_ROWS, OF_TOKENS, SAME, SplitCache
 
 Cache = KVCache | PagedCache | SplitCache
+
+
+def is_cache(given: object) -> bool:
+    """Return whether a cache of any kind was given.
+
+    Example:
+        >>> from kvjax.insertion import is_cache
+        >>> is_cache([])
+        False
+    """
+    return isinstance(given, AnyKind)
 
 
 def check_cache(cache: object) -> None:
@@ -29,7 +37,7 @@ def check_cache(cache: object) -> None:
         ...
         ValueError: a list was given; expected a KVCache, a PagedCache or a SplitCache.
     """
-    if not isinstance(cache, Cache):
+    if not is_cache(cache):
         raise ValueError(f"a {type(cache).__name__} was given; expected a KVCache, a PagedCache or a SplitCache.")
 
 
@@ -68,19 +76,8 @@ def insert(
     """
     check_cache(cache)
     key, value, position, layer = checked_block(cache, key, value, position, layer)
-    if isinstance(cache, SplitCache):
-        rows, of_tokens = PartitionSpec(ROWS), PartitionSpec(ROWS, None, HEADS)
-        return cache.map(
-            lambda part, key, value, position, layer: insert(part, key, value, position, layer=layer),
-            (key, of_tokens),
-            (value, of_tokens),
-            (position, rows),
-            (layer, PartitionSpec()),
-        )
-    if isinstance(cache, PagedCache):
-        return insert_paged(cache, key, value, position, layer)
-    here = cache if layer is None else cache.layer(layer)
-    return put_back(*insert_plain(cache, here, key, value, position, layer), layer)
+    block = (key, OF_TOKENS), (value, OF_TOKENS), (position, OF_ROWS), (layer, SAME)
+    return cache.map(lambda part, *block: part.insert(*block), *block)
 
 
 def checked_block(
@@ -114,9 +111,8 @@ def checked_block(
     given = position
     if position is None:
         position = next_positions(cache, T)
-    if is_known(arrays_of(cache).position, position, layer):
-        lacking = max(_lacking_slots(part, its, layer) for part, its in _parts_of(cache, np.asarray(position)))
-        if lacking > 0:
+    if is_known(cache.position, position, layer):
+        if (lacking := cache.lacking(np.asarray(position), layer)) > 0:
             raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
     else:
         check_fits(cache, T, given)
@@ -166,7 +162,7 @@ def check_rows(
     if isinstance(layer, int) and not 0 <= layer < heads[0]:
         raise ValueError(f"layer is {layer}; the cache has layers 0 to {heads[0] - 1}.")
     expected = (heads[-2], heads[-1] if kv_heads is None else kv_heads)
-    head_dim = arrays_of(cache).head_dim
+    head_dim = cache.arrays.head_dim
     if key.shape != value.shape or expected != (B, K) or head_dim != D:
         raise ValueError(
             f"keys {key.shape} and values {value.shape} do not fit a cache with B, K = {expected} and "
@@ -177,7 +173,7 @@ def check_rows(
     return layer
 
 
-def rewind(cache: Cache, position: Int[Array, "B"]) -> Cache:
+def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
     """Take back the tokens from a position on: their slots are free, and the next token gets that position.
 
     What a policy has learned of other tokens from them stays. Evicted tokens do not come back, nor do those that have
@@ -197,15 +193,12 @@ def rewind(cache: Cache, position: Int[Array, "B"]) -> Cache:
         >>> cache.position.tolist(), cache.next_position.tolist()
         ([[[0, 1, -1, -1]]], [2])
     """
-    end = jnp.asarray(position)
-    if isinstance(cache, SplitCache):
-        return cache.map(rewind, (end, PartitionSpec(ROWS)))
-    return release(up_to(cache, end)) if isinstance(cache, PagedCache) else up_to(cache, end)
+    return cache.map(lambda part, end: up_to(part, end).released(), (jnp.asarray(position), OF_ROWS))
 
 
 def up_to[C: (KVCache, PagedCache)](cache: C, end: Int[Array, "B"]) -> C:
     """Return the cache without the tokens from a position on; the pages of a paged cache still have their owners."""
-    free = cache.position >= end[batch_rows(cache)][..., None]
+    free = cache.position >= end[cache.batch_rows()][..., None]
     return dataclasses.replace(
         cache,
         position=jnp.where(free, -1, cache.position),
@@ -234,42 +227,11 @@ def within[C: (KVCache, PagedCache)](
         >>> jax.jit(functools.partial(within, window=3))(cache).position.tolist()
         [[[-1, -1, 2, 3]]]
     """
-    gone = cache.position <= (cache.next_position - window)[batch_rows(cache)][..., None]
-    if isinstance(cache, PagedCache) and layer is not None:
+    gone = cache.position <= (cache.next_position - window)[cache.batch_rows()][..., None]
+    if layer is not None:
         B, K = cache.heads_shape[-2:]
-        gone &= (cache.owner // (B * K) == layer)[:, None]
+        gone &= (cache.heads() // (B * K) == layer)[..., None]
     return dataclasses.replace(cache, position=jnp.where(gone, -1, cache.position))
-
-
-def arrays_of(cache: Cache) -> KVCache | PagedCache:
-    """Return the cache with arrays of its own: on a mesh, the stacked parts of the devices.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.insertion import arrays_of
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
-        >>> arrays_of(cache) is cache
-        True
-    """
-    return cache.parts if isinstance(cache, SplitCache) else cache
-
-
-def batch_rows(cache: KVCache | PagedCache) -> Int[Array, "*rows"]:
-    """Return the batch row that each row of slots is of: a head of a plain cache, a page of a paged one."""
-    *_, B, K = cache.heads_shape
-    if isinstance(cache, PagedCache):
-        return jnp.maximum(cache.owner, 0) // K % B
-    return jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], cache.heads_shape)
-
-
-def _parts_of(cache: Cache, position: np.ndarray) -> Iterator[tuple[KVCache | PagedCache, np.ndarray]]:
-    """Yield each device's part of a cache with its rows of the positions; the cache itself if it is on no mesh."""
-    if not isinstance(cache, SplitCache):
-        yield cache, position
-        return
-    parts, rows = jax.device_get(cache.parts), np.split(position, cache.ways[0])
-    for data, tensor in np.ndindex(*cache.ways):
-        yield jax.tree.map(lambda leaf, at=(data, tensor): leaf[at], parts), rows[data]
 
 
 def next_positions(cache: Cache, T: int) -> Int[Array, "B T"]:
@@ -298,19 +260,3 @@ def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None
     entering = T if position is None else int(np.sum(np.asarray(position) >= 0, axis=1).max())
     if entering > cache.num_slots:
         raise ValueError(f"{entering} tokens do not fit: the cache has {cache.num_slots} slots per head.")
-
-
-def _lacking_slots(
-    cache: KVCache | PagedCache, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None
-) -> int:
-    # NumPy throughout: inside jit, jnp would turn even known arrays into tracers.
-    live = np.asarray(cache.position) >= 0
-    entering = np.sum(np.asarray(position) >= 0, axis=1)[:, None]  # [B, 1]
-    if not isinstance(cache, PagedCache):
-        held = live.sum(axis=-1) if layer is None else live[layer].sum(axis=-1)  # [B, K]
-        return int((entering + held - cache.num_slots).max())
-    table = np.asarray(cache.table) if layer is None else np.asarray(cache.table)[layer]
-    held = np.where(table >= 0, live.sum(axis=-1)[table], 0).sum(axis=-1)
-    wanted = entering + held
-    pages = np.maximum(-(-wanted // cache.page_size) - np.sum(table >= 0, axis=-1), 0).sum() - int(cache.num_free)
-    return max(int((wanted - cache.num_slots).max()), int(pages) * cache.page_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from kernels_pallas import ColumnStatistics, cache_attention
 from kernels_pallas.dispatch import platform
 from kvjax.cache import KVCache, floats_of, insert_plain, put_back
 from kvjax.eviction import Budget, Evidence
-from kvjax.insertion import Cache, batch_rows, up_to, within
+from kvjax.insertion import Cache, up_to, within
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, joined, mark_protected, scores_of_weights, update_scores
@@ -23,15 +23,18 @@ from kvjax.turning import next_index, turn_to_index, turn_to_rank
 from kvjax.window import join, observed
 
 
-def prepared(
-    cache: KVCache | PagedCache,
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"],
-    context: Context,
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Context]:
-    """Return a block's queries, keys and values as insertion and attention take them, and the context."""
+class LayerBlock(NamedTuple):
+    """A block in one layer: its queries, keys and values, rotated, and the tokens' positions, -1 for padding."""
+
+    query: Float[Array, "B T N D"]
+    key: Float[Array, "B T K D"]
+    value: Float[Array, "B T K D"]
+    position: Int[Array, "B T"]
+
+
+def prepared(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> tuple[LayerBlock, Context]:
+    """Return a block as insertion and attention take it, and the context."""
+    query, key, value, position = block
     N, K = query.shape[2], cache.heads_shape[-1]
     if key.shape[2] != K and K == N:  # a cache for each query head
         key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
@@ -46,7 +49,7 @@ def prepared(
         query, key = turn_to_index(
             next_index(layer_of(cache, context), position, context), query, key, position, context
         )
-    return query, key, value, context
+    return LayerBlock(query, key, value, position), context
 
 
 def shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
@@ -60,22 +63,12 @@ def layer_index(cache: Cache, context: Context) -> int | Int[Array, ""] | None:
     return context.layer if len(cache.heads_shape) == 3 else None
 
 
-def layer_of(cache: KVCache | PagedCache, context: Context) -> KVCache:
+def layer_of(cache: Cache, context: Context) -> KVCache:
     """Return the context's layer; XLA copies only those parts of it that are read."""
-    layer = layer_index(cache, context)
-    if isinstance(cache, PagedCache):
-        return cache.layer(layer)
-    return cache if layer is None else cache.layer(layer)
+    return cache.layer(layer_index(cache, context))
 
 
-def inserted(
-    cache: KVCache,
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"],
-    context: Context,
-    room: bool = False,
-) -> tuple[KVCache, KVCache]:
+def inserted(cache: KVCache, block: LayerBlock, context: Context, room: bool = False) -> tuple[KVCache, KVCache]:
     """Insert a block; return the cache with its rows, and the layer, whose other arrays are to be put back."""
     layer = layer_index(cache, context)
     here = layer_of(cache, context)
@@ -84,7 +77,7 @@ def inserted(
         # layer instead of writing the new ones in place. For a GPU it does not, and each would be a program of its own.
         slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
         here = dataclasses.replace(here, position=slot_position, state=state)
-    return insert_plain(cache, here, key, value, position, layer, room)
+    return insert_plain(cache, here, block.key, block.value, block.position, layer, room)
 
 
 def updated(cache: KVCache, here: KVCache, chosen: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
@@ -150,7 +143,7 @@ def attended(
     if context.reconstructed is None or context.reconstructed.sinks is None:
         return attention(cache.position, **attention_options(needs, context))
     out, _ = attention(cache.position, **attention_options(Needs(), context))
-    visible = context.reconstructed.visible(cache.position, batch_rows(cache))
+    visible = context.reconstructed.visible(cache.position, cache.batch_rows())
     return out, attention(visible, **attention_options(needs, context))[1]
 
 

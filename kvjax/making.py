@@ -7,8 +7,9 @@ repeat        copies each row several times
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_rows
-from kvjax.capacity import Demand, Layout, capacity, check_windows, in_pages
+from kvjax.capacity import Capacity, Demand, Layout, capacity, check_windows, in_pages
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.insertion import Cache, check_cache
@@ -101,16 +102,15 @@ def empty_cache(
     heads = query_heads if policy is not None and policy.heads == "query" else kv_heads
     group = query_heads // heads
     ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
-    made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=check_dtypes(dtype), mesh=mesh)
+    shape, made = Heads(layers, batch, heads, group, head_dim), dict[str, Any](dtype=check_dtypes(dtype), mesh=mesh)
     if policy is None:
-        return blank(None, kv_heads=heads, group=group, slots=budget, **made)
+        return blank(None, shape, Capacity(budget), **made)
     check_budget(policy, budget)
     check_block(policy, block)
-    made |= dict(kv_heads=heads, group=group, positions=policy.positions)
     layout = Layout(heads, check_windows(windows, layers or 1), policy.allocation, page_size, ways)
     paged = in_pages(policy, budget, layout.windows)
-    slots, pages = capacity(layout, Demand(np.full(batch, budget), block, block), paged)
-    return blank(policy, slots=slots, pages=pages if paged else None, page_size=page_size, **made)
+    held = capacity(layout, Demand(np.full(batch, budget), block, block), paged)
+    return blank(policy, shape, held, positions=policy.positions, page_size=page_size, **made)
 
 
 def repeat(cache: Cache, n: int) -> Cache:
@@ -137,23 +137,25 @@ def repeat(cache: Cache, n: int) -> Cache:
     """
     check_cache(cache)
     n = check_count("n", n, 1, "give how many rows each row is to become, from 1")
-    if isinstance(cache, SplitCache):  # a device's rows follow one another, and so do their copies
-        return cache.map(lambda part: repeat(part, n))
+    return cache.map(functools.partial(_repeated, n=n))  # a device's rows follow one another, and so do their copies
+
+
+@functools.singledispatch
+def _repeated(cache: Any, n: int) -> Any:
+    rows = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
+    return dataclasses.replace(
+        cache,
+        rows=map_rows(rows, cache),
+        position=rows(cache.position),
+        next_position=jnp.repeat(cache.next_position, n),
+        state=jax.tree.map(rows, cache.state),
+    )
+
+
+@_repeated.register(PagedCache)
+def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
     *_, B, K = cache.heads_shape
-    row_axis = len(cache.heads_shape) - 2
-
-    def rows(leaf: Array) -> Array:
-        return jnp.repeat(leaf, n, axis=row_axis)
-
-    next_position = jnp.repeat(cache.next_position, n)
-    if isinstance(cache, KVCache):
-        return dataclasses.replace(
-            cache,
-            rows=map_rows(rows, cache),
-            position=rows(cache.position),
-            next_position=next_position,
-            state=jax.tree.map(rows, cache.state),
-        )
+    rows = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
     P = cache.owner.shape[0]
     copy = jnp.arange(n, dtype=jnp.int32)  # page p of a copy is page copy * P + p
 
@@ -175,44 +177,43 @@ def repeat(cache: Cache, n: int) -> Cache:
         table=jnp.where(table >= 0, table + first_page, -1),
         free=(cache.free[:, None] + P * copy).reshape(n * P),  # all copies' free pages come before any used one
         num_free=n * cache.num_free,
-        next_position=next_position,
+        next_position=jnp.repeat(cache.next_position, n),
         state=jax.tree.map(of_state, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
     )
 
 
+class Heads(NamedTuple):
+    """The heads of a cache: of ``layers``, None for one without an axis of layers; ``group`` query heads share each."""
+
+    layers: int | None
+    batch: int
+    kv_heads: int
+    group: int
+    head_dim: int
+
+
 def blank(
     policy: Policy | None,
+    shape: Heads,
+    held: Capacity,
     *,
-    layers: int | None,
-    batch: int,
-    kv_heads: int,
-    group: int,
-    slots: int,
-    head_dim: int,
     dtype: DtypesLike,
     positions: Positions = "absolute",
-    pages: int | None = None,
     page_size: int = 1,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Cache:
     """Make an empty cache of sizes that are known to fit the policy.
 
-    Args:
-        group: query heads of each head of the cache.
-        slots: slots per head; in a paged cache, the most that one head can hold.
-        pages: the total number of pages, on a mesh of each device; None for a plain cache.
-
     Example:
         >>> import kvjax
-        >>> from kvjax.making import blank
-        >>> sizes = dict(
-        ...     layers=None, batch=1, kv_heads=2, group=3, slots=8, head_dim=4,
-        ...     dtype="float32"
-        ... )
-        >>> len(blank(kvjax.h2o(), **sizes).state)
+        >>> from kvjax.capacity import Capacity
+        >>> from kvjax.making import Heads, blank
+        >>> shape = Heads(None, batch=1, kv_heads=2, group=3, head_dim=4)
+        >>> cache = blank(kvjax.h2o(), shape, Capacity(slots=8), dtype="float32")
+        >>> len(cache.state)
         3
     """
-
+    layers, batch, kv_heads, group, head_dim = shape
     check_measured(policy, layers, kv_heads)
     if policy is not None:
         check_state(policy, head_dim, kv_heads, group)
@@ -222,10 +223,10 @@ def blank(
 
     sizes: dict[str, Any] = dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
     sizes |= dict(dtype=dtype, positions=positions)
-    if pages is not None:
-        sizes |= dict(pages=pages, page_size=page_size, most=slots, init_state=state)
+    if held.pages:
+        sizes |= dict(pages=held.pages, page_size=page_size, most=held.slots, init_state=state)
         return PagedCache.init(**sizes) if mesh is None else SplitCache.init(mesh=mesh, **sizes)
-    stack, remembered = () if layers is None else (layers,), state(batch, kv_heads, slots)
+    stack, remembered = () if layers is None else (layers,), state(batch, kv_heads, held.slots)
     remembered = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), remembered)
-    cache = KVCache.init(slots=slots, state=remembered, **sizes)
+    cache = KVCache.init(slots=held.slots, state=remembered, **sizes)
     return cache if mesh is None else on_mesh(cache, mesh)

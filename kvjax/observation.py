@@ -100,6 +100,8 @@ class Context:
         compressed: whether the context was compressed before this block, as in decode or when a question follows; by
             default True for a block of one token.
         filled: a promise that slots from this one on are free, so that attention skips them.
+        excess: a promise that no head will hold more than ``budget + excess`` tokens, for which there is room; see
+            :func:`kvjax.evict`.
         implementation: of attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
             :func:`kernels_pallas.caote_topk`.
 
@@ -120,6 +122,7 @@ class Context:
     soft_cap: float | None = _static(None)
     compressed: bool | None = _static(None)
     filled: int | None = _static(None)
+    excess: int | None = _static(None)
     implementation: Implementation = _static("auto")
 
 

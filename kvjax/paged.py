@@ -76,6 +76,8 @@ class PagedCache(Stored):
         ([1, 3], 1)
     """
 
+    paged = True
+
     rows: Rows
     position: Int[Array, "P page"]
     owner: Int[Array, "P"]
@@ -171,29 +173,154 @@ class PagedCache(Stored):
         return self.owner.shape[-1]
 
     @property
-    def all_heads(self) -> int:
-        """Return the heads of a layer, with those on the other devices of a mesh."""
-        return self.heads_shape[-1] * (1 if self.axis is None else jax.lax.axis_size(self.axis))
-
-    @property
-    def first_head(self) -> int | Int[Array, ""]:
-        """Return the number of its first head in the layer; not 0 only on a device of a mesh."""
-        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.heads_shape[-1]
-
-    @property
-    def live(self) -> Array:
-        """Return a mask of the slots that hold a token, bool ``[P, page]``."""
-        return self.position >= 0
-
-    @property
     def num_live(self) -> Array:
         """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
         return _live_of_heads(self.position, self.table)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache: pages with their scales, page table, free list and the policy's state."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+    def heads(self, layer: int | Int[Array, ""] | None = None) -> Int[Array, "P"]:
+        """Return the head of each page, that of a free page being 0; see :meth:`kvjax.KVCache.heads`."""
+        return jnp.maximum(self.owner, 0)
+
+    def batch_rows(self) -> Int[Array, "P"]:
+        """Return the batch row that each page is of."""
+        B, K = self.heads_shape[-2:]
+        return self.heads() // K % B
+
+    def insert(
+        self,
+        key: Array,
+        value: Array,
+        position: Int[Array, "B T"],
+        layer: int | Int[Array, ""] | None,
+        room: bool = False,
+    ) -> PagedCache:
+        """Insert tokens as :func:`kvjax.insert` does; a head without enough free slots takes new pages.
+
+        Args:
+            room: a promise that the tokens fit.
+        """
+        B, T, K, _ = key.shape
+        checked = room or is_known(self.position, self.table, position)
+        count = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+        cache = _take_pages(self, count, -(-T // self.page_size), layer)
+        table = cache.layer_table(layer)
+        slot_free = jnp.repeat(table >= 0, cache.page_size, axis=2) & (slot_positions(cache.position, table) < 0)
+        slot = slots_for(position >= 0, slot_free)
+        lost = None
+        if not checked:
+            slot, lost = overwriting(slot, position >= 0, jnp.sum(table >= 0, axis=-1) * cache.page_size)
+            slot = jnp.where(slot < 0, slot_free.shape[2], slot)  # a head with fewer slots than the block has tokens
+        page = jnp.take_along_axis(table, slot // cache.page_size, axis=2, mode="fill", fill_value=-1)
+        page = jnp.where(
+            (position >= 0)[:, None] & (page >= 0), page, cache.owner.shape[0]
+        )  # out of bounds: not written
+        index = (page, slot % cache.page_size)
+
+        def write(leaf: Array, rows: Array) -> Array:
+            return leaf.at[index].set(rows.astype(leaf.dtype), mode="drop")
+
+        rows = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
+        return dataclasses.replace(
+            cache,
+            rows=map_rows(write, cache, rows),
+            position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
+            next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
+            state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[2:]))), cache.state),
+        )
+
+    def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None) -> int:
+        """Count the slots, of a head or of whole pages, that new tokens lack; see :meth:`kvjax.KVCache.lacking`."""
+        entering = np.sum(position >= 0, axis=1)[:, None]  # [B, 1]
+        table = np.asarray(self.table)[() if layer is None else layer]
+        live = np.asarray(self.position) >= 0  # NumPy: inside jit, jnp would turn even known arrays into tracers
+        wanted = entering + np.where(table >= 0, live.sum(axis=-1)[table], 0).sum(axis=-1)
+        pages = np.maximum(-(-wanted // self.page_size) - np.sum(table >= 0, axis=-1), 0).sum() - int(self.num_free)
+        return max(int((wanted - self.num_slots).max()), int(pages) * self.page_size)
+
+    def write_layer(
+        self, whole: Shaped[Array, "P page *rest"], part: Array, layer: int | Int[Array, ""] | None
+    ) -> Shaped[Array, "P page *rest"]:
+        """Write what was computed on ``layer(layer)``, ``[B, K, M * page, ...]``, to the layer's pages in a pool."""
+        table = self.layer_table(layer)
+        part = part.reshape(*table.shape, self.page_size, *part.shape[3:])
+        return whole.at[jnp.where(table >= 0, table, self.num_pages)].set(part.astype(whole.dtype), mode="drop")
+
+    def released(self) -> PagedCache:
+        """Free the pages that heads no longer need, after moving the tokens that are still in them.
+
+        Afterwards each head has the fewest pages that hold its tokens: the first ones in its row of the table. Only the
+        tokens of freed pages move. They move in a loop that does not support reverse-mode differentiation.
+        """
+        page_size, P = self.page_size, self.owner.shape[0]
+        table = self.table.reshape(-1, self.table.shape[-1])  # [H, M], H heads of all layers and rows
+        H, M = table.shape
+        owned = table >= 0
+        tokens = jnp.sum(_page_counts(self, table), axis=-1)
+        tail = owned & (jnp.arange(M)[None] >= -(-tokens // page_size)[:, None])
+        chunk = 4 * H  # tokens moved per pass; most steps need one pass or none
+
+        def waiting(moved: tuple[PyTree, Array, PyTree]) -> Array:
+            return jnp.sum(jnp.where(tail, _page_counts(self, table, moved[1]), 0)) > 0
+
+        def move(moved: tuple[PyTree, Array, PyTree]) -> tuple[PyTree, Array, PyTree]:
+            rows, position, state = moved
+            counts = _page_counts(self, table, position)
+            source = _Places(jnp.where(tail, counts, 0))
+            target = _Places(jnp.where(owned & ~tail, page_size - counts, 0))
+            number = jnp.arange(chunk, dtype=jnp.int32)
+            from_page, from_rank, head = source.find(number)
+            # The r-th token that a head has to move goes to the r-th free slot of its first pages.
+            to_page, to_rank, _ = target.find(target.first[head] + number - source.first[head])
+            ids = table.ravel()
+            wanted = number < source.total
+            from_page, to_page = ids[from_page], jnp.where(wanted, ids[to_page], P)
+            from_slot = nth_true(position[from_page] >= 0, from_rank[:, None] + 1)[:, 0]
+            to_slot = nth_true(position[jnp.minimum(to_page, P - 1)] < 0, to_rank[:, None] + 1)[:, 0]
+
+            def shift(leaf: Array) -> Array:
+                return leaf.at[to_page, to_slot].set(leaf[from_page, from_slot], mode="drop")
+
+            emptied = jnp.where(wanted, from_page, P)
+            return (
+                jax.tree.map(shift, rows),
+                shift(position).at[emptied, from_slot].set(-1, mode="drop"),
+                map_slots(shift, state),
+            )
+
+        rows, position, state = jax.lax.while_loop(waiting, move, (self.rows, self.position, self.state))
+        given = tail.ravel()
+        place = jnp.where(given, self.num_free + jnp.cumsum(given, dtype=jnp.int32) - 1, P)
+        ids = table.ravel()
+        return dataclasses.replace(
+            self,
+            rows=rows,
+            position=position,
+            state=state,
+            owner=self.owner.at[jnp.where(given, ids, P)].set(-1, mode="drop"),
+            free=self.free.at[place].set(ids, mode="drop"),
+            num_free=self.num_free + jnp.sum(given, dtype=jnp.int32),
+            table=jnp.where(tail, -1, table).reshape(self.table.shape),
+        )
+
+    def resized(self, slots: int, pages: int = 0) -> PagedCache:
+        """Return the cache with at least this many pages, and room for as many slots in a head; it never shrinks."""
+        P = self.owner.shape[0]
+        new, longer = max(pages - P, 0), max(-(-slots // self.page_size) - self.table.shape[-1], 0)
+
+        def grown(leaf: Array, fill: int = 0) -> Array:
+            return jnp.pad(leaf, ((0, new), *((0, 0),) * (leaf.ndim - 1)), constant_values=fill)
+
+        free = jax.lax.dynamic_update_slice(grown(self.free), jnp.arange(P, P + new, dtype=jnp.int32), (self.num_free,))
+        return dataclasses.replace(
+            self,
+            rows=map_rows(grown, self),
+            position=grown(self.position, -1),
+            owner=grown(self.owner, -1),
+            table=jnp.pad(self.table, ((0, 0),) * (self.table.ndim - 1) + ((0, longer),), constant_values=-1),
+            free=free if new else self.free,
+            num_free=self.num_free + new,
+            state=map_slots(grown, self.state),
+        )
 
     def layer(self, index: int | Int[Array, ""] | None = None, head: int | Int[Array, ""] | None = None) -> KVCache:
         """Copy a layer, or one head of it, to a plain cache with all slots that its page table can hold.
@@ -244,114 +371,6 @@ def pages_for(slots: int, heads: int, page_size: int) -> int:
     heads = check_count("heads", heads, 1, "give the heads of all layers and rows")
     page_size = check_count("page_size", page_size, 1, "a page has at least 1 slot")
     return max(heads, (slots + heads * (page_size - 1)) // page_size)
-
-
-def insert_paged(
-    cache: PagedCache,
-    key: Array,
-    value: Array,
-    position: Int[Array, "B T"],
-    layer: int | Int[Array, ""] | None,
-    room: bool = False,
-) -> PagedCache:
-    """Insert tokens as :func:`kvjax.insert` does; a head without enough free slots takes new pages.
-
-    Args:
-        room: a promise that the tokens fit.
-    """
-    B, T, K, _ = key.shape
-    checked = room or is_known(cache.position, cache.table, position)
-    count = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
-    cache = _take_pages(cache, count, -(-T // cache.page_size), layer)
-    table = cache.layer_table(layer)
-    slot_free = jnp.repeat(table >= 0, cache.page_size, axis=2) & (slot_positions(cache.position, table) < 0)
-    slot = slots_for(position >= 0, slot_free)
-    lost = None
-    if not checked:
-        slot, lost = overwriting(slot, position >= 0, jnp.sum(table >= 0, axis=-1) * cache.page_size)
-        slot = jnp.where(slot < 0, slot_free.shape[2], slot)  # a head with fewer slots than the block has tokens
-    page = jnp.take_along_axis(table, slot // cache.page_size, axis=2, mode="fill", fill_value=-1)
-    page = jnp.where((position >= 0)[:, None] & (page >= 0), page, cache.owner.shape[0])  # out of bounds: not written
-    index = (page, slot % cache.page_size)
-
-    def write(leaf: Array, rows: Array) -> Array:
-        return leaf.at[index].set(rows.astype(leaf.dtype), mode="drop")
-
-    rows = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
-    return dataclasses.replace(
-        cache,
-        rows=map_rows(write, cache, rows),
-        position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
-        next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
-        state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[2:]))), cache.state),
-    )
-
-
-def write_layer(
-    cache: PagedCache, pool: Shaped[Array, "P page *rest"], rows: Array, layer: int | Int[Array, ""] | None
-) -> Shaped[Array, "P page *rest"]:
-    """Write what was computed on ``cache.layer(layer)``, ``[B, K, M * page, ...]``, to the layer's pages in a pool."""
-    table = cache.layer_table(layer)
-    rows = rows.reshape(*table.shape, cache.page_size, *rows.shape[3:])
-    return pool.at[jnp.where(table >= 0, table, cache.owner.shape[0])].set(rows.astype(pool.dtype), mode="drop")
-
-
-def release(cache: PagedCache) -> PagedCache:
-    """Free the pages that heads no longer need, after moving the tokens that are still in them.
-
-    Afterwards each head has the fewest pages that hold its tokens: the first ones in its row of the table. Only the
-    tokens of freed pages move. They move in a loop that does not support reverse-mode differentiation.
-    """
-    page_size, P = cache.page_size, cache.owner.shape[0]
-    table = cache.table.reshape(-1, cache.table.shape[-1])  # [H, M], H heads of all layers and rows
-    H, M = table.shape
-    owned = table >= 0
-    tokens = jnp.sum(_page_counts(cache, table), axis=-1)
-    tail = owned & (jnp.arange(M)[None] >= -(-tokens // page_size)[:, None])
-    chunk = 4 * H  # tokens moved per pass; most steps need one pass or none
-
-    def waiting(moved: tuple[PyTree, Array, PyTree]) -> Array:
-        return jnp.sum(jnp.where(tail, _page_counts(cache, table, moved[1]), 0)) > 0
-
-    def move(moved: tuple[PyTree, Array, PyTree]) -> tuple[PyTree, Array, PyTree]:
-        rows, position, state = moved
-        counts = _page_counts(cache, table, position)
-        source = _Places(jnp.where(tail, counts, 0))
-        target = _Places(jnp.where(owned & ~tail, page_size - counts, 0))
-        number = jnp.arange(chunk, dtype=jnp.int32)
-        from_page, from_rank, head = source.find(number)
-        # The r-th token that a head has to move goes to the r-th free slot of its first pages.
-        to_page, to_rank, _ = target.find(target.first[head] + number - source.first[head])
-        ids = table.ravel()
-        wanted = number < source.total
-        from_page, to_page = ids[from_page], jnp.where(wanted, ids[to_page], P)
-        from_slot = nth_true(position[from_page] >= 0, from_rank[:, None] + 1)[:, 0]
-        to_slot = nth_true(position[jnp.minimum(to_page, P - 1)] < 0, to_rank[:, None] + 1)[:, 0]
-
-        def shift(leaf: Array) -> Array:
-            return leaf.at[to_page, to_slot].set(leaf[from_page, from_slot], mode="drop")
-
-        emptied = jnp.where(wanted, from_page, P)
-        return (
-            jax.tree.map(shift, rows),
-            shift(position).at[emptied, from_slot].set(-1, mode="drop"),
-            map_slots(shift, state),
-        )
-
-    rows, position, state = jax.lax.while_loop(waiting, move, (cache.rows, cache.position, cache.state))
-    given = tail.ravel()
-    place = jnp.where(given, cache.num_free + jnp.cumsum(given, dtype=jnp.int32) - 1, P)
-    ids = table.ravel()
-    return dataclasses.replace(
-        cache,
-        rows=rows,
-        position=position,
-        state=state,
-        owner=cache.owner.at[jnp.where(given, ids, P)].set(-1, mode="drop"),
-        free=cache.free.at[place].set(ids, mode="drop"),
-        num_free=cache.num_free + jnp.sum(given, dtype=jnp.int32),
-        table=jnp.where(tail, -1, table).reshape(cache.table.shape),
-    )
 
 
 def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache:
@@ -425,31 +444,6 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         next_position=cache.next_position,
         state=map_slots(lambda leaf: gather(leaf, 0), cache.state),
         positions=cache.positions,
-    )
-
-
-def with_room(cache: PagedCache, *, pages: int, most: int) -> PagedCache:
-    """Give a paged cache more pages and longer rows of its table; it never shrinks.
-
-    Args:
-        pages, most: see :meth:`PagedCache.init`.
-    """
-    P = cache.owner.shape[0]
-    new, longer = max(pages - P, 0), max(-(-most // cache.page_size) - cache.table.shape[-1], 0)
-
-    def grown(leaf: Array, fill: int = 0) -> Array:
-        return jnp.pad(leaf, ((0, new), *((0, 0),) * (leaf.ndim - 1)), constant_values=fill)
-
-    free = jax.lax.dynamic_update_slice(grown(cache.free), jnp.arange(P, P + new, dtype=jnp.int32), (cache.num_free,))
-    return dataclasses.replace(
-        cache,
-        rows=map_rows(grown, cache),
-        position=grown(cache.position, -1),
-        owner=grown(cache.owner, -1),
-        table=jnp.pad(cache.table, ((0, 0),) * (cache.table.ndim - 1) + ((0, longer),), constant_values=-1),
-        free=free if new else cache.free,
-        num_free=cache.num_free + new,
-        state=map_slots(grown, cache.state),
     )
 
 

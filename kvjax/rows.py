@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax.cache import HeadState, KVCache, dtypes_of, map_rows, rows_apart, rows_together, unreadable
+from kvjax.cache import AnyKind, HeadState, KVCache, dtypes_of, map_rows, rows_apart, rows_together, unreadable
 from kvjax.checks import is_known, plain
-from kvjax.insertion import Cache, arrays_of
-from kvjax.paged import PagedCache, release
-from kvjax.split import PARTS, SplitCache
+from kvjax.insertion import check_cache
+from kvjax.paged import PagedCache
+from kvjax.split import PARTS, SAME
 
 
-def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
+def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
     """Put a sequence with a cache of its own into a row of a batch's cache; what the row held is lost.
 
     Args:
@@ -48,17 +48,14 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     if type(one) is not type(cache):
         raise ValueError(f"the row is a {type(one).__name__}, but the batch a {type(cache).__name__}; give two alike.")
     (head_dim, dtypes), (own_dim, own_dtypes) = (
-        (arrays.head_dim, dtypes_of(arrays)) for arrays in (arrays_of(cache), arrays_of(one))
+        (arrays.head_dim, dtypes_of(arrays)) for arrays in (cache.arrays, one.arrays)
     )
-    otherwise = arrays_of(one).side_by_side != arrays_of(cache).side_by_side
-    if otherwise and dtypes == own_dtypes and not isinstance(one, SplitCache):
-        one = dataclasses.replace(one, rows=rows_apart(one) if one.side_by_side else rows_together(one.rows))
+    if one.arrays.side_by_side != cache.arrays.side_by_side and dtypes == own_dtypes:
+        one = one.map(_laid_out_otherwise)
     lead, own = cache.heads_shape, one.heads_shape
     structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
     alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]
-    if isinstance(cache, SplitCache) and isinstance(one, SplitCache):
-        alike = alike and cache.ways[1] == one.ways[1]
-    if not alike or (head_dim, dtypes) != (own_dim, own_dtypes):
+    if not alike or cache.ways[1] != one.ways[1] or (head_dim, dtypes) != (own_dim, own_dtypes):
         raise ValueError(
             f"a cache of {own} heads of dimension {own_dim} in {own_dtypes} does not fit into a row of "
             f"{lead} heads of dimension {head_dim} in {dtypes}: expected one row of the same "
@@ -68,15 +65,18 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
         raise ValueError(
             f"the row has {one.num_slots} slots per head, but the batch {cache.num_slots}; compact the row first."
         )
-    if isinstance(cache, SplitCache):
-        assert isinstance(one, SplitCache)
-        _check_rows(cache)
-        return cache.map(join, (row, PartitionSpec()), (one.parts, PARTS))
-    if isinstance(cache, PagedCache):
-        assert isinstance(one, PagedCache)
-        return _join_pages(cache, row, one)
-    assert isinstance(one, KVCache)
-    axis = len(lead) - 2
+    return cache.map(_joined, (row, SAME), (one.each_part, PARTS))
+
+
+def _laid_out_otherwise(cache: KVCache | PagedCache) -> KVCache | PagedCache:
+    """Return a cache with keys and values apart if they were side by side, else side by side."""
+    return dataclasses.replace(cache, rows=rows_apart(cache) if cache.side_by_side else rows_together(cache.rows))
+
+
+@functools.singledispatch
+def _joined(cache: Any, row: int | Int[Array, ""], one: KVCache) -> Any:
+    """Write a sequence's slots to a row of the batch's cache."""
+    axis = len(cache.heads_shape) - 2
 
     def put(whole: Array, part: Array) -> Array:
         return _put(whole, part, row, axis)
@@ -84,8 +84,8 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     def put_slots(whole: Any, part: Any, fill: int = 0) -> Any:
         if isinstance(whole, HeadState):
             return HeadState(put(whole.value, part.value))
-        more = whole.shape[len(lead)] - part.shape[len(lead)]
-        widths = [(0, more if dimension == len(lead) else 0) for dimension in range(part.ndim)]
+        more = whole.shape[axis + 2] - part.shape[axis + 2]
+        widths = [(0, more if dimension == axis + 2 else 0) for dimension in range(part.ndim)]
         return put(whole, jnp.pad(part, widths, constant_values=fill))
 
     state = jax.tree.map(put_slots, cache.state, one.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
@@ -98,7 +98,7 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     )
 
 
-def leave(cache: Cache, row: int | Int[Array, ""]) -> Cache:
+def leave[C: AnyKind](cache: C, row: int | Int[Array, ""]) -> C:
     """Empty a row of a batch's cache: its slots, or its pages, are free, and its next token has position 0.
 
     Args:
@@ -119,45 +119,48 @@ def leave(cache: Cache, row: int | Int[Array, ""]) -> Cache:
         [[[-1, -1]], [[0, -1]]]
     """
     row = _checked_row(cache, row)
-    if isinstance(cache, SplitCache):
-        _check_rows(cache)
-        return cache.map(leave, (row, PartitionSpec()))
-    next_position = cache.next_position.at[row].set(0)
-    if isinstance(cache, PagedCache):
-        B, K = cache.heads_shape[-2:]
-        mine = (cache.owner >= 0) & (cache.owner // K % B == row)
-        position = jnp.where(mine[:, None], -1, cache.position)
-        return release(dataclasses.replace(cache, position=position, next_position=next_position))
+    return cache.map(_left, (row, SAME))
+
+
+@functools.singledispatch
+def _left(cache: Any, row: int | Int[Array, ""]) -> Any:
+    """Free a row's slots."""
     axis = len(cache.heads_shape) - 2
     nothing = jnp.full_like(jax.lax.index_in_dim(cache.position, 0, axis), -1)
-    return dataclasses.replace(cache, position=_put(cache.position, nothing, row, axis), next_position=next_position)
+    position = _put(cache.position, nothing, row, axis)
+    return dataclasses.replace(cache, position=position, next_position=cache.next_position.at[row].set(0))
 
 
-def _checked_row(cache: Cache, row: int | Int[Array, ""]) -> int | Int[Array, ""]:
-    if not isinstance(cache, Cache):
-        raise ValueError(f"the cache is a {type(cache).__name__}; give a KVCache, a PagedCache or a SplitCache.")
+@_left.register(PagedCache)
+def _left_pages(cache: PagedCache, row: int | Int[Array, ""]) -> PagedCache:
+    """Free a row's pages."""
+    B, K = cache.heads_shape[-2:]
+    mine = (cache.owner >= 0) & (cache.owner // K % B == row)
+    position = jnp.where(mine[:, None], -1, cache.position)
+    next_position = cache.next_position.at[row].set(0)
+    return dataclasses.replace(cache, position=position, next_position=next_position).released()
+
+
+def _checked_row(cache: AnyKind, row: int | Int[Array, ""]) -> int | Int[Array, ""]:
+    check_cache(cache)
     row, rows = plain(row), cache.heads_shape[-2]
     if isinstance(row, int) and not 0 <= row < rows:
         raise ValueError(f"the row is {row}; the cache has rows 0 to {rows - 1}.")
-    return row
-
-
-def _check_rows(cache: SplitCache) -> None:
     if cache.ways[0] > 1:
         raise ValueError(f"the rows are split over {cache.ways[0]} devices, but one row comes or goes; use data=1.")
+    return row
 
 
 def _put(whole: Array, part: Array, row: int | Int[Array, ""], axis: int) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), row, axis)
 
 
-def _join_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) -> PagedCache:
+@_joined.register(PagedCache)
+def _joined_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) -> PagedCache:
     """Copy the pages in use of a sequence's pool to free pages of the batch's pool."""
     if one.page_size != cache.page_size:
         raise ValueError(f"the row has pages of {one.page_size} slots, but the batch of {cache.page_size}.")
-    left = leave(cache, row)
-    assert isinstance(left, PagedCache)
-    cache = left
+    cache = _left_pages(cache, row)
     *L, B, K = cache.heads_shape
     P = cache.owner.shape[0]
     source = one.table  # [*L, 1, K, M']

@@ -215,7 +215,7 @@ def dapq(
         statistics=("window_mean",),
         window=window,
         protection=Protection(recent=window),
-        reconstruction=Reconstruction(pseudo=window, tokens=tokens),
+        needs=Needs(reconstruction=Reconstruction(pseudo=window, tokens=tokens)),
         published=Moments("prompt", 0, "arXiv 2603.11564, abstract: once, by queries that stand for the answer's"),
     )
 
@@ -391,7 +391,7 @@ def laprox(
         statistics=("window_square" if gqa == "heads" else "window_group_square",),
         window=window,
         protection=Protection(recent=window),
-        projections=("factor" if gqa == "joint" else "gram",) if target == "output" else (),
+        needs=Needs(projections=frozenset(["factor" if gqa == "joint" else "gram"] if target == "output" else [])),
         published=Moments("prompt", 0, "arXiv 2605.07234, appendix: once after the prefilling phase"),
     )
 

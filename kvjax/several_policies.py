@@ -12,8 +12,9 @@ from kvjax.block_checks import checked_budget
 from kvjax.cache import KVCache
 from kvjax.chains import policy_of
 from kvjax.eviction import Budget, Evidence
-from kvjax.insertion import checked_block
+from kvjax.insertion import check_cache, checked_block
 from kvjax.layer import (
+    LayerBlock,
     ask,
     attend_heads,
     choosable,
@@ -78,7 +79,8 @@ def observe_each(
             f"{len(chosen)} policies and {len(budgets)} budgets were given; expected one budget for each policy, at "
             "least one policy, and none of them 'full'."
         )
-    if not isinstance(cache, KVCache) or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
+    check_cache(cache)
+    if cache.paged or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
         raise ValueError(
             f"expected a KVCache whose state is a tuple of {len(chosen)}, one state per policy in their order."
         )
@@ -87,12 +89,13 @@ def observe_each(
         own = dataclasses.replace(cache, state=state)
         check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
         check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.heads_shape[-1])
-        of_shares.append(checked_budget(own, query, position, policy, budget, None, context)[1])
+        of_shares.append(checked_budget(own, query, position, policy, budget, context)[1])
     key, value, position, _ = checked_block(
         cache, key, value, position, layer_index(cache, context), query_heads=query.shape[2]
     )
-    query, key, value, context = prepared(cache, query, key, value, position, context)
-    cache, taken = inserted(cache, key, value, position, context)
+    block, context = prepared(cache, LayerBlock(query, key, value, position), context)
+    query = block.query
+    cache, taken = inserted(cache, block, context)
     together: dict[int, Needs] = {}
     largest = max(policy.needs.window for policy in chosen)
     for policy in chosen:  # a policy that observes no window joins any

@@ -12,20 +12,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kernels_pallas.prepare import SPLIT, mesh_of
-from kvjax.cache import KVCache, Positions, PyTree
+from kvjax.cache import AnyKind, KVCache, Positions, PyTree
 from kvjax.paged import PagedCache, pack
 
 ROWS, HEADS = SPLIT["b"], SPLIT["k"]
+OF_ROWS: Any = PartitionSpec(ROWS)  # [B, ...]
+OF_TOKENS: Any = PartitionSpec(ROWS, None, HEADS)  # [B, T, K, D]
+SAME = PartitionSpec()  # on all devices
 PARTS = object()  # how a tree with one part per device is split, whose arrays begin with [data, tensor]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SplitCache:
+class SplitCache(AnyKind):
     """Keys and values in pages, split over the devices of a mesh.
 
     ``parts`` are the devices' paged caches, stacked: each array has two axes more in front, ``[data, tensor, ...]``. A
@@ -48,6 +52,8 @@ class SplitCache:
     """
 
     parts: PagedCache
+
+    paged = True
 
     @classmethod
     def init(cls, *, mesh: Mesh | AbstractMesh, batch: int, kv_heads: int, **sizes: Any) -> SplitCache:
@@ -79,21 +85,34 @@ class SplitCache:
         return cls(on_devices(of_device, [_axes_of(cache)], PARTS, mesh)(cache))
 
     def map(self, function: Callable[..., Any], *others: tuple[PyTree, Any]) -> SplitCache:
-        """Return the cache after a function has run on each device's part of it.
-
-        Args:
-            function: takes the part, and each device's part of ``others``.
-            others: arrays or trees, each with how it is split (:func:`on_devices`).
-        """
+        """Return the cache after a function has run on each device's part of it; see :meth:`read`."""
         return SplitCache(self.read(function, *others, outputs=PARTS))
 
     def read(self, function: Callable[..., Any], *others: tuple[PyTree, Any], outputs: Any) -> Any:
-        """Return what a function returns for each device's part of the cache; see :meth:`map`."""
+        """Return what a function returns for each device's part of the cache; see :meth:`kvjax.KVCache.read`."""
         trees, axes = [tree for tree, _ in others], [axes for _, axes in others]
         mesh = mesh_of(jax.tree.leaves(self.parts))
         if mesh.empty:
             raise ValueError("the cache is split over a mesh, but its arrays are on none; put them back on that mesh.")
         return on_devices(function, [PARTS, *axes], outputs, mesh)(self.parts, *trees)
+
+    @property
+    def each_part(self) -> PagedCache:
+        """Return the devices' parts, stacked."""
+        return self.parts
+
+    def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None) -> int:
+        """Count the slots that the fullest device lacks for new tokens; see :meth:`kvjax.KVCache.lacking`."""
+        parts, rows = jax.device_get(self.parts), np.split(position, self.ways[0])
+        own = {at: jax.tree.map(lambda leaf, at=at: leaf[at], parts) for at in np.ndindex(*self.ways)}
+        return max(part.lacking(rows[data], layer) for (data, _), part in own.items())
+
+    def apart(self) -> PagedCache:
+        """Refuse to be saved, by a ValueError."""
+        raise ValueError(
+            "the cache's pages are split over a mesh, but a file holds those of one device: save a cache that one "
+            "device has made, or one of an even allocation."
+        )
 
     @property
     def ways(self) -> tuple[int, int]:
@@ -141,11 +160,6 @@ class SplitCache:
     def num_live(self) -> Int[Array, "*L B K"]:
         """Number of tokens that each head holds."""
         return _num_live(self)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache, on all devices."""
-        return self.parts.nbytes
 
     def layer(self, index: int | Int[Array, ""] | None = None) -> KVCache:
         """Copy a layer to a plain cache, as :meth:`kvjax.PagedCache.layer` does; its heads stay on their devices."""

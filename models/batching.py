@@ -24,14 +24,13 @@ import numpy as np
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax import PagedCache
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.schedule import HostOrDevice, Phase
 from models import engine, hosts
 from models.by_layer import next_token
 from models.decoder import Decoder, check_decoder
-from models.layer_caches import AnyCache, LayerCaches, stacked
+from models.layer_caches import AnyCache, stacked
 from models.options import EngineSettings, Options, RequestSettings, options_of
 from models.plan import CheckedPrompt, Rows, check_prompt, plan_run
 from models.sampling import Sampling, check_end, check_sampling
@@ -322,20 +321,11 @@ class Engine:
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _join(cache: AnyCache, row: Int[Array, ""], one: Any) -> AnyCache:
-    if isinstance(cache, PagedCache) and not isinstance(one, PagedCache):  # a short prompt's share fits the windows
+    if cache.paged and not one.paged:  # a short prompt's share fits the windows
         one, size = stacked(one), cache.page_size
         pages = kvjax.pages_for(one.position.size, one.position[..., 0].size, size)
         one = kvjax.pack(one, pages=pages, page_size=size, most=min(one.num_slots, cache.num_slots))
-    if isinstance(cache, LayerCaches):
-        pairs: Any = zip(cache.layers, one.layers, strict=True)
-        joined: Any = (kvjax.join(whole, row, part) for whole, part in pairs)
-        return LayerCaches(tuple(joined))
     return kvjax.join(cache, row, one)
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def _leave(cache: AnyCache, row: Int[Array, ""]) -> AnyCache:
-    if isinstance(cache, LayerCaches):
-        left: Any = (kvjax.leave(layer, row) for layer in cache.layers)
-        return LayerCaches(tuple(left))
-    return kvjax.leave(cache, row)
+_leave = jax.jit(kvjax.leave, donate_argnames="cache")

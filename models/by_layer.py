@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,10 @@ import kvjax
 from kvjax import Evidence
 from kvjax.checks import is_known
 from kvjax.schedule import Phase
-from kvjax.window import begin_anew
 from models import selecting
 from models.config import Config
 from models.decoder import Decoder, attention_input, embed, run_layer, sliding_windows
-from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
+from models.layer_caches import AnyCache, split, stacked_up
 from models.parameters import layers_with
 from models.plan import HostOrDevice, Plan, Rows, Sizes
 from models.sampling import Sampling, sample
@@ -111,8 +110,7 @@ class LayerSteps:
             return state
         if sizes.pages:
             return _packed(dataclasses.replace(state, cache=stacked_up(cache)), self.run.plan, sizes)
-        assert isinstance(cache, LayerCaches)
-        return dataclasses.replace(state, cache=LayerCaches(tuple(_compact(own, sizes.slots) for own in cache.layers)))
+        return dataclasses.replace(state, cache=cache.map(functools.partial(_compact, slots=sizes.slots)))
 
     def token(
         self,
@@ -137,22 +135,17 @@ class LayerSteps:
     ) -> tuple[Float[Array, "B T E"], DecodeState]:
         run = self.run
         model, plan, butler = run.model, run.plan, run.butler
-        caches = list(state.cache.layers) if isinstance(state.cache, LayerCaches) else None
-        first = state.cache.layers[0] if isinstance(state.cache, LayerCaches) else state.cache
-        evidence = None
-        if evicts_together(plan, phase, state.cache):
-            evidence = _evidence_of_layers(model.config, plan, phase, block, state.cache)
-        carry = LayerCarry(first, evidence, state.predictor, state.source)
+        cache, evidence = state.cache, None
+        if evicts_together(plan, phase, cache):
+            evidence = _evidence_of_layers(model.config, plan, phase, block, cache)
+        carry = LayerCarry(cache.at(0), evidence, state.predictor, state.source)
         for number, layer in enumerate(self.layers):
-            if caches is not None:
-                carry = dataclasses.replace(carry, cache=caches[number])
+            carry = dataclasses.replace(carry, cache=cache.at(number))
             x, carry = _run_layer(model.config, plan, phase, layer, block, x, carry, run.scorer)
             if number == 0 and predicts(plan, phase):
                 entered = None if butler is None else selecting.predictor_input(butler, model, jnp.asarray(tokens))
                 carry = _predict(plan.selection is not None, butler, block.position, entered, x, carry)
-            if caches is not None:
-                caches[number] = carry.cache
-        cache = carry.cache if caches is None else LayerCaches(tuple(caches))
+            cache = cache.with_at(number, carry.cache)
         if carry.evidence is not None:
             cache = _evict(cache, carry.evidence, block.budgets)
         return x, DecodeState(cache, carry.predictor, carry.source)
@@ -248,22 +241,14 @@ _predict = jax.jit(selecting.run_predictor, static_argnames="keeps", donate_argn
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _evidence_of_layers(config: Config, plan: Plan, phase: Phase, block: Block, cache: AnyCache) -> Evidence | None:
-    return shared_evidence(config, plan, phase, block, cache.slots if isinstance(cache, LayerCaches) else cache)
+    return shared_evidence(config, plan, phase, block, cache.slots)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _evict(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> AnyCache:
     """Evict from all layers together."""
-    if not isinstance(cache, LayerCaches):
-        return kvjax.evict(cache, evidence, budgets)
-    left = kvjax.evict(cache.slots, evidence, budgets)
-    evicted = ~evidence.waits(budgets, cache.num_slots)
-    states = (begin_anew(own.state, evicted) for own in cache.layers)
-    layers = zip(cache.layers, left.position, states, strict=True)
-    following = left.next_position
-    return LayerCaches(
-        tuple(dataclasses.replace(own, position=at, next_position=following, state=state) for own, at, state in layers)
-    )
+    left: Any = kvjax.evict(cache.slots, evidence, budgets)
+    return cache.with_slots(left, ~evidence.waits(budgets, cache.num_slots))
 
 
 @functools.partial(jax.jit, static_argnames="sampling")

@@ -6,23 +6,50 @@ On one CPU `stream` yields it (models/by_layer.py); `stacked` makes it one cache
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import KVCache
-from kvjax.cache import Positions, count_live
-from models.selecting import Cache
+from kvjax.cache import AnyKind, Positions, count_live
+from kvjax.insertion import Cache
+from kvjax.split import PARTS
+from kvjax.window import begin_anew
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LayerCaches:
+class LayerCaches(AnyKind):
     """The caches of all layers in separate arrays; it is read like the :class:`kvjax.KVCache` that stacks them."""
 
     layers: tuple[KVCache, ...]
+
+    def map(self, function: Callable[..., Any], *others: tuple[Any, Any]) -> LayerCaches:
+        """Return the caches after a function has run on each layer's; ``others`` are the same for all but ``PARTS``."""
+        trees = (tree if axes is PARTS else (tree,) * len(self.layers) for tree, axes in others)
+        return LayerCaches(tuple(map(function, self.layers, *trees)))
+
+    @property
+    def each_part(self) -> tuple[KVCache, ...]:
+        """Return the layers' caches."""
+        return self.layers
+
+    @property
+    def arrays(self) -> KVCache:
+        """Return the first layer's cache, whose rows and state are made like those of the others."""
+        return self.layers[0]
+
+    def at(self, number: int) -> KVCache:
+        """Return one layer's cache."""
+        return self.layers[number]
+
+    def with_at(self, number: int, cache: KVCache) -> LayerCaches:
+        """Return the caches with another one of a layer."""
+        return LayerCaches((*self.layers[:number], cache, *self.layers[number + 1 :]))
 
     @property
     def next_position(self) -> Int[Array, "B"]:
@@ -89,9 +116,7 @@ class LayerCaches:
         """Return the size of the caches in bytes."""
         return sum(cache.nbytes for cache in self.layers) - (len(self.layers) - 1) * self.next_position.nbytes
 
-    def layer(self, index: int) -> KVCache:
-        """Return one layer's cache."""
-        return self.layers[index]
+    layer = at
 
     @property
     def slots(self) -> KVCache:
@@ -99,6 +124,14 @@ class LayerCaches:
         position = self.position
         nothing = jnp.zeros((*position.shape, 0))
         return KVCache(nothing, nothing, position, self.next_position)
+
+    def with_slots(self, left: KVCache, begins: Bool[Array, "B"]) -> LayerCaches:
+        """Return the caches after an eviction from :attr:`slots`; where a row ``begins``, its window does anew."""
+        states, following = (begin_anew(own.state, begins) for own in self.layers), left.next_position
+        layers = zip(self.layers, left.position, states, strict=True)
+        return LayerCaches(
+            tuple(dataclasses.replace(own, position=at, next_position=following, state=new) for own, at, new in layers)
+        )
 
 
 @jax.jit
@@ -109,10 +142,14 @@ def _count_live(positions: list[Int[Array, "B K S"]]) -> Int[Array, "L B K"]:
 AnyCache = Cache | LayerCaches
 
 
+@functools.singledispatch
 def split(cache: AnyCache) -> AnyCache:
     """Split a plain cache into separate arrays per layer; a paged cache is returned as it is."""
-    if not isinstance(cache, KVCache):
-        return cache
+    return cache
+
+
+@split.register(KVCache)
+def _split_plain(cache: KVCache) -> LayerCaches:
     layers = (cache.layer(index) for index in range(cache.heads_shape[0]))
     # next_position is copied, as all layers share it and each layer's arrays are donated separately.
     return LayerCaches(
@@ -120,7 +157,8 @@ def split(cache: AnyCache) -> AnyCache:
     )
 
 
-def stacked(cache: AnyCache) -> Cache:
+@functools.singledispatch
+def stacked(cache: AnyCache) -> Any:
     """Return a cache with all layers in one array, as the functions of kvjax take it; the given cache stays valid.
 
     A cache that :func:`models.stream` yields may have separate arrays per layer; any other is returned as it is.
@@ -133,16 +171,23 @@ def stacked(cache: AnyCache) -> Cache:
         >>> models.stacked(cache) is cache
         True
     """
-    if not isinstance(cache, LayerCaches):
-        return cache
+    return cache
+
+
+@stacked.register(LayerCaches)
+def _stacked_layers(cache: LayerCaches) -> KVCache:
     whole = jax.tree.map(lambda *parts: _stack(parts), *cache.layers)
     return dataclasses.replace(whole, next_position=cache.next_position)
 
 
-def stacked_up(cache: AnyCache) -> Cache:
+@functools.singledispatch
+def stacked_up(cache: AnyCache) -> Any:
     """Stack as :func:`stacked` does, but delete each of the layers' arrays once copied, so as not to hold both."""
-    if not isinstance(cache, LayerCaches):
-        return cache
+    return cache
+
+
+@stacked_up.register(LayerCaches)
+def _stacked_up_layers(cache: LayerCaches) -> KVCache:
     next_position = jnp.copy(cache.next_position)
 
     def stack(*parts: Array) -> Array:

@@ -10,7 +10,7 @@ import functools
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -18,13 +18,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int
 
 import kvjax
-from kvjax import PagedCache, Policy, Reconstruction, SplitCache
+from kvjax import Policy, Reconstruction
 from kvjax.allocation import CAP, UNIFORM
 from kvjax.cache import Positions, dtypes_of
 from kvjax.capacity import Demand, Layout, capacity, in_pages, rounded_up
 from kvjax.chains import policy_of
 from kvjax.checks import check_count, check_share_or_tokens, is_known, plain
-from kvjax.insertion import arrays_of
+from kvjax.insertion import is_cache
 from kvjax.policy_checks import check_measured, check_policy, check_policy_given, check_state
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.reconstruction import Repeated, unrepeated
@@ -33,7 +33,7 @@ from models import hosts
 from models.butler import ButlerConfig
 from models.config import Config, Rope
 from models.decoder import Decoder, check_decoder
-from models.layer_caches import AnyCache, LayerCaches
+from models.layer_caches import AnyCache
 from models.options import PAGE_SIZE, Options
 from models.selecting import Cache, Selection, check_butler, checked_selection
 
@@ -104,7 +104,7 @@ class Kept(NamedTuple):
     dtypes: Dtypes
     pages: int = 0  # on each device
     page_size: int = 0
-    ways: tuple[int, int] | None = None  # the devices that split the rows and heads of a paged cache
+    ways: tuple[int, int] = (1, 1)  # the devices that split the rows and heads of a paged cache
     pending: tuple[np.ndarray, ...] = ()  # each row's tokens that the model has still to repeat, where it does so
 
     @property
@@ -267,12 +267,12 @@ def _check_kept(
             "whole prompt."
         )
 
-    def where(ways: tuple[int, int] | None) -> str:
-        return "one device" if ways is None else f"a mesh with data={ways[0]} and tensor={ways[1]}"
+    def where(ways: tuple[int, int]) -> str:
+        return "one device" if ways == (1, 1) else f"a mesh with data={ways[0]} and tensor={ways[1]}"
 
-    if kept.pages and kept.ways != ways_of(mesh):
+    if kept.pages and kept.ways != (ways := ways_of(mesh) or (1, 1)):
         raise ValueError(
-            f"the cache's pages are on {where(kept.ways)}, but the model is on {where(ways_of(mesh))}: continue on the "
+            f"the cache's pages are on {where(kept.ways)}, but the model is on {where(ways)}: continue on the "
             "devices that the cache was made on, or leave cache out and give the whole prompt."
         )
     if options.cache_dtype is not None and (names := check_dtypes(options.cache_dtype)) != kept.dtypes:
@@ -618,9 +618,9 @@ def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int] | None:
 def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -> Kept:
     """Read what a run needs to know about the cache that it continues from, and check it against model and policy."""
     config = model.config
-    if isinstance(getattr(cache, "cache", None), AnyCache):
+    if is_cache(getattr(cache, "cache", None)):
         raise ValueError(f"the cache is a {type(cache).__name__}; give its .cache.")
-    if not isinstance(cache, AnyCache) or len(cache.heads_shape) != 3:
+    if not is_cache(cache) or len(cache.heads_shape) != 3:
         raise ValueError(
             f"the cache is a {type(cache).__name__}; give what models.prefill or models.generate returned as cache."
         )
@@ -631,7 +631,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
         raise ValueError("a later step has deleted this cache; continue from the last one that stream yielded.")
     L, B, K = cache.heads_shape
     ours = (config.num_layers, config.head_dim)
-    one = cache.layer(0) if isinstance(cache, LayerCaches) else arrays_of(cache)
+    one = cache.arrays
     theirs = (L, one.head_dim)
     if ours != theirs or K not in (config.num_kv_heads, config.num_heads):
         raise ValueError(
@@ -642,7 +642,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
         advice = f": repeat it with kvjax.repeat(cache, {rows})" if B == 1 else ""
         raise ValueError(f"the cache has {B} rows, but {rows} prompts were given{advice}.")
     if policy is not None:
-        paged = isinstance(cache, PagedCache | SplitCache)
+        paged = cache.paged
         if policy.allocation.even == paged and not (paged and any(config.sliding_windows)):
             kind, other = ("paged", "even") if paged else ("plain", "uneven")
             raise ValueError(
@@ -668,22 +668,21 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
             ) from None
     held = np.moveaxis(hosts.fetched(cache.num_live), 1, 0).reshape(B, L * K)
     start, dtypes = hosts.fetched(cache.next_position), dtypes_of(one)
-    kept = Kept(K, start, held, cache.num_slots, cache.positions, dtypes)
+    kept = Kept(
+        K, start, held, cache.num_slots, cache.positions, dtypes, pages=cache.num_pages, page_size=cache.page_size,
+        ways=cache.ways,
+    )  # fmt: skip
     if policy is not None and Repeated.of(one.state) is not None:
         # A layer without a sliding window, if there is one, holds them all.
         layer = int(np.argmax([np.inf if window is None else window for window in config.sliding_windows]))
-        where = (cache.layer(layer), None) if isinstance(cache, LayerCaches) else (cache, layer)
-        kept = kept._replace(pending=unrepeated(*map(hosts.fetched, _of_a_head(*where))))
-    if isinstance(cache, PagedCache | SplitCache):
-        ways = cache.ways if isinstance(cache, SplitCache) else None
-        kept = kept._replace(pages=cache.num_pages, page_size=cache.page_size, ways=ways)
+        kept = kept._replace(pending=unrepeated(*map(hosts.fetched, _of_a_head(cache, layer))))
     return kept
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _of_a_head(cache: Cache, layer: int | None) -> tuple[Array, Array, Array]:
+def _of_a_head(cache: AnyCache, layer: int) -> tuple[Array, Array, Array]:
     """Return the positions, scores and ids of one head's tokens, for a policy that has the model repeat them."""
-    here: Any = cache if layer is None else cache.layer(layer)
+    here = cache.layer(layer)
     state = Repeated.of(here.state)
     assert state is not None
     return here.position[:, 0], state.score[:, 0], state.token[:, 0]
@@ -774,7 +773,7 @@ def _check_prefilled(
     if cache is not None or lengths is not None:
         raise ValueError("the result of prefill has its own cache and lengths; leave cache= and lengths= out.")
     logits = given.logits
-    B = given.cache.heads_shape[-2] if isinstance(given.cache, AnyCache) else 0
+    B = given.cache.heads_shape[-2] if is_cache(given.cache) else 0
     kept = kept_of(model, given.cache, policy_of(policy), B)
     if np.shape(logits) != (B, model.config.vocab_size):
         raise ValueError(

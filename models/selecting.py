@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kernels_pallas import select_attention
-from kvjax import Context, Evidence, KVCache, Policy, Prediction, sources
-from kvjax.cache import Stored, floats_of
+from kvjax import Context, Evidence, Policy, Prediction, sources
+from kvjax.cache import floats_of
 from kvjax.checks import check_count, check_share_or_tokens
 from kvjax.insertion import Cache
 from kvjax.selection import share_of_tokens
@@ -131,14 +131,12 @@ def attend(
         cache = kvjax.insert(cache, key, value, position, layer=layer if stacked else None)
         slots = _chosen(selection, cache, memory, carry, query, position, context)
         number = layer if stacked else None
-        assert isinstance(cache, Stored)  # selections keep plain and paged caches
-        out = select_attention(query, **cache.rows, slots=slots, layer=number, soft_cap=context.soft_cap)
+        out = select_attention(query, **cache.arrays.rows, slots=slots, layer=number, soft_cap=context.soft_cap)
     else:
         out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=context)
     carry = dataclasses.replace(carry, source=memory)
     if context.compressed and source.reads & {"first", "previous"}:
-        here = cache.layer(layer) if stacked else cache
-        assert isinstance(here, KVCache)
+        here = cache.layer(layer if stacked else None)
         true = sources.logits(query, floats_of(here).key)
         if "first" in source.reads and not carry.behind_first:
             carry = dataclasses.replace(carry, first=true)
@@ -159,8 +157,7 @@ def _chosen(
     """Return the slots that each query head reads."""
     source, layer, window = selection.source, context.layer, context.sliding_window
     assert layer is not None
-    here = cache.layer(layer) if len(cache.heads_shape) == 3 else cache
-    assert isinstance(here, KVCache)
+    here = cache.layer(layer if len(cache.heads_shape) == 3 else None)
     slot_position = here.position
     if window is not None:  # tokens outside the layer's window cannot be chosen
         slot_position = jnp.where(position[:, :, None] - slot_position < window, slot_position, -1)

@@ -27,7 +27,7 @@ from models.options import EachSettings, Options, options_of
 from models.plan import CheckedPrompt, Plan, Prefilled, Sizes, Tokens, check_prompt, plan_run
 from models.selecting import check_scorer
 from models.states import shrink, start
-from models.steps import DecodeState, Run, at_layer, block_of, fresh, rounded_rows
+from models.steps import DecodeState, Run, at_layer, block_of, first_of, rounded_rows
 
 Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
 
@@ -205,9 +205,7 @@ def _block(
     of_whom = next((plan for plan in plans if plan.policy is not None and plan.policy.needs.rotary), plans[0])
     block = block_of(model.config, of_whom, tokens, position, lengths, None, part)
     if part is not None:
-        again = fresh(DecodeState(cache), position).cache
-        assert isinstance(again, KVCache)
-        cache = again
+        cache = kvjax.rewind(cache, first_of(position))
     states, shares = cache.state, [budget for budget in budgets if budget is not None]
     windows = sliding_windows(model.config)
     end = None if block.repeats is None else block.repeats.end

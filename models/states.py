@@ -11,14 +11,14 @@ import numpy as np
 
 import kvjax
 from kvjax import KVCache, PagedCache, SplitCache
-from kvjax.capacity import rounded_up
+from kvjax.capacity import Capacity, rounded_up
 from kvjax.insertion import Cache
-from kvjax.making import blank
-from kvjax.paged import trimmed, with_room
+from kvjax.making import Heads, blank
+from kvjax.paged import trimmed
 from kvjax.split import on_mesh
 from models import hosts
 from models.decoder import Decoder
-from models.layer_caches import AnyCache, LayerCaches
+from models.layer_caches import AnyCache
 from models.plan import Plan, Sizes
 from models.steps import DecodeState, Run
 
@@ -38,49 +38,35 @@ def start(run: Run, sizes: Sizes, batch: int, cache: AnyCache | None = None) -> 
 
 def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> Cache:
     config, paged = model.config, sizes.prompt_slots == 0
+    held = Capacity(sizes.slots, sizes.pages) if paged else Capacity(sizes.prompt_slots)
     return blank(
         plan.policy,
-        layers=config.num_layers,
-        batch=batch,
-        kv_heads=plan.heads,
-        group=config.num_heads // plan.heads,
-        slots=sizes.slots if paged else sizes.prompt_slots,
-        head_dim=config.head_dim,
+        Heads(config.num_layers, batch, plan.heads, config.num_heads // plan.heads, config.head_dim),
+        held,
         dtype=plan.cache_dtype,
         positions=plan.positions,
-        pages=sizes.pages if paged else None,
         page_size=sizes.page_size,
         mesh=plan.several if paged else plan.mesh,
     )
 
 
-def _with_room(cache: AnyCache, plan: Plan, sizes: Sizes) -> AnyCache:
+def _with_room(cache: Any, plan: Plan, sizes: Sizes) -> AnyCache:
     """Resize a kept cache to the slots, or pages, that a run needs."""
-    if isinstance(cache, PagedCache):
-        return with_room(cache, pages=sizes.pages, most=sizes.slots)
-    if isinstance(cache, SplitCache):
-        return cache.map(functools.partial(with_room, pages=sizes.pages, most=sizes.slots))
-    if isinstance(cache, LayerCaches):
-        return LayerCaches(tuple(_of_size(layer, sizes.prompt_slots) for layer in cache.layers))
-    cache = _of_size(cache, sizes.prompt_slots)
-    return cache if plan.mesh is None else on_mesh(cache, plan.mesh)
-
-
-def _of_size(cache: KVCache, slots: int) -> KVCache:
-    return cache if cache.num_slots == slots else kvjax.compact(cache, slots)
+    slots = sizes.slots if cache.paged else sizes.prompt_slots
+    cache = cache.map(lambda part: part.resized(slots, sizes.pages))
+    return cache if plan.mesh is None or cache.paged else on_mesh(cache, plan.mesh)
 
 
 def shrinks(cache: AnyCache, sizes: Sizes) -> bool:
     """Return whether a cache held the whole prompt, and is larger than the context needs after the eviction."""
-    return not isinstance(cache, PagedCache | SplitCache) and (sizes.pages > 0 or sizes.slots != sizes.prompt_slots)
+    return not cache.paged and (sizes.pages > 0 or sizes.slots != sizes.prompt_slots)
 
 
 def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
     """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
-    cache: AnyCache = state.cache
+    cache: Any = state.cache
     if not shrinks(cache, sizes):
         return state
-    assert isinstance(cache, KVCache)
     if sizes.pages:
         given: Any = dict(pages=sizes.pages, page_size=sizes.page_size, most=sizes.slots)
         mesh = plan.several
@@ -90,15 +76,22 @@ def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
     return dataclasses.replace(state, cache=cache)
 
 
+@functools.singledispatch
 def without_room(cache: Cache) -> Cache:
     """Return a cache with no more slots, or pages, than its tokens need, rounded up to few sizes."""
-    if isinstance(cache, PagedCache):
-        pages = rounded_up(len(cache.owner) - int(cache.num_free))
-        return _trimmed(cache, pages) if pages < len(cache.owner) else cache
-    if isinstance(cache, KVCache):
-        slots = rounded_up(int(np.max(hosts.fetched(cache.num_live))))
-        return _compact(cache, slots) if slots < cache.num_slots else cache
     return cache
+
+
+@without_room.register(PagedCache)
+def _without_pages(cache: PagedCache) -> PagedCache:
+    pages = rounded_up(len(cache.owner) - int(cache.num_free))
+    return _trimmed(cache, pages) if pages < len(cache.owner) else cache
+
+
+@without_room.register(KVCache)
+def _without_slots(cache: KVCache) -> KVCache:
+    slots = rounded_up(int(np.max(hosts.fetched(cache.num_live))))
+    return _compact(cache, slots) if slots < cache.num_slots else cache
 
 
 _trimmed = jax.jit(trimmed, static_argnames="pages")

@@ -18,16 +18,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Context, Evidence, OutputProjection, PagedCache, Reconstructed, SplitCache
+from kvjax import Context, Evidence, OutputProjection, Reconstructed
 from kvjax.attention import attend_unchecked, observe_unchecked
 from kvjax.eviction import evict_by
-from kvjax.insertion import Cache, up_to
+from kvjax.insertion import Cache
+from kvjax.layer import LayerBlock
 from kvjax.schedule import Phase
 from models import selecting
 from models.butler import Butler, ButlerCache
 from models.config import Config
 from models.decoder import Decoder, frequencies, rope_of_layer, rotation, sliding_windows
-from models.layer_caches import AnyCache, LayerCaches
+from models.layer_caches import AnyCache
 from models.plan import Plan, Rows
 from models.scorer import Scorer
 from models.selecting import LayerCarry
@@ -119,9 +120,9 @@ def forward(
     if predicts(plan, phase):
         entered = None if butler is None else selecting.predictor_input(butler, model, tokens)
         hook = functools.partial(selecting.run_predictor, plan.selection is not None, butler, position, entered)
-    assert not isinstance(state.cache, LayerCaches)
-    evidence = shared_evidence(model.config, plan, phase, block, state.cache)
-    carry = LayerCarry(state.cache, evidence, state.predictor, state.source)
+    cache: Any = state.cache  # not of layers apart, which models/by_layer.py calls
+    evidence = shared_evidence(model.config, plan, phase, block, cache)
+    carry = LayerCarry(cache, evidence, state.predictor, state.source)
     score = None if run.scorer is None else functools.partial(selecting.scored, run.scorer)
     hidden, carry, _ = model.run(
         tokens, position, run.rows.lengths, attend_at, carry, after_first=hook, before_attention=score
@@ -156,13 +157,12 @@ def block_of(
 
 def fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
     """Take back the tokens from a block's first position on, which are those of the part that was repeated before."""
-    first = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
-    cache = state.cache
-    if isinstance(cache, LayerCaches):
-        cache = LayerCaches(tuple(up_to(own, first) for own in cache.layers))
-    else:
-        cache = kvjax.rewind(cache, first)
-    return dataclasses.replace(state, cache=cache)
+    return dataclasses.replace(state, cache=kvjax.rewind(state.cache, first_of(position)))
+
+
+def first_of(position: Int[Array, "B T"]) -> Int[Array, "B"]:
+    """Return the first position of each row of a block; beyond all positions where there is none."""
+    return jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
 
 
 def at_layer(config: Config, block: Block, layer: Int[Array, ""]) -> Block:
@@ -180,7 +180,7 @@ def evicts_together(plan: Plan, phase: Phase, cache: AnyCache) -> bool:
     """Return whether the policy evicts from all layers together: by an uneven allocation, or in pages."""
     if plan.policy is None or not phase.evicts:
         return False
-    return not plan.policy.allocation.even or isinstance(cache, PagedCache | SplitCache)
+    return not plan.policy.allocation.even or cache.paged
 
 
 def shared_evidence(config: Config, plan: Plan, phase: Phase, block: Block, cache: Cache) -> Evidence | None:
@@ -213,14 +213,15 @@ def attend(
         soft_cap=block.soft_cap,
         compressed=phase.compressed,
         filled=phase.filled,
+        excess=phase.excess,
     )
     evidence, rows = carry.evidence, rounded_rows(plan, *rows)
     if plan.selection is not None:
         out, cache, carry = selecting.attend(plan.selection, cache, carry, rows, block.position, context)
     elif policy is None or (phase.evicts and evidence is None):
-        out, cache = attend_unchecked(cache, *rows, block.position, policy, budgets, phase.excess, context)
+        out, cache = attend_unchecked(cache, LayerBlock(*rows, block.position), policy, budgets, context)
     else:
-        out, cache, said = observe_unchecked(cache, *rows, block.position, policy, budgets, context)
+        out, cache, said = observe_unchecked(cache, LayerBlock(*rows, block.position), policy, budgets, context)
         if evidence is not None:
             assert said is not None
             evidence = evidence.with_layer(cache, place.number, said)

@@ -111,10 +111,7 @@ trained, summary = training.train(
     shape,
     corpus,
     settings,
-    name="retriever",
-    eval_every=8,
-    log_every=2,
-    save_every=1000,
+    options=training.loop.Options(name="retriever", eval_every=8, log_every=2, save_every=1000),
 )
 print(
     "\n".join(

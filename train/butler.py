@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -247,16 +247,15 @@ def train(
     corpus: Corpus,
     settings: Settings,
     *,
-    name: str = "a model",
     budget: float = 0.5,
-    **options: Unpack[loop.Options],
+    options: loop.Options = loop.DEFAULTS,
 ) -> tuple[Butler, dict[str, Any] | None]:
-    """Train a predictor, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
+    """Train a predictor, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
 
     Args:
         config: the predictor's shape.
         budget: the share of the tokens that a query reads, for the hit rate.
-        folder, model, corpus, settings, name, options: see :func:`train.loop.run`.
+        folder, model, corpus, settings, options: see :func:`train.loop.run`.
 
     Returns:
         The predictor, and the summary; None if the run was stopped before its end.
@@ -266,7 +265,7 @@ def train(
         OSError: a checkpoint cannot be written.
     """
     folder = Path(folder)
-    mesh = options.get("mesh") or loop.one_device()
+    mesh = options.mesh or loop.one_device()
     if not 0 < budget <= 1:
         raise ValueError(f"--budget is {budget}; give the share of the tokens that a query reads, in (0, 1].")
 
@@ -284,12 +283,12 @@ def train(
         trained={"butler": dataclasses.asdict(config)},
         init=functools.partial(init_state, config, settings, mesh),
         step=make_step(config, settings, mesh),
-        save=lambda parameters: save_butler(folder, Butler(config, parameters), model, name),
+        save=lambda parameters: save_butler(folder, Butler(config, parameters), model, options.name),
         measure=figures,
         summarise=summarise,
         files=KIND.files,
     )
-    parameters, summary = loop.run(folder, trainer, model, corpus, settings, name=name, **options)
+    parameters, summary = loop.run(folder, trainer, model, corpus, settings, options)
     return Butler(config, parameters), summary
 
 
@@ -388,7 +387,5 @@ def _run(flags: argparse.Namespace) -> None:
     config = butler_config_of(model.config, embedded=embedded, **shape)
     corpus = command.open_text(flags, loaded.tokenizer, settings)
     options = command.options_of(flags, loaded, "train.butler")
-    _, summary = train(
-        flags.out, model, config, corpus, settings, name=str(flags.model), budget=flags.budget, **options
-    )
+    _, summary = train(flags.out, model, config, corpus, settings, budget=flags.budget, options=options)
     command.report(flags, summary, table)

@@ -112,10 +112,10 @@ def options_of(flags: argparse.Namespace, loaded: Loaded, command: str) -> Optio
             print(f"{command}: {text}.", file=sys.stderr)
 
     return Options(
-        begun=flags.begun, made_of=evaluator.made_of(loaded.model, loaded.tokenizer), mesh=loaded.mesh,
-        resume=flags.resume == "auto", save_every=flags.save_every, keep=flags.keep, eval_every=flags.eval_every,
-        log_every=flags.log_every, stop_after=flags.stop_after, measure=flags.measure, progress_bar=True,
-        say=say,
+        name=str(flags.model), begun=flags.begun, made_of=evaluator.made_of(loaded.model, loaded.tokenizer),
+        mesh=loaded.mesh, resume=flags.resume == "auto", save_every=flags.save_every, keep=flags.keep,
+        eval_every=flags.eval_every, log_every=flags.log_every, stop_after=flags.stop_after, measure=flags.measure,
+        progress_bar=True, say=say,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -356,11 +356,10 @@ def train(
     corpus: Corpus,
     settings: Settings,
     *,
-    name: str = "a model",
     eval_policies: Sequence[str] = (),
-    **options: Unpack[loop.Options],
+    options: loop.Options = loop.DEFAULTS,
 ) -> tuple[Decoder, dict[str, Any] | None]:
-    """Fine-tune a model, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
+    """Fine-tune a model, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
 
     Args:
         tokenizer: saved with the model; an adapter has its base model's.
@@ -368,7 +367,6 @@ def train(
         eval_policies: the policies of the table before and after, at the run's budget; the full cache and the run's own
             by default.
         folder, settings, options: see :func:`train.loop.run`.
-        name: what ``models.load`` loads the model by; an adapter names it as its base.
 
     Returns:
         The trained model, and the summary; None if the run was stopped before its end.
@@ -391,7 +389,7 @@ def train(
 
     def save(parameters: Parameters) -> None:
         if settings.lora:
-            base = str(Path(name).resolve()) if Path(name).exists() else name
+            base = str(Path(options.name).resolve()) if Path(options.name).exists() else options.name
             adapters.save(folder, model.config, parameters, base=base, scale=lora.SCALE)
         else:
             models.save(folder, model_of(model, parameters, settings), tokenizer)
@@ -418,14 +416,14 @@ def train(
     trainer = loop.Trainer(
         command="train.finetune",
         trained={"evaluated": evaluated},
-        init=functools.partial(init_state, model, settings, options.get("mesh")),
+        init=functools.partial(init_state, model, settings, options.mesh),
         step=make_step(settings),
         save=save,
         measure=measure,
         summarise=summarise,
         files=adapters.FILES if settings.lora else FILES,
     )
-    parameters, summary = loop.run(folder, trainer, model, corpus, settings, name=name, **options)
+    parameters, summary = loop.run(folder, trainer, model, corpus, settings, options)
     return model_of(model, parameters, settings), summary
 
 
@@ -536,8 +534,7 @@ def _run(flags: argparse.Namespace) -> None:
         tokenizer,
         corpus,
         settings,
-        name=str(flags.model),
         eval_policies=named,
-        **command.options_of(flags, loaded, "train.finetune"),
+        options=command.options_of(flags, loaded, "train.finetune"),
     )
     command.report(flags, summary, table)

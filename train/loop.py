@@ -11,6 +11,7 @@ log.jsonl, TensorBoard's events, and summary.json at the end.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import queue
 import threading
@@ -18,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -100,21 +101,41 @@ class Trainer(NamedTuple):
     files: Sequence[str]
 
 
-class Options(TypedDict, total=False):
-    """Settings of where a run starts and when it writes; :func:`run` names the defaults."""
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Settings of where a run starts and when it writes.
 
-    begun: commands.Begun | None
-    made_of: Mapping[str, str] | None
-    mesh: Mesh | None
-    resume: bool
-    save_every: int
-    keep: int
-    eval_every: int
-    log_every: int
-    stop_after: int | None
-    measure: bool
-    progress_bar: bool
-    say: Callable[[str], None]
+    Attributes:
+        name: the model's name, for messages; an adapter names it as its base.
+        begun: the command, for run.json and summary.json.
+        made_of: fingerprints of the model, its tokenizer and the built-in prose; a run resumes only with the same ones.
+        mesh: devices with axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
+        resume: whether it starts from the newest whole checkpoint in its folder, if there is one.
+        save_every, keep: the steps between two checkpoints, and how many checkpoints are kept.
+        eval_every: the steps between two measurements on held-out text; 0 for the end only.
+        log_every: the steps between two lines of the log.
+        stop_after: the step at which to stop, to be resumed later.
+        measure: whether the end is measured on held-out text; else the summary has no figures of it.
+        progress_bar: whether finished steps are shown: as a bar on a terminal, else in lines through ``say``.
+        say: called with messages about where the run is.
+    """
+
+    name: str = "a model"
+    begun: commands.Begun | None = None
+    made_of: Mapping[str, str] | None = None
+    mesh: Mesh | None = None
+    resume: bool = True
+    save_every: int = 200
+    keep: int = 2
+    eval_every: int = 200
+    log_every: int = 20
+    stop_after: int | None = None
+    measure: bool = True
+    progress_bar: bool = False
+    say: Callable[[str], None] = lambda text: None
+
+
+DEFAULTS = Options()
 
 
 def one_device() -> Mesh:
@@ -232,39 +253,15 @@ def run(
     model: Decoder,
     corpus: Corpus,
     settings: Settings,
-    *,
-    name: str = "a model",
-    begun: commands.Begun | None = None,
-    made_of: Mapping[str, str] | None = None,
-    mesh: Mesh | None = None,
-    resume: bool = True,
-    save_every: int = 200,
-    keep: int = 2,
-    eval_every: int = 200,
-    log_every: int = 20,
-    stop_after: int | None = None,
-    measure: bool = True,
-    progress_bar: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    options: Options = DEFAULTS,
 ) -> tuple[Parameters, dict[str, Any] | None]:
-    """Train, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
+    """Train, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
 
     Args:
         folder: see the module's docstring; created if it does not exist.
         trainer: what is trained.
-        model: the frozen model, on ``mesh`` if that is given (``models.load(..., mesh=mesh)``).
+        model: the frozen model, on ``options.mesh`` if that is given (``models.load(..., mesh=mesh)``).
         corpus: the text, in rows of length ``settings.seq_len``.
-        name: the model's name, for messages.
-        begun: the command, for run.json and summary.json.
-        made_of: fingerprints of the model, its tokenizer and the built-in prose; a run resumes only with the same ones.
-        mesh: devices with axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
-        save_every, keep: the steps between two checkpoints, and how many checkpoints are kept.
-        eval_every: the steps between two measurements on held-out text; 0 for the end only.
-        log_every: the steps between two lines of the log.
-        stop_after: the step at which to stop, to be resumed later.
-        measure: whether the end is measured on held-out text; else the summary has no figures of it.
-        progress_bar: whether finished steps are shown: as a bar on a terminal, else in lines through ``say``.
-        say: called with messages about where the run is.
 
     Returns:
         The parameters on the host, and the summary; None if the run was stopped before its end.
@@ -275,18 +272,18 @@ def run(
         OSError: a checkpoint cannot be written.
         KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; the message has its path and the command that resumes.
     """
-    mesh = one_device() if mesh is None else mesh
+    mesh, resume, measure = options.mesh or one_device(), options.resume, options.measure
     if settings.batch % mesh.shape["data"]:
         raise ValueError(
             f"a step of {settings.batch} rows cannot be spread over data={mesh.shape['data']}; make --batch a multiple."
         )
     first_process = jax.process_index() == 0
-    begun = commands.Begun(f"{trainer.command}.train(...)", time.monotonic()) if begun is None else begun
-    made_of = provenance.fingerprints(model) if made_of is None else made_of
-    description = _description(trainer, model, name, corpus, settings, made_of)
+    begun = options.begun or commands.Begun(f"{trainer.command}.train(...)", time.monotonic())
+    made_of = provenance.fingerprints(model) if options.made_of is None else options.made_of
+    description = _description(trainer, model, options.name, corpus, settings, made_of)
     folders.check_run(folder, description, trainer.files, resume)
     steps = steps_of(settings)
-    last = min(steps, stop_after or steps)
+    last = min(steps, options.stop_after or steps)
     rate = rate_schedule(settings)
 
     with contextlib.ExitStack() as stack:
@@ -295,11 +292,11 @@ def run(
             commands.lock(stack.enter_context((folder / commands.LOCK_FILE).open("ab")), folder)
         facts = provenance.facts(begun, settings.seed, dict(made_of))
         folders.begin_run(folder, description, trainer.files, resume, facts)
-        checkpoints = Checkpoints(folder, keep, say)
+        checkpoints = Checkpoints(folder, options.keep, options.say)
         interrupts = stack.enter_context(Interrupts())
         state, progress = checkpoints.restore(trainer.init(), Progress(0, None, 0.0))
         log = stack.enter_context(folders.Log(folder, progress.step, first_process))
-        meter = Meter(last, progress.step, progress_bar and first_process, say)
+        meter = Meter(last, progress.step, options.progress_bar and first_process, options.say)
         stack.callback(meter.close)
         pending: list[tuple[Array, Array]] = []
         started = logged = time.monotonic()
@@ -353,9 +350,10 @@ def run(
                 pending.append((loss, norm))
                 reached = state, Progress(progress.step + 1, position, before + time.monotonic() - started)
                 done, ends = progress.step + 1, progress.step + 1 == last
-                saves = done % save_every == 0 or ends
-                measures = bool(eval_every) and (done % eval_every == 0 or ends) and (measure or done < steps)
-                if done % log_every == 0 or saves or measures:
+                every = options.eval_every
+                saves = done % options.save_every == 0 or ends
+                measures = bool(every) and (done % every == 0 or ends) and (measure or done < steps)
+                if done % options.log_every == 0 or saves or measures:
                     note()
                 if saves:
                     save()

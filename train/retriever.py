@@ -39,7 +39,7 @@ from train.checkpoints import newest_step
 from train.circuit import init_parameters
 from train.finetune import parameters_of
 from train.interrupts import Interrupts, interrupted
-from train.loop import prefetch
+from train.loop import Options, prefetch
 from train.meter import Meter
 
 Parameters = dict[str, Array]
@@ -379,6 +379,9 @@ def rate_schedule(recipe: Sequence[Phase]) -> Callable[[Array], Array]:
     return rate
 
 
+OFTEN = Options(save_every=100, eval_every=100, progress_bar=True)
+
+
 def train(
     folder: Path,
     config: Config,
@@ -386,28 +389,21 @@ def train(
     recipe: Sequence[Phase],
     *,
     seed: int = 0,
-    resume: bool = True,
     begin: Path | None = None,
-    stop_after: int | None = None,
-    evaluate_every: int = 100,
-    save_every: int = 100,
-    progress: bool = True,
-    begun: commands.Begun | None = None,
+    options: Options = OFTEN,
 ) -> Parameters:
     """Run the recipe and return the parameters.
 
-    It starts from the newest checkpoint in ``folder`` if there is one and ``resume`` is true; else from the model in
-    ``begin``, or from initial weights. It writes checkpoints, ``log.jsonl`` and ``run.json`` (which describes the run)
-    into ``folder``. Every batch follows from the seed and the step, so a run that stops and resumes ends with the
-    parameters of one that does not, bit for bit.
+    It starts from the newest checkpoint in ``folder`` if there is one and ``options.resume`` is true; else from the
+    model in ``begin``, or from initial weights. It writes checkpoints, ``log.jsonl`` and ``run.json`` (which describes
+    the run) into ``folder``. Every batch follows from the seed and the step, so a run that stops and resumes ends with
+    the parameters of one that does not, bit for bit.
 
     Args:
         begin: a folder with a model that this recipe made, up to the last step in its log.jsonl; the run continues
             after that step, with a new optimizer.
-        stop_after: the step of the recipe at which to stop, to be resumed later.
-        evaluate_every: measure recall every so many steps and at the end; 0 for never.
-        progress: whether finished steps are shown: as a bar on a terminal, else in lines on standard error.
-        begun: the command, which Ctrl-C names to resume.
+        options: where the run starts, and when it writes. Recall is measured every ``eval_every`` steps and at the end;
+            never for 0.
 
     Raises:
         ValueError: the checkpoints in ``folder`` are of another model, seed or first step, another run writes there, or
@@ -418,7 +414,7 @@ def train(
     parameters, first = init_parameters(config, jax.random.key(seed)), 0
     if begin is not None:
         parameters, first = _read_model(begin, config)
-    begun = commands.Begun("train.retriever.train(...)", time.monotonic()) if begun is None else begun
+    begun, resume = options.begun or commands.Begun("train.retriever.train(...)", time.monotonic()), options.resume
     run = {"config": dataclasses.asdict(config), "seed": seed, "first": first, "jax": provenance.settings()}
     folders.check_run(folder, run, (), resume, flag="--work")
     devices = jax.devices()
@@ -431,7 +427,7 @@ def train(
     parameters = jax.device_put(parameters, everywhere)
     state = jax.device_put(optimizer.init(parameters), everywhere)
     total = sum(phase.steps for phase in recipe)
-    last = total if stop_after is None else min(total, stop_after)
+    last = total if options.stop_after is None else min(total, options.stop_after)
     writer = data.Writer(tokenizer)
 
     with contextlib.ExitStack() as stack:
@@ -440,8 +436,8 @@ def train(
         folders.begin_run(folder, run, (), resume, {})
         if begin is not None and not (folder / "log.jsonl").exists():
             commands.write_files(folder, {"log.jsonl": (begin / "log.jsonl").read_bytes()})
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        checkpoints = stack.enter_context(ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options))
+        kept = ocp.CheckpointManagerOptions(max_to_keep=options.keep)
+        checkpoints = stack.enter_context(ocp.CheckpointManager((folder / "checkpoints").absolute(), options=kept))
         start = first
         if resume and (newest := checkpoints.latest_step()) is not None:
             target = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"parameters": parameters, "state": state})
@@ -453,7 +449,9 @@ def train(
             if step < last
         )
         interrupts = stack.enter_context(Interrupts())
-        meter = Meter(last, start, progress, lambda text: print(f"train.retriever: {text}.", file=sys.stderr))
+        meter = Meter(
+            last, start, options.progress_bar, lambda text: print(f"train.retriever: {text}.", file=sys.stderr)
+        )
         stack.callback(meter.close)
         timed, seen, totals = time.monotonic(), 0, []
         done = saved = start
@@ -474,7 +472,7 @@ def train(
                     done = step + 1
                 totals.append(parts)
                 seen += batch[0].size
-                if done % save_every == 0 or done == last:
+                if done % options.save_every == 0 or done == last:
                     save()
                 meter.started(parts @ weights)  # after the save: a step is counted once its checkpoint is on disk
                 if done % 20 == 0 or done == last:
@@ -485,7 +483,7 @@ def train(
                     speed = round(seen / (time.monotonic() - timed))
                     _log(folder, line | {"tokens_per_second": speed, "time": round(time.time())})
                     timed, seen, totals = time.monotonic(), 0, []
-                if evaluate_every and (done % evaluate_every == 0 or done == last):
+                if options.eval_every and (done % options.eval_every == 0 or done == last):
                     trained = phase.level.length
                     for length in sorted({256, max(trained, 256), min(2 * trained, 2048)}):
                         facts = 6 if length < 512 else 10
@@ -553,10 +551,9 @@ def _make(options: argparse.Namespace) -> None:
     jax.config.update("jax_num_cpu_devices", options.devices)
     tokenizer = data.train_tokenizer()
     config = make_config(tokenizer)
-    parameters = train(
-        options.work, config, tokenizer, RECIPE, seed=options.seed, resume=options.resume == "auto",
-        begin=options.begin, stop_after=options.stop_after, begun=options.begun,
-    )  # fmt: skip
+    resume = options.resume == "auto"
+    run = dataclasses.replace(OFTEN, begun=options.begun, resume=resume, stop_after=options.stop_after)
+    parameters = train(options.work, config, tokenizer, RECIPE, seed=options.seed, begin=options.begin, options=run)
     if options.keep:
         kept, _ = _read_model(options.begin, config)
         parameters = {

@@ -28,7 +28,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -307,17 +307,16 @@ def train(
     settings: Settings,
     *,
     words: tuple[int, ...] = (),
-    name: str = "a model",
     budget: float = 0.3,
-    **options: Unpack[loop.Options],
+    options: loop.Options = loop.DEFAULTS,
 ) -> tuple[Scorer, dict[str, Any] | None]:
-    """Train a scorer, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
+    """Train a scorer, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
 
     Args:
         config: the scorer's shape.
         words: the token ids that ask the model to repeat a row, for the target kvzip.
         budget: the share of its tokens that a head keeps, for the hit rate.
-        folder, model, corpus, settings, name, options: see :func:`train.loop.run`.
+        folder, model, corpus, settings, options: see :func:`train.loop.run`.
 
     Returns:
         The scorer, and the summary; None if the run was stopped before its end.
@@ -327,7 +326,7 @@ def train(
         OSError: a checkpoint cannot be written.
     """
     folder = Path(folder)
-    mesh = options.get("mesh") or loop.one_device()
+    mesh = options.mesh or loop.one_device()
     if not 0 < budget <= 1:
         raise ValueError(f"--budget is {budget}; give the share of its tokens that a head keeps, in (0, 1].")
     target = settings.target
@@ -357,12 +356,12 @@ def train(
         trained={"scorer": dataclasses.asdict(config), "words": list(words)},
         init=init,
         step=loop.make_step(objective, settings, mesh),
-        save=lambda parameters: save_scorer(folder, Scorer(config, parameters), model, name),
+        save=lambda parameters: save_scorer(folder, Scorer(config, parameters), model, options.name),
         measure=lambda parameters: {name: float(values.mean()) for name, values in figures(parameters).items()},
         summarise=summarise,
         files=KIND.files,
     )
-    parameters, summary = loop.run(folder, trainer, model, corpus, settings, name=name, **options)
+    parameters, summary = loop.run(folder, trainer, model, corpus, settings, options)
     return Scorer(config, parameters), summary
 
 
@@ -416,7 +415,6 @@ def _run(flags: argparse.Namespace) -> None:
     corpus = command.open_text(flags, loaded.tokenizer, settings)
     options = command.options_of(flags, loaded, "train.scorer")
     _, summary = train(
-        flags.out, loaded.model, config, corpus, settings, words=words, name=str(flags.model), budget=flags.budget,
-        **options,
+        flags.out, loaded.model, config, corpus, settings, words=words, budget=flags.budget, options=options,
     )  # fmt: skip
     command.report(flags, summary, table)

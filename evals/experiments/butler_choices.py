@@ -17,9 +17,9 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from evals import choices, evaluator, loglikelihood, report, statistics
+from evals import choices, evaluator, loglikelihood, report, selections, statistics
 from evals.choices import Sample
-from evals.selections import Heads, Method
+from evals.selections import Method, Simulation
 from models import commands
 from models.programs import make_room
 
@@ -32,9 +32,7 @@ def measure(
     chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
-    butler: models.Butler | None = None,
-    sinks: int = 4,
-    heads: Heads = "query",
+    like: Simulation = selections.DENSE,
     batch: int = 4,
     progress: tqdm = evaluator.QUIET,
 ) -> list[dict[str, Any]]:
@@ -43,7 +41,8 @@ def measure(
     Args:
         samples: results of :func:`evals.choices.draw`, by task.
         chosen: selections; "full" reads everything, so it has no sparsity.
-        sparsities, butler, sinks, heads, batch: see :func:`evals.loglikelihood.simulate`.
+        like: has what the selections read beside the model.
+        sparsities, batch: see :func:`evals.loglikelihood.simulate`.
 
     Returns:
         Rows of ``task`` ("all" for all tasks together), ``select``, ``sparsity``, the ``accuracy`` with its Wilson
@@ -78,11 +77,12 @@ def measure(
             progress.set_description(str(selection) if sparsity is None else f"{selection}, sparsity {sparsity:g}")
             told = {"select": str(selection), "sparsity": sparsity}
             every: list[int] = []
+            simulation = like._replace(selection=selection, sparsity=sparsity or 0.0)
             for task, drawn in samples.items():
                 ends = [(sample, end) for sample in drawn for end in sample.choices]
                 found = loglikelihood.simulate(
-                    model, [[*sample.tokens, *end] for sample, end in ends], selection, sparsity or 0.0,
-                    butler=butler, sinks=sinks, heads=heads, batch=batch, on_row=lambda *_: progress.update(),
+                    model, [[*sample.tokens, *end] for sample, end in ends], simulation, batch=batch,
+                    on_row=lambda *_: progress.update(),
                 )  # fmt: skip
                 sums = iter([row.log_probability[-len(end) :].sum() for row, (_, end) in zip(found, ends, strict=True)])
                 correct = []
@@ -178,10 +178,8 @@ def run(
     """Draw the samples that a command line asks for, choose, print the tables, and return the figures."""
     samples, missing = draw(choices.read_corpus(text), tokenizer, flags.chunk, flags.sequences or 20)
     with commands.progress_bar("sequence", total=steps(samples, chosen, sparsities)) as progress:
-        results = measure(
-            model, samples, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads, batch=flags.batch,
-            progress=progress,
-        )  # fmt: skip
+        like = selections.DENSE._replace(butler=butler, sinks=flags.sinks, heads=flags.heads)
+        results = measure(model, samples, chosen, sparsities, like=like, batch=flags.batch, progress=progress)
         progress.set_description("done")
     comparisons = compare(results)
     report.show(table(results), comparison_table(comparisons), *(f"{task}: {why}" for task, why in missing.items()))

@@ -314,9 +314,7 @@ def command(flags: argparse.Namespace) -> None:
         return
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
     if flags.figure == "oracles":
-        perplexity.run(
-            flags, "oracles", "Oracles and simple signals", made_of, model, chunks, chosen, sparsities, butler
-        )
+        perplexity.run(flags, "oracles", made_of, model, chunks, aids=evaluator.Aids(butler=butler))
         return
     if flags.figure == "agreement":
         figures = _agreement_of(model, chunks, flags.batch)

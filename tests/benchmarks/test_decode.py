@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import prefill
 from benchmarks.__main__ import main
+from benchmarks.decode import Grid
 from tests.tiers import matrix
 
 
@@ -41,7 +42,7 @@ def test_the_rate_of_whole_prompts_counts_all_rows():
 
 @matrix
 def test_prefill_rows_of_fed_prompts_say_what_they_fed():
-    rows = prefill.feed_all(["tiny"], [1], [16], [24, 48], "h2o+caote", 2**30, block=8, full=[24])
+    rows = prefill.feed_all(Grid(["tiny"], [1], [16], [24, 48], "h2o+caote", block=8, full=[24]), 2**30)
     assert [(r["budget"], r["prompt"], r["policy"]) for r in rows] == [
         (16, 24, "h2o+caote"),
         (16, 48, "h2o+caote"),

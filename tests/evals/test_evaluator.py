@@ -62,7 +62,7 @@ def test_what_reads_by_a_source_answers_as_generate_does():
     samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(2)]
     setting = evaluator.Setting(policy, 32, "prompt", "known", evict_every=0)
     aids = evaluator.load_aids(argparse.Namespace(model="retriever", dtype=None), [setting], model, tokenizer)
-    (batch,) = evaluator.answers(model, samples, setting, new_tokens=4, block=32, aids=aids)
+    (batch,) = evaluator.answers(model, samples, setting, new_tokens=4, feed=evaluator.Feed(32, aids=aids))
     lengths = [len(sample.tokens) for sample in samples]
     alone = models.generate(
         model, evaluator.padded([sample.tokens for sample in samples]), lengths=lengths, budget=32, block=32,
@@ -111,9 +111,9 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
     asked += [("snapkv(window=16)+caote", 40), ("tova", 0.4)]
     settings = [evaluator.Setting(policy, budget, "prompt", question) for policy, budget in asked]
     together, alone = (Results(None, "x", {}, "x") for _ in range(2))
-    evaluator.run(model, tokenizer, [group], settings, together, block=32, batch=2)
+    evaluator.run(model, tokenizer, [group], settings, together, feed=evaluator.Feed(32, 2))
     for setting in settings:
-        evaluator.run(model, tokenizer, [group], [setting], alone, block=32, batch=2)
+        evaluator.run(model, tokenizer, [group], [setting], alone, feed=evaluator.Feed(32, 2))
     names = ("policy", "budget", "sample", "answer", "score", "cache_bytes", "peak_cache_bytes")
     plain = [sorted([str(r[name]) for name in names] for r in store.records) for store in (together, alone)]
     assert plain[0] == plain[1]
@@ -128,7 +128,7 @@ def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alo
     tokens, peaks = {}, {}
     for way, prompts in (("together", [samples]), ("alone", [[sample] for sample in samples])):
         for first_row, given in enumerate(prompts):
-            found = evaluator.answers_each(model, given, settings, new_tokens=4, block=32, batch=4)
+            found = evaluator.answers_each(model, given, settings, new_tokens=4, feed=evaluator.Feed(32, 4))
             for setting, batch in found:
                 for row, answer in zip(batch.rows, batch.tokens, strict=True):
                     tokens[way, setting, first_row + row] = answer.tolist()
@@ -144,7 +144,7 @@ def test_rows_of_near_lengths_lie_in_one_batch():
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(0, tokenizer, length, facts=2) for length in (192, 96, 160, 128)]
     setting = evaluator.Setting("tova", 24, "prompt", "known")
-    found = evaluator.answers(model, samples, setting, new_tokens=1, block=32, batch=2)
+    found = evaluator.answers(model, samples, setting, new_tokens=1, feed=evaluator.Feed(32, 2))
     assert [batch.rows for batch in found] == [[1, 3], [2, 0]]
 
 

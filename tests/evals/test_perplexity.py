@@ -54,16 +54,20 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(tiny, dense):
     found = perplexity.full_losses(model, chunks, batch=2)  # all but the first
     np.testing.assert_allclose(found.by_chunk, losses.mean(axis=1), rtol=1e-5)
     assert found.divergence.tolist() == [0, 0, 0]
-    full, wanted = selections.parse_selection("full"), losses[:, -8:].mean(axis=1)  # of a window the last ones
-    np.testing.assert_allclose(perplexity.losses(model, chunks, full, 0.0, counted=8).by_chunk, wanted, rtol=1e-5)
-    found = perplexity.policy_losses(model, chunks, setting("tova", 24), block=8, counted=8)
+    wanted = losses[:, -8:].mean(axis=1)  # of a window the last ones
+    np.testing.assert_allclose(
+        perplexity.losses(model, chunks, selections.DENSE, counted=8).by_chunk, wanted, rtol=1e-5
+    )
+    found = perplexity.policy_losses(model, chunks, setting("tova", 24), feed=evaluator.Feed(8, 4), counted=8)
     np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
 
 
 def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, dense):
     model, (chunks, true) = tiny[0], dense
     full, true = perplexity.full_losses(model, chunks, batch=2, counted=8), true[:, -9:-1]
-    found = perplexity.policy_losses(model, chunks, setting("h2o", 6, "prompt"), full=full, block=4, batch=2, counted=8)
+    found = perplexity.policy_losses(
+        model, chunks, setting("h2o", 6, "prompt"), full=full, feed=evaluator.Feed(4, 2), counted=8
+    )
     given = dict(policy="h2o", budget=6, block=4, when="prompt", question=7, outputs="all")
     told = np.asarray(models.prefill(model, chunks[:, :-1], **given).logits, np.float64)[:, -8:]
     told -= np.log(np.sum(np.exp(told), axis=-1, keepdims=True))
@@ -97,7 +101,13 @@ def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=4)
     chosen = selections.parse_selections("full,butler,random")
     results = perplexity.measure(
-        model, chunks, perplexity.full_losses(model, chunks), chosen, [0.0, 0.5], butler=butler, batch=4
+        model,
+        chunks,
+        perplexity.full_losses(model, chunks),
+        chosen,
+        [0.0, 0.5],
+        like=selections.DENSE._replace(butler=butler),
+        batch=4,
     )
     named = [(r["select"], r["sparsity"]) for r in results]
     assert named == [("full", 0.0), ("butler", 0.0), ("butler", 0.5), ("random", 0.0), ("random", 0.5)]

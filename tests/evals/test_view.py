@@ -27,9 +27,7 @@ def decoded(found):
 @matrix
 def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt):
     (model, tokenizer), policy = retriever, "tova"
-    found = view.trace(
-        model, tokenizer, prompt, policy=policy, budget=40, block=32, when="block", question=0, new_tokens=3
-    )
+    found = view.trace(model, tokenizer, prompt, models.Options(policy=policy, budget=40, block=32, max_new_tokens=3))
     entered, left = decoded(found)
     n = len(prompt)
     ends = list(range(n - 32 * (math.ceil(n / 32) - 1), n + 1, 32))

@@ -71,7 +71,7 @@ def test_a_row_whose_tokens_do_not_fit_under_jit_is_nan(function, policy, tokens
 
 def test_a_promise_of_room_costs_no_check():
     step = functools.partial(kvjax.attend, policy="tova", budget=BUDGET)
-    programs = (jax.make_jaxpr(functools.partial(step, excess=excess)) for excess in (T, None))
+    programs = (jax.make_jaxpr(functools.partial(step, context=kvjax.Context(excess=excess))) for excess in (T, None))
     told, untold = (str(program(start(kvjax.parse("tova")), *block())) for program in programs)
     assert "nan" in untold and "nan" not in told
 

@@ -63,7 +63,7 @@ def test_layers_are_read_where_they_are_stacked():
     def decode(key, value, position, next_position, query, *rows):
         def layer(cache, index):
             out, cache = kvjax.attend(
-                cache, query, *rows, policy=policy, budget=4096, excess=1, context=kvjax.Context(layer=index)
+                cache, query, *rows, policy=policy, budget=4096, context=kvjax.Context(layer=index, excess=1)
             )
             return cache, out
 

@@ -24,7 +24,7 @@ def blocks(seed, count):
 @functools.cache
 def step(policy, layer=None, excess=None):
     """A jitted block: the cache after it."""
-    options = dict(policy=kvjax.parse(policy), budget=BUDGET, excess=excess, context=kvjax.Context(layer=layer))
+    options = dict(policy=kvjax.parse(policy), budget=BUDGET, context=kvjax.Context(layer=layer, excess=excess))
     return jax.jit(lambda cache, rows: kvjax.attend(cache, *rows, **options)[1])
 
 

@@ -125,8 +125,8 @@ def compiled_step(dtype: str):
     sizes = dict(layers=4, kv_heads=2, query_heads=4, head_dim=64, budget=1023, block=1, dtype=dtype)
 
     def step(cache, query, row, layer):
-        context = kvjax.Context(layer=layer)
-        return kvjax.attend(cache, query, row, row, policy=policy, budget=1023, excess=1, context=context)
+        context = kvjax.Context(layer=layer, excess=1)
+        return kvjax.attend(cache, query, row, row, policy=policy, budget=1023, context=context)
 
     cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, **sizes))
     rows = (jax.ShapeDtypeStruct((1, 1, heads, 64), jnp.float32) for heads in (4, 2))

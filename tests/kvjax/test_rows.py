@@ -139,7 +139,7 @@ def test_wrong_rows_end_in_a_sentence(kind):
         kvjax.join(cache, 0, empty(kind, 1, more=40))
     with pytest.raises(ValueError, match="give two alike"):
         kvjax.join(cache, 0, sequence("paged" if kind == "plain" else "plain", 8, 1))
-    with pytest.raises(ValueError, match="the cache is a str; give a KVCache, a PagedCache or a SplitCache"):
+    with pytest.raises(ValueError, match="a str was given; expected a KVCache, a PagedCache or a SplitCache"):
         kvjax.leave("cache", 0)
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 import models
 from models import by_layer
-from models.steps import LayerCaches
+from models.layer_caches import LayerCaches
 from tests.models import reference, tiny
 from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
 from tests.tiers import first

@@ -66,7 +66,7 @@ def run(place, corpus=None, *, settings=SETTINGS, step=None, of=None, **options)
         files=("mean.txt",),
     )
     options = dict(save_every=2, eval_every=3, log_every=1) | options
-    return loop.run(place, trainer, of or model(), corpus or numbers(), settings, **options)
+    return loop.run(place, trainer, of or model(), corpus or numbers(), settings, loop.Options(**options))
 
 
 @pytest.fixture(scope="module")

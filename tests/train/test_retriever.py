@@ -13,6 +13,7 @@ from models.save import save
 from tests.tiers import matrix
 from train import data, retriever
 from train.circuit import init_parameters
+from train.loop import Options
 
 LEVEL = data.Level(64, facts=(1, 3), filler=(0.0, 0.3), before=0.5, episodes=False)
 TINY = (retriever.Phase(2, 8, (0.02, 0.02), LEVEL), retriever.Phase(2, 8, (0.02, 0.01), LEVEL._replace(length=96)))
@@ -28,8 +29,8 @@ def config(tokenizer):
 @matrix
 def test_resumed_is_uninterrupted_bit_for_bit(tokenizer, config, tmp_path):
     def run(folder, **options):
-        options |= dict(progress=False, evaluate_every=0)
-        return retriever.train(tmp_path / folder, config, tokenizer, TINY[:1], **options)
+        options = Options(eval_every=0, **options)
+        return retriever.train(tmp_path / folder, config, tokenizer, TINY[:1], options=options)
 
     whole = run("whole")
     run("parts", stop_after=1)
@@ -44,7 +45,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tokenizer, config, tmp_path):
 
 def test_a_model_that_the_recipe_did_not_make_is_refused(tokenizer, config, tmp_path):
     save(tmp_path, Decoder(config, init_parameters(config, jax.random.key(0))), tokenizer)
-    options = dict(progress=False, evaluate_every=0, begin=tmp_path)
+    options = dict(begin=tmp_path, options=Options(eval_every=0))
     with pytest.raises(ValueError, match="does not say how far the recipe came"):
         retriever.train(tmp_path / "run", config, tokenizer, TINY, **options)
     other = dataclasses.replace(config, intermediate_size=64)

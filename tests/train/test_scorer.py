@@ -13,6 +13,7 @@ import models
 from models import repeating
 from tests.models import reference
 from tests.tiers import first, matrix, nightly
+from train import loop
 from train import scorer as trainer
 from train.scorer import Settings, largest_attention, measure, settings_of, train
 from train.text import Corpus
@@ -34,8 +35,8 @@ def corpus():
 
 
 def run(folder, model, settings=SETTINGS, **options):
-    options = dict(save_every=10, eval_every=0, log_every=1, words=WORDS) | options
-    return train(folder, model, models.ScorerConfig.of(CONFIG, 8), corpus(), settings, **options)
+    options = loop.Options(**dict(save_every=10, eval_every=0, log_every=1) | options)
+    return train(folder, model, models.ScorerConfig.of(CONFIG, 8), corpus(), settings, words=WORDS, options=options)
 
 
 def test_the_largest_attention_is_that_of_a_brute_force_reading(monkeypatch):

@@ -27,9 +27,10 @@ def test_a_choice_is_judged_by_its_own_tokens(tiny, samples):
     model = tiny[0]
     streaming = selections.parse_selection("streaming")
     rows = butler_choices.measure(model, samples, [streaming], [0.5])
+    halved = selections.Simulation(streaming, 0.5)
     expected = []
     for sample in samples["continuation"]:
-        each = loglikelihood.simulate(model, [[*sample.tokens, *end] for end in sample.choices], streaming, 0.5)
+        each = loglikelihood.simulate(model, [[*sample.tokens, *end] for end in sample.choices], halved)
         sums = [
             row.log_probability[-len(end) :].sum() / size
             for row, end, size in zip(each, sample.choices, sample.sizes, strict=True)

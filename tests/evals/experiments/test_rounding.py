@@ -77,10 +77,10 @@ def test_the_librarys_rounding_costs_what_its_cache_costs(tiny):
     full = perplexity.full_losses(model, chunks)
     np.testing.assert_allclose(plain["by_chunk"], full.by_chunk, rtol=1e-5)
     setting = evaluator.Setting("full", None, "block", "unknown", cache_dtype="int8/float8_e4m3fn")
-    cached = perplexity.policy_losses(model, chunks, setting, full=full, block=8)
+    cached = perplexity.policy_losses(model, chunks, setting, full=full, feed=evaluator.Feed(8, 4))
     np.testing.assert_allclose(eight["by_chunk"], cached.by_chunk, atol=1e-5)
     np.testing.assert_allclose(eight["kl_by_chunk"], cached.divergence, rtol=0.05, atol=2e-7)
-    late = perplexity.policy_losses(model, chunks, setting, full=full, block=8, counted=12)
+    late = perplexity.policy_losses(model, chunks, setting, full=full, feed=evaluator.Feed(8, 4), counted=12)
     np.testing.assert_allclose(eight["late"]["by_chunk"], late.by_chunk, atol=1e-5)
     assert (plain["key"], plain["kl"], eight["bytes"]) == (PLAIN, 0, 24)
 
