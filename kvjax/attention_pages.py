@@ -128,6 +128,7 @@ def observe_parts(
     axes: Any = dict(
         layer=PartitionSpec(), sliding_window=PartitionSpec(), frequency=PartitionSpec() if of_text else rows,
         projection=PartitionSpec(HEADS), predicted=heads, reconstructed=rows, tokens=rows,
+        gradient=rows,
     )  # fmt: skip
     given = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}
     if budget is not None:

@@ -22,12 +22,14 @@ from kvjax import Context, Evidence, OutputProjection, PagedCache, Reconstructed
 from kvjax.attention import attend_unchecked, observe_unchecked
 from kvjax.eviction import evict_by
 from kvjax.insertion import Cache, up_to
+from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
 from models import selecting
 from models.butler import Butler, ButlerCache
 from models.config import Config
 from models.decoder import Decoder, frequencies, rope_of_layer, rotation, sliding_windows
-from models.layer_caches import AnyCache, LayerCaches
+from models.gradients import loss_gradient
+from models.layer_caches import AnyCache, LayerCaches, stacked
 from models.plan import Plan, Rows
 from models.scorer import Scorer
 from models.selecting import LayerCarry
@@ -66,7 +68,8 @@ class Block:
     """A block, as all layers share it; ``position`` is -1 for padding, ``budgets`` None where nothing is evicted.
 
     ``waves`` and ``frequency`` may differ between layers: see :func:`at_layer`. ``repeats`` is the part of the text
-    that it repeats, None for a block of the text. ``tokens`` are given where the policy has the model repeat them.
+    that it repeats, None for a block of the text. ``tokens`` are given where the policy has the model repeat them,
+    ``gradient`` where it reads a loss's derivatives with respect to all layers' attention outputs.
     """
 
     position: Int[Array, "B T"]
@@ -75,6 +78,7 @@ class Block:
     frequency: Float[Array, "*ropes rows half"] | None
     repeats: Reconstructed | None = None
     tokens: Int[Array, "B T"] | None = None
+    gradient: Float[Array, "*L B T E"] | None = None
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
 
@@ -109,6 +113,7 @@ def forward(
     block = block_of(model.config, plan, tokens, position, run.rows.lengths, budgets, part)
     if part is not None:
         state = fresh(state, position)
+        block = with_gradient(model, plan, state.cache, block, tokens, part, run.rows.lengths)
 
     def attend_at(carry, index, window, query, key, value):
         place = Place(index, window, None if run.projection is None else run.projection.layer(index))
@@ -166,9 +171,33 @@ def fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
 
 
 def at_layer(config: Config, block: Block, layer: Int[Array, ""]) -> Block:
-    """Return the block with the rotary embedding of one layer."""
+    """Return the block with the rotary embedding, and the gradient, of one layer."""
     waves, frequency = rope_of_layer(config, layer, (block.waves, block.frequency))
-    return dataclasses.replace(block, waves=waves, frequency=frequency)
+    gradient = block.gradient
+    if gradient is not None:
+        gradient = jax.lax.dynamic_index_in_dim(gradient, layer, keepdims=False)
+    return dataclasses.replace(block, waves=waves, frequency=frequency, gradient=gradient)
+
+
+def with_gradient(
+    model: Decoder,
+    plan: Plan,
+    cache: AnyCache,
+    block: Block,
+    tokens: Int[Array, "B T"],
+    part: Int[Array, "B 3"],
+    lengths: Int[Array, "B"],
+) -> Block:
+    """Return a block of copies with the gradient of the loss that the policy asks for, if it asks for one.
+
+    Args:
+        cache: without the copies.
+    """
+    if plan.repeats is None or plan.repeats.loss is None:
+        return block
+    dtypes = Dtypes(*(b or a for a, b in zip(plan.cache_dtype, plan.rounded_to, strict=True)))
+    found = loss_gradient(model, plan.repeats.loss, stacked(cache), tokens, block.position, part, lengths, dtypes)
+    return dataclasses.replace(block, gradient=found)
 
 
 def predicts(plan: Plan, phase: Phase) -> bool:
@@ -210,6 +239,7 @@ def attend(
         predicted=selecting.prediction(plan.predictor, carry, place.number, block.position.shape),
         reconstructed=block.repeats,
         tokens=block.tokens,
+        gradient=block.gradient,
         soft_cap=block.soft_cap,
         compressed=phase.compressed,
         filled=phase.filled,
