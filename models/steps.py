@@ -156,7 +156,7 @@ def block_of(
         repeats = Reconstructed.of(part, plan.policy)
     waves = rotation(config, position, lengths)
     read_again = tokens if plan.repeats is not None and part is None else None
-    return Block(position, budgets, waves, frequency, repeats, read_again, config.attention_soft_cap)
+    return Block(position, budgets, waves, frequency, repeats, read_again, soft_cap=config.attention_soft_cap)
 
 
 def fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
