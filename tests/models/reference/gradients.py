@@ -37,7 +37,7 @@ def _of_cross_entropy(model: Any, x: np.ndarray, tokens: list[int], part: int) -
     odds = np.exp(logits - logits.max(axis=-1, keepdims=True))
     d = odds / odds.sum(axis=-1, keepdims=True)
     d[np.arange(len(x) - 1), tokens[1:]] -= 1
-    d[: len(x) - 1 - part] = d[-1] = 0  # the last token predicts what is not there
+    d[: max(len(x) - 1 - part, 0)] = d[-1] = 0  # the last token predicts what is not there
     return back(uncapped(d) @ head.T / config.logits_scaling)
 
 
