@@ -39,8 +39,8 @@ class Reconstruction:
     They are of the whole cache, or where ``visible`` is "part" of the chunk, the copies, and the ``sinks`` first
     tokens. ``prompt`` asks the model to repeat (:func:`models.with_repeat_prompt`).
 
-    For KVgrad, ``loss`` names what is differentiated while the model repeats a part: "hidden", the squared lengths of the
-    last layer's hidden states, or "tokens", the cross-entropy of the repeated tokens. A score reads the gradient as
+    For KVgrad, ``loss`` names what is differentiated while the model repeats a part: "hidden", the squared lengths of
+    the last layer's hidden states, or "tokens", the cross-entropy of the repeated tokens. A score reads the gradient as
     ``Context.gradient``. A part is then fed as one block, however long the blocks of the text are.
 
     For DapQ, where ``pseudo`` is not 0, the prompt's ``tokens``, that many of its last or first ones, are fed once in

@@ -346,7 +346,10 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         "zap": {},
         "kvzip": dict(chunk=(2, 5, 16), sinks=(0, 1, 2), visible=("part", "cache"), measure=("weight", "error")),
         "kvgrad": dict(
-            chunk=(2, 5, 16), sinks=(0, 1, 2), visible=("part", "cache"), measure=("norms", "change"),
+            chunk=(2, 5, 16),
+            sinks=(0, 1, 2),
+            visible=("part", "cache"),
+            measure=("norms", "change"),
             loss=("hidden", "tokens"),
         ),
         "keydiff": {},

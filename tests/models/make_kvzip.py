@@ -1,4 +1,4 @@
-"""Makes kvzip.npz and kvgrad.npz in tests/models/kvpress, and golden/smollm2/kvzip.npz: scores of KVzipPress, KVgradPress.
+"""Makes kvzip.npz and kvgrad.npz in tests/models/kvpress, and golden/smollm2/kvzip.npz: two presses' scores.
 
 Run in make_kvpress.py's environment with gguf installed beside kvpress, from the repository's root:
 

@@ -24,6 +24,7 @@ from tests.models.tiny import CONFIG, assert_keeps, decoder, on_mesh, run, weigh
 from tests.tiers import first
 
 PUBLISHED = f"kvgrad(chunk={CHUNK[GRADIENT]})"
+COMPETE = {"model": f"{PUBLISHED}@model(normalise=False,cap=None)", "layer": f"{PUBLISHED}@layer(cap=None)"}
 ASKING = repeating._asking(
     kvjax.parse("kvgrad(chunk=16)+caote@model"), kvjax.RepeatPrompt((1, 2), (3,), (4,), overlap=2)
 )
@@ -42,15 +43,19 @@ def test_scores_are_those_of_kvpress():
     np.testing.assert_allclose(scores, fixture(GRADIENT)["scores"], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.matrix
-def test_kept_tokens_are_those_of_kvpress():
+def kept_sets(scope):
+    """Those of ours and of kvpress, [L, K, T]."""
     tokens, (budget,) = fixture(GRADIENT)["tokens"][None], KEPT[GRADIENT]
-    for scope, allocation in (("model", "model(normalise=False,cap=None)"), ("layer", "layer(cap=None)")):
-        policy = asking(f"{PUBLISHED}@{allocation}")
-        cache, _ = models.prefill(kvpress_model(), tokens, policy=policy, budget=budget, block=48, when="prompt")
-        bits = fixture(GRADIENT)[f"{scope}/{budget}"]
-        expected = np.unpackbits(bits, axis=-1, count=tokens.shape[1]).astype(bool)
-        np.testing.assert_array_equal(kept(cache, tokens.shape[1])[:, 0], expected)
+    settings = dict(policy=asking(COMPETE[scope]), budget=budget, block=48, when="prompt")
+    cache, _ = models.prefill(kvpress_model(), tokens, **settings)
+    bits = np.unpackbits(fixture(GRADIENT)[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1])
+    return kept(cache, tokens.shape[1])[:, 0], bits.astype(bool)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("scope", COMPETE)
+def test_kept_tokens_are_those_of_kvpress(scope):
+    np.testing.assert_array_equal(*kept_sets(scope))
 
 
 def fed_twice(shift=None):
@@ -123,7 +128,9 @@ def test_one_program_and_single_layers_agree():
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
     run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
     state, _ = engine._feed_prompt(LayerSteps(run, sizes), prompt, None)
-    expected, _ = models.prefill(decoder(), TOKENS, LENGTHS, policy=ASKING, budget=10, block=8, question=3, when="prompt")
+    expected, _ = models.prefill(
+        decoder(), TOKENS, LENGTHS, policy=ASKING, budget=10, block=8, question=3, when="prompt"
+    )
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
 
 
