@@ -43,6 +43,7 @@ def loss_gradient(
         lengths: the lengths of the texts, which some rotary frequencies follow.
         dtypes: those that the block's keys and values would have in the cache.
     """
+    assert not isinstance(cache, kvjax.SplitCache)  # of several devices, which models.plan refuses
     model, cache = jax.lax.stop_gradient((model, cache))  # the choice of the tokens that stay is not differentiable
 
     def attend_at(carry, index, window, query, key, value):
