@@ -565,6 +565,13 @@ SCORES = [
         run="kvzip@model(normalise=False)",
     ),
     Method(
+        "kvgrad",
+        "[KVgrad](https://openreview.net/forum?id=cg1wTCJjjk)",
+        "the largest a ‖v W_O‖ ‖∂loss/∂output‖ while the model repeats its prompt",
+        "kvjax/scores.py",
+        run="kvgrad@model(normalise=False)",
+    ),
+    Method(
         "zap",
         "[KVzap](https://arxiv.org/abs/2601.07891)",
         "a small network's prediction from the token's hidden state",
@@ -702,7 +709,7 @@ PRESSES = {
         Press("ExpectedAttentionStatsPress", "", (), "`expected_attention` measures the prompt's own queries"),
         Press("FastKVzipPress"),
         Press("KVComposePress"),
-        Press("KVgradPress"),
+        Press("KVgradPress", "`kvgrad@model(normalise=False)`", ("kvgrad",), "`layerwise`: `kvgrad@layer(cap=None)`"),
         Press("LeverageScorePress"),
         Press("NonCausalAttnPress"),
         Press("RestoreKVPress"),

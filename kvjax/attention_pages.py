@@ -126,7 +126,7 @@ def observe_parts(
     of_text = context.frequency is None or context.frequency.shape[0] == 1  # one row of frequencies for all
     axes: Any = dict(
         layer=SAME, sliding_window=SAME, frequency=SAME if of_text else OF_ROWS, projection=PartitionSpec(HEADS),
-        predicted=OF_TOKENS, reconstructed=OF_ROWS, tokens=OF_ROWS,
+        predicted=OF_TOKENS, reconstructed=OF_ROWS, tokens=OF_ROWS, gradient=OF_ROWS,
     )  # fmt: skip
     of_block: Any = LayerBlock(OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_ROWS)
     given = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}

@@ -145,6 +145,11 @@ def chain(*links: Policy) -> Policy:
             f"{name!r} turns queries back by their positions in the text, but the cache's are {turned.pop()!r}; "
             "leave the link 'positions' out."
         )
+    if turned and needs.reconstruction is not None and needs.reconstruction.loss is not None:
+        raise ValueError(
+            f"{name!r} takes the gradient of a loss over keys at their positions in the text, but the cache's are "
+            f"{turned.pop()!r}; leave the link 'positions' out."
+        )
 
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)

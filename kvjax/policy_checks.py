@@ -133,9 +133,12 @@ def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
             f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
             f"cache with positions={policy.positions!r}."
         )
-    if policy.needs.rotary and cache.positions != "absolute":
+    wanted = policy.needs.reconstruction
+    differentiates = wanted is not None and wanted.loss is not None
+    if (policy.needs.rotary or differentiates) and cache.positions != "absolute":
+        what = "turns queries back by" if policy.needs.rotary else "takes the gradient of a loss over keys at"
         raise ValueError(
-            f"{policy.name!r} turns queries back by their positions in the text, but the cache's positions are "
+            f"{policy.name!r} {what} their positions in the text, but the cache's positions are "
             f"{cache.positions!r}; make it with positions='absolute'."
         )
     B, K = cache.heads_shape[-2:]

@@ -1,4 +1,4 @@
-"""Tokens of the text that are fed again, observed, and taken back: for KVzip and DapQ."""
+"""Tokens of the text that are fed again, observed, and taken back: for KVzip, KVgrad and DapQ."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class Reconstruction:
     They are of the whole cache, or where ``visible`` is "part" of the chunk, the copies, and the ``sinks`` first
     tokens. ``prompt`` asks the model to repeat (:func:`models.with_repeat_prompt`).
 
+    For KVgrad, ``loss`` names what is differentiated while the model repeats a part: "hidden", the squared lengths of
+    the last layer's hidden states, or "tokens", the cross-entropy of the repeated tokens. A score reads the gradient as
+    ``Context.gradient``. A part is then fed as one block, however long the blocks of the text are.
+
     For DapQ, where ``pseudo`` is not 0, the prompt's ``tokens``, that many of its last or first ones, are fed once in
     place of the answer to come. They see the whole prompt, and a score reads its own statistics of them.
     """
@@ -50,6 +54,7 @@ class Reconstruction:
     prompt: RepeatPrompt = NO_WORDS
     pseudo: int = 0
     tokens: Literal["last", "first"] = "last"
+    loss: Literal["hidden", "tokens"] | None = None
 
 
 @jax.tree_util.register_dataclass

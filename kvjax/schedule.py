@@ -255,7 +255,12 @@ def _with_copies(
     if text.context.any() and (when == "prompt" or wanted.pseudo):
         whole = fed if wanted.pseudo else [np.append(own, more) for own, more in zip(left, fed, strict=True)]
         first.append(_stage(exact, context))
-        first += _but_last(repeats_of(whole, text.start + text.context, wanted, block, text.start), exact)
+        if wanted.loss is None:
+            copies = repeats_of(whole, text.start + text.context, wanted, block, text.start)
+        else:  # a loss has one gradient if a part is one block
+            longest = power_of_two(max(map(len, whole)))
+            copies = repeats_of(whole, text.start + text.context, _of_block(wanted, longest), None, text.start)
+        first += _but_last(copies, exact)
         left = (nothing,) * len(left)
     elif text.context.any():
         before = [own if repeats else nothing for own, repeats in zip(left, compresses, strict=True)]

@@ -5,6 +5,7 @@ Scores that read only keys and values are in scores_of_keys.py; links that chang
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import jax
@@ -582,30 +583,62 @@ def kvzip(
     check_protected("kvzip", "sinks", sinks)
     statistic = "max" if measure == "weight" else "max_error"
 
-    def init(B: int, K: int, G: int, S: int, D: int) -> Repeated:
-        return Repeated(jnp.zeros((B, K, S), jnp.float32), jnp.zeros((B, K, S), jnp.int32))
-
-    def update(_: Scores, state: Repeated, o: Observation) -> tuple[Scores, Repeated]:
-        part, (score, token) = o.context.reconstructed, state
-        if part is not None:
-            start, stop = (x[:, None, None] for x in (part.start, part.stop))
-            largest = jnp.max(o.columns.max if measure == "weight" else o.columns.max_error, axis=2)
-            largest = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
-            score = jnp.where((o.position >= start) & (o.position < stop), jnp.maximum(score, largest), score)
-        elif o.context.tokens is not None:
-            ids = jnp.broadcast_to(o.context.tokens[..., None], (*o.query_position.shape, token.shape[1]))
-            token = with_tokens(token, o, ids)
-        return score[:, :, None], Repeated(score, token)
-
-    return Policy(
+    return _while_repeating(
         "kvzip",
-        init,
-        update,
+        lambda o: jnp.max(o.columns.max if measure == "weight" else o.columns.max_error, axis=2),
         Needs(reconstruction=Reconstruction(chunk, sinks, visible, frozenset({statistic}))),
-        protections=(Protection(sinks=sinks),),
-        base=True,
-        nonnegative=True,
-        published=Moments("prompt", 0, "arXiv 2505.23416: once after the prompt, which the model repeats"),
+        Moments("prompt", 0, "arXiv 2505.23416: once after the prompt, which the model repeats"),
+    )
+
+
+@register
+def kvgrad(
+    *,
+    chunk: int = 512,
+    sinks: int = 4,
+    visible: Literal["part", "cache"] = "part",
+    measure: Literal["norms", "change"] = "norms",
+    loss: Literal["hidden", "tokens"] = "hidden",
+) -> Policy:
+    """Score a token by how much a loss would feel its absence when the model repeats its prompt (KVgrad).
+
+    The model repeats its prompt as for :func:`kvjax.kvzip`, here as one block per part, and the loss of the repeated
+    tokens is differentiated with respect to each layer's attention output. A token's score is the largest, over these
+    tokens and the group's heads, of its weight times ``|v W_O|`` times the length of the gradient (openreview
+    cg1wTCJjjk, as in kvpress, pull request 279, from where all defaults are). It bounds the change of the loss, to
+    first order, if the token's part of the sum were gone. One backward pass per part is what it costs beside KVzip, and
+    all weights of a block in memory.
+
+    Args:
+        chunk: how many tokens are repeated at a time, at most a block with ``when="block"``.
+        sinks: how many first tokens always stay, and are seen with every chunk.
+        visible: whether the weights are of attention over the "part" that is repeated, or over the whole "cache".
+        measure: "norms", the published product, or the "change" itself: the magnitude of the gradient's product with
+            the exact change of a head's output, ``a / (1 - a) (x - v) W_O`` (CAOTE's theorem 3.2, arXiv 2504.14051),
+            in place of a bound by lengths.
+        loss: "hidden", the sum of the squared lengths of the last layer's hidden states, as published; or "tokens", the
+            cross-entropy of the repeated tokens.
+
+    Raises:
+        ValueError: when it runs without the gradient of the block, or without the layer's output projection.
+
+    Example:
+        >>> import kvjax
+        >>> policy = kvjax.parse("kvgrad(chunk=256)@model(normalise=False)")
+        >>> policy.needs.reconstruction.loss, policy.needs.projections
+        ('hidden', frozenset({'gram'}))
+    """
+    check_count("kvgrad: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
+    check_protected("kvgrad", "sinks", sinks)
+    kind = "gram" if measure == "norms" else "weight"
+    return _while_repeating(
+        "kvgrad",
+        _felt_at_most if measure == "norms" else _felt,
+        Needs(
+            projections=frozenset({kind}),
+            reconstruction=Reconstruction(chunk, sinks, visible, frozenset({"weights"}), loss=loss),
+        ),
+        Moments("prompt", 0, "kvpress, pull request 279: once after the prompt, which the model repeats"),
     )
 
 
@@ -758,6 +791,72 @@ def mix_bits(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
+
+
+def _while_repeating(name: str, seen: Callable[[Observation], Scores], needs: Needs, published: Moments) -> Policy:
+    """Return a base score that is what ``seen`` gives a token [B, K, S] while its part of the text is repeated."""
+    wanted = needs.reconstruction
+    assert wanted is not None
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Repeated:
+        return Repeated(jnp.zeros((B, K, S), jnp.float32), jnp.zeros((B, K, S), jnp.int32))
+
+    def update(_: Scores, state: Repeated, o: Observation) -> tuple[Scores, Repeated]:
+        part, (score, token) = o.context.reconstructed, state
+        if part is not None:
+            start, stop = (x[:, None, None] for x in (part.start, part.stop))
+            largest = jnp.maximum(seen(o), jnp.finfo(jnp.float32).tiny)
+            score = jnp.where((o.position >= start) & (o.position < stop), jnp.maximum(score, largest), score)
+        elif o.context.tokens is not None:
+            ids = jnp.broadcast_to(o.context.tokens[..., None], (*o.query_position.shape, token.shape[1]))
+            token = with_tokens(token, o, ids)
+        return score[:, :, None], Repeated(score, token)
+
+    return Policy(
+        name,
+        init,
+        update,
+        needs,
+        protections=(Protection(sinks=wanted.sinks),),
+        base=True,
+        nonnegative=True,
+        published=published,
+    )
+
+
+def _felt_at_most(o: Observation) -> Float[Array, "B K S"]:
+    """Return the largest product of a weight, the length of the query's gradient, and that of ``v W_O``."""
+    gradient, gram, value = _of_gradient(o, "gram")
+    length = jnp.linalg.norm(gradient, axis=-1)[:, None, None, :, None]
+    squares = jnp.einsum("bksd,kgde,bkse->bkgs", value, gram, value, precision=jax.lax.Precision.HIGHEST)
+    largest = jnp.max(o.columns.weights * length, axis=3)  # [B, K, G, S]
+    return jnp.max(largest * jnp.sqrt(jnp.maximum(squares, 0)), axis=2)
+
+
+def _felt(o: Observation) -> Float[Array, "B K S"]:
+    """Return the largest change of the loss, to first order, if a head's output for a query were without the token."""
+    gradient, weight, value = _of_gradient(o, "weight")
+    shares, high = o.columns.weights, jax.lax.Precision.HIGHEST
+    along = jnp.einsum("bte,kgde->bkgtd", gradient, weight, precision=high)
+    part = jnp.einsum("bkgtd,bksd->bkgts", along, value, precision=high)
+    whole = jnp.sum(shares * part, axis=-1, keepdims=True)
+    rest = jnp.maximum(1 - shares, jnp.finfo(shares.dtype).eps)
+    return jnp.max(jnp.abs(shares / rest * (whole - part)), axis=(2, 3))
+
+
+def _of_gradient(
+    o: Observation, kind: str
+) -> tuple[Float[Array, "B T E"], Float[Array, "K G D _"], Float[Array, "B K S D"]]:
+    """Return a block's gradient, a part of W_O, and the values of the slots that its queries see, all in float32."""
+    projection = None if o.context.projection is None else getattr(o.context.projection, kind)
+    if o.context.gradient is None or projection is None:
+        raise ValueError(
+            "kvgrad reads the gradient of a loss and the layer's output projection, but one of them was not given; "
+            "hand over Context(gradient=..., projection=...), or run it with models.prefill."
+        )
+    seen = (o.columns.weights > 0).any(axis=(2, 3))  # the copies too, and no free slot, which may hold anything
+    value = jnp.where(seen[..., None], o.value, 0)
+    return tuple(x.astype(jnp.float32) for x in (o.context.gradient, projection, value))  # type: ignore[return-value]
 
 
 def _newest(name: str, sinks: int) -> Policy:

@@ -45,6 +45,7 @@ from models.steps import (
     fresh,
     predicts,
     shared_evidence,
+    with_gradient,
 )
 
 # The bytes of a layer's weights above which a call per layer costs less than the scan's copies, on two cores: a step of
@@ -100,7 +101,10 @@ class LayerSteps:
             run.model.config, run.plan, run.model.embedding[...], tokens, position, run.rows.lengths,
             block_budgets(run.rows, phase), part,
         )  # fmt: skip
-        state = state if part is None else _fresh(state, position)
+        if part is not None:
+            state = _fresh(state, position)
+            if run.plan.repeats is not None and run.plan.repeats.loss is not None:
+                block = _with_gradient(run.model, run.plan, state.cache, block, tokens, part, run.rows.lengths)
         return self._run(state, tokens, x, block, phase)
 
     def shrink(self, state: DecodeState) -> DecodeState:
@@ -197,6 +201,7 @@ def _enter(
 
 
 _fresh = jax.jit(fresh, donate_argnames="state")
+_with_gradient = jax.jit(with_gradient, static_argnames="plan")  # one program: a block of copies is long
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

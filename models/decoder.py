@@ -120,6 +120,7 @@ class Decoder(nnx.Module):
         *,
         after_first: Callable[[Float[Array, "B T E"], Carry], Carry] | None = None,
         before_attention: Callable[[Carry, Int[Array, ""], Float[Array, "B T E"]], Carry] | None = None,
+        shift: Float[Array, "L B T E"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Carry, Output]:
         """Embed the tokens and run every layer with the attention that the caller passes.
 
@@ -132,6 +133,8 @@ class Decoder(nnx.Module):
                 then compiled separately.
             before_attention: called once per layer, ``before_attention(carry, layer index, input of the attention)``,
                 and returns the carry that ``attend`` gets.
+            shift: is added to each layer's attention output, behind W_O, so that a derivative may be taken with respect
+                to it. Of each layer only its input is kept for that.
 
         Returns:
             The hidden states before the last norm, the carry, and the layers' outputs stacked, [L, ...].
@@ -142,15 +145,17 @@ class Decoder(nnx.Module):
 
         def step(state, scanned):
             x, carry = state
-            weights, index, window = scanned
+            weights, index, window, moved = scanned
             if before_attention is not None:
                 carry = before_attention(carry, index, attention_input(config, weights, x))
             here = rope_of_layer(config, index, waves)
             feed = partial(_feed_forward_of, config, feeds, index) if feeds else None
-            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, index, window), feed)
+            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, index, window), feed, moved)
             return (x, carry), output
 
-        scanned = (everywhere, jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config))
+        if shift is not None:
+            step = jax.checkpoint(step, prevent_cse=False)
+        scanned = (everywhere, jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config), shift)
         state = embed(config, self.embedding[...], tokens), carry
         if after_first is None:
             (x, carry), outputs = jax.lax.scan(step, state, scanned)
@@ -247,6 +252,7 @@ def run_layer[Carry, Output](
     waves: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], tuple[Array, Carry, Output]],
     feed: Callable[[Array], Array] | None = None,
+    shift: Float[Array, "B T E"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Carry, Output]:
     """Run one layer with the attention that the caller passes, ``attend(query, key, value)``.
 
@@ -254,6 +260,7 @@ def run_layer[Carry, Output](
         weights: the layer's parameters by name.
         waves: the layer's cosines and sines; see :func:`rotation`.
         feed: the layer's feed-forward; None for :func:`feed_forward` with these parameters.
+        shift: is added to the attention's output, behind W_O.
 
     Returns:
         The input of the next layer, then the carry and the output that ``attend`` returned.
@@ -269,6 +276,8 @@ def run_layer[Carry, Output](
     out = jnp.einsum("btnd,nde->bte", out, weights["output"])
     if config.output_bias:
         out = out + along_last(weights["output_bias"], out)
+    if shift is not None:
+        out = out + shift
     x = x + added(out, "attention_post_norm")
     y = x if config.norms == "after" else _norm(config, x, weights["feed_norm"])
     out = feed_forward(config, weights, y) if feed is None else feed(y)

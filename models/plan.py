@@ -221,6 +221,8 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
         dtype, rounded_to = kept.dtypes, (None, None)
     check_butler(config, butler, policy, selection)
     check_measured(policy, config.num_layers, config.num_kv_heads)
+    if policy is not None and mesh is not None and mesh.size > 1:
+        _check_no_gradient(policy, mesh)
     if policy is None:
         plan, sizes, rows = _plan_full(config, mesh, prompt, options, selection)
         return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), sizes, rows
@@ -254,6 +256,16 @@ def _check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
     ways = mesh.shape["data"]
     if rows % ways:
         raise ValueError(f"data={ways} does not divide the batch of {rows}; give a multiple of {ways} rows, or data=1.")
+
+
+def _check_no_gradient(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Check that a policy on several devices takes no gradient of a loss."""
+    wanted = policy.needs.reconstruction
+    if wanted is not None and wanted.loss is not None:
+        raise ValueError(
+            f"{policy.name!r} takes the gradient of a loss, which runs on one device, but the model is on a mesh of "
+            f"{mesh.size}: load it on one, or give another policy, such as 'kvzip'."
+        )
 
 
 def _check_kept(

@@ -27,7 +27,7 @@ from models.options import EachSettings, Options, options_of
 from models.plan import CheckedPrompt, Plan, Prefilled, Sizes, Tokens, check_prompt, plan_run
 from models.selecting import check_scorer
 from models.states import shrink, start
-from models.steps import DecodeState, Run, at_layer, block_of, first_of, rounded_rows
+from models.steps import DecodeState, Run, at_layer, block_of, first_of, rounded_rows, with_gradient
 
 Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
 
@@ -206,6 +206,7 @@ def _block(
     block = block_of(model.config, of_whom, tokens, position, lengths, None, part)
     if part is not None:
         cache = kvjax.rewind(cache, first_of(position))
+        block = with_gradient(model, of_whom, cache, block, tokens, part, lengths)
     states, shares = cache.state, [budget for budget in budgets if budget is not None]
     windows = sliding_windows(model.config)
     end = None if block.repeats is None else block.repeats.end
@@ -223,6 +224,7 @@ def _block(
             projection=None if projection is None else projection.layer(index),
             reconstructed=here.repeats,
             tokens=here.tokens,
+            gradient=here.gradient,
             compressed=False,
         )
         rows = (*rounded_rows(plans[0], query, key, value), position)

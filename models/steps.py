@@ -23,12 +23,14 @@ from kvjax.attention import attend_unchecked, observe_unchecked
 from kvjax.eviction import evict_by
 from kvjax.insertion import Cache
 from kvjax.layer import LayerBlock
+from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
 from models import selecting
 from models.butler import Butler, ButlerCache
 from models.config import Config
 from models.decoder import Decoder, frequencies, rope_of_layer, rotation, sliding_windows
-from models.layer_caches import AnyCache
+from models.gradients import loss_gradient
+from models.layer_caches import AnyCache, stacked
 from models.plan import Plan, Rows
 from models.scorer import Scorer
 from models.selecting import LayerCarry
@@ -67,7 +69,8 @@ class Block:
     """A block, as all layers share it; ``position`` is -1 for padding, ``budgets`` None where nothing is evicted.
 
     ``waves`` and ``frequency`` may differ between layers: see :func:`at_layer`. ``repeats`` is the part of the text
-    that it repeats, None for a block of the text. ``tokens`` are given where the policy has the model repeat them.
+    that it repeats, None for a block of the text. ``tokens`` are given where the policy has the model repeat them,
+    ``gradient`` where it reads a loss's derivatives with respect to all layers' attention outputs.
     """
 
     position: Int[Array, "B T"]
@@ -76,6 +79,7 @@ class Block:
     frequency: Float[Array, "*ropes rows half"] | None
     repeats: Reconstructed | None = None
     tokens: Int[Array, "B T"] | None = None
+    gradient: Float[Array, "*L B T E"] | None = None
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
 
@@ -110,6 +114,7 @@ def forward(
     block = block_of(model.config, plan, tokens, position, run.rows.lengths, budgets, part)
     if part is not None:
         state = fresh(state, position)
+        block = with_gradient(model, plan, state.cache, block, tokens, part, run.rows.lengths)
 
     def attend_at(carry, index, window, query, key, value):
         place = Place(index, window, None if run.projection is None else run.projection.layer(index))
@@ -152,7 +157,7 @@ def block_of(
         repeats = Reconstructed.of(part, plan.policy)
     waves = rotation(config, position, lengths)
     read_again = tokens if plan.repeats is not None and part is None else None
-    return Block(position, budgets, waves, frequency, repeats, read_again, config.attention_soft_cap)
+    return Block(position, budgets, waves, frequency, repeats, read_again, soft_cap=config.attention_soft_cap)
 
 
 def fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
@@ -166,9 +171,33 @@ def first_of(position: Int[Array, "B T"]) -> Int[Array, "B"]:
 
 
 def at_layer(config: Config, block: Block, layer: Int[Array, ""]) -> Block:
-    """Return the block with the rotary embedding of one layer."""
+    """Return the block with the rotary embedding, and the gradient, of one layer."""
     waves, frequency = rope_of_layer(config, layer, (block.waves, block.frequency))
-    return dataclasses.replace(block, waves=waves, frequency=frequency)
+    gradient = block.gradient
+    if gradient is not None:
+        gradient = jax.lax.dynamic_index_in_dim(gradient, layer, keepdims=False)
+    return dataclasses.replace(block, waves=waves, frequency=frequency, gradient=gradient)
+
+
+def with_gradient(
+    model: Decoder,
+    plan: Plan,
+    cache: AnyCache,
+    block: Block,
+    tokens: Int[Array, "B T"],
+    part: Int[Array, "B 3"],
+    lengths: Int[Array, "B"],
+) -> Block:
+    """Return a block of copies with the gradient of the loss that the policy asks for, if it asks for one.
+
+    Args:
+        cache: without the copies.
+    """
+    if plan.repeats is None or plan.repeats.loss is None:
+        return block
+    dtypes = Dtypes(*(b or a for a, b in zip(plan.cache_dtype, plan.rounded_to, strict=True)))
+    found = loss_gradient(model, plan.repeats.loss, stacked(cache), tokens, block.position, part, lengths, dtypes)
+    return dataclasses.replace(block, gradient=found)
 
 
 def predicts(plan: Plan, phase: Phase) -> bool:
@@ -210,6 +239,7 @@ def attend(
         predicted=selecting.prediction(plan.predictor, carry, place.number, block.position.shape),
         reconstructed=block.repeats,
         tokens=block.tokens,
+        gradient=block.gradient,
         soft_cap=block.soft_cap,
         compressed=phase.compressed,
         filled=phase.filled,

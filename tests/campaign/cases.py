@@ -345,6 +345,13 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         "butler": {},
         "zap": {},
         "kvzip": dict(chunk=(2, 5, 16), sinks=(0, 1, 2), visible=("part", "cache"), measure=("weight", "error")),
+        "kvgrad": dict(
+            chunk=(2, 5, 16),
+            sinks=(0, 1, 2),
+            visible=("part", "cache"),
+            measure=("norms", "change"),
+            loss=("hidden", "tokens"),
+        ),
         "keydiff": {},
         "key_norm": {},
         "q_filters": {},
@@ -358,6 +365,8 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         del bases["cake"]
     if layers < 2 or meshed:
         del bases["butler"]
+    if meshed:  # its gradient runs on one device
+        del bases["kvgrad"]
     if capped:  # its formula has no cap
         del bases["expected_attention"]
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
@@ -392,7 +401,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
                 links.append(_caote(d))
             case "protect":
                 links.append(d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7))
-    if d.maybe(0.15) and name != "expected_attention":
+    if d.maybe(0.15) and name not in ("expected_attention", "kvgrad"):
         links.append(d.link("positions", kind=("compact", "index", "absolute")))
     merges = d.maybe(0.12)  # in plain caches
     if merges:
@@ -403,10 +412,10 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
     amounts = dict(sinks=(0, 1, 2, 0.25), recent=(1, 2, 0.5), cap=caps)
     allocations["headkv"] = dict(beta=(1, 2.0, 10), cap=caps)
     allocations["duo"] = dict(streaming=(0.0, 0.3, 1.0), **amounts)
-    if name != "kvzip":  # which observes none of the text's own queries
+    if name not in ("kvzip", "kvgrad"):  # which observe none of the text's own queries
         allocations["simlayer"] = dict(threshold=(0.0, 0.3, 0.6), **amounts)
         allocations["d2o"] = dict(cap=caps)
-    if window >= 2 and name != "kvzip":
+    if window >= 2 and name not in ("kvzip", "kvgrad"):
         allocations["cake"] = dict(space=(1.6,), time=(0.4,), cap=caps)
     allocations |= {"layer": dict(cap=caps), "adakv": dict(safeguard=(0.0, 0.5, 1.0), cap=caps)}
     allocations["model"] = dict(normalise=(False,), cap=caps)

@@ -31,7 +31,7 @@ POLICIES = {
     **dict.fromkeys(("tova", "sage"), "one query"),
     **dict.fromkeys(("expected_attention", "keydiff", "key_norm", "q_filters", "curdkv", "lagkv"), "keys"),
     **dict.fromkeys(("butler", "zap"), "a network"),
-    **dict.fromkeys(("kvzip", "dapq"), "fed again"),
+    **dict.fromkeys(("kvzip", "kvgrad", "dapq"), "fed again"),
     **dict.fromkeys(("streaming", "recency", "random"), "positions"),
 }
 LINKS_OF = {

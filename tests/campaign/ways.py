@@ -216,7 +216,11 @@ def turns(case: Case, asked: str) -> Outcome:
     count = rng.integers(1, QUESTION + 1, B)
     count[rng.integers(B)] = QUESTION
     questions = rng.integers(0, cases.VOCABULARY, (B, QUESTION))
-    asks = "question" in asked or case.base in ("kvzip", "dapq")  # else it is a turn, from which the policy evicts
+    asks = "question" in asked or case.base in (
+        "kvzip",
+        "kvgrad",
+        "dapq",
+    )  # else it is a turn, from which the policy evicts
     more = dict(lengths=count, max_new_tokens=case.new, evict_every=case.evict_every, end=case.end, **settings)
     out = models.generate(model, questions, cache=cache, question=count if asks else None, **more)
     held, tokens = held_of(out.cache), answers(case, out)

@@ -1,9 +1,9 @@
-"""Makes tests/models/kvpress/kvzip.npz and tests/models/golden/smollm2/kvzip.npz: the scores of kvpress' KVzipPress.
+"""Makes kvzip.npz and kvgrad.npz in tests/models/kvpress, and golden/smollm2/kvzip.npz: two presses' scores.
 
 Run in make_kvpress.py's environment with gguf installed beside kvpress, from the repository's root:
 
-    python -m tests.models.make_kvzip          the first file, for the tiny random Llama in tests/models/kvpress
-    python -m tests.models.make_kvzip FILE     the second one; FILE is what `python -m models.get smollm2` fetched
+    python -m tests.models.make_kvzip          the first two files, for the tiny random Llama in tests/models/kvpress
+    python -m tests.models.make_kvzip FILE     the last one; FILE is what `python -m models.get smollm2` fetched
 
 Each file gets
 
@@ -26,10 +26,10 @@ import numpy as np
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_smollm2_kept import GOLDEN
 
-TINY, REAL = FOLDER / "kvzip.npz", GOLDEN.with_name("kvzip.npz")
+TINY, REAL, GRADIENT = FOLDER / "kvzip.npz", GOLDEN.with_name("kvzip.npz"), FOLDER / "kvgrad.npz"
 SINKS = 4
-CHUNK = {TINY: 45, REAL: 150}  # three parts of 120 and of 400 tokens
-KEPT = {TINY: (40, 64), REAL: (100, 200)}
+CHUNK = {TINY: 45, GRADIENT: 45, REAL: 150}  # three parts of 120 and of 400 tokens
+KEPT = {TINY: (40, 64), GRADIENT: (40,), REAL: (100, 200)}
 WORDS = {
     "\n\nRepeat the previous context exactly.": [3, 5, 7],
     "\n\nRepeat the part of the previous context exactly, starting with": [11, 13],
@@ -50,9 +50,9 @@ class Words:
         return torch.tensor([ids], dtype=torch.long) if return_tensors == "pt" else ids
 
 
-def press_of(tokenizer: Any, **settings: Any) -> Any:
-    """The press, which takes this tokenizer; its last scores are in ``scored``."""
-    from kvpress.presses import kvzip_press
+def press_of(file: Path, tokenizer: Any, **settings: Any) -> Any:
+    """A file's press, which takes this tokenizer; its last scores are in ``scored``."""
+    from kvpress.presses import kvgrad_press, kvzip_press
 
     class Loader:
         @staticmethod
@@ -60,7 +60,8 @@ def press_of(tokenizer: Any, **settings: Any) -> Any:
             return tokenizer
 
     kvzip_press.AutoTokenizer = Loader
-    press = kvzip_press.KVzipPress(n_sink=SINKS, **settings)
+    kind = kvgrad_press.KVgradPress if file == GRADIENT else kvzip_press.KVzipPress
+    press = kind(n_sink=SINKS, chunk_size=CHUNK[file], **settings)
     compress = press.compress_post
 
     def compress_post(model: Any) -> None:
@@ -71,14 +72,14 @@ def press_of(tokenizer: Any, **settings: Any) -> Any:
     return press
 
 
-def run(model: Any, tokens: Any, tokenizer: Any, kept: int, layerwise: bool, chunk: int) -> tuple[Any, Any]:
+def run(file: Path, model: Any, tokens: Any, tokenizer: Any, kept: int, layerwise: bool) -> tuple[Any, Any]:
     """Return the positions that stay and the scores, both [L, K, T]."""
     import torch
     import transformers
 
     T = tokens.shape[1]
     ratio = (T - kept + 1e-7) / T
-    press = press_of(tokenizer, compression_ratio=ratio, layerwise=layerwise, chunk_size=chunk)
+    press = press_of(file, tokenizer, compression_ratio=ratio, layerwise=layerwise)
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
     with torch.no_grad(), press(model):
@@ -101,7 +102,7 @@ def write(file: Path, model: Any, tokens: Any, tokenizer: Any, dtype: str) -> No
     arrays = {"versions": np.array(versions), "tokens": tokens[0].numpy().astype(np.int32), **words}
     for kept in KEPT[file]:
         for scope in ("model", "layer"):
-            mask, scores = run(model, tokens, tokenizer, kept, scope == "layer", CHUNK[file])
+            mask, scores = run(file, model, tokens, tokenizer, kept, scope == "layer")
             arrays[f"{scope}/{kept}"] = np.packbits(mask, axis=-1)
             arrays["scores"] = scores.astype(dtype)
             print(file.name, scope, kept, flush=True)
@@ -118,7 +119,8 @@ def main(arguments: list[str]) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, attn_implementation="sdpa").eval()
         with np.load(FOLDER / "kept.npz") as fixture:
             tokens = torch.tensor(fixture["tokens"])[None].long()
-        write(TINY, model, tokens, Words(), "float32")
+        for file in (TINY, GRADIENT):
+            write(file, model, tokens, Words(), "float32")
         return
     file = Path(arguments[0])
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}

@@ -17,7 +17,7 @@ import numpy as np
 
 import kvjax
 import models
-from tests.models import make_smollm2_kept, test_kvpress, test_kvzip
+from tests.models import make_smollm2_kept, test_kvgrad, test_kvpress, test_kvzip
 from tests.models.make_golden import GOLDEN, MODELS
 from tests.models.make_kvzip import KEPT, REAL, TINY
 from tests.models.test_families import largest_difference
@@ -64,6 +64,7 @@ def tiny() -> dict[str, Any]:
             bits = np.unpackbits(test_kvzip.fixture()[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1])
             found = test_kvzip.kept(cache, tokens.shape[1])[:, 0]
             parts.setdefault("kvzip", []).append(compared(found, bits.astype(bool)))
+    parts["kvgrad"] = [compared(*test_kvgrad.kept_sets(scope)) for scope in test_kvgrad.COMPETE]
     return {press: added(*some) for press, some in parts.items()}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.kvjax import contests
+from tests.models.reference import gradients
 from tests.models.reference.choices import LARGEST, NEAR, SMALL, Choices
 from tests.models.reference.eight_bits import rounded
 from tests.models.reference.policies import Leaving, Policy, Seen
@@ -187,6 +188,9 @@ class _Model:
         self.query = np.zeros((L, K, N // K, room, D))  # before rotation
         self.key = np.zeros((L, K, room, D))  # as the last block's queries met them
         self.weights: list[np.ndarray] = []
+        self.inputs: list[np.ndarray] = []  # of each layer for the last block, and the last one's output
+        self.routed: list[list[list[int]]] = [[] for _ in range(L)]  # the experts of each of its tokens
+        self.shift = np.zeros((L, 1, 1))  # is added to each layer's attention output
         self.window = 0 if policy is None else policy.window
         self.observed: list[np.ndarray | None] = [None] * L  # since the last eviction
         self.memory: list[dict] = [{} for _ in range(L)]
@@ -199,9 +203,10 @@ class _Model:
         self.length += m
         P, K, D = self.length, self.kept.shape[1], config.head_dim
         x = w["embedding"][np.asarray(tokens)] * config.embedding_multiplier
-        self.weights = []
+        self.weights, self.inputs, self.routed = [], [], [[] for _ in self.routed]
         for layer in range(config.num_layers):
             p = self.of_layer(layer)
+            self.inputs.append(x)
             y = x if config.norms == "after" else self.norm(x, p["attention_norm"])
             if self.scorer is not None:
                 own = y @ self.scorer["output"][layer] + self.scorer["output_bias"][layer]
@@ -253,10 +258,11 @@ class _Model:
             out = np.einsum("htd,hde->te", out, p["output"])
             if config.output_bias:
                 out = out + p["output_bias"]
+            out = out + self.shift[layer]
             if config.norms != "before":
                 out = self.norm(out, p["attention_post_norm"])
             x = x + config.residual_multiplier * out
-            out = self.feed_forward(p, x if config.norms == "after" else self.norm(x, p["feed_norm"]))
+            out = self.feed_forward(layer, p, x if config.norms == "after" else self.norm(x, p["feed_norm"]))
             if config.norms != "before":
                 out = self.norm(out, p["feed_post_norm"])
             x = x + config.residual_multiplier * out
@@ -264,6 +270,7 @@ class _Model:
                 self.first = np.concatenate([self.first, x])
             if self.windows[layer]:
                 self.kept[layer][:, : max(P - self.windows[layer] + 1, 0)] = False
+        self.inputs.append(x)
         logits = self.norm(x, w["norm"]) @ (w["head"] if "head" in w else w["embedding"].T)
         return capped(logits / config.logits_scaling, config.logits_soft_cap)
 
@@ -281,6 +288,14 @@ class _Model:
             if name not in kind or kind[name] == dense[layer]
         }
 
+    def output(self, layer: int) -> np.ndarray:
+        """A layer's output projection, [K, G, D, E]."""
+        whole = self.w["layers.output"][layer]
+        return whole.reshape(self.kept.shape[1], -1, *whole.shape[1:])
+
+    def turned(self, x: np.ndarray, at: np.ndarray, frequency: np.ndarray) -> np.ndarray:
+        return rope(x, at, frequency)
+
     def stored(self, side: str, layer: int, at: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Keys or values [K, m, D] as the cache holds them."""
         number = ("key", "value").index(side)
@@ -289,7 +304,7 @@ class _Model:
     def norm(self, x: np.ndarray, weight: np.ndarray, axis: int | tuple[int, ...] = -1) -> np.ndarray:
         return norm(x, self.config.norm_offset + weight, self.config.norm_epsilon, axis)
 
-    def feed_forward(self, p: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    def feed_forward(self, layer: int, p: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
         """The network, or of each token the sum of those that its router chooses, by its weights."""
         act = {"silu": silu, "gelu_tanh": gelu}[self.config.activation]
         if "router" not in p:
@@ -297,6 +312,7 @@ class _Model:
         out = np.zeros(x.shape)
         for t, share in enumerate(softmax(x @ p["router"])):
             chosen = self.choices.best(share, -np.arange(len(share)), self.config.experts_per_token)
+            self.routed[layer].append(chosen)
             total = share[chosen].sum() if self.config.normalise_experts else 1.0
             for e in chosen:
                 own = (act(x[t] @ p["expert_gate"][e]) * (x[t] @ p["expert_up"][e])) @ p["expert_down"][e]
@@ -308,19 +324,29 @@ class _Model:
         return copy.deepcopy(self, {id(self.choices): self.choices})
 
     def recite(
-        self, text: Sequence[int], parts: list[tuple[int, int]], sinks: int, visible: str, measure: str, first: int = 0
+        self,
+        text: Sequence[int],
+        parts: list[tuple[int, int]],
+        sinks: int,
+        visible: str,
+        measure: str,
+        loss: str = "",
+        first: int = 0,
     ) -> None:
         """Has a copy of the model repeat some parts of its text, and notes the largest attention to each token.
 
         The attention is that over the part, the first ``sinks`` tokens and the repeated ones: of the weights over all
         tokens, these are divided by their sum. Or it is that over all tokens. Those before ``first`` stand before no
-        part.
+        part. By the derivative of a ``loss`` it may be the largest product of attention, of the length that a value has
+        behind W_O, and of that of the derivative ("norms"), or the largest "change" of the loss.
         """
         P = self.length
         for start, stop in parts:
             part = np.arange(start, stop)
             other = self.copy()
-            other.feed([*text[max(start - OVERLAP, first) : start], *text[start:stop]])
+            fed = [*text[max(start - OVERLAP, first) : start], *text[start:stop]]
+            other.feed(fed)
+            felt = gradients.of_loss(other, fed, loss, stop - start) if loss else None
             at = np.arange(other.length)
             counted = (at < sinks) | np.isin(at, part) | (at >= P) | (visible == "cache")
             for layer, weights in enumerate(other.weights):
@@ -330,6 +356,16 @@ class _Model:
                     out = (shares[..., None] * value).sum(axis=3, keepdims=True)
                     change = np.linalg.norm(out - value, axis=-1) / np.linalg.norm(out, axis=-1)
                     shares = shares / np.maximum(1 - shares, np.finfo(np.float32).eps) * change
+                if felt is not None:
+                    value, d = other.value[layer][:, : other.length], felt[layer]
+                    behind = np.einsum("kpd,kgde->kgpe", value, self.output(layer))
+                    if measure == "norms":
+                        lengths = np.linalg.norm(d, axis=-1)[:, None], np.linalg.norm(behind, axis=-1)[:, :, None]
+                        shares = shares * lengths[0] * lengths[1]
+                    else:
+                        along = np.einsum("te,kgpe->kgtp", d, behind)
+                        moved = (shares * along).sum(axis=-1, keepdims=True) - along
+                        shares = abs(shares / np.maximum(1 - shares, np.finfo(np.float32).eps) * moved)
                 self.recited[layer][:, part] = shares[..., part].max(axis=(1, 2))
 
     def look_ahead(self, context: Sequence[int], number: int, which: str) -> None:
@@ -352,7 +388,7 @@ class _Model:
             own = min(budget, self.windows[layer] or budget)
             sinks, recent = policy.protected(own)
             stays = (at < sinks) | (at >= P - recent)
-            output, m = self.w["layers.output"][layer], weights.shape[2]
+            m = weights.shape[2]
             of_layer = None
             if foreseen is not None and layer:
                 query, key = (x[layer - 1].reshape(K, -1, P, x.shape[-1]) for x in foreseen)
@@ -369,7 +405,7 @@ class _Model:
                 protected=kept & stays,
                 query=self.query[layer][:, :, :P],
                 frequency=self.frequency[layer],
-                output=output.reshape(K, -1, *output.shape[1:]),
+                output=self.output(layer),
                 predicted=of_layer,
                 scored=self.scored[layer][:, :P],
                 recited=self.recited[layer][:, :P],

@@ -77,8 +77,8 @@ class Link(NamedTuple):
     positions: str = "absolute"
     window: int = 0
     # How many tokens at a time, how many first ones are seen with each, whether only those and the "part" are, and
-    # whether the largest "weight" or "error" counts.
-    repeats: tuple[int, int, str, str] | None = None
+    # whether the largest "weight" or "error" counts; or how the derivative of which loss does.
+    repeats: tuple[int, int, str, str, str] | None = None
     merged: Callable[[Leaving], np.ndarray] | None = None  # the values [P, D] behind an eviction
     pseudo: tuple[int, str] | None = None  # how many of the prompt's "last" or "first" tokens follow it, for a moment
     whole: bool = False  # whether scores are whole numbers, which float32 does not round
@@ -105,7 +105,7 @@ class Policy(NamedTuple):
         return max(link.window for link in self.links) or own
 
     @property
-    def repeats(self) -> tuple[int, int, str, str] | None:
+    def repeats(self) -> tuple[int, int, str, str, str] | None:
         """The way in which the model repeats its text before the policy evicts, None where it does not."""
         return self.links[0].repeats
 
@@ -393,7 +393,19 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part", measure: 
         seen.noise[:] = seen.choices.small * seen.recited
         return seen.recited[:, None]
 
-    return Link(score, ((sinks, 0),), repeats=(chunk, sinks, visible, measure))
+    return Link(score, ((sinks, 0),), repeats=(chunk, sinks, visible, measure, ""))
+
+
+def kvgrad(
+    *, chunk: int = 512, sinks: int = 4, visible: str = "part", measure: str = "norms", loss: str = "hidden"
+) -> Link:
+    """How much a loss feels a token while the model repeats its prompt."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        seen.noise[:] = seen.choices.small * seen.recited
+        return seen.recited[:, None]
+
+    return Link(score, ((sinks, 0),), repeats=(chunk, sinks, visible, measure, loss))
 
 
 def keydiff() -> Link:
@@ -688,7 +700,7 @@ LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
         h2o, tova, snapkv, dropkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap,
-        kvzip, recency, keydiff, key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect,
+        kvzip, kvgrad, recency, keydiff, key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect,
         positions, merge, cam, critical, caote, fast_caote,
     )
 }  # fmt: skip

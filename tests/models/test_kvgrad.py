@@ -1,0 +1,194 @@
+"""KVgrad: kvpress' scores, a derivative by hand in NumPy float64, and KVzip where all lengths are one."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from kernels_pallas import ColumnStatistics
+from kvjax.quantise import Dtypes
+from models import engine, repeating
+from models.by_layer import LayerSteps
+from models.gradients import loss_gradient
+from tests.models import reference
+from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT
+from tests.models.reference import gradients
+from tests.models.test_kvzip import LENGTHS, TOKENS, fixture, in_order, kept, kvpress_model
+from tests.models.tiny import CONFIG, assert_keeps, decoder, on_mesh, run, weights
+from tests.tiers import first
+
+PUBLISHED = f"kvgrad(chunk={CHUNK[GRADIENT]})"
+COMPETE = {"model": f"{PUBLISHED}@model(normalise=False,cap=None)", "layer": f"{PUBLISHED}@layer(cap=None)"}
+ASKING = repeating._asking(
+    kvjax.parse("kvgrad(chunk=16)+caote@model"), kvjax.RepeatPrompt((1, 2), (3,), (4,), overlap=2)
+)
+
+
+def asking(name):
+    words = (tuple(fixture(GRADIENT)[part].tolist()) for part in ("first", "following", "suffix"))
+    return repeating._asking(kvjax.parse(name), kvjax.RepeatPrompt(*words))
+
+
+def test_scores_are_those_of_kvpress():
+    tokens = fixture(GRADIENT)["tokens"][None]
+    settings = dict(budget=1.0, block=16, when="prompt")  # a part is one block, whatever the blocks
+    cache, _ = models.prefill(kvpress_model(), tokens, policy=asking(PUBLISHED), **settings)
+    scores = in_order(cache, np.asarray(cache.state.score), tokens.shape[1], np.nan)[:, 0]
+    np.testing.assert_allclose(scores, fixture(GRADIENT)["scores"], rtol=1e-4, atol=1e-6)
+
+
+def kept_sets(scope):
+    """Those of ours and of kvpress, [L, K, T]."""
+    tokens, (budget,) = fixture(GRADIENT)["tokens"][None], KEPT[GRADIENT]
+    settings = dict(policy=asking(COMPETE[scope]), budget=budget, block=48, when="prompt")
+    cache, _ = models.prefill(kvpress_model(), tokens, **settings)
+    bits = np.unpackbits(fixture(GRADIENT)[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1])
+    return kept(cache, tokens.shape[1])[:, 0], bits.astype(bool)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("scope", COMPETE)
+def test_kept_tokens_are_those_of_kvpress(scope):
+    np.testing.assert_array_equal(*kept_sets(scope))
+
+
+def fed_twice(shift=None):
+    """The reference behind 12 tokens, 5 of which it was fed again; and those."""
+    tokens = TOKENS[0, :12].tolist()
+    model = sys.modules["tests.models.reference.decoder"]._Model(
+        weights(), CONFIG, None, 12, 17, reference.Choices(), (), None, None, ("float32", "float32"), None
+    )
+    model.feed(tokens)
+    copy = model.copy()
+    copy.shift = copy.shift if shift is None else shift
+    logits = copy.feed(tokens[4:9])
+    return copy, tokens[4:9], logits
+
+
+def loss_of(loss, shift):
+    """Of the last 3 tokens of the block, in NumPy float64."""
+    model, tokens, logits = fed_twice(shift)
+    if loss == "hidden":
+        return (model.inputs[-1] ** 2).sum()
+    return -sum(np.log(reference.softmax(logits[t])[tokens[t + 1]]) for t in (1, 2, 3))
+
+
+@pytest.mark.parametrize("loss", ["hidden", "tokens"])
+def test_the_derivative_by_hand_is_that_of_small_steps(loss):
+    model, tokens, _ = fed_twice()
+    found = gradients.of_loss(model, tokens, loss, 3)
+    for place in ((0, 0, 3), (0, 2, 30), (0, 4, 7), (1, 1, 12), (1, 3, 0)):
+        step = np.zeros(found.shape)
+        step[place] = 1e-5
+        slope = (loss_of(loss, step) - loss_of(loss, -step)) / 2e-5
+        assert abs(slope - found[place]) < 1e-7 * abs(found).max()
+
+
+@pytest.mark.parametrize("loss", ["hidden", "tokens"])
+def test_the_gradient_is_that_by_hand(loss):
+    text, copied = TOKENS[:1, :12], TOKENS[:1, 4:9]
+    cache, _ = models.prefill(decoder(), text, block=12)
+    place = np.array([[-1, -1, 12, 13, 14, 15, 16]])  # padding in front has no part in it
+    found = jax.jit(loss_gradient, static_argnums=(1, 7))(
+        decoder(), loss, cache, np.pad(copied, ((0, 0), (2, 0))), place, np.array([[6, 9, 12]]), np.array([12]),
+        Dtypes("float32", "float32"),
+    )  # fmt: skip
+    model, tokens, _ = fed_twice()
+    expected = gradients.of_loss(model, tokens, loss, 3)
+    np.testing.assert_allclose(np.asarray(found)[:, 0, 2:], expected, atol=1e-5 * abs(expected).max())
+    assert not np.asarray(found)[:, 0, :2].any()
+
+
+BY_BLOCK = [
+    "kvgrad(chunk=4)",
+    "kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer",
+    "kvgrad@model(normalise=False)",
+    "kvgrad(measure='change')",
+]
+
+
+@pytest.mark.parametrize("policy", first(1, BY_BLOCK))
+def test_blocks_are_repeated_as_they_come_in(policy):
+    settings = dict(policy=policy, budget=14, block=8, evict_every=3)
+    made = models.generate(decoder(), TOKENS, lengths=LENGTHS, question=3, max_new_tokens=8, end=(), **settings)
+    for row, length in enumerate(LENGTHS):
+        expected = run(TOKENS[row, :length], question=3, new_tokens=8, **settings)
+        assert made.tokens[row].tolist() == expected.tokens
+        assert_keeps(made.cache, row, expected)
+
+
+@pytest.mark.matrix
+def test_one_program_and_single_layers_agree():
+    given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
+    run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
+    state, _ = engine._feed_prompt(LayerSteps(run, sizes), prompt, None)
+    expected, _ = models.prefill(
+        decoder(), TOKENS, LENGTHS, policy=ASKING, budget=10, block=8, question=3, when="prompt"
+    )
+    np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
+
+
+@pytest.mark.matrix
+def test_budgets_share_a_prompt_and_its_gradients():
+    asked, settings = [(ASKING, 10), (ASKING, 14)], dict(block=8, question=3)
+    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, **settings)
+    for (policy, budget), (cache, _) in zip(asked, each, strict=True):
+        alone = models.prefill(decoder(), TOKENS, LENGTHS, policy=policy, budget=budget, when="prompt", **settings)
+        np.testing.assert_array_equal(kept(cache, 40), kept(alone.cache, 40))
+
+
+def seen_of(context):
+    """One head with two queries that repeat a part of two tokens, whose values are of length 1."""
+    shares = np.float32([[0.7, 0.1, 0.2, 0], [0.1, 0.6, 0.2, 0.1]])[None, None, None]
+    columns = ColumnStatistics(max=shares.max(axis=3), weights=shares)
+    value = np.float32([[1, 0], [0, -1], [0.6, 0.8], [0, 1]])[None, None]
+    copies = kvjax.Reconstructed(*(np.array([x]) for x in (0, 2, 2)))
+    return kvjax.Observation(
+        columns, np.ones((1, 2, 1, 2), np.float32), np.array([[2, 3]]), value, value, np.array([[[0, 1, -1, -1]]]),
+        np.array([2]), np.array([2]), context=dataclasses.replace(context, reconstructed=copies),
+    )  # fmt: skip
+
+
+def scores_of(name, seen):
+    policy = kvjax.parse(name)
+    return np.asarray(policy.update(None, policy.init(1, 1, 1, 4, 2), seen)[0])[0, 0, 0]
+
+
+def test_it_is_kvzip_where_all_lengths_are_one():
+    turn = np.float32([[0.6, 0.8], [-0.8, 0.6]])[None, None]
+    seen = seen_of(kvjax.Context(gradient=np.float32([[[1, 0], [0.6, 0.8]]]), projection=_projection(turn)))
+    np.testing.assert_allclose(scores_of("kvgrad", seen), scores_of("kvzip", seen), rtol=1e-6)
+
+
+def test_a_change_has_a_direction_that_lengths_have_not():
+    """Only the first query's loss feels values, only along the first axis, and W_O doubles them."""
+    double = 2 * np.eye(2, dtype=np.float32)[None, None]
+    seen = seen_of(kvjax.Context(gradient=np.float32([[[3, 0], [0, 0]]]), projection=_projection(double)))
+    np.testing.assert_allclose(scores_of("kvgrad", seen), [0.7 * 3 * 2, 0.1 * 3 * 2, 0, 0], rtol=1e-6)
+    x = 0.7 * 1 + 0.2 * 0.6  # the output along the axis, with that of the copies
+    change = [0.7 / 0.3 * abs(x - 1), 0.1 / 0.9 * x]
+    found = scores_of("kvgrad(measure='change')", seen)
+    np.testing.assert_allclose(found, [3 * 2 * change[0], 3 * 2 * change[1], 0, 0], rtol=1e-5)
+
+
+def _projection(weight):
+    gram = np.einsum("kgde,kgfe->kgdf", weight, weight)
+    return kvjax.OutputProjection(weight=weight, gram=gram)
+
+
+@pytest.mark.bad_input
+def test_what_it_cannot_do_is_said_before_anything_runs():
+    with pytest.raises(ValueError, match=r"'kvgrad\+positions' takes the gradient .* the cache's are 'compact'; leave"):
+        kvjax.parse("kvgrad+positions")
+    with pytest.raises(ValueError, match=r"'kvgrad' takes the gradient of a loss, which runs on one device, .* of 4:"):
+        models.prefill(on_mesh(), TOKENS, policy="kvgrad", budget=14)
+    with pytest.raises(ValueError, match=r"'kvgrad@cake': 'cake' measures the attention of the text's last queries"):
+        kvjax.parse("kvgrad@cake")
+    with pytest.raises(ValueError, match=r"kvgrad reads the gradient of a loss and .* one of them was not given"):
+        scores_of("kvgrad", seen_of(kvjax.Context()))
