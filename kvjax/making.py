@@ -221,7 +221,8 @@ def blank(
         return () if policy is None else policy.state(B, K, group, S, head_dim)
 
     sizes: dict[str, Any] = dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
-    sizes |= dict(dtype=dtype, positions=positions)
+    biased = policy is not None and policy.merging is not None and policy.merging.biased
+    sizes |= dict(dtype=dtype, positions=positions, biased=biased)
     if pages is not None:
         sizes |= dict(pages=pages, page_size=page_size, most=slots, init_state=state)
         return PagedCache.init(**sizes) if mesh is None else SplitCache.init(mesh=mesh, **sizes)
