@@ -104,6 +104,13 @@ def folded(
         return jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored, old)
 
     changed = {name: put(stored[name], old) for name, old in apart.rows.items() if name.startswith(("value", "bias"))}
+    if biases and here.bias is None:
+        if layer is not None:
+            raise ValueError(
+                f"{merging.name!r} fits a bias per slot, but the cache has none; make it with kvjax.empty_cache, or "
+                "with biased=True."
+            )
+        changed["bias"] = jnp.where(new, stored["bias"], 0)
     return dataclasses.replace(cache, rows=with_rows(cache.rows, changed, layer))
 
 

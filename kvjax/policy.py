@@ -128,6 +128,18 @@ class Policy:
         return allocated(self, parse_allocation(allocation))
 
 
+def fits_biases(policy: Policy | None) -> bool:
+    """Return whether a policy's cache has a bias per slot, which its evictions fit.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.policy import fits_biases
+        >>> fits_biases(kvjax.parse("kvzip+match")), fits_biases(kvjax.parse("kvzip"))
+        (True, False)
+    """
+    return policy is not None and policy.merging is not None and policy.merging.biased
+
+
 @functools.cache
 def allocated(policy: Policy, allocation: Allocation) -> Policy:
     """Return the policy with an allocation, as ``policy @ allocation`` and a short name's ``@`` make it.

@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Evidence
+from kvjax import Evidence, KVCache
 from kvjax.checks import is_known
+from kvjax.merging import Merging, folded
 from kvjax.schedule import Phase
 from kvjax.window import begin_anew
 from models import selecting
@@ -154,7 +155,7 @@ class LayerSteps:
                 caches[number] = carry.cache
         cache = carry.cache if caches is None else LayerCaches(tuple(caches))
         if carry.evidence is not None:
-            cache = _evict(cache, carry.evidence, block.budgets)
+            cache = _evict_together(cache, carry.evidence, block.budgets)
         return x, DecodeState(cache, carry.predictor, carry.source)
 
 
@@ -249,6 +250,24 @@ _predict = jax.jit(selecting.run_predictor, static_argnames="keeps", donate_argn
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _evidence_of_layers(config: Config, plan: Plan, phase: Phase, block: Block, cache: AnyCache) -> Evidence | None:
     return shared_evidence(config, plan, phase, block, cache.slots if isinstance(cache, LayerCaches) else cache)
+
+
+def _evict_together(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> AnyCache:
+    """Evict from all layers together; values are merged layer by layer."""
+    if evidence.merging is None or not isinstance(cache, LayerCaches):
+        return _evict(cache, evidence, budgets)
+    before = [jnp.copy(own.position) for own in cache.layers]
+    left = _evict(cache, dataclasses.replace(evidence, merging=None), budgets)
+    assert isinstance(left, LayerCaches)
+    layers = zip(left.layers, before, strict=True)
+    return LayerCaches(tuple(_merged(evidence.merging, own, position, evidence.end) for own, position in layers))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _merged(merging: Merging, cache: KVCache, before: Int[Array, "B K S"], end: Int[Array, "B"] | None) -> KVCache:
+    if end is not None:  # copies leave without a trace
+        before = jnp.where(before >= end[:, None, None], -1, before)
+    return folded(merging, cache, before, cache.position)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

@@ -25,6 +25,7 @@ from kvjax.capacity import Demand, Layout, capacity, in_pages, rounded_up
 from kvjax.chains import policy_of
 from kvjax.checks import check_count, check_share_or_tokens, is_known, plain
 from kvjax.insertion import arrays_of
+from kvjax.policy import fits_biases
 from kvjax.policy_checks import check_measured, check_policy, check_policy_given, check_state
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.reconstruction import Repeated, unrepeated
@@ -242,11 +243,35 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
         overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
         cache_dtype=dtype, rounded_to=rounded_to,
     )  # fmt: skip
+    if fits_biases(policy):
+        _check_fitted(config, plan)
     sizes = _sized(config, plan, prompt, options, budgets, traced)
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
     rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + questions, most))))
     return plan, sizes._replace(predictor_slots=remembered), rows
+
+
+def _check_fitted(config: Config, plan: Plan) -> None:
+    """Check that a policy that fits biases can do so in this run: it needs whole heads, and attention as it is."""
+    policy = plan.policy
+    assert policy is not None and policy.merging is not None
+    name, link = policy.name, policy.merging.name
+    if plan.several is not None:
+        raise ValueError(f"{name!r}: {link!r} fits the heads of one device, but the model is on a mesh; leave it out.")
+    if any(config.sliding_windows) or config.attention_soft_cap is not None:
+        what = "sliding windows" if any(config.sliding_windows) else "a cap of its attention logits"
+        raise ValueError(f"{name!r}: {link!r} fits attention over all tokens, but this model has {what}; leave it out.")
+    if plan.positions != "absolute":
+        raise ValueError(
+            f"{name!r}: {link!r} fits keys as queries have seen them, but {plan.positions!r} positions turn them "
+            "later; leave one of them out."
+        )
+    if not policy.allocation.even and (plan.when != "prompt" or plan.evict_every):
+        raise ValueError(
+            f"{name!r}: {link!r} fits plain caches, but {policy.allocation.name!r} has pages after the first eviction; "
+            "give when='prompt' and evict_every=0, or leave the allocation out."
+        )
 
 
 def _check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
