@@ -72,7 +72,7 @@ def match_attention(
     Biases are fitted by non-negative least squares on the scale of ``exp``: ``sum_c w_c a_c = 1`` for each query, where
     a are its weights over the whole cache and ``log w`` is in [-3, 3] (equation 3 has the masses themselves; relative
     to the whole each query counts alike). Values are those of least squares under the small cache's weights (equation
-    4), with a small ridge towards what they were. Where nothing leaves, nothing changes.
+    4), with a small ridge towards what they were. Where nothing leaves, nothing changes but by rounding.
 
     Args:
         cache: of one layer, plain, with ``absolute`` positions.

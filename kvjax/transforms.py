@@ -250,7 +250,8 @@ def match(*, queries: int = 1024) -> Policy:
         return scores, remembered(state, o.query * scale, at, o.query_position, o.position)
 
     merging = Merging("match", functools.partial(rematched, queries=queries), (queries,), biased=True)
-    return Policy("match", init, update, merging=merging)
+    published = Moments("prompt", 0, "arXiv 2602.16284: once, when the context is in")
+    return Policy("match", init, update, published=published, merging=merging)
 
 
 @register
