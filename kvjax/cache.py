@@ -261,6 +261,17 @@ def count_live(position: Int[Array, "*rows S"]) -> Int[Array, "*rows"]:
     return jnp.sum(position >= 0, axis=-1, dtype=jnp.int32)
 
 
+def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether an array of a policy's state has this shape, but empty axes: it was dropped once it was used.
+
+    Example:
+        >>> from kvjax.cache import is_emptied
+        >>> is_emptied((2, 8, 0), (2, 8, 4)), is_emptied((2, 8, 3), (2, 8, 4))
+        (True, False)
+    """
+    return 0 in given and len(given) == len(shape) and all(n in (0, m) for n, m in zip(given, shape, strict=True))
+
+
 def check_positions(positions: str) -> None:
     """Check that a cache knows these positions of rotated keys.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,11 @@ class Queries:
 
     query: Float[Array, "*L B K S G D"]
     seen_from: Int[Array, "*L B K S"]
+
+    @property
+    def spent(self) -> bool:
+        """Tell whether the queries were dropped (:func:`without_samples`)."""
+        return self.query.shape[-1] == 0
 
 
 class Sampled(NamedTuple):
@@ -250,6 +255,30 @@ def _scaled(gram: Float[Array, "t t"]) -> tuple[Float[Array, "t t"], Float[Array
     floor = 1e-8 * jnp.max(squares) + jnp.finfo(gram.dtype).tiny  # a column that no query sees stays as it is
     length = jnp.sqrt(squares + floor)
     return gram / length[:, None] / length, floor
+
+
+def samples_of(state: Any) -> Queries | None:
+    """Return the sample queries that a link of a chain keeps; None if no link does."""
+    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, Queries))
+    return next((part for part in parts if isinstance(part, Queries)), None)
+
+
+def without_samples(state: Any) -> Any:
+    """Return a policy's state without its sample queries, which take more than keys and values do.
+
+    Example:
+        >>> import jax
+        >>> import kvjax
+        >>> from kvjax.matching import without_samples
+        >>> state = kvjax.parse("h2o+match").state(1, 1, 2, 8, 64)
+        >>> without_samples(state)[1].query.shape
+        (1, 1, 8, 0, 0)
+    """
+
+    def drop(part: Any) -> Any:
+        return Queries(part.query[..., :0, :0], part.seen_from) if isinstance(part, Queries) else part
+
+    return jax.tree.map(drop, state, is_leaf=lambda part: isinstance(part, Queries))
 
 
 def remembered(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import KVCache, as_stored, by_position, floats_of, nth_true, rows_apart, with_rows
-from kvjax.matching import Queries, refitted
+from kvjax.matching import Queries, refitted, samples_of
 
 SMALL = 1e-6  # added to lengths, as in kvpress
 TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
@@ -86,7 +86,7 @@ def folded(
     key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
     slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
     bias = jnp.zeros(before.shape, jnp.float32) if here.bias is None else here.bias
-    received, sampled = _received(here.state, before.shape), part_of(here.state, Queries)
+    received, sampled = _received(here.state, before.shape), jax.lax.stop_gradient(samples_of(here.state))
     fields = Head(key, value, before, after >= 0, slots, received, bias, sampled)
     lead = before.shape[:-1]
     heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), fields)
@@ -159,19 +159,18 @@ def _at(rows: Array, slot: Int[Array, "E"]) -> Array:
 def rematched(head: Head, queries: int) -> tuple[Float[Array, "S D"], Bool[Array, "S"], Float[Array, "S"]]:
     """Fit values and biases so that sample queries get the outputs that they got before: Attention Matching."""
     assert head.sampled is not None
+    if head.sampled.spent:
+        raise ValueError(
+            "'match' has fitted this cache, and its sample queries are gone: give policy=None, which evicts nothing "
+            "more, or make the cache anew."
+        )
     value, bias = refitted(
         head.key, head.value, head.bias, head.position, head.stays, head.sampled.query, head.sampled.seen_from, queries
     )
     return value, head.stays & jnp.any((head.position >= 0) & ~head.stays), bias
 
 
-def part_of(state: Any, kind: type) -> Any:
-    """Return what a link of a chain remembers in a state of this kind; None if no link has one."""
-    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, kind))
-    found = [part for part in parts if isinstance(part, kind)]
-    return jax.lax.stop_gradient(found[0]) if found else None
-
-
 def _received(state: Any, shape: tuple[int, ...]) -> Float[Array, "*heads S"]:
-    found = part_of(state, Received)
-    return jnp.zeros(shape, jnp.float32) if found is None else found.attention
+    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, Received))
+    found = [part.attention for part in parts if isinstance(part, Received)]
+    return jax.lax.stop_gradient(found[0]) if found else jnp.zeros(shape, jnp.float32)

@@ -217,8 +217,8 @@ def match(*, queries: int = 1024) -> Policy:
     where the policy repeats its prompt (``kvzip+match``), as the paper has it; else the text's own.
 
     It is made for one eviction after the prompt (``when="prompt"``). While the prompt is held, its state takes bfloat16
-    ``[B, K, S, G, D]``, the queries, and float32 ``[B, K, S]`` for the biases. It fits one head after the other, in
-    O(n S D + n t^2 + t^3) for n queries and t tokens that stay.
+    ``[B, K, S, G, D]``, the queries, which a run then drops; a bias stays, float32 ``[B, K, S]``. It fits one head
+    after the other, in O(n S D + n t^2 + t^3) for n queries and t tokens that stay.
 
     Args:
         queries: how many sample queries of each query head are used, at most, evenly chosen among those of the tokens.
@@ -241,6 +241,8 @@ def match(*, queries: int = 1024) -> Policy:
         if c.sliding_window is not None or c.soft_cap is not None:
             what = "a sliding window" if c.soft_cap is None else "a cap of its logits"
             raise ValueError(f"'match' fits attention over all tokens, but this layer has {what}; leave the link out.")
+        if state.spent:
+            return scores, state
         at, part = o.query_position, c.reconstructed
         if part is not None:  # a copy's query is kept beside a token of its part, which need not be the one it copies
             start, stop, end = (x[:, None] for x in (part.start, part.stop, part.end))

@@ -31,7 +31,7 @@ from models.plan import HostOrDevice, Plan, Rows, Sizes
 from models.sampling import Sampling, sample
 from models.scorer import Scorer
 from models.selecting import LayerCarry
-from models.states import shrink, shrinks, start
+from models.states import settled, shrink, shrinks, start
 from models.steps import (
     Block,
     DecodeState,
@@ -107,6 +107,7 @@ class LayerSteps:
 
     def shrink(self, state: DecodeState) -> DecodeState:
         """Shrink the cache as :func:`models.states.shrink` does, layer by layer where possible."""
+        state = dataclasses.replace(state, cache=settled(state.cache, self.run.plan))
         sizes, cache = self.sizes, state.cache
         if not shrinks(cache, sizes):
             return state

@@ -25,6 +25,7 @@ from kvjax.capacity import Demand, Layout, capacity, in_pages, rounded_up
 from kvjax.chains import policy_of
 from kvjax.checks import check_count, check_share_or_tokens, is_known, plain
 from kvjax.insertion import arrays_of
+from kvjax.matching import samples_of
 from kvjax.policy import fits_biases
 from kvjax.policy_checks import check_measured, check_policy, check_policy_given, check_state
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
@@ -106,6 +107,7 @@ class Kept(NamedTuple):
     pages: int = 0  # on each device
     page_size: int = 0
     ways: tuple[int, int] | None = None  # the devices that split the rows and heads of a paged cache
+    spent: bool = False  # whether its policy's sample queries have been used and dropped
     pending: tuple[np.ndarray, ...] = ()  # each row's tokens that the model has still to repeat, where it does so
 
     @property
@@ -244,7 +246,9 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
         cache_dtype=dtype, rounded_to=rounded_to,
     )  # fmt: skip
     if fits_biases(policy):
-        _check_fitted(config, plan)
+        _check_fitted(
+            config, plan, kept is not None and (kept.spent or kept.pages > 0) and bool((lengths > questions).any())
+        )
     sizes = _sized(config, plan, prompt, options, budgets, traced)
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
@@ -252,8 +256,12 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
     return plan, sizes._replace(predictor_slots=remembered), rows
 
 
-def _check_fitted(config: Config, plan: Plan) -> None:
-    """Check that a policy that fits biases can do so in this run: it needs whole heads, and attention as it is."""
+def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
+    """Check that a policy that fits biases can do so in this run: it needs whole heads, and attention as it is.
+
+    Args:
+        again: whether the context goes on in a cache that has been fitted, in pages or without sample queries.
+    """
     policy = plan.policy
     assert policy is not None and policy.merging is not None
     name, link = policy.name, policy.merging.name
@@ -266,6 +274,11 @@ def _check_fitted(config: Config, plan: Plan) -> None:
         raise ValueError(
             f"{name!r}: {link!r} fits keys as queries have seen them, but {plan.positions!r} positions turn them "
             "later; leave one of them out."
+        )
+    if again:
+        raise ValueError(
+            f"{name!r}: {link!r} has fitted this cache once, and its sample queries are gone: hold the new text back "
+            "with question=, or give policy=None, which evicts nothing more."
         )
     if not policy.allocation.even and (plan.when != "prompt" or plan.evict_every):
         raise ValueError(
@@ -674,7 +687,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
                 f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way: give the policy that "
                 "the cache was made with, or none."
             )
-        if paged and policy.merging is not None:
+        if paged and policy.merging is not None and not policy.merging.biased:  # which only questions follow
             raise ValueError(
                 f"{policy.name!r} merges values in plain caches, but this cache is paged: give the policy that it was "
                 "made with, or none."
@@ -693,7 +706,9 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
             ) from None
     held = np.moveaxis(hosts.fetched(cache.num_live), 1, 0).reshape(B, L * K)
     start, dtypes = hosts.fetched(cache.next_position), dtypes_of(one)
-    kept = Kept(K, start, held, cache.num_slots, cache.positions, dtypes)
+    sampled = samples_of(one.state)
+    spent = sampled is not None and sampled.spent
+    kept = Kept(K, start, held, cache.num_slots, cache.positions, dtypes, spent=spent)
     if policy is not None and Repeated.of(one.state) is not None:
         # A layer without a sliding window, if there is one, holds them all.
         layer = int(np.argmax([np.inf if window is None else window for window in config.sliding_windows]))

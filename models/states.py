@@ -14,6 +14,7 @@ from kvjax import KVCache, PagedCache, SplitCache
 from kvjax.capacity import rounded_up
 from kvjax.insertion import Cache
 from kvjax.making import blank
+from kvjax.matching import samples_of, without_samples
 from kvjax.paged import trimmed, with_room
 from kvjax.split import on_mesh
 from models import hosts
@@ -75,8 +76,24 @@ def shrinks(cache: AnyCache, sizes: Sizes) -> bool:
     return not isinstance(cache, PagedCache | SplitCache) and (sizes.pages > 0 or sizes.slots != sizes.prompt_slots)
 
 
+def settled(cache: AnyCache, plan: Plan) -> AnyCache:
+    """Drop what a policy remembers for an eviction where there is no other, once the context is in."""
+    if plan.when != "prompt" or plan.evict_every:
+        return cache
+    if isinstance(cache, LayerCaches):
+        return LayerCaches(tuple(_without_samples(layer) for layer in cache.layers))
+    return _without_samples(cache)
+
+
+def _without_samples[Kind: (KVCache, PagedCache, SplitCache)](cache: Kind) -> Kind:
+    if isinstance(cache, SplitCache) or samples_of(cache.state) is None:
+        return cache
+    return dataclasses.replace(cache, state=without_samples(cache.state))
+
+
 def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
     """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
+    state = dataclasses.replace(state, cache=settled(state.cache, plan))
     cache: AnyCache = state.cache
     if not shrinks(cache, sizes):
         return state
