@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 import models
+from models import by_layer
 from tests.models.tiny import DOCUMENT, SETTINGS, SLIDING, decoder
 
 NAME = "kvzip+match@model(normalise=False)"
@@ -60,3 +61,12 @@ def test_where_it_cannot_work_a_sentence_says_so(change, message):
     model = decoder(*[settings.pop("model")] if "model" in settings else [])
     with pytest.raises(ValueError, match=message):
         models.generate(model, DOCUMENT, **settings)
+
+
+def test_layers_called_one_by_one_are_fitted_alike(monkeypatch):
+    monkeypatch.setattr(by_layer, "LARGE_LAYER", 0)
+    cache = fitted.__wrapped__().cache
+    np.testing.assert_array_equal(cache.position, fitted().cache.position)
+    live = np.asarray(cache.position) >= 0
+    for found, expected in ((cache.bias, fitted().cache.bias), (cache.value, fitted().cache.value)):
+        np.testing.assert_allclose(np.asarray(found)[live], np.asarray(expected)[live], atol=2e-2)
