@@ -616,6 +616,12 @@ SCORES = [
         "values of what leaves, shared among the next tokens",
         "kvjax/merging.py",
     ),
+    Method(
+        "match",
+        "[Attention Matching](https://arxiv.org/abs/2602.16284)",
+        "a bias per slot and new values, so that sample queries get the mass and the outputs of all tokens",
+        "kvjax/matching.py",
+    ),
     Method("protect", "H2O, StreamingLLM", "what always stays", "kvjax/transforms.py", run="h2o+protect(recent=0.5)"),
 ]
 ALLOCATIONS = [

@@ -16,6 +16,7 @@ from kvjax.eviction import Evidence, evict
 from kvjax.eviction_error import score
 from kvjax.insertion import insert, rewind
 from kvjax.making import empty_cache, repeat
+from kvjax.matching import match_attention
 from kvjax.memory import Memory, memory
 from kvjax.observation import Context, Needs, Observation, Prediction, Weights
 from kvjax.paged import PagedCache, pack, pages_for
@@ -54,7 +55,7 @@ from kvjax.several_policies import observe_each
 from kvjax.sources import Source, parse_source
 from kvjax.split import SplitCache
 from kvjax.topk import keep_mask
-from kvjax.transforms import cam, chunks, critical, normalise, pool, positions, protect
+from kvjax.transforms import cam, chunks, critical, match, normalise, pool, positions, protect
 
 __version__ = "0.2.0"
 __all__ = [
@@ -116,6 +117,8 @@ __all__ = [
     "lava",
     "leave",
     "load_cache",
+    "match",
+    "match_attention",
     "memory",
     "merge",
     "no_state",

@@ -7,6 +7,8 @@
                                   key and then its value, and value is None
       key_scale    [B, K, S]      float32, by which a key of eight bits is multiplied; only for keys of eight bits
       value_scale  [B, K, S]      likewise of the values, which may have another dtype
+      bias         [B, K, S]      float32, added to the logits of a slot; only in a cache for a policy that fits one
+                                  (kvjax/matching.py). It is 0 when a token enters
     position       [B, K, S]      int32, the absolute position of the token in each slot, -1 where the slot is free
     next_position  [B]            int32, the absolute position of each row's next token
     state          a pytree of a policy's per-slot arrays [B, K, S, ...]; a slot's entry is zero when a token enters.
@@ -164,6 +166,11 @@ class Stored(AnyKind):
         return self.rows.get("value_scale")
 
     @property
+    def bias(self) -> Float[Array, "*slots"] | None:
+        """Return what is added to the logits of each slot, None where nothing is."""
+        return self.rows.get("bias")
+
+    @property
     def side_by_side(self) -> bool:
         """Return whether each key is stored in one row with its value."""
         return self.rows["value"] is None
@@ -243,6 +250,7 @@ class KVCache(Stored):
         dtype: DtypesLike = jnp.float32,
         state: PyTree = (),
         positions: Positions = "absolute",
+        biased: bool = False,
     ) -> KVCache:
         """Make an empty cache. ``state`` is what a policy's ``init`` returned for the same shape.
 
@@ -255,6 +263,7 @@ class KVCache(Stored):
                 text. "compact": at each step, the ranks among the remaining tokens, as in StreamingLLM; keys are
                 rotated again. "index": a token's position is the number of tokens in the cache when it enters, and
                 stays so; keys are not rotated again. Masks and protections always use positions in the text.
+            biased: whether each slot has a float that is added to its logits, 0 at first.
 
         Raises:
             ValueError: if a size is below 1, the dtype or the positions are unknown, or the state has another shape.
@@ -274,7 +283,7 @@ class KVCache(Stored):
                     "make the cache with kvjax.empty_cache."
                 )
         return cls(
-            rows=empty_rows(shape, head_dim, dtypes),
+            rows=empty_rows(shape, head_dim, dtypes, biased),
             position=jnp.full(shape, -1, jnp.int32),
             next_position=jnp.zeros(shape[-3], jnp.int32),
             state=state,
@@ -357,6 +366,17 @@ def count_live(position: Int[Array, "*rows S"]) -> Int[Array, "*rows"]:
         [2]
     """
     return jnp.sum(position >= 0, axis=-1, dtype=jnp.int32)
+
+
+def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether an array of a policy's state has this shape, but empty axes: it was dropped once it was used.
+
+    Example:
+        >>> from kvjax.cache import is_emptied
+        >>> is_emptied((2, 8, 0), (2, 8, 4)), is_emptied((2, 8, 3), (2, 8, 4))
+        (True, False)
+    """
+    return 0 in given and len(given) == len(shape) and all(n in (0, m) for n, m in zip(given, shape, strict=True))
 
 
 def check_positions(positions: str) -> None:
@@ -446,17 +466,20 @@ def as_stored(cache: Stored, key: Float[Array, "*rows D"], value: Float[Array, "
             stored[name], stored[f"{name}_scale"] = quantise(rows, dtype)
         else:
             stored[name] = rows.astype(dtype)
+    if cache.bias is not None:
+        stored["bias"] = jnp.zeros(key.shape[:-1], jnp.float32)
     return rows_together(stored) if cache.side_by_side else stored
 
 
-def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Rows:
+def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes, biased: bool = False) -> Rows:
     """Return the rows of an empty cache with slots of this shape, as programs for this platform store them."""
 
     def rows() -> Rows:
         named = dtypes._asdict().items()
         arrays = {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in named}
         scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name, dtype in named if is_quantised(dtype)}
-        return laid_out_for_platform(arrays | scales)
+        biases = {"bias": jnp.zeros(slots, jnp.float32)} if biased else {}
+        return laid_out_for_platform(arrays | scales | biases)
 
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(rows))  # each made once
 
@@ -506,13 +529,15 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
         >>> jax.jit(floats_of)(jax.jit(kvjax.insert)(cache, rows, rows)).key.tolist()
         [[[[127.0, -3.0]]]]
     """
-    if len(cache.rows) == 2 and not cache.side_by_side:
+    if cache.key_scale is None and cache.value_scale is None and not cache.side_by_side:
         return cache
     rows = rows_apart(cache)
     floats = {
         name: rows[name] if (scale := rows.get(f"{name}_scale")) is None else dequantise(rows[name], scale)
         for name in ("key", "value")
     }
+    if cache.bias is not None:
+        floats["bias"] = cache.bias
     return dataclasses.replace(cache, rows=floats)
 
 

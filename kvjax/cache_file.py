@@ -32,7 +32,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax.cache import KVCache, Positions, laid_out_for_platform
+from kvjax.cache import KVCache, Positions, is_emptied, laid_out_for_platform, rows_apart
 from kvjax.capacity import Capacity
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
@@ -336,7 +336,11 @@ def _expected(
     except ValueError as error:
         raise ValueError(f"{whose} has sizes that no cache has: {error}") from None
     structure, names = tree
-    return _Expected(structure, dict(zip(names, shapes, strict=True)))
+    named = dict(zip(names, shapes, strict=True))
+    for name, like in named.items():
+        if name in arrays and is_emptied(arrays[name].shape, like.shape):
+            named[name] = jax.ShapeDtypeStruct(arrays[name].shape, like.dtype)
+    return _Expected(structure, named)
 
 
 def _dtypes(whose: str, described: Mapping[str, Any]) -> Dtypes:

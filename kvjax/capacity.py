@@ -149,7 +149,7 @@ def in_pages(policy: Policy, budget: int, windows: Windows) -> bool:
         >>> [in_pages(kvjax.h2o(), 64, windows) for windows in ((None, 64), (None, 32))]
         [False, True]
     """
-    if policy.merging is not None:  # values are merged in plain caches
+    if policy.merging is not None and not policy.merging.biased:  # values are merged in plain caches
         return False
     return not policy.allocation.even or min(window or budget for window in windows) < budget
 

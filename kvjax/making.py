@@ -23,7 +23,7 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.insertion import Cache, check_cache
 from kvjax.paged import PagedCache
-from kvjax.policy import Policy
+from kvjax.policy import Policy, fits_biases
 from kvjax.policy_checks import check_block, check_budget, check_measured, check_state
 from kvjax.quantise import DtypesLike, check_dtypes
 from kvjax.split import SplitCache, check_mesh, on_mesh
@@ -222,7 +222,7 @@ def blank(
         return () if policy is None else policy.state(B, K, group, S, head_dim)
 
     sizes: dict[str, Any] = dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
-    sizes |= dict(dtype=dtype, positions=positions)
+    sizes |= dict(dtype=dtype, positions=positions, biased=fits_biases(policy))
     if held.pages:
         sizes |= dict(pages=held.pages, page_size=page_size, most=held.slots, init_state=state)
         return PagedCache.init(**sizes) if mesh is None else SplitCache.init(mesh=mesh, **sizes)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import KVCache, as_stored, by_position, floats_of, nth_true, rows_apart, with_rows
+from kvjax.matching import Queries, refitted, samples_of
 
 SMALL = 1e-6  # added to lengths, as in kvpress
 TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
@@ -26,6 +27,8 @@ class Head(NamedTuple):
 
     ``position`` is that before the eviction, ``stays`` marks the tokens that are left, and ``gone`` has the slots of
     those that are not, S where there are no more. ``received`` is the attention of :class:`Received`, 0 without it.
+    ``bias`` is the slots', 0 in a cache without any, and ``sampled`` the queries of :class:`kvjax.matching.Queries`,
+    None without them.
     """
 
     key: Float[Array, "S D"]
@@ -34,18 +37,23 @@ class Head(NamedTuple):
     stays: Bool[Array, "S"]
     gone: Int[Array, "E"]
     received: Float[Array, "S"]
+    bias: Float[Array, "S"] = None  # type: ignore[assignment]
+    sampled: Queries | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Merging:
     """Name a way of merging values; ``fold`` returns a head's new values, and which slots they are new in.
 
-    Two of the same name and parameters are equal.
+    Where it is ``biased``, the cache has a bias per slot, and ``fold`` returns the new ones as well; then it is done
+    once, before tokens move into pages, so heads may hold different numbers of them. Two of the same name and
+    parameters are equal.
     """
 
     name: str
-    fold: Callable[[Head], tuple[Float[Array, "S D"], Bool[Array, "S"]]] = dataclasses.field(compare=False)
+    fold: Callable[[Head], tuple[Array, ...]] = dataclasses.field(compare=False)
     parameters: tuple[int | float, ...] = ()
+    biased: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -77,21 +85,32 @@ def folded(
     count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
     key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
     slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
-    fields = Head(key, value, before, after >= 0, slots, _received(here.state, before.shape))
+    bias = jnp.zeros(before.shape, jnp.float32) if here.bias is None else here.bias
+    received, sampled = _received(here.state, before.shape), jax.lax.stop_gradient(samples_of(here.state))
+    fields = Head(key, value, before, after >= 0, slots, received, bias, sampled)
     lead = before.shape[:-1]
     heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), fields)
-    if slots.size * S <= TOGETHER:
-        values, taken = jax.vmap(merging.fold)(heads)
+    if slots.size * S <= TOGETHER and not merging.biased:  # which chooses a size for each head
+        values, taken, *biases = jax.vmap(merging.fold)(heads)
     else:
-        values, taken = jax.lax.map(merging.fold, heads)  # [E, S] of one head at a time
+        values, taken, *biases = jax.lax.map(merging.fold, heads)  # [E, S] of one head at a time
     apart = dataclasses.replace(here, rows=rows_apart(here))
     stored = as_stored(apart, wide.key, values.reshape(wide.value.shape).astype(wide.value.dtype))
+    if biases:
+        stored["bias"] = biases[0].reshape(before.shape)
     new = taken.reshape(before.shape)
 
     def put(stored: Array, old: Array) -> Array:
         return jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored, old)
 
-    changed = {name: put(stored[name], old) for name, old in apart.rows.items() if name.startswith("value")}
+    changed = {name: put(stored[name], old) for name, old in apart.rows.items() if name.startswith(("value", "bias"))}
+    if biases and here.bias is None:
+        if layer is not None:
+            raise ValueError(
+                f"{merging.name!r} fits a bias per slot, but the cache has none; make it with kvjax.empty_cache, or "
+                "with biased=True."
+            )
+        changed["bias"] = jnp.where(new, stored["bias"], 0)
     return dataclasses.replace(cache, rows=with_rows(cache.rows, changed, layer))
 
 
@@ -135,6 +154,20 @@ def length(x: Float[Array, "S D"]) -> Float[Array, "S"]:
 
 def _at(rows: Array, slot: Int[Array, "E"]) -> Array:
     return jnp.take(rows, slot, axis=0, mode="fill", fill_value=0)
+
+
+def rematched(head: Head, queries: int) -> tuple[Float[Array, "S D"], Bool[Array, "S"], Float[Array, "S"]]:
+    """Fit values and biases so that sample queries get the outputs that they got before: Attention Matching."""
+    assert head.sampled is not None
+    if head.sampled.spent:
+        raise ValueError(
+            "'match' has fitted this cache, and its sample queries are gone: give policy=None, which evicts nothing "
+            "more, or make the cache anew."
+        )
+    value, bias = refitted(
+        head.key, head.value, head.bias, head.position, head.stays, head.sampled.query, head.sampled.seen_from, queries
+    )
+    return value, head.stays & jnp.any((head.position >= 0) & ~head.stays), bias
 
 
 def _received(state: Any, shape: tuple[int, ...]) -> Float[Array, "*heads S"]:

@@ -128,6 +128,18 @@ class Policy:
         return allocated(self, parse_allocation(allocation))
 
 
+def fits_biases(policy: Policy | None) -> bool:
+    """Return whether a policy's cache has a bias per slot, which its evictions fit.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.policy import fits_biases
+        >>> fits_biases(kvjax.parse("kvzip+match")), fits_biases(kvjax.parse("kvzip"))
+        (True, False)
+    """
+    return policy is not None and policy.merging is not None and policy.merging.biased
+
+
 @functools.cache
 def allocated(policy: Policy, allocation: Allocation) -> Policy:
     """Return the policy with an allocation, as ``policy @ allocation`` and a short name's ``@`` make it.
@@ -147,7 +159,7 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
             f"{name!r}: {plain!r} keeps one set of tokens for all heads of a layer, but {allocation.name!r} gives "
             "heads different numbers of slots; take heads='group', or leave the allocation out."
         )
-    if not allocation.even and policy.merging is not None:
+    if not allocation.even and policy.merging is not None and not policy.merging.biased:
         raise ValueError(
             f"{name!r}: {policy.merging.name!r} merges values in plain caches, but {allocation.name!r} gives heads "
             "different numbers of slots, in pages; leave the allocation or the link out."

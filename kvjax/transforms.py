@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import Positions, by_position, nth_true
 from kvjax.chains import no_state, register, unchanged
 from kvjax.checks import MOST, check_count
-from kvjax.merging import Merging, Received, most_similar, next_tokens
+from kvjax.matching import Queries, remembered
+from kvjax.merging import Merging, Received, most_similar, next_tokens, rematched
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
 from kvjax.policy import Marked, Moments, Policy, Protection, Scores
@@ -204,6 +205,55 @@ def cam(*, window: int = 32) -> Policy:
 
     merging = Merging("cam", functools.partial(next_tokens, window=window), (window,))
     return Policy("cam", init, update, Needs(frozenset({"sum"})), merging=merging)
+
+
+@register
+def match(*, queries: int = 1024) -> Policy:
+    """Fit the tokens that stay so that sample queries get the outputs of the whole cache (arXiv 2602.16284).
+
+    Scores pass unchanged, and so does the choice of the tokens that leave: Attention Matching with the keys chosen by
+    the policy. At an eviction each head's slots get a bias, by which their attention mass is that of all tokens, and
+    new values, by which the outputs are (:func:`kvjax.match_attention`). The sample queries are those of a repetition,
+    where the policy repeats its prompt (``kvzip+match``), as the paper has it; else the text's own.
+
+    It is made for one eviction after the prompt (``when="prompt"``). While the prompt is held, its state takes bfloat16
+    ``[B, K, S, G, D]``, the queries, which a run then drops; a bias stays, float32 ``[B, K, S]``. It fits one head
+    after the other, in O(n S D + n t^2 + t^3) for n queries and t tokens that stay.
+
+    Args:
+        queries: how many sample queries of each query head are used, at most, evenly chosen among those of the tokens.
+
+    Raises:
+        ValueError: when it runs in a layer with a sliding window or a cap of its logits.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("kvzip+match@model"))
+        'kvzip+match@model'
+    """
+    check_count("match: queries", queries, 1, "give the number of sample queries, an int from 1")
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Queries:
+        return Queries(jnp.zeros((B, K, S, G, D), jnp.bfloat16), jnp.zeros((B, K, S), jnp.int32))
+
+    def update(scores: Scores, state: Queries, o: Observation) -> tuple[Scores, Queries]:
+        c = o.context
+        if c.sliding_window is not None or c.soft_cap is not None:
+            what = "a sliding window" if c.soft_cap is None else "a cap of its logits"
+            raise ValueError(f"'match' fits attention over all tokens, but this layer has {what}; leave the link out.")
+        if state.spent:
+            return scores, state
+        at, part = o.query_position, c.reconstructed
+        if part is not None:  # a copy's query is kept beside a token of its part, which need not be the one it copies
+            start, stop, end = (x[:, None] for x in (part.start, part.stop, part.end))
+            own = start + at - end
+            at = jnp.where((at >= end) & (own < stop), own, -1)
+        scale = o.query.shape[-1] ** -0.5 if c.scale is None else c.scale
+        return scores, remembered(state, o.query * scale, at, o.query_position, o.position)
+
+    merging = Merging("match", functools.partial(rematched, queries=queries), (queries,), biased=True)
+    published = Moments("prompt", 0, "arXiv 2602.16284: once, when the context is in")
+    return Policy("match", init, update, published=published, merging=merging)
 
 
 @register

@@ -35,6 +35,7 @@ from models.options import EngineSettings, Options, RequestSettings, options_of
 from models.plan import CheckedPrompt, Rows, check_prompt, plan_run
 from models.sampling import Sampling, check_end, check_sampling
 from models.selecting import check_scorer
+from models.states import settled
 from models.steps import DecodeState, Run, decode_phase
 
 
@@ -150,7 +151,8 @@ class Engine:
             self._options = dataclasses.replace(self._options, projection=projection)
         run = Run(model, numbers, self._options.projection, None, plan, asked.scorer)
         self._steps = engine.steps_of(run, sizes)
-        self._state = self._steps.start(rows)
+        state = self._steps.start(rows)  # the rows that join have no more to remember than after their prompts
+        self._state = dataclasses.replace(state, cache=settled(state.cache, plan))
         self._rows: list[_Request | None] = [None] * rows
         self._waiting: collections.deque[_Request] = collections.deque()
         self._entering: tuple[_Request, Any] | None = None

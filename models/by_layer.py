@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Evidence
+from kvjax import Evidence, KVCache
 from kvjax.checks import is_known
+from kvjax.merging import Merging, folded
 from kvjax.schedule import Phase
 from models import selecting
 from models.config import Config
@@ -29,7 +30,7 @@ from models.plan import HostOrDevice, Plan, Rows, Sizes
 from models.sampling import Sampling, sample
 from models.scorer import Scorer
 from models.selecting import LayerCarry
-from models.states import shrink, shrinks, start
+from models.states import settled, shrink, shrinks, start
 from models.steps import (
     Block,
     DecodeState,
@@ -109,6 +110,7 @@ class LayerSteps:
 
     def shrink(self, state: DecodeState) -> DecodeState:
         """Shrink the cache as :func:`models.states.shrink` does, layer by layer where possible."""
+        state = dataclasses.replace(state, cache=settled(state.cache, self.run.plan))
         sizes, cache = self.sizes, state.cache
         if not shrinks(cache, sizes):
             return state
@@ -151,7 +153,7 @@ class LayerSteps:
                 carry = _predict(plan.selection is not None, butler, block.position, entered, x, carry)
             cache = cache.with_at(number, carry.cache)
         if carry.evidence is not None:
-            cache = _evict(cache, carry.evidence, block.budgets)
+            cache = _evict_together(cache, carry.evidence, block.budgets)
         return x, DecodeState(cache, carry.predictor, carry.source)
 
 
@@ -247,6 +249,24 @@ _predict = jax.jit(selecting.run_predictor, static_argnames="keeps", donate_argn
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _evidence_of_layers(config: Config, plan: Plan, phase: Phase, block: Block, cache: AnyCache) -> Evidence | None:
     return shared_evidence(config, plan, phase, block, cache.slots)
+
+
+def _evict_together(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> AnyCache:
+    """Evict from all layers together; values are merged layer by layer."""
+    if evidence.merging is None or not isinstance(cache, LayerCaches):
+        return _evict(cache, evidence, budgets)
+    before = [jnp.copy(own.position) for own in cache.layers]
+    left = _evict(cache, dataclasses.replace(evidence, merging=None), budgets)
+    assert isinstance(left, LayerCaches)
+    layers = zip(left.layers, before, strict=True)
+    return LayerCaches(tuple(_merged(evidence.merging, own, position, evidence.end) for own, position in layers))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _merged(merging: Merging, cache: KVCache, before: Int[Array, "B K S"], end: Int[Array, "B"] | None) -> KVCache:
+    if end is not None:  # copies leave without a trace
+        before = jnp.where(before >= end[:, None, None], -1, before)
+    return folded(merging, cache, before, cache.position)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

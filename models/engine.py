@@ -44,7 +44,7 @@ from models.plan import (
 )
 from models.sampling import Sampling, check_end, check_sampling, sample
 from models.selecting import Cache, check_scorer
-from models.states import shrink, shrinks, start
+from models.states import settled, shrink, shrinks, start
 from models.steps import DecodeState, Run, block_budgets, decode_phase, decode_positions, forward
 
 OnBlock = Callable[[int, int, AnyCache], None]  # takes the tokens done, those of the prompt, and the cache
@@ -596,6 +596,7 @@ class ProgramSteps:
         return block_step(self.run, state, tokens, position, phase._replace(filled=None), part)
 
     def shrink(self, state: DecodeState) -> DecodeState:
+        state = dataclasses.replace(state, cache=settled(state.cache, self.run.plan))
         return _shrink(state, self.run.plan, self.sizes) if shrinks(state.cache, self.sizes) else state
 
     def token(

@@ -25,6 +25,8 @@ from kvjax.capacity import Demand, Layout, capacity, in_pages, rounded_up
 from kvjax.chains import policy_of
 from kvjax.checks import check_count, check_share_or_tokens, is_known, plain
 from kvjax.insertion import is_cache
+from kvjax.matching import samples_of
+from kvjax.policy import fits_biases
 from kvjax.policy_checks import check_measured, check_policy, check_policy_given, check_state
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.reconstruction import Repeated, unrepeated
@@ -105,6 +107,7 @@ class Kept(NamedTuple):
     pages: int = 0  # on each device
     page_size: int = 0
     ways: tuple[int, int] = (1, 1)  # the devices that split the rows and heads of a paged cache
+    spent: bool = False  # whether its policy's sample queries have been used and dropped
     pending: tuple[np.ndarray, ...] = ()  # each row's tokens that the model has still to repeat, where it does so
 
     @property
@@ -244,11 +247,46 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
         overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
         cache_dtype=dtype, rounded_to=rounded_to,
     )  # fmt: skip
+    if fits_biases(policy):
+        _check_fitted(
+            config, plan, kept is not None and (kept.spent or kept.pages > 0) and bool((lengths > questions).any())
+        )
     sizes = _sized(config, plan, prompt, options, budgets, traced)
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
     rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + questions, most))))
     return plan, sizes._replace(predictor_slots=remembered), rows
+
+
+def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
+    """Check that a policy that fits biases can do so in this run: it needs whole heads, and attention as it is.
+
+    Args:
+        again: whether the context goes on in a cache that has been fitted, in pages or without sample queries.
+    """
+    policy = plan.policy
+    assert policy is not None and policy.merging is not None
+    name, link = policy.name, policy.merging.name
+    if plan.several is not None:
+        raise ValueError(f"{name!r}: {link!r} fits the heads of one device, but the model is on a mesh; leave it out.")
+    if any(config.sliding_windows) or config.attention_soft_cap is not None:
+        what = "sliding windows" if any(config.sliding_windows) else "a cap of its attention logits"
+        raise ValueError(f"{name!r}: {link!r} fits attention over all tokens, but this model has {what}; leave it out.")
+    if plan.positions != "absolute":
+        raise ValueError(
+            f"{name!r}: {link!r} fits keys as queries have seen them, but {plan.positions!r} positions turn them "
+            "later; leave one of them out."
+        )
+    if again:
+        raise ValueError(
+            f"{name!r}: {link!r} has fitted this cache once, and its sample queries are gone: hold the new text back "
+            "with question=, or give policy=None, which evicts nothing more."
+        )
+    if not policy.allocation.even and (plan.when != "prompt" or plan.evict_every):
+        raise ValueError(
+            f"{name!r}: {link!r} fits plain caches, but {policy.allocation.name!r} has pages after the first eviction; "
+            "give when='prompt' and evict_every=0, or leave the allocation out."
+        )
 
 
 def _check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
@@ -661,7 +699,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
                 f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way: give the policy that "
                 "the cache was made with, or none."
             )
-        if paged and policy.merging is not None:
+        if paged and policy.merging is not None and not policy.merging.biased:  # which only questions follow
             raise ValueError(
                 f"{policy.name!r} merges values in plain caches, but this cache is paged: give the policy that it was "
                 "made with, or none."
@@ -680,9 +718,11 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
             ) from None
     held = np.moveaxis(hosts.fetched(cache.num_live), 1, 0).reshape(B, L * K)
     start, dtypes = hosts.fetched(cache.next_position), dtypes_of(one)
+    sampled = samples_of(one.state)
+    spent = sampled is not None and sampled.spent
     kept = Kept(
         K, start, held, cache.num_slots, cache.positions, dtypes, pages=cache.num_pages, page_size=cache.page_size,
-        ways=cache.ways,
+        ways=cache.ways, spent=spent,
     )  # fmt: skip
     if policy is not None and Repeated.of(one.state) is not None:
         # A layer without a sliding window, if there is one, holds them all.

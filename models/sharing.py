@@ -19,6 +19,7 @@ import kvjax
 from kvjax import Context, Evidence, KVCache, Policy
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
+from kvjax.policy import fits_biases
 from kvjax.reconstruction import Reconstruction
 from kvjax.schedule import HostOrDevice
 from models.decoder import Decoder, sliding_windows
@@ -53,10 +54,10 @@ class _Arm(NamedTuple):
         return late and fixed and not learned and plan.positions == "absolute"
 
     @property
-    def group(self) -> tuple[int, Reconstruction | None]:
-        """Return what arms that share have in common: the heads of the cache, and what is fed again."""
+    def group(self) -> tuple[int, Reconstruction | None, bool]:
+        """Return what arms that share have in common: the heads and arrays of the cache, and what is fed again."""
         plan = self.run.plan
-        return plan.heads, None if plan.policy is None else plan.policy.needs.reconstruction
+        return plan.heads, None if plan.policy is None else plan.policy.needs.reconstruction, fits_biases(plan.policy)
 
 
 def prefill_each(

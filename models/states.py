@@ -14,7 +14,9 @@ from kvjax import KVCache, PagedCache, SplitCache
 from kvjax.capacity import Capacity, rounded_up
 from kvjax.insertion import Cache
 from kvjax.making import Heads, blank
+from kvjax.matching import without_samples
 from kvjax.paged import trimmed
+from kvjax.policy import fits_biases
 from kvjax.split import on_mesh
 from models import hosts
 from models.decoder import Decoder
@@ -62,8 +64,16 @@ def shrinks(cache: AnyCache, sizes: Sizes) -> bool:
     return not cache.paged and (sizes.pages > 0 or sizes.slots != sizes.prompt_slots)
 
 
+def settled(cache: AnyCache, plan: Plan) -> AnyCache:
+    """Drop what a policy remembers for an eviction where there is no other, once the context is in."""
+    if not fits_biases(plan.policy) or plan.when != "prompt" or plan.evict_every:
+        return cache
+    return cache.map(lambda part: dataclasses.replace(part, state=without_samples(part.state)))
+
+
 def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
     """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
+    state = dataclasses.replace(state, cache=settled(state.cache, plan))
     cache: Any = state.cache
     if not shrinks(cache, sizes):
         return state

@@ -218,7 +218,7 @@ def shared_evidence(config: Config, plan: Plan, phase: Phase, block: Block, cach
         return None
     assert plan.policy is not None
     end = None if block.repeats is None else block.repeats.end
-    return Evidence.of_layers(cache, plan.policy.allocation, end, sliding_windows(config))
+    return Evidence.of_layers(cache, plan.policy.allocation, end, sliding_windows(config), plan.policy.merging)
 
 
 def attend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from jaxtyping import Array, Float, Int, Real
 
@@ -24,6 +25,7 @@ def cache_attention(
     *,
     key_scale: Float[Array, "*L B K S"] | None = None,
     value_scale: Float[Array, "*L B K S"] | None = None,
+    bias: Float[Array, "*L B K S"] | None = None,
     statistics: Iterable[str] = (),
     window: int = 0,
     sliding_window: Int[Array, ""] | int | None = None,
@@ -43,6 +45,7 @@ def cache_attention(
             values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each row of eight bits is multiplied, shaped like the rows without D; None for
             floats. Logits and weights are multiplied by them, so that no copy of the rows as floats is needed.
+        bias: a float per slot that is added to its logits, after scale and cap; None for none. No kernel has it yet.
         statistics: names from ``STATISTICS``, or from ``ONLY_REFERENCE``, which only the reference computes; see
             :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
@@ -59,6 +62,7 @@ def cache_attention(
     Raises:
         ValueError: if shapes do not fit, rows of eight bits have no scale, a statistic or the implementation is
             unknown, or a "window_" statistic has a window below 1.
+        NotImplementedError: if a kernel was given by name and can't run with these arguments.
 
     Example:
         >>> import functools, jax, jax.numpy as jnp
@@ -86,6 +90,7 @@ def cache_attention(
             f"positions {key_position.shape} and {query_position.shape} do not fit: expected {slots} for the "
             f"slots and {(B, T)} for the queries."
         )
+    check_bias(bias, key.shape[:-1])
     return dispatch(
         implementation,
         reference.cache_attention,
@@ -103,6 +108,7 @@ def cache_attention(
         layer=layer,
         key_scale=key_scale,
         value_scale=value_scale,
+        bias=bias,
     )
 
 
@@ -125,3 +131,21 @@ def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:
     if observing and window < 1:
         raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")
     return statistics
+
+
+def check_bias(bias: Any, slots: tuple[int, ...]) -> None:
+    """Check that there is one float of bias for each slot.
+
+    Raises:
+        ValueError: if there is not.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.cache_attention.api import check_bias
+        >>> check_bias(jnp.zeros((1, 2, 4)), (1, 2, 3))
+        Traceback (most recent call last):
+            ...
+        ValueError: the bias is (1, 2, 4), but the slots are (1, 2, 3): give one float per slot.
+    """
+    if bias is not None and bias.shape != slots:
+        raise ValueError(f"the bias is {bias.shape}, but the slots are {slots}: give one float per slot.")

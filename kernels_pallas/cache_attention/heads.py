@@ -63,6 +63,7 @@ def in_groups(
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
+    bias: Array | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on queries grouped by KV head.
 
@@ -71,6 +72,7 @@ def in_groups(
             output, shaped like the queries, and each statistic in ``names`` as ``[B, K, heads, S]``.
         arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`. The last ones are
             the scales of what is ``rounded``.
+        bias: refused: no kernel adds it to its logits yet.
 
     Example:
         >>> import jax, numpy as np
@@ -88,6 +90,8 @@ def in_groups(
         (1, 3, 4, 8)
     """
     B, T, N, D = query.shape
+    if bias is not None:
+        raise NotImplementedError("no kernel adds a bias per slot to the logits; take implementation='reference'.")
     if missing := statistics & set(ONLY_REFERENCE):
         raise NotImplementedError(
             f"no kernel computes the statistics {sorted(missing)}; take implementation='reference'."

@@ -74,17 +74,21 @@ def cache_attention(
     layer: int | Int[Array, ""] | None = None,
     key_scale: Float[Array, "*L B K S"] | None = None,
     value_scale: Float[Array, "*L B K S"] | None = None,
+    bias: Float[Array, "*L B K S"] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
     values = None if value is None else of_layer(value, layer)
     key, value = apart(of_layer(key, layer), values, query.shape[-1])
-    key_scale, value_scale = (s if s is None else of_layer(s, layer) for s in (key_scale, value_scale))
+    key_scale, value_scale, bias = (s if s is None else of_layer(s, layer) for s in (key_scale, value_scale, bias))
     live = key_position >= 0
     age = query_position[:, None, :, None] - key_position[:, :, None, :]  # [B, K, T, S]
     visible = live[:, :, None, :] & (query_position >= 0)[:, None, :, None] & (age >= 0)
     if sliding_window is not None:
         visible &= age < sliding_window
-    weights, total = exponentials(scaled(grouped_logits(query, key, key_scale), scale, soft_cap), visible[:, :, None])
+    logits = scaled(grouped_logits(query, key, key_scale), scale, soft_cap)
+    if bias is not None:
+        logits = logits + bias[:, :, None, None].astype(logits.dtype)
+    weights, total = exponentials(logits, visible[:, :, None])
     out = weighted_values(weights, total, value, live, value_scale).astype(query.dtype)
     if not statistics:
         return out, ColumnStatistics()

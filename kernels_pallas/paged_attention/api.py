@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.cache_attention.api import check_statistics
+from kernels_pallas.cache_attention.api import check_bias, check_statistics
 from kernels_pallas.cache_attention.reference import ColumnStatistics
 from kernels_pallas.checks import check_soft_cap
 from kernels_pallas.dispatch import Implementation, check_scale, dispatch, kernels_of
@@ -26,6 +26,7 @@ def paged_attention(
     *,
     key_scale: Float[Array, "P page"] | None = None,
     value_scale: Float[Array, "P page"] | None = None,
+    bias: Float[Array, "P page"] | None = None,
     statistics: Iterable[str] = (),
     window: int = 0,
     sliding_window: Int[Array, ""] | int | None = None,
@@ -43,6 +44,7 @@ def paged_attention(
         key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot. Without
             values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each row of eight bits is multiplied; None for floats.
+        bias: a float per slot that is added to its logits; None for none. No kernel has it yet.
         table: each head's pages; -1 where it has none, and nothing is read there.
         statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
@@ -87,6 +89,7 @@ def paged_attention(
             f"the page table {table.shape} does not fit queries {query.shape}: expected [B, K, M] with B {B} and {N} a "
             "multiple of K; take one layer's table."
         )
+    check_bias(bias, position.shape)
     if query_position.shape != (B, T):
         raise ValueError(f"query positions {query_position.shape} do not fit: expected {(B, T)}.")
     return dispatch(
@@ -106,4 +109,5 @@ def paged_attention(
         soft_cap=check_soft_cap(soft_cap),
         key_scale=key_scale,
         value_scale=value_scale,
+        bias=bias,
     )

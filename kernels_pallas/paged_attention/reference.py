@@ -26,6 +26,7 @@ def paged_attention(
     soft_cap: float | None = None,
     key_scale: Float[Array, "P page"] | None = None,
     value_scale: Float[Array, "P page"] | None = None,
+    bias: Float[Array, "P page"] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.paged_attention.api.paged_attention`."""
     B, T, N, D = query.shape
@@ -47,6 +48,7 @@ def paged_attention(
             soft_cap=soft_cap,
             key_scale=None if key_scale is None else laid_out(key_scale, pages),
             value_scale=None if value_scale is None else laid_out(value_scale, pages),
+            bias=None if bias is None else laid_out(bias, pages),
         )
 
     out, columns = jax.lax.map(of_head, jnp.arange(K))  # [K, B, T, G, D], and each [K, B, G or 1, ...]

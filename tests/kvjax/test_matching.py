@@ -1,0 +1,202 @@
+"""Attention Matching against NumPy and SciPy in float64: biases, values, and what a link does with them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+
+import kvjax
+from kernels_pallas import cache_attention, paged_attention
+from kernels_pallas.cache_attention.heads import in_groups
+from kernels_pallas.prepare import Rounded
+from kvjax import matching
+from kvjax.cache import floats_of
+
+B, K, G, D, S, T, BUDGET = 2, 2, 2, 4, 20, 24, 6
+
+
+@functools.cache
+def given():
+    """A cache of S tokens, of which one slot is free, and sample queries that make sharp weights."""
+    draw = np.random.default_rng(3)
+    key, value = draw.normal(size=(2, B, S - 1, K, D)).astype(np.float32)
+    query = (2 * draw.normal(size=(B, T, K * G, D))).astype(np.float32)
+    cache = kvjax.KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=D, biased=True)
+    return jax.jit(kvjax.insert)(cache, key, value), query
+
+
+@functools.cache
+def matched(budget):
+    return jax.jit(functools.partial(kvjax.match_attention, budget=budget))(*given())
+
+
+def attention(cache, query):
+    """Weights [B, K, G T, S] and outputs in float64."""
+    key, value, bias = (np.asarray(x, np.float64) for x in (cache.key, cache.value, cache.bias))
+    live = np.asarray(cache.position) >= 0
+    rows = query.reshape(B, T, K, G, D).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, D).astype(np.float64)
+    logits = np.einsum("bkqd,bksd->bkqs", rows, key) * D**-0.5 + bias[:, :, None]
+    weights = np.where(live[:, :, None], np.exp(logits), 0)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights, weights @ np.where(live[..., None], value, 0)
+
+
+def at(cache, small):
+    """The slots of the large cache whose tokens the small one holds: the tokens came in in slot order."""
+    return np.asarray(small.position)
+
+
+def test_where_nothing_leaves_nothing_changes():
+    cache, _ = given()
+    small = matched(S)
+    live = np.asarray(cache.position) >= 0
+    np.testing.assert_allclose(np.asarray(small.bias)[live], 0, atol=1e-3)
+    np.testing.assert_allclose(np.asarray(small.value)[live], np.asarray(cache.value)[live], atol=1e-3)
+
+
+def test_the_tokens_that_stay_are_those_with_the_largest_mean_square_of_weights():
+    cache, query = given()
+    weights, _ = attention(cache, query)
+    best = np.sort(np.argsort(-(weights**2).sum(axis=2), axis=-1)[..., :BUDGET], axis=-1)
+    np.testing.assert_array_equal(np.sort(at(cache, matched(BUDGET)), axis=-1), best)
+
+
+def test_biases_and_values_are_the_least_squares_optimum():
+    cache, query = given()
+    weights, outputs = attention(cache, query)
+    small = matched(BUDGET)
+    found = attention(small, query)[1]
+    for b, k in np.ndindex(B, K):
+        slot = at(cache, small)[b, k]
+        own = weights[b, k][:, slot]
+        length = np.linalg.norm(own, axis=0)
+        rows = np.concatenate([own, np.sqrt(matching.RIDGE) * np.diag(length)])
+        wanted = np.concatenate([np.ones(len(own)), np.sqrt(matching.RIDGE) * length])
+        bounds = np.exp([-matching.MOST_BIAS, matching.MOST_BIAS])
+        best = scipy.optimize.lsq_linear(rows, wanted, bounds, tol=1e-12)
+        factor = np.exp(np.asarray(small.bias[b, k], np.float64))
+        assert (bounds[0] * 0.999 <= factor).all() and (factor <= bounds[1] * 1.001).all()
+        assert ((rows @ factor - wanted) ** 2).sum() <= 2 * best.cost * (1 + 1e-3) + 1e-6
+        share = own * factor
+        share /= share.sum(axis=1, keepdims=True)
+        length = np.sqrt(matching.RIDGE) * np.linalg.norm(share, axis=0)
+        value = np.asarray(cache.value[b, k], np.float64)[slot]
+        rows = np.concatenate([share, np.diag(length)])
+        best = np.linalg.lstsq(rows, np.concatenate([outputs[b, k], length[:, None] * value]), rcond=None)[0]
+        np.testing.assert_allclose(small.value[b, k], best, atol=2e-3)
+        np.testing.assert_allclose(found[b, k], share @ best, atol=1e-3)
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 12])
+def test_outputs_are_nearer_than_those_of_the_same_tokens_alone(budget):
+    cache, query = given()
+    small = matched(budget)
+    _, outputs = attention(cache, query)
+    slot = at(cache, small)
+    alone = kvjax.KVCache(
+        position=small.position,
+        next_position=small.next_position,
+        rows=small.rows
+        | {
+            "value": np.take_along_axis(np.asarray(cache.value), slot[..., None], axis=2),
+            "bias": np.zeros(slot.shape, np.float32),
+        },
+    )
+    errors = [((attention(x, query)[1] - outputs) ** 2).sum(axis=(2, 3)) for x in (small, alone)]
+    assert (errors[0] < errors[1]).all() and errors[0].sum() < 0.5 * errors[1].sum()
+
+
+def test_attention_adds_the_bias_in_slots_and_in_pages():
+    (_, query), small = given(), matched(BUDGET)
+    expected = attention(small, query)[1].reshape(B, K, T, G, D).transpose(0, 2, 1, 3, 4).reshape(query.shape)
+    behind = np.full((B, T), S)
+    out, _ = jax.jit(cache_attention)(query, **small.rows, key_position=small.position, query_position=behind)
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    pages = jax.jit(functools.partial(kvjax.pack, pages=12, page_size=2, most=BUDGET))(small)
+    of_pages = dict(position=pages.position, table=pages.table, query_position=behind)
+    out, _ = jax.jit(paged_attention)(query, **pages.rows, **of_pages)
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+
+
+def test_a_token_that_comes_in_has_no_bias_and_one_that_moves_takes_its_own_along():
+    small = matched(BUDGET)
+    wider = jax.jit(kvjax.compact, static_argnums=1)(small, BUDGET + 1)
+    rows = np.ones((B, 1, K, D), np.float32)
+    wider = jax.jit(kvjax.insert)(wider, rows, rows)
+    np.testing.assert_array_equal(wider.bias[..., :BUDGET], small.bias)
+    np.testing.assert_array_equal(wider.bias[..., BUDGET], 0)
+    assert floats_of(wider).bias is not None and wider.nbytes == small.nbytes + B * K * (2 * D * 4 + 4 + 4)
+
+
+def test_a_kernel_has_no_bias_and_says_so():
+    query = np.ones((1, 1, 2, 4), np.float32)
+    options = dict(kv_heads=1, statistics=frozenset(), window=0, sliding_window=None, scale=1.0)
+    with pytest.raises(NotImplementedError, match=r"no kernel adds a bias per slot to the logits; take implementation"):
+        in_groups(lambda *_, **__: (), query, np.zeros((1, 1)), [], Rounded(False, False), bias=query, **options)
+
+
+# The link, in a run of blocks whose own queries are the sample.
+
+
+@functools.cache
+def after_blocks(name):
+    """The cache before the last block's eviction, and the one after it; all queries."""
+    policy = kvjax.parse(name)
+    draw = np.random.default_rng(8).normal(size=(3, 3, B, 4, K * G, D)).astype(np.float32)
+    sizes = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=8, block=4)
+
+    @functools.partial(jax.jit, static_argnames="budget")
+    def step(cache, rows, budget=None):
+        q, k, v = rows
+        return kvjax.attend(cache, 2 * q, k[:, :, :K], v[:, :, :K], policy=policy, budget=budget)[1]
+
+    cache = kvjax.empty_cache(policy, **sizes)
+    for rows in draw[:2]:
+        cache = step(cache, rows)
+    return step(cache, draw[2]), step(cache, draw[2], budget=8), 2 * draw[:, 0]
+
+
+def test_an_eviction_fits_what_stays_to_the_queries_of_the_tokens():
+    before, after, queries = after_blocks("h2o+match")
+    plain = after_blocks("h2o")[1]
+    np.testing.assert_array_equal(after.position, plain.position)  # the choice is the score's
+    weights = queries.transpose(1, 0, 2, 3, 4).reshape(B, 12, K, G, D).transpose(0, 2, 1, 3, 4) * D**-0.5
+    state = after.state[1]
+    np.testing.assert_array_equal(np.asarray(before.state[1].seen_from), np.asarray(before.position) + 1)
+    rounded = np.asarray(jnp.asarray(weights, jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(np.asarray(state.query, np.float32), rounded)  # in slot order, as tokens came in
+    fit = jax.jit(functools.partial(matching.fit, most=12))
+    for b, k in np.ndindex(B, K):
+        stays = np.asarray(after.position[b, k]) >= 0
+        since = np.repeat(np.arange(12), G) + 1
+        rows = rounded[b, k].reshape(-1, D)
+        value, bias = fit(
+            before.key[b, k], before.value[b, k], np.zeros(12, np.float32), before.position[b, k], stays, rows, since
+        )
+        np.testing.assert_allclose(np.asarray(after.value[b, k])[stays], np.asarray(value)[stays], atol=1e-4)
+        np.testing.assert_allclose(np.asarray(after.bias[b, k])[stays], np.asarray(bias)[stays], atol=1e-4)
+    assert abs(np.asarray(after.bias)).max() > 0.1
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c, q: kvjax.match_attention(c, q[..., :2], 4), r"queries \(2, 24, 4, 2\) do not fit a cache of 2 rows"),
+        (lambda c, q: kvjax.match_attention(c, q, 0), r"the budget is 0; give tokens per head, an int from 1"),
+        (lambda c, q: kvjax.parse("h2o+match(queries=0)"), r"match: queries is 0; give the number of sample queries"),
+        (lambda c, q: kvjax.parse("h2o+match+merge"), r"merges values twice, by match and merge"),
+        (
+            lambda c, q: cache_attention(
+                q, **c.rows | {"bias": c.bias[..., :3]}, key_position=c.position, query_position=np.zeros((B, T))
+            ),
+            r"the bias is \(2, 2, 3\), but the slots are \(2, 2, 20\): give one float per slot",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(*given())

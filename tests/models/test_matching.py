@@ -1,0 +1,72 @@
+"""Attention Matching in runs: what stays, what is dropped, and where it cannot work."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from models import by_layer
+from tests.models.tiny import DOCUMENT, SETTINGS, SLIDING, decoder
+
+NAME = "kvzip+match@model(normalise=False)"
+
+
+@functools.cache
+def fitted(name=NAME):
+    return models.prefill(decoder(), DOCUMENT, policy=name, when="prompt", question=4, **SETTINGS)
+
+
+def test_a_run_keeps_what_the_score_keeps_with_biases_in_pages():
+    cache, plain = fitted().cache, fitted("kvzip@model(normalise=False)").cache
+    assert isinstance(cache, kvjax.PagedCache)
+    np.testing.assert_array_equal(cache.position, plain.position)
+    live = np.asarray(cache.position) >= 0
+    assert np.isfinite(np.asarray(cache.value)[live]).all() and abs(np.asarray(cache.bias)[live]).max() > 0.1
+    newest = np.asarray(cache.position) >= DOCUMENT.shape[1] - 4
+    np.testing.assert_array_equal(np.asarray(cache.bias)[newest], 0)  # the question came in behind
+    assert not np.allclose(fitted().logits, fitted("kvzip@model(normalise=False)").logits)
+
+
+def test_sample_queries_are_gone_behind_the_prompt_and_the_cache_goes_on(tmp_path):
+    cache, path = fitted().cache, tmp_path / "fitted.safetensors"
+    state = jax.tree.leaves(cache.state, is_leaf=lambda part: isinstance(part, kvjax.matching.Queries))[-1]
+    assert state.spent
+    kvjax.save_cache(path, cache, policy=NAME)
+    again = kvjax.load_cache(path, policy=NAME)
+    np.testing.assert_array_equal(again.bias, cache.bias)
+    asked = dict(policy=NAME, when="prompt", **SETTINGS)
+    after = models.prefill(decoder(), DOCUMENT[:, :4], cache=again, question=4, **asked).cache
+    assert (np.asarray(after.num_live) == np.asarray(cache.num_live) + 4).all()
+    with pytest.raises(
+        ValueError, match=r"'match' has fitted this cache once, .* hold the new text back with question="
+    ):
+        models.prefill(decoder(), DOCUMENT[:, :9], cache=again, **asked)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(model=SLIDING), r"'match' fits attention over all tokens, but this model has sliding windows"),
+        (dict(policy="kvzip+match+positions"), r"but 'compact' positions turn them later; leave one of them out"),
+        (dict(when="block"), r"'match' fits plain caches, but 'model\(normalise=False\)' has pages .* when='prompt'"),
+        (dict(evict_every=4), r"has pages after the first eviction; give when='prompt' and evict_every=0"),
+    ],
+)
+def test_where_it_cannot_work_a_sentence_says_so(change, message):
+    settings = dict(policy=NAME, when="prompt", evict_every=0, max_new_tokens=2) | SETTINGS | change
+    model = decoder(*[settings.pop("model")] if "model" in settings else [])
+    with pytest.raises(ValueError, match=message):
+        models.generate(model, DOCUMENT, **settings)
+
+
+def test_layers_called_one_by_one_are_fitted_alike(monkeypatch):
+    monkeypatch.setattr(by_layer, "LARGE_LAYER", 0)
+    cache = fitted.__wrapped__().cache
+    np.testing.assert_array_equal(cache.position, fitted().cache.position)
+    live = np.asarray(cache.position) >= 0
+    for found, expected in ((cache.bias, fitted().cache.bias), (cache.value, fitted().cache.value)):
+        np.testing.assert_allclose(np.asarray(found)[live], np.asarray(expected)[live], atol=2e-2)
