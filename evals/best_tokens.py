@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 HIGH = jax.lax.Precision.HIGHEST
 FEW = 4096  # so many sets are tried one by one
+TRIED = 8  # tokens to take back, where the first of them does not help
 SHARE = 16  # a greedy step takes one in so many of the tokens that are left to take
 
 
@@ -106,19 +107,6 @@ def error(case: Case, kept: Bool[Array, "*G S"]) -> Float[Array, ""]:
     return jnp.sum(jnp.square(_moved(case, jnp.broadcast_to(~kept, (len(case.values), kept.shape[-1])))))
 
 
-def mass(case: Case, kept: Bool[Array, "*G S"]) -> Float[Array, ""]:
-    """Return the mean attention that still reaches a token that stays, over queries and heads.
-
-    Example:
-        >>> import numpy as np
-        >>> from evals import best_tokens
-        >>> case = best_tokens.make_case(np.zeros((1, 1, 4)), np.eye(4), 3)
-        >>> float(best_tokens.mass(case, np.array([True, False, False])))
-        0.5
-    """
-    return 1 - jnp.mean(jnp.sum(jnp.where(jnp.broadcast_to(kept[..., None, :], case.weights.shape), 0, case.weights), -1))
-
-
 def _moved(case: Case, evicted: Array) -> Float[Array, "G T D"]:
     gone, left = _sums(case, evicted)
     return gone / left[..., None]
@@ -158,7 +146,10 @@ def _lowest(costs: Float[Array, "S"], count: Array) -> Bool[Array, "S"]:
 
 
 def improved(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array, "S"]:
-    """Swap kept for evicted tokens while that lowers the error: the best to take back, then the best to evict.
+    """Swap kept for evicted tokens while that lowers the error.
+
+    A swap takes back the token that lowers it most and evicts the best other one; where that does not help, each of
+    the eight that lower it most is tried.
 
     Example:
         >>> import numpy as np
@@ -170,14 +161,26 @@ def improved(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array
     """
     squares = _squares(case)
 
+    def swapped(evicted, back):  # the token at ``back`` comes back, and the best other one leaves
+        more = evicted.at[back].set(False)
+        costs = jnp.where(more, jnp.inf, _after(case, squares, more)).at[back].set(jnp.inf)
+        out = jnp.argmin(costs)
+        return costs[out], more.at[out].set(True)
+
     def swap(state):
         evicted, before, _, number = state
-        back = jnp.argmin(jnp.where(evicted, _after(case, squares, evicted), jnp.inf))
-        more = evicted.at[back].set(False)
-        costs = jnp.where(more, jnp.inf, _after(case, squares, more))
-        out = jnp.argmin(costs)
-        better = (costs[out] < before * (1 - 8 * _tiny(case))) & (out != back)
-        return jnp.where(better, more.at[out].set(True), evicted), jnp.where(better, costs[out], before), better, number + 1
+        order = jnp.argsort(jnp.where(evicted, _after(case, squares, evicted), jnp.inf))[:TRIED]
+        limit = before * (1 - 8 * _tiny(case))
+
+        def each():
+            costs, sets = jax.lax.map(lambda back: swapped(evicted, back), order)
+            costs = jnp.where(evicted[order], costs, jnp.inf)
+            return jnp.min(costs), sets[jnp.argmin(costs)]
+
+        found = swapped(evicted, order[0])
+        then, new = jax.lax.cond(found[0] < limit, lambda: found, each)
+        better = then < limit
+        return jnp.where(better, new, evicted), jnp.where(better, then, before), better, number + 1
 
     def going_on(state):
         return state[2] & (state[3] < swaps)
