@@ -1,4 +1,4 @@
-r"""The best tokens to keep, in hindsight: how small the error of future attention outputs can be, and how small it cannot.
+r"""The best tokens to keep, in hindsight: how small the error of future attention outputs can be.
 
 A KV head holds S tokens, of which a cache keeps b; its G query heads read them in T queries to come. Query r = (g, t)
 gives token j the weight :math:`a_{rj}` of the value :math:`v_{gj}`, over the S tokens and those that come after them,
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 HIGH = jax.lax.Precision.HIGHEST
 FEW = 4096  # so many sets are tried one by one
@@ -231,8 +231,8 @@ def lower_bound(
     r"""Return what no set of ``count`` evicted tokens goes below, and the fractions z that come close to it.
 
     As :math:`s_r` is at most :math:`1 - m_r`, with :math:`m_r` the mass of the ``count`` least read tokens of query r,
-    :math:`\sum_r \lvert N_r \rvert^2 / (s_r (1 - m_r))` is at most the error. It is convex in z, so its tangent at any z
-    bounds it from below; a linear function's least sum over sets is that of the smallest entries. The z come from
+    :math:`\sum_r \lvert N_r \rvert^2 / (s_r (1 - m_r))` is at most the error. It is convex in z, so its tangent at any
+    z bounds it from below; a linear function's least sum over sets is that of the smallest entries. The z come from
     accelerated projected gradients (FISTA with restarts), and the largest bound on the way is returned.
 
     Args:
@@ -317,7 +317,7 @@ def bracket(case: Case, budget: int, *, nodes: int = 1_000_000, tolerance: float
     """Bracket the smallest error of ``budget`` tokens by branch and bound, in float64.
 
     A node has decided some tokens; :func:`lower_bound` bounds what is below it. The node of the lowest bound is next,
-    and the token that is undecided with the most mass is decided either way. Where few sets are left, all of them are tried.
+    and its undecided token with the most mass is decided either way. Where few sets are left, all of them are tried.
 
     Args:
         nodes: how many nodes are opened at most; 1 takes the relaxation alone.

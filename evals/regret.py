@@ -1,37 +1,35 @@
 """Regret: how far the tokens that a policy keeps are from the best that could have been kept, in hindsight.
 
-A needle's prompt is read, and a policy keeps a budget of its tokens: of the whole prompt, so that the answer's tokens are
-the future, or of the text before the question, so that the question belongs to the future, too. The attention inputs of
-the future tokens come from a dense pass of the model over prompt and answer. For each layer and KV head,
+A needle's prompt is read, and a policy keeps a budget of its tokens: of the whole prompt, so that the answer's tokens
+are the future, or of the text before the question, so that the question belongs to the future, too. The attention
+inputs of the future tokens come from a dense pass of the model over prompt and answer. For each layer and KV head,
 :mod:`evals.best_tokens` finds the tokens that keep the future outputs best.
 
 A head's error is the squared change of its query heads' outputs behind W_O, each alone, summed over the future tokens:
 W_O weighs heads as the layer does, and what two heads' changes happen to cancel is no merit of a choice. The regret of
 a layer is the error of its heads less the best found, relative to the squared outputs. A policy's one number is the
-mean over layers and prompts. The best keeps the budget in every head; a head to which a policy gave more may be below it.
+mean over layers and prompts. The best keeps the budget in every head; a head to which a policy gave more may be below.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from tqdm import tqdm
 
 import kvjax
 import models
-from evals import best_tokens, evaluator, needle, report, results, selections, statistics, tasks
+from evals import best_tokens, evaluator, report, results, selections, statistics, tasks
 from kvjax.chains import policy_of
-from models import commands, provenance
+from models import commands
 from models.programs import make_room
 
 BEST = "best"
@@ -77,7 +75,6 @@ def make_heads(
             given = (np.asarray(x[head], np.float64) for x in (logits, value))
             after = None if projection is None else np.asarray(projection[head], np.float64)
             weights, values, outputs = map(np.asarray, best_tokens.make_case(*given, size, after))
-            outputs = outputs + 0.0
             more, longer = rows - outputs.shape[1], width - size
             made.append(
                 best_tokens.Case(
@@ -216,7 +213,7 @@ class _Run:
                 self.one(question, by_question[question], number, sample, read, progress)
 
     def read(self, sample: tasks.Sample) -> tuple[np.ndarray, np.ndarray]:
-        """Return the logits of the future's rows, and those of an exact case's, and the values: per layer and KV head."""
+        """Return the logits of the rows of an exact case and of the future, and the values: per layer and KV head."""
         exact = self.flags.exact
         whole = np.array([*sample.tokens, *sample.answer_tokens])
         future = np.arange(sample.context_end, len(whole))
@@ -266,7 +263,9 @@ class _Run:
             regret = self.relative(of_each[row] - of_each[-1], energy)
             mass = self.mass(heads, tried[row], rows)
             records.append(
-                self.record(question, setting.policy, number, regret, errors=of_each[row].tolist(), mass=float(mass.mean()))
+                self.record(
+                    question, setting.policy, number, regret, errors=of_each[row].tolist(), mass=float(mass.mean())
+                )
             )
         self.store.add([*records[1:], records[0]])  # the best is the mark of a whole prompt
 
@@ -279,7 +278,7 @@ class _Run:
         return 1 - lost / (heads.cases.weights.shape[1] * (rows.stop - rows.start))
 
     def certified(self, read, heads: Heads, budget: int, number: int, question: str) -> dict[str, Any]:
-        """Bracket the smallest error of one head per layer of the first prompt, and that of each prompt's exact cases."""
+        """Bracket the smallest error of one head per layer of the first prompt, and of exact cases."""
         flags, found = self.flags, {}
         K = len(heads.cases.weights) // len(self.layers)
         some = [layer * K + layer % K for layer in range(len(self.layers))]
@@ -309,7 +308,9 @@ class _Run:
         return {**about, "sample": number, "score": score, **more}
 
 
-def by_layer(head_errors: Float[np.ndarray, "H"], energy: Float[np.ndarray, "H"], layers: int) -> Float[np.ndarray, "n"]:
+def by_layer(
+    head_errors: Float[np.ndarray, "H"], energy: Float[np.ndarray, "H"], layers: int
+) -> Float[np.ndarray, "n"]:
     """Return the error of each layer's heads, relative to their squared outputs.
 
     Example:
@@ -401,7 +402,9 @@ def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], 
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{path} is no JSON file of a study; name one that `python -m evals study` wrote.") from None
     if not found:
-        raise ValueError(f"{path} has no recall of {model!r} at a budget of {budget}; name another file, or leave it out.")
+        raise ValueError(
+            f"{path} has no recall of {model!r} at a budget of {budget}; name another file, or leave it out."
+        )
     return found
 
 
@@ -435,9 +438,8 @@ def bracket_lines(rows: Sequence[dict[str, Any]]) -> str:
                 if cases := row.get(name, []):
                     gaps = [1 - case["lower"] / case[field] if case[field] > 0 else 0.0 for case in cases]
                     size = f"{cases[0]['kept']} of {cases[0]['tokens']} tokens, {len(cases)} heads"
-                    lines.append(
-                        f"{what}, question {row['question']}, {size}: median {np.median(gaps):.1%}, at most {max(gaps):.1%}"
-                    )
+                    size = f"question {row['question']}, {size}"
+                    lines.append(f"{what}, {size}: median {np.median(gaps):.1%}, at most {max(gaps):.1%}")
     return "\n".join(lines)
 
 
@@ -466,7 +468,7 @@ def heat_map(rows: Sequence[dict[str, Any]], layers: Sequence[int], path: Path) 
         for spine in axis.spines.values():
             spine.set_visible(False)
     bar = figure.colorbar(image, ax=axes, shrink=0.8, aspect=30)
-    bar.set_label("log10 of the regret, relative to the layer's squared output", fontsize=7.5)
+    bar.set_label("log10 of the regret", fontsize=7.5)
     bar.ax.tick_params(labelsize=7)
     figure.suptitle("Error of future attention outputs beyond the best found", fontsize=11)
     report.save(figure, path)
@@ -504,6 +506,7 @@ def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]
     asked = argparse.Namespace(policies=names, budgets=flags.budget, when="prompt", question=flags.question)
     found = evaluator.make_settings(asked, evaluator.KNOWN_OR_NOT)
     evaluator.refuse_selections(found, "a selection keeps all tokens, so it has no regret")
+    # What merges tokens keeps no subset of them.
     found = [s for s in found if s.policy != "full" and policy_of(s.policy).merging is None]
     if len({setting.budget for setting in found}) != 1:
         raise ValueError(f"the budget is {flags.budget!r} with the policies {names!r}; give one budget, and policies.")
@@ -512,7 +515,9 @@ def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]
 
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print table, brackets and correlations, write JSON and picture."""
-    evaluator.check_least(flags, samples=1, layers=1, block=1, facts=1, nodes=0, exact=0, length=flags.exact + AFTER + 1)
+    evaluator.check_least(
+        flags, samples=1, layers=1, block=1, facts=1, nodes=0, exact=0, length=flags.exact + AFTER + 1
+    )
     report.check_outputs(flags.json, flags.plot)
     recall = {}
     if flags.recall is not None:

@@ -162,7 +162,7 @@ def chance_beyond(
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's rank correlation; equal values share the mean of their ranks. It is NaN if one side is constant.
+    """Return Spearman's rank correlation; equal values share the mean of their ranks. NaN if one side is constant.
 
     Example:
         >>> from evals.statistics import rank_correlation
@@ -170,7 +170,9 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
         0.8
     """
     if len(a) != len(b) or len(a) < 2:
-        raise ValueError(f"{len(a)} values were given beside {len(b)}; a correlation needs as many of both, at least 2.")
+        raise ValueError(
+            f"{len(a)} values were given beside {len(b)}; a correlation needs as many of both, at least 2."
+        )
     ranks = []
     for values in (np.asarray(a, np.float64), np.asarray(b, np.float64)):
         below, upto = (np.searchsorted(np.sort(values), values, side=side) for side in ("left", "right"))
