@@ -58,6 +58,8 @@ def make_case(
 ) -> Case:
     """Make the case of one KV head from the attention logits of its future queries.
 
+    The mean of the values, which moves no output, is taken off values and outputs.
+
     Args:
         logits: over the A tokens of the whole text, -inf where a query sees no token.
         value: the values of the A tokens.
@@ -70,9 +72,11 @@ def make_case(
     Example:
         >>> import numpy as np
         >>> from evals import best_tokens
-        >>> case = best_tokens.make_case(np.zeros((2, 1, 4)), np.eye(4), 3)
-        >>> case.weights.shape, case.outputs[0, 0].tolist()
-        ((2, 1, 3), [0.25, 0.25, 0.25, 0.25])
+        >>> value = np.array([[2.0], [0.0], [0.0], [2.0]])
+        >>> case = best_tokens.make_case(np.array([[[0, -np.inf, -np.inf, 0]]]), value, 3)
+        >>> # without the mean of the values, which is 1
+        >>> case.weights.shape, case.values[0].ravel().tolist(), case.outputs.ravel().tolist()
+        ((1, 1, 3), [1.0, -1.0, -1.0], [1.0])
     """
     G, _, every = logits.shape
     if value.shape[0] != every or not 1 <= size < every:
@@ -85,7 +89,7 @@ def make_case(
     if projection is not None:
         values = jnp.einsum("gad,gdf->gaf", values, projection, precision=HIGH)
     outputs = jnp.einsum("gta,gad->gtd", weights, values, precision=HIGH)
-    middle = jnp.mean(values, axis=1, keepdims=True)  # what all values share moves no output, and rounds
+    middle = jnp.mean(values, axis=1, keepdims=True)
     return Case(weights[..., :size], (values - middle)[:, :size], outputs - middle)
 
 

@@ -7,8 +7,9 @@ inputs of the future tokens come from a dense pass of the model over prompt and 
 
 A head's error is the squared change of its query heads' outputs behind W_O, each alone, summed over the future tokens:
 W_O weighs heads as the layer does, and what two heads' changes happen to cancel is no merit of a choice. The regret of
-a layer is the error of its heads less the best found, relative to the squared outputs. A policy's one number is the
-mean over layers and prompts. The best keeps the budget in every head; a head to which a policy gave more may be below.
+a layer is the error of its heads less the best found, relative to the squared distance of their outputs from the mean
+value, which is what attention that chooses nothing would give. A policy's one number is the mean over layers and
+prompts. The best keeps the budget in every head; a head to which a policy gave more may be below it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Heads(NamedTuple):
 
     @property
     def energy(self) -> Float[np.ndarray, "H"]:
-        """Return the squared outputs of each head."""
+        """Return the squared distance of each head's outputs from the mean value."""
         return np.sum(np.square(self.cases.outputs, dtype=np.float64), axis=(1, 2, 3))
 
     def of(self, head: int) -> best_tokens.Case:
@@ -311,7 +312,7 @@ class _Run:
 def by_layer(
     head_errors: Float[np.ndarray, "H"], energy: Float[np.ndarray, "H"], layers: int
 ) -> Float[np.ndarray, "n"]:
-    """Return the error of each layer's heads, relative to their squared outputs.
+    """Return the error of each layer's heads, relative to their :attr:`Heads.energy`.
 
     Example:
         >>> import numpy as np
@@ -362,13 +363,15 @@ def summarise(records: Sequence[dict[str, Any]], layers: Sequence[int]) -> list[
 def correlations(rows: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
     """Correlate, over the policies of each question, recall with small regret and with the attention mass kept.
 
+    ``median`` takes the median over layers in place of the mean, and ``layers`` each layer alone.
+
     Args:
         recall: by question and policy, as :func:`read_recall` returns it.
 
     Example:
         >>> from evals import regret
         >>> rows = [
-        ...     {"question": "known", "policy": name, "regret": x, "mass": x, "model": "m"}
+        ...     dict(question="known", policy=name, regret=x, mass=x, layers=[x], model="m")
         ...     for name, x in (("a", 0.1), ("b", 0.2), ("c", 0.3))
         ... ]
         >>> told = regret.correlations(rows, {("known", "a"): 0.9, ("known", "b"): 0.5, ("known", "c"): 0.1})
@@ -380,9 +383,12 @@ def correlations(rows: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str]
         both = [row for row in rows if row["question"] == question and (question, row["policy"]) in recall]
         if len(both) > 2:
             scores = [recall[question, row["policy"]] for row in both]
-            found = {"regret": [-row["regret"] for row in both], "mass": [row["mass"] for row in both]}
+            layers = -np.array([row["layers"] for row in both])
+            found = {"regret": [-row["regret"] for row in both], "median": np.median(layers, axis=1).tolist()}
+            found["mass"] = [row["mass"] for row in both]
             of = {name: statistics.rank_correlation(values, scores) for name, values in found.items()}
-            told.append({"model": both[0]["model"], "question": question, "policies": len(both), **of})
+            each = [statistics.rank_correlation(values.tolist(), scores) for values in layers.T]
+            told.append({"model": both[0]["model"], "question": question, "policies": len(both), **of, "layers": each})
     return told
 
 
@@ -424,8 +430,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ],
         left=3,
     ) + (
-        "\nregret: error less the best found, relative to the layers' squared outputs; best: its own error; mass: the "
-        "attention that reaches what is kept"
+        "\nregret: error less the best found, relative to the outputs' squared distance from the mean value; best: its "
+        "own error; mass: the attention that reaches what is kept"
     )
 
 
@@ -538,7 +544,8 @@ def command(flags: argparse.Namespace) -> None:
     correlated = correlations([row for row in rows if row["policy"] != BEST], recall)
     told = "\n".join(
         f"rank correlation with recall, question {row['question']}, {row['policies']} policies: "
-        f"{row['regret']:+.2f} for small regret, {row['mass']:+.2f} for the attention mass kept"
+        f"{row['regret']:+.2f} for small regret (median over layers {row['median']:+.2f}, one layer alone "
+        f"{min(row['layers']):+.2f} to {max(row['layers']):+.2f}), {row['mass']:+.2f} for the attention mass kept"
         for row in correlated
     )
     heads = model.config.num_kv_heads
