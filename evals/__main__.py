@@ -13,7 +13,7 @@ from models import commands, hosts
 
 # In the order of the help.
 NAMES = (
-    "needle", "ruler", "longbench", "infinitebench", "booksum", "lm_eval", "fidelity", "rounding",
+    "needle", "ruler", "longbench", "infinitebench", "booksum", "lm_eval", "fidelity", "regret", "rounding",
     "coref", "perplexity", "choices", "butler", "texts", "sweep", "study", "report", "view",
 )  # fmt: skip
 ELSEWHERE = {"lm_eval": "evals.harness", "report": "evals.page", "rounding": "evals.experiments.rounding"}

@@ -360,6 +360,36 @@ def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -
     return _run(model, tokens, None, None, of_layer)[1]
 
 
+@jax.jit
+def recorded(
+    model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"], rows: Int[Array | np.ndarray, "R"]
+) -> tuple[Float[Array, "L B N R T"], Float[Array, "L B K T D"]]:
+    """Return the attention logits of some rows, -inf for tokens that a row does not see, and the values of all tokens.
+
+    The logits are those that the model's softmax reads, with its soft cap. A row of -1 sees nothing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> from evals.selections import recorded
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> logits, value = recorded(model, jnp.arange(12)[None], jnp.array([2, 11]))
+        >>> logits.shape, value.shape
+        ((2, 1, 4, 2, 12), (2, 1, 2, 12, 8))
+    """
+    rows = jnp.broadcast_to(rows, (len(tokens), len(rows)))
+
+    def of_layer(layer):
+        query = jnp.take_along_axis(layer.query, jnp.maximum(rows, 0)[..., None, None], axis=1)
+        return layer.dense(QUERIES_A_CHUNK), (layer.logits(rows, query), layer.value)
+
+    return _run(model, tokens, None, None, of_layer)[1]
+
+
 def kept_tokens(length: int, sparsity: float) -> Int[np.ndarray, "T"]:
     """Return ``ceil((i + 1)(1 - sparsity))`` for each row i, with the sparsity rounded to four digits.
 

@@ -161,6 +161,26 @@ def chance_beyond(
     return float(min(1.0, 2 * (1 + max(beyond)) / (1 + RESAMPLES)))
 
 
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return Spearman's rank correlation; equal values share the mean of their ranks. NaN if one side is constant.
+
+    Example:
+        >>> from evals.statistics import rank_correlation
+        >>> round(rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]), 2)
+        0.8
+    """
+    if len(a) != len(b) or len(a) < 2:
+        raise ValueError(
+            f"{len(a)} values were given beside {len(b)}; a correlation needs as many of both, at least 2."
+        )
+    ranks = []
+    for values in (np.asarray(a, np.float64), np.asarray(b, np.float64)):
+        below, upto = (np.searchsorted(np.sort(values), values, side=side) for side in ("left", "right"))
+        ranks.append((below + upto) / 2 - len(values) / 2)
+    lengths = [math.sqrt(float(np.sum(rank**2))) for rank in ranks]
+    return float(ranks[0] @ ranks[1]) / (lengths[0] * lengths[1]) if all(lengths) else math.nan
+
+
 def _tango(wins: int, losses: int, count: int) -> tuple[float, float]:
     low = _solve(lambda difference: _score(wins, losses, count, difference) - Z)
     return low, _solve(lambda difference: _score(wins, losses, count, difference) + Z)

@@ -32,7 +32,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax.cache import KVCache, Positions, is_emptied, laid_out_for_platform, rows_apart
+from kvjax.cache import KVCache, Positions, is_emptied, laid_out_for_platform
 from kvjax.capacity import Capacity
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed

@@ -179,6 +179,12 @@ FIDELITY = """
 --when never | --question later | --plot x.bmp | --heads nowhere/x.png | --json folder | --model nowhere | --block 0
 --dtype float8 | --coordinator x | --mesh nine | --against h2oo --policies h2o | --against select=quest
 """
+REGRET = """
+--policies h2oo | --policies full | --policies select=quest | --budget many --policies tova | --budget 0 --policies tova
+--budget 0.25,0.5 | --length 0 | --length 20 | --samples 0 | --layers 0 | --nodes -1 | --exact -1 | --facts 0
+--block 0 | --question later | --target golf | --plot x.bmp | --json folder | --model nowhere | --dtype float8
+--recall nowhere | --recall good.txt | --out full
+"""
 SELECTIONS = """
 --select golf | --select "" | --select "quest(page_size=0)" | --sparsity 2 | --sparsity "" | --sparsity 0,...
 --sparsity x | --sparsity nan | --sparsity 1 | --sinks -1 | --batch 0 | --butler nowhere
@@ -231,7 +237,7 @@ EVALS = {
     "ruler": RULER,
     "longbench": DOCUMENTS,
     "infinitebench": "--data nowhere | --data empty | --data data --tasks golf | --data data --samples 0",
-    "fidelity": FIDELITY,
+    "fidelity": FIDELITY, "regret": REGRET,
     "rounding": "--model nowhere | --text nowhere.txt | --text good.txt picture.txt | --chunk 0 | --chunk 9999999 | "
     "--text good.txt --sequences 0 | --json folder | --text", "coref": COREF, "perplexity": PERPLEXITY,
     "choices": CHOICES, "texts": "nowhere | --golf | folder iliad | folder",

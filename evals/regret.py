@@ -1,0 +1,562 @@
+"""Regret: how far the tokens that a policy keeps are from the best that could have been kept, in hindsight.
+
+A needle's prompt is read, and a policy keeps a budget of its tokens: of the whole prompt, so that the answer's tokens
+are the future, or of the text before the question, so that the question belongs to the future, too. The attention
+inputs of the future tokens come from a dense pass of the model over prompt and answer. For each layer and KV head,
+:mod:`evals.best_tokens` finds the tokens that keep the future outputs best.
+
+A head's error is the squared change of its query heads' outputs behind W_O, each alone, summed over the future tokens:
+W_O weighs heads as the layer does, and what two heads' changes happen to cancel is no merit of a choice. The regret of
+a layer is the error of its heads less the best found, relative to the squared distance of their outputs from the mean
+value, which is what attention that chooses nothing would give. A policy's one number is the mean over layers and
+prompts. The best keeps the budget in every head; a head to which a policy gave more may be below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from tqdm import tqdm
+
+import kvjax
+import models
+from evals import best_tokens, evaluator, report, results, selections, statistics, tasks
+from kvjax.chains import policy_of
+from models import commands
+from models.programs import make_room
+
+BEST = "best"
+AFTER = 16  # future tokens of an exact case
+POLICIES = "h2o+protect(recent=0.5),tova,snapkv,snapkv+caote,laprox@model,key_norm"
+EXAMPLES = """examples:
+  python -m evals regret --policies snapkv,snapkv+caote --budget 0.25 --samples 4 --plot regret.png
+  python -m evals regret --model smollm2 --recall docs/results/once.json --out runs/regret --json regret.json
+"""
+
+
+class Heads(NamedTuple):
+    """The cases of some layers' KV heads, all of one size: what is beyond a prompt's tokens and queries weighs nothing.
+
+    ``cases`` are stacked over the heads, ``[H, ...]``; ``tokens`` are the prompt's.
+    """
+
+    cases: best_tokens.Case
+    tokens: int
+
+    @property
+    def energy(self) -> Float[np.ndarray, "H"]:
+        """Return the squared distance of each head's outputs from the mean value."""
+        return np.sum(np.square(self.cases.outputs, dtype=np.float64), axis=(1, 2, 3))
+
+    def of(self, head: int) -> best_tokens.Case:
+        return best_tokens.Case(*(x[head] for x in self.cases))
+
+
+def make_heads(
+    logits: Float[np.ndarray, "H G T A"],
+    value: Float[np.ndarray, "H A D"],
+    size: int,
+    projection: Float[np.ndarray, "H G D F"] | None,
+    *,
+    width: int,
+    rows: int,
+) -> Heads:
+    """Make the cases of several heads, in float64, and fill them up to ``width`` tokens and ``rows`` queries."""
+    with jax.enable_x64(True):
+        made = []
+        for head in range(len(logits)):
+            given = (np.asarray(x[head], np.float64) for x in (logits, value))
+            after = None if projection is None else np.asarray(projection[head], np.float64)
+            weights, values, outputs = map(np.asarray, best_tokens.make_case(*given, size, after))
+            more, longer = rows - outputs.shape[1], width - size
+            made.append(
+                best_tokens.Case(
+                    np.pad(weights, ((0, 0), (0, more), (0, longer))),
+                    np.pad(values, ((0, 0), (0, longer), (0, 0))),
+                    np.pad(outputs, ((0, 0), (0, more), (0, 0))),
+                )
+            )
+    return Heads(best_tokens.Case(*(np.stack(parts) for parts in zip(*made, strict=True))), size)
+
+
+@functools.partial(jax.jit, static_argnames="budget")
+def _search(cases: best_tokens.Case, budget: int, starts: Bool[jax.Array, "H n S"]) -> Bool[jax.Array, "H S"]:
+    return jax.lax.map(lambda head: best_tokens.best(head[0], budget, head[1]), (cases, starts))
+
+
+@jax.jit
+def _errors(cases: best_tokens.Case, kept: Bool[jax.Array, "n H G S"]) -> Float[jax.Array, "n H"]:
+    return jax.lax.map(lambda one: jax.vmap(best_tokens.error)(cases, one), kept)
+
+
+def errors(heads: Heads, kept: Bool[np.ndarray, "n H G S"]) -> Float[np.ndarray, "n H"]:
+    """Return each head's error for each of several choices of tokens, in float64."""
+    with jax.enable_x64(True):
+        return np.asarray(_errors(heads.cases, kept))
+
+
+def search(heads: Heads, budget: int, tried: Bool[np.ndarray, "n H G S"]) -> Bool[np.ndarray, "H S"]:
+    """Return the best tokens found for each head; the best of the choices ``tried`` that fit is one of the starts."""
+    found = errors(heads, tried)
+    fits = (tried.sum(-1) <= budget).all(-1) & (tried == tried[:, :, :1]).all((-1, -2))
+    found = np.where(fits, found, np.inf)
+    starts = tried[np.argmin(found, axis=0), np.arange(tried.shape[1]), 0]
+    starts = np.where(np.isfinite(found.min(axis=0))[:, None], starts, np.arange(starts.shape[-1]) < budget)
+    cases = best_tokens.Case(*(np.asarray(x, np.float32) for x in heads.cases))
+    return np.asarray(_search(cases, budget, starts[:, None]))
+
+
+@jax.jit
+def _positions(cache: Any, layers: Int[jax.Array, "n"]) -> Int[jax.Array, "n B heads S"]:
+    return jax.lax.map(lambda layer: cache.layer(layer).position, layers)
+
+
+def kept_tokens(
+    model: models.Decoder,
+    tokens: Int[np.ndarray, "T"],
+    settings: Sequence[evaluator.Setting],
+    layers: Sequence[int],
+    *,
+    width: int,
+    block: int = 128,
+    aids: evaluator.Aids = evaluator.NO_AIDS,
+    progress: tqdm = evaluator.QUIET,
+) -> dict[evaluator.Setting, Bool[np.ndarray, "n N width"]]:
+    """Return which tokens of a text the query heads of some layers can still read, under each setting.
+
+    Settings that evict once share the text's prefill.
+    """
+    found = {}
+    fed, lengths = evaluator.padded([tokens], width), np.array([len(tokens)], np.int32)
+    for together in evaluator.sharing(settings):
+        if len(together) == 1:
+            (setting,) = together
+            caches = [
+                models.prefill(
+                    model, fed, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
+                    when=setting.when, **aids.of(setting),
+                )
+            ]  # fmt: skip
+        else:
+            chosen = [(aids.policy(setting), setting.budget) for setting in together]
+            caches = models.prefill_each(
+                model, fed, lengths, policies=chosen, when=together[0].when, block=block, scorer=aids.scorer,
+                butler=aids.butler,
+            )  # fmt: skip
+        for setting, prefilled in zip(together, caches, strict=True):
+            progress.set_description(setting.title())
+            position = np.asarray(_positions(prefilled.cache, np.asarray(layers)))[:, 0]
+            kept = np.zeros((*position.shape[:2], width + 1), bool)
+            np.put_along_axis(kept, np.where(position < 0, width, position), True, axis=-1)
+            found[setting] = np.repeat(kept[..., :width], model.config.num_heads // position.shape[1], axis=1)
+            make_room()
+            progress.update(1)
+    return found
+
+
+def projections(model: models.Decoder, target: str) -> Float[np.ndarray, "L N D F"] | None:
+    """Return a matrix with the Gram of each query head's block of W_O; None where outputs are measured before it."""
+    if target == "value":
+        return None
+    each = lambda weight: kvjax.output_projection(weight, len(weight), ["factor"]).factor  # noqa: E731
+    return np.asarray(jax.lax.map(each, model.layers.output[...]))[:, :, 0]
+
+
+def chosen_layers(count: int, layers: int) -> list[int]:
+    """Return so many layers, evenly spaced from the first to the last.
+
+    Example:
+        >>> from evals import regret
+        >>> regret.chosen_layers(4, 30), regret.chosen_layers(10, 2)
+        ([0, 10, 19, 29], [0, 1])
+    """
+    return sorted({round(x) for x in np.linspace(0, layers - 1, min(count, layers))})
+
+
+class _Run:
+    """A run of the command: what all of its prompts share."""
+
+    def __init__(self, flags, model, tokenizer, settings, aids, store):
+        self.flags, self.model, self.settings, self.aids, self.store = flags, model, settings, aids, store
+        self.layers = chosen_layers(flags.layers, model.config.num_layers)
+        self.samples = [
+            tasks.needle(flags.seed + sample, tokenizer, flags.length, None, flags.facts)
+            for sample in range(flags.samples)
+        ]
+        self.rows = max(len(s.tokens) + len(s.answer_tokens) - s.context_end for s in self.samples)
+        self.projection = projections(model, flags.target)
+
+    def ends(self, sample: tasks.Sample, question: str) -> tuple[int, int]:
+        """Return where what is compressed ends, and where the future does."""
+        size = sample.context_end if question == "unknown" else len(sample.tokens)
+        return size, len(sample.tokens) + len(sample.answer_tokens)
+
+    def measure(self, progress: tqdm) -> None:
+        """Measure each prompt that the store does not hold yet."""
+        by_question: dict[str, list[evaluator.Setting]] = {}
+        for setting in self.settings:
+            by_question.setdefault(setting.question, []).append(setting)
+        for number, sample in enumerate(self.samples):
+            missing = [q for q in by_question if not self.store.holds(self.record(q, BEST, number, 0.0))]
+            progress.update(sum(len(by_question[q]) for q in by_question if q not in missing))
+            if not missing:
+                continue
+            read = self.read(sample)
+            for question in missing:
+                self.one(question, by_question[question], number, sample, read, progress)
+
+    def read(self, sample: tasks.Sample) -> tuple[np.ndarray, np.ndarray]:
+        """Return the logits of the rows of an exact case and of the future, and the values: per layer and KV head."""
+        exact = self.flags.exact
+        whole = np.array([*sample.tokens, *sample.answer_tokens])
+        future = np.arange(sample.context_end, len(whole))
+        rows = np.concatenate([np.arange(exact, exact + AFTER), future, np.full(self.rows - len(future), -1)])
+        tokens = evaluator.padded([whole], self.flags.length + self.rows)
+        logits, value = selections.recorded(self.model, tokens, rows)
+        layers = np.array(self.layers)
+        logits, value = np.asarray(logits[layers, 0]), np.asarray(value[layers, 0])  # [n, N, R, T], [n, K, T, D]
+        n, _, _, T = logits.shape
+        logits = logits.reshape(n * value.shape[1], -1, len(rows), T)
+        return logits, value.reshape(-1, *value.shape[2:])
+
+    def heads(self, read, first: int, rows: slice, size: int, end: int, width: int) -> Heads:
+        logits, value = read
+        G = logits.shape[1]
+        projection = None
+        if self.projection is not None:
+            projection = self.projection[self.layers].reshape(len(logits), G, *self.projection.shape[2:])
+        return make_heads(
+            logits[:, :, rows, :end], value[:, :end], size, projection, width=width, rows=max(first, self.rows)
+        )
+
+    def one(self, question, settings, number, sample, read, progress) -> None:
+        """Measure one prompt under all settings of a question."""
+        flags, width = self.flags, self.flags.length
+        size, end = self.ends(sample, question)
+        rows = slice(AFTER + size - sample.context_end, AFTER + end - sample.context_end)
+        heads = self.heads(read, 0, rows, size, end, width)
+        held = kept_tokens(
+            self.model, np.array(sample.tokens[:size]), settings, self.layers, width=width, block=flags.block,
+            aids=self.aids, progress=progress,
+        )  # fmt: skip
+        progress.set_description("search")
+        H, G = heads.cases.weights.shape[:2]
+        tried = np.stack([held[setting].reshape(H, G, width) for setting in settings])
+        newest = next(row for row, setting in enumerate(settings) if setting.policy == evaluator.RECENCY)
+        budget = int(tried[newest].sum(-1).max())
+        kept = search(heads, budget, tried)
+        of_each = errors(heads, np.concatenate([tried, np.broadcast_to(kept[:, None], (1, H, G, width))]))
+        energy = heads.energy
+        records = [
+            self.record(question, BEST, number, self.relative(of_each[-1], energy), errors=of_each[-1].tolist(),
+                        energy=energy.tolist(), kept=budget, mass=float(np.mean(self.mass(heads, kept[:, None], rows))),
+                        **self.certified(read, heads, budget, number, question))
+        ]  # fmt: skip
+        for row, setting in enumerate(settings):
+            regret = self.relative(of_each[row] - of_each[-1], energy)
+            mass = self.mass(heads, tried[row], rows)
+            records.append(
+                self.record(
+                    question, setting.policy, number, regret, errors=of_each[row].tolist(), mass=float(mass.mean())
+                )
+            )
+        self.store.add([*records[1:], records[0]])  # the best is the mark of a whole prompt
+
+    def relative(self, head_errors: np.ndarray, energy: np.ndarray) -> float:
+        return float(np.mean(by_layer(head_errors, energy, len(self.layers))))
+
+    def mass(self, heads: Heads, kept: np.ndarray, rows: slice) -> np.ndarray:
+        """Return the mean attention of a head that still reaches tokens that stay."""
+        lost = np.sum(heads.cases.weights * ~kept[..., None, :], axis=(1, 2, 3))
+        return 1 - lost / (heads.cases.weights.shape[1] * (rows.stop - rows.start))
+
+    def certified(self, read, heads: Heads, budget: int, number: int, question: str) -> dict[str, Any]:
+        """Bracket the smallest error of one head per layer of the first prompt, and of exact cases."""
+        flags, found = self.flags, {}
+        K = len(heads.cases.weights) // len(self.layers)
+        some = [layer * K + layer % K for layer in range(len(self.layers))]
+        if number == 0 and flags.nodes:
+            found["brackets"] = [
+                self.told(heads.of(head), budget, self.layers[head // K], head % K, flags.nodes) for head in some
+            ]
+        if question == self.settings[0].question and flags.exact and number == 0:
+            small = self.heads(read, AFTER, slice(0, AFTER), flags.exact, flags.exact + AFTER, flags.exact)
+            tokens = max(1, round(flags.exact * budget / heads.tokens))
+            found["exact"] = [
+                self.told(small.of(head), tokens, self.layers[head // K], head % K, 1_000) for head in some
+            ]
+        return found
+
+    def told(self, case: best_tokens.Case, budget: int, layer: int, head: int, nodes: int) -> dict[str, Any]:
+        with jax.enable_x64(True):
+            searched = float(best_tokens.error(case, best_tokens.best(case, budget)))
+        one = best_tokens.bracket(case, budget, nodes=nodes)
+        told = {"layer": layer, "head": head, "tokens": case.weights.shape[-1], "kept": budget}
+        return told | {"searched": searched, "error": one.error, "lower": one.lower, "nodes": one.nodes}
+
+    def record(self, question: str, policy: str, number: int, score: float, **more: Any) -> dict[str, Any]:
+        setting = self.settings[0]
+        about = {"model": self.flags.model, "evaluation": "regret", "length": self.flags.length, "policy": policy}
+        about |= {"budget": setting.budget, "when": setting.when, "question": question, "task": "needle"}
+        return {**about, "sample": number, "score": score, **more}
+
+
+def by_layer(
+    head_errors: Float[np.ndarray, "H"], energy: Float[np.ndarray, "H"], layers: int
+) -> Float[np.ndarray, "n"]:
+    """Return the error of each layer's heads, relative to their :attr:`Heads.energy`.
+
+    Example:
+        >>> import numpy as np
+        >>> from evals import regret
+        >>> regret.by_layer(np.array([1.0, 0.0, 2.0, 2.0]), np.array([1.0, 3.0, 4.0, 4.0]), 2).tolist()
+        [0.25, 0.5]
+    """
+    return head_errors.reshape(layers, -1).sum(axis=1) / energy.reshape(layers, -1).sum(axis=1)
+
+
+def summarise(records: Sequence[dict[str, Any]], layers: Sequence[int]) -> list[dict[str, Any]]:
+    """Return one row per policy and question: regret with its interval over prompts, overall and per layer and head.
+
+    The row "best" has the errors of the best found, and the brackets and exact cases.
+    """
+    best = {(r["question"], r["sample"]): r for r in records if r["policy"] == BEST}
+    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        if (record["question"], record["sample"]) in best:
+            grouped.setdefault((record["question"], record["policy"]), []).append(record)
+    rows = []
+    for (question, policy), found in grouped.items():
+        found = sorted(found, key=lambda record: record["sample"])
+        n, heads = len(layers), len(found[0]["errors"]) // len(layers)
+        per_head = []
+        for record in found:
+            other = best[question, record["sample"]]
+            gap = np.array(record["errors"]) - (0 if policy == BEST else np.array(other["errors"]))
+            energy = np.array(other["energy"]).reshape(n, heads).sum(axis=1, keepdims=True)
+            per_head.append(gap.reshape(n, heads) / energy)
+        samples = np.stack(per_head)  # [samples, n, heads]
+        mean, low, high = statistics.mean_interval(samples.sum(-1).mean(-1).tolist())
+        spread = [
+            [[round(x, 8) for x in statistics.mean_interval(samples[:, i, j].tolist())] for j in range(heads)]
+            for i in range(n)
+        ]
+        row = {name: found[0][name] for name in ("model", "policy", "budget", "when", "question", "length")}
+        row |= {"samples": len(found), "regret": mean, "low": low, "high": high}
+        row |= {"mass": float(np.mean([record["mass"] for record in found]))}
+        row |= {"layers": samples.sum(-1).mean(0).tolist(), "heads": spread}
+        for name in ("brackets", "exact"):
+            if cases := [case for record in found for case in record.get(name, [])]:
+                row[name] = cases
+        rows.append(row)
+    return rows
+
+
+def correlations(rows: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    """Correlate, over the policies of each question, recall with small regret and with the attention mass kept.
+
+    ``median`` takes the median over layers in place of the mean, and ``layers`` each layer alone.
+
+    Args:
+        recall: by question and policy, as :func:`read_recall` returns it.
+
+    Example:
+        >>> from evals import regret
+        >>> rows = [
+        ...     dict(question="known", policy=name, regret=x, mass=x, layers=[x], model="m")
+        ...     for name, x in (("a", 0.1), ("b", 0.2), ("c", 0.3))
+        ... ]
+        >>> told = regret.correlations(rows, {("known", "a"): 0.9, ("known", "b"): 0.5, ("known", "c"): 0.1})
+        >>> told[0]["regret"], told[0]["mass"], told[0]["policies"]
+        (1.0, -1.0, 3)
+    """
+    told = []
+    for question in dict.fromkeys(row["question"] for row in rows):
+        both = [row for row in rows if row["question"] == question and (question, row["policy"]) in recall]
+        if len(both) > 2:
+            scores = [recall[question, row["policy"]] for row in both]
+            layers = -np.array([row["layers"] for row in both])
+            found = {"regret": [-row["regret"] for row in both], "median": np.median(layers, axis=1).tolist()}
+            found["mass"] = [row["mass"] for row in both]
+            of = {name: statistics.rank_correlation(values, scores) for name, values in found.items()}
+            each = [statistics.rank_correlation(values.tolist(), scores) for values in layers.T]
+            told.append({"model": both[0]["model"], "question": question, "policies": len(both), **of, "layers": each})
+    return told
+
+
+def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], float]:
+    """Read the recall of a study's JSON file for one model and budget, by question and policy.
+
+    Raises:
+        ValueError: it is no such file, or has nothing about the model and the budget.
+    """
+    try:
+        rows = json.loads(commands.read_text(path, "study's JSON"))["results"]
+        found = {
+            (row["question"], evaluator.full_name(row["policy"])): float(row["score"])
+            for row in rows
+            if row["model"] == model and row["budget"] == budget
+        }
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{path} is no JSON file of a study; name one that `python -m evals study` wrote.") from None
+    if not found:
+        raise ValueError(
+            f"{path} has no recall of {model!r} at a budget of {budget}; name another file, or leave it out."
+        )
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the policies of each question, the smallest regret first; "best" shows its own error."""
+    order = {question: i for i, question in enumerate(dict.fromkeys(row["question"] for row in rows))}
+    shown = sorted(rows, key=lambda row: (order[row["question"]], row["policy"] != BEST, row["regret"]))
+    return report.table(
+        shown,
+        [
+            ("policy", "{policy}"),
+            ("budget", report.budget),
+            ("question", "{question}"),
+            ("regret", "{regret:.5f}"),
+            ("95%", report.between(".5f")),
+            ("mass", "{mass:.3f}"),
+        ],
+        left=3,
+    ) + (
+        "\nregret: error less the best found, relative to the outputs' squared distance from the mean value; best: its "
+        "own error; mass: the attention that reaches what is kept"
+    )
+
+
+def bracket_lines(rows: Sequence[dict[str, Any]]) -> str:
+    """Say how far the search may be from the best: the certified gaps of exact and of long cases."""
+    lines = []
+    for row in rows:
+        for name in ("exact", "brackets"):
+            for what, field in (("certified gap of the best found", "error"), ("of the greedy search", "searched")):
+                if cases := row.get(name, []):
+                    gaps = [1 - case["lower"] / case[field] if case[field] > 0 else 0.0 for case in cases]
+                    size = f"{cases[0]['kept']} of {cases[0]['tokens']} tokens, {len(cases)} heads"
+                    size = f"question {row['question']}, {size}"
+                    lines.append(f"{what}, {size}: median {np.median(gaps):.1%}, at most {max(gaps):.1%}")
+    return "\n".join(lines)
+
+
+def heat_map(rows: Sequence[dict[str, Any]], layers: Sequence[int], path: Path) -> None:
+    """Draw the regret of each layer and policy as colour, a panel per question, the smallest regret on top."""
+    plt = report.pyplot()
+    questions = list(dict.fromkeys(row["question"] for row in rows))
+    panels = [
+        sorted((r for r in rows if r["question"] == q and r["policy"] != BEST), key=lambda r: r["regret"])
+        for q in questions
+    ]
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(len(panels) * (3.4 + 0.3 * len(layers)), 1.4 + 0.2 * max(map(len, panels))),
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    every = np.array([value for row in rows for value in row["layers"] if value > 0])
+    ends = np.log10([max(every.min(), 1e-6), max(every.max(), 2e-6)])
+    for axis, question, found in zip(axes[0], questions, panels, strict=True):
+        grid = np.log10(np.maximum([row["layers"] for row in found], 1e-6))
+        image = axis.imshow(grid, cmap="viridis_r", vmin=ends[0], vmax=ends[1], aspect="auto")
+        axis.set_xticks(range(len(layers)), [str(layer + 1) for layer in layers], fontsize=7)
+        axis.set_yticks(range(len(found)), [f"{r['policy']}  {r['regret']:.4f}" for r in found], fontsize=7)
+        axis.tick_params(length=0)
+        axis.set_xlabel("layer", fontsize=8)
+        axis.set_title(f"question {question}", fontsize=9)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, aspect=30)
+    bar.set_label("log10 of the regret", fontsize=7.5)
+    bar.ax.tick_params(labelsize=7)
+    figure.suptitle("Error of future attention outputs beyond the best found", fontsize=11)
+    report.save(figure, path)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
+    flags.add_argument("--policies", help="several by comma; by default those of --recall, else a few")
+    flags.add_argument("--budget", default="0.25", help="slots per head, or a ratio of what is compressed")
+    flags.add_argument("--question", default="known,unknown", help="known, unknown; several by comma")
+    flags.add_argument("--length", type=int, default=1024, help="tokens per prompt")
+    flags.add_argument("--samples", type=int, default=3, help="prompts, at depths drawn at random")
+    flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
+    flags.add_argument("--layers", type=int, default=10, help="so many layers, evenly spaced")
+    flags.add_argument(
+        "--target", choices=("output", "value"), default="output", help="measure outputs after W_O, or before it"
+    )
+    flags.add_argument("--nodes", type=int, default=9, help="of a branch and bound on one head per layer; 0 for none")
+    flags.add_argument("--exact", type=int, default=24, help="tokens of a case that is solved exactly; 0 for none")
+    flags.add_argument("--recall", type=Path, help="a study's JSON file, whose recall is correlated with the regret")
+    evaluator.add_scorer_flag(flags)
+    flags.add_argument("--block", type=int, default=128)
+    flags.add_argument("--seed", type=int, default=100_000, help="that of the first prompt; studies start at 0")
+    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    flags.add_argument("--out", type=Path, help="the folder of its records; a killed run is resumed")
+    flags.add_argument("--json", type=Path, help="write all figures here")
+    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
+
+
+def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]) -> list[evaluator.Setting]:
+    names = flags.policies
+    if names is None:
+        names = ",".join(dict.fromkeys(policy for _, policy in recall)) or POLICIES
+    asked = argparse.Namespace(policies=names, budgets=flags.budget, when="prompt", question=flags.question)
+    found = evaluator.make_settings(asked, evaluator.KNOWN_OR_NOT)
+    evaluator.refuse_selections(found, "a selection keeps all tokens, so it has no regret")
+    # What merges tokens keeps no subset of them.
+    found = [s for s in found if s.policy != "full" and policy_of(s.policy).merging is None]
+    if len({setting.budget for setting in found}) != 1:
+        raise ValueError(f"the budget is {flags.budget!r} with the policies {names!r}; give one budget, and policies.")
+    return found
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Run the evaluation: check, measure, print table, brackets and correlations, write JSON and picture."""
+    evaluator.check_least(
+        flags, samples=1, layers=1, block=1, facts=1, nodes=0, exact=0, length=flags.exact + AFTER + 1
+    )
+    report.check_outputs(flags.json, flags.plot)
+    recall = {}
+    if flags.recall is not None:
+        recall = read_recall(flags.recall, flags.model, commands.parse_budget(flags.budget))
+    settings = _settings(flags, recall)
+    store = results.Results(flags.out, "regret", evaluator.used(flags), evaluator.written(flags))
+    store.check()
+    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype=flags.dtype)
+    aids = evaluator.load_aids(flags, settings, model, tokenizer)
+    made_of = evaluator.made_of(model, tokenizer, aids.butler, scorer=aids.scorer)
+    with store:
+        store.check_made_of({"evaluation": "regret", "model": flags.model}, made_of)
+        run = _Run(flags, model, tokenizer, settings, aids, store)
+        with commands.progress_bar("policy", total=len(settings) * flags.samples) as progress:
+            run.measure(progress)
+            progress.set_description("done")
+        rows = summarise(store.records, run.layers)
+    correlated = correlations([row for row in rows if row["policy"] != BEST], recall)
+    told = "\n".join(
+        f"rank correlation with recall, question {row['question']}, {row['policies']} policies: "
+        f"{row['regret']:+.2f} for small regret (median over layers {row['median']:+.2f}, one layer alone "
+        f"{min(row['layers']):+.2f} to {max(row['layers']):+.2f}), {row['mass']:+.2f} for the attention mass kept"
+        for row in correlated
+    )
+    heads = model.config.num_kv_heads
+    taken = f"{flags.samples} prompts, layers {', '.join(str(x + 1) for x in run.layers)}, {heads} KV heads in each"
+    report.show(table(rows), taken, bracket_lines(rows), told)
+    figures = {
+        "evaluation": "regret",
+        "title": "Regret: the error of future attention outputs beyond the best that could be kept",
+        "settings": evaluator.settings(flags),
+        "layers": run.layers,
+        "correlations": correlated,
+        "results": rows,
+    }
+    report.write(flags, figures, made_of, lambda path: heat_map(rows, run.layers, path))
