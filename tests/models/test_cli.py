@@ -2,8 +2,8 @@
 
 import json
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -197,8 +197,10 @@ def test_each_flag_says_its_default(command):
     assert silent == ["--help", "--version"]
 
 
-def test_the_module_runs_and_the_function_keeps_its_name():
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "models.generate", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "--policy" in done.stdout
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_the_module_runs_and_the_function_keeps_its_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("models.generate", run_name="__main__")
+    assert "--policy" in capsys.readouterr().out
     assert callable(models.generate)
