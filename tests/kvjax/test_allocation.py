@@ -1,6 +1,5 @@
 """Who gets how many slots: sorts in NumPy (tests/kvjax/contests.py) say, for a plain and for a paged cache."""
 
-import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -205,19 +204,6 @@ def test_ties_go_to_the_latest_position_then_to_the_lowest_layer_and_head_howeve
     assert (np.asarray(after.position) == np.where(odd == start, odd, -1)).all()
 
 
-def test_between_tokens_of_one_score_and_position_the_lower_layer_and_head_stay():
-    position = np.zeros((L, 1, 3, 1), np.int32)  # nine heads with one token each
-    cache = plain_cache(position, [1])
-    evidence = kvjax.Evidence(*jax.device_put((np.ones(position.shape, np.float32), np.ones(1, np.int32))))
-
-    @jax.jit
-    def best(keep):
-        return kvjax.eviction._contest(cache, evidence, cache.position, 1, None).best("model", keep)
-
-    for keep in range(1, 9):
-        assert np.ravel(best(np.array([keep]))).tolist() == [True] * keep + [False] * (9 - keep)
-
-
 # Budgets of layers.
 
 
@@ -272,16 +258,6 @@ def test_shares_of_millions_add_up():
     whole = np.asarray(jitted_whole(shares, room, totals))
     assert whole.sum() == total and (whole <= room).all() and (whole >= 0).all()
     np.testing.assert_allclose(whole, shares, rtol=1e-6)
-
-
-@hypothesis.given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_whole_numbers_add_up_within_their_room_whatever_the_shares(data, seed):
-    layers, share = 6, st.floats(-5, 50, width=32)
-    shares = np.array(data.draw(st.lists(share, min_size=layers, max_size=layers)), np.float32)
-    room = np.random.default_rng(seed).integers(0, 40, size=layers).astype(np.int32)
-    total = data.draw(st.integers(0, int(room.sum())))
-    whole = np.asarray(jitted_whole(shares[:, None], room[:, None], np.array([total])))[:, 0]
-    assert whole.sum() == total and (whole >= 0).all() and (whole <= room).all()
 
 
 @pytest.mark.parametrize("cap", [1.0, 2.3, 8.0])
@@ -428,15 +404,3 @@ def test_scores_times_a_constant_keep_the_same_tokens(name):
     for power in (-100, 0, 100, 125, 127):
         stays = np.asarray(evicted(scores * np.float32(2.0**power)))
         assert stays[..., :6].all() and not stays[..., 6:].any(), power
-
-
-def test_in_one_layer_every_score_is_shared_out_in_the_model_as_in_the_layer():
-    """Whatever scores there are: marks, ties, zeros, infinities and numbers that overflow when summed."""
-    cache = kvjax.KVCache.init(batch=1, kv_heads=K, slots=S, head_dim=1)
-    cache = dataclasses.replace(cache, position=np.tile(np.arange(S, dtype=np.int32), (1, K, 1)))
-    kept = [jax.jit(functools.partial(kvjax.evict, budget=6, allocation=name)) for name in ("layer", "model")]
-    values = np.float32([0, 1e-30, 0.25, 1, 1, 3e37, LARGEST, np.inf, -np.inf])
-    for seed in range(20):
-        scores = np.random.default_rng(seed).choice(values, (1, K, S))
-        of_layer, of_model = (np.asarray(evicted(cache, scores).position) for evicted in kept)
-        np.testing.assert_array_equal(of_layer, of_model)
