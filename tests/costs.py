@@ -98,7 +98,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line("{:7.1f} {:5d}  {}".format(*cost[:3]))
     if _too_many(config):
         terminalreporter.write_line(
-            f"The default tier asks for too many of these programs, expected at most {MOST_PROGRAMS}: use sizes that other "
-            "tests use, look at results in NumPy, or mark what is a product of options with pytest.mark.matrix.",
+            f"The default tier asks for more than {MOST_PROGRAMS} of these programs: use sizes that other tests use, "
+            "look at results in NumPy, or mark what is a product of options with pytest.mark.matrix.",
             red=True,
         )

@@ -122,7 +122,7 @@ TABLE = (Path(__file__).parent / "commands.txt").read_text("utf-8").replace(r"\u
 
 
 def cases() -> Iterator[Any]:
-    """Yield commands, flags and what is said: "" if that is not known, and then only the first of a command by default."""
+    """Yield commands, flags and what is said: "" where that is not known, as most are that run in the matrix."""
     parts = re.split(r"^(.*):$", TABLE, flags=re.MULTILINE)[1:]
     for name, body in zip(parts[::2], parts[1::2], strict=True):
         command, _, begins = name.partition(" ")
