@@ -16,14 +16,14 @@ import models
 from benchmarks import __main__ as benchmarks
 from benchmarks import measure, tpu_compile
 from evals import __main__ as evals
-from models import calibrate, cli, engine
+from models import asking_cli, calibrate, cli, engine
 from tests.bad_input.campaign import Terminal, state_of
 from tests.tiers import matrix
 from train import butler, finetune, retriever, scorer
 
 pytestmark = pytest.mark.bad_input
 
-MAINS = {"generate": cli.main, "calibrate": calibrate.main, "evals": evals.main}
+MAINS = {"generate": cli.main, "ask": asking_cli.main, "calibrate": calibrate.main, "evals": evals.main}
 MAINS |= {f"train.{module.__name__[6:]}": module.main for module in (butler, finetune, retriever, scorer)}
 MAINS["benchmarks"] = benchmarks.main
 HEADER = '{"evaluation": "ruler", "settings": {}, "command": "python -m evals ruler", "environments": []}'
@@ -142,7 +142,7 @@ def place(monkeypatch):
         yield Path(folder)
 
 
-@pytest.mark.parametrize(("command", "line", "said"), cases())
+@pytest.mark.parametrize(("command", "line", "said"), list(cases()))
 def test_a_command_ends_in_one_sentence(command, line, said, inputs, place: Path, terminal: Terminal, monkeypatch):
     monkeypatch.setattr(engine, "_feed_prompt", None)  # all that can be known is known before the first step
     monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))

@@ -246,16 +246,13 @@ def test_budgets_of_millions_are_counted_exactly(name):
     assert np.asarray(keep(2**26)).all()
 
 
-jitted_whole = jax.jit(allocation._whole)
-
-
 def test_shares_of_millions_add_up():
     """float32 holds no odd number above 2 ** 24."""
     total = 2**26 + 1
     room, totals = np.int32([[4 * total], [3 * total], [total // 7]]), np.int32([total])
     weights = np.float32([[1.0], [0.1], [0.3]])
     shares = jax.jit(lambda *given: allocation._in_proportion(jnp.asarray(weights))(*given))(room, totals)
-    whole = np.asarray(jitted_whole(shares, room, totals))
+    whole = np.asarray(jax.jit(allocation._whole)(shares, room, totals))
     assert whole.sum() == total and (whole <= room).all() and (whole >= 0).all()
     np.testing.assert_allclose(whole, shares, rtol=1e-6)
 

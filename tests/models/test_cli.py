@@ -183,13 +183,6 @@ def test_a_bad_line_is_named_before_the_weights_are_read(line, sentence, tmp_pat
     assert re.search(rf"line 2 of \S+prompts.jsonl: .*{sentence}", err), err
 
 
-@pytest.mark.parametrize("other", [["--prompt", "x"], ["--question", ""]])
-def test_many_prompts_stand_alone(other, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["retriever", "--prompts", "x", *other])
-    assert f"argument {other[0]}: not allowed with argument --prompts" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", [cli, chat])
 def test_each_flag_says_its_default(command):
     options = [action for action in command.parser()._actions if action.option_strings]
