@@ -49,7 +49,8 @@ test: setup  ## the default tier: each behaviour once, and every example in a do
 test-matrix: setup  ## the matrix: products of options, most bad input (10 minutes)
 	KVJAX_TIER=matrix $(PYTEST) -m 'matrix and not nightly' $(ARGS)
 
-test-all: test test-matrix  ## both
+test-all: setup  ## both, in one run: tests of a file share what it has compiled
+	KVJAX_TIER=both $(PYTEST) -m 'not nightly' $(ARGS)
 
 test-nightly: setup  ## what CI has no time for
 	KVJAX_TIER=nightly $(PYTEST) -m nightly $(ARGS)

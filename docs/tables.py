@@ -794,7 +794,7 @@ def presses(kind: str) -> str:
 
 DIFFERENT = {
     "lagkv(lag=32)": "its scores are ranks: of tokens with the same rank the newest stay here, and any there",
-    "snapkv(kernel=7)+critical@adakv": "attention alone divides a layer's budget there; rescored tokens compete for it here",
+    "snapkv(kernel=7)+critical@adakv": "attention divides a layer's budget there, the rescored tokens do here",
     "snapkv(kernel=7)@pyramid": "its budgets count the window, those here do not",
     "snapkv(kernel=7)+chunks": "its layer chooses chunks for all heads; so does `chunks(heads='layer')`",
 }

@@ -10,7 +10,7 @@ from tests.campaign import table
 from tests.campaign.cases import Case
 from tests.tiers import first
 
-DEFAULT = 36  # the first lines have most pairs: with these nine of ten
+DEFAULT = 26  # the first lines have most pairs for the seconds that they take: with these four of five
 
 
 @pytest.mark.parametrize("case", first(DEFAULT, table.table()), ids=lambda case: f"{case.policy}-{case.entry}")
@@ -19,6 +19,7 @@ def test_the_library_gives_what_the_reference_gives(case):
     assert not outcome.fails, f"{outcome.kind}: {outcome.why}\npython -m tests.campaign --case '{case}'"
 
 
+@pytest.mark.matrix
 def test_where_all_heads_of_a_layer_share_tokens_those_stay_that_all_have_marked():
     """In pages, whose heads are scored one at a time; a mark of one head once outweighed the mean."""
     sizes = dict(layers=2, kv_heads=2, group=3, width=30, windows=(None, 6), page_size=2, new=3, budget=9)
@@ -28,7 +29,7 @@ def test_where_all_heads_of_a_layer_share_tokens_those_stay_that_all_have_marked
 
 def test_the_table_has_every_pair_and_every_name():
     has = set().union(*map(table.pairs, table.table()))
-    drawn = set().union(*map(table.pairs, table.candidates(1500)))
+    drawn = set().union(*map(table.pairs, table.candidates(500)))
     assert drawn <= has, f"{sorted(drawn - has)[:5]}: make the table again with python -m tests.campaign.table"
     missing = {name for name in table.every_name() if (name,) not in has}
     assert not missing, f"no case has {sorted(missing)}: make the table again with python -m tests.campaign.table"

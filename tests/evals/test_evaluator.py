@@ -119,11 +119,13 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
     assert plain[0] == plain[1]
 
 
-def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alone():
+@pytest.mark.parametrize(
+    "asked", first(1, [[("full", None, "prompt"), ("kvzip", 40, "prompt")], [("tova", 40, "block")]])
+)
+def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alone(asked):
     model, tokenizer = models.load("retriever")
     samples = [sample for seed in range(2) for sample in tasks.needles(seed, tokenizer, 112, facts=3, asked=2)]
     assert len({tuple(sample.tokens[: sample.context_end]) for sample in samples}) == 2
-    asked = [("tova", 40, "block"), ("full", None, "prompt"), ("kvzip", 40, "prompt")]
     settings = [evaluator.Setting(policy, budget, when, "unknown", evict_every=0) for policy, budget, when in asked]
     tokens, peaks = {}, {}
     for way, prompts in (("together", [samples]), ("alone", [[sample] for sample in samples])):
@@ -134,7 +136,8 @@ def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alo
                     tokens[way, setting, first_row + row] = answer.tolist()
                 assert batch.peak_cache_bytes >= batch.cache_bytes
                 peaks[setting.policy] = batch.peak_cache_bytes
-    assert 1.5 < peaks["kvzip"] / peaks["full"] < 2  # the copies of the text are held, too, and none of the question
+    if "kvzip" in peaks:  # the copies of the text are held, too, and none of the question
+        assert 1.5 < peaks["kvzip"] / peaks["full"] < 2
     for setting in settings:
         for row in range(4):
             assert tokens["together", setting, row] == tokens["alone", setting, row]

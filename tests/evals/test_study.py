@@ -92,17 +92,3 @@ def test_answers_from_one_text_are_one_sample():
     assert found.scores == {("needle", 0): 2 / 3, ("needle", 1): 1 / 3}
     (found,) = studies.scores_of([row | {"evaluation": "ruler"}], asked=3)
     assert len(found.scores) == 6
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        (["nowhere"], "unknown study 'nowhere'"),
-        (["fixed-memory"], "--out names the folder"),
-        (["fixed-memory", "--judge", "pyproject.toml"], "is no JSON file of a study"),
-        (["pyproject.toml"], "lacks a title"),
-    ],
-)
-def test_bad_input_is_refused(line, message, capsys):
-    assert main(["study", *line]) == 2
-    assert message in capsys.readouterr().err

@@ -51,7 +51,7 @@ def check(
 
 @both
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
-@hypothesis.settings(max_examples=4)
+@hypothesis.settings(max_examples=2)
 def test_output_and_statistics_are_those_of_the_definition(name, seed):
     check(name, case(seed))
 
@@ -191,6 +191,7 @@ def test_it_runs_on_a_gpu_or_tpu(sizes, names, span):
 
 # On a mesh, each chip on its own heads: see test_prepare.py.
 @pytest.mark.tpu
+@matrix  # the TPU compiler is dear
 @pytest.mark.parametrize(("sizes", "names", "span"), first(1, TARGETS, rest=nightly), ids=str)
 @targets.topologies
 def test_it_compiles_for_a_tpu(topology, sizes, names, span):

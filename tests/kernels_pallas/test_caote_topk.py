@@ -101,7 +101,7 @@ anew = targets.compiled_run.__wrapped__
 
 @every
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), sharpness=st.sampled_from([0.5, 1, 4]))
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=4)
 def test_the_kept_are_those_whose_loss_hurts_most(name, seed, sharpness):
     check(name, case(seed, sharpness=sharpness))
 
@@ -273,6 +273,7 @@ def test_it_runs_on_a_gpu_or_tpu(fast, sizes):
 
 # On a mesh, each chip on its own heads: see test_prepare.py.
 @pytest.mark.tpu
+@matrix  # the TPU compiler is dear
 @pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS], rest=nightly), ids=str)
 @pytest.mark.parametrize(
     ("topology", "leaves"), first(1, [("v5e:2x2", evict), ("v6e:2x2", evict_one)], rest=nightly), ids=["many", "one"]

@@ -157,6 +157,7 @@ def test_it_runs_on_a_gpu_or_tpu(sizes, names, span):
 
 
 @pytest.mark.tpu
+@matrix  # the TPU compiler is dear
 @pytest.mark.parametrize(("sizes", "names", "span"), first(1, TARGETS, rest=nightly), ids=str)
 @targets.topologies
 def test_it_compiles_for_a_tpu(topology, sizes, names, span, many_pages):

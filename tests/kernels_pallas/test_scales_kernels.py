@@ -134,7 +134,7 @@ def shapes(operation: str, dtypes: tuple[str, str]) -> tuple[Any, tuple[jax.Shap
     return attend, (query, key, value, key_scale, value_scale, *others.values())
 
 
-eight = pytest.mark.parametrize(("dtypes",), [(("int8", "int8"),), (("float8_e4m3fn", "float8_e4m3fn"),)], ids="/".join)
+eight = pytest.mark.parametrize("dtypes", first(1, [["int8"] * 2, ["float8_e4m3fn"] * 2]), ids="/".join)
 
 
 @every

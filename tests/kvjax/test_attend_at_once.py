@@ -54,6 +54,7 @@ def test_on_an_accelerator_attention_scores_and_eviction_are_kernels(platform, k
     assert text.count(target) == kernels
 
 
+@pytest.mark.matrix
 @pytest.mark.tpu
 def test_layers_are_read_where_they_are_stacked():
     """The program of a decode step over all layers holds no copy of one layer's keys or values."""

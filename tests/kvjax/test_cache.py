@@ -214,9 +214,3 @@ def test_a_donated_cache_is_updated_in_place():
 
 
 # Errors.
-
-
-def test_more_tokens_than_free_slots_are_refused_outside_jit():
-    cache = put(empty(), [[0, 1, 2, 3, 4], [0, 1, 2, 3, -1]])
-    with pytest.raises(ValueError, match=r"3 tokens do not fit: 2 more free slots are needed; evict first"):
-        kvjax.insert(cache, *rows_of(np.array([[5, 6, 7], [4, 5, -1]])), np.array([[5, 6, 7], [4, 5, -1]]))

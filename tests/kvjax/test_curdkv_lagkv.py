@@ -61,14 +61,11 @@ def in_a_row(key, value) -> kvjax.Observation:
     return slots(0)._replace(key=rows[0], value=rows[1], position=position, next_position=np.full(B, S, np.int32))
 
 
-def test_curdkvs_equal_tokens_tie_although_their_lengths_are_rounded_otherwise():
+def test_curdkvs_equal_tokens_tie_although_their_lengths_are_rounded_otherwise_and_zeros_are_zero():
     key = np.ones((S, D)) * (1 + 2e-7 * np.arange(S)[:, None])
     result = scores(kvjax.curdkv(local_window=8), in_a_row(key, np.ones((S, D))))
     close(result, 1 / S)
     assert (result == result[0, 0, 0]).all()
-
-
-def test_curdkv_of_zeros_is_zero():
     assert (scores(kvjax.curdkv(), in_a_row(np.zeros((S, D)), np.zeros((S, D)))) == 0).all()
 
 

@@ -44,19 +44,6 @@ def test_spaces_and_defaults_do_not_make_another_policy(written, short):
     assert str(kvjax.parse(written)) == short
 
 
-def test_a_policy_may_be_a_static_argument_of_jit():
-    traces = []
-
-    def count(policy, x):
-        traces.append(str(policy))
-        return x
-
-    jitted = jax.jit(count, static_argnums=0)
-    for name in ("h2o+caote", "h2o + caote", "tova"):
-        jitted(kvjax.parse(name), np.float32(0))
-    assert traces == ["h2o+caote", "tova"]
-
-
 def test_a_chain_joins_what_its_links_declare():
     policy = kvjax.parse("snapkv(window=2)+pool+caote+protect(sinks=4)")
     assert (

@@ -90,22 +90,6 @@ def test_a_command_asks_a_file_and_what_it_saved(tmp_path, capsys, monkeypatch):
     }
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--document", "nowhere.txt"], "there is no document file nowhere.txt"),
-        (["--document", "-"], "the questions cannot come from standard input"),
-        (["--document", "x", "--policy", "butler+caote"], "scores by a predictor"),
-        (["--document", "x", "--policy", "full", "--budget", "8"], "without a policy"),
-        (["--load", "nowhere.cache"], "there is no file nowhere.cache"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence(flags, sentence, monkeypatch, capsys):
-    assert asking_cli.main(["retriever", *flags]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert sentence in said
-
-
 def test_free_pages_are_taken_away_and_tokens_stay():
     def layers():  # in one program
         cache = kvjax.PagedCache.init(batch=1, kv_heads=2, pages=12, page_size=2, most=8, head_dim=2)

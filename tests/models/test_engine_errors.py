@@ -36,33 +36,20 @@ RUNS = {  # the other values that cannot be: tests/bad_input
         r"turns queries back by their positions in the text, but the cache's are 'compact'",
     ),
     "a length beyond the tokens": (dict(lengths=np.array([41])), r"lengths are \[41\]; .* to 40"),
+    "no token": (dict(tokens=np.zeros((1, 0), int)), r"the prompt is empty \(tokens \(1, 0\)\); give at least 1 token"),
+    "fractions": (dict(tokens=np.ones((1, 5))), r"tokens are float64 \(1, 5\); expected integers"),
+    "a token beyond the vocabulary": (dict(tokens=[[1, 48]]), "token 48 is outside the vocabulary of 48; .*tokenizer"),
+    "too many positions": (dict(tokens=np.zeros((1, 65), int)), r"take (65|129) positions, but the model has 64: "),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "message"), RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("run", [models.prefill, models.generate, models.stream])
 def test_a_run_refuses(model, run, arguments, message):
+    given = dict(tokens=TOKENS) | arguments
     with pytest.raises(ValueError, match=message) as error:
-        run(model, TOKENS, **arguments)
+        run(model, given.pop("tokens"), **given)
     assert "\n" not in str(error.value)
-
-
-PROMPTS = {
-    "no token": (np.zeros((1, 0), np.int32), r"the prompt is empty \(tokens \(1, 0\)\); give at least 1 token"),
-    "fractions": (np.ones((1, 5)), r"tokens are float64 \(1, 5\); expected integers"),
-    "a token beyond the vocabulary": (np.array([[1, 48]]), r"token 48 is outside the vocabulary of 48; .*tokenizer"),
-    "too many positions": (
-        np.zeros((1, 65), np.int32),
-        r"take (65|129) positions, but the model has 64: shorten the prompt",
-    ),
-}
-
-
-@pytest.mark.parametrize(("tokens", "message"), PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("run", [models.prefill, models.generate, models.stream])
-def test_a_prompt_is_refused(model, run, tokens, message):
-    with pytest.raises(ValueError, match=message):
-        run(model, tokens)
 
 
 def test_the_answer_counts_towards_the_positions_of_a_full_cache(model):

@@ -172,6 +172,7 @@ print((status("VmHWM") - before) / size)
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 def test_peak_memory_is_at_most_1_3_times_the_weights(tmp_path):
     config = Config(16_000, 512, 1536, num_layers=12, num_heads=8, num_kv_heads=2)

@@ -196,8 +196,6 @@ def folder(tmp_path_factory) -> Path:
         {"prompt": f"The code of the river is {number}. The code is", "answer": f" {number}"} for number in range(9)
     ]
     (folder / "qa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": line["prompt"]}) + "\n" for line in lines * 9))
-    (folder / "half.jsonl").write_text(json.dumps(lines[0]) + '\n{"prompt": "The code"}\n')
     return folder
 
 
