@@ -223,8 +223,8 @@ def best(case: Case, budget: int, starts: Bool[Array, "n S"] | None = None) -> B
 
         return jax.lax.while_loop(lambda evicted: jnp.sum(evicted) != goal, step, evicted)
 
-    every = [~towards(jnp.full(S, first), S - budget) for first in (False, True)]
-    every = jnp.stack([*every, *([] if starts is None else starts)])
+    greedy = [~towards(jnp.full(S, first), S - budget) for first in (False, True)]
+    every = jnp.stack([*greedy, *([] if starts is None else starts)])
     every = jax.lax.map(lambda kept: improved(case, kept), every)
     return every[jnp.argmin(jax.lax.map(lambda kept: error(case, kept), every))]
 

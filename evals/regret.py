@@ -17,11 +17,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from tqdm import tqdm
@@ -30,7 +31,7 @@ import kvjax
 import models
 from evals import best_tokens, evaluator, report, results, selections, statistics, tasks
 from kvjax.chains import policy_of
-from models import commands
+from models import commands, plan
 from models.programs import make_room
 
 BEST = "best"
@@ -73,18 +74,18 @@ def make_heads(
     with jax.enable_x64(True):
         made = []
         for head in range(len(logits)):
-            given = (np.asarray(x[head], np.float64) for x in (logits, value))
-            after = None if projection is None else np.asarray(projection[head], np.float64)
-            weights, values, outputs = map(np.asarray, best_tokens.make_case(*given, size, after))
+            after = None if projection is None else jnp.asarray(projection[head], jnp.float64)
+            own_logits, own_value = jnp.asarray(logits[head], jnp.float64), jnp.asarray(value[head], jnp.float64)
+            weights, values, outputs = best_tokens.make_case(own_logits, own_value, size, after)
             more, longer = rows - outputs.shape[1], width - size
             made.append(
                 best_tokens.Case(
-                    np.pad(weights, ((0, 0), (0, more), (0, longer))),
-                    np.pad(values, ((0, 0), (0, longer), (0, 0))),
-                    np.pad(outputs, ((0, 0), (0, more), (0, 0))),
+                    jnp.pad(weights, ((0, 0), (0, more), (0, longer))),
+                    jnp.pad(values, ((0, 0), (0, longer), (0, 0))),
+                    jnp.pad(outputs, ((0, 0), (0, more), (0, 0))),
                 )
             )
-    return Heads(best_tokens.Case(*(np.stack(parts) for parts in zip(*made, strict=True))), size)
+        return Heads(jax.tree.map(lambda *parts: np.stack(parts), *made), size)
 
 
 @functools.partial(jax.jit, static_argnames="budget")
@@ -110,7 +111,7 @@ def search(heads: Heads, budget: int, tried: Bool[np.ndarray, "n H G S"]) -> Boo
     found = np.where(fits, found, np.inf)
     starts = tried[np.argmin(found, axis=0), np.arange(tried.shape[1]), 0]
     starts = np.where(np.isfinite(found.min(axis=0))[:, None], starts, np.arange(starts.shape[-1]) < budget)
-    cases = best_tokens.Case(*(np.asarray(x, np.float32) for x in heads.cases))
+    cases = jax.tree.map(lambda x: np.asarray(x, np.float32), heads.cases)
     return np.asarray(_search(cases, budget, starts[:, None]))
 
 
@@ -134,8 +135,9 @@ def kept_tokens(
 
     Settings that evict once share the text's prefill.
     """
-    found = {}
-    fed, lengths = evaluator.padded([tokens], width), np.array([len(tokens)], np.int32)
+    found: dict[evaluator.Setting, Any] = {}
+    caches: Iterable[plan.Prefilled]
+    fed, lengths = evaluator.padded([tokens.tolist()], width), np.array([len(tokens)], np.int32)
     for together in evaluator.sharing(settings):
         if len(together) == 1:
             (setting,) = together
@@ -219,7 +221,7 @@ class _Run:
         whole = np.array([*sample.tokens, *sample.answer_tokens])
         future = np.arange(sample.context_end, len(whole))
         rows = np.concatenate([np.arange(exact, exact + AFTER), future, np.full(self.rows - len(future), -1)])
-        tokens = evaluator.padded([whole], self.flags.length + self.rows)
+        tokens = evaluator.padded([whole.tolist()], self.flags.length + self.rows)
         logits, value = selections.recorded(self.model, tokens, rows)
         layers = np.array(self.layers)
         logits, value = np.asarray(logits[layers, 0]), np.asarray(value[layers, 0])  # [n, N, R, T], [n, K, T, D]
@@ -513,7 +515,7 @@ def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]
     found = evaluator.make_settings(asked, evaluator.KNOWN_OR_NOT)
     evaluator.refuse_selections(found, "a selection keeps all tokens, so it has no regret")
     # What merges tokens keeps no subset of them.
-    found = [s for s in found if s.policy != "full" and policy_of(s.policy).merging is None]
+    found = [s for s in found if (policy := policy_of(s.policy)) is not None and policy.merging is None]
     if len({setting.budget for setting in found}) != 1:
         raise ValueError(f"the budget is {flags.budget!r} with the policies {names!r}; give one budget, and policies.")
     return found

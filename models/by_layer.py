@@ -24,7 +24,7 @@ from kvjax.schedule import Phase
 from models import selecting
 from models.config import Config
 from models.decoder import Decoder, attention_input, embed, run_layer, sliding_windows
-from models.layer_caches import AnyCache, split, stacked_up
+from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
 from models.parameters import layers_with
 from models.plan import HostOrDevice, Plan, Rows, Sizes
 from models.sampling import Sampling, sample
@@ -153,6 +153,7 @@ class LayerSteps:
                 carry = _predict(plan.selection is not None, butler, block.position, entered, x, carry)
             cache = cache.with_at(number, carry.cache)
         if carry.evidence is not None:
+            assert block.budgets is not None
             cache = _evict_together(cache, carry.evidence, block.budgets)
         return x, DecodeState(cache, carry.predictor, carry.source)
 
