@@ -73,10 +73,11 @@ def make_case(
         >>> import numpy as np
         >>> from evals import best_tokens
         >>> value = np.array([[2.0], [0.0], [0.0], [2.0]])
-        >>> case = best_tokens.make_case(np.array([[[0, -np.inf, -np.inf, 0]]]), value, 3)
+        >>> logits = np.array([[[0, -np.inf, -np.inf, 0]]])
+        >>> case = best_tokens.make_case(logits, value, 3)
         >>> # without the mean of the values, which is 1
-        >>> case.weights.shape, case.values[0].ravel().tolist(), case.outputs.ravel().tolist()
-        ((1, 1, 3), [1.0, -1.0, -1.0], [1.0])
+        >>> case.values[0].ravel().tolist(), case.outputs.ravel().tolist()
+        ([1.0, -1.0, -1.0], [1.0])
     """
     G, _, every = logits.shape
     if value.shape[0] != every or not 1 <= size < every:
@@ -105,7 +106,8 @@ def error(case: Case, kept: Bool[Array, "*G S"]) -> Float[Array, ""]:
         >>> value = np.array([[4.0], [0.0], [0.0], [0.0]])
         >>> case = best_tokens.make_case(np.zeros((1, 1, 4)), value, 3)
         >>> # 1 becomes 0 without the first token, and 2 without the others
-        >>> [float(best_tokens.error(case, np.array(kept))) for kept in ([False, True, True], [True, False, False])]
+        >>> choices = np.array([[False, True, True], [True, False, False]])
+        >>> [float(best_tokens.error(case, kept)) for kept in choices]
         [1.0, 1.0]
     """
     return jnp.sum(jnp.square(_moved(case, jnp.broadcast_to(~kept, (len(case.values), kept.shape[-1])))))

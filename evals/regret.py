@@ -319,7 +319,8 @@ def by_layer(
     Example:
         >>> import numpy as np
         >>> from evals import regret
-        >>> regret.by_layer(np.array([1.0, 0.0, 2.0, 2.0]), np.array([1.0, 3.0, 4.0, 4.0]), 2).tolist()
+        >>> errors, energy = np.array([[1.0, 0.0, 2.0, 2.0], [1.0, 3.0, 4.0, 4.0]])
+        >>> regret.by_layer(errors, energy, 2).tolist()
         [0.25, 0.5]
     """
     return head_errors.reshape(layers, -1).sum(axis=1) / energy.reshape(layers, -1).sum(axis=1)
@@ -373,10 +374,12 @@ def correlations(rows: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str]
     Example:
         >>> from evals import regret
         >>> rows = [
-        ...     dict(question="known", policy=name, regret=x, mass=x, layers=[x], model="m")
+        ...     {"model": "m", "question": "known", "policy": name}
+        ...     | dict(regret=x, mass=x, layers=[x])
         ...     for name, x in (("a", 0.1), ("b", 0.2), ("c", 0.3))
         ... ]
-        >>> told = regret.correlations(rows, {("known", "a"): 0.9, ("known", "b"): 0.5, ("known", "c"): 0.1})
+        >>> recall = {("known", "a"): 0.9, ("known", "b"): 0.5, ("known", "c"): 0.1}
+        >>> told = regret.correlations(rows, recall)
         >>> told[0]["regret"], told[0]["mass"], told[0]["policies"]
         (1.0, -1.0, 3)
     """

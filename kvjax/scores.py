@@ -638,7 +638,7 @@ def kvgrad(
             projections=frozenset({kind}),
             reconstruction=Reconstruction(chunk, sinks, visible, frozenset({"weights"}), loss=loss),
         ),
-        Moments("prompt", 0, "kvpress, pull request 279: once after the prompt, which the model repeats"),
+        Moments("prompt", 0, "openreview cg1wTCJjjk, as in kvpress: once after the prompt, which the model repeats"),
     )
 
 

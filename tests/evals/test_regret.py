@@ -23,6 +23,7 @@ FLAGS += [
 ]
 
 
+@pytest.mark.matrix
 def test_a_policy_is_measured_against_the_best_and_a_finished_run_is_read_again(run_eval, tiny_folder, tmp_path):
     flags = [*FLAGS, "--model", str(tiny_folder), "--out", str(tmp_path / "runs")]
     found, told = run_eval(*flags)
