@@ -127,9 +127,8 @@ def simulate(
         >>> from evals.selections import Simulation, parse_selection
         >>> model, tokenizer = models.load("retriever")
         >>> sequence = tokenizer.encode("The river was calm.")
-        >>> found = loglikelihood.simulate(
-        ...     model, [sequence], Simulation(parse_selection("streaming"), 0.5), block=8
-        ... )
+        >>> what = Simulation(parse_selection("streaming"), 0.5)
+        >>> found = loglikelihood.simulate(model, [sequence], what, block=8)
         >>> found[0].greedy.shape == (len(sequence) - 1,)
         True
     """
