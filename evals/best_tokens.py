@@ -34,7 +34,7 @@ SHARE = 16  # a greedy step takes one in so many of the tokens that are left to 
 
 
 class Case(NamedTuple):
-    """What one KV head's future queries read: weights over all tokens they see, values and outputs per query head."""
+    """Hold what a KV head's future queries read: weights over tokens that they see, values, outputs per query head."""
 
     weights: Float[Array, "G T S"]
     values: Float[Array, "G S D"]
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 class Bracket(NamedTuple):
-    """The smallest error of b tokens lies between ``lower`` and ``error``, which is that of ``kept``."""
+    """Tell that the smallest error of b tokens lies between ``lower`` and ``error``, which is that of ``kept``."""
 
     kept: Bool[np.ndarray, "S"]
     error: float

@@ -125,7 +125,7 @@ NO_AIDS = Aids()
 
 
 class Feed(NamedTuple):
-    """How prompts are fed: the tokens of a block, the prompts of a batch, and what policies need besides the model."""
+    """Say how prompts are fed: tokens of a block, prompts of a batch, and what policies need besides the model."""
 
     block: int = 128
     batch: int = 16

@@ -44,7 +44,7 @@ EXAMPLES = """examples:
 
 
 class Arguments(NamedTuple):
-    """What ``--model_args`` may say beside the model, with the harness' names; see :func:`model_class`."""
+    """Take what ``--model_args`` may say beside the model, with the harness' names; see :func:`model_class`."""
 
     policy: str = "full"
     budget: int | float | str | None = None

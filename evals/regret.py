@@ -44,9 +44,10 @@ EXAMPLES = """examples:
 
 
 class Heads(NamedTuple):
-    """The cases of some layers' KV heads, all of one size: what is beyond a prompt's tokens and queries weighs nothing.
+    """Hold the cases of some layers' KV heads, all of one size.
 
-    ``cases`` are stacked over the heads, ``[H, ...]``; ``tokens`` are the prompt's.
+    ``cases`` are stacked over the heads, ``[H, ...]``; ``tokens`` are the prompt's. What is beyond its tokens and
+    queries weighs nothing.
     """
 
     cases: best_tokens.Case
@@ -120,7 +121,7 @@ def _positions(cache: Any, layers: Int[jax.Array, "n"]) -> Int[jax.Array, "n B h
     return jax.lax.map(lambda layer: cache.layer(layer).position, layers)
 
 
-def kept_tokens(
+def held_tokens(
     model: models.Decoder,
     tokens: Int[np.ndarray, "T"],
     settings: Sequence[evaluator.Setting],
@@ -184,7 +185,7 @@ def chosen_layers(count: int, layers: int) -> list[int]:
 
 
 class _Run:
-    """A run of the command: what all of its prompts share."""
+    """Hold what all prompts of a run share."""
 
     def __init__(self, flags, model, tokenizer, settings, aids, store):
         self.flags, self.model, self.settings, self.aids, self.store = flags, model, settings, aids, store
@@ -245,7 +246,7 @@ class _Run:
         size, end = self.ends(sample, question)
         rows = slice(AFTER + size - sample.context_end, AFTER + end - sample.context_end)
         heads = self.heads(read, 0, rows, size, end, width)
-        held = kept_tokens(
+        held = held_tokens(
             self.model, np.array(sample.tokens[:size]), settings, self.layers, width=width, block=flags.block,
             aids=self.aids, progress=progress,
         )  # fmt: skip

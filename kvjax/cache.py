@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def map_slots(function: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyT
 
 
 class AnyKind:
-    """What all kinds of caches answer alike; those of several parts (devices, layers) have a ``map`` of their own.
+    """Answer what all kinds of caches do alike; those of several parts (devices, layers) have a ``map`` of their own.
 
     A verb of :mod:`kvjax` checks its arguments and then runs on each part, by :meth:`map` or :meth:`read`. A part is a
     plain or a paged cache, which says by methods of its own what the two kinds do differently.
@@ -170,6 +170,13 @@ class Stored(AnyKind):
         """Return what is added to the logits of each slot, None where nothing is."""
         return self.rows.get("bias")
 
+    def with_bias(self) -> Self:
+        """Return the cache with a float per slot that is added to its logits: 0, if it has none yet."""
+        if self.bias is not None:
+            return self
+        zeros = jnp.zeros(self.position.shape, jnp.float32)
+        return dataclasses.replace(self, rows=self.rows | {"bias": zeros})  # type: ignore[type-var]
+
     @property
     def side_by_side(self) -> bool:
         """Return whether each key is stored in one row with its value."""
@@ -250,7 +257,6 @@ class KVCache(Stored):
         dtype: DtypesLike = jnp.float32,
         state: PyTree = (),
         positions: Positions = "absolute",
-        biased: bool = False,
     ) -> KVCache:
         """Make an empty cache. ``state`` is what a policy's ``init`` returned for the same shape.
 
@@ -263,7 +269,6 @@ class KVCache(Stored):
                 text. "compact": at each step, the ranks among the remaining tokens, as in StreamingLLM; keys are
                 rotated again. "index": a token's position is the number of tokens in the cache when it enters, and
                 stays so; keys are not rotated again. Masks and protections always use positions in the text.
-            biased: whether each slot has a float that is added to its logits, 0 at first.
 
         Raises:
             ValueError: if a size is below 1, the dtype or the positions are unknown, or the state has another shape.
@@ -283,7 +288,7 @@ class KVCache(Stored):
                     "make the cache with kvjax.empty_cache."
                 )
         return cls(
-            rows=empty_rows(shape, head_dim, dtypes, biased),
+            rows=empty_rows(shape, head_dim, dtypes),
             position=jnp.full(shape, -1, jnp.int32),
             next_position=jnp.zeros(shape[-3], jnp.int32),
             state=state,
@@ -471,15 +476,14 @@ def as_stored(cache: Stored, key: Float[Array, "*rows D"], value: Float[Array, "
     return rows_together(stored) if cache.side_by_side else stored
 
 
-def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes, biased: bool = False) -> Rows:
+def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Rows:
     """Return the rows of an empty cache with slots of this shape, as programs for this platform store them."""
 
     def rows() -> Rows:
         named = dtypes._asdict().items()
         arrays = {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in named}
         scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name, dtype in named if is_quantised(dtype)}
-        biases = {"bias": jnp.zeros(slots, jnp.float32)} if biased else {}
-        return laid_out_for_platform(arrays | scales | biases)
+        return laid_out_for_platform(arrays | scales)
 
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(rows))  # each made once
 

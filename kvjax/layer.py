@@ -24,7 +24,7 @@ from kvjax.window import join, observed
 
 
 class LayerBlock(NamedTuple):
-    """A block in one layer: its queries, keys and values, rotated, and the tokens' positions, -1 for padding."""
+    """Hold a block in one layer: its queries, keys and values, rotated, and the tokens' positions, -1 for padding."""
 
     query: Float[Array, "B T N D"]
     key: Float[Array, "B T K D"]

@@ -183,7 +183,7 @@ def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
 
 
 class Heads(NamedTuple):
-    """The heads of a cache: of ``layers``, None for one without an axis of layers; ``group`` query heads share each."""
+    """Count the heads of a cache: of ``layers``, None for one without that axis; ``group`` query heads share each."""
 
     layers: int | None
     batch: int
@@ -222,11 +222,15 @@ def blank(
         return () if policy is None else policy.state(B, K, group, S, head_dim)
 
     sizes: dict[str, Any] = dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
-    sizes |= dict(dtype=dtype, positions=positions, biased=fits_biases(policy))
+    sizes |= dict(dtype=dtype, positions=positions)
     if held.pages:
         sizes |= dict(pages=held.pages, page_size=page_size, most=held.slots, init_state=state)
-        return PagedCache.init(**sizes) if mesh is None else SplitCache.init(mesh=mesh, **sizes)
+        if mesh is not None:
+            return SplitCache.init(mesh=mesh, **sizes)
+        pages = PagedCache.init(**sizes)
+        return pages.with_bias() if fits_biases(policy) else pages
     stack, remembered = () if layers is None else (layers,), state(batch, kv_heads, held.slots)
     remembered = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), remembered)
     cache = KVCache.init(slots=held.slots, state=remembered, **sizes)
+    cache = cache.with_bias() if fits_biases(policy) else cache
     return cache if mesh is None else on_mesh(cache, mesh)

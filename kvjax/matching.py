@@ -34,7 +34,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """A link's state: a sample query of each query head in each slot, times the scale of the logits.
+    """Keep a sample query of each query head in each slot, times the scale of the logits: a link's state.
 
     ``seen_from`` is one more than the position from which it sees the cache, 0 where a slot has none. The query need
     not be that of the slot's token; the slot is a place to keep it.
@@ -50,7 +50,7 @@ class Queries:
 
 
 class Sampled(NamedTuple):
-    """The sample queries of a head over the slots: what the small cache is fitted to.
+    """Hold the sample queries of a head over the slots: what the small cache is fitted to.
 
     ``weights`` are those of the chosen slots in the attention over all, 0 for a query that counts for nothing, whose
     ``counts`` is 0; ``outputs`` are the outputs over all.
@@ -121,7 +121,7 @@ def match_attention(
     budget = min(check_tokens(budget), S)
     if position is None:
         position = jnp.broadcast_to(jnp.maximum(cache.next_position, 1)[:, None] - 1, (B, T))
-    wide = floats_of(cache)
+    wide = floats_of(cache.with_bias())
     if scores is None:
         _, columns = cache_attention(
             query, **wide.rows, key_position=cache.position, query_position=position, window=T, scale=scale,
@@ -129,7 +129,6 @@ def match_attention(
         )  # fmt: skip
         scores = jnp.sum(columns.window_square.reshape(B, K, N // K, S), axis=2)
     stays = keep_mask(scores, cache.position, budget)
-    bias = jnp.zeros((B, K, S), jnp.float32) if cache.bias is None else cache.bias
     factor = D**-0.5 if scale is None else scale
     rows = (query.astype(jnp.float32) * factor).reshape(B, T, K, N // K, D).transpose(0, 2, 1, 3, 4)
     seen_from = jnp.broadcast_to(position[:, None, :, None], rows.shape[:-1]) + 1
@@ -138,7 +137,7 @@ def match_attention(
         key, value, bias, live, stays, rows, seen_from = head
         return fit(key, value, bias, live, stays, rows.reshape(-1, D), seen_from.ravel(), budget)
 
-    given = wide.key, wide.value, bias, cache.position, stays, rows, seen_from
+    given = wide.key, wide.value, wide.bias, cache.position, stays, rows, seen_from
     value, bias = jax.lax.map(of_head, jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), given))
     value = value.reshape(wide.value.shape).astype(wide.value.dtype)
     stored = {"value": value, "bias": bias.reshape(B, K, S)}
@@ -207,13 +206,10 @@ def mass_factors(weights: Float[Array, "n t"], counts: Float[Array, "n"], bias: 
         [2.0]
     """
     gram = jnp.matmul(weights.T, weights, precision=HIGHEST)
-    unit, ridge = _scaled(gram)
-    # In units in which each column has the length 1: columns differ by many orders of magnitude.
-    length = jnp.sqrt(jnp.diagonal(gram) + ridge)
+    system, length = _system(gram)
     low, high = (length * jnp.exp(jnp.clip(sign * MOST_BIAS - bias, -10, 10)) for sign in (-1, 1))
     low, high = jnp.minimum(low, length), jnp.maximum(high, length)  # what is there stays possible
     wanted = jnp.matmul(weights.T, counts, precision=HIGHEST) / length + RIDGE * length
-    system = unit + RIDGE * jnp.eye(len(unit), dtype=unit.dtype)
     start = jnp.clip(jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(system), True), wanted), low, high)
     rate = 1 / jnp.max(jnp.sum(jnp.abs(system), axis=0))  # at most 1 / the largest eigenvalue
 
@@ -242,19 +238,19 @@ def values(sampled: Sampled, factor: Float[Array, "t"], value: Float[Array, "t D
     share = mass / jnp.where(total > 0, total, 1)
     rest = jnp.where(total > 0, sampled.outputs - jnp.matmul(share, value, precision=HIGHEST), 0)
     gram = jnp.matmul(share.T, share, precision=HIGHEST)
-    unit, ridge = _scaled(gram)
-    length = jnp.sqrt(jnp.diagonal(gram) + ridge)[:, None]
-    wanted = jnp.matmul(share.T, rest, precision=HIGHEST) / length
-    system = unit + RIDGE * jnp.eye(len(unit), dtype=unit.dtype)
-    return value + jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(system), True), wanted) / length
+    system, length = _system(gram)
+    wanted = jnp.matmul(share.T, rest, precision=HIGHEST) / length[:, None]
+    return value + jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(system), True), wanted) / length[:, None]
 
 
-def _scaled(gram: Float[Array, "t t"]) -> tuple[Float[Array, "t t"], Float[Array, ""]]:
-    """Return a Gram matrix of columns of length 1, and what was added to the squares of their lengths."""
+def _system(gram: Float[Array, "t t"]) -> tuple[Float[Array, "t t"], Float[Array, "t"]]:
+    """Return a Gram matrix in units in which each column has the length 1, with the ridge, and those lengths.
+
+    Columns differ by many orders of magnitude; one that no query sees stays as it is.
+    """
     squares = jnp.diagonal(gram)
-    floor = 1e-8 * jnp.max(squares) + jnp.finfo(gram.dtype).tiny  # a column that no query sees stays as it is
-    length = jnp.sqrt(squares + floor)
-    return gram / length[:, None] / length, floor
+    length = jnp.sqrt(squares + 1e-8 * jnp.max(squares) + jnp.finfo(gram.dtype).tiny)
+    return gram / length[:, None] / length + RIDGE * jnp.eye(len(gram), dtype=gram.dtype), length
 
 
 def samples_of(state: Any) -> Queries | None:

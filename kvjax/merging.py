@@ -37,8 +37,8 @@ class Head(NamedTuple):
     stays: Bool[Array, "S"]
     gone: Int[Array, "E"]
     received: Float[Array, "S"]
-    bias: Float[Array, "S"] = None  # type: ignore[assignment]
-    sampled: Queries | None = None
+    bias: Float[Array, "S"]
+    sampled: Queries | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +85,8 @@ def folded(
     count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
     key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
     slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
-    bias = jnp.zeros(before.shape, jnp.float32) if here.bias is None else here.bias
     received, sampled = _received(here.state, before.shape), jax.lax.stop_gradient(samples_of(here.state))
-    fields = Head(key, value, before, after >= 0, slots, received, bias, sampled)
+    fields = Head(key, value, before, after >= 0, slots, received, here.with_bias().rows["bias"], sampled)
     lead = before.shape[:-1]
     heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), fields)
     if slots.size * S <= TOGETHER and not merging.biased:  # which chooses a size for each head
@@ -108,7 +107,7 @@ def folded(
         if layer is not None:
             raise ValueError(
                 f"{merging.name!r} fits a bias per slot, but the cache has none; make it with kvjax.empty_cache, or "
-                "with biased=True."
+                "with its with_bias()."
             )
         changed["bias"] = jnp.where(new, stored["bias"], 0)
     return dataclasses.replace(cache, rows=with_rows(cache.rows, changed, layer))

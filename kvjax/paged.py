@@ -103,7 +103,6 @@ class PagedCache(Stored):
         dtype: DtypesLike = jnp.float32,
         init_state: Callable[[int, int, int], PyTree] | None = None,
         positions: Positions = "absolute",
-        biased: bool = False,
     ) -> PagedCache:
         """Make an empty cache.
 
@@ -112,7 +111,7 @@ class PagedCache(Stored):
             page_size: slots per page.
             most: the most slots that one head can hold; it sets the width of the page table.
             init_state: ``init_state(B, K, S)``, a policy's ``init`` for one group size and head dim.
-            dtype, positions, biased: see :meth:`kvjax.KVCache.init`.
+            dtype, positions: see :meth:`kvjax.KVCache.init`.
 
         Raises:
             ValueError: if a size is below 1, there are fewer pages than heads, or the dtype or the positions are
@@ -142,7 +141,7 @@ class PagedCache(Stored):
             state = jax.tree.map(choose, of_slots, of_heads, is_leaf=lambda leaf: isinstance(leaf, HeadState))
         table_shape = (*(() if layers is None else (layers,)), batch, kv_heads, -(-most // page_size))
         return cls(
-            rows=empty_rows((pages, page_size), head_dim, dtypes, biased),
+            rows=empty_rows((pages, page_size), head_dim, dtypes),
             position=jnp.full((pages, page_size), -1, jnp.int32),
             owner=jnp.full(pages, -1, jnp.int32),
             table=jnp.full(table_shape, -1, jnp.int32),

@@ -596,8 +596,9 @@ class ProgramSteps:
         return block_step(self.run, state, tokens, position, phase._replace(filled=None), part)
 
     def shrink(self, state: DecodeState) -> DecodeState:
-        state = dataclasses.replace(state, cache=settled(state.cache, self.run.plan))
-        return _shrink(state, self.run.plan, self.sizes) if shrinks(state.cache, self.sizes) else state
+        if shrinks(state.cache, self.sizes):
+            return _shrink(state, self.run.plan, self.sizes)
+        return dataclasses.replace(state, cache=settled(state.cache, self.run.plan))
 
     def token(
         self, state: DecodeState, token: np.ndarray, finished: np.ndarray, key: Array | None, step: int,

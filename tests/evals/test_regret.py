@@ -47,7 +47,7 @@ def test_masks_say_which_tokens_each_query_head_reads(tiny):
     model = tiny[0]
     tokens = np.arange(40) % 30 + 3
     settings = [regret.evaluator.Setting(name, 10, "prompt", "known") for name in ("recency", "streaming(sinks=4)")]
-    kept = regret.kept_tokens(model, tokens, settings, [0, 2], width=48, block=16)
+    kept = regret.held_tokens(model, tokens, settings, [0, 2], width=48, block=16)
     for setting, first in zip(settings, (0, 4), strict=True):
         expected = np.zeros(48, bool)
         expected[:first] = expected[40 - (10 - first) : 40] = True

@@ -66,7 +66,8 @@ def test_values_and_keys_of_zeros_have_a_derivative():
     gone, stays, received = np.array([0]), np.array([False, True, True]), np.zeros(3)
 
     def merged(key, value):
-        return merging.most_similar(merging.Head(key, value, np.arange(3), stays, gone, received), 0.0)[0]
+        head = merging.Head(key, value, np.arange(3), stays, gone, received, np.zeros(3), None)
+        return merging.most_similar(head, 0.0)[0]
 
     gradient = jax.jit(jax.grad(lambda *rows: jnp.sum(merged(*rows) ** 2), argnums=(0, 1)))
     zeros = np.zeros((3, 4), np.float32)

@@ -24,7 +24,7 @@ def given():
     draw = np.random.default_rng(3)
     key, value = draw.normal(size=(2, B, S - 1, K, D)).astype(np.float32)
     query = (2 * draw.normal(size=(B, T, K * G, D))).astype(np.float32)
-    cache = kvjax.KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=D, biased=True)
+    cache = kvjax.KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=D).with_bias()
     return jax.jit(kvjax.insert)(cache, key, value), query
 
 

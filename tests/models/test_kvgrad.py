@@ -20,8 +20,7 @@ from tests.models import reference
 from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT
 from tests.models.reference import gradients
 from tests.models.test_kvzip import LENGTHS, TOKENS, fixture, in_order, kept, kvpress_model
-from tests.models.tiny import CONFIG, assert_keeps, decoder, on_mesh, run, weights
-from tests.tiers import first
+from tests.models.tiny import CONFIG, decoder, on_mesh, weights
 
 PUBLISHED = f"kvgrad(chunk={CHUNK[GRADIENT]})"
 COMPETE = {"model": f"{PUBLISHED}@model(normalise=False,cap=None)", "layer": f"{PUBLISHED}@layer(cap=None)"}
@@ -72,7 +71,7 @@ def fed_twice(shift=None):
 
 
 def loss_of(loss, shift):
-    """Of the last 3 tokens of the block, in NumPy float64."""
+    """Differentiate by the last 3 tokens of the block, in NumPy float64."""
     model, tokens, logits = fed_twice(shift)
     if loss == "hidden":
         return (model.inputs[-1] ** 2).sum()
@@ -103,24 +102,6 @@ def test_the_gradient_is_that_by_hand(loss):
     expected = gradients.of_loss(model, tokens, loss, 3)
     np.testing.assert_allclose(np.asarray(found)[:, 0, 2:], expected, atol=1e-5 * abs(expected).max())
     assert not np.asarray(found)[:, 0, :2].any()
-
-
-BY_BLOCK = [
-    "kvgrad(chunk=4)",
-    "kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer",
-    "kvgrad@model(normalise=False)",
-    "kvgrad(measure='change')",
-]
-
-
-@pytest.mark.parametrize("policy", first(1, BY_BLOCK))
-def test_blocks_are_repeated_as_they_come_in(policy):
-    settings = dict(policy=policy, budget=14, block=8, evict_every=3)
-    made = models.generate(decoder(), TOKENS, lengths=LENGTHS, question=3, max_new_tokens=8, end=(), **settings)
-    for row, length in enumerate(LENGTHS):
-        expected = run(TOKENS[row, :length], question=3, new_tokens=8, **settings)
-        assert made.tokens[row].tolist() == expected.tokens
-        assert_keeps(made.cache, row, expected)
 
 
 @pytest.mark.matrix

@@ -111,6 +111,10 @@ BY_BLOCK = [
     "kvzip(chunk=4)",
     "kvzip(visible='cache',measure='error')+caote@layer",
     "kvzip@model(normalise=False,cap=None)",
+    "kvgrad(chunk=4)",
+    "kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer",
+    "kvgrad@model(normalise=False)",
+    "kvgrad(measure='change')",
 ]
 
 

@@ -399,7 +399,7 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part", measure: 
 def kvgrad(
     *, chunk: int = 512, sinks: int = 4, visible: str = "part", measure: str = "norms", loss: str = "hidden"
 ) -> Link:
-    """How much a loss feels a token while the model repeats its prompt."""
+    """Score how much a loss feels a token while the model repeats its prompt."""
 
     def score(_: Scores, seen: Seen) -> Scores:
         seen.noise[:] = seen.choices.small * seen.recited
