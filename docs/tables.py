@@ -64,10 +64,11 @@ def choice(name: str, question: str) -> str:
     """
     found, data = studies.find(name), read(f"{name}.json")
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
-    forms = [form for form, asked in study_page.panels(found, data["results"]) if asked == question]
     fulls = {}
-    for form in forms:
-        cells = study_page.cells(found, data["results"], form, question)
+    for panel in study_page.panels(found, data["results"]):
+        if panel.question != question:
+            continue
+        form, cells = panel.form, study_page.cells(found, data["results"], panel)
         full = fulls[form] = cells["full", None]
         for budget in sorted({budget for _, budget in cells if budget is not None}):
             own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
@@ -122,7 +123,7 @@ def readme() -> str:
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for name, form, question, budget in README_ROWS:
         found, data = studies.find(name), read(f"{name}.json")
-        cells = study_page.cells(found, data["results"], form, question)
+        cells = study_page.cells(found, data["results"], study_page.Panel(form, question))
         if not cells:
             continue
         full = cells["full", None]
@@ -856,7 +857,7 @@ def families() -> str:
 def methods(chosen: Sequence[Method]) -> str:
     """Make the table of methods: name, paper, equation, file, and what such a policy scores in the study "once"."""
     found, data = studies.find("once"), read("once.json")
-    cells = {q: study_page.cells(found, data["results"], "base", q) for q in ("known", "unknown")}
+    cells = {q: study_page.cells(found, data["results"], study_page.Panel("base", q)) for q in ("known", "unknown")}
     head = ("short name", "paper", "equation, or what it is", "file", "run as", "25%, known", "25%, unknown")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for m in chosen:

@@ -28,11 +28,25 @@ class Cell(NamedTuple):
     held: float
 
 
-def cells(study: studies.Study, rows: studies.Rows, form: str, question: str) -> dict[tuple[str, Any], Cell]:
-    """Return what each policy scores under each budget, with a form of the model."""
+class Panel(NamedTuple):
+    """One table or picture of a study: a form of the model, a question, and a length where there are several."""
+
+    form: str
+    question: str
+    length: int | None = None
+
+    def title(self) -> str:
+        """Return what it shows, in words."""
+        length = "" if self.length is None else f", {self.length:,} tokens"
+        return f"{self.form} model, question {self.question}{length}"
+
+
+def cells(study: studies.Study, rows: studies.Rows, panel: Panel) -> dict[tuple[str, Any], Cell]:
+    """Return what each policy scores under each budget in one panel."""
     found: dict[tuple[str, Any], list[Mapping[str, Any]]] = {}
     for row in rows:
-        if row["model"] in study.forms[form] and row["question"] == question:
+        there = row["model"] in study.forms[panel.form] and row["question"] == panel.question
+        if there and panel.length in (None, row["length"]):
             found.setdefault((row["policy"], row["budget"]), []).append(row)
     return {
         key: Cell(studies.samples(own, study.asked), float(np.mean([row["peak_cache_bytes"] for row in own])) / 2**20)
@@ -40,11 +54,16 @@ def cells(study: studies.Study, rows: studies.Rows, form: str, question: str) ->
     }
 
 
-def panels(study: studies.Study, rows: studies.Rows) -> list[tuple[str, str]]:
-    """Return the forms of the model and the questions that were run."""
+def panels(study: studies.Study, rows: studies.Rows) -> list[Panel]:
+    """Return the forms of the model, the questions and the lengths that were run."""
     there, questions = {(row["model"], row["question"]) for row in rows}, dict.fromkeys(row["question"] for row in rows)
-    forms = studies.forms(study, rows)
-    return [(form, q) for form, q in itertools.product(forms, questions) if all((m, q) in there for m in forms[form])]
+    forms, lengths = studies.forms(study, rows), sorted({row["length"] for row in rows})
+    return [
+        Panel(form, question, length)
+        for form, question in itertools.product(forms, questions)
+        if all((model, question) in there for model in forms[form])
+        for length in (lengths if len(lengths) > 1 else [None])
+    ]
 
 
 def _machine(environment: Mapping[str, Any]) -> str:
@@ -75,14 +94,14 @@ def markdown(
         "Means with 95% intervals over texts, and the most bytes that one prompt's cache took. Bold: not worse than "
         "the column's best, on the same texts.",
     ]
-    for form, question in panels(study, rows):
-        text += [f"## {form.capitalize()}, question {question}", table(study, rows, form, question)]
+    for panel in panels(study, rows):
+        text += [f"## {panel.title().capitalize()}", table(study, rows, panel)]
     return "\n\n".join([*text, "## Claims", CLAIM, claim_table([(study, judged)])]) + "\n"
 
 
-def table(study: studies.Study, rows: studies.Rows, form: str, question: str) -> str:
+def table(study: studies.Study, rows: studies.Rows, panel: Panel) -> str:
     """Return a table of policies and budgets, the best first: score, its 95% interval, and the most bytes held."""
-    found = cells(study, rows, form, question)
+    found = cells(study, rows, panel)
     budgets = sorted({budget for _, budget in found if budget is not None}, key=float)
     best = {budget: max((c.scores.mean(), p) for (p, b), c in found.items() if b == budget)[1] for budget in budgets}
     own = {p: [found[p, b].scores.mean() for b in budgets if (p, b) in found] for p, at in found if at is not None}
@@ -156,7 +175,7 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
     There is a panel for each study, form of the model and question, with 95% intervals.
     """
     plt = report.pyplot()
-    drawn = [(study, rows, *panel) for study, rows in made for panel in panels(study, rows)]
+    drawn = [(study, rows, panel) for study, rows in made for panel in panels(study, rows)]
     across = 2 if len(drawn) == 4 else min(3, len(drawn))
     down = -(-len(drawn) // across)
     size = (6.4 if across == 1 else 4.4 * across, 3.9 * down + 1)
@@ -166,8 +185,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
     called = [study.names.get(policy, policy) for study, _ in made for policy in study.drawn if policy != "full"]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(called))}
     handles: dict[str, Any] = {}
-    for (study, rows, form, question), axis in zip(drawn, axes.flat, strict=False):
-        found = cells(study, rows, form, question)
+    for (study, rows, panel), axis in zip(drawn, axes.flat, strict=False):
+        found = cells(study, rows, panel)
         for policy in study.drawn:
             name = study.names.get(policy, policy)
             own = sorted((c.held, *statistics.mean_interval(c.scores)) for (p, _), c in found.items() if p == policy)
@@ -186,9 +205,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
             )  # fmt: skip
             handles.setdefault(name, bars)
         report.plain(axis)
-        axis.set_title(
-            f"{report.MOMENTS.get(str(study.content.get('when')), '')}, question {question}, {form} model", fontsize=10
-        )
+        moment = report.MOMENTS.get(str(study.content.get("when")), "")
+        axis.set_title(f"{moment}, {panel.title()}", fontsize=9)
         axis.set_ylim(-0.03, 1.03)
     for axis in axes.flat[len(drawn) :]:
         axis.set_visible(False)

@@ -31,7 +31,7 @@ def test_each_study_runs_what_its_claims_compare(path):
     assert not missing
     assert {"full", "recency"} <= run
     assert set(read.drawn) <= run
-    assert set(read.names) <= run | {"caote"}
+    assert set(read.names) <= run | {"caote", "match"}
 
 
 def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
