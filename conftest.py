@@ -40,8 +40,8 @@ hypothesis.settings.register_profile("default", derandomize=True, deadline=None,
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("default")
 
-# `python -m models.ask` and `models.generate` run these; imported, they would stand where the functions do.
-collect_ignore = ["models/ask.py", "models/generate.py"]
+# `python -m models.ask` and its like run these; imported, two would stand where the functions do.
+collect_ignore = [f"models/{name}.py" for name in ("ask", "batch", "calibrate", "chat", "generate", "get")]
 
 # KVJAX_TYPECHECK=1 checks every annotated shape and dtype at each call. A test that passes wrong shapes on purpose, to
 # see the function's own message, is marked bad_input: there the annotations stay silent.

@@ -26,9 +26,10 @@ from benchmarks.shapes import parameter_count, shape
 from evals import evaluator
 from evals.report import Table
 from kvjax.checks import check_names
-from models import commands, provenance
-from models.get import PUBLISHED
+from models import commands, fingerprints
+from models.commands import provenance
 from models.load import SHIPPED
+from models.published import PUBLISHED
 
 NAME = "accelerator"
 MODELS = (*PUBLISHED, *SHIPPED)
@@ -202,7 +203,7 @@ def code() -> str:
     root = report.DOCS.parent
     folders = [name for name in provenance.CODE if not name.startswith(":")]
     files = sorted(path for name in [*folders, "tests/kernels_pallas"] for path in (root / name).rglob("*.py"))
-    return provenance.digest({str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in files})
+    return fingerprints.digest({str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in files})
 
 
 def run(part: Part, folder: Path, here: dict[str, Any], seconds: float) -> Record:
@@ -344,7 +345,7 @@ def command(flags: argparse.Namespace) -> None:
     with (folder / commands.LOCK_FILE).open("ab") as held:
         commands.lock(held, folder)
         same = [code(), here["device"], here["versions"]]
-        keys = {part.name: provenance.digest([part.command, *same]) for part in found}
+        keys = {part.name: fingerprints.digest([part.command, *same]) for part in found}
         failed = _run_all(wanted, keys, folder, here, flags)
     if failed:
         raise ValueError(f"not all parts are done ({'; '.join(failed)}); the same command runs these again.")

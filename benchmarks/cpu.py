@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import models
 from benchmarks import decode, kernels, measure, prefill, steps
 from evals import report
-from models import commands, provenance
+from models import commands, fingerprints
 
 POLICY = "h2o+caote"
 SIZES = kernels.Sizes(budget=512, block=128, context=8192, loss_tokens=512)
@@ -86,7 +86,7 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.json])
     old = None if flags.against is None else older(flags.against)
     timing = measure.timing(flags)
-    made_of = provenance.fingerprints(models.load("retriever", dtype=jnp.float32)[0])
+    made_of = fingerprints.fingerprints(models.load("retriever", dtype=jnp.float32)[0])
 
     def write(rows: list[dict[str, Any]]) -> None:
         measure.write(flags, "cpu", timing.settings(), rows, made_of)

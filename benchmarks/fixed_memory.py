@@ -21,9 +21,9 @@ from evals import report
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.schedule import When
-from models import commands, engine, provenance
+from models import commands, engine, fingerprints
+from models.commands.programs import make_room
 from models.plan import check_prompt
-from models.programs import make_room
 
 LEGEND = """peak MiB: what the compiled prefill takes beside the weights and the prompt. cache MiB: the largest cache of
 the run that was timed. tokens / s: of the prompt, in one run. full / this: seconds of a full cache over those of the
@@ -144,7 +144,7 @@ def command(flags: argparse.Namespace) -> None:
     prompts = measure.whole_numbers("--prompts", flags.prompts)
     model, tokenizer = models.load(flags.model)
     names = ("model", "policies", "when", "budget", "prompts", "longest", "block")
-    settings, made_of = {name: getattr(flags, name) for name in names}, provenance.fingerprints(model, tokenizer)
+    settings, made_of = {name: getattr(flags, name) for name in names}, fingerprints.fingerprints(model, tokenizer)
 
     def write(found: list[dict[str, Any]]) -> None:
         measure.write(flags, "fixed_memory", settings, found, made_of)

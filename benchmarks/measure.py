@@ -19,7 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from evals import evaluator, report
-from models import commands, provenance
+from models import commands
+from models.commands import provenance
 
 RESULTS = Path(__file__).parent / "results"
 

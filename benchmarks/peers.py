@@ -28,7 +28,7 @@ from benchmarks import measure, steps
 from benchmarks.peer_timing import keep_to, peak_resident, serve, timed
 from benchmarks.shapes import parameter_count, shape
 from evals import evaluator, report, tasks
-from models import commands, get, provenance
+from models import commands, fingerprints, published
 from models.load import describe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -323,7 +323,7 @@ def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
     else:
         model = models.Decoder(config, steps.random_parameters(config, flags.dtype))
         prompt = np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist()
-        made_of = provenance.fingerprints(model)
+        made_of = fingerprints.fingerprints(model)
     models.save(folder, model)
     return _Made(prompt, parameter_count(config), made_of)
 
@@ -348,7 +348,7 @@ def _gguf(flags: argparse.Namespace) -> str:
     """Return the file that llama.cpp reads."""
     if not flags.model or flags.device != "cpu":
         raise ValueError("llama.cpp needs a real model on a CPU here; give --model smollm2, or leave --llama-cpp out.")
-    path = get.find(flags.model) if flags.model in get.PUBLISHED else Path(flags.model)
+    path = published.find(flags.model) if flags.model in published.PUBLISHED else Path(flags.model)
     if path.suffix != ".gguf":
         raise ValueError(f"llama.cpp needs a GGUF file, which {flags.model} is not; leave --llama-cpp out.")
     return str(path.resolve())

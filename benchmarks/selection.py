@@ -20,7 +20,7 @@ from benchmarks import butler as counted
 from benchmarks import measure
 from benchmarks.steps import unbounded
 from evals import report
-from models import commands, provenance
+from models import commands, fingerprints
 from models.butler import Butler, ButlerCache, importance, parameter_shapes
 
 LEGEND = """ms: median of a step of `models.stream`, all ways in turns; over dense: that of the context's dense step.
@@ -126,8 +126,8 @@ def command(flags: argparse.Namespace) -> None:
     shares = measure.shares("--shares", flags.shares)
     model, _ = models.load(flags.model, dtype="float32")
     butler = models.own_butler(flags.model, model) if flags.butler is None else models.load_butler(flags.butler, model)
-    made_of = provenance.fingerprints(model)
-    made_of["butler"] = provenance.weights(butler, parameter_shapes(butler.config))
+    made_of = fingerprints.fingerprints(model)
+    made_of["butler"] = fingerprints.weights(butler, parameter_shapes(butler.config))
     model.config = unbounded(model.config)
     rows = []
     for context in contexts:

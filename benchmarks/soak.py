@@ -29,7 +29,7 @@ from tqdm import tqdm
 import models
 from benchmarks import measure
 from evals import evaluator, report
-from models import commands, provenance
+from models import commands, fingerprints
 
 PARTS = 20  # of each run, one row of figures each
 POOL = 200  # prompts that requests are drawn from; each one's answer alone is known
@@ -354,7 +354,7 @@ def command(flags: argparse.Namespace) -> None:
     model, _ = models.load(flags.model, dtype="float32")
     settings = {name: getattr(flags, name) for name in ("model", "policy", "budget", "block", "rows")}
     settings |= {"pool": POOL, "longest": LONGEST, "most": MOST, "load": os.getloadavg()[0]}
-    made_of = provenance.fingerprints(model)
+    made_of = fingerprints.fingerprints(model)
     results: list[dict[str, Any]] = []
     if flags.tokens:
         results += fed(model, flags.tokens, flags.policy, flags.budget, flags.block)

@@ -58,7 +58,7 @@ suppress_warnings = ["myst.xref_missing"]  # links to files of the repository th
 autosummary_context = {
     "hidden": {
         "models.gguf": "Stored",
-        "models.get": "main, Published",
+        "models.published": "Published",
         "models.decoder": "Layers",
         "models.scorer": "KIND",
     }

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from models import commands, hosts
+from models import commands
+from models.commands import distributed
 
 # In the order of the help.
 NAMES = (
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(evaluation: Any, flags: argparse.Namespace, words: Sequence[str]) -> None:
     commands.check_extras(words)
     if "coordinator" in flags:
-        hosts.join(flags)
+        distributed.join(flags)
     evaluation.command(flags)
 
 

@@ -30,7 +30,7 @@ from evals import evaluator, loglikelihood, results, texts
 from evals.documents import common_prefix
 from evals.evaluator import Setting
 from kvjax.checks import check_names
-from models.programs import make_room
+from models.commands.programs import make_room
 
 EXAMPLES = """examples:
   python -m evals choices --model smollm2 --text king-james-bible --policies full,snapkv,snapkv+caote --budgets 0.25

@@ -36,8 +36,9 @@ from evals.coref_task import CorefSample
 from evals.selections import Method, Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When, moments
-from models import cli, commands, hosts
-from models.programs import make_room
+from models import commands, hosts
+from models.commands import run_flags
+from models.commands.programs import make_room
 
 Mode = Literal["teacher", "generate"]
 SELECT = "full,oracle,butler,quest,h2o,streaming,random"
@@ -310,7 +311,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--samples", type=int, default=100)
     flags.add_argument("--block", type=int, default=128, help="prompt tokens per step (with --mode generate)")
     flags.add_argument("--seed", type=int, default=0)
-    cli.add_mesh_flags(flags)
+    run_flags.add_mesh_flags(flags)
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ import models
 from evals import evaluator
 from evals.evaluator import Answer, Group, TextSample
 from kvjax import install
-from models import commands, provenance
+from models import commands, fingerprints
 
 OFFICIAL = Path("official")  # the value of --prompts for the published wording
 
@@ -436,7 +436,7 @@ def make_groups(
                 task.new_tokens,
                 functools.partial(score, task),
                 end=(*config.eos, *newline) if task.line else None,
-                data=provenance.digest([task.prompt, task.answer, task.new_tokens, records]),
+                data=fingerprints.digest([task.prompt, task.answer, task.new_tokens, records]),
             )
         )
     return groups

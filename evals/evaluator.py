@@ -30,11 +30,12 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.policy import Policy
 from kvjax.schedule import When, moments
-from models import cli, commands, provenance, selecting
+from models import commands, fingerprints, selecting
+from models.commands import provenance, run_flags
+from models.commands.programs import make_room
 from models.layer_caches import stacked_up
 from models.load import describe as read_description
 from models.plan import copied
-from models.programs import make_room
 from models.selecting import Cache
 from models.states import without_room
 
@@ -785,7 +786,7 @@ def add_model_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--batch", type=int, default=16, help="samples answered at once")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's")
-    cli.add_mesh_flags(flags)
+    run_flags.add_mesh_flags(flags)
     flags.add_argument("--json", type=Path, help="write all figures here")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
 
@@ -987,7 +988,7 @@ def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
     Raises:
         ValueError: the model has no tokenizer.
     """
-    return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=cli.mesh_of(flags))
+    return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=run_flags.mesh_of(flags))
 
 
 def load_with_tokenizer(name: str, **options: Any) -> tuple[models.Decoder, models.Tokenizer]:
@@ -1032,7 +1033,7 @@ def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer
     Raises:
         ValueError: the model has no tokenizer.
     """
-    config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=cli.mesh_of(flags))
+    config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=run_flags.mesh_of(flags))
     return config, commands.check_tokenizer(flags.model, tokenizer)
 
 
@@ -1120,14 +1121,14 @@ def made_of(
         >>> sorted(evaluator.made_of(*models.load("retriever")))
         ['config', 'kvjax', 'prose', 'tokenizer', 'weights']
     """
-    found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **provenance.fingerprints(model, tokenizer)}
+    found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **fingerprints.fingerprints(model, tokenizer)}
     found |= provenance.of_process(tokenizer)
     if butler is not None:
-        found["butler"] = provenance.weights(butler, models.butler.parameter_shapes(butler.config))
+        found["butler"] = fingerprints.weights(butler, models.butler.parameter_shapes(butler.config))
     if scorer is not None:
-        found["scorer"] = provenance.weights(scorer, models.scorer.parameter_shapes(scorer.config))
+        found["scorer"] = fingerprints.weights(scorer, models.scorer.parameter_shapes(scorer.config))
     if any(group.data for group in groups):
-        found["data"] = provenance.digest([[group.task, group.data] for group in groups])
+        found["data"] = fingerprints.digest([[group.task, group.data] for group in groups])
     return found
 
 

@@ -24,9 +24,10 @@ import kvjax
 import models
 from evals import claims, evaluator, needle, report, statistics, tasks
 from kvjax.insertion import Cache
-from models import cli, commands, hosts
+from models import commands, hosts
+from models.commands import run_flags
+from models.commands.programs import make_room
 from models.decoder import frequencies, rope_of_layer
-from models.programs import make_room
 
 POLICIES = (
     "h2o+protect(recent=0.5)",
@@ -352,7 +353,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--batch", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
-    cli.add_mesh_flags(flags)
+    run_flags.add_mesh_flags(flags)
     flags.add_argument("--json", type=Path, help="write all figures here")
     flags.add_argument("--plot", type=Path, help="write error and cosine over layers here (.png, .svg or .pdf)")
     flags.add_argument("--heads", type=Path, help="write the heat map of retained tokens per head here")

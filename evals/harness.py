@@ -31,9 +31,10 @@ from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
 from kvjax.schedule import When
 from kvjax.sources import SOURCES
-from models import commands, provenance
+from models import commands
+from models.commands import provenance
+from models.commands.programs import make_room
 from models.plan import checked_budget
-from models.programs import make_room
 
 EXAMPLES = """examples:
   python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B

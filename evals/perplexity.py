@@ -36,8 +36,9 @@ from evals.evaluator import Setting
 from evals.selections import Method, Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When
-from models import cli, commands
-from models.programs import make_room
+from models import commands
+from models.commands import run_flags
+from models.commands.programs import make_room
 
 SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
 EXAMPLES = """examples:
@@ -414,7 +415,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     commands.add_cache_dtype_flag(flags)
     add_text_flags(flags, chunk=512)
-    cli.add_mesh_flags(flags)
+    run_flags.add_mesh_flags(flags)
 
 
 def add_text_flags(flags: argparse.ArgumentParser, *, chunk: int) -> None:

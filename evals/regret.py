@@ -32,7 +32,7 @@ import models
 from evals import best_tokens, evaluator, report, results, selections, statistics, tasks
 from kvjax.chains import policy_of
 from models import commands, plan
-from models.programs import make_room
+from models.commands.programs import make_room
 
 BEST = "best"
 AFTER = 16  # future tokens of an exact case

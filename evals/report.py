@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax import install
-from models import commands, provenance
+from models import commands
+from models.commands import provenance
 
 Cell = str | Callable[[Any], str]
 CAOTE_LINKS = ("caote", "fast_caote")

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from models import commands, hosts, provenance
+from models import commands, hosts
+from models.commands import provenance
 
 HEADER, SAMPLES = "header.json", "samples.jsonl"
 ROW = ("model", "evaluation", "length", "policy", "budget", "when", "question")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from evals import claims, report, studies, study_page, sweep
-from models import commands, hosts, provenance
+from models import commands
+from models.commands import distributed, provenance
 
 EXAMPLES = f"""studies: {", ".join(sorted(path.stem for path in studies.FOLDER.glob("*.toml")))}
 
@@ -31,7 +32,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--judge", type=Path, metavar="JSON", help="judge the scores of such a file again, and run nothing"
     )
     flags.add_argument("--plot", type=Path, help="draw scores against the bytes held at most (.png, .svg or .pdf)")
-    hosts.add_flags(flags)
+    distributed.add_flags(flags)
 
 
 def command(flags: argparse.Namespace) -> None:

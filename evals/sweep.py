@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 from tqdm import tqdm
 
 from evals import booksum, evaluations, evaluator, infinitebench, longbench, needle, report, results, ruler
-from models import commands, hosts, provenance
+from models import commands, hosts
+from models.commands import distributed, provenance
 
 EVALUATIONS = {
     "needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench, "booksum": booksum,
@@ -86,7 +87,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("file", type=Path, help="a TOML file: models, policies, allocations, budgets, tasks")
     flags.add_argument("--out", type=Path, required=True, help="the folder for the results; a killed run is resumed")
-    hosts.add_flags(flags)
+    distributed.add_flags(flags)
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -23,7 +23,8 @@ import kvjax
 import models
 from evals import evaluator, page, tasks
 from kvjax.schedule import When
-from models import commands, provenance
+from models import commands
+from models.commands import provenance
 from models.layer_caches import AnyCache
 
 TEMPLATE = Path(__file__).with_name("view.html")

@@ -8,11 +8,11 @@ from models.config import Config
 from models.decoder import Decoder
 from models.engine import Generation, Hidden, generate, hidden_states, output_projection, prefill, stream
 from models.families import register_family
+from models.fingerprints import fingerprint
 from models.layer_caches import stacked
 from models.load import load, parse_mesh
 from models.options import Options
 from models.plan import Prefilled
-from models.provenance import fingerprint
 from models.repeating import with_repeat_prompt
 from models.save import save
 from models.scorer import Scorer, ScorerConfig, load_scorer, save_scorer

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
 from models import hosts
-from models.commands import write_files
 from models.config import Config
+from models.files import write_files
 from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
 from models.tokenizer import read_object
 

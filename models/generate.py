@@ -1,6 +1,6 @@
-"""The entry point of `python -m models.generate`. Do not import it: it would hide the function `models.generate`."""
+"""The entry point of `python -m models.generate`."""
 
-from models.cli import main
+from models.commands.generate import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

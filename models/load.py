@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from models import adapters, hosts
+from models import adapters, hosts, published
 from models.checkpoint import Checkpoint, Tensor, arranged, file_shape, refuse_pointer
 from models.config import Config
 from models.config_json import family_of, from_hugging_face
@@ -363,12 +363,10 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
 
 def _find(path: str | Path, revision: str | None) -> Path:
     """Return a model's folder, or its GGUF file."""
-    from models import get  # not at the top: `python -m models.get` would warn that the module is already imported
-
     if path in SHIPPED:
         return Path(__file__).parent / SHIPPED[str(path)]
-    if path in get.PUBLISHED:
-        return get.find(str(path))
+    if path in published.PUBLISHED:
+        return published.find(str(path))
     folder = Path(os.path.expanduser(path))  # unlike Path.expanduser, this leaves an unknown user's name
     if folder.is_dir():
         return folder

@@ -14,10 +14,10 @@ import tokenizers
 from safetensors.numpy import save as to_safetensors
 
 from models import hosts
-from models.commands import write_files
 from models.config import Config
 from models.config_json import lost_in_hugging_face, to_hugging_face
 from models.decoder import Decoder
+from models.files import write_files
 from models.parameters import FUSED, PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
 

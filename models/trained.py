@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
-from models import provenance
-from models.commands import to_json, write_files
+from models import fingerprints
 from models.config import Config, described
 from models.decoder import Decoder
+from models.files import to_json, write_files
 from models.load import known_dtype
 from models.parameters import parameter_shapes as model_shapes
 from models.tokenizer import read_object
@@ -132,7 +132,7 @@ def fingerprint(model: Decoder) -> dict[str, Any]:
         >>> sorted(fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
         ['config', 'weights']
     """
-    hashed = provenance.weights(model, model_shapes(model.config))
+    hashed = fingerprints.weights(model, model_shapes(model.config))
     return {"config": _described(model.config), "weights": hashed}
 
 

@@ -43,7 +43,7 @@ def _drop_programs() -> None:
     global _looked
     if _asked - _looked > 100:
         _looked = _asked
-        from models.programs import make_room  # here: conftest.py sets how jaxtyping treats the packages
+        from models.commands.programs import make_room  # here: conftest.py sets how jaxtyping treats the packages
 
         make_room()
 

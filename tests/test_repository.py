@@ -93,6 +93,16 @@ def test_imports_run_one_way(package: str):
     assert not found, f"{package} may import {sorted(FLOORS[package]) or 'no other package of ours'}: {found}"
 
 
+def test_the_library_imports_no_command():
+    """What users call is in models/; models/commands/ stands on it, with an entry point a command."""
+    entries = {path.name for path in sources("models/commands")}
+    for path in sorted((ROOT / "models").glob("**/*.py")):
+        text = path.read_text(encoding="utf-8")
+        if path.parent.name == "commands" or (path.name in entries and "raise SystemExit(main())" in text):
+            continue
+        assert "models.commands" not in text and not re.search(r"from models import .*\bcommands\b", text), path
+
+
 @pytest.mark.parametrize("package", FLOORS)
 def test_what_a_package_imports_is_declared(package: str):
     project = PYPROJECT["project"]

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 import models
 from evals import evaluator
 from models import commands, hosts
+from models.commands import distributed
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 from train.loop import Options, Settings
@@ -75,7 +76,7 @@ def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
     )
     flags.add_argument("--mesh", help="devices, such as data=4 or data=2,tensor=2; data: rows, tensor: the model")
     flags.add_argument("--dtype", default="float32", help="the frozen model's dtype (default float32, as published)")
-    hosts.add_flags(flags)
+    distributed.add_flags(flags)
     flags.add_argument("--json", action="store_true", help="print the summary as JSON")
     commands.add_import_flag(flags)
     commands.add_cache_flag(flags)
@@ -85,7 +86,7 @@ def load(flags: argparse.Namespace) -> Loaded:
     """Check the run's flags, join the other processes, and load the model onto the mesh."""
     evaluator.check_least(flags, save_every=1, keep=1, eval_every=0, log_every=1, eval_rows=1, stop_after=1)
     commands.check_folder(flags.out)
-    hosts.join(flags)
+    distributed.join(flags)
     mesh = models.parse_mesh(
         f"data={jax.device_count() if hosts.several() else 1}" if flags.mesh is None else flags.mesh
     )

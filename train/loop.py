@@ -29,7 +29,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 import kvjax
-from models import commands, hosts, provenance
+from models import commands, fingerprints, hosts
+from models.commands import provenance
 from models.config import Config
 from models.decoder import Decoder
 from models.trained import fingerprint
@@ -279,7 +280,7 @@ def run(
         )
     first_process = jax.process_index() == 0
     begun = options.begun or commands.Begun(f"{trainer.command}.train(...)", time.monotonic())
-    made_of = provenance.fingerprints(model) if options.made_of is None else options.made_of
+    made_of = fingerprints.fingerprints(model) if options.made_of is None else options.made_of
     description = _description(trainer, model, options.name, corpus, settings, made_of)
     folders.check_run(folder, description, trainer.files, resume)
     steps = steps_of(settings)

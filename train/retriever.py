@@ -28,7 +28,8 @@ from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 from evals import coref_task, evaluator, prose, tasks
-from models import commands, provenance
+from models import commands
+from models.commands import provenance
 from models.config import Config, Rope
 from models.decoder import Decoder
 from models.load import load

@@ -21,7 +21,7 @@ from evals import choices, evaluator, loglikelihood, report, selections, statist
 from evals.choices import Sample
 from evals.selections import Method, Simulation
 from models import commands
-from models.programs import make_room
+from models.commands.programs import make_room
 
 SELECT = "full,oracle,butler,quest,h2o,snapkv,streaming,random"
 

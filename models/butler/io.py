@@ -11,6 +11,7 @@ from models.butler.config import ButlerConfig, parameter_shapes
 from models.butler.module import Butler
 from models.decoder import Decoder
 from models.load import find_folder
+from models.published import PUBLISHED
 
 KIND = trained.Kind("butler", "predictor", ButlerConfig, parameter_shapes)
 
@@ -99,8 +100,6 @@ def own_butler(path: str | Path, model: Decoder, *, dtype: DTypeLike | None = No
         ...     models.own_butler(folder, model).config == butler.config
         True
     """
-    from models.get import PUBLISHED  # not at the top: `python -m models.get` would warn that it is imported already
-
     shipped = Path(__file__).parents[1] / str(path)  # that of "smollm2", whose weights are elsewhere
     folder = (shipped if path in PUBLISHED else find_folder(path)) / "butler"
     if not (folder / KIND.files[1]).is_file():

@@ -16,14 +16,15 @@ import models
 from benchmarks import __main__ as benchmarks
 from benchmarks import measure, tpu_compile
 from evals import __main__ as evals
-from models import asking_cli, calibrate, cli, engine
+from models import engine
+from models.commands import ask, calibrate, generate
 from tests.bad_input.campaign import Terminal, state_of
 from tests.tiers import matrix
 from train import butler, finetune, retriever, scorer
 
 pytestmark = pytest.mark.bad_input
 
-MAINS = {"generate": cli.main, "ask": asking_cli.main, "calibrate": calibrate.main, "evals": evals.main}
+MAINS = {"generate": generate.main, "ask": ask.main, "calibrate": calibrate.main, "evals": evals.main}
 MAINS |= {f"train.{module.__name__[6:]}": module.main for module in (butler, finetune, retriever, scorer)}
 MAINS["benchmarks"] = benchmarks.main
 HEADER = '{"evaluation": "ruler", "settings": {}, "command": "python -m evals ruler", "environments": []}'

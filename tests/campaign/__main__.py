@@ -18,7 +18,7 @@ import jax
 from tests.campaign.cases import SHARE, Case, from_json, smaller
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import WAYS, check, draw
-from models.programs import make_room, memory_maps
+from models.commands.programs import make_room, memory_maps
 
 
 def shrink(case: Case, outcome: Outcome, seconds: float) -> tuple[Case, Outcome]:

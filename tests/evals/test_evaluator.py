@@ -10,7 +10,7 @@ import pytest
 import models
 from evals import evaluator, report, tasks
 from evals.results import Results
-from models.programs import make_room
+from models.commands.programs import make_room
 from tests.tiers import first, matrix, nightly
 
 

@@ -10,7 +10,7 @@ import pytest
 import models
 from evals import fidelity, harness, loglikelihood, selections
 from evals.__main__ import main
-from models import commands, provenance
+from models import commands, fingerprints
 from tests.tiers import matrix
 
 TEXT = (
@@ -167,6 +167,6 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
         commands.lock(held, tmp_path / "run")
         assert main(line) == 2
     assert "another run writes into" in capsys.readouterr().err
-    monkeypatch.setattr(provenance, "weights", lambda *_: "others")
+    monkeypatch.setattr(fingerprints, "weights", lambda *_: "others")
     assert main(line) == 2
     assert "was made with different weights" in capsys.readouterr().err

@@ -18,7 +18,8 @@ import jax  # noqa: E402
 
 import models  # noqa: E402
 from evals.__main__ import main as evaluate  # noqa: E402
-from models import batch, cli, commands, hosts  # noqa: E402
+from models import commands  # noqa: E402
+from models.commands import batch, distributed, generate  # noqa: E402
 from train import finetune  # noqa: E402
 
 COMMANDS = (
@@ -48,7 +49,7 @@ COMMANDS = (
 def work(model: Path, prompts: Path, out: Path, answers_only: bool) -> None:
     """Print answers to the prompts, and write what other commands make of the model to ``out``."""
     answers = ["--prompts", prompts, "--max-new-tokens", 6, "--block", 32, "--temperature", 0.5, "--mesh", "tensor=8"]
-    assert cli.main([*map(str, [model, *answers])]) == 0
+    assert generate.main([*map(str, [model, *answers])]) == 0
     if answers_only:
         return
     task = ["--tasks", "niah_single_1", "--lengths", 256, "--samples", 4, "--batch", 2]
@@ -63,9 +64,9 @@ def main() -> int:
     for name in ("model", "prompts", "out"):
         flags.add_argument(name, type=Path)
     flags.add_argument("--answers-only", action="store_true", help="leave the other commands out")
-    hosts.add_flags(flags)
+    distributed.add_flags(flags)
     given = flags.parse_args()
-    hosts.join(given)
+    distributed.join(given)
     read: list[int] = []
     models.load(given.model, mesh=models.parse_mesh("tensor=8"), on_read=read.append)
     (given.out / f"bytes-{jax.process_index()}.json").write_text(json.dumps(sum(read)))

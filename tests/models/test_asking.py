@@ -10,9 +10,9 @@ import pytest
 
 import kvjax
 import models
-from models import asking_cli
 from models.asking import _Form
-from tests.models.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, tokenizer_of
+from models.commands import ask
+from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, tokenizer_of
 from tests.tiers import first
 
 DOCUMENT, QUESTIONS = "The river was calm. " * 6, ["Who?", "Where was it?"]
@@ -75,12 +75,12 @@ def test_a_command_asks_a_file_and_what_it_saved(tmp_path, capsys, monkeypatch):
     ]
     flags = ["--policy", "keydiff", "--budget", "24", "--block", "16", "--max-new-tokens", "4"]
     read = ["retriever", "--document", str(text), "--save", str(kept), *flags]
-    assert asking_cli.main([*read, "--question", asked[0], "--question", asked[1]]) == 0
+    assert ask.main([*read, "--question", asked[0], "--question", asked[1]]) == 0
     out, err = capsys.readouterr()
     assert out.split() == ["4719", "0382"]
     assert "retriever · keydiff, keeps 24 tokens per head" in err and "2 answers in" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{asked[1]}\n\n"))
-    assert asking_cli.main(["retriever", "--load", str(kept), "--json", "--max-new-tokens", "4"]) == 0
+    assert ask.main(["retriever", "--load", str(kept), "--json", "--max-new-tokens", "4"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert [record["answer"].strip() for record in figures["answers"]] == ["0382"]
     info = kvjax.cache_info(kept)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import models
-from models import calibrate
+from models.commands import calibrate
 from models.config import Config
 from tests.models import reference
 

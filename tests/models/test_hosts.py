@@ -12,6 +12,7 @@ import pytest
 
 import models
 from models import hosts
+from models.commands import distributed
 from tests.models import reference, run_on_hosts
 
 CODE = "def add(a, b):\n    return a + b\n" * 8
@@ -24,10 +25,10 @@ ANSWERS_ONLY = ["--answers-only"]  # and one prompt
 
 JOINS_AND_WAITS = """
 import argparse, time
-from models import hosts
+from models.commands import distributed
 flags = argparse.ArgumentParser()
-hosts.add_flags(flags)
-hosts.join(flags.parse_args())
+distributed.add_flags(flags)
+distributed.join(flags.parse_args())
 print("joined", flush=True)
 time.sleep(99)
 """
@@ -153,7 +154,7 @@ def test_sigterm_ends_a_joined_process_with_one_sentence():
     assert running.stdout.readline() == "joined\n"
     running.terminate()
     _, errors = running.communicate(timeout=60)
-    assert (running.returncode, errors) == (143, f"kvjax: error: {hosts.TERMINATED}\n")
+    assert (running.returncode, errors) == (143, f"kvjax: error: {distributed.TERMINATED}\n")
 
 
 @pytest.mark.matrix
@@ -163,4 +164,4 @@ def test_a_killed_process_ends_the_other():
     running[1].kill()
     _, errors = running[0].communicate(timeout=90)
     assert running[0].returncode not in (0, 2)
-    assert hosts.LOST in errors or "distributed service detected fatal errors" in errors, errors
+    assert distributed.LOST in errors or "distributed service detected fatal errors" in errors, errors

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 import models
 from kvjax.schedule import Text, moments, repeats_of, schedule
-from models import engine, get, plan, repeating
+from models import engine, plan, published, repeating
 from models.by_layer import LayerSteps
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, KEPT, REAL, TINY
@@ -232,7 +232,7 @@ def test_parts_of_a_later_turn_are_where_its_tokens_are():
 @pytest.mark.parametrize("scope", COMPETE)
 def test_a_real_text_is_scored_as_by_kvpress(scope):
     try:
-        get.find("smollm2")
+        published.find("smollm2")
     except FileNotFoundError as error:
         pytest.skip(str(error))
     model, tokenizer = models.load("smollm2", dtype="float32")

@@ -8,7 +8,7 @@ import pytest
 
 import models
 from evals import selections
-from models import get
+from models import published
 from tests.models.make_smollm2 import GOLDEN, QUESTIONS, TEXTS
 from tests.tiers import first, nightly
 
@@ -18,7 +18,7 @@ EXPECTED = json.loads(GOLDEN.read_text())
 @pytest.fixture(scope="module")
 def smollm2():
     try:
-        get.find("smollm2")
+        published.find("smollm2")
     except FileNotFoundError as error:
         pytest.skip(str(error))
     return models.load("smollm2", dtype="float32")

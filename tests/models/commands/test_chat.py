@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import models
 from benchmarks.measure import compilations
-from models import chat
-from models.chat import Conversation
+from models.commands import chat
+from models.commands.chat import Conversation
 from models.tokenizer import Tokenizer
 from tests.models import reference
 from tests.tiers import first

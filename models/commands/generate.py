@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 import models
 from kvjax.chains import policy_of
 from kvjax.checks import MOST
 from kvjax.policy_checks import check_policy_given
 from kvjax.schedule import moments
-from models import commands, hosts, provenance, selecting
+from models import commands, fingerprints, hosts, selecting
+from models.commands import distributed, provenance
+from models.commands.programs import make_room
+from models.commands.run_flags import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
+from models.commands.terminal import sizes_in_words
 from models.layer_caches import AnyCache
 from models.plan import checked_budget
-from models.programs import make_room
-from models.sizes import full_cache_bytes, sizes_in_words
+from models.sizes import full_cache_bytes
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
@@ -126,93 +128,6 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def add_run_flags(
-    flags: argparse.ArgumentParser, max_new_tokens: int, *, evicts: bool = True, published: bool = False
-) -> None:
-    """Add the flags that every command runs a model by: blocks, evictions during an answer, sampling.
-
-    Args:
-        flags: the command's parser.
-        max_new_tokens: the default of --max-new-tokens.
-        evicts: whether tokens are evicted during an answer.
-        published: whether the default temperature is the model's own, None here.
-
-    Example:
-        >>> import argparse
-        >>> from models.cli import add_run_flags
-        >>> flags = argparse.ArgumentParser()
-        >>> add_run_flags(flags, max_new_tokens=64)
-        >>> flags.parse_args(["--top-k", "5"]).top_k
-        5
-    """
-    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step (default: %(default)s)")
-    if evicts:
-        flags.add_argument(
-            "--evict-every",
-            type=int,
-            metavar="N",
-            help="during an answer, evict every N steps, 0 for never (default: 1, or the length of the policy's "
-            "observation window)",
-        )
-    flags.add_argument(
-        "--max-new-tokens", type=int, default=max_new_tokens, help="most tokens of an answer (default: %(default)s)"
-    )
-    default = "the model's published one, with its top_k and top_p, else 0" if published else "%(default)s"
-    flags.add_argument(
-        "--temperature",
-        type=float,
-        default=None if published else 0.0,
-        help=f"0 takes the most likely token (default: {default})",
-    )
-    flags.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
-    flags.add_argument(
-        "--top-p", type=float, help="draw from the fewest tokens that reach this probability (default: all)"
-    )
-    flags.add_argument(
-        "--seed", type=_seed, default=0, help="random seed for a temperature above 0 (default: %(default)s)"
-    )
-    flags.add_argument(
-        "--dtype",
-        help="float32, bfloat16 (slow on a CPU) or float16, of the predictor, too (default: the checkpoint's)",
-    )
-    commands.add_cache_dtype_flag(flags)
-
-
-def add_mesh_flags(flags: argparse.ArgumentParser) -> None:
-    """Add --mesh, which :func:`mesh_of` reads, and the flags of :func:`models.hosts.join`.
-
-    Example:
-        >>> import argparse
-        >>> from models.cli import add_mesh_flags
-        >>> flags = argparse.ArgumentParser()
-        >>> add_mesh_flags(flags)
-        >>> flags.parse_args(["--mesh", "tensor=8"]).mesh
-        'tensor=8'
-    """
-    flags.add_argument(
-        "--mesh",
-        help="devices, such as data=2,tensor=4 (default: one device, or tensor over all devices of several processes)",
-    )
-    hosts.add_flags(flags)
-
-
-def mesh_of(flags: argparse.Namespace) -> Mesh | None:
-    """Return the mesh that --mesh names; without it, all devices of several processes, or None for one process.
-
-    Raises:
-        ValueError: the text is no mesh, or there are not so many devices.
-
-    Example:
-        >>> import argparse
-        >>> from models.cli import mesh_of
-        >>> dict(mesh_of(argparse.Namespace(mesh="tensor=1")).shape)
-        {'data': 1, 'tensor': 1}
-    """
-    named = getattr(flags, "mesh", None)  # not every evaluation has the flag
-    text = f"tensor={jax.device_count()}" if named is None and hosts.several() else named
-    return None if text is None else models.parse_mesh(text)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     made = parser()
@@ -224,15 +139,8 @@ def main(arguments: list[str] | None = None) -> int:
     return commands.run(lambda: _generate(flags), "models.generate")
 
 
-def _seed(text: str) -> int:
-    seed = int(text)
-    if not -(2**63) <= seed < 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer of at most 64 bits")
-    return seed
-
-
 def _generate(flags: argparse.Namespace) -> None:
-    hosts.join(flags)
+    distributed.join(flags)
     requests = _many(flags) if flags.prompts is not None else [_only(flags)]  # checked before the weights are read
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
@@ -244,7 +152,7 @@ def _generate(flags: argparse.Namespace) -> None:
         if flags.prompts is not None:
             _answer_all(flags, loaded, requests)
         elif flags.json:
-            made_of = provenance.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
+            made_of = fingerprints.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
             print(_json(flags, made_of, _answer(flags, loaded, requests[0])))
         else:
             figures = _answer(flags, loaded, requests[0], lambda piece: print(piece, end="", flush=True))
@@ -255,7 +163,7 @@ def _generate(flags: argparse.Namespace) -> None:
 
 def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Request]) -> None:
     """Print one line of JSON per prompt as soon as it is done. A prompt that fails does not stop the others."""
-    made_of = provenance.fingerprints(loaded.model, loaded.tokenizer) | provenance.of_process(loaded.tokenizer)
+    made_of = fingerprints.fingerprints(loaded.model, loaded.tokenizer) | provenance.of_process(loaded.tokenizer)
     failed, counted = 0, hosts.first() and sys.stderr.isatty()
     for done, request in enumerate(requests):
         make_room()
@@ -336,18 +244,6 @@ def _answer(
     }
 
 
-def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of :func:`add_run_flags` as arguments of :func:`models.stream`, without seed and dtype.
-
-    Example:
-        >>> from models.cli import parser, run_settings
-        >>> run_settings(parser().parse_args(["retriever", "--top-k", "5"]))["top_k"]
-        5
-    """
-    names = ("block", "evict_every", "max_new_tokens", "temperature", "top_k", "top_p", "cache_dtype")
-    return {name: getattr(flags, name) for name in names if hasattr(flags, name)}
-
-
 def _json(flags: argparse.Namespace, made_of: dict[str, str], figures: dict[str, Any]) -> str:
     return json.dumps(provenance.facts(flags.begun, flags.seed, made_of) | figures)
 
@@ -423,25 +319,6 @@ def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None
     if policy is not None:
         checked_budget(policy, budget, flags.block)
     return Request(fields["prompt"], fields.get("question"), name, budget, line)
-
-
-def read_input(path: str, what: str) -> str:
-    """Read a file as :func:`models.commands.read_text` does, or standard input, which is called "-".
-
-    The first of several processes reads it.
-
-    Example:
-        >>> from models.cli import read_input
-        >>> read_input("README.md", "document").startswith("# kvjax")
-        True
-    """
-    return hosts.from_first(
-        lambda: (
-            commands.decoded(sys.stdin.buffer.read(), "standard input")
-            if path == "-"
-            else commands.read_text(path, what)
-        )
-    )
 
 
 def _load_butler(flags: argparse.Namespace, model: models.Decoder, requests: list[Request]) -> models.Butler | None:

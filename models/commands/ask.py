@@ -14,11 +14,11 @@ import jax
 
 import kvjax
 import models
-from models import commands, hosts, provenance
+from models import commands, fingerprints, hosts
 from models.asking import BUDGET, POLICY, Answers, ask, checked
-from models.cli import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
-from models.sizes import policy_in_words, sizes_in_words
-from models.terminal import Screen
+from models.commands import distributed, provenance
+from models.commands.run_flags import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
+from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 
 EXAMPLES = """examples:
   python -m models.ask smollm2 --document docs/examples/codes.txt --question "What is the code of amber falcon?"
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _ask(flags: argparse.Namespace) -> None:
-    hosts.join(flags)
+    distributed.join(flags)
     if flags.question is None and (flags.document == "-" or hosts.several()):
         raise ValueError("the questions cannot come from standard input here; give them with --question.")
     policy, budget, document = None, None, ""
@@ -125,7 +125,7 @@ def _ask(flags: argparse.Namespace) -> None:
             records.append({"question": question, "answer": answer.answers[0], "seconds": answer.answer_seconds[0]})
         found = found._replace(peak_cache_bytes=peak)
     if flags.json:
-        made_of = provenance.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
+        made_of = fingerprints.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
         figures = {
             "model": flags.model, "document": flags.document or flags.load, "policy": name, "budget": budget,
             "when": flags.when, "document_tokens": found.document_tokens, "cache_bytes": found.cache_bytes,

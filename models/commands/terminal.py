@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import jax
 
+from kvjax import Policy
+
 LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
 
 
@@ -24,7 +26,7 @@ class Screen:
         width: columns of the terminal; None for what standard output is, without columns where it is no terminal.
 
     Example:
-        >>> from models.terminal import Screen
+        >>> from models.commands.terminal import Screen
         >>> screen = Screen(width=12)
         >>> for piece in ["The river", " was ca", "lm, and", " cold"]:
         ...     screen.write(piece)
@@ -122,3 +124,37 @@ class Screen:
 
 def _columns(character: str) -> int:
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def sizes_in_words(held: int, full: int, peak: int) -> str:
+    """Return the bytes of a cache, of a full one, and of the largest that there was, as commands print them.
+
+    Example:
+        >>> from models.commands.terminal import sizes_in_words
+        >>> (
+        ...     sizes_in_words(13 << 20, 42 << 20, 15 << 20),
+        ...     sizes_in_words(2 << 20, 1 << 20, 2 << 20),
+        ... )
+        ('13.0 of 42.0 MiB (31%), peak 15.0', '2.00 MiB (1.00 would hold all tokens), peak 2.00')
+    """
+    now, whole, most = (f"{size / 2**20:.{1 if full >= 10 * 2**20 else 2}f}" for size in (held, full, peak))
+    said = f"{now} of {whole} MiB ({held / full:.0%})" if held <= full else f"{now} MiB ({whole} would hold all tokens)"
+    return f"{said}, peak {most}"
+
+
+def policy_in_words(policy: Policy | str | None, budget: int | float | None) -> str:
+    """Return a policy and its budget, as commands print them.
+
+    Example:
+        >>> from models.commands.terminal import policy_in_words
+        >>> (
+        ...     policy_in_words("snapkv", 1024), policy_in_words("curdkv", 0.25),
+        ...     policy_in_words(None, None)
+        ... )
+        ('snapkv, keeps 1,024 tokens per head', 'curdkv, keeps 25% of the tokens', 'full, keeps all tokens')
+    """
+    many = (
+        f"{budget:.0%} of the tokens" if isinstance(budget, float) else f"{budget:,} tokens per head" if budget else ""
+    )
+    name = "full" if policy is None else str(policy if isinstance(policy, str) else policy.name)
+    return f"{name}, keeps {many or 'all tokens'}"

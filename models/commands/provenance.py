@@ -1,4 +1,4 @@
-"""Provenance: how a command's JSON file was made, and the fingerprints of the model and tokenizer that it used.
+"""Provenance: how a command's JSON file was made.
 
 Evaluations, benchmarks and training all use it: :func:`write` puts :func:`facts` in front of the figures.
 """
@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 import kvjax
-from models import decoder, hosts
-from models.commands import Begun, write_json
-from models.config import described
-from models.parameters import parameter_shapes as model_shapes
+from models.commands.arguments import Begun
+from models.files import write_json
 from models.tokenizer import Tokenizer
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "jinja2")
@@ -48,7 +42,8 @@ def write(flags: argparse.Namespace, figures: Mapping[str, Any], made_of: Mappin
 
     Example:
         >>> import json, pathlib, tempfile
-        >>> from models import commands, provenance
+        >>> from models import commands
+        >>> from models.commands import provenance
         >>> flags = commands.Parser(prog="python -m tool")
         >>> _ = flags.add_argument("--json")
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.json"
@@ -71,7 +66,8 @@ def facts(begun: Begun, seed: int | None, made_of: Any) -> dict[str, Any]:
         made_of: fingerprints by name, such as those of :func:`fingerprints`; none where weights are drawn at random.
 
     Example:
-        >>> from models import commands, provenance
+        >>> from models import commands
+        >>> from models.commands import provenance
         >>> begun = commands.Parser(prog="python -m tool").parse_args([]).begun
         >>> provenance.facts(begun, 0, {})["command"]
         'python -m tool'
@@ -91,7 +87,7 @@ def environment() -> dict[str, Any]:
     The settings are those of :func:`settings`, and variables that a compiler reads.
 
     Example:
-        >>> from models import provenance
+        >>> from models.commands import provenance
         >>> (
         ...     sorted(provenance.environment()),
         ...     provenance.environment()["versions"]["kvjax"][0].isdigit(),
@@ -116,7 +112,7 @@ def settings() -> dict[str, Any]:
 
     Example:
         >>> import jax
-        >>> from models import provenance
+        >>> from models.commands import provenance
         >>> with jax.default_matmul_precision("float32"):
         ...     provenance.settings()
         {'jax_default_matmul_precision': 'float32'}
@@ -132,7 +128,7 @@ def of_process(tokenizer: Tokenizer) -> dict[str, str]:
 
     Example:
         >>> import models
-        >>> from models import provenance
+        >>> from models.commands import provenance
         >>> provenance.of_process(models.load("retriever")[1])
         {}
     """
@@ -148,7 +144,7 @@ def commit(root: Path = ROOT) -> str | None:
 
     Example:
         >>> import pathlib, tempfile
-        >>> from models import provenance
+        >>> from models.commands import provenance
         >>> provenance.commit(pathlib.Path(tempfile.mkdtemp())) is None
         True
     """
@@ -169,91 +165,6 @@ def commit(root: Path = ROOT) -> str | None:
     return f"{name} and changes" if git("status", "--porcelain", "--", *CODE) else name
 
 
-def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> dict[str, str]:
-    """Return digests that identify a model and its tokenizer, for JSON.
-
-    They are those of the config, of :func:`weights`, and of the tokenizer with its special tokens and chat template.
-
-    Example:
-        >>> from flax import nnx
-        >>> import models
-        >>> from models import provenance
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> sorted(provenance.fingerprints(models.Decoder(config, rngs=nnx.Rngs(0))))
-        ['config', 'weights']
-    """
-    found = {
-        "config": digest(described(model.config)),
-        "weights": weights(model, model_shapes(model.config)),
-    }
-    if tokenizer is not None:
-        parts = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]
-        found["tokenizer"] = digest(parts)
-    return found
-
-
-def fingerprint(model: decoder.Decoder) -> str:
-    """Return one word that identifies a model, as ``kvjax.save_cache`` takes it: a digest of :func:`fingerprints`.
-
-    Example:
-        >>> from flax import nnx
-        >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> len(models.fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
-        16
-    """
-    return digest(fingerprints(model))
-
-
-def weights(module: nnx.Module, shapes: Mapping[str, Sequence[int]]) -> str:
-    """Hash the parameters' names and 64 numbers of each parameter, at fixed places, rounded to bfloat16.
-
-    It reads little of a large model, and is the same in every usual dtype and on every mesh. Another checkpoint, or the
-    same one after training, has another hash; changing a few numbers by hand may not change it.
-
-    Args:
-        shapes: the shapes of the parameters by their names in ``module``.
-
-    Example:
-        >>> from flax import nnx
-        >>> from models import provenance
-        >>> linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-        >>> len(provenance.weights(linear, {"kernel": (3, 2), "bias": (2,)}))
-        64
-    """
-    arrays, places = {}, {}
-    for name, shape in shapes.items():
-        parameter: Any = module
-        for part in name.split("."):
-            parameter = getattr(parameter, part)
-        rng = np.random.default_rng(0)
-        arrays[name], places[name] = parameter[...], tuple(rng.integers(0, size, 64) for size in shape)
-    found, samples = hashlib.sha256(), _numbers_at(arrays, places)
-    for name in sorted(shapes):
-        found.update(name.encode() + hosts.fetched(samples[name]).astype(jnp.bfloat16).tobytes())
-    return found.hexdigest()
-
-
-@jax.jit
-def _numbers_at(arrays: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
-    return {name: array[places[name]] for name, array in arrays.items()}
-
-
-def digest(content: Any) -> str:
-    """Return a digest of any content that JSON can hold.
-
-    Example:
-        >>> from models import provenance
-        >>> provenance.digest({"a": 1, "b": 2}) == provenance.digest({"b": 2, "a": 1})
-        True
-    """
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, str]) -> None:
     """Check that results were made with the same model and tokenizer, before they are continued.
 
@@ -267,7 +178,7 @@ def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, 
 
     Example:
         >>> import pathlib
-        >>> from models import provenance
+        >>> from models.commands import provenance
         >>> provenance.check_same(
         ...     pathlib.Path("runs/a"), {"weights": "1"}, {"weights": "2"}
         ... )

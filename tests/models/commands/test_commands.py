@@ -10,7 +10,8 @@ import jax
 import pytest
 
 import kvjax
-from models import batch, calibrate, chat, cli, commands, get
+from models import commands
+from models.commands import batch, calibrate, chat, generate, get
 
 
 @pytest.mark.parametrize(
@@ -167,11 +168,11 @@ def my_module(tmp_path, monkeypatch):
 
 
 def test_import_makes_the_policies_of_a_module_known(my_module):
-    flags = cli.parser().parse_args(["retriever", "--import", my_module, "--policy", "mine+caote"])
+    flags = generate.parser().parse_args(["retriever", "--import", my_module, "--policy", "mine+caote"])
     assert str(kvjax.parse(flags.policy)) == "mine+caote"
 
 
-@pytest.mark.parametrize("command", [cli, chat, batch, calibrate, get], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("command", [generate, chat, batch, calibrate, get], ids=lambda module: module.__name__)
 def test_every_command_imports_modules_of_your_own(command, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["--import", "no_such_module"])
@@ -182,7 +183,7 @@ def test_a_module_that_cannot_be_imported_is_named_on_one_line(my_module, tmp_pa
     (tmp_path / "broken_here.py").write_text("raise KeyError('x')")
     for name, why in (("nowhere", "No module named 'nowhere'"), (f"{my_module},broken_here", r"\(KeyError: 'x'\)")):
         with pytest.raises(SystemExit, match="2"):
-            cli.main(["retriever", "--import", name])
+            generate.main(["retriever", "--import", name])
         said = capsys.readouterr().err
         assert re.fullmatch(rf".*: error: --import: \w+ cannot be imported \(?.*{why}.*; see .* --help\.\n", said)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from models import batch
+from models.commands import batch
 from tests.models import reference
 from tests.models.test_load import parameters
 

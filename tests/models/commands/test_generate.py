@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import models
-from models import chat, cli
+from models.commands import chat, generate
 from tests.models import reference
 
 PROMPT = "The code of amber falcon is 4719. It was a quiet day. Question: what is the code of amber falcon? Answer:"
@@ -27,10 +27,10 @@ def streamed(model, tokens, **settings):
 
 
 def test_text_or_json_have_the_tokens_of_stream(capsys):
-    assert cli.main(["retriever", "--prompt", PROMPT, *UNDER]) == 0
+    assert generate.main(["retriever", "--prompt", PROMPT, *UNDER]) == 0
     out, err = capsys.readouterr()
     assert "tokens in" in err and "cache" in err
-    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER]) == 0
+    assert generate.main(["retriever", "--prompt", PROMPT, "--json", *UNDER]) == 0
     figures = json.loads(capsys.readouterr().out)
     model, tokenizer = models.load("retriever")
     tokens = tokenizer.encode(PROMPT)
@@ -54,7 +54,7 @@ def folders(tmp_path_factory):
 
 def test_a_selection_says_what_it_read(folders, capsys):
     command = ["--prompt", PROMPT, "--select", "butler", "--budget", "0.25", "--sinks", "2", "--json", *SMALL]
-    assert cli.main([folders[0], *command]) == 0
+    assert generate.main([folders[0], *command]) == 0
     figures = json.loads(capsys.readouterr().out)
     model, tokenizer = models.load(folders[0])
     tokens = tokenizer.encode(PROMPT)
@@ -63,7 +63,7 @@ def test_a_selection_says_what_it_read(folders, capsys):
     assert (figures["select"], figures["budget"]) == ("butler", 0.25)
     steps = range(len(tokens) + 1, len(tokens) + len(figures["tokens"]))
     assert figures["read_share"] == pytest.approx(sum(-(-count // 4) + 2 for count in steps) / sum(steps))
-    assert cli.main([folders[1], "--butler", f"{folders[0]}/butler", *command]) == 0
+    assert generate.main([folders[1], "--butler", f"{folders[0]}/butler", *command]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == figures["tokens"]
 
 
@@ -83,7 +83,7 @@ def told(monkeypatch):
 
 @pytest.mark.parametrize(("policy", "given"), [("butler+caote", True), ("h2o+caote", False)])
 def test_a_policy_gets_the_predictor_that_it_scores_by(policy, given, folders, told):
-    assert cli.main([folders[0], "--prompt", PROMPT, "--policy", policy, "--budget", "16", *SMALL]) == 0
+    assert generate.main([folders[0], "--prompt", PROMPT, "--policy", policy, "--budget", "16", *SMALL]) == 0
     assert isinstance(told["butler"], models.Butler) == given
 
 
@@ -97,7 +97,7 @@ def test_a_policy_gets_the_predictor_that_it_scores_by(policy, given, folders, t
 )
 def test_json_says_when_evictions_are(policy, flags, moments, told, capsys):
     command = ["retriever", "--prompt", PROMPT, "--policy", policy, "--budget", "16", "--json", *SMALL]
-    assert cli.main([*command, *flags]) == 0
+    assert generate.main([*command, *flags]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["when"], figures["evict_every"]) == moments
     asked = dict(zip(flags[::2], flags[1::2], strict=True))
@@ -107,7 +107,7 @@ def test_json_says_when_evictions_are(policy, flags, moments, told, capsys):
 
 def test_flags_reach_the_stream(told):
     flags = "--temperature 0.5 --top-k 4 --top-p 0.9 --cache-dtype int8 --question what? --block 16 --max-new-tokens 4"
-    assert cli.main(["retriever", "--prompt", PROMPT, *flags.split()]) == 0
+    assert generate.main(["retriever", "--prompt", PROMPT, *flags.split()]) == 0
     expected = dict(temperature=0.5, top_k=4, top_p=0.9, cache_dtype="int8", block=16, max_new_tokens=4)
     assert {name: told[name] for name in expected} == expected
     assert told["question"] == len(models.load("retriever")[1].encode("what?", add_special_tokens=False))
@@ -127,7 +127,7 @@ def prompts(tmp_path, lines):
 
 
 def test_each_of_many_prompts_gives_what_it_gives_alone(tmp_path, capsys):
-    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [THREE[0], "", *THREE[1:]]), *UNDER]) == 0
+    assert generate.main(["retriever", "--prompts", prompts(tmp_path, [THREE[0], "", *THREE[1:]]), *UNDER]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     said = [json.loads(line) for line in out.splitlines()]
@@ -139,7 +139,7 @@ def test_each_of_many_prompts_gives_what_it_gives_alone(tmp_path, capsys):
         ["--prompt", PROMPT, *SMALL],
     ]
     for one, flags in zip(said, alone, strict=True):
-        assert cli.main(["retriever", *flags, "--json"]) == 0
+        assert generate.main(["retriever", *flags, "--json"]) == 0
         figures = json.loads(capsys.readouterr().out)
         assert figures.keys() == one.keys()
         told = ("policy", "budget", "when", "evict_every", "text", "tokens", "prompt_tokens", "fingerprints")
@@ -148,7 +148,7 @@ def test_each_of_many_prompts_gives_what_it_gives_alone(tmp_path, capsys):
 
 def test_a_prompt_that_fails_leaves_the_others_alone(tmp_path, capsys):
     long = {"prompt": "calm " * 5000, "policy": "full"}
-    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [long, THREE[0]]), *UNDER]) == 2
+    assert generate.main(["retriever", "--prompts", prompts(tmp_path, [long, THREE[0]]), *UNDER]) == 2
     out, err = capsys.readouterr()
     failed, done = map(json.loads, out.splitlines())
     assert failed.keys() == {"line", "error"} and "positions" in failed["error"]
@@ -159,7 +159,7 @@ def test_a_prompt_that_fails_leaves_the_others_alone(tmp_path, capsys):
 def test_many_prompts_stand_in_the_chat_template(folders, tmp_path, capsys):
     folder = shutil.copytree(folders[1], tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}Question: {{ m.content }}{% endfor %} Answer:")
-    assert cli.main([str(folder), "--chat", "--prompts", prompts(tmp_path, [{"prompt": "what?"}]), *UNDER]) == 0
+    assert generate.main([str(folder), "--chat", "--prompts", prompts(tmp_path, [{"prompt": "what?"}]), *UNDER]) == 0
     _, tokenizer = models.load("retriever")
     tokens = tokenizer.encode("Question: what? Answer:", add_special_tokens=False)
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == len(tokens)
@@ -177,13 +177,13 @@ def test_many_prompts_stand_in_the_chat_template(folders, tmp_path, capsys):
 )
 def test_a_bad_line_is_named_before_the_weights_are_read(line, sentence, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(models, "load", None)
-    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [THREE[0], line]), *UNDER]) == 2
+    assert generate.main(["retriever", "--prompts", prompts(tmp_path, [THREE[0], line]), *UNDER]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert re.search(rf"line 2 of \S+prompts.jsonl: .*{sentence}", err), err
 
 
-@pytest.mark.parametrize("command", [cli, chat])
+@pytest.mark.parametrize("command", [generate, chat])
 def test_each_flag_says_its_default(command):
     options = [action for action in command.parser()._actions if action.option_strings]
     silent = [action.option_strings[-1] for action in options if "(default" not in (action.help or "")]

@@ -1,0 +1,80 @@
+"""Computes what some methods read of a model from a text, as files: Q-Filters, and the scores of heads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import models
+from kvjax.checks import check_count
+from models import commands
+
+EXAMPLES = """examples:
+  python -m models.calibrate retriever --text book.txt --q-filters filters.npy --heads heads.npy
+  python -m models.generate retriever --prompt-file book.txt --policy "q_filters(file='filters.npy')" --budget 256
+  python -m models.generate retriever --prompt-file book.txt --policy "snapkv@duo(file='heads.npy')" --budget 512
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: by default those of the command line.
+
+    Example:
+        >>> from models.commands.calibrate import main
+        >>> main(["--help"])
+        Traceback (most recent call last):
+        ...
+        SystemExit: 0
+    """
+    flags = commands.parser(
+        "models.calibrate",
+        "models.calibrate",
+        description="Computes Q-Filters and the scores of heads of a model from a text.",
+        examples=EXAMPLES,
+    )
+    flags.add_argument("model", help="as in python -m models.generate")
+    flags.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text of the kind that the model reads")
+    flags.add_argument("--q-filters", metavar="FILE", help="write the filters that q_filters reads, a .npy file")
+    flags.add_argument("--heads", metavar="FILE", help="write the scores that duo and headkv read, a .npy file")
+    flags.add_argument("--rows", type=int, default=8, help="most pieces of the text that are read")
+    flags.add_argument("--length", type=int, default=512, help="tokens of a piece")
+    flags.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
+    commands.add_import_flag(flags)
+    commands.add_cache_flag(flags)
+    return commands.call(flags, _run, "models.calibrate", arguments)
+
+
+def _run(flags: argparse.Namespace) -> None:
+    rows = check_count("--rows", flags.rows, 1, "read at least 1 piece")
+    length = check_count("--length", flags.length, 1, "a piece has at least 1 token")
+    if not flags.q_filters and not flags.heads:
+        raise ValueError("there is nothing to compute; give --q-filters FILE or --heads FILE.")
+    for path in (flags.q_filters, flags.heads):
+        if path and Path(path).suffix != ".npy":
+            raise ValueError(f"{path} is no .npy file; give a name that ends in .npy.")
+    commands.check_outputs([flags.q_filters, flags.heads])
+    text = commands.read_text(flags.text, "text")
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype)
+    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
+    tokens = np.asarray(tokenizer.encode(text), np.int32)
+    rows = min(rows, len(tokens) // length)
+    if not rows:
+        raise ValueError(f"{flags.text} has {len(tokens)} tokens, expected at least {length}; give more, or --length.")
+    pieces = tokens[: rows * length].reshape(rows, length)
+    for path, measure in ((flags.q_filters, models.q_filters), (flags.heads, models.head_scores)):
+        if path:
+            measured = measure(model, pieces)
+            with commands.replacing(path) as temporary, temporary.open("wb") as file:
+                np.save(file, measured)
+            print(f"{path}: {measured.shape} from {rows} pieces of {length} tokens")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

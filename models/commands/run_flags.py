@@ -1,0 +1,140 @@
+"""The flags that every command runs a model by, and what they give: settings, a mesh, input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import models
+from models import commands, hosts
+from models.commands import distributed
+
+
+def add_run_flags(
+    flags: argparse.ArgumentParser, max_new_tokens: int, *, evicts: bool = True, published: bool = False
+) -> None:
+    """Add the flags that every command runs a model by: blocks, evictions during an answer, sampling.
+
+    Args:
+        flags: the command's parser.
+        max_new_tokens: the default of --max-new-tokens.
+        evicts: whether tokens are evicted during an answer.
+        published: whether the default temperature is the model's own, None here.
+
+    Example:
+        >>> import argparse
+        >>> from models.commands.run_flags import add_run_flags
+        >>> flags = argparse.ArgumentParser()
+        >>> add_run_flags(flags, max_new_tokens=64)
+        >>> flags.parse_args(["--top-k", "5"]).top_k
+        5
+    """
+    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step (default: %(default)s)")
+    if evicts:
+        flags.add_argument(
+            "--evict-every",
+            type=int,
+            metavar="N",
+            help="during an answer, evict every N steps, 0 for never (default: 1, or the length of the policy's "
+            "observation window)",
+        )
+    flags.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, help="most tokens of an answer (default: %(default)s)"
+    )
+    default = "the model's published one, with its top_k and top_p, else 0" if published else "%(default)s"
+    flags.add_argument(
+        "--temperature",
+        type=float,
+        default=None if published else 0.0,
+        help=f"0 takes the most likely token (default: {default})",
+    )
+    flags.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
+    flags.add_argument(
+        "--top-p", type=float, help="draw from the fewest tokens that reach this probability (default: all)"
+    )
+    flags.add_argument(
+        "--seed", type=_seed, default=0, help="random seed for a temperature above 0 (default: %(default)s)"
+    )
+    flags.add_argument(
+        "--dtype",
+        help="float32, bfloat16 (slow on a CPU) or float16, of the predictor, too (default: the checkpoint's)",
+    )
+    commands.add_cache_dtype_flag(flags)
+
+
+def _seed(text: str) -> int:
+    seed = int(text)
+    if not -(2**63) <= seed < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at most 64 bits")
+    return seed
+
+
+def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of :func:`add_run_flags` as arguments of :func:`models.stream`, without seed and dtype.
+
+    Example:
+        >>> from models.commands.generate import parser
+        >>> from models.commands.run_flags import run_settings
+        >>> run_settings(parser().parse_args(["retriever", "--top-k", "5"]))["top_k"]
+        5
+    """
+    names = ("block", "evict_every", "max_new_tokens", "temperature", "top_k", "top_p", "cache_dtype")
+    return {name: getattr(flags, name) for name in names if hasattr(flags, name)}
+
+
+def add_mesh_flags(flags: argparse.ArgumentParser) -> None:
+    """Add --mesh, which :func:`mesh_of` reads, and the flags of :func:`models.commands.distributed.join`.
+
+    Example:
+        >>> import argparse
+        >>> from models.commands.run_flags import add_mesh_flags
+        >>> flags = argparse.ArgumentParser()
+        >>> add_mesh_flags(flags)
+        >>> flags.parse_args(["--mesh", "tensor=8"]).mesh
+        'tensor=8'
+    """
+    flags.add_argument(
+        "--mesh",
+        help="devices, such as data=2,tensor=4 (default: one device, or tensor over all devices of several processes)",
+    )
+    distributed.add_flags(flags)
+
+
+def mesh_of(flags: argparse.Namespace) -> Mesh | None:
+    """Return the mesh that --mesh names; without it, all devices of several processes, or None for one process.
+
+    Raises:
+        ValueError: the text is no mesh, or there are not so many devices.
+
+    Example:
+        >>> import argparse
+        >>> from models.commands.run_flags import mesh_of
+        >>> dict(mesh_of(argparse.Namespace(mesh="tensor=1")).shape)
+        {'data': 1, 'tensor': 1}
+    """
+    named = getattr(flags, "mesh", None)  # not every evaluation has the flag
+    text = f"tensor={jax.device_count()}" if named is None and hosts.several() else named
+    return None if text is None else models.parse_mesh(text)
+
+
+def read_input(path: str, what: str) -> str:
+    """Read a file as :func:`models.commands.read_text` does, or standard input, which is called "-".
+
+    The first of several processes reads it.
+
+    Example:
+        >>> from models.commands.run_flags import read_input
+        >>> read_input("README.md", "document").startswith("# kvjax")
+        True
+    """
+    return hosts.from_first(
+        lambda: (
+            commands.decoded(sys.stdin.buffer.read(), "standard input")
+            if path == "-"
+            else commands.read_text(path, what)
+        )
+    )

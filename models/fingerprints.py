@@ -1,0 +1,103 @@
+"""Digests that identify a model and its tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models import decoder, hosts
+from models.config import described
+from models.parameters import parameter_shapes
+from models.tokenizer import Tokenizer
+
+
+def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> dict[str, str]:
+    """Return digests that identify a model and its tokenizer, for JSON.
+
+    They are those of the config, of :func:`weights`, and of the tokenizer with its special tokens and chat template.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> from models import fingerprints
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> sorted(fingerprints.fingerprints(models.Decoder(config, rngs=nnx.Rngs(0))))
+        ['config', 'weights']
+    """
+    found = {
+        "config": digest(described(model.config)),
+        "weights": weights(model, parameter_shapes(model.config)),
+    }
+    if tokenizer is not None:
+        parts = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]
+        found["tokenizer"] = digest(parts)
+    return found
+
+
+def fingerprint(model: decoder.Decoder) -> str:
+    """Return one word that identifies a model, as ``kvjax.save_cache`` takes it: a digest of :func:`fingerprints`.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> len(models.fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
+        16
+    """
+    return digest(fingerprints(model))
+
+
+def weights(module: nnx.Module, shapes: Mapping[str, Sequence[int]]) -> str:
+    """Hash the parameters' names and 64 numbers of each parameter, at fixed places, rounded to bfloat16.
+
+    It reads little of a large model, and is the same in every usual dtype and on every mesh. Another checkpoint, or the
+    same one after training, has another hash; changing a few numbers by hand may not change it.
+
+    Args:
+        shapes: the shapes of the parameters by their names in ``module``.
+
+    Example:
+        >>> from flax import nnx
+        >>> from models import fingerprints
+        >>> linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        >>> len(fingerprints.weights(linear, {"kernel": (3, 2), "bias": (2,)}))
+        64
+    """
+    arrays, places = {}, {}
+    for name, shape in shapes.items():
+        parameter: Any = module
+        for part in name.split("."):
+            parameter = getattr(parameter, part)
+        rng = np.random.default_rng(0)
+        arrays[name], places[name] = parameter[...], tuple(rng.integers(0, size, 64) for size in shape)
+    found, samples = hashlib.sha256(), _numbers_at(arrays, places)
+    for name in sorted(shapes):
+        found.update(name.encode() + hosts.fetched(samples[name]).astype(jnp.bfloat16).tobytes())
+    return found.hexdigest()
+
+
+@jax.jit
+def _numbers_at(arrays: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
+    return {name: array[places[name]] for name, array in arrays.items()}
+
+
+def digest(content: Any) -> str:
+    """Return a digest of any content that JSON can hold.
+
+    Example:
+        >>> from models.fingerprints import digest
+        >>> digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+        True
+    """
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
