@@ -62,6 +62,14 @@ def _annotations_are_silent_for_bad_input(request):
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Put the papers' experiments into the matrix, their docstrings' examples included."""
+    for item in items:
+        if item.nodeid.startswith(("papers/", "tests/papers/")):
+            item.add_marker(pytest.mark.matrix)
+
+
 def pytest_collection_finish(session):
     """Keep what was imported and collected out of every later search for garbage: about 4% of the tests' time."""
     gc.collect()

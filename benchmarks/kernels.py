@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-from benchmarks import butler, floors, measure, steps
+from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import evaluator, report
 from kernels_pallas.dispatch import BY_NAME_ONLY, Kernel, kernels_of, of_layer, platform
@@ -268,10 +269,30 @@ def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> li
     return found
 
 
+def materialised(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    predicted_query: Float[Array, "B T N F"],
+    predicted_key: Float[Array, "B T N F"],
+    *,
+    causal: bool,
+) -> Float[Array, ""]:
+    """Compute ``mse_logits`` directly, with all logits [B, N, T, T] of both sides in memory."""
+    T, N, D = query.shape[1:]
+    key = jnp.repeat(key, N // key.shape[2], axis=2)
+    logits = jnp.einsum("bind,bjnd->bnij", query, key) * D**-0.5
+    predicted = jnp.einsum("bind,bjnd->bnij", predicted_query, predicted_key) * predicted_query.shape[3] ** -0.5
+    square = (logits - predicted) ** 2
+    if not causal:
+        return jnp.mean(square)
+    pairs = query.shape[0] * N * T * (T + 1) / 2
+    return jnp.sum(jnp.where(jnp.tril(jnp.ones((T, T), bool)), square, 0)) / pairs
+
+
 def function_of(operation: str, implementation: str, *, interpret: bool) -> Callable[..., Any]:
     """Return the function of an operation's implementation, to be called with all its options."""
     if implementation == "materialised":
-        return butler.materialised
+        return materialised
     if interpret and implementation != "reference":
         kernel = _kernels(operation)[implementation]
         how: Any = True

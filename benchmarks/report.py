@@ -20,10 +20,8 @@ ORDER = (
     "prefill",
     "kernels",
     "cpu",
-    "butler",
     "memory",
     "soak",
-    "launches",
     "tpu_compile",
 )
 LARGE, SMALL = "llama-3.1-8b", "small"

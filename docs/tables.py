@@ -413,7 +413,7 @@ def chosen(file: str) -> str:
 
 def steps_foreseen() -> str:
     """Make the table of the time of decode steps that read what the predictor foresees."""
-    data = read("../../benchmarks/results/selection.json")
+    data = read("selection.json")
     found: dict[tuple[str, float | None], dict[int, dict[str, Any]]] = {}
     for row in data["results"]:
         found.setdefault((row["step"], row["share"]), {})[row["context"]] = row
@@ -432,7 +432,7 @@ def steps_foreseen() -> str:
     bytes_of = [r for r in data["results"] if r["share"] == 0.5 and r["context"] == contexts[-1]]
     counted = ", ".join(f"{STEPS[r['step']]} {r['bytes_ratio']:.2f}" for r in bytes_of)
     return (
-        "`python -m benchmarks selection` (benchmarks/results/selection.json): one sequence, median of "
+        "`python -m papers selection` (docs/results/selection.json): one sequence, median of "
         f"{data['results'][0]['repetitions']} steps in turns, over the dense step in brackets.\n\n"
         + "\n".join(lines)
         + f"\n\nBytes counted over the dense step's, at 50% of {contexts[-1]:,} tokens: {counted}."
@@ -919,7 +919,7 @@ def kept_and_asked() -> str:
 
 
 def roundings(data: dict[str, Any]) -> str:
-    """Make the table of ways to round keys and values, from what `python -m evals rounding` wrote."""
+    """Make the table of ways to round keys and values, from what `python -m papers rounding` wrote."""
     texts = {text: [r for r in data["results"] if r["text"] == text] for text in data["chunks"]}
     titles = [text.replace("-", " ").title() for text in texts]
     counts = " and ".join(str(count) for count in sorted(set(data["chunks"].values())))

@@ -14,25 +14,17 @@ from models.commands import distributed
 
 # In the order of the help.
 NAMES = (
-    "needle", "ruler", "longbench", "infinitebench", "booksum", "lm_eval", "fidelity", "regret", "rounding",
-    "coref", "perplexity", "choices", "butler", "texts", "sweep", "study", "report", "view",
+    "needle", "ruler", "longbench", "infinitebench", "booksum", "lm_eval", "fidelity", "regret", "coref", "perplexity",
+    "choices", "texts", "sweep", "study", "report", "view",
 )  # fmt: skip
-ELSEWHERE = {"lm_eval": "evals.harness", "report": "evals.page", "rounding": "evals.experiments.rounding"}
-ELSEWHERE["butler"] = "evals.experiments.butler_figures"
+ELSEWHERE = {"lm_eval": "evals.harness", "report": "evals.page"}
 EVALUATIONS: dict[str, ModuleType] = {}
 with commands.extra("eval", "evals"):
     from evals import evaluations
 
     for name in NAMES:
-        module = ELSEWHERE.get(name, f"evals.{name}")
-        try:
-            importlib.import_module(module.rpartition(".")[0])  # a checkout has the experiments, the wheel does not
-            EVALUATIONS[name] = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != "evals.experiments":
-                raise
-        else:
-            evaluations.register(name, EVALUATIONS[name])
+        EVALUATIONS[name] = importlib.import_module(ELSEWHERE.get(name, f"evals.{name}"))
+        evaluations.register(name, EVALUATIONS[name])
 EXAMPLES = """examples:
   python -m evals needle --policies full,snapkv,snapkv+caote --budgets 40,128 --json out.json --plot out.png
   python -m evals ruler --lengths 1024 --policies full,snapkv+caote --budgets 0.25 --when prompt --out runs/ruler

@@ -333,7 +333,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.evict_every not in (None, 0):
         raise ValueError("--evict-every is about generated tokens, but choices generate none; leave it out.")
     flags.evict_every = 0
-    instead = "python -m evals butler choices takes selections with --select"
+    instead = "python -m papers butler choices takes selections with --select"
     evaluator.refuse_selections(evaluator.make_settings(flags, evaluator.KNOWN_OR_NOT), instead)
     check(flags)
     text = texts.read_text(flags.text)

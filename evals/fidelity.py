@@ -362,7 +362,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print the table, write JSON and pictures."""
     settings = needle.make_settings(flags)
-    evaluator.refuse_selections(settings, "python -m evals butler accuracy measures what a selection finds")
+    evaluator.refuse_selections(settings, "python -m papers butler accuracy measures what a selection finds")
     lengths = needle.check_sizes(flags)
     evaluator.check_least(flags, samples=1)
     report.check_outputs(flags.json, flags.plot, flags.heads)

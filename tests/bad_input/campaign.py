@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks")
+PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks", "papers")
 
 
 def refused(call: Callable[[], Any]) -> Exception:

@@ -18,15 +18,17 @@ from benchmarks import measure, tpu_compile
 from evals import __main__ as evals
 from models import engine
 from models.commands import ask, calibrate, generate
+from papers import __main__ as papers
+from papers.retriever import recipe
 from tests.bad_input.campaign import Terminal, state_of
 from tests.tiers import matrix
-from train import butler, finetune, retriever, scorer
+from train import butler, finetune, scorer
 
 pytestmark = pytest.mark.bad_input
 
 MAINS = {"generate": generate.main, "ask": ask.main, "calibrate": calibrate.main, "evals": evals.main}
-MAINS |= {f"train.{module.__name__[6:]}": module.main for module in (butler, finetune, retriever, scorer)}
-MAINS["benchmarks"] = benchmarks.main
+MAINS |= {f"train.{module.__name__[6:]}": module.main for module in (butler, finetune, scorer)}
+MAINS |= {"benchmarks": benchmarks.main, "papers": papers.main, "papers.retriever.recipe": recipe.main}
 HEADER = '{"evaluation": "ruler", "settings": {}, "command": "python -m evals ruler", "environments": []}'
 SWEEP = 'models = ["retriever"]\npolicies = ["full"]\n'
 CODE = "The code of the river is 4. The code is"

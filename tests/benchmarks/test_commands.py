@@ -33,14 +33,6 @@ def test_the_facts_of_a_document_are_asked_for():
 
 
 @matrix
-def test_steps_with_a_selection_are_timed_beside_dense_ones(rows_of, capsys):
-    rows = rows_of("selection --model retriever --contexts 64 --shares 0.5 --repetitions 2")
-    assert [row["step"] for row in rows] == ["dense", "predictor", "separate", "max"]
-    assert rows[0]["ratio"] == 1.0 and all(row["milliseconds"] > 0 for row in rows)
-    assert rows[3]["bytes_ratio"] < rows[2]["bytes_ratio"] and "one set per group, max" in capsys.readouterr().out
-
-
-@matrix
 def test_uniform_slots_are_the_counted_bytes_and_pages_come_close():
     uniform = memory.compiled_bytes("tova", 1_024, 0.25, 64, 16)
     assert uniform["ratio"] == pytest.approx(1, abs=1e-3)

@@ -24,10 +24,7 @@ def text_file(tmp_path, request):
     return path
 
 
-@pytest.fixture
-def run_eval(tmp_path, capsys):
-    """Runs an evaluation, and gives what its JSON has and what it printed; there is a picture, too."""
-
+def runner(main, tmp_path, capsys):
     def run(*flags):
         out, plot = tmp_path / "out.json", tmp_path / "out.png"
         assert main([*flags, "--json", str(out), "--plot", str(plot)]) == 0
@@ -35,6 +32,12 @@ def run_eval(tmp_path, capsys):
         return json.loads(out.read_text()), capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def run_eval(tmp_path, capsys):
+    """Runs an evaluation, and gives what its JSON has and what it printed; there is a picture, too."""
+    return runner(main, tmp_path, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks")  # each imports only those before it
+PACKAGES = (
+    "kernels_pallas",
+    "kvjax",
+    "models",
+    "evals",
+    "train",
+    "benchmarks",
+    "papers",
+)  # each imports only those before it
 
 
 class Fault(NamedTuple):

@@ -15,7 +15,7 @@ import models
 from models import commands
 from tests.bad_input.campaign import state_of
 from tests.models import reference
-from train import butler, finetune, folder, interrupts, loop, meter, retriever, scorer
+from train import butler, finetune, folder, interrupts, loop, meter, scorer
 from train.butler import Settings
 from train.checkpoints import digest
 from train.text import Corpus
@@ -323,7 +323,7 @@ def test_what_fails_while_prefetching_is_raised():
     assert list(loop.prefetch(iter("abc"), size=1)) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("trainer", [butler, scorer, finetune, retriever], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("trainer", [butler, scorer, finetune], ids=lambda module: module.__name__)
 def test_every_trainer_imports_modules_of_your_own(trainer, capsys):
     with pytest.raises(SystemExit, match="2"):
         trainer.main(["--import", "no_such_module"])

@@ -51,7 +51,7 @@ def measure(
     Example:
         >>> import models
         >>> from evals import choices, selections
-        >>> from evals.experiments import butler_choices
+        >>> from papers.tokenbutler import zero_shot
         >>> model, tokenizer = models.load("retriever")
         >>> text = " ".join(
         ...     f"A boat that had a crew of {i} men went by the old town of {i}."
@@ -62,7 +62,7 @@ def measure(
         ...         "continuation", 0, choices.read_corpus(text), tokenizer, 256
         ...     )
         ... ]
-        >>> rows = butler_choices.measure(
+        >>> rows = zero_shot.measure(
         ...     model, {"continuation": drawn}, [selections.parse_selection("full")],
         ...     [0.5]
         ... )

@@ -16,12 +16,12 @@ import numpy as np
 from jaxtyping import Array, Int
 
 import models
-from benchmarks import butler as counted
 from benchmarks import measure
 from benchmarks.steps import unbounded
 from evals import report
 from models import commands, fingerprints
 from models.butler import Butler, ButlerCache, importance, parameter_shapes
+from papers.tokenbutler import flops
 
 LEGEND = """ms: median of a step of `models.stream`, all ways in turns; over dense: that of the context's dense step.
 predictor: its own step and the logits of all tokens in all predicted layers, without a selection. bytes: counted, over
@@ -60,7 +60,7 @@ def timed(
     rows = []
     rows_of: list[tuple[str, float | None]] = [("dense", None), ("predictor", None), *asked]
     for (name, share), own in zip(rows_of, times.values(), strict=True):
-        ratios = {} if share is None else counted.bytes_ratios(model.config, butler.config, share, context)
+        ratios = {} if share is None else flops.bytes_ratios(model.config, butler.config, share, context)
         row = {"context": context, "step": name, "share": share, **own._asdict()}
         row["ratio"] = own.milliseconds / times["dense"].milliseconds
         rows.append({**row, "bytes_ratio": ratios.get("heads" if name == "separate" else "same")})
@@ -115,7 +115,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--groups", default="separate,max", help="how the heads of a group choose, several by comma")
     flags.add_argument("--shares", default="0.5,0.25,0.1", help="of the tokens that a step reads, several by comma")
     flags.add_argument("--repetitions", type=int, default=25, help="timed steps of each way (default %(default)s)")
-    measure.add_json_flag(flags, "selection")
+    flags.add_argument("--json", type=Path, help="write all figures here")
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from evals.experiments import butler_figures
+from papers.tokenbutler import figures
 
 
 def test_agreement_by_hand():
     one = np.array([4.0, 3.0, 2.0, 1.0])
     # Two layers of two heads over one sequence: the same wishes, twice as strong, the opposite, and half of each.
     logits = np.array([[[one, 2 * one]], [[-one, np.array([4.0, 1.0, 3.0, 2.0])]]])
-    found = butler_figures.agreement(logits)
+    found = figures.agreement(logits)
     last = np.corrcoef(one, [4.0, 1.0, 3.0, 2.0])[0, 1]
     wanted = [[1, 1, -1, last], [1, 1, -1, last], [-1, -1, 1, -last], [last, last, -last, 1]]
     np.testing.assert_allclose(found["correlation"], wanted, atol=1e-12)
@@ -24,7 +24,7 @@ def test_agreement_by_hand():
 
 
 def test_agreement_breaks_ties_towards_the_more_recent_and_bears_flat_heads():
-    found = butler_figures.agreement(np.array([[[[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]]]]))
+    found = figures.agreement(np.array([[[[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]]]]))
     assert found["overlap"] == [[1, 1], [1, 1]]
     assert found["consensus"] == 0
 

@@ -6,7 +6,8 @@ import pytest
 
 import models
 from evals import prose
-from train import answers, questions
+from papers.answers import questions
+from train import answers
 
 LENGTH = 420
 TEXT = "In the beginning the earth was without form and void, and darkness was upon the deep. " * 2

@@ -1,6 +1,6 @@
 """Questions about long texts, with their answers: rows that teach a model to look things up in its context.
 
-``python -m train.questions --tokenizer smollm2 --rows 2400 --out questions.jsonl`` writes JSON lines of {"prompt",
+``python -m papers.answers.questions --tokenizer smollm2 --rows 2400 --out qa.jsonl`` writes JSON lines of {"prompt",
 "answer", "family", "more"}, which `python -m train.finetune --data` reads: a text, and questions about it one after the
 other, at most one for 64 tokens. A row is a pure function of the seed and its number. The families are facts in several
 wordings, lists of keys, chains of variables, counts, quotations and, with ``--text``, continuations of a text of one's
@@ -26,8 +26,8 @@ from models import commands
 from models.load import describe
 
 EXAMPLES = """examples:
-  python -m train.questions --tokenizer smollm2 --rows 2400 --lengths 256,512 --out questions.jsonl
-  python -m train.questions --tokenizer smollm2 --text king-james.txt --out questions.jsonl
+  python -m papers.answers.questions --tokenizer smollm2 --rows 2400 --lengths 256,512 --out questions.jsonl
+  python -m papers.answers.questions --tokenizer smollm2 --text king-james.txt --out questions.jsonl
 """
 # How a fact is stated, asked for, and how its answer begins.
 WORDINGS = (
@@ -80,7 +80,7 @@ def facts(rng: np.random.Generator) -> Draft:
 
     Example:
         >>> import numpy as np
-        >>> from train import questions
+        >>> from papers.answers import questions
         >>> hidden, asked = questions.facts(np.random.default_rng(0))
         >>> all(answer in "".join(hidden) for _, answer in asked)
         True
@@ -99,7 +99,7 @@ def keys(rng: np.random.Generator) -> Draft:
 
     Example:
         >>> import numpy as np
-        >>> from train import questions
+        >>> from papers.answers import questions
         >>> hidden, asked = questions.keys(np.random.default_rng(0))
         >>> asked[0][1] in hidden[0], asked[0][0].startswith("Look up")
         (True, True)
@@ -117,7 +117,7 @@ def chains(rng: np.random.Generator) -> Draft:
 
     Example:
         >>> import numpy as np
-        >>> from train import questions
+        >>> from papers.answers import questions
         >>> hidden, asked = questions.chains(np.random.default_rng(0))
         >>> sum(sentence.endswith(f" be {asked[0][1]}.") for sentence in hidden)
         1
@@ -142,7 +142,7 @@ def counts(rng: np.random.Generator) -> Draft:
 
     Example:
         >>> import numpy as np
-        >>> from train import questions
+        >>> from papers.answers import questions
         >>> hidden, asked = questions.counts(np.random.default_rng(0))
         >>> count = sum(sentence in asked[0][0] for sentence in hidden)
         >>> questions.COUNTS[count] == asked[0][1]
@@ -159,7 +159,7 @@ def quotations(rng: np.random.Generator) -> Draft:
 
     Example:
         >>> import numpy as np
-        >>> from train import questions
+        >>> from papers.answers import questions
         >>> hidden, asked = questions.quotations(np.random.default_rng(0))
         >>> sorted(answer for _, answer in asked) == sorted(hidden)
         True
@@ -195,7 +195,7 @@ def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, senten
 
     Example:
         >>> import models
-        >>> from train import questions
+        >>> from papers.answers import questions
         >>> _, tokenizer = models.load("retriever")
         >>> one = questions.row(0, 0, tokenizer, 256)
         >>> len(tokenizer.encode(one.prompt + one.answer)) <= 256, one.answer[0]
@@ -265,7 +265,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser of the command's flags."""
     flags = commands.parser(
         "kvjax-questions",
-        "train.questions",
+        "papers.answers.questions",
         description="Writes questions about long texts, with answers.",
         examples=EXAMPLES,
     )
@@ -281,7 +281,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     flags = parser().parse_args(arguments)
-    return commands.run(lambda: _run(flags), "train.questions")
+    return commands.run(lambda: _run(flags), "papers.answers.questions")
 
 
 def _run(flags: argparse.Namespace) -> None:

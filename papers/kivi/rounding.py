@@ -34,10 +34,6 @@ from models import commands
 
 SLOTS = 64  # of a block whose channels share scales
 GROUP = 32  # channels
-EXAMPLES = """examples:
-  python -m evals rounding
-  python -m evals rounding --model smollm2 --text king-james-bible debian-handbook --sequences 6 --json rounding.json
-"""
 Rows = Float[Array, "B K T D"]
 
 
@@ -57,7 +53,7 @@ def by_steps(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Array, ".
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from evals.experiments.rounding import by_steps
+        >>> from papers.kivi.rounding import by_steps
         >>> by_steps(jnp.array([7.0, -3.2, 0.4]), 4, -1).tolist()
         [7.0, -3.0, 0.0]
     """
@@ -71,7 +67,7 @@ def from_smallest(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Arra
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from evals.experiments.rounding import from_smallest
+        >>> from papers.kivi.rounding import from_smallest
         >>> from_smallest(jnp.array([1.0, 1.6, 4.0]), 2, -1).tolist()
         [1.0, 2.0, 4.0]
     """

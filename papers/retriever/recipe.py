@@ -1,9 +1,9 @@
-"""Trains the retriever, the small model that ships: `python -m train.retriever --out models/retriever`.
+"""Trains the retriever, the small model that ships: `python -m papers.retriever.recipe --out models/retriever`.
 
 The model learns one thing well, to read a fact from its context, and a little prose. These choices make that fast
 enough for two CPU cores: very many questions per row, a separate loss for answers, short rows first, normalised queries
 and keys (Qwen3) so that Muon can take large steps, few rows at a time so that activations stay in the CPU's cache, and
-initial weights that can already look things up (train/circuit.py).
+initial weights that can already look things up (papers/retriever/circuit.py).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from models.config import Config, Rope
 from models.decoder import Decoder
 from models.load import load
 from models.save import save
+from papers.retriever.circuit import init_parameters
 from train import data
 from train import folder as folders
 from train.checkpoints import newest_step
-from train.circuit import init_parameters
 from train.finetune import parameters_of
 from train.interrupts import Interrupts, interrupted
 from train.loop import Options, prefetch
@@ -415,7 +415,10 @@ def train(
     parameters, first = init_parameters(config, jax.random.key(seed)), 0
     if begin is not None:
         parameters, first = _read_model(begin, config)
-    begun, resume = options.begun or commands.Begun("train.retriever.train(...)", time.monotonic()), options.resume
+    begun, resume = (
+        options.begun or commands.Begun("papers.retriever.recipe.train(...)", time.monotonic()),
+        options.resume,
+    )
     run = {"config": dataclasses.asdict(config), "seed": seed, "first": first, "jax": provenance.settings()}
     folders.check_run(folder, run, (), resume, flag="--work")
     devices = jax.devices()
@@ -451,7 +454,7 @@ def train(
         )
         interrupts = stack.enter_context(Interrupts())
         meter = Meter(
-            last, start, options.progress_bar, lambda text: print(f"train.retriever: {text}.", file=sys.stderr)
+            last, start, options.progress_bar, lambda text: print(f"papers.retriever.recipe: {text}.", file=sys.stderr)
         )
         stack.callback(meter.close)
         timed, seen, totals = time.monotonic(), 0, []
@@ -523,7 +526,7 @@ def _log(folder: Path, line: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = commands.Parser(prog="python -m train.retriever", description=__doc__.splitlines()[0])
+    parser = commands.Parser(prog="python -m papers.retriever.recipe", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/retriever"), help="folder for the finished model")
     parser.add_argument("--work", type=Path, default=Path("runs/retriever"), help="folder for checkpoints and the log")
     parser.add_argument("--resume", choices=("auto", "never"), default="auto", help="resume --work's checkpoint")
@@ -545,7 +548,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--from is {options.begin}, which is no folder; expected one with a model of this recipe.")
     if not 0 <= options.keep < 1 or (options.keep and options.begin is None):
         parser.error(f"--keep is {options.keep}; expected a share from 0 to less than 1, and --from with it.")
-    return commands.run(lambda: _make(options), "train.retriever")
+    return commands.run(lambda: _make(options), "papers.retriever.recipe")
 
 
 def _make(options: argparse.Namespace) -> None:

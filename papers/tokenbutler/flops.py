@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 import models
 from benchmarks import floors, measure
+from benchmarks.kernels import materialised
 from benchmarks.shapes import shape
 from evals import evaluator, report
 from kernels_pallas import cache_attention, mse_logits
@@ -57,7 +58,7 @@ def compiled_cost(function: Callable, *arguments: Any, donate: tuple[int, ...] =
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from benchmarks.butler import compiled_cost
+        >>> from papers.tokenbutler.flops import compiled_cost
         >>> a, b = (
         ...     jax.ShapeDtypeStruct((8, 16), jnp.float32),
         ...     jax.ShapeDtypeStruct((16, 32), jnp.float32),
@@ -188,9 +189,9 @@ def selected_numbers(model: models.Config, tokens: float, slots: int) -> dict[st
     choose independently.
 
     Example:
-        >>> from benchmarks import butler
+        >>> from papers.tokenbutler import flops
         >>> # 1,024 numbers a token
-        >>> numbers = butler.selected_numbers(butler.MODELS["Llama-3.2-1B"], 100, 1000)
+        >>> numbers = flops.selected_numbers(flops.MODELS["Llama-3.2-1B"], 100, 1000)
         >>> numbers["heads"] // 1024, numbers["same"] // 1024
         (400, 100)
     """
@@ -212,10 +213,10 @@ def break_even(model: models.Config, predictor: ButlerConfig, share: float, read
     """Return the shortest context at which a decode step reads fewer bytes with the predictor, or None if none does.
 
     Example:
-        >>> from benchmarks import butler
-        >>> model = butler.MODELS["Llama-3.2-1B"]
-        >>> predictor = butler.ButlerConfig.of(model)
-        >>> butler.break_even(model, predictor, 0.5, "heads") is None
+        >>> from papers.tokenbutler import flops
+        >>> model = flops.MODELS["Llama-3.2-1B"]
+        >>> predictor = flops.ButlerConfig.of(model)
+        >>> flops.break_even(model, predictor, 0.5, "heads") is None
         True
     """
 
@@ -246,7 +247,7 @@ def blocks_of(tokens: int) -> list[tuple[int, int]]:
     """Return the tokens of each block of a prompt, and the slots that its attention reads.
 
     Example:
-        >>> from benchmarks.butler import blocks_of
+        >>> from papers.tokenbutler.flops import blocks_of
         >>> blocks_of(512)
         [(128, 256), (128, 256), (128, 512), (128, 512)]
     """
@@ -370,26 +371,6 @@ def reading(name: str, shares: list[float]) -> dict[str, Any]:
         "largest_share": {r: largest_share(model, predictor, r) for r in readings},
         "break_even": [{"share": s, **{r: break_even(model, predictor, s, r) for r in readings}} for s in shares],
     }
-
-
-def materialised(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B T K D"],
-    predicted_query: Float[Array, "B T N F"],
-    predicted_key: Float[Array, "B T N F"],
-    *,
-    causal: bool,
-) -> Float[Array, ""]:
-    """Compute ``mse_logits`` directly, with all logits [B, N, T, T] of both sides in memory."""
-    T, N, D = query.shape[1:]
-    key = jnp.repeat(key, N // key.shape[2], axis=2)
-    logits = jnp.einsum("bind,bjnd->bnij", query, key) * D**-0.5
-    predicted = jnp.einsum("bind,bjnd->bnij", predicted_query, predicted_key) * predicted_query.shape[3] ** -0.5
-    square = (logits - predicted) ** 2
-    if not causal:
-        return jnp.mean(square)
-    pairs = query.shape[0] * N * T * (T + 1) / 2
-    return jnp.sum(jnp.where(jnp.tril(jnp.ones((T, T), bool)), square, 0)) / pairs
 
 
 def loss(tokens: int, causal: bool, repetitions: int) -> dict[str, Any]:
@@ -636,7 +617,7 @@ def page(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return the tables and the sentences about them in Markdown."""
     text = """# What TokenButler's predictor costs
 
-Made by `python -m benchmarks butler`: counted from programs compiled for the models' shapes, no weights needed; the \
+Made by `python -m papers flops`: counted from programs compiled for the models' shapes, no weights needed; the \
 loss is timed on a CPU.
 """
     said = findings(results)
@@ -694,7 +675,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--shares", default="0.5,0.25,0.1,0.05", help="shares of the tokens that a head reads")
     flags.add_argument("--loss-lengths", default="512,1024,2048,4096")
     flags.add_argument("--repetitions", type=int, default=7, help="repetitions of the loss")
-    measure.add_json_flag(flags, "butler")
+    flags.add_argument("--json", type=Path, help="write all figures here")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
     flags.add_argument("--page", type=Path, help="write the tables and the findings as a Markdown page here")
 

@@ -13,7 +13,7 @@ common is reported as well; it is 0.5 by chance.
 oracles: perplexity against sparsity for the oracle, the oracle with eviction, the first layer's logits, the previous
 layer's logits, and a random choice (figure 9); see `python -m evals perplexity`.
 
-choices: the right ones found in choice tasks made from the text; see evals/experiments/butler_choices.py.
+choices: the right ones found in choice tasks made from the text; see papers/tokenbutler/zero_shot.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tqdm import tqdm
 
 import models
 from evals import evaluator, perplexity, report, selections, statistics, texts
-from evals.experiments import butler_choices
 from evals.selections import Method
 from models import commands
+from papers.tokenbutler import zero_shot
 
 FIGURES = ("accuracy", "layers", "agreement", "oracles", "choices")
 SOURCES = "butler,quest,first_layer,previous_layer,streaming,random"
@@ -39,13 +39,6 @@ ORACLES = "oracle,oracle_eviction,first_layer,previous_layer,random"
 MEASURES = ("token_accuracy", "hit_rate", "mass")
 TOP = 0.5
 DRAWN = ("correlation", "overlap")  # a number for each two heads, which the picture has and the JSON file leaves out
-EXAMPLES = """examples:
-  python -m evals butler accuracy
-  python -m evals butler layers --select butler,quest,random --sparsity 0.5 --plot layers.png
-  python -m evals butler agreement --plot agreement.png
-  python -m evals butler oracles --sparsity 0,0.1,...,0.7 --plot oracles.png
-  python -m evals butler choices --model smollm2 --text king-james-bible:held-out --sequences 20 --plot choices.png
-"""
 
 
 def accuracies(
@@ -115,7 +108,7 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
 
     Example:
         >>> import numpy as np
-        >>> from evals.experiments.butler_figures import agreement
+        >>> from papers.tokenbutler.figures import agreement
         >>> one = np.array([3.0, 1.0, 2.0, 0.0])
         >>> agreement(np.stack([one, -one])[None, None])["consensus"]
         -1.0
@@ -293,7 +286,7 @@ def command(flags: argparse.Namespace) -> None:
     names, sparsity = {
         "oracles": (ORACLES, "0,0.1,...,0.7"),
         "agreement": ("full", "0.5"),
-        "choices": (butler_choices.SELECT, "0.5"),
+        "choices": (zero_shot.SELECT, "0.5"),
     }.get(flags.figure, (SOURCES, "0.5"))
     flags.select, flags.sparsity = flags.select or names, flags.sparsity or sparsity
     chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
@@ -308,9 +301,9 @@ def command(flags: argparse.Namespace) -> None:
     made_of = evaluator.made_of(model, tokenizer, butler)
     figures: dict[str, Any]
     if flags.figure == "choices":
-        figures = butler_choices.run(flags, text, model, tokenizer, chosen, sparsities, butler)
+        figures = zero_shot.run(flags, text, model, tokenizer, chosen, sparsities, butler)
         told: dict[str, Any] = {"evaluation": "butler choices", "settings": evaluator.settings(flags)}
-        report.write(flags, told | figures, made_of, lambda path: butler_choices.dots(figures["results"], path))
+        report.write(flags, told | figures, made_of, lambda path: zero_shot.dots(figures["results"], path))
         return
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
     if flags.figure == "oracles":

@@ -5,11 +5,10 @@ import importlib.util
 import pytest
 from jax.experimental import topologies
 
-from benchmarks import launches
-from benchmarks.__main__ import main
 from benchmarks.shapes import shape
 from benchmarks.targets import gpu_chip
-from tests.tiers import matrix
+from papers.__main__ import main
+from papers.caote import launches
 
 PROGRAM = """
 %fused_write (p0: f32[2,8], p1: f32[8], p2: s32[]) -> f32[2,8] {
@@ -61,7 +60,6 @@ def test_a_decode_layer_has_five_kernels_on_a_gpu(policy, kernels):
     assert text.count("@__gpu$xla.gpu.triton") == kernels
 
 
-@matrix
 @pytest.mark.skipif(
     not any(
         importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.xla_cuda{v}")

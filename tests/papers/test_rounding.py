@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from evals import evaluator, perplexity
-from evals.__main__ import main
-from evals.experiments import rounding
-from evals.experiments.rounding import PAIRS, PLAIN, ROUNDINGS
+from papers.__main__ import main
+from papers.kivi import rounding
+from papers.kivi.rounding import PAIRS, PLAIN, ROUNDINGS
 from tests.evals.conftest import TEXT
 from tests.models.tiny import decoder
-from tests.tiers import matrix, nightly
+from tests.tiers import nightly
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_bytes_are_those_of_numbers_and_scales():
@@ -69,7 +69,6 @@ def test_the_last_half_of_each_chunk_is_counted_apart(monkeypatch):
     assert (plain["by_chunk"], plain["late"]["by_chunk"]) == ([4.5, 4.5], [6.5, 6.5])
 
 
-@matrix
 def test_the_librarys_rounding_costs_what_its_cache_costs(tiny):
     model, tokenizer, _ = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)

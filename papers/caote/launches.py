@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,7 @@ def launches(text: str, layers: int) -> list[Launch]:
     """Return the launches of one layer in a compiled program's text, whose layers run in a loop of that many turns.
 
     Example:
-        >>> from benchmarks.launches import launches
+        >>> from papers.caote.launches import launches
         >>> text = '''%turn (p: s32[2]) -> s32[2] {
         ...   %p = s32[2]{0} parameter(0)
         ...   ROOT %twice = s32[2]{0} fusion(%p), kind=kLoop, calls=%fused
@@ -227,7 +228,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     flags.add_argument("--batch", type=int, default=1)
     flags.add_argument("--budget", type=int, default=8_192)
-    measure.add_json_flag(flags, "launches")
+    flags.add_argument("--json", type=Path, help="write all figures here")
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import models
-from benchmarks import butler as benchmark
-from benchmarks.__main__ import main
 from models.butler import Butler, ButlerConfig, parameter_shapes
-from tests.tiers import matrix
+from papers.__main__ import main
+from papers.tokenbutler import flops as benchmark
 
 SMALL = models.Config(512, 128, 384, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
 PREDICTOR = ButlerConfig(128, num_layers=5, num_heads=4, hidden=96, dim=16)
@@ -67,12 +66,11 @@ def test_the_materialised_loss_is_the_same_loss():
     assert result["materialised_milliseconds"] >= result["materialised_lowest"] > 0
 
 
-@matrix
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     out, page = tmp_path / "butler.json", tmp_path / "butler.md"
     arguments = ["--models", "Llama-3.2-1B", "--lengths", "64", "--contexts", "256", "--shares", "0.1"]
     arguments += ["--loss-lengths", "16", "--repetitions", "1", "--json", str(out), "--page", str(page)]
-    assert main(["butler", *arguments, "--plot", str(tmp_path / "butler.png")]) == 0
+    assert main(["flops", *arguments, "--plot", str(tmp_path / "butler.png")]) == 0
     written = json.loads(out.read_text())
     results, printed = written["results"], capsys.readouterr().out
     assert {part: len(rows) for part, rows in results.items()} == {"prefill": 1, "decode": 1, "reading": 1, "loss": 2}

@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 
 from evals import choices, loglikelihood, selections
-from evals.experiments import butler_choices
-from tests.tiers import matrix
+from papers.tokenbutler import zero_shot
 
 TEXT = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
 
 
 @pytest.fixture(scope="module")
 def samples(retriever):
-    samples, missing = butler_choices.draw(choices.read_corpus(TEXT), retriever[1], 256, 2)
+    samples, missing = zero_shot.draw(choices.read_corpus(TEXT), retriever[1], 256, 2)
     assert list(missing) == ["section", "recall"]
     return samples
 
@@ -22,11 +21,10 @@ def test_only_tasks_that_the_text_has_are_drawn(samples):
     assert all(len(sample.tokens) + max(map(len, sample.choices)) <= 256 for sample in samples["continuation"])
 
 
-@matrix
 def test_a_choice_is_judged_by_its_own_tokens(tiny, samples):
     model = tiny[0]
     streaming = selections.parse_selection("streaming")
-    rows = butler_choices.measure(model, samples, [streaming], [0.5])
+    rows = zero_shot.measure(model, samples, [streaming], [0.5])
     halved = selections.Simulation(streaming, 0.5)
     expected = []
     for sample in samples["continuation"]:
@@ -44,7 +42,7 @@ def test_the_predictor_is_compared_on_the_same_samples():
     def row(select, sparsity, correct, task="all"):
         return {"task": task, "select": select, "sparsity": sparsity, "correct": correct}
 
-    found = butler_choices.compare(
+    found = zero_shot.compare(
         [row("full", None, [1, 1]), row("butler", 0.5, [1, 0]), row("h2o", 0.5, [0, 0]), row("h2o", 0.7, [1, 1]),
          row("h2o", 0.5, [1, 1], "recall")]
     )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Experiments that repeat the papers': they are in a checkout, but not in the wheel."""

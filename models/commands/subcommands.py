@@ -1,0 +1,43 @@
+"""A command with subcommands, one per module of a package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.commands.arguments import Parser, add_import_flag
+from models.commands.execution import check_extras, run
+
+
+def run_one(package: str, description: str, modules: Mapping[str, Any], arguments: list[str] | None) -> int:
+    """Run the module that the first argument of ``python -m package`` names, and return the exit code.
+
+    Args:
+        modules: by the names of the subcommands; each has a docstring, ``add_flags`` and ``command``.
+        arguments: by default those of the command line.
+
+    Example:
+        >>> import types
+        >>> from models.commands.subcommands import run_one
+        >>> module = types.SimpleNamespace(
+        ...     __doc__="Says hello.", add_flags=lambda flags: None,
+        ...     command=lambda flags: print("hello"),
+        ... )
+        >>> run_one("tools", "Tools.", {"greet": module}, ["greet"])
+        hello
+        0
+    """
+    flags = Parser(prog=f"python -m {package}", description=description)
+    names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, module in modules.items():
+        summary = str(module.__doc__).splitlines()[0]
+        made = names.add_parser(name, help=summary, description=summary)
+        module.add_flags(made)
+        add_import_flag(made)
+    chosen = flags.parse_args(arguments)
+
+    def command() -> None:
+        check_extras(arguments)
+        modules[chosen.name].command(chosen)
+
+    return run(command, f"{package} {chosen.name}")

@@ -1,0 +1,21 @@
+"""`python -m papers NAME`: one subcommand per experiment."""
+
+from __future__ import annotations
+
+from models.commands.subcommands import run_one
+from papers.caote import launches
+from papers.kivi import rounding
+from papers.tokenbutler import figures, flops, selection
+
+EXPERIMENTS = {
+    "butler": figures, "flops": flops, "selection": selection, "rounding": rounding, "launches": launches,
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the experiment that the first argument names, and return the exit code."""
+    return run_one("papers", "The experiments behind the pages.", EXPERIMENTS, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The embedded model: the recipe of its weights."""
