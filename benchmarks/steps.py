@@ -142,7 +142,7 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
         page_size=setting.page_size, reserve=setting.block, fit_prompt=keeps,
     )  # fmt: skip
     model = abstract_model(unbounded(setting.config), setting.dtype)
-    plan, sizes, rows = plan_run(model, prompts, options)
+    plan, sizes, rows, _ = plan_run(model, prompts, options)
     projection = jax.eval_shape(functools.partial(models.output_projection, policy=plan.policy), model)
     run = Run(model, rows, projection, None, plan)
     return Shapes(run, jax.eval_shape(lambda r: start(r, sizes, setting.batch), run).cache)

@@ -186,7 +186,7 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     chosen, lengths = kvjax.parse(policy), np.full(B, sizes.prompt, np.int32)
     prompts = CheckedPrompt(np.zeros((B, sizes.prompt), np.int8), lengths, np.zeros(B, np.int32))
     options = Options(chosen, sizes.budget, sizes.block, evict_every=1, fit_prompt=False)
-    plan, buffers, made = plan_run(model, prompts, options)
+    plan, buffers, made, _ = plan_run(model, prompts, options)
     rows = jax.eval_shape(lambda: made)
     projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)
     run = Run(model, rows, projection, None, plan)

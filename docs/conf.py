@@ -60,7 +60,6 @@ autosummary_context = {
         "models.gguf": "Stored",
         "models.published": "Published",
         "models.decoder": "Layers",
-        "models.scorer": "KIND",
     }
 }
 autodoc_member_order = "bysource"

@@ -39,6 +39,7 @@ from kvjax.schedule import When, moments
 from models import commands, hosts
 from models.commands import run_flags
 from models.commands.programs import make_room
+from models.networks import read_by
 
 Mode = Literal["teacher", "generate"]
 SELECT = "full,oracle,butler,quest,h2o,streaming,random"
@@ -329,11 +330,11 @@ def command(flags: argparse.Namespace) -> None:
         )
     evaluator.check_least(flags, samples=1, block=1, seed=0)
     selections.check_flags(flags)
-    model, tokenizer, butler = selections.load(flags, [setting.selection for setting in settings])
+    model, tokenizer, networks = selections.load(flags, [setting.selection for setting in settings])
     samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]
 
     results = []
-    like = selections.DENSE._replace(butler=butler, sinks=flags.sinks, heads=flags.heads)
+    like = selections.DENSE._replace(networks=networks, sinks=flags.sinks, heads=flags.heads)
     with commands.progress_bar("sample", total=len(samples) * len(settings)) as progress:
         for setting in settings:
             make_room()
@@ -351,7 +352,7 @@ def command(flags: argparse.Namespace) -> None:
         "results": results,
         "comparisons": comparisons,
     }
-    report.write(flags, figures, evaluator.made_of(model, tokenizer, butler), lambda path: dots(results, path))
+    report.write(flags, figures, evaluator.made_of(model, tokenizer, networks), lambda path: dots(results, path))
 
 
 def _evicts(row: Mapping[str, Any]) -> str:
@@ -383,7 +384,6 @@ def _generated(model, samples, setting, width, most, like, block) -> list[list[i
     elif selection.policy is not None:  # the sinks are kept, within the budget
         given["policy"] = selections.with_sinks(selection.policy, like.sinks)
         given.update(when=setting.when, evict_every=setting.evict_every)
-    if selection.needs_butler:
-        given["butler"] = like.butler
+    given["networks"] = read_by(like.networks, selection.policy, selection.source)
     out = models.generate(model, tokens, lengths=lengths, block=block, max_new_tokens=most, end=(), **given)
     return hosts.fetched(out.tokens).tolist()

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -35,6 +35,7 @@ from models.commands import provenance, run_flags
 from models.commands.programs import make_room
 from models.layer_caches import stacked_up
 from models.load import describe as read_description
+from models.networks import Network, load_networks, read_by, remembers, wanted_by
 from models.plan import copied
 from models.selecting import Cache
 from models.states import without_room
@@ -85,6 +86,11 @@ class Setting:
         """Return when the policy evicts (:func:`kvjax.schedule.moments`): in the prompt, and the decode interval."""
         return moments(self.evicting, self.when, self.evict_every)
 
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Return what the setting reads of a small network; see :func:`models.networks.wanted_by`."""
+        return wanted_by(self.evicting, selecting.parse_select(self.select))
+
     def row(self) -> dict[str, Any]:
         """Return the fields of the setting's row in a table or a JSON file, with the resolved moments of eviction."""
         return {**dataclasses.asdict(self), "evicts": list(self.moments)}
@@ -97,13 +103,11 @@ class Setting:
 class Aids(NamedTuple):
     """Parts that some policies and selections need besides the model.
 
-    ``tokenizer`` makes the words that ask the model to repeat its prompt (KVzip); ``scorer`` scores tokens (zap);
-    ``butler`` predicts what will be attended to (TokenButler).
+    ``tokenizer`` makes the words that ask the model to repeat its prompt (KVzip); ``networks`` are the small networks.
     """
 
     tokenizer: models.Tokenizer | None = None
-    scorer: models.Scorer | None = None
-    butler: models.Butler | None = None
+    networks: tuple[Network, ...] = ()
 
     def policy(self, setting: Setting) -> Policy | str | None:
         """Return a setting's policy, with the words that it needs; None for a selection."""
@@ -111,15 +115,9 @@ class Aids(NamedTuple):
             return None if setting.select is not None else setting.policy
         return models.with_repeat_prompt(setting.policy, self.tokenizer)
 
-    def of(self, setting: Setting) -> dict[str, Any]:
-        """Return the arguments ``scorer`` and ``butler``, each given if the setting reads it."""
-        policy = setting.evicting
-        scores = policy is not None and policy.needs.score
-        return {"scorer": self.scorer if scores else None, "butler": self.butler if _predicts(setting) else None}
-
-
-def _predicts(setting: Setting) -> bool:
-    return selecting.asks_for_predictor(setting.evicting, selecting.parse_select(setting.select)) is not None
+    def of(self, setting: Setting) -> tuple[Network, ...]:
+        """Return the networks that a setting reads."""
+        return read_by(self.networks, setting.evicting, selecting.parse_select(setting.select))
 
 
 NO_AIDS = Aids()
@@ -303,9 +301,9 @@ def answers_each(
                 if number:  # the first batch may compile
                     clock.prefill = (float(fed.prompt_tokens), seconds)
                 steps = models.stream(
-                    model, prefilled, policy=setting.policy, budget=setting.budget, **aids.of(setting), block=block,
-                    max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
-                    question=fed.questions, end=end, fit_prompt=True,
+                    model, prefilled, policy=setting.policy, budget=setting.budget,
+                    networks=aids.of(setting), block=block, max_new_tokens=new_tokens, when=setting.when,
+                    evict_every=setting.evict_every, question=fed.questions, end=end, fit_prompt=True,
                 )  # fmt: skip
                 yield setting, asked_of.taken(setting, fed, clock, steps)
 
@@ -441,7 +439,7 @@ class _Asked:
     def often(self, setting: Setting) -> bool:
         """Return whether contexts are read once for all of their questions: nothing leaves after a context."""
         _, every = setting.moments
-        kept = setting.select is None and not _predicts(setting) and (not every or every > self.new_tokens)
+        kept = setting.select is None and not remembers(setting.evicting) and (not every or every > self.new_tokens)
         each = {len(rows) for rows in self.texts}
         return setting.question == "unknown" and kept and len(each) == 1 and max(each) > 1
 
@@ -490,7 +488,7 @@ class _Asked:
         (setting,) = settings
         ((_, cache),) = models.stream(
             self.model, tokens, lengths=lengths, policy=self.aids.policy(setting), budget=setting.budget,
-            **self.aids.of(setting), when=setting.when, block=self.block, cache_dtype=setting.cache_dtype,
+            networks=self.aids.of(setting), when=setting.when, block=self.block, cache_dtype=setting.cache_dtype,
             max_new_tokens=1, evict_every=0, end=(), on_block=clock.block, fit_prompt=True,
         )  # fmt: skip
         yield setting, without_room(stacked_up(cache))
@@ -501,7 +499,7 @@ class _Asked:
         """Run prompts once for settings that share them."""
         return models.prefill_each(
             self.model, tokens, lengths, policies=[(self.aids.policy(setting), setting.budget) for setting in settings],
-            when="prompt", block=self.block, question=questions, scorer=self.aids.scorer, butler=self.aids.butler,
+            when="prompt", block=self.block, question=questions, networks=self.aids.networks,
             cache_dtype=settings[0].cache_dtype,
         )  # fmt: skip
 
@@ -530,7 +528,7 @@ class _Asked:
             clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
             steps = models.stream(
                 self.model, fed.tokens, lengths=fed.lengths, policy=self.aids.policy(setting), budget=setting.budget,
-                select=setting.select, **self.aids.of(setting), block=self.block, max_new_tokens=self.new_tokens,
+                select=setting.select, networks=self.aids.of(setting), block=self.block, max_new_tokens=self.new_tokens,
                 when=setting.when, evict_every=setting.evict_every, question=fed.questions, end=self.end,
                 cache_dtype=setting.cache_dtype, on_block=clock.block, fit_prompt=True,  # bytes are those of its need
             )  # fmt: skip
@@ -810,10 +808,7 @@ def add_setting_flags(
         help="how slots are divided among heads, such as uniform,adakv; every policy runs with each; several by comma",
     )
     add_against_flag(flags)
-    add_scorer_flag(flags)
-    flags.add_argument(
-        "--butler", type=Path, help="the predictor's folder, for select=butler (default: the model's own)"
-    )
+    commands.add_networks_flag(flags)
     flags.add_argument(
         "--budgets", "--budget", default=budgets, help="slots per head, or ratios of the prompt; several by comma"
     )
@@ -1001,30 +996,16 @@ def load_with_tokenizer(name: str, **options: Any) -> tuple[models.Decoder, mode
     return model, commands.check_tokenizer(name, tokenizer)
 
 
-def add_scorer_flag(flags: argparse.ArgumentParser) -> None:
-    """Add --scorer, which :func:`load_scorer` reads."""
-    flags.add_argument("--scorer", type=Path, help="the scorer's folder, for a policy such as zap")
-
-
-def load_scorer(flags: argparse.Namespace, model: models.Decoder) -> models.Scorer | None:
-    """Load the scorer that the flags name; None if they name none."""
-    return None if flags.scorer is None else models.load_scorer(flags.scorer, model)
-
-
-def load_butler(flags: argparse.Namespace, model: models.Decoder) -> models.Butler:
-    """Load the predictor from the folder that ``--butler`` names; without it, the model's own."""
-    folder = getattr(flags, "butler", None)
-    load_it = models.own_butler if folder is None else models.load_butler
-    return load_it(folder or flags.model, model, dtype=flags.dtype)
-
-
 def load_aids(
     flags: argparse.Namespace, settings: Sequence[Setting], model: models.Decoder, tokenizer: models.Tokenizer
 ) -> Aids:
     """Load what the settings need besides the model, from the folders that the flags name or the model's own."""
-    butler = load_butler(flags, model) if any(_predicts(setting) for setting in settings) else None
-    scorer = load_scorer(flags, model) if "scorer" in flags else None
-    return Aids(tokenizer, scorer, butler)
+    return Aids(tokenizer, networks_for(flags, settings, model))
+
+
+def networks_for(flags: argparse.Namespace, settings: Iterable[Any], model: models.Decoder) -> tuple[Network, ...]:
+    """Load the networks of --networks, and the model's own for what else the settings want (``wanted``)."""
+    return load_networks(flags.networks, flags.model, model, [one.wanted for one in settings], dtype=flags.dtype)
 
 
 def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer]:
@@ -1072,7 +1053,7 @@ def command(
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
         total = sum(group.size for group in groups) * len(settings)
-        fingerprints = made_of(model, tokenizer, aids.butler, groups, aids.scorer) | dict(read or {})
+        fingerprints = made_of(model, tokenizer, aids.networks, groups) | dict(read or {})
         store.check_made_of(labels, fingerprints)
         with commands.progress_bar("sample", total=total) as progress:
             (answer or run)(
@@ -1106,13 +1087,12 @@ def command(
 def made_of(
     model: models.Decoder,
     tokenizer: models.Tokenizer,
-    butler: models.Butler | None = None,
+    networks: Sequence[Network] = (),
     groups: Sequence[Group] = (),
-    scorer: models.Scorer | None = None,
 ) -> dict[str, str]:
     """Return the fingerprints of everything that figures are made of.
 
-    These are the project's version, the built-in prose, the model, its tokenizer, a predictor, a scorer, the
+    These are the project's version, the built-in prose, the model, its tokenizer, small networks, the
     records that groups were read from, and :func:`models.provenance.of_process`.
 
     Example:
@@ -1123,10 +1103,8 @@ def made_of(
     """
     found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **fingerprints.fingerprints(model, tokenizer)}
     found |= provenance.of_process(tokenizer)
-    if butler is not None:
-        found["butler"] = fingerprints.weights(butler, models.butler.parameter_shapes(butler.config))
-    if scorer is not None:
-        found["scorer"] = fingerprints.weights(scorer, models.scorer.parameter_shapes(scorer.config))
+    for network in networks:
+        found[network.name] = fingerprints.weights(network, network.shapes(network.config))
     if any(group.data for group in groups):
         found["data"] = fingerprints.digest([[group.task, group.data] for group in groups])
     return found
@@ -1135,7 +1113,13 @@ def made_of(
 def settings(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the flags in JSON's types."""
     given = {name: value for name, value in vars(flags).items() if name != "begun"}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    return {name: _plain(value) for name, value in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def used(flags: argparse.Namespace) -> dict[str, Any]:

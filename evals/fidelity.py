@@ -158,7 +158,7 @@ def measure(
             cache = models.prefill(
                 model, tokens, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
                 when=setting.when, question=questions if setting.question == "unknown" else None, reserve=most,
-                cache_dtype=setting.cache_dtype, **aids.of(setting),
+                cache_dtype=setting.cache_dtype, networks=aids.of(setting),
             ).cache  # fmt: skip
             evicted = outputs(model, _for_more(cache, most), answers, position, lengths)
             shift = differences(full, jax.tree.map(hosts.fetched, evicted), position >= 0)
@@ -348,7 +348,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--question", default="known", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
     flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
     evaluator.add_against_flag(flags)
-    evaluator.add_scorer_flag(flags)
+    commands.add_networks_flag(flags)
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--batch", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)
@@ -408,7 +408,7 @@ def command(flags: argparse.Namespace) -> None:
         "comparisons": errors,
         "results": results,
     }
-    made_of = evaluator.made_of(model, tokenizer, aids.butler, scorer=aids.scorer)
+    made_of = evaluator.made_of(model, tokenizer, aids.networks)
     report.write(flags, figures, made_of, lambda path: layer_lines(results, path, recency=needle.RECENCY))
     if flags.heads is not None:
         head_map(results, flags.heads)

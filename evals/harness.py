@@ -34,6 +34,7 @@ from kvjax.sources import SOURCES
 from models import commands
 from models.commands import provenance
 from models.commands.programs import make_room
+from models.networks import load_networks, wanted_by
 from models.plan import checked_budget
 
 EXAMPLES = """examples:
@@ -52,8 +53,7 @@ class Arguments(NamedTuple):
     block: int = 128
     when: When = "prompt"
     select: str | None = None
-    butler: str | None = None
-    scorer: str | None = None
+    networks: str | None = None
     sinks: int = 4
     batch_size: int | str = 8
     max_length: int | None = None
@@ -85,8 +85,7 @@ def model_class() -> type:
             policy, budget, block, when, cache_dtype: see ``models.prefill``.
             select: chooses what each head reads, in place of a policy: a source, or a policy as simulated selection.
                 The budget is then the share of the tokens that are read.
-            butler: the predictor's folder for ``select``; by default the one inside the model's folder.
-            scorer: the scorer's folder, for a policy such as ``zap``.
+            networks: the folder of a small network that the policy or ``select`` reads; by default the model's own.
             sinks: the number of first tokens that a selection always reads, beyond its budget.
             max_length: the most tokens of a context and its continuation; the model's limit by default.
             max_gen_toks: the number of new tokens where a task sets none.
@@ -98,7 +97,7 @@ def model_class() -> type:
             if unknown := set(arguments) - set(Arguments._fields):
                 raise ValueError(f"the model kvjax has no argument {', '.join(sorted(unknown))}; see --help.")
             given = Arguments(**arguments)
-            scorer, butler, select, dtype = given.scorer, given.butler, given.select, given.dtype
+            select, dtype = given.select, given.dtype
             self.settings: dict[str, Any] = check_settings(
                 given.policy, given.budget, given.block, given.when, select, given.sinks, given.cache_dtype
             )
@@ -107,13 +106,12 @@ def model_class() -> type:
             asking = models.with_repeat_prompt(self.settings.get("policy"), self.text)
             if asking is not None and asking.needs.reconstruction is not None:
                 self.settings["policy"] = asking
-            if scorer is not None:
-                self.settings["scorer"] = models.load_scorer(str(scorer), self.model)
-            self.butler = None
             self.selection = None if select is None else selections.parse_selection(str(select))
-            if self.selection is not None and self.selection.needs_butler:
-                load_it = models.own_butler if butler is None else models.load_butler
-                self.butler = load_it(str(butler or pretrained), self.model, dtype=dtype)
+            wanted = wanted_by(asking) if self.selection is None else self.selection.wanted
+            folders = [] if given.networks is None else [str(given.networks)]
+            self.networks = load_networks(folders, str(pretrained), self.model, [wanted], dtype=dtype)
+            if self.selection is None:
+                self.settings["networks"] = self.networks
             self.max_length = given.max_length or self.model.config.max_positions
             self.max_gen_toks = given.max_gen_toks
 
@@ -179,7 +177,7 @@ def model_class() -> type:
         def _predict(self, sequences: Any, counts: Any = None, on_row: Any = None) -> list[Predicted]:
             if self.selection is not None:
                 sparsity, sinks = round(1 - self.settings["budget"], 6), self.settings["sinks"]
-                simulation = selections.Simulation(self.selection, sparsity, self.butler, sinks)
+                simulation = selections.Simulation(self.selection, sparsity, self.networks, sinks)
                 return loglikelihood.simulate(
                     self.model, sequences, simulation, block=self.settings["block"], batch=self.batch, on_row=on_row
                 )
@@ -222,7 +220,7 @@ def model_class() -> type:
                         f"select is {self.selection}, which is simulated on whole texts only, but the task decodes "
                         f"answers; give policy=..., or a source: {', '.join(SOURCES.names())}."
                     )
-                settings.update(select=self.selection.source, butler=self.butler)
+                settings.update(select=self.selection.source, networks=self.networks)
             for step, (token, _) in enumerate(
                 models.stream(self.model, evaluator.padded(prompts), lengths=lengths, max_new_tokens=new, **settings)
             ):
@@ -382,9 +380,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     fingerprints: dict[str, dict[str, str]] = {}
     for text, arguments in zip(flags.model_args, given, strict=True):
         model = kind(**{"batch_size": flags.batch, **arguments})
-        fingerprints[text] = evaluator.made_of(
-            model.model, model.text, model.butler, scorer=model.settings.get("scorer")
-        )
+        fingerprints[text] = evaluator.made_of(model.model, model.text, model.networks)
         if flags.out is not None:
             _check_answers(flags.out, text, fingerprints[text])
         try:

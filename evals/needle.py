@@ -286,7 +286,7 @@ def command(flags: argparse.Namespace) -> None:
         "results": results,
         "comparisons": comparisons,
     }
-    made_of = evaluator.made_of(model, tokenizer, aids.butler, scorer=aids.scorer)
+    made_of = evaluator.made_of(model, tokenizer, aids.networks)
     report.write(flags, figures, made_of, lambda path: heat_map(results, path, recency=RECENCY))
 
 

@@ -46,7 +46,7 @@ EXAMPLES = """examples:
   python -m evals perplexity --policies h2o,h2o+caote,snapkv,snapkv+caote --budgets 64,128,256 --block 32 --plot out.png
   python -m evals perplexity --text king-james-bible --chunk 1024 --stride 256 --sequences 32 --when block,prompt
       --policies h2o,snapkv,snapkv+caote --budgets 0.25
-  python -m evals perplexity --model path/to/Llama-3.2-1B --butler butler/ --text book.txt --chunk 1024 --sparsity 0.5
+  python -m evals perplexity --model path/to/Llama-3.2-1B --networks butler/ --text book.txt --chunk 1024 --sparsity 0.5
 """
 
 
@@ -171,7 +171,7 @@ def policy_losses(
     found = loglikelihood.predict(
         model, chunks.tolist(), [counted or 0] * len(chunks) if once else None, policy=aids.policy(setting),
         budget=setting.budget, block=feed.block, when=setting.when, batch=feed.batch, cache_dtype=setting.cache_dtype,
-        reference=None if full is None else full.hidden, on_row=lambda *_: progress.update(), **aids.of(setting),
+        reference=None if full is None else full.hidden, on_row=lambda *_: progress.update(), networks=aids.of(setting),
     )  # fmt: skip
     return _losses(found, counted)
 
@@ -405,7 +405,6 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         help="the policy that each policy is compared with, by paired chunks; it is measured, too (default: "
         f"{evaluator.RECENCY}); without --policies, the selection (default: butler, if it is measured)",
     )
-    evaluator.add_scorer_flag(flags)
     flags.add_argument("--block", type=int, default=32, help="for --policies: tokens per step")
     flags.add_argument(
         "--when",
@@ -440,13 +439,11 @@ def command(flags: argparse.Namespace) -> None:
     evaluator.check_least(flags, block=1, batch=1)
     selections.check_flags(flags)
     text = texts.read_text(flags.text)
-    model, tokenizer, butler = selections.load(flags, chosen)
+    model, tokenizer = evaluator.load(flags)
     chunks = chunks_for(model, tokenizer, text, flags)
-    aids = evaluator.load_aids(flags, settings, model, tokenizer)
-    made_of = evaluator.made_of(model, tokenizer, butler or aids.butler, scorer=aids.scorer) | {
-        "text": texts.digest(text)
-    }
-    run(flags, "perplexity", made_of, model, chunks, settings, aids._replace(butler=butler or aids.butler))
+    aids = evaluator.Aids(tokenizer, evaluator.networks_for(flags, [*chosen, *settings], model))
+    made_of = evaluator.made_of(model, tokenizer, aids.networks) | {"text": texts.digest(text)}
+    run(flags, "perplexity", made_of, model, chunks, settings, aids)
 
 
 def make_settings(flags: argparse.Namespace) -> list[Setting]:
@@ -530,11 +527,11 @@ def run(
 ) -> None:
     """Measure all settings, print the tables, and write the files that the flags ask for; the picture has a title."""
     chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
-    like = selections.DENSE._replace(butler=aids.butler, sinks=flags.sinks, heads=flags.heads)
+    like = selections.DENSE._replace(networks=aids.networks, sinks=flags.sinks, heads=flags.heads)
     for setting in settings:  # all settings are checked before the first is run
         models.stream(
             model, chunks[: flags.batch, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
-            when=setting.when, cache_dtype=setting.cache_dtype, **aids.of(setting),
+            when=setting.when, cache_dtype=setting.cache_dtype, networks=aids.of(setting),
             question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
         )  # fmt: skip
     total = steps(chosen, sparsities, len(chunks), len(settings))

@@ -145,14 +145,14 @@ def held_tokens(
             caches = [
                 models.prefill(
                     model, fed, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
-                    when=setting.when, **aids.of(setting),
+                    when=setting.when, networks=aids.of(setting),
                 )
             ]  # fmt: skip
         else:
             chosen = [(aids.policy(setting), setting.budget) for setting in together]
             caches = models.prefill_each(
-                model, fed, lengths, policies=chosen, when=together[0].when, block=block, scorer=aids.scorer,
-                butler=aids.butler,
+                model, fed, lengths, policies=chosen, when=together[0].when, block=block,
+                networks=aids.networks,
             )  # fmt: skip
         for setting, prefilled in zip(together, caches, strict=True):
             progress.set_description(setting.title())
@@ -502,7 +502,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--nodes", type=int, default=9, help="of a branch and bound on one head per layer; 0 for none")
     flags.add_argument("--exact", type=int, default=24, help="tokens of a case that is solved exactly; 0 for none")
     flags.add_argument("--recall", type=Path, help="a study's JSON file, whose recall is correlated with the regret")
-    evaluator.add_scorer_flag(flags)
+    commands.add_networks_flag(flags)
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--seed", type=int, default=100_000, help="that of the first prompt; studies start at 0")
     flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
@@ -539,7 +539,7 @@ def command(flags: argparse.Namespace) -> None:
     store.check()
     model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype=flags.dtype)
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
-    made_of = evaluator.made_of(model, tokenizer, aids.butler, scorer=aids.scorer)
+    made_of = evaluator.made_of(model, tokenizer, aids.networks)
     with store:
         store.check_made_of({"evaluation": "regret", "model": flags.model}, made_of)
         run = _Run(flags, model, tokenizer, settings, aids, store)

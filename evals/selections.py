@@ -31,7 +31,7 @@ import functools
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,10 @@ from kvjax.checks import check_count
 from kvjax.names import called, makers, registered, written
 from kvjax.selection import share_of_tokens
 from kvjax.transforms import check_kernel, pooled
-from models.butler import importance as predicted_importance
+from models import commands
 from models.commands import listed, split_list
 from models.decoder import frequencies, rope_of_layer
+from models.networks import LooksAhead, Network, Networks, network_of, read_by, wanted_by
 
 Heads = Literal["query", "group"]
 QUERIES_A_CHUNK = 128
@@ -119,11 +120,9 @@ class Method:
         return self.name
 
     @property
-    def needs_butler(self) -> bool:
-        """Tell whether the method needs a predictor."""
-        if self.policy is not None:
-            return self.policy.needs.prediction
-        return self.source is not None and "predicted" in self.source.reads
+    def wanted(self) -> frozenset[str]:
+        """Return what the method reads of a network; see :func:`models.networks.wanted_by`."""
+        return wanted_by(self.policy, self.source)
 
 
 @functools.cache
@@ -217,7 +216,7 @@ def hidden_states(
     selection: str | Method,
     sparsity: float,
     *,
-    butler: models.Butler | None = None,
+    networks: Networks = None,
     sinks: int = 4,
     heads: Heads = "query",
     chunk: int = QUERIES_A_CHUNK,
@@ -231,7 +230,7 @@ def hidden_states(
         tokens: whole sequences. Padding after them changes nothing before it.
         selection: a short name (see the top of this file), or the result of :func:`parse_selection`.
         sparsity: the share of the tokens that a row does not read, in [0, 1).
-        butler: the predictor, for a selection that reads it.
+        networks: the network that the selection reads, or several, of which it takes its own.
         sinks: the number of first tokens that are always read, beyond the budget.
         heads: with "query", each query head has its own tokens (the paper); with "group", the heads of a group share
             them under a policy.
@@ -253,23 +252,22 @@ def hidden_states(
         >>> selections.hidden_states(model, jnp.arange(12)[None], "oracle", 0.5).shape
         (1, 12, 32)
     """
-    tokens, selection = _checked(model, tokens, selection, sparsity, butler, sinks, chunk)
+    tokens, selection, network = _checked(model, tokens, selection, sparsity, networks, sinks, chunk)
     if heads not in ("query", "group"):
         raise ValueError(f"heads is {heads!r}; expected 'query' or 'group'.")
     kept = kept_tokens(tokens.shape[1], sparsity)
-    butler = butler if selection.needs_butler else None
     policy = selection.policy
     if policy is None and selection.name != ORACLE_EVICTION:
-        return _selecting(model, tokens, kept, butler, selection.source, sinks, chunk)
+        return _selecting(model, tokens, kept, network, selection.source, sinks, chunk)
     if policy is None:
         return _evicting(model, tokens, kept, None, None, None, sinks, chunk)
-    if butler is not None:
-        policy = kvjax.fit_predictor(policy, butler.config.dim)
+    if network is not None:
+        policy = network.fitted(policy)
     policy = with_sinks(policy, sinks)
     if heads == "query" and policy.heads == "group":
         policy = dataclasses.replace(policy, heads="query")
     projection = models.output_projection(model, policy)
-    return _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk)
+    return _evicting(model, tokens, kept, projection, network, policy, sinks, chunk)
 
 
 class Simulation(NamedTuple):
@@ -277,13 +275,13 @@ class Simulation(NamedTuple):
 
     selection: Method
     sparsity: float = 0.0
-    butler: models.Butler | None = None
+    networks: Networks = None
     sinks: int = 4
     heads: Heads = "query"
 
     def hidden_states(self, model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T E"]:
         """Return the hidden states of whole sequences."""
-        beside: Any = dict(butler=self.butler, sinks=self.sinks, heads=self.heads)
+        beside: Any = dict(networks=self.networks, sinks=self.sinks, heads=self.heads)
         return hidden_states(model, tokens, self.selection, self.sparsity, **beside)
 
 
@@ -296,7 +294,7 @@ def hits(
     selection: str | Method,
     sparsity: float,
     *,
-    butler: models.Butler | None = None,
+    networks: Networks = None,
     chunk: int = QUERIES_A_CHUNK,
 ) -> Hits:
     """Measure how much of the oracle's choice a source chooses, too, while the model itself runs dense.
@@ -304,7 +302,7 @@ def hits(
     Both sets are the ``ceil((i + 1)(1 - sparsity))`` best tokens of row i by raw logits, without sinks.
 
     Args:
-        tokens, sparsity, butler, chunk: see :func:`simulate`.
+        tokens, sparsity, networks, chunk: see :func:`simulate`.
         selection: a source of importance.
 
     Returns:
@@ -325,13 +323,12 @@ def hits(
         >>> float(hits(model, jnp.arange(12)[None], "oracle", 0.5).share.min())
         1.0
     """
-    tokens, selection = _checked(model, tokens, selection, sparsity, butler, 0, chunk)
+    tokens, selection, network = _checked(model, tokens, selection, sparsity, networks, 0, chunk)
     if selection.source is None:
         raise ValueError(
             f"{selection.name!r} is not a source of importance; expected one of {', '.join(sources.SOURCES.names())}."
         )
-    butler = butler if selection.needs_butler else None
-    return _hits(model, tokens, kept_tokens(tokens.shape[1], sparsity), butler, selection.source, chunk)
+    return _hits(model, tokens, kept_tokens(tokens.shape[1], sparsity), network, selection.source, chunk)
 
 
 @jax.jit
@@ -481,7 +478,7 @@ def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: s
     flags.add_argument(
         "--sparsity", default=sparsity, help="shares of the tokens that are not read, such as 0.5 or 0,0.1,...,0.7"
     )
-    flags.add_argument("--butler", help="the predictor's folder (default: 'butler' inside the model's folder)")
+    commands.add_networks_flag(flags)
     flags.add_argument("--sinks", type=int, default=4, help="first tokens that are always read, beyond the budget")
     flags.add_argument(
         "--heads",
@@ -505,35 +502,34 @@ def check_flags(flags: argparse.Namespace) -> None:
     report.check_outputs(flags.json, flags.plot)
 
 
-def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[models.Decoder, Any, models.Butler | None]:
-    """Load the model of a command line, its tokenizer, and the predictor if a selection reads it.
-
-    Without ``--butler``, the predictor is looked for in the model's folder.
+def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[models.Decoder, Any, tuple[Network, ...]]:
+    """Load the model of a command line, its tokenizer, and the networks that --networks names or selections read.
 
     Raises:
-        ValueError: the model has no tokenizer, or a predictor is missing or belongs to another model.
+        ValueError: the model has no tokenizer, or a network is missing or belongs to another model.
         FileNotFoundError: a folder does not exist.
     """
     model, tokenizer = evaluator.load(flags)
-    needed = any(selection.needs_butler for selection in selections)
-    return model, tokenizer, evaluator.load_butler(flags, model) if needed else None
+    return model, tokenizer, evaluator.networks_for(flags, selections, model)
 
 
-def _checked(model, tokens, selection, sparsity, butler, sinks, chunk) -> tuple[Array, Method]:
+def _checked(model, tokens, selection, sparsity, networks, sinks, chunk) -> tuple[Array, Method, LooksAhead | None]:
     if not 0 <= sparsity < 1:
         raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a row does not read, in [0, 1).")
     selection = parse_selection(selection) if isinstance(selection, str) else selection
-    if selection.needs_butler and butler is None:
+    read = read_by(networks, selection.policy, selection.source)
+    network = network_of(read, model.config, selection.policy, selection.source)
+    if network is not None and not network.looks_ahead:
         raise ValueError(
-            f"{selection.name!r} reads a predictor's logits, but none was given; train one with python -m "
-            "train.butler, and pass butler=models.load_butler(folder, model)."
+            f"{selection.name!r} reads the {network.name} in each layer, but what is simulated reads only a network "
+            "that looks ahead; run it as a policy."
         )
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"the tokens have the shape {tokens.shape}; give [B, T], at least one sequence of one token.")
     if sinks < 0 or chunk < 1:
         raise ValueError(f"sinks is {sinks} and chunk is {chunk}; give at least 0 sinks and a chunk of at least 1.")
-    return tokens, selection
+    return tokens, selection, cast(LooksAhead | None, network)
 
 
 class _Layer:
@@ -562,7 +558,7 @@ class _Layer:
         """Return the importance from the source, -inf for tokens that a row does not see."""
         given: dict[str, Any] = {}
         if "predicted" in self.source.reads:
-            given["predicted"] = predicted_importance(other_query[None], self.foreseen.key.swapaxes(1, 2)[None], 1)
+            given["predicted"] = sources.logits(other_query, self.foreseen.key.swapaxes(1, 2))
         for name in self.source.reads & {"first", "previous"}:
             given[name] = sources.logits(other_query, self.other_key)
         reading = sources.Reading(query, position, self.slots, self.index, key=self.key, **given)
@@ -615,20 +611,15 @@ def _in_chunks(function, chunk, position, *arrays):
     return jnp.moveaxis(out, 0, 1).reshape(B, T + short, *out.shape[3:])[:, :T]
 
 
-def _run(model, tokens, butler, source, of_layer):
+def _run(model, tokens, network, source, of_layer):
     """Run the model with ``of_layer(layer) -> attention output, output of the layer``; see :class:`_Layer`."""
     B, T = tokens.shape
     config = model.config
-    predicted = None
-    if butler is not None:
-        predicted = butler(models.butler_input(model, tokens, source=butler.config.source))
+    said = None if network is None else network.over_sequences(model, tokens)
     follows = set() if source is None else source.reads & {"first", "previous"}
 
     def attend(other, index, sliding_window, query, key, value):
-        foreseen = None
-        if predicted is not None:
-            of_this = (jax.lax.dynamic_index_in_dim(x, index - 1, keepdims=False) for x in predicted)
-            foreseen = kvjax.Prediction(*of_this)
+        foreseen = None if network is None else network.predict(index, query, said)
         context = kvjax.Context(index, sliding_window, predicted=foreseen, soft_cap=config.attention_soft_cap)
         out, output = of_layer(_Layer(context, (query, key, value), source, other))
         if follows == {"previous"}:
@@ -650,7 +641,7 @@ _logits = jax.jit(lambda model, hidden: model.logits(hidden))
 
 
 @functools.partial(jax.jit, static_argnames=("source", "sinks", "chunk"))
-def _selecting(model, tokens, kept, butler, source, sinks, chunk):
+def _selecting(model, tokens, kept, network, source, sinks, chunk):
     def of_layer(layer):
         if source is None:
             return layer.dense(chunk), None
@@ -667,11 +658,11 @@ def _selecting(model, tokens, kept, butler, source, sinks, chunk):
 
         return _dense_at_first(layer, selecting, chunk), None
 
-    return _run(model, tokens, butler, source, of_layer)[0]
+    return _run(model, tokens, network, source, of_layer)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("source", "chunk"))
-def _hits(model, tokens, kept, butler, source, chunk):
+def _hits(model, tokens, kept, network, source, chunk):
     def of_layer(layer):
         def of_rows(position, query, *others):
             budget = jnp.asarray(kept)[jnp.maximum(position, 0)]
@@ -688,11 +679,11 @@ def _hits(model, tokens, kept, butler, source, chunk):
 
         return layer.dense(chunk), _in_chunks(of_rows, chunk, layer.position, *layer.arrays)
 
-    return Hits(*jnp.moveaxis(_run(model, tokens, butler, source, of_layer)[1], -1, 0))
+    return Hits(*jnp.moveaxis(_run(model, tokens, network, source, of_layer)[1], -1, 0))
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "sinks", "chunk"))
-def _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk):
+def _evicting(model, tokens, kept, projection, network, policy, sinks, chunk):
     """Run the model while a policy, or the oracle if it is None, evicts token by token in each layer."""
     config, (B, T) = model.config, tokens.shape
     frequency = None
@@ -708,7 +699,7 @@ def _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk):
 
         return _dense_at_first(layer, evicting, chunk), None
 
-    return _run(model, tokens, butler, None, of_layer)[0]
+    return _run(model, tokens, network, None, of_layer)[0]
 
 
 def _dense_at_first(layer: _Layer, others: Callable[[], Array], chunk: int) -> Float[Array, "B T N D"]:

@@ -241,7 +241,7 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     groups = _groups(part, model.config, tokenizer)
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
     try:
-        store.check_made_of(labels, evaluator.made_of(model, tokenizer, aids.butler, groups, aids.scorer))
+        store.check_made_of(labels, evaluator.made_of(model, tokenizer, aids.networks, groups))
     except ValueError as error:
         if hosts.several():
             raise

@@ -22,10 +22,12 @@ from jaxtyping import Array, Bool, Int
 import kvjax
 import models
 from evals import evaluator, page, tasks
+from kvjax.chains import policy_of
 from kvjax.schedule import When
 from models import commands
 from models.commands import provenance
 from models.layer_caches import AnyCache
+from models.networks import load_networks, read_by, wanted_by
 
 TEMPLATE = Path(__file__).with_name("view.html")
 NEVER = 0xFFFF
@@ -171,7 +173,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         choices=get_args(When),
         help="evict after every block, once, or as in the policy's paper (default %(default)s)",
     )
-    evaluator.add_scorer_flag(flags)
+    commands.add_networks_flag(flags)
     flags.add_argument("--block", type=int, default=64)
     flags.add_argument("--max-new-tokens", type=int, default=8)
     flags.add_argument("--length", type=int, default=384, help="tokens of the default prompt")
@@ -192,8 +194,8 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError(f"{flags.prompt_file} is empty; give some text.")
     commands.check_outputs([flags.html])
     model, tokenizer = evaluator.load(flags)
-    scorer = evaluator.load_scorer(flags, model)
-    scorers = {policy: scorer for policy in policies if policy != "full" and kvjax.parse(policy).needs.score}
+    reads = [wanted_by(policy_of(policy)) for policy in policies]
+    networks = load_networks(flags.networks, flags.model, model, reads, dtype=flags.dtype)
     wanted = None
     if prompt is None:
         sample = tasks.needle(flags.seed, tokenizer, flags.length, 0.3)
@@ -210,7 +212,10 @@ def command(flags: argparse.Namespace) -> None:
     shared = models.Options(block=flags.block, when=flags.when, max_new_tokens=flags.max_new_tokens)
     runs = [
         dataclasses.replace(
-            shared, policy=policy, budget=None if policy == "full" else budget, scorer=scorers.get(policy)
+            shared,
+            policy=policy,
+            budget=None if policy == "full" else budget,
+            networks=read_by(networks, policy_of(policy)),
         )
         for policy in policies
     ]
@@ -226,7 +231,7 @@ def command(flags: argparse.Namespace) -> None:
         "pieces": pieces(tokenizer, tokens),
         "question": question,
         "traces": traces,
-        **provenance.facts(flags.begun, flags.seed, evaluator.made_of(model, tokenizer, scorer=scorer)),
+        **provenance.facts(flags.begun, flags.seed, evaluator.made_of(model, tokenizer, networks)),
     }
     with commands.replacing(flags.html) as temporary:
         temporary.write_text(page.render(TEMPLATE, data["title"], data), encoding="utf-8")

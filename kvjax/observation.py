@@ -26,7 +26,7 @@ def _static(default: Any) -> Any:
 
 
 class Prediction(NamedTuple):
-    """Predictions of small networks for a block in one layer; None for those that the policy does not read.
+    """What a small network predicts for a block in one layer; None for what it does not.
 
     ``query`` and ``key``, one per query head: importance is ``query . key / sqrt(dim)``, a logit. Later blocks read the
     keys again, so :func:`kvjax.butler` stores them with the tokens. ``score``, one per KV head: the logarithm of the
@@ -47,8 +47,7 @@ class Needs:
         window: the observation window of the "window_" statistics, in queries.
         projections: parts of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: the rotary frequencies.
-        prediction: a predictor's queries and keys.
-        score: the scores that a scorer predicts.
+        predicted: fields of :class:`Prediction`, which a small network fills in.
         reconstruction: the attention of tokens that are fed after the prompt and taken back.
 
     Example:
@@ -61,8 +60,7 @@ class Needs:
     window: int = 0
     projections: frozenset[str] = frozenset()
     rotary: bool = False
-    prediction: bool = False
-    score: bool = False
+    predicted: frozenset[str] = frozenset()
     reconstruction: Reconstruction | None = None
 
     def __or__(self, other: Needs) -> Needs:
@@ -74,8 +72,7 @@ class Needs:
             max(windows, default=0),
             self.projections | other.projections,
             self.rotary or other.rotary,
-            self.prediction or other.prediction,
-            self.score or other.score,
+            self.predicted | other.predicted,
             self.reconstruction or other.reconstruction,
         )
 

@@ -660,8 +660,8 @@ def butler(*, dim: int | None = None) -> Policy:
     Example:
         >>> import kvjax
         >>> policy = kvjax.butler(dim=16)
-        >>> policy.needs.prediction, policy.init(1, 2, 4, 100, 64).shape
-        (True, (1, 2, 100, 4, 16))
+        >>> sorted(policy.needs.predicted), policy.init(1, 2, 4, 100, 64).shape
+        (['key', 'query'], (1, 2, 100, 4, 16))
     """
     if dim is not None:
         check_count("butler: dim", dim, 1, "give the width of the predictor's keys, an int from 1")
@@ -670,12 +670,12 @@ def butler(*, dim: int | None = None) -> Policy:
         if dim is None:
             raise ValueError(
                 "'butler' keeps a predictor's keys with the tokens, but their width is not known; write "
-                "butler(dim=16) for a predictor of width 16, or let models.generate(..., butler=...) fill it in."
+                "butler(dim=16) for a predictor of width 16, or let models.generate(..., networks=...) fill it in."
             )
         return jnp.zeros((B, K, S, G, dim), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        query, keys = (_predicted(o, name, "'butler' scores by a predictor", "butler") for name in ("query", "key"))
+        query, keys = (_predicted(o, name, "butler") for name in ("query", "key"))
         state = _with_predicted_keys(state, o, keys)
         B, K, S, G, width = state.shape
         some = S if o.context.filled is None else min(o.context.filled, S)
@@ -695,7 +695,8 @@ def butler(*, dim: int | None = None) -> Policy:
         queries = jnp.sum(o.query_position >= 0, axis=1)[:, None, None, None]
         return total / jnp.maximum(queries, 1).astype(total.dtype), state
 
-    return Policy("butler", init, update, Needs(frozenset({"sum"}), prediction=True), base=True, nonnegative=True)
+    needs = Needs(frozenset({"sum"}), predicted=frozenset({"query", "key"}))
+    return Policy("butler", init, update, needs, base=True, nonnegative=True)
 
 
 @register
@@ -703,7 +704,7 @@ def zap() -> Policy:
     """Score a token by what a small network predicts from its hidden state (KVzap, arXiv 2601.07891).
 
     The network reads the input of the layer's attention, and predicts the logarithm of an expensive score per KV head,
-    such as KVzip's, which it was trained on (``models.load_scorer``). The score is the exponential of the prediction.
+    such as KVzip's, which it was trained on (``models.load_network``). The score is the exponential of the prediction.
     It is computed once, when the token enters, rounded as in :func:`kvjax.key_norm`, and kept with its slot, in the
     prompt as in decode. The authors always keep the newest tokens: ``zap+protect(recent=128)``.
 
@@ -712,15 +713,15 @@ def zap() -> Policy:
 
     Example:
         >>> import kvjax
-        >>> kvjax.parse("zap+caote@model").needs.score
-        True
+        >>> kvjax.parse("zap+caote@model").needs.predicted
+        frozenset({'score'})
     """
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         return jnp.zeros((B, K, S), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        predicted = _predicted(o, "score", "'zap' scores by a scorer", "scorer")
+        predicted = _predicted(o, "score", "zap")
         if predicted.shape != (*o.query_position.shape, o.position.shape[1]):
             raise ValueError(
                 f"predicted scores {predicted.shape} do not fit: expected "
@@ -734,7 +735,7 @@ def zap() -> Policy:
         "zap",
         init,
         update,
-        Needs(score=True),
+        Needs(predicted=frozenset({"score"})),
         base=True,
         nonnegative=True,
         published=Moments("block", 1, "arXiv 2601.07891: while the prompt is prefilled, and in decode"),
@@ -755,7 +756,7 @@ def fit_predictor(policy: Policy, dim: int) -> Policy:
         >>> str(kvjax.fit_predictor(kvjax.parse("butler+caote@layer"), dim=16))
         'butler(dim=16)+caote@layer'
     """
-    if not policy.needs.prediction:
+    if "key" not in policy.needs.predicted:
         return policy
     first, *others = policy.links or (policy,)
     name = first.name.split("@")[0]
@@ -924,13 +925,13 @@ def _with_queries(state: Any, o: Observation, frequency: Float[Array, "rows half
     return tuple(HeadState(x) for x in joined)
 
 
-def _predicted(o: Observation, name: str, why: str, argument: str) -> Array:
+def _predicted(o: Observation, name: str, policy: str) -> Array:
     """Return an array of the block's prediction, which the policy cannot do without."""
     found = getattr(o.context.predicted, name, None)
     if found is None:
         raise ValueError(
-            f"{why}, but nothing was predicted for the block; hand over Context(predicted=...), or {argument}= to "
-            "models.generate."
+            f"{policy!r} scores by a network's {name}, but nothing was predicted for the block; hand over "
+            "Context(predicted=...), or networks= to models.generate."
         )
     return cast(Array, found)
 

@@ -2,7 +2,7 @@
 
 from models.asking import Answers, ask
 from models.batching import Engine, Made
-from models.butler import Butler, ButlerConfig, butler_input, load_butler, own_butler, save_butler
+from models.butler import Butler, ButlerConfig, butler_input
 from models.calibration import head_scores, q_filters
 from models.config import Config
 from models.decoder import Decoder
@@ -11,11 +11,12 @@ from models.families import register_family
 from models.fingerprints import fingerprint
 from models.layer_caches import stacked
 from models.load import load, parse_mesh
+from models.networks import load_network, own_network, register_network, save_network
 from models.options import Options
 from models.plan import Prefilled
 from models.repeating import with_repeat_prompt
 from models.save import save
-from models.scorer import Scorer, ScorerConfig, load_scorer, save_scorer
+from models.scorer import Scorer, ScorerConfig
 from models.sharing import prefill_each
 from models.tokenizer import Tokenizer
 
@@ -41,18 +42,17 @@ __all__ = [
     "head_scores",
     "hidden_states",
     "load",
-    "load_butler",
-    "load_scorer",
+    "load_network",
     "output_projection",
-    "own_butler",
+    "own_network",
     "parse_mesh",
     "prefill",
     "prefill_each",
     "q_filters",
     "register_family",
+    "register_network",
     "save",
-    "save_butler",
-    "save_scorer",
+    "save_network",
     "stacked",
     "stream",
     "with_repeat_prompt",

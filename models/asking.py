@@ -119,7 +119,7 @@ def ask(
     form = _Form.of(tokenizer, system, plain)
     tails = [form.question(text) for text in questions]
     begun, peak = time.monotonic(), 0
-    options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings, butler=None)
+    options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
     if isinstance(document, str):
         policy, budget = checked(options.policy, options.budget, options.block)
         policy = models.with_repeat_prompt(policy, tokenizer)
@@ -130,7 +130,7 @@ def ask(
         cache, seconds = stacked(document), 0.0
     kept = kept_of(model, cache, None, 1)
     answers, took, ends = [], [], model.config.eos if options.end is None else options.end
-    answers_only = dataclasses.replace(options, policy=None, budget=None, scorer=None, cache_dtype=None)
+    answers_only = dataclasses.replace(options, policy=None, budget=None, networks=None, cache_dtype=None)
     for number, tail in enumerate(tails):
         begun, pieces, said = time.monotonic(), tokenizer.stream(), ""
         drawn = None if key is None else jax.random.fold_in(key, number)

@@ -34,7 +34,7 @@ from models.layer_caches import AnyCache, stacked
 from models.options import EngineSettings, Options, RequestSettings, options_of
 from models.plan import CheckedPrompt, Rows, check_prompt, plan_run
 from models.sampling import Sampling, check_end, check_sampling
-from models.selecting import check_scorer
+from models.selecting import check_memory_is_kept
 from models.states import settled
 from models.steps import DecodeState, Run, decode_phase
 
@@ -76,7 +76,7 @@ class Engine:
             as many as the model's positions allow. A budget in slots needs no such limit.
 
     Raises:
-        ValueError: for arguments that :func:`models.generate` refuses, or a policy that scores by a predictor, which
+        ValueError: for arguments that :func:`models.generate` refuses, or a policy that reads a network which
             remembers every token.
 
     Example:
@@ -114,12 +114,14 @@ class Engine:
         check_decoder(model)
         self.model = model
         rows = check_count("rows", rows, 1, "the batch has at least 1 row")
-        asked = options_of("Engine", EngineSettings, options, settings, butler=None)
+        asked = options_of("Engine", EngineSettings, options, settings)
         block = check_count("block", asked.block, 1, "a block has at least 1 token")
         most = check_count("max_new_tokens", asked.max_new_tokens, 1, "ask for at least 1")
         longest = max(1, model.config.max_positions - most) if longest_prompt is None else longest_prompt
         longest = check_count("longest_prompt", longest, 1, "a prompt has at least 1 token")
         fit_prompt, policy = bool(asked.fit_prompt), policy_of(asked.policy)
+        if policy is not None:
+            check_memory_is_kept(policy, "'snapkv+caote'")
         self._options = dataclasses.replace(
             asked, policy=policy, block=block, max_new_tokens=most, reserve=most, fit_prompt=fit_prompt
         )
@@ -129,8 +131,7 @@ class Engine:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about these prompts
-            plan, sizes, numbers = plan_run(model, prompt, self._options)
-        check_scorer(model.config, asked.scorer, plan.policy)
+            plan, sizes, numbers, network = plan_run(model, prompt, self._options)
         if plan.mesh is not None and plan.mesh.shape["data"] > 1:
             raise ValueError("the model is on a mesh that splits rows, but prompts are fed one by one; use data=1.")
         if plan.policy is not None and not plan.policy.allocation.fills and plan.evict_every > 1:
@@ -149,7 +150,7 @@ class Engine:
         if asked.projection is None:
             projection = engine.output_projection(model, plan.policy)
             self._options = dataclasses.replace(self._options, projection=projection)
-        run = Run(model, numbers, self._options.projection, None, plan, asked.scorer)
+        run = Run(model, numbers, self._options.projection, network, plan)
         self._steps = engine.steps_of(run, sizes)
         state = self._steps.start(rows)  # the rows that join have no more to remember than after their prompts
         self._state = dataclasses.replace(state, cache=settled(state.cache, plan))

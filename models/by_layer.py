@@ -25,10 +25,10 @@ from models import selecting
 from models.config import Config
 from models.decoder import Decoder, attention_input, embed, run_layer, sliding_windows
 from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
+from models.networks import Network
 from models.parameters import layers_with
 from models.plan import HostOrDevice, Plan, Rows, Sizes
 from models.sampling import Sampling, sample
-from models.scorer import Scorer
 from models.selecting import LayerCarry
 from models.states import settled, shrink, shrinks, start
 from models.steps import (
@@ -44,7 +44,6 @@ from models.steps import (
     decode_positions,
     evicts_together,
     fresh,
-    predicts,
     shared_evidence,
     with_gradient,
 )
@@ -140,22 +139,22 @@ class LayerSteps:
         self, state: DecodeState, tokens: HostOrDevice, x: Float[Array, "B T E"], block: Block, phase: Phase
     ) -> tuple[Float[Array, "B T E"], DecodeState]:
         run = self.run
-        model, plan, butler = run.model, run.plan, run.butler
+        model, plan = run.model, run.plan
         cache, evidence = state.cache, None
         if evicts_together(plan, phase, cache):
             evidence = _evidence_of_layers(model.config, plan, phase, block, cache)
-        carry = LayerCarry(cache.at(0), evidence, state.predictor, state.source)
+        carry = LayerCarry(cache.at(0), evidence, state.memory, state.source)
         for number, layer in enumerate(self.layers):
             carry = dataclasses.replace(carry, cache=cache.at(number))
-            x, carry = _run_layer(model.config, plan, phase, layer, block, x, carry, run.scorer)
-            if number == 0 and predicts(plan, phase):
-                entered = None if butler is None else selecting.predictor_input(butler, model, jnp.asarray(tokens))
-                carry = _predict(plan.selection is not None, butler, block.position, entered, x, carry)
+            x, carry = _run_layer(model.config, plan, phase, layer, block, x, carry, run.network)
+            if number == 0 and run.pauses(phase):
+                entered = None if run.ahead is None else run.ahead.entered(model, jnp.asarray(tokens))
+                carry = _look_ahead(plan.selection is not None, run.ahead, block.position, entered, x, carry)
             cache = cache.with_at(number, carry.cache)
         if carry.evidence is not None:
             assert block.budgets is not None
             cache = _evict_together(cache, carry.evidence, block.budgets)
-        return x, DecodeState(cache, carry.predictor, carry.source)
+        return x, DecodeState(cache, carry.memory, carry.source)
 
 
 def _layers(run: Run) -> tuple[Layer, ...]:
@@ -231,11 +230,11 @@ def _run_layer(
     block: Block,
     x: Float[Array, "B T E"],
     carry: LayerCarry,
-    scorer: Scorer | None,
+    network: Network | None,
 ) -> tuple[Float[Array, "B T E"], LayerCarry]:
     block = at_layer(config, block, layer.place.number)
-    if scorer is not None:
-        carry = selecting.scored(scorer, carry, layer.place.number, attention_input(config, layer.weights, x))
+    if network is not None:
+        carry = selecting.predicted(network, carry, layer.place.number, attention_input(config, layer.weights, x))
 
     def attend_here(query, key, value):
         return *attend(plan, phase, block, layer.place, carry, (query, key, value)), None
@@ -244,7 +243,7 @@ def _run_layer(
     return x, carry
 
 
-_predict = jax.jit(selecting.run_predictor, static_argnames="keeps", donate_argnames="carry")
+_look_ahead = jax.jit(selecting.looked_ahead, static_argnames="keeps", donate_argnames="carry")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

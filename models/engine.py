@@ -43,7 +43,7 @@ from models.plan import (
     plan_run,
 )
 from models.sampling import Sampling, check_end, check_sampling, sample
-from models.selecting import Cache, check_scorer
+from models.selecting import Cache
 from models.states import settled, shrink, shrinks, start
 from models.steps import DecodeState, Run, block_budgets, decode_phase, decode_positions, forward
 
@@ -311,7 +311,7 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
     place = (given.lengths - asked)[:, None] + np.arange(asked.max())
     tokens = np.take_along_axis(given.tokens, np.minimum(place, given.tokens.shape[1] - 1), axis=1)
     kept = kept_of(model, cache, policy_of(options.policy), len(asked))
-    options = dataclasses.replace(options, projection=None, butler=None, scorer=None)
+    options = dataclasses.replace(options, projection=None, networks=None)
     run, sizes, prompt = prepare(model, CheckedPrompt(tokens, asked, asked, kept), options)
     state, hidden = _feed(run, sizes, prompt, cache)
     logits = jnp.where(asked[:, None] > 0, logits_of(model, hidden)[:, 0], prefilled.logits)
@@ -364,15 +364,13 @@ class _Choice(NamedTuple):
 def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool = False) -> tuple[Run, Sizes, Schedule]:
     """Check a run's arguments, and return the run, the sizes of its buffers, and its prompts in blocks."""
     options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
-    butler, scorer = options.butler, options.scorer
-    check_scorer(model.config, scorer, policy_of(options.policy))
-    plan, sizes, rows = plan_run(model, given, options)
+    plan, sizes, rows, network = plan_run(model, given, options)
     if plan.selection is not None or not given.fed:
         given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before them
     projection = output_projection(model, plan.policy) if options.projection is None else options.projection
-    run = Run(model, rows, projection, butler, plan, scorer)
+    run = Run(model, rows, projection, network, plan)
     # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
-    exact = every or not is_known(*jax.tree.leaves((model, projection, butler, scorer)))
+    exact = every or not is_known(*jax.tree.leaves((model, projection, network)))
     return run, sizes, scheduled(given, options, run, exact)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from models import decoder, hosts
 from models.config import described
@@ -58,14 +57,15 @@ def fingerprint(model: decoder.Decoder) -> str:
     return digest(fingerprints(model))
 
 
-def weights(module: nnx.Module, shapes: Mapping[str, Sequence[int]]) -> str:
+def weights(module: Any, shapes: Mapping[str, Sequence[int]]) -> str:
     """Hash the parameters' names and 64 numbers of each parameter, at fixed places, rounded to bfloat16.
 
     It reads little of a large model, and is the same in every usual dtype and on every mesh. Another checkpoint, or the
     same one after training, has another hash; changing a few numbers by hand may not change it.
 
     Args:
-        shapes: the shapes of the parameters by their names in ``module``.
+        module: an ``nnx.Module``.
+        shapes: the shapes of the parameters by their names in it.
 
     Example:
         >>> from flax import nnx

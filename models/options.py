@@ -16,8 +16,7 @@ from kvjax.checks import nearest
 from kvjax.quantise import DtypesLike
 from kvjax.schedule import When
 from kvjax.sources import Source
-from models.butler import Butler
-from models.scorer import Scorer
+from models.networks import Networks
 
 PAGE_SIZE = 16
 
@@ -31,7 +30,7 @@ class Settings(TypedDict, total=False):
     page_size: int
     fit_prompt: bool | None
     cache_dtype: DtypesLike | None
-    scorer: Scorer | None
+    networks: Networks
 
 
 class PolicySettings(TypedDict, total=False):
@@ -44,7 +43,6 @@ class PolicySettings(TypedDict, total=False):
 class EachSettings(Settings, total=False):
     """Likewise, of a prompt for several policies."""
 
-    butler: Butler | None
     reserve: int
 
 
@@ -75,7 +73,6 @@ class EngineSettings(AskSettings, total=False):
 class AnswerSettings(EngineSettings, total=False):
     """Likewise, of a prompt and its answer."""
 
-    butler: Butler | None
     select: Source | str | None
     sinks: int
 
@@ -114,10 +111,11 @@ class Options:
             jax.grad, rows are rounded to eight bits but kept as floats, so that a derivative passes.
         projection: what the policy reads of the output projections, ``output_projection(model, policy)``; if not given,
             every call computes it.
-        butler: the predictor, for ``select="butler"`` and for policies that score by it, such as ``butler+caote``. It
-            remembers every token: 2 r numbers for its own attention (r is about E / 8) and, for a selection, a key for
-            every predicted layer and head. A policy's keys are evicted with their tokens (:func:`kvjax.butler`).
-        scorer: the scorer, for policies that score by it, such as ``zap`` (:func:`load_scorer`).
+        networks: the small network that the policy or the selection reads, or several, of which it takes its own
+            (:func:`load_network`): a :class:`Scorer` for ``zap``, a :class:`Butler` for ``select="butler"`` and
+            ``butler+caote``. The latter remembers every token: 2 r numbers for its own attention (r is about E / 8)
+            and, for a selection, a key for every predicted layer and head. A policy's keys are evicted with their
+            tokens (:func:`kvjax.butler`).
         max_new_tokens: the largest number of tokens to generate.
         temperature: 0 takes the most likely token; above 0, tokens are drawn with the call's ``key``.
         top_k, top_p: draw only from the k most likely tokens, or from the fewest whose probabilities sum to p.
@@ -149,8 +147,7 @@ class Options:
     fit_prompt: bool | None = None
     cache_dtype: DtypesLike | None = None
     projection: OutputProjection | None = None
-    butler: Butler | None = None
-    scorer: Scorer | None = None
+    networks: Networks = None
     max_new_tokens: int = 64
     temperature: float = 0.0
     top_k: int | None = None

@@ -10,7 +10,7 @@ import functools
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -32,12 +32,12 @@ from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.reconstruction import Repeated, unrepeated
 from kvjax.schedule import HostOrDevice, Text, When, moments, power_of_two, question_room, words_of
 from models import hosts
-from models.butler import ButlerConfig
 from models.config import Config, Rope
 from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache
+from models.networks import LooksAhead, Network, network_of, remembers
 from models.options import PAGE_SIZE, Options
-from models.selecting import Cache, Selection, check_butler, checked_selection
+from models.selecting import Cache, Selection, checked_selection
 
 Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of rows
 FLOAT32 = Dtypes("float32", "float32")
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     prompt_slots: int  # likewise, while the prompt is fed
     pages: int = 0  # of a paged cache
     page_size: int = PAGE_SIZE
-    predictor_slots: int = 0  # of the predictor's cache and of the selection's source
+    memory_slots: int = 0  # of a network that looks ahead, and of the selection's source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,6 @@ class Plan:
     evict_every: int  # 0 for never
     mesh: Mesh | AbstractMesh | None
     selection: Selection | None = None
-    predictor: ButlerConfig | None = None
     heads: int = 0  # of the cache, in each layer
     positions: Positions = "absolute"
     overfull: bool = False  # a row without context holds more than its budget, so its question's last block evicts
@@ -192,9 +191,9 @@ def copied(policy: Policy, tokens: int) -> int:
     return wanted.pseudo or min(wanted.chunk, tokens) + words_of(wanted.prompt)
 
 
-def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[Plan, Sizes, Rows]:
-    """Check the options of a run against its model and prompts, and size its buffers."""
-    config, mesh, kept, butler = model.config, mesh_of(model), prompt.kept, options.butler
+def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[Plan, Sizes, Rows, Network | None]:
+    """Check the options of a run against its model and prompts, and size its buffers; return its network, too."""
+    config, mesh, kept = model.config, mesh_of(model), prompt.kept
     lengths, questions, seen = prompt.lengths, prompt.questions, prompt.start + prompt.lengths
     policy = policy_of(options.policy)
     when, every = moments(policy, "block" if options.when is None else options.when, options.evict_every)
@@ -222,16 +221,16 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
     if kept is not None:
         _check_kept(kept, options, mesh, selection, traced)
         dtype, rounded_to = kept.dtypes, (None, None)
-    check_butler(config, butler, policy, selection)
+    network = network_of(options.networks, config, policy, None if selection is None else selection.source)
     check_measured(policy, config.num_layers, config.num_kv_heads)
     if policy is not None and mesh is not None and mesh.size > 1:
         _check_no_gradient(policy, mesh)
     if policy is None:
         plan, sizes, rows = _plan_full(config, mesh, prompt, options, selection)
-        return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), sizes, rows
+        return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), sizes, rows, network
     remembered = 0
-    if butler is not None:
-        policy = kvjax.fit_predictor(policy, butler.config.dim)
+    if network is not None and network.looks_ahead:
+        policy = cast(LooksAhead, network).fitted(policy)
         remembered = _rounded(prompt.most + options.reserve, options, whole=True)
     heads = cache_heads(config, policy)
     check_state(policy, config.head_dim, heads, config.num_heads // heads)  # before anything is compiled
@@ -241,8 +240,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
     if policy.published is not None and policy.published.final:
         _warn_of_choices(policy, max(int((lengths - questions).max()), 0), options.block, when, kept is not None)
     plan = Plan(
-        policy, when, every, mesh, predictor=None if butler is None else butler.config,
-        heads=heads if kept is None else kept.heads,
+        policy, when, every, mesh, heads=heads if kept is None else kept.heads,
         positions=policy.positions if kept is None else kept.positions,
         overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
         cache_dtype=dtype, rounded_to=rounded_to,
@@ -255,7 +253,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
     rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + questions, most))))
-    return plan, sizes._replace(predictor_slots=remembered), rows
+    return plan, sizes._replace(memory_slots=remembered), rows, network
 
 
 def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
@@ -310,8 +308,8 @@ def _check_kept(
     kept: Kept, options: Options, mesh: Mesh | AbstractMesh | None, selection: Selection | None, traced: bool
 ) -> None:
     """Check that a run may continue from a cache: nothing was remembered outside it, and it stays as it is stored."""
-    if selection is not None or options.butler is not None:
-        what = "a selection" if selection is not None else "a policy that scores by a predictor"
+    if selection is not None or remembers(policy_of(options.policy)):
+        what = "a selection" if selection is not None else "the network that the policy reads"
         raise ValueError(
             f"{what} remembers tokens outside the cache, and this memory is not kept: leave cache out, and give the "
             "whole prompt."
@@ -435,7 +433,7 @@ def _plan_full(
     selection: Selection | None,
 ) -> tuple[Plan, Sizes, Rows]:
     """Plan a run in which nothing is evicted."""
-    held, most, kept, butler = prompt.most + options.reserve, config.max_positions, prompt.kept, options.butler
+    held, most, kept = prompt.most + options.reserve, config.max_positions, prompt.kept
     if selection is None:
         check_policy_given(None, options.budget)
     if held > most:
@@ -444,11 +442,8 @@ def _plan_full(
             "shorten the prompt, or give a policy and a budget."
         )
     slots = min(_rounded(held, options), most)
-    sizes = Sizes(slots, slots, predictor_slots=0 if selection is None else slots)
-    plan = Plan(
-        None, "block", 0, mesh, selection=selection, predictor=None if butler is None else butler.config,
-        heads=config.num_kv_heads,
-    )  # fmt: skip
+    sizes = Sizes(slots, slots, memory_slots=0 if selection is None else slots)
+    plan = Plan(None, "block", 0, mesh, selection=selection, heads=config.num_kv_heads)
     if kept is not None:
         plan = dataclasses.replace(plan, heads=kept.heads, positions=kept.positions)
         if kept.pages:

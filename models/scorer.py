@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kvjax import Prediction
 from kvjax.checks import check_count, check_fields
-from models import trained
 from models.config import Config
-from models.decoder import Decoder
+from models.networks import register_network
 from models.parameters import check_rngs, drawn
+
+SMALLEST = 1e-8  # a score's logarithm is that of at least this number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,7 @@ def parameter_shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
     return {"input": (L, E, H), "input_bias": (L, H), "output": (L, H, K), "output_bias": (L, K)}
 
 
+@register_network
 class Scorer(nnx.Module):
     """Predicts the logarithm of each token's retention score, for each KV head of a layer.
 
@@ -99,6 +102,13 @@ class Scorer(nnx.Module):
         (1, 5, 2)
     """
 
+    name: ClassVar[str] = "scorer"
+    predicts: ClassVar[frozenset[str]] = frozenset({"score"})
+    Config: ClassVar[type] = ScorerConfig
+    trained_by: ClassVar[str] = "train.scorer"
+    looks_ahead: ClassVar[bool] = False
+    follows_dtype: ClassVar[bool] = False
+
     def __init__(
         self, config: ScorerConfig, parameters: dict[str, Array] | None = None, *, rngs: nnx.Rngs | None = None
     ):
@@ -115,6 +125,40 @@ class Scorer(nnx.Module):
             for name in parameter_shapes(self.config)
         }
         return apply(own, x)
+
+    def loss(
+        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], score: Float[Array, "B T K"]
+    ) -> Float[Array, "B T K"]:
+        """Return the squared error of the predicted logarithm of each token's score."""
+        return (self(layer, x) - logarithm(score)) ** 2
+
+    @staticmethod
+    def started(parameters: dict[str, Array], mean: Float[Array, "L K"]) -> dict[str, Array]:
+        """Return the parameters that training starts from: each head predicts its mean logarithm."""
+        return parameters | {"output_bias": mean}
+
+    @staticmethod
+    def shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter; see :func:`parameter_shapes`."""
+        return parameter_shapes(config)
+
+    def predict(
+        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None
+    ) -> Prediction:
+        """Return the scores as a policy reads them."""
+        return Prediction(score=self(layer, x))
+
+
+def logarithm(score: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return the logarithm of a score, of at least ``SMALLEST``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from models.scorer import logarithm
+        >>> logarithm(jnp.array([1.0, 0.0])).round(1).tolist()
+        [0.0, -18.399999618530273]
+    """
+    return jnp.log(jnp.maximum(score, SMALLEST))
 
 
 def apply(parameters: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T K"]:
@@ -133,57 +177,6 @@ def apply(parameters: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array
     if "input" in parameters:
         x = jax.nn.gelu(x @ parameters["input"] + parameters["input_bias"][None, None], approximate=False)
     return x @ parameters["output"] + parameters["output_bias"][None, None]
-
-
-def save_scorer(folder: str | Path, scorer: Scorer, model: Decoder, name: str) -> None:
-    """Write a scorer and a description of its model; see :func:`models.save_butler`.
-
-    Example:
-        >>> import tempfile
-        >>> from flax import nnx
-        >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     models.save_scorer(folder, scorer, model, "a small one")
-        ...     models.load_scorer(folder, model).config == scorer.config
-        True
-    """
-    parameters = {own: getattr(scorer, own)[...] for own in parameter_shapes(scorer.config)}
-    trained.save(KIND, folder, scorer.config, parameters, model, name)
-
-
-def load_scorer(folder: str | Path, model: Decoder) -> Scorer:
-    """Read the scorer of a model.
-
-    Args:
-        folder: a folder that ``python -m train.scorer`` or :func:`save_scorer` wrote.
-        model: the model that the scorer is for, in any dtype.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the scorer is of another model (the message names what differs), or a file is damaged.
-
-    Example:
-        >>> from flax import nnx
-        >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> models.load_scorer(
-        ...     "no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0))
-        ... )
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: no/such/folder has no scorer.json; give a folder that models.save_scorer wrote.
-    """
-    return Scorer(*trained.load(KIND, folder, model))
-
-
-KIND = trained.Kind("scorer", "scorer", ScorerConfig, parameter_shapes)
 
 
 def _random(key: Array | None, name: str, shape: tuple[int, ...]) -> Array:

@@ -1,8 +1,8 @@
-"""Selection and prediction: a source of importance chooses what a step reads; a predictor scores tokens ahead.
+"""Selection and prediction: a source of importance chooses what a step reads; a network predicts what a policy reads.
 
-prompt      dense, by blocks; the predictor and the source see every token
-a step      layer 0 dense, then the predictor's queries; each other layer reads the slots that `kvjax.select` chose
-a policy    whose base score is `butler` gets the predictor's queries and keys of the block, and evicts by them
+prompt      dense, by blocks; a network that looks ahead and the source see every token
+a step      layer 0 dense, then the network looks ahead; each other layer reads the slots that `kvjax.select` chose
+a policy    that reads predictions gets those of the block in each layer, before the layer's attention
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from kvjax.checks import check_count, check_share_or_tokens
 from kvjax.insertion import Cache
 from kvjax.selection import share_of_tokens
 from kvjax.sources import Source
-from models.butler import Butler, ButlerCache, ButlerConfig, butler_input, importance
-from models.config import Config
-from models.decoder import Decoder
-from models.scorer import Scorer
+from models.networks import LooksAhead, Network, remembers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,70 +45,47 @@ class LayerCarry:
     """Values that the layers of one block pass on to each other.
 
     ``cache`` is that of all layers, or of the one that runs. ``evidence`` is what a policy has returned so far, where
-    all layers are evicted from together. ``predictor`` and ``source`` are the states of the predictor and the source.
-    ``query`` and ``key`` are the predictor's output for the block (keys only where its cache does not keep them).
-    ``score`` is the scorer's for the block in the layer that runs.
+    all layers are evicted from together. ``memory`` and ``source`` are the states of a network that looks ahead and of
+    the source. ``said`` is what the network said of the block behind layer 0; ``predicted`` what a network predicts for
+    the block in the layer that runs.
     ``first`` and ``previous`` are the true logits of layer 0 and of the previous layer, where the source reads them.
-    ``behind_first`` says that layer 0 has run and, if there is a predictor, that it has run too.
+    ``behind_first`` says that layer 0 has run and, if a network looks ahead, that it has, too.
     """
 
     cache: Cache
     evidence: Evidence | None
-    predictor: ButlerCache | None
+    memory: Any
     source: Any
-    query: Float[Array, "layers B T N dim"] | None = None
-    key: Float[Array, "layers B T N dim"] | None = None
-    score: Float[Array, "B T K"] | None = None
+    said: Any = None
+    predicted: Prediction | None = None
     first: Float[Array, "B N T S"] | None = None
     previous: Float[Array, "B N T S"] | None = None
     behind_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def predictor_input(butler: Butler, model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"] | None:
-    """Return the input of layer 0's attention if the predictor reads it; None if it reads layer 0's output."""
-    if butler.config.source != "attention_input":
-        return None
-    return butler_input(model, tokens, source="attention_input")
-
-
-def run_predictor(
+def looked_ahead(
     keeps: bool,
-    butler: Butler | None,
+    ahead: LooksAhead | None,
     position: Int[Array, "B T"],
     entered: Float[Array, "B T E"] | None,
     x: Float[Array, "B T E"],
     carry: LayerCarry,
 ) -> LayerCarry:
-    """Run the predictor on a block, between layer 0 and the others.
+    """Return the carry behind layer 0, after a network has looked ahead at the block.
 
     Args:
-        keeps: whether the predictor's cache keeps the importance keys; else they are passed on with the queries.
-        entered: see :func:`predictor_input`.
-        x: layer 0's output.
+        keeps: whether the network's memory keeps the importance keys; else they are passed on with the queries.
+        entered: what the network reads; None for layer 0's output ``x``.
     """
-    query, key, memory = None, None, carry.predictor
-    if butler is not None and memory is not None:
-        x = x if entered is None else entered
-        if keeps:
-            query, memory = butler.step(memory, x, position)
-        else:
-            (query, key), memory = butler.advance(memory, x, position)
-    return dataclasses.replace(carry, predictor=memory, query=query, key=key, behind_first=True)
+    said, memory = None, carry.memory
+    if ahead is not None and memory is not None:
+        said, memory = ahead.look_ahead(memory, x if entered is None else entered, position, importance_keys=keeps)
+    return dataclasses.replace(carry, memory=memory, said=said, behind_first=True)
 
 
-def prediction(
-    predictor: ButlerConfig | None, carry: LayerCarry, layer: Int[Array, ""], shape: tuple[int, ...]
-) -> Prediction | None:
-    """Return what is predicted for a block [B, T] in one layer, as a policy reads it; zeros for layer 0's keys."""
-    if carry.score is not None:
-        return Prediction(score=carry.score)
-    if predictor is None or (carry.behind_first and carry.key is None):
-        return None
-    if not carry.behind_first:
-        nothing = jnp.zeros((*shape, predictor.num_heads, predictor.dim))
-        return Prediction(nothing, nothing)
-    of_layer = (jax.lax.dynamic_index_in_dim(x, layer - 1, keepdims=False) for x in (carry.query, carry.key))
-    return Prediction(*of_layer)
+def predicted(network: Network, carry: LayerCarry, layer: Int[Array, ""], x: Float[Array, "B T E"]) -> LayerCarry:
+    """Return the carry with what a network predicts for a block in one layer; ``x`` is the input of its attention."""
+    return dataclasses.replace(carry, predicted=network.predict(layer, x, carry.said, carry.memory))
 
 
 def attend(
@@ -163,8 +137,10 @@ def _chosen(
         slot_position = jnp.where(position[:, :, None] - slot_position < window, slot_position, -1)
     predicted = None
     if "predicted" in source.reads:
-        assert carry.query is not None and carry.predictor is not None
-        predicted = importance(carry.query, carry.predictor.importance_key, layer)
+        assert carry.predicted is not None
+        own, keys, _ = carry.predicted
+        assert own is not None and keys is not None
+        predicted = sources.logits(own, keys)
     reading = sources.Reading(
         query=query,
         query_position=position,
@@ -190,24 +166,15 @@ def parse_select(select: Source | str | None) -> Source | None:
     return select
 
 
-def asks_for_predictor(policy: Policy | None, source: Source | None) -> str | None:
-    """Return which argument needs a predictor, in words; None if none does."""
-    if source is not None and "predicted" in source.reads:
-        return f"select={source.name!r}"
-    if policy is not None and policy.needs.prediction:
-        return f"the policy {policy.name!r}"
-    return None
-
-
 def check_memory_is_kept(policy: Policy, instead: str) -> None:
     """Check that a policy remembers nothing outside the cache.
 
     Raises:
-        ValueError: it scores by a predictor; the message names a policy that does not.
+        ValueError: it reads a network that does; the message names a policy that does not.
     """
-    if policy.needs.prediction:
+    if remembers(policy):
         raise ValueError(
-            f"{policy.name!r} scores by a predictor, which remembers tokens outside the cache, so nothing later can "
+            f"{policy.name!r} scores by a network that remembers tokens outside the cache, so nothing later can "
             f"continue from it; give another policy, such as {instead}."
         )
 
@@ -246,57 +213,6 @@ def checked_selection(
         )
     sinks = check_count("sinks", sinks, 0, "give the number of first tokens that are always read, an int from 0")
     return Selection(source, budget, sinks)
-
-
-def check_butler(config: Config, butler: Butler | None, policy: Policy | None, selection: Selection | None) -> None:
-    """Check that a predictor is given exactly if it is needed, and that it is one of this model."""
-    asks = asks_for_predictor(policy, None if selection is None else selection.source)
-    if butler is None:
-        if asks:
-            raise ValueError(
-                f"{asks} needs a predictor: pass butler=models.load_butler(folder, model), after training one with "
-                "python -m train.butler."
-            )
-        return
-    if not asks:
-        raise ValueError(
-            "a predictor was given, but nothing asks for it; pass select='butler', or a policy that scores by it, such "
-            "as 'butler+caote', or leave butler out."
-        )
-    _check_same_model("predictor", "num_heads", config, butler.config)
-
-
-def scored(scorer: Scorer, carry: LayerCarry, layer: Int[Array, ""], x: Float[Array, "B T E"]) -> LayerCarry:
-    """Return the carry with the scorer's scores of a block in one layer; ``x`` is the input of its attention."""
-    return dataclasses.replace(carry, score=scorer(layer, x))
-
-
-def check_scorer(config: Config, scorer: Scorer | None, policy: Policy | None) -> None:
-    """Check that a scorer is given exactly if the policy reads it, and that it is one of this model."""
-    asks = policy is not None and policy.needs.score
-    if scorer is None:
-        if asks:
-            assert policy is not None
-            raise ValueError(
-                f"the policy {policy.name!r} needs a scorer: pass scorer=models.load_scorer(folder, model), after "
-                "training one with python -m train.scorer."
-            )
-        return
-    if not asks:
-        raise ValueError(
-            "a scorer was given, but no policy scores by it; pass one that does, such as 'zap', or leave scorer out."
-        )
-    _check_same_model("scorer", "num_kv_heads", config, scorer.config)
-
-
-def _check_same_model(what: str, heads: str, config: Config, made_for: Any) -> None:
-    sizes = ("hidden_size", "num_layers", heads)
-    ours, theirs = (tuple(getattr(of, size) for size in sizes) for of in (config, made_for))
-    if ours != theirs:
-        letters = f"E, L, {'K' if heads == 'num_kv_heads' else 'N'}"
-        raise ValueError(
-            f"the {what} is of another model, with {letters} = {theirs}; this one has {ours}: train one for it."
-        )
 
 
 def tokens_read(selection: Selection, tokens: int) -> int:

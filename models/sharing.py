@@ -24,9 +24,9 @@ from kvjax.reconstruction import Reconstruction
 from kvjax.schedule import HostOrDevice
 from models.decoder import Decoder, sliding_windows
 from models.engine import logits_of, newest_of, prefill, projected, run_question, scheduled
+from models.networks import read_by
 from models.options import EachSettings, Options, options_of
 from models.plan import CheckedPrompt, Plan, Prefilled, Sizes, Tokens, check_prompt, plan_run
-from models.selecting import check_scorer
 from models.states import shrink, start
 from models.steps import DecodeState, Run, at_layer, block_of, first_of, rounded_rows, with_gradient
 
@@ -50,8 +50,7 @@ class _Arm(NamedTuple):
         # A policy frees what left a sliding window, and a full cache keeps it.
         late = not any(self.run.model.config.sliding_windows) if plan.policy is None else plan.when == "prompt"
         fixed = not (asked and self.run.model.config.rope.follows_length)
-        learned = plan.predictor is not None or self.run.scorer is not None
-        return late and fixed and not learned and plan.positions == "absolute"
+        return late and fixed and self.run.network is None and plan.positions == "absolute"
 
     @property
     def group(self) -> tuple[int, Reconstruction | None, bool]:
@@ -75,13 +74,13 @@ def prefill_each(
     Each result is what :func:`models.prefill` returns for that policy and budget alone, and is made when its turn
     comes: at any time, memory holds the uncompressed cache of the prompt and the cache of one policy. Policies that
     observe the prompt once more after its end, in the same way, share that, too. Policies that evict after every block,
-    that score by a predictor, or that rotate keys again run alone.
+    that read a network, or that rotate keys again run alone.
 
     Args:
         policies: policies or their short names, None or "full" for all tokens; or pairs of a policy and its budget.
         tokens, lengths, question, options, settings: see :func:`models.prefill`, but ``when`` is "prompt" by default.
-            ``budget`` is that of policies that are given without one; each takes the ``butler`` and the
-            ``scorer`` if it reads them, and computes its own projection.
+            ``budget`` is that of policies that are given without one; each takes the one of the
+            ``networks`` that it reads, and computes its own projection.
 
     Returns:
         An iterator over the results, in the order of ``policies``.
@@ -120,13 +119,10 @@ def prefill_each(
     arms = []
     for asked, own in pairs:
         policy = policy_of(asked)
-        butler = options.butler if policy is not None and policy.needs.prediction else None
-        scorer = options.scorer if policy is not None and policy.needs.score else None
-        check_scorer(model.config, scorer, policy)
         budget = None if policy is None else own
-        alone = dataclasses.replace(options, policy=policy, budget=budget, butler=butler, scorer=scorer)
-        plan, sizes, rows = plan_run(model, given, alone)
-        arms.append(_Arm(alone, Run(model, rows, None, butler, plan, scorer), sizes))
+        alone = dataclasses.replace(options, policy=policy, budget=budget, networks=read_by(options.networks, policy))
+        plan, sizes, rows, network = plan_run(model, given, alone)
+        arms.append(_Arm(alone, Run(model, rows, None, network, plan), sizes))
     return _each(model, given, arms)
 
 

@@ -26,16 +26,16 @@ from models.steps import DecodeState, Run
 
 
 def start(run: Run, sizes: Sizes, batch: int, cache: AnyCache | None = None) -> DecodeState:
-    """Build the first state: an empty cache, or a kept one resized for the run, and empty predictor and source."""
+    """Build the first state: an empty cache, or a kept one resized for the run, and empty memories."""
     plan, config = run.plan, run.model.config
     cache = _empty_cache(run.model, plan, sizes, batch) if cache is None else _with_room(cache, plan, sizes)
-    predictor, source = None, ()
-    slots = sizes.predictor_slots
+    memory, source = None, ()
+    slots = sizes.memory_slots
     if slots and plan.selection is not None:
         source = plan.selection.source.init(batch, plan.heads, slots, config.head_dim, layers=config.num_layers)
-    if slots and run.butler is not None:  # a policy keeps the importance keys with its tokens, to evict them together
-        predictor = run.butler.init_cache(batch, slots, importance_keys=plan.selection is not None)
-    return DecodeState(cache, predictor, source)
+    if slots and run.ahead is not None:  # a policy keeps the importance keys with its tokens, to evict them together
+        memory = run.ahead.init_cache(batch, slots, importance_keys=plan.selection is not None)
+    return DecodeState(cache, memory, source)
 
 
 def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> Cache:

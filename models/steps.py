@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,12 @@ from kvjax.layer import LayerBlock
 from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
 from models import selecting
-from models.butler import Butler, ButlerCache
 from models.config import Config
 from models.decoder import Decoder, frequencies, rope_of_layer, rotation, sliding_windows
 from models.gradients import loss_gradient
 from models.layer_caches import AnyCache, stacked
+from models.networks import LooksAhead, Network
 from models.plan import Plan, Rows
-from models.scorer import Scorer
 from models.selecting import LayerCarry
 
 
@@ -41,26 +40,34 @@ from models.selecting import LayerCarry
 class DecodeState:
     """The state between blocks and between tokens; it is donated, so it is updated in place.
 
-    ``predictor`` is the predictor's cache, None without a predictor. ``source`` is the state of a selection's source,
-    () without a selection.
+    ``memory`` is that of a network that looks ahead, None without one. ``source`` is the state of a selection's
+    source, () without a selection.
     """
 
     cache: AnyCache
-    predictor: ButlerCache | None = None
+    memory: Any = None
     source: Any = ()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Values that stay the same from the first block to the last token."""
+    """Values that stay the same from the first block to the last token; ``network`` is the one that is read, if any."""
 
     model: Decoder
     rows: Rows
     projection: OutputProjection | None
-    butler: Butler | None
+    network: Network | None
     plan: Plan = dataclasses.field(metadata={"static": True})
-    scorer: Scorer | None = None
+
+    @property
+    def ahead(self) -> LooksAhead | None:
+        """Return the network if it looks ahead."""
+        return cast(LooksAhead, self.network) if self.network is not None and self.network.looks_ahead else None
+
+    def pauses(self, phase: Phase) -> bool:
+        """Return whether a network looks ahead, or a selection starts, between layer 0 and the others."""
+        return self.ahead is not None or (self.plan.selection is not None and phase.compressed)
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +117,7 @@ def forward(
     Returns:
         The hidden states before the last norm, and the new state.
     """
-    model, plan, butler = run.model, run.plan, run.butler
+    model, plan, network = run.model, run.plan, run.network
     block = block_of(model.config, plan, tokens, position, run.rows.lengths, budgets, part)
     if part is not None:
         state = fresh(state, position)
@@ -122,21 +129,21 @@ def forward(
         return *attend(plan, phase, here, place, carry, (query, key, value)), None
 
     hook = None
-    if predicts(plan, phase):
-        entered = None if butler is None else selecting.predictor_input(butler, model, tokens)
-        hook = functools.partial(selecting.run_predictor, plan.selection is not None, butler, position, entered)
+    if run.pauses(phase):
+        entered = None if run.ahead is None else run.ahead.entered(model, tokens)
+        hook = functools.partial(selecting.looked_ahead, plan.selection is not None, run.ahead, position, entered)
     cache: Any = state.cache  # not of layers apart, which models/by_layer.py calls
     evidence = shared_evidence(model.config, plan, phase, block, cache)
-    carry = LayerCarry(cache, evidence, state.predictor, state.source)
-    score = None if run.scorer is None else functools.partial(selecting.scored, run.scorer)
+    carry = LayerCarry(cache, evidence, state.memory, state.source)
+    predict = None if network is None else functools.partial(selecting.predicted, network)
     hidden, carry, _ = model.run(
-        tokens, position, run.rows.lengths, attend_at, carry, after_first=hook, before_attention=score
+        tokens, position, run.rows.lengths, attend_at, carry, after_first=hook, before_attention=predict
     )
     cache = carry.cache
     if carry.evidence is not None:
         assert budgets is not None
         cache = evict_by(cache, carry.evidence, budgets)
-    return hidden, DecodeState(cache, carry.predictor, carry.source)
+    return hidden, DecodeState(cache, carry.memory, carry.source)
 
 
 def block_of(
@@ -200,11 +207,6 @@ def with_gradient(
     return dataclasses.replace(block, gradient=found)
 
 
-def predicts(plan: Plan, phase: Phase) -> bool:
-    """Return whether a predictor runs or a selection starts between layer 0 and the others."""
-    return plan.predictor is not None or (plan.selection is not None and phase.compressed)
-
-
 def evicts_together(plan: Plan, phase: Phase, cache: AnyCache) -> bool:
     """Return whether the policy evicts from all layers together: by an uneven allocation, or in pages."""
     if plan.policy is None or not phase.evicts:
@@ -236,7 +238,7 @@ def attend(
         sliding_window=place.window,
         frequency=block.frequency,
         projection=place.projection,
-        predicted=selecting.prediction(plan.predictor, carry, place.number, block.position.shape),
+        predicted=carry.predicted,
         reconstructed=block.repeats,
         tokens=block.tokens,
         gradient=block.gradient,
@@ -255,7 +257,7 @@ def attend(
         if evidence is not None:
             assert said is not None
             evidence = evidence.with_layer(cache, place.number, said)
-    return out, dataclasses.replace(carry, cache=cache, evidence=evidence, score=None)
+    return out, dataclasses.replace(carry, cache=cache, evidence=evidence, predicted=None)
 
 
 def rounded_rows(

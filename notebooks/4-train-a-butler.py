@@ -172,7 +172,7 @@ plt.show()
 # package, which was trained for far longer.
 
 # %%
-shipped = models.own_butler("retriever", model)
+shipped = models.own_network("retriever", model, "butler")
 found = {
     "shipped": training.measure(model, shipped, corpus.held_out, "butler", 0.5)[
         "hit_rate"
@@ -212,7 +212,7 @@ plt.show()
 prompt = "The function returns a list of all the names that are"
 settings = {
     "all tokens": {},
-    "this run, half": dict(select="butler", butler=trained, budget=0.5),
+    "this run, half": dict(select="butler", networks=trained, budget=0.5),
 }
 for name, chosen in settings.items():
     out = models.generate(
@@ -251,8 +251,8 @@ shares = (0.5, 0.25)
 table = {
     "oracle": dict(select="oracle"),
     "quest, pages of 4": dict(select="quest(page_size=4)"),
-    "shipped butler": dict(select="butler", butler=shipped),
-    "this run's butler": dict(select="butler", butler=trained),
+    "shipped butler": dict(select="butler", networks=shipped),
+    "this run's butler": dict(select="butler", networks=trained),
     "random": dict(select="random"),
 }
 print(f"{'all tokens':20}{answered():7.2f}")
@@ -284,7 +284,7 @@ except FileNotFoundError as missing:
     real = None
     print(missing)
 if real is not None:
-    butler = models.own_butler("smollm2", real)
+    butler = models.own_network("smollm2", real, "butler")
     rows = open_corpus(["python"], words, 256, eval_rows=2).held_out
     for name in ("butler", "quest", "streaming", "random"):
         found = training.measure(real, butler, rows, name, 0.5)["hit_rate"].mean()
@@ -294,7 +294,7 @@ if real is not None:
     )
     chosen = {
         "all tokens": {},
-        "butler, half": dict(select="butler", butler=butler, budget=0.5),
+        "butler, half": dict(select="butler", networks=butler, budget=0.5),
     }
     chosen["random, half"] = dict(select="random", budget=0.5)
     for name, how in chosen.items():
@@ -311,7 +311,7 @@ if real is not None:
 #     python -m evals texts debian king-james-bible python-doc
 #     python -m train.butler --model smollm2 --data king-james-bible python-doc \
 #         --seq-len 1024 --tokens 3e6 --out butler/
-#     python -m models.generate smollm2 --select butler --butler butler/ --budget 0.5 \
+#     python -m models.generate smollm2 --select butler --networks butler/ --budget 0.5 \
 #         --prompt "In the beginning"
 #
 # For a large model: `python -m train.butler --model path/to/Llama-3.2-1B --data

@@ -36,19 +36,11 @@ from jaxtyping import Array, Float, Int
 from evals import selections
 from kernels_pallas import mse_logits
 from models import commands, hosts
-from models.butler import (
-    KIND,
-    SOURCES,
-    Butler,
-    ButlerConfig,
-    attention_in_chunks,
-    butler_input,
-    num_parameters,
-    parameter_shapes,
-    save_butler,
-)
+from models.butler import SOURCES, Butler, ButlerConfig, butler_input, num_parameters
 from models.config import Config
 from models.decoder import Decoder
+from models.dense import attention_in_chunks
+from models.networks import files_of, parameters_of, save_network
 from models.parameters import parameter_shapes as model_shapes
 from train import command, loop
 from train.loop import Parameters, State
@@ -85,7 +77,7 @@ EXAMPLES = """examples:
   python -m train.butler --out butler/
   python -m train.butler --model path/to/Llama-3.2-1B --data text/ books.jsonl --tokens 80e6 --out butler/
   python -m train.butler --model path/to/Llama-3.2-1B --data HuggingFaceFW/fineweb-edu:sample-10BT --mesh data=4
-  python -m models.generate path/to/Llama-3.2-1B --butler butler/ --select butler --budget 0.5 --prompt-file book.txt
+  python -m models.generate path/to/Llama-3.2-1B --networks butler/ --select butler --budget 0.5 --prompt-file book.txt
 """
 EMBEDDED = Settings(tokens=3_000_000, seq_len=512, batch=8, lr=4e-3, causal=True)
 
@@ -194,8 +186,7 @@ def init_state(config: ButlerConfig, settings: Settings, mesh: Mesh) -> State:
     """Return random parameters and a new optimizer's state, on every device."""
 
     def make():
-        butler = Butler(config, rngs=nnx.Rngs(settings.seed))
-        return {name: getattr(butler, name)[...] for name in parameter_shapes(config)}
+        return parameters_of(Butler(config, rngs=nnx.Rngs(settings.seed)))
 
     return loop.init_state(make, settings, mesh)
 
@@ -231,7 +222,7 @@ def measure(
     made = []
     together = max(1, TOKENS_AT_ONCE // rows.shape[1])
     for start in range(0, len(rows), together):
-        found = selections.hits(model, rows[start : start + together], source, 1 - budget, butler=butler)
+        found = selections.hits(model, rows[start : start + together], source, 1 - budget, networks=butler)
         made.append([hosts.fetched(x)[1:] for x in found])
     share, mass = (np.concatenate(parts, axis=1) for parts in zip(*made, strict=True))  # [L - 1, R, T]
     return {"hit_rate": share.mean((1, 2)), "token_accuracy": share[..., -1].mean(1), "mass": mass.mean((1, 2))}
@@ -283,10 +274,10 @@ def train(
         trained={"butler": dataclasses.asdict(config)},
         init=functools.partial(init_state, config, settings, mesh),
         step=make_step(config, settings, mesh),
-        save=lambda parameters: save_butler(folder, Butler(config, parameters), model, options.name),
+        save=lambda parameters: save_network(folder, Butler(config, parameters), model, options.name),
         measure=figures,
         summarise=summarise,
-        files=KIND.files,
+        files=files_of(Butler.name),
     )
     parameters, summary = loop.run(folder, trainer, model, corpus, settings, options)
     return Butler(config, parameters), summary

@@ -150,7 +150,7 @@ def _checked_policy(settings: Settings, name: str) -> kvjax.Policy | None:
     policy = policy_of(name)
     if policy is None:
         return None
-    if policy.needs.prediction or policy.needs.score:
+    if policy.needs.predicted:
         raise ValueError(f"{policy.name!r} scores by a network that was trained for the frozen model; take another.")
     if policy.needs.reconstruction is not None:
         raise ValueError(

@@ -33,7 +33,7 @@ from models import commands, fingerprints, hosts
 from models.commands import provenance
 from models.config import Config
 from models.decoder import Decoder
-from models.trained import fingerprint
+from models.networks import fingerprint
 from train import folder as folders
 from train.checkpoints import Checkpoints, Progress
 from train.interrupts import Interrupts, interrupted

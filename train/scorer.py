@@ -1,7 +1,11 @@
-"""Trains a scorer for a frozen model: `python -m train.scorer`.
+"""Trains a network that scores tokens, for a frozen model: `python -m train.scorer`.
 
-A scorer predicts an expensive score of each token, for each KV head of each layer, from the input of the layer's
-attention (KVzap, arXiv 2601.07891). The loss is the mean squared error of the score's logarithm. The targets:
+It predicts an expensive score of each token, for each KV head of each layer, from the input of the layer's attention.
+The loss is the network's own, as published:
+
+    scorer    KVzap's (arXiv 2601.07891): the mean squared error of the score's logarithm
+
+or that of a network of yours: one that predicts the score alone, and has ``loss`` and ``started``. The targets:
 
     kvzip     the largest attention that a token gets while the model repeats the row (KVzip), asked to in words
     future    the largest attention that a later token of the row gives it: what only an oracle knows in decode
@@ -10,7 +14,7 @@ A step runs the model once over its rows, followed by the words and the rows aga
 targets and loss as the layer runs. What a step reads follows from the data's position, so a run that was killed and
 resumed ends with the same parameters as one that was not, bit for bit (train/loop.py).
 
-The folder --out holds scorer.safetensors and scorer.json (the last checkpoint's scorer), checkpoints/, run.json (which
+The folder --out holds NAME.safetensors and NAME.json (the last checkpoint's network), checkpoints/, run.json (which
 describes the run), log.jsonl, TensorBoard's events, and summary.json at the end.
 """
 
@@ -28,7 +32,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,24 +43,75 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.softmax import grouped_logits, scaled
 from models import commands, hosts
-from models.butler import attention_in_chunks
 from models.config import Config
 from models.decoder import Decoder
+from models.dense import attention_in_chunks
+from models.networks import NETWORKS, Network, files_of, parameters_of, save_network
 from models.repeating import repeat_prompt
-from models.scorer import KIND, Scorer, ScorerConfig, parameter_shapes, save_scorer
+from models.scorer import logarithm
 from train import command, loop
 from train.loop import Parameters, State
 from train.text import Corpus
 
 Target = Literal["kvzip", "future"]
 TARGETS = ("kvzip", "future")
-SMALLEST = 1e-8  # a score's logarithm is that of at least this number
 QUERIES_AT_ONCE = 64
 EXAMPLES = """examples:
   python -m train.scorer --model smollm2 --data books/ --target kvzip --out scorer/
   python -m train.scorer --model path/to/Llama-3.2-1B --data text/ --target future --hidden 0 --out scorer/
-  python -m models.generate smollm2 --policy "zap+protect(recent=128)" --scorer scorer/ --budget 0.3 --prompt-file a.txt
+  python -m models.generate smollm2 --policy "zap+protect(recent=128)" --networks scorer/ --budget 0.3 \\
+      --prompt-file a.txt
 """
+
+
+class Scoring(Network, Protocol):
+    """A network that scores tokens, with what its training takes."""
+
+    def loss(
+        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], score: Float[Array, "B T K"]
+    ) -> Float[Array, "B T K"]:
+        """Return the loss of each token and KV head; ``x`` is the input of the layer's attention."""
+        ...
+
+    @staticmethod
+    def started(parameters: Parameters, mean: Float[Array, "L K"]) -> Parameters:
+        """Return the parameters to start from.
+
+        Args:
+            parameters: drawn at random.
+            mean: the mean logarithm of the scores of each head.
+        """
+        ...
+
+
+def kind_named(name: str) -> type[Scoring]:
+    """Return a kind of network that this trains.
+
+    Raises:
+        ValueError: there is none of this name.
+
+    Example:
+        >>> from train.scorer import kind_named
+        >>> kind_named("scorer").__name__
+        'Scorer'
+    """
+    kind = NETWORKS.find(name)
+    if kind is None or not (hasattr(kind, "loss") and hasattr(kind, "started")):
+        known = [other for other in sorted(NETWORKS) if hasattr(NETWORKS[other], "loss")]
+        raise ValueError(f"--network is {name!r}; expected {' or '.join(known)}.")
+    return cast(type[Scoring], kind)
+
+
+def kind_of(config: Any) -> type[Scoring]:
+    """Return the kind of network that has a config.
+
+    Example:
+        >>> import models
+        >>> from train.scorer import kind_of
+        >>> kind_of(models.ScorerConfig(64, num_layers=3, num_kv_heads=2)).name
+        'scorer'
+    """
+    return kind_named(next(name for name, kind in NETWORKS.items() if kind.Config is type(config)))
 
 
 class Settings(NamedTuple):
@@ -188,15 +243,10 @@ def run_layers(
     return found
 
 
-def logarithm(score: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return the logarithm of a score, of at least ``SMALLEST``."""
-    return jnp.log(jnp.maximum(score, SMALLEST))
-
-
 def loss_of(
-    model: Decoder, scorer: Scorer, tokens: Int[Array, "B T"], target: Target = "kvzip", words: tuple[int, ...] = ()
+    model: Decoder, network: Scoring, tokens: Int[Array, "B T"], target: Target = "kvzip", words: tuple[int, ...] = ()
 ) -> Float[Array, ""]:
-    """Return the mean squared error of the predicted logarithms of the scores, over layers, heads and tokens.
+    """Return the network's loss on the scores, a mean over layers, heads and tokens.
 
     A row's last token is left out: no later query scores it for the target "future".
 
@@ -216,24 +266,24 @@ def loss_of(
     """
 
     def of_layer(layer, x, score):
-        return jnp.mean((scorer(layer, x) - logarithm(score))[:, :-1] ** 2)
+        return jnp.mean(network.loss(layer, x, score)[:, :-1])
 
     return jnp.mean(run_layers(model, tokens, target, words, of_layer))
 
 
 def measure(
     model: Decoder,
-    scorer: Scorer,
+    network: Scoring,
     rows: Int[np.ndarray, "R T"],
     budget: float,
     target: Target = "kvzip",
     words: tuple[int, ...] = (),
 ) -> dict[str, Float[np.ndarray, "layers"]]:
-    """Measure a scorer on held-out rows, for each layer: means over rows and heads.
+    """Measure a network on held-out rows, for each layer: means over rows and heads.
 
-    ``loss`` is that of :func:`loss_of`. ``explained`` is the share of the variance of the logarithms over a head's
-    tokens that the scorer explains (R squared). ``hit_rate`` is the share of the best tokens by the target that are
-    also among the best by the scorer, where a head keeps the share ``budget`` of its tokens.
+    ``error`` is the mean squared error of the logarithm of the score. ``explained`` is the share of the logarithms'
+    variance over a head's tokens that is explained (R squared). ``hit_rate`` is the share of the best tokens by the
+    target that are also among the best by the network, where a head keeps the share ``budget`` of its tokens.
 
     Example:
         >>> import numpy as np
@@ -246,13 +296,13 @@ def measure(
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
         >>> sorted(measure(model, scorer, np.arange(8)[None], 0.5))
-        ['explained', 'hit_rate', 'loss']
+        ['error', 'explained', 'hit_rate']
     """
-    parameters = {name: getattr(scorer, name)[...] for name in parameter_shapes(scorer.config)}
+    parameters = parameters_of(network)
     made = []
     for row in rows:
         both = jax.tree.map(
-            hosts.fetched, _predicted_and_true(model, parameters, row[None], scorer.config, target, words)
+            hosts.fetched, _predicted_and_true(model, parameters, row[None], network.config, target, words)
         )
         predicted, true = (np.asarray(x, np.float64)[:, 0, :-1] for x in both)  # [L, T - 1, K]
         error = (predicted - true) ** 2
@@ -265,7 +315,7 @@ def measure(
         ]
         made.append(
             {
-                "loss": error.mean(axis=(1, 2)),
+                "error": error.mean(axis=(1, 2)),
                 "explained": (1 - error.mean(axis=1) / spread).mean(axis=1),
                 "hit_rate": np.mean(hits, axis=1),
             }
@@ -275,26 +325,28 @@ def measure(
 
 @functools.partial(jax.jit, static_argnames=("config", "target", "words"))
 def _predicted_and_true(model, parameters, tokens, config, target, words):
-    scorer = Scorer(config, parameters)
-    return run_layers(model, tokens, target, words, lambda layer, x, score: (scorer(layer, x), logarithm(score)))
+    network = kind_of(config)(config, parameters)
+
+    def both(layer, x, score):
+        return network.predict(layer, x).score, logarithm(score)
+
+    return run_layers(model, tokens, target, words, both)
 
 
 @functools.partial(jax.jit, static_argnames=("target", "words"))
 def mean_logarithms(
     model: Decoder, tokens: Int[Array, "B T"], target: Target, words: tuple[int, ...]
 ) -> Float[Array, "L K"]:
-    """Return the mean logarithm of the scores of rows, for each head of each layer: where the scorer's biases start."""
+    """Return the mean logarithm of the scores of rows, for each head of each layer."""
     return run_layers(model, tokens, target, words, lambda layer, x, score: jnp.mean(logarithm(score), axis=(0, 1)))
 
 
-def init_state(config: ScorerConfig, settings: Settings, start: Float[Array, "L K"], mesh: Mesh) -> State:
-    """Return random parameters whose last biases are ``start``, and a new optimizer's state, on every device."""
-    biases = np.asarray(start)  # not closed over as a device's array, which may be on another mesh
+def init_state(config: Any, settings: Settings, mean: Float[Array, "L K"], mesh: Mesh) -> State:
+    """Return the parameters that training starts from, and a new optimizer's state, on every device."""
+    kind, host = kind_of(config), np.asarray(mean)  # not closed over as a device's array, which may be on another mesh
 
     def make() -> Parameters:
-        scorer = Scorer(config, rngs=nnx.Rngs(settings.seed))
-        parameters = {name: getattr(scorer, name)[...] for name in parameter_shapes(config)}
-        return parameters | {"output_bias": jnp.asarray(biases)}
+        return kind.started(parameters_of(kind(config, rngs=nnx.Rngs(settings.seed))), jnp.asarray(host))
 
     return loop.init_state(make, settings, mesh)
 
@@ -302,24 +354,24 @@ def init_state(config: ScorerConfig, settings: Settings, start: Float[Array, "L 
 def train(
     folder: str | Path,
     model: Decoder,
-    config: ScorerConfig,
+    config: Any,
     corpus: Corpus,
     settings: Settings,
     *,
     words: tuple[int, ...] = (),
     budget: float = 0.3,
     options: loop.Options = loop.DEFAULTS,
-) -> tuple[Scorer, dict[str, Any] | None]:
-    """Train a scorer, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
+) -> tuple[Any, dict[str, Any] | None]:
+    """Train a network, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
 
     Args:
-        config: the scorer's shape.
+        config: the network's shape, which tells its kind.
         words: the token ids that ask the model to repeat a row, for the target kvzip.
         budget: the share of its tokens that a head keeps, for the hit rate.
         folder, model, corpus, settings, options: see :func:`train.loop.run`.
 
     Returns:
-        The scorer, and the summary; None if the run was stopped before its end.
+        The network, and the summary; None if the run was stopped before its end.
 
     Raises:
         ValueError: the budget is not in (0, 1], or :func:`train.loop.run` refuses the run.
@@ -329,40 +381,40 @@ def train(
     mesh = options.mesh or loop.one_device()
     if not 0 < budget <= 1:
         raise ValueError(f"--budget is {budget}; give the share of its tokens that a head keeps, in (0, 1].")
-    target = settings.target
+    kind, target = kind_of(config), settings.target
     words = words if target == "kvzip" else ()
 
     def objective(model, parameters, tokens, key):
-        return loss_of(model, Scorer(config, parameters), tokens, target, words)
+        return loss_of(model, kind(config, parameters), tokens, target, words)
 
     def init() -> State:
         row, _ = next(corpus.rows(None))
-        start = jax.tree.map(hosts.fetched, mean_logarithms(model, row[None], target, words))
-        return init_state(config, settings, start, mesh)
+        mean = jax.tree.map(hosts.fetched, mean_logarithms(model, row[None], target, words))
+        return init_state(config, settings, mean, mesh)
 
     def figures(parameters: Parameters) -> dict[str, np.ndarray]:
-        return measure(model, Scorer(config, parameters), corpus.held_out, budget, target, words)
+        return measure(model, kind(config, parameters), corpus.held_out, budget, target, words)
 
     def summarise(parameters: Parameters) -> tuple[dict[str, Any], dict[str, float]]:
         found = figures(parameters)
         means = {name: round(float(values.mean()), 6) for name, values in found.items()}
         layers = {name: values.round(6).tolist() for name, values in found.items()}
-        size = sum(int(np.prod(shape)) for shape in parameter_shapes(config).values())
+        size = sum(int(np.prod(shape)) for shape in kind.shapes(config).values())
         said = {"parameters": size, "budget": budget, "held_out_rows": len(corpus.held_out)}
         return said | {"figures": means, "layers": layers}, means
 
     trainer = loop.Trainer(
         command="train.scorer",
-        trained={"scorer": dataclasses.asdict(config), "words": list(words)},
+        trained={kind.name: dataclasses.asdict(config), "words": list(words)},
         init=init,
         step=loop.make_step(objective, settings, mesh),
-        save=lambda parameters: save_scorer(folder, Scorer(config, parameters), model, options.name),
+        save=lambda parameters: save_network(folder, kind(config, parameters), model, options.name),
         measure=lambda parameters: {name: float(values.mean()) for name, values in figures(parameters).items()},
         summarise=summarise,
-        files=KIND.files,
+        files=files_of(kind.name),
     )
     parameters, summary = loop.run(folder, trainer, model, corpus, settings, options)
-    return Scorer(config, parameters), summary
+    return kind(config, parameters), summary
 
 
 # The command.
@@ -373,13 +425,13 @@ def table(summary: dict[str, Any]) -> str:
     figures, layers = summary["figures"], summary["layers"]
     lines = [
         f"{summary['parameters']:,} parameters · {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s · target "
-        f"{summary['settings']['target']} · held-out loss {figures['loss']:.4f}",
+        f"{summary['settings']['target']} · held-out error {figures['error']:.4f}",
         "",
-        f"{'layer':<8}{'loss':>10}{'explained':>12}{'hit rate':>10}   at a budget of {summary['budget']}",
+        f"{'layer':<8}{'error':>10}{'explained':>12}{'hit rate':>10}   at a budget of {summary['budget']}",
     ]
-    for layer, row in enumerate(zip(layers["loss"], layers["explained"], layers["hit_rate"], strict=True)):
+    for layer, row in enumerate(zip(layers["error"], layers["explained"], layers["hit_rate"], strict=True)):
         lines.append(f"{layer:<8}{row[0]:>10.3f}{row[1]:>12.3f}{row[2]:>10.3f}")
-    lines.append(f"{'mean':<8}{figures['loss']:>10.3f}{figures['explained']:>12.3f}{figures['hit_rate']:>10.3f}")
+    lines.append(f"{'mean':<8}{figures['error']:>10.3f}{figures['explained']:>12.3f}{figures['hit_rate']:>10.3f}")
     return "\n".join(lines)
 
 
@@ -388,12 +440,16 @@ def parser() -> argparse.ArgumentParser:
     flags = commands.parser(
         "train.scorer",
         "train.scorer",
-        description="Trains a scorer, which the policy zap evicts by, for a frozen model (KVzap).",
+        description="Trains a small network, which the policy zap evicts by, for a frozen model.",
         examples=EXAMPLES,
     )
     command.add_text_flags(flags)
+    flags.add_argument("--network", default="scorer", help="scorer (KVzap, the default) or yours")
     flags.add_argument("--target", choices=TARGETS, help="the score that is predicted (default kvzip)")
-    flags.add_argument("--hidden", type=int, help="width of the hidden layer, 0 for a linear map (default E / 8)")
+    flags.add_argument(
+        "--hidden", type=int,
+        help="width of a scorer's hidden layer, 0 for a linear map (default E / 8)",
+    )  # fmt: skip
     command.add_settings_flags(flags, seq_len=str(Settings().seq_len), lr=f"{Settings().lr:g}")
     flags.add_argument("--budget", type=float, default=0.3, help="share of tokens kept, for the hit rate (default 0.3)")
     command.add_run_flags(flags, "scorer")
@@ -411,7 +467,7 @@ def _run(flags: argparse.Namespace) -> None:
     words = (*ask.first, *ask.suffix)
     changes = {name: getattr(flags, name) for name in Settings._fields}
     settings = settings_of(loaded.model.config, len(words), **changes)
-    config = ScorerConfig.of(loaded.model.config, flags.hidden)
+    config = cast(Any, kind_named(flags.network).Config).of(loaded.model.config, flags.hidden)
     corpus = command.open_text(flags, loaded.tokenizer, settings)
     options = command.options_of(flags, loaded, "train.scorer")
     _, summary = train(

@@ -150,6 +150,24 @@ def add_cache_dtype_flag(flags: argparse.ArgumentParser) -> None:
     )
 
 
+def add_networks_flag(flags: argparse.ArgumentParser) -> None:
+    """Add --networks, the folders that :func:`models.networks.load_networks` reads.
+
+    Example:
+        >>> import argparse
+        >>> from models import commands
+        >>> flags = argparse.ArgumentParser()
+        >>> commands.add_networks_flag(flags)
+        >>> [str(folder) for folder in flags.parse_args(["--networks", "a"]).networks]
+        ['a']
+    """
+    flags.add_argument(
+        "--networks", type=Path, nargs="+", metavar="FOLDER",
+        help="folders of small networks that policies and selections read, such as a scorer's for zap (default: the "
+        "model's own)",
+    )  # fmt: skip
+
+
 def add_cache_flag(flags: argparse.ArgumentParser) -> None:
     """Add the flag whose value :func:`keep_compiled` takes."""
     flags.add_argument(

@@ -7,7 +7,6 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from models.asking import BUDGET, POLICY, Answers, ask, checked
 from models.commands import distributed, provenance
 from models.commands.run_flags import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
+from models.networks import load_networks, wanted_by
 
 EXAMPLES = """examples:
   python -m models.ask smollm2 --document docs/examples/codes.txt --question "What is the code of amber falcon?"
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     flags.add_argument("--system", help="the text of the system message (default: that of the chat template)")
     flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
-    flags.add_argument("--scorer", type=Path, help="the scorer's folder, for a policy such as zap (default: none)")
+    commands.add_networks_flag(flags)
     add_run_flags(flags, max_new_tokens=128, evicts=False)
     add_mesh_flags(flags)
     flags.add_argument("--json", action="store_true", help="print one JSON object (default: the answers)")
@@ -88,9 +88,9 @@ def _ask(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.save])
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
-    scorer = None if flags.scorer is None else models.load_scorer(flags.scorer, model)
+    networks = load_networks(flags.networks, flags.model, model, [wanted_by(policy)], dtype=flags.dtype)
     screen, settings = Screen(), run_settings(flags)
-    of_read: dict[str, Any] = dict(policy=policy, budget=budget, when=flags.when, scorer=scorer)
+    of_read: dict[str, Any] = dict(policy=policy, budget=budget, when=flags.when, networks=networks)
     shared: dict[str, Any] = dict(system=flags.system, plain=flags.plain, **settings)
     with warnings.catch_warnings(), screen.compiling():
         warnings.simplefilter("default")

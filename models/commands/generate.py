@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from models.commands.programs import make_room
 from models.commands.run_flags import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
 from models.commands.terminal import sizes_in_words
 from models.layer_caches import AnyCache
+from models.networks import Network, load_networks, read_by, wanted_by
 from models.plan import checked_budget
 from models.sizes import full_cache_bytes
 
@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy laprox@model --budget 0.2 --when prompt
   python -m models.generate retriever --prompt-file book.txt --select butler --budget 0.5
   python -m models.generate retriever --prompt-file book.txt --select "quest(page_size=16)" --budget 256 --sinks 4
-  python -m models.generate path/to/model --prompt-file book.txt --policy butler+caote --butler butler/ --budget 512
+  python -m models.generate path/to/model --prompt-file book.txt --policy butler+caote --networks butler/ --budget 512
   python -m models.generate path/to/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?" --dtype bfloat16
   python -m models.generate smollm2 --chat --prompts prompts.jsonl --policy snapkv+caote --budget 512 > answers.jsonl
 """
@@ -56,8 +56,7 @@ class Loaded(NamedTuple):
 
     model: models.Decoder
     tokenizer: models.Tokenizer
-    butler: models.Butler | None
-    scorer: models.Scorer | None
+    networks: tuple[Network, ...]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -99,8 +98,7 @@ def parser() -> argparse.ArgumentParser:
         help="evict nothing, but read only some tokens in each step: butler, oracle, quest(page_size=16), first_layer, "
         "previous_layer, random, streaming (default: none)",
     )
-    flags.add_argument("--butler", type=Path, help="the predictor's folder (default: 'butler' in the model's folder)")
-    flags.add_argument("--scorer", type=Path, help="the scorer's folder, for a policy such as zap (default: none)")
+    commands.add_networks_flag(flags)
     flags.add_argument(
         "--sinks", type=int, default=4, help="number of first tokens that --select always reads (default: %(default)s)"
     )
@@ -144,8 +142,9 @@ def _generate(flags: argparse.Namespace) -> None:
     requests = _many(flags) if flags.prompts is not None else [_only(flags)]  # checked before the weights are read
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
-    scorer = None if flags.scorer is None else models.load_scorer(flags.scorer, model)
-    loaded = Loaded(model, tokenizer, _load_butler(flags, model, requests), scorer)
+    wanted = [_wanted(flags, request) for request in requests]
+    networks = load_networks(flags.networks, flags.model, model, wanted, dtype=flags.dtype)
+    loaded = Loaded(model, tokenizer, networks)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_, **__: print(f"[warning: {message}]", file=sys.stderr)
@@ -186,7 +185,7 @@ def _answer(
     flags: argparse.Namespace, loaded: Loaded, request: Request, show: Callable[[str], None] = lambda piece: None
 ) -> dict[str, Any]:
     """Run a prompt and return its text and figures; ``show`` gets the text in pieces as it is generated."""
-    model, tokenizer, butler, scorer = loaded
+    model, tokenizer, networks = loaded
     prompt = tokenizer.chat([{"role": "user", "content": request.prompt}]) if flags.chat else request.prompt
     context = tokenizer.encode(prompt, add_special_tokens=not flags.chat)
     question = [] if request.question is None else tokenizer.encode(request.question, add_special_tokens=False)
@@ -197,17 +196,16 @@ def _answer(
         clock.block(done, total)
         sizes.append(cache.nbytes)
 
-    asks = request.line is None or _predictor_asked(flags, request)
     policy = models.with_repeat_prompt(request.policy, tokenizer)
-    scored = request.line is None or (policy is not None and policy.needs.score)
+    if request.line is not None:  # other lines may read others
+        networks = read_by(networks, policy, selecting.parse_select(flags.select))
     for token, cache in models.stream(
         model,
         [tokens],
         policy=policy,
         budget=request.budget,
         select=flags.select,
-        butler=butler if asks else None,
-        scorer=scorer if scored else None,
+        networks=networks,
         sinks=flags.sinks,
         when=flags.when,
         question=len(question),
@@ -321,17 +319,9 @@ def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None
     return Request(fields["prompt"], fields.get("question"), name, budget, line)
 
 
-def _load_butler(flags: argparse.Namespace, model: models.Decoder, requests: list[Request]) -> models.Butler | None:
-    """Load the predictor that --select or a policy asks for, from --butler or from the model's folder."""
-    if flags.butler is not None:
-        return models.load_butler(flags.butler, model, dtype=flags.dtype)
-    asked = any(_predictor_asked(flags, request) for request in requests)
-    return models.own_butler(flags.model, model, dtype=flags.dtype) if asked else None
-
-
-def _predictor_asked(flags: argparse.Namespace, request: Request) -> bool:
-    source = selecting.parse_select(flags.select)
-    return selecting.asks_for_predictor(policy_of(request.policy), source) is not None
+def _wanted(flags: argparse.Namespace, request: Request) -> frozenset[str]:
+    """Return what --select or a request's policy reads of a network."""
+    return wanted_by(policy_of(request.policy), selecting.parse_select(flags.select))
 
 
 def _read_share(flags: argparse.Namespace, budget: int | float | None, prompt: int, new: int) -> float | None:

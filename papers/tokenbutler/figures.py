@@ -31,6 +31,7 @@ import models
 from evals import evaluator, perplexity, report, selections, statistics, texts
 from evals.selections import Method
 from models import commands
+from models.networks import Networks
 from papers.tokenbutler import zero_shot
 
 FIGURES = ("accuracy", "layers", "agreement", "oracles", "choices")
@@ -47,7 +48,7 @@ def accuracies(
     chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
-    butler: models.Butler | None = None,
+    networks: Networks = None,
     batch: int = 4,
     progress: tqdm = evaluator.QUIET,
 ) -> list[dict[str, Any]]:
@@ -63,7 +64,7 @@ def accuracies(
             progress.set_description(f"{selection}, sparsity {sparsity:g}")
             parts = []
             for rows, filled in evaluator.batches(model, range(len(chunks)), batch):
-                found = selections.hits(model, chunks[filled], selection, sparsity, butler=butler)
+                found = selections.hits(model, chunks[filled], selection, sparsity, networks=networks)
                 share, mass = (np.asarray(x, np.float64)[1:, : len(rows)] for x in found)  # [L - 1, n, T]
                 parts.append(np.stack([share[..., -1], share.mean(axis=-1), mass.mean(axis=-1)]))
                 progress.update(len(rows))
@@ -297,24 +298,26 @@ def command(flags: argparse.Namespace) -> None:
     selections.check_flags(flags)
     evaluator.check_least(flags, sequences=1)
     text = texts.read_text(flags.text)
-    model, tokenizer, butler = selections.load(flags, chosen)
-    made_of = evaluator.made_of(model, tokenizer, butler)
+    model, tokenizer, networks = selections.load(flags, chosen)
+    made_of = evaluator.made_of(model, tokenizer, networks)
     figures: dict[str, Any]
     if flags.figure == "choices":
-        figures = zero_shot.run(flags, text, model, tokenizer, chosen, sparsities, butler)
+        figures = zero_shot.run(flags, text, model, tokenizer, chosen, sparsities, networks)
         told: dict[str, Any] = {"evaluation": "butler choices", "settings": evaluator.settings(flags)}
         report.write(flags, told | figures, made_of, lambda path: zero_shot.dots(figures["results"], path))
         return
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
     if flags.figure == "oracles":
-        perplexity.run(flags, "oracles", made_of, model, chunks, aids=evaluator.Aids(butler=butler))
+        perplexity.run(flags, "oracles", made_of, model, chunks, aids=evaluator.Aids(networks=networks))
         return
     if flags.figure == "agreement":
         figures = _agreement_of(model, chunks, flags.batch)
         print(agreement_table(figures))
     else:
         with commands.progress_bar("sequence", total=len(chunks) * len(chosen) * len(sparsities)) as progress:
-            results = accuracies(model, chunks, chosen, sparsities, butler=butler, batch=flags.batch, progress=progress)
+            results = accuracies(
+                model, chunks, chosen, sparsities, networks=networks, batch=flags.batch, progress=progress
+            )
             progress.set_description("done")
         figures = {"results": results, "comparisons": compare(results)}
         if flags.figure == "accuracy":

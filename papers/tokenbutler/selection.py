@@ -20,7 +20,8 @@ from benchmarks import measure
 from benchmarks.steps import unbounded
 from evals import report
 from models import commands, fingerprints
-from models.butler import Butler, ButlerCache, importance, parameter_shapes
+from models.butler import Butler, ButlerCache, importance
+from models.networks import load_networks
 from papers.tokenbutler import flops
 
 LEGEND = """ms: median of a step of `models.stream`, all ways in turns; over dense: that of the context's dense step.
@@ -55,7 +56,7 @@ def timed(
     asked = list(itertools.product(groups, shares))
     programs = {"dense": steps(), "predictor": alone(model, butler, context)}
     for group, part in asked:
-        programs[f"{group} {part}"] = steps(select=f"butler(group={group!r})", budget=part, butler=butler)
+        programs[f"{group} {part}"] = steps(select=f"butler(group={group!r})", budget=part, networks=butler)
     times = measure.take_turns(programs, repetitions, progress=True)
     rows = []
     rows_of: list[tuple[str, float | None]] = [("dense", None), ("predictor", None), *asked]
@@ -110,7 +111,7 @@ def table(rows: Sequence[dict[str, Any]]) -> report.Table:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--model", default="smollm2", help="a name or a folder (default %(default)s)")
-    flags.add_argument("--butler", type=Path, help="the predictor's folder (default: the model's own)")
+    commands.add_networks_flag(flags)
     flags.add_argument("--contexts", default="512,2048,8192", help="tokens of the prompt, several by comma")
     flags.add_argument("--groups", default="separate,max", help="how the heads of a group choose, several by comma")
     flags.add_argument("--shares", default="0.5,0.25,0.1", help="of the tokens that a step reads, several by comma")
@@ -125,9 +126,10 @@ def command(flags: argparse.Namespace) -> None:
     groups = commands.split_list(flags.groups)
     shares = measure.shares("--shares", flags.shares)
     model, _ = models.load(flags.model, dtype="float32")
-    butler = models.own_butler(flags.model, model) if flags.butler is None else models.load_butler(flags.butler, model)
+    (butler,) = load_networks(flags.networks, flags.model, model, [frozenset({"query", "key"})])
+    assert isinstance(butler, Butler)
     made_of = fingerprints.fingerprints(model)
-    made_of["butler"] = fingerprints.weights(butler, parameter_shapes(butler.config))
+    made_of["butler"] = fingerprints.weights(butler, butler.shapes(butler.config))
     model.config = unbounded(model.config)
     rows = []
     for context in contexts:

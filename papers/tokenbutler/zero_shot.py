@@ -22,6 +22,7 @@ from evals.choices import Sample
 from evals.selections import Method, Simulation
 from models import commands
 from models.commands.programs import make_room
+from models.networks import Networks
 
 SELECT = "full,oracle,butler,quest,h2o,snapkv,streaming,random"
 
@@ -173,12 +174,12 @@ def run(
     tokenizer: models.Tokenizer,
     chosen: Sequence[Method],
     sparsities: Sequence[float],
-    butler: models.Butler | None,
+    networks: Networks,
 ) -> dict[str, Any]:
     """Draw the samples that a command line asks for, choose, print the tables, and return the figures."""
     samples, missing = draw(choices.read_corpus(text), tokenizer, flags.chunk, flags.sequences or 20)
     with commands.progress_bar("sequence", total=steps(samples, chosen, sparsities)) as progress:
-        like = selections.DENSE._replace(butler=butler, sinks=flags.sinks, heads=flags.heads)
+        like = selections.DENSE._replace(networks=networks, sinks=flags.sinks, heads=flags.heads)
         results = measure(model, samples, chosen, sparsities, like=like, batch=flags.batch, progress=progress)
         progress.set_description("done")
     comparisons = compare(results)

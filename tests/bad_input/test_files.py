@@ -315,7 +315,7 @@ def test_a_damaged_predictor_is_refused(tmp_path, change):
     folder = damaged(own / "butler", tmp_path / "butler", change)
     before = state_of(folder)
     model = _retriever()
-    refused(functools.partial(models.load_butler, folder, model))
+    refused(functools.partial(models.load_network, folder, model))
     assert state_of(folder) == before
 
 

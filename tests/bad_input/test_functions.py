@@ -222,7 +222,7 @@ GENERATE = {
             ("temperature", -1.0), ("temperature", NAN), ("temperature", "hot"), ("top_k", True), ("top_k", 0),
             ("top_k", 1.5), ("top_p", True), ("top_p", 0.0), ("top_p", np.float32(1.5)), ("question", 40),
             ("question", -1), ("question", 0.5), ("select", "oracel"), ("select", "oracle"), ("select", 3),
-            ("butler", "folder"), ("end", 5), ("end", ("x",)), ("end", (True,)), ("end", (10**12,)), ("page_size", 0),
+            ("networks", "folder"), ("end", 5), ("end", ("x",)), ("end", (True,)), ("end", (10**12,)), ("page_size", 0),
             ("key", 3), ("projection", 3),
         ]
     },

@@ -197,6 +197,12 @@ def _wrong(kept: np.ndarray, expected: np.ndarray) -> str:
     return where and f"[layer, head, position] {where}"
 
 
+def networks_of(case: Case) -> Any:
+    """Return the network that a case's policy reads, if it reads one."""
+    made = {"butler": reference.butler, "zap": reference.scorer}.get(case.base)
+    return None if made is None else made(case.config, case.seed)
+
+
 def settings_of(case: Case, **changes: Any) -> dict[str, Any]:
     """Return what the library's functions are asked for."""
     return (
@@ -206,8 +212,7 @@ def settings_of(case: Case, **changes: Any) -> dict[str, Any]:
             block=case.block,
             when=case.when,
             page_size=case.page_size,
-            butler=reference.butler(case.config, case.seed) if case.base == "butler" else None,
-            scorer=reference.scorer(case.config, case.seed) if case.base == "zap" else None,
+            networks=networks_of(case),
             cache_dtype=case.cache_dtype,
         )
         | changes

@@ -150,7 +150,6 @@ def engine(case: Case, _: str) -> Outcome:
     """Rows that join and leave at drawn moments: each is the reference's run of that request alone, step by step."""
     rng, weights, texts = _rng(case), weights_of(case), case.prompts()
     settings = settings_of(case)
-    del settings["butler"]
     B = len(case.lengths)
     batch = models.Engine(
         model_of(case, weights), rows=max(2, B - 1), evict_every=case.evict_every, max_new_tokens=case.new,
@@ -311,7 +310,7 @@ def select(case: Case, source: str) -> Outcome:
     budget = case.budget if isinstance(case.budget, float) else min(case.budget, case.width)
     settings: dict[str, Any] = dict(
         select=source, budget=budget, sinks=case.block % 3, block=case.block, max_new_tokens=case.new, end=case.end,
-        cache_dtype=case.cache_dtype, butler=reference.butler(case.config, case.seed) if "butler" in source else None,
+        cache_dtype=case.cache_dtype, networks=reference.butler(case.config, case.seed) if "butler" in source else None,
     )  # fmt: skip
     out = models.generate(model, texts, lengths=lengths, **settings)
     tokens, held = answers(case, out), held_of(out.cache)
@@ -425,7 +424,6 @@ def _sampled_requests(case: Case) -> Outcome:
     weights, texts, rng = weights_of(case), case.prompts(), _rng(case)
     model, B = model_of(case, weights), len(case.lengths)
     settings = settings_of(case, evict_every=case.evict_every)
-    del settings["butler"]
     batch = models.Engine(model, rows=max(2, B - 1), max_new_tokens=case.new, longest_prompt=case.width, **settings)
     requests = [(texts[row, :n], jax.random.key(int(rng.integers(1000)))) for row, n in enumerate(case.lengths)]
     requests += [(texts[0, : case.lengths[0]], jax.random.key(1000 + n)) for n in range(2)]

@@ -54,7 +54,7 @@ def tiny_folder(tmp_path_factory):
     models.save(folder, model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(RETRIEVER / name, folder / name)
-    models.save_butler(folder / "butler", reference.butler(config), model, "tiny")
+    models.save_network(folder / "butler", reference.butler(config), model, "tiny")
     return folder
 
 
@@ -62,4 +62,4 @@ def tiny_folder(tmp_path_factory):
 def tiny(tiny_folder):
     """The model, its tokenizer and its predictor."""
     model, tokenizer = models.load(tiny_folder)
-    return model, tokenizer, models.load_butler(tiny_folder / "butler", model)
+    return model, tokenizer, models.load_network(tiny_folder / "butler", model)

@@ -60,8 +60,8 @@ def test_generation_is_that_of_the_library_and_evicts_at_its_moments(tiny, name)
     model, tokenizer, butler = tiny
     samples = [coref_task.sample(seed, tokenizer) for seed in range(2)]
     (asked,) = coref.make_settings(name, [0.7], ["generate"], ["prompt"], evict_every=2)
-    result = coref.measure(model, samples, asked, like=selections.DENSE._replace(butler=butler), batch=2, block=64)
-    given = dict(select="butler", butler=butler)
+    result = coref.measure(model, samples, asked, like=selections.DENSE._replace(networks=butler), batch=2, block=64)
+    given = dict(select="butler", networks=butler)
     if name == "h2o":
         given = dict(policy="h2o+protect(sinks=4)", when="prompt", evict_every=2)
         assert (result["when"], result["evicts"]) == ("prompt", ["prompt", 2])

@@ -61,12 +61,14 @@ def test_what_reads_by_a_source_answers_as_generate_does():
     (model, tokenizer), policy = models.load("retriever"), "select=butler"
     samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(2)]
     setting = evaluator.Setting(policy, 32, "prompt", "known", evict_every=0)
-    aids = evaluator.load_aids(argparse.Namespace(model="retriever", dtype=None), [setting], model, tokenizer)
+    aids = evaluator.load_aids(
+        argparse.Namespace(model="retriever", dtype=None, networks=None), [setting], model, tokenizer
+    )
     (batch,) = evaluator.answers(model, samples, setting, new_tokens=4, feed=evaluator.Feed(32, aids=aids))
     lengths = [len(sample.tokens) for sample in samples]
     alone = models.generate(
         model, evaluator.padded([sample.tokens for sample in samples]), lengths=lengths, budget=32, block=32,
-        when="prompt", evict_every=0, max_new_tokens=4, end=(), butler=aids.butler, select=setting.select,
+        when="prompt", evict_every=0, max_new_tokens=4, end=(), networks=aids.networks, select=setting.select,
     )  # fmt: skip
     assert batch.tokens.tolist() == [alone.tokens[row].tolist() for row in batch.rows]
 

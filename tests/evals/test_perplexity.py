@@ -106,7 +106,7 @@ def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
         perplexity.full_losses(model, chunks),
         chosen,
         [0.0, 0.5],
-        like=selections.DENSE._replace(butler=butler),
+        like=selections.DENSE._replace(networks=butler),
         batch=4,
     )
     named = [(r["select"], r["sparsity"]) for r in results]
@@ -174,7 +174,7 @@ def test_policies_have_a_table_of_their_own(tiny_folder, text_file, run_eval):
 
 @matrix
 def test_a_scorer_is_read_and_named_in_the_figures(tiny, tiny_folder, text_file, tmp_path, run_eval):
-    models.save_scorer(tmp_path, reference.scorer(tiny[0].config), tiny[0], "tiny")
-    flags = ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24", "--scorer", str(tmp_path)]
+    models.save_network(tmp_path, reference.scorer(tiny[0].config), tiny[0], "tiny")
+    flags = ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24", "--networks", str(tmp_path)]
     flags += ["--policies", "zap", "--budgets", "8", "--block", "8", "--sequences", "1"]
     assert "scorer" in run_eval("perplexity", *flags)[0]["fingerprints"]

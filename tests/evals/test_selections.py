@@ -49,7 +49,7 @@ CHOSEN = [("butler", 0.7), ("quest(page_size=4)", 0.7), ("oracle(group='max')", 
     ("name", "sparsity"), first(3, [*CHOSEN, *((name, 0.7) for name in rules.RULES if (name, 0.7) not in CHOSEN)])
 )
 def test_a_source_reads_what_its_rule_says(model, butler, tokens, name, sparsity):
-    got = np.asarray(selections.simulate(model, tokens, name, sparsity, butler=butler, sinks=2, chunk=5))
+    got = np.asarray(selections.simulate(model, tokens, name, sparsity, networks=butler, sinks=2, chunk=5))
     for row in range(2):
         rule = foreseen(model, butler, tokens[row : row + 1]) if name == "butler" else rules.RULES[name]
         read = rules.by_importance(rule, left(sparsity), 2, range(T))
@@ -135,7 +135,7 @@ def test_eviction_is_permanent_and_token_by_token(model, tokens, name, heads, re
 
 @matrix
 def test_a_policy_knows_its_layer_and_its_predictor(model, butler, tokens):
-    butlers = np.asarray(selections.simulate(model, tokens, "butler+caote", 0.7, butler=butler))
+    butlers = np.asarray(selections.simulate(model, tokens, "butler+caote", 0.7, networks=butler))
     plain = np.asarray(selections.simulate(model, tokens, "tova(heads='group')+caote", 0.7))
     assert np.abs(butlers - plain).max() > 1e-3  # in layer 0, or without it, the two would be the same
 
@@ -175,7 +175,7 @@ def test_hits_are_the_share_of_the_oracles_tokens(model, butler, tokens):
                     mass.append(reference.softmax(logits[layer][head, i, : i + 1])[list(recent)].sum())
                 assert found.share[layer, row, i] == pytest.approx(np.mean(share), abs=1e-5)
                 assert found.mass[layer, row, i] == pytest.approx(np.mean(mass), abs=1e-4)
-    assert selections.hits(model, tokens, "butler", 0.7, butler=butler).share.min() < 1
+    assert selections.hits(model, tokens, "butler", 0.7, networks=butler).share.min() < 1
 
 
 def test_last_logits_are_those_of_the_last_query(model, tokens):
@@ -221,7 +221,7 @@ def test_names_are_resolved(name, resolved):
     ("call", "sentence"),
     [
         (dict(selection="oracle", sparsity=1.0), "the sparsity is 1.0"),
-        (dict(selection="butler", sparsity=0.5), "reads a predictor's logits, but none was given"),
+        (dict(selection="butler", sparsity=0.5), "select='butler' needs a network that predicts key and query"),
         (dict(selection="h2o", sparsity=0.5, heads="layer"), "heads is 'layer'"),
         (dict(selection="oracle", sparsity=0.5, tokens=np.zeros((2, 0), int)), "the shape (2, 0)"),
     ],

@@ -129,7 +129,7 @@ def test_what_comes_and_goes_compiles_nothing_new():
     ("engine_arguments", "arguments", "message"),
     [
         (dict(rows=0), {}, "rows is 0; the batch has at least 1 row"),
-        (dict(policy="butler", budget=8), {}, "needs a predictor"),
+        (dict(policy="butler", budget=8), {}, "scores by a network that remembers tokens"),
         (dict(longest_prompt=20), dict(tokens=range(21)), "longest_prompt 21, but the engine's rows are for 20"),
         (dict(max_new_tokens=4), dict(tokens=[1], max_new_tokens=5), "max_new_tokens 5, but the engine's rows are"),
         (dict(policy="snapkv(window=4)", budget=0.5), dict(tokens=range(5)), "always keeps"),

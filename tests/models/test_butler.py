@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import models
+from models import dense
 from models.butler import Butler, ButlerConfig, importance, num_parameters, parameter_shapes
-from models.butler import module as butler_module
 from models.config import Rope
 from models.parameters import parameter_shapes as model_shapes
 from tests.models import reference
@@ -107,7 +107,7 @@ def test_chunks_of_queries_change_nothing_nor_do_their_gradients(monkeypatch):
         return sum(jnp.sum(jnp.sin(part)) for part in butler(x))
 
     expected, gradients = jax.jit(jax.value_and_grad(loss))(butler)
-    monkeypatch.setattr(butler_module, "QUERIES_A_CHUNK", 4)
+    monkeypatch.setattr(dense, "QUERIES_A_CHUNK", 4)
     chunked, chunked_gradients = jax.jit(jax.value_and_grad(lambda butler: loss(butler)))(butler)
     np.testing.assert_allclose(chunked, expected, rtol=1e-5)
     for mine, expected in zip(jax.tree.leaves(chunked_gradients), jax.tree.leaves(gradients), strict=True):
@@ -123,13 +123,13 @@ def _parameter(model: models.Decoder, name: str):
 
 def test_a_saved_predictor_comes_back_as_it_was_in_the_dtype_of_its_model(model, tmp_path):
     butler = a_butler(dataclasses.replace(ButlerConfig.of(MODEL), published_layout=True))
-    models.save_butler(tmp_path / "new", butler, model, "a model")
+    models.save_network(tmp_path / "new", butler, model, "a model")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["butler.json", "butler.safetensors"]
     narrow = models.Decoder(
         MODEL, {name: np.asarray(_parameter(model, name)).astype("bfloat16") for name in model_shapes(MODEL)}
     )
     for any_dtype in (model, narrow):
-        loaded = models.load_butler(tmp_path / "new", any_dtype)
+        loaded = models.load_network(tmp_path / "new", any_dtype)
         assert loaded.config == butler.config
         for name in parameter_shapes(butler.config):
             expected = np.asarray(getattr(butler, name)[...]).astype(any_dtype.embedding[...].dtype)
@@ -139,10 +139,10 @@ def test_a_saved_predictor_comes_back_as_it_was_in_the_dtype_of_its_model(model,
 @pytest.mark.matrix
 def test_a_predictor_may_be_kept_and_compute_in_another_dtype_from_its_weights_to_its_answer(model, tmp_path):
     butler = a_butler(ButlerConfig.of(MODEL))
-    models.save_butler(tmp_path / "wide", butler, model, "a model")
-    narrow = models.load_butler(tmp_path / "wide", model, dtype="bfloat16")
-    models.save_butler(tmp_path / "narrow", narrow, model, "it")
-    again = models.load_butler(tmp_path / "narrow", model)
+    models.save_network(tmp_path / "wide", butler, model, "a model")
+    narrow = models.load_network(tmp_path / "wide", model, dtype="bfloat16")
+    models.save_network(tmp_path / "narrow", narrow, model, "it")
+    again = models.load_network(tmp_path / "narrow", model)
     for name in parameter_shapes(butler.config):
         assert getattr(narrow, name)[...].dtype == "bfloat16"
         expected = np.asarray(getattr(butler, name)[...]).astype("bfloat16").astype("float32")
@@ -152,22 +152,22 @@ def test_a_predictor_may_be_kept_and_compute_in_another_dtype_from_its_weights_t
     assert {str(array.dtype) for array in (query, cache.key, cache.value, cache.importance_key)} == {"bfloat16"}
     np.testing.assert_allclose(np.asarray(query, np.float32), wide, atol=0.05 * np.abs(wide).max(), rtol=0)
     with pytest.raises(ValueError, match="dtype 'int8' is not known; expected one of bfloat16, float16, float32"):
-        models.load_butler(tmp_path / "wide", model, dtype="int8")
+        models.load_network(tmp_path / "wide", model, dtype="int8")
 
 
 def test_a_predictor_of_another_model_is_refused(model, tmp_path):
     butler = a_butler(ButlerConfig.of(MODEL))
-    models.save_butler(tmp_path, butler, model, "a model")
+    models.save_network(tmp_path, butler, model, "a model")
     config = dataclasses.replace(MODEL, num_layers=4, sliding_windows=())
     deeper = reference.decoder(config)
     with pytest.raises(ValueError, match=r"another model, a model: num_layers 3 there and 4 here, sliding_windows"):
-        models.load_butler(tmp_path, deeper)
+        models.load_network(tmp_path, deeper)
     with pytest.raises(ValueError, match=r"another model, a model, with this one's shape but other weights"):
-        models.load_butler(tmp_path, reference.decoder(MODEL, reference.parameters(MODEL, seed=1)))
+        models.load_network(tmp_path, reference.decoder(MODEL, reference.parameters(MODEL, seed=1)))
     other_end = models.Decoder(
         dataclasses.replace(MODEL, eos=(7,)), {n: _parameter(model, n) for n in model_shapes(MODEL)}
     )
-    assert models.load_butler(tmp_path, other_end).config == butler.config
+    assert models.load_network(tmp_path, other_end).config == butler.config
 
 
 def of(**changes):

@@ -83,7 +83,7 @@ def test_a_stream_by_layers_gives_the_references_tokens_and_keeps_what_it_keeps(
     if settings["policy"] == "butler+caote":
         butler = reference.butler(config)
         arrays = {name: np.asarray(array, np.float64) for name, array in nnx.to_pure_dict(nnx.state(butler)).items()}
-        predictor, told = dict(butler=butler), dict(butler=(arrays, butler.config.rope_theta))
+        predictor, told = dict(networks=butler), dict(butler=(arrays, butler.config.rope_theta))
     steps, cache = tiny.streamed(
         decoder(config), tiny.TOKENS, lengths=tiny.LENGTHS, max_new_tokens=8, end=END, **settings, **predictor
     )

@@ -42,7 +42,7 @@ def butler_for(select):
 def prepared(model, tokens, select, budget, *, block=16, sinks=4, answer=STEPS):
     """What a run that selects is made of, and its prompt in blocks."""
     options = Options(
-        None, budget, block, evict_every=1, select=select, sinks=sinks, reserve=answer, butler=butler_for(select)
+        None, budget, block, evict_every=1, select=select, sinks=sinks, reserve=answer, networks=butler_for(select)
     )
     return engine.prepare(model, check_prompt(model, tokens, None, None), options)
 
@@ -150,7 +150,7 @@ ANSWER = dict(budget=0.3, block=16, max_new_tokens=6, end=(5, 9, 17))
 
 
 def test_a_row_gets_the_tokens_that_it_gets_alone_in_a_stream():
-    settings = dict(select="butler", butler=predictor(), **ANSWER)
+    settings = dict(select="butler", networks=predictor(), **ANSWER)
     batch = models.generate(decoder(), RAGGED, lengths=LENGTHS, **settings)
     alone, _ = streamed(decoder(), RAGGED[2:, : LENGTHS[2]], **settings)
     assert alone[0].tolist() == tiny.answers(batch)[2]
@@ -173,22 +173,25 @@ def test_a_streamed_answer_by_layers_is_the_generated_one_and_compiles_once(run_
 
 ERRORS = [  # beside those of tests/bad_input
     (dict(select="oracle", budget=500), r"budget of 500 tokens .* more than the 51 .*43 in"),
-    (dict(select="butler", budget=8), r"load_butler\(folder, model\).*python -m train.butler"),
+    (dict(select="butler", budget=8), r"load_network\(folder, model\).*python -m train.butler"),
     (dict(select="oracle", policy="h2o", budget=8), r"both policy='h2o' and select='oracle'"),
-    (dict(policy="butler+caote", budget=8), r"policy 'butler\+caote' needs a predictor"),
-    (dict(select="oracle", budget=8, butler=predictor), "a predictor was given, but nothing asks for it"),
+    (dict(policy="butler+caote", budget=8), r"policy 'butler\+caote' needs a network that predicts key and query"),
     (
-        dict(select="butler", budget=8, butler=functools.partial(predictor, num_layers=4)),
-        r"of another model, with E, L, N = \(32, 4, 4\); this one has \(32, 3, 4\)",
+        dict(select="oracle", budget=8, networks=predictor),
+        r"networks=butler \(key, query\) was given, but nothing reads",
+    ),
+    (
+        dict(select="butler", budget=8, networks=functools.partial(predictor, num_layers=4)),
+        r"of another model, with hidden_size, num_layers, num_heads = \[32, 4, 4\]; this one has \[32, 3, 4\]",
     ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "sentence"), ERRORS)
 def test_bad_input_ends_in_one_sentence(settings, sentence):
-    given = settings["butler"]() if "butler" in settings else None
+    given = settings["networks"]() if "networks" in settings else None
     with pytest.raises(ValueError, match=sentence):
-        models.stream(decoder(), TOKENS, max_new_tokens=8, **settings | dict(butler=given))
+        models.stream(decoder(), TOKENS, max_new_tokens=8, **settings | dict(networks=given))
 
 
 def test_one_token_is_not_a_share_of_one():

@@ -88,13 +88,13 @@ def trace(monkeypatch):
 @pytest.mark.parametrize("number", first(1, range(len(POLICIES))), ids=POLICIES)
 def test_policies_and_allocations(mode, model, predictor, trace, number):
     policy, when = POLICIES[number], ("block", "prompt")[number % 2]  # allocations meet both, as does the plain cache
-    own = dict(butler=predictor) if "butler" in policy else {}
+    own = dict(networks=predictor) if "butler" in policy else {}
     trace(mode, model, TOKENS, policy=policy, when=when, question=np.array([5, 0]), **own)
 
 
 @pytest.mark.parametrize("source", first(1, SOURCES))
 def test_selections(mode, model, predictor, trace, source):
-    trace(mode, model, TOKENS, select=source, butler=predictor if source == "butler" else None)
+    trace(mode, model, TOKENS, select=source, networks=predictor if source == "butler" else None)
 
 
 def test_the_functions_of_the_library(mode):

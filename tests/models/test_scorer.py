@@ -29,6 +29,10 @@ def scorer(hidden=4):
     return models.Scorer(config, jax.device_put(drawn))
 
 
+def other():
+    return models.Scorer(models.ScorerConfig(32, num_layers=3, num_kv_heads=2), rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize("hidden", first(1, [4, 0]))
 def test_the_network_is_its_definition(hidden):
     x = np.random.default_rng(3).normal(size=(1, 3, 32)).astype(np.float32)
@@ -45,39 +49,38 @@ def test_the_network_is_its_definition(hidden):
 @pytest.mark.matrix
 def test_layer_by_layer_the_same_tokens_stay():
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, None)
-    options = models.Options("zap", 10, 8, "block", 1, scorer=scorer())
+    options = models.Options("zap", 10, 8, "block", 1, networks=scorer())
     run, sizes, prompt = engine.prepare(decoder(), given, options)
     state, _ = engine._feed_prompt(LayerSteps(run, sizes), prompt, None)
-    alone = models.prefill(decoder(), TOKENS, LENGTHS, policy="zap", budget=10, block=8, scorer=scorer()).cache
+    alone = models.prefill(decoder(), TOKENS, LENGTHS, policy="zap", budget=10, block=8, networks=scorer()).cache
     np.testing.assert_array_equal(np.sort(state.cache.position), np.sort(alone.position))
 
 
 def test_a_scorer_is_read_as_it_was_written(tmp_path):
-    models.save_scorer(tmp_path, scorer(), decoder(), "a small one")
-    again = models.load_scorer(tmp_path, decoder())
+    models.save_network(tmp_path, scorer(), decoder(), "a small one")
+    again = models.load_network(tmp_path, decoder())
     for name in ("input", "input_bias", "output", "output_bias"):
         np.testing.assert_array_equal(getattr(again, name)[...], getattr(scorer(), name)[...])
     other = reference.decoder(CONFIG, reference.parameters(CONFIG, seed=5))
     with pytest.raises(ValueError, match="holds a scorer of another model, a small one, with this one's shape"):
-        models.load_scorer(tmp_path, other)
+        models.load_network(tmp_path, other)
     (tmp_path / "scorer.json").write_text("{}")
     with pytest.raises(ValueError, match="describes no scorer"):
-        models.load_scorer(tmp_path, decoder())
+        models.load_network(tmp_path, decoder())
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("policy", "networks", "sentence"),
     [
-        (dict(policy="zap"), r"the policy 'zap' needs a scorer: pass scorer=models.load_scorer"),
-        (dict(policy="h2o", scorer="own"), "a scorer was given, but no policy scores by it"),
-        (dict(policy="zap", scorer="other"), r"the scorer is of another model, with E, L, K = \(32, 3, 2\)"),
+        ("zap", None, r"the policy 'zap' needs a network that predicts score: pass networks=models.load_network"),
+        ("h2o", scorer, r"networks=scorer \(score\) was given, but nothing reads what it predicts"),
+        ("zap", other, r"another model, with hidden_size, num_layers, num_kv_heads = \[32, 3, 2\]"),
+        ("zap", lambda: [scorer(), scorer()], r"predicts score, but 2 were given \(scorer, scorer\)"),
     ],
 )
-def test_a_scorer_belongs_to_its_policy_and_model(given, sentence):
-    other = models.Scorer(models.ScorerConfig(32, num_layers=3, num_kv_heads=2), rngs=nnx.Rngs(0))
-    given = given | {"scorer": {"own": scorer(), "other": other, None: None}[given.get("scorer")]}
+def test_a_scorer_belongs_to_its_policy_and_model(policy, networks, sentence):
     with pytest.raises(ValueError, match=sentence):
-        models.prefill(decoder(), TOKENS, budget=10, **given)
+        models.prefill(decoder(), TOKENS, budget=10, policy=policy, networks=networks and networks())
 
 
 def test_zap_says_what_it_lacks():

@@ -91,7 +91,7 @@ def test_its_adapters_change_the_projections_of_attention_alone(smollm2, seed):
 @pytest.mark.nightly  # of 7 s; the shipped predictor's share is in docs/results
 def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_attended_to(smollm2):
     model, _ = smollm2
-    butler = models.own_butler("smollm2", model)
+    butler = models.own_network("smollm2", model)
     tokens = np.array([EXPECTED["passage"]])
-    found = selections.hits(model, tokens, "butler", 0.5, butler=butler)
+    found = selections.hits(model, tokens, "butler", 0.5, networks=butler)
     assert found.share[1:].mean() > 0.62  # at random 0.5

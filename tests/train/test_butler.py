@@ -17,7 +17,7 @@ from flax import nnx
 import models
 from kernels_pallas import cache_attention, mse_logits
 from models import butler as butler_module
-from models.butler import Butler, butler_input, load_butler
+from models.butler import Butler, butler_input
 from tests.models import reference
 from tests.tiers import first, matrix
 from train import butler as trainer
@@ -101,7 +101,7 @@ def test_the_command_trains(small, tmp_path, capsys, monkeypatch):
     assert command(*arguments, tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["steps"] == 3 and summary["data"]["names"] == ["python"] and summary["figures"]["oracle"]["mass"] > 0
-    assert load_butler(tmp_path / "out", models.load(small)[0]).config.num_layers == 3
+    assert models.load_network(tmp_path / "out", models.load(small)[0]).config.num_layers == 3
 
 
 @matrix

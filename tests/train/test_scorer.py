@@ -34,9 +34,9 @@ def corpus():
     return Corpus(["numbers"], rows, np.stack([next(rows({"row": 1000 + i}))[0] for i in range(2)]))
 
 
-def run(folder, model, settings=SETTINGS, **options):
+def run(folder, model, shape, settings=SETTINGS, **options):
     options = loop.Options(**dict(save_every=10, eval_every=0, log_every=1) | options)
-    return train(folder, model, models.ScorerConfig.of(CONFIG, 8), corpus(), settings, words=WORDS, options=options)
+    return train(folder, model, shape.of(CONFIG, 8), corpus(), settings, words=WORDS, options=options)
 
 
 def test_the_largest_attention_is_that_of_a_brute_force_reading(monkeypatch):
@@ -67,19 +67,20 @@ def test_the_target_is_the_policy_kvzip(model):
 
 
 @matrix
-def test_the_loss_falls_and_the_folder_loads(model, tmp_path):
-    whole, summary = run(tmp_path, model)
+@pytest.mark.parametrize(("shape", "size"), [(models.ScorerConfig, 282)])
+def test_the_loss_falls_and_the_folder_loads(model, tmp_path, shape, size):
+    whole, summary = run(tmp_path, model, shape)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     curve = [line["loss"] for line in lines if "loss" in line]
     assert len(curve) == 30 and np.mean(curve[-5:]) < 0.8 * curve[0]
-    loaded = models.load_scorer(tmp_path, model)
-    for name in trainer.parameter_shapes(loaded.config):
+    loaded = models.load_network(tmp_path, model)
+    for name in loaded.shapes(loaded.config):
         assert np.array_equal(getattr(whole, name)[...], getattr(loaded, name)[...]), name
-    assert summary["figures"]["loss"] < curve[0] and summary["parameters"] == 2 * (32 * 8 + 8 + 8 * 2 + 2)
+    assert summary["figures"]["explained"] > 0 and summary["parameters"] == 2 * size
     found = measure(model, whole, corpus().held_out, 0.3, "kvzip", WORDS)
     assert summary["layers"]["hit_rate"] == found["hit_rate"].round(6).tolist()
     generated = models.generate(
-        model, corpus().held_out, policy="zap", budget=6, block=8, scorer=loaded, max_new_tokens=2
+        model, corpus().held_out, policy="zap", budget=6, block=8, networks=loaded, max_new_tokens=2
     )
     assert generated.cache.num_live.max() == 6
 
@@ -89,7 +90,7 @@ def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatc
     scores = np.random.default_rng(0).normal(size=(2, 1, 16, 2))
     monkeypatch.setattr(trainer, "_predicted_and_true", lambda *given: (scores, scores))
     found = measure(model, own, corpus().held_out, 0.5)
-    assert found["hit_rate"].tolist() == [1, 1] and found["loss"].tolist() == [0, 0]
+    assert found["hit_rate"].tolist() == [1, 1] and found["error"].tolist() == [0, 0]
     monkeypatch.setattr(trainer, "_predicted_and_true", lambda *given: (-scores, scores))
     assert measure(model, own, corpus().held_out, 0.2)["hit_rate"].tolist() == [0, 0]
 
@@ -103,8 +104,13 @@ def test_the_command_trains(tmp_path, capsys, target):
     arguments += ["--out", tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--target", target, "--hidden", 0]
     assert trainer.main([str(argument) for argument in arguments]) == 0
     assert f"target {target}" in capsys.readouterr().out
-    scorer = models.load_scorer(tmp_path / "out", models.load(tmp_path / "model")[0])
+    scorer = models.load_network(tmp_path / "out", models.load(tmp_path / "model")[0])
     assert scorer.config.hidden == 0
+
+
+def test_what_learns_no_scores_is_refused():
+    with pytest.raises(ValueError, match="--network is 'butler'; expected scorer"):
+        trainer.kind_named("butler")
 
 
 def test_bad_settings_are_refused():

@@ -357,7 +357,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, caps
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--policy", "butler+caote"], "scores by a predictor"),
+        (["--policy", "butler+caote"], "scores by a network that remembers tokens"),
         (["--policy", "full", "--budget", "8"], "'full' keeps all, but a budget of 8"),
         (["--policy", "snapkv", "--budget", "8"], "always keeps 0 first and 32 last"),
         (["--block", "8"], "a smaller window"),

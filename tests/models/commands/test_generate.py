@@ -48,7 +48,7 @@ def folders(tmp_path_factory):
     for folder in (with_one, without):
         shutil.copytree(Path(models.__file__).parent / "retriever", folder, ignore=ignored)
     model, _ = models.load("retriever")
-    models.save_butler(with_one / "butler", reference.butler(model.config), model, "retriever")
+    models.save_network(with_one / "butler", reference.butler(model.config), model, "retriever")
     return str(with_one), str(without)
 
 
@@ -58,12 +58,12 @@ def test_a_selection_says_what_it_read(folders, capsys):
     figures = json.loads(capsys.readouterr().out)
     model, tokenizer = models.load(folders[0])
     tokens = tokenizer.encode(PROMPT)
-    butler = models.own_butler(folders[0], model)
-    assert figures["tokens"] == streamed(model, tokens, select="butler", butler=butler, budget=0.25, sinks=2)
+    butler = models.own_network(folders[0], model)
+    assert figures["tokens"] == streamed(model, tokens, select="butler", networks=butler, budget=0.25, sinks=2)
     assert (figures["select"], figures["budget"]) == ("butler", 0.25)
     steps = range(len(tokens) + 1, len(tokens) + len(figures["tokens"]))
     assert figures["read_share"] == pytest.approx(sum(-(-count // 4) + 2 for count in steps) / sum(steps))
-    assert generate.main([folders[1], "--butler", f"{folders[0]}/butler", *command]) == 0
+    assert generate.main([folders[1], "--networks", f"{folders[0]}/butler", *command]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == figures["tokens"]
 
 
@@ -81,10 +81,10 @@ def told(monkeypatch):
     return given
 
 
-@pytest.mark.parametrize(("policy", "given"), [("butler+caote", True), ("h2o+caote", False)])
+@pytest.mark.parametrize(("policy", "given"), [("butler+caote", ["butler"]), ("h2o+caote", [])])
 def test_a_policy_gets_the_predictor_that_it_scores_by(policy, given, folders, told):
     assert generate.main([folders[0], "--prompt", PROMPT, "--policy", policy, "--budget", "16", *SMALL]) == 0
-    assert isinstance(told["butler"], models.Butler) == given
+    assert [network.name for network in told["networks"]] == given
 
 
 @pytest.mark.parametrize(

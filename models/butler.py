@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,176 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+import kvjax
 from kernels_pallas import cache_attention
-from kernels_pallas.softmax import grouped_logits
-from kvjax import rotate
-from kvjax.checks import check_count, check_names, plain
-from models.butler.config import SOURCES, ButlerConfig, Source, parameter_shapes
-from models.config import Rope
+from kvjax import Policy, Prediction, rotate, sources
+from kvjax.checks import check_count, check_fields, check_names, plain
+from models.config import Config, Rope
 from models.decoder import Decoder, along_last, attention_input, embed, rope_frequencies
+from models.dense import attention_in_chunks
+from models.networks import register_network
 from models.parameters import check_rngs, drawn
 from models.parameters import parameter_shapes as model_shapes
 
-QUERIES_A_CHUNK = 512
+Source = Literal["layer0_output", "attention_input"]
+SOURCES = ("layer0_output", "attention_input")
+# (hidden, D') as published, by the model's E, L and N: Llama-3.2-1B, 3.2-3B, the 7B and 8B models, Qwen2.5-3B.
+PUBLISHED = {
+    (2048, 16, 32): (512, 16),
+    (3072, 28, 24): (1024, 16),
+    (4096, 32, 32): (1024, 32),
+    (2048, 36, 16): (768, 32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ButlerConfig:
+    """The shape of a predictor.
+
+    Args:
+        hidden_size, num_layers, num_heads: the model's E, L (including layer 0) and N.
+        hidden: the hidden width of the two networks.
+        dim: D', the width of the predicted queries and keys.
+        reduction: E / r; r is rounded up to a multiple of 2 N, for N heads of even width.
+        source: what the predictor reads: layer 0's output, as in the paper, or the normalised embeddings that enter
+            layer 0's attention, as in its code.
+        rope_theta: the base of both rotary embeddings.
+        dropout: the share of the feed-forward's output that training drops.
+        published_layout: whether to add the parameters that the public predictor has but never uses (outputs for layer
+            0, a LayerNorm of width E), so that parameters are counted as in the paper.
+
+    Example:
+        >>> from models.butler import ButlerConfig
+        >>> ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4).reduced
+        8
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    hidden: int
+    dim: int
+    reduction: int = 8
+    source: Source = "layer0_output"
+    rope_theta: float = 10_000.0
+    dropout: float = 0.1
+    published_layout: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("hidden_size", "num_heads", "hidden", "dim", "reduction"):
+            check_count(name, getattr(self, name), 1, "it must be at least 1")
+        check_count("num_layers", self.num_layers, 2, "layer 0 is not predicted, so give at least 2")
+        if self.dim % 2:
+            raise ValueError(f"dim is {self.dim}; rotary embedding needs an even one.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; give a share in [0, 1).")
+
+    @property
+    def reduced(self) -> int:
+        """r, the width of the predictor's attention."""
+        step = 2 * self.num_heads
+        return step * math.ceil(self.hidden_size / self.reduction / step)
+
+    @property
+    def predicted_layers(self) -> int:
+        """L' = L - 1."""
+        return self.num_layers - 1
+
+    @classmethod
+    def of(cls, model: Config, *, source: Source = "layer0_output", share: float = 0.01) -> ButlerConfig:
+        """Return the predictor's shape for a model: the published one if there is one, else by a parameter share.
+
+        D' is then a quarter of the model's D, and ``hidden`` as wide as the share allows, but at least E / 8: in a
+        small model the attention and its feed-forward, E^2 / 2, already take the share.
+
+        Args:
+            model: the model's config.
+            source: see the class.
+            share: the predictor's share of the model's parameters, for a shape that is not published.
+
+        Raises:
+            ValueError: the share is not in (0, 1), or the model has a single layer.
+
+        Example:
+            >>> from models.butler import ButlerConfig
+            >>> from models.config import Config
+            >>> llama = Config(
+            ...     128256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8,
+            ...     tie_embeddings=True
+            ... )
+            >>> published = ButlerConfig.of(llama)
+            >>> published.hidden, published.dim
+            (512, 16)
+        """
+        if not 0 < share < 1:
+            raise ValueError(f"share is {share}; give the predictor's share of the model's parameters, in (0, 1).")
+        known = PUBLISHED.get((model.hidden_size, model.num_layers, model.num_heads))
+        hidden, dim = known or (model.hidden_size, max(2, 2 * round(model.head_dim / 8)))
+        config = cls(
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            hidden=hidden,
+            dim=dim,
+            source=source,
+            rope_theta=model.rope.theta,
+            published_layout=known is not None,
+        )
+        if known:
+            return config
+        networks = 2 * (config.hidden_size + config.predicted_layers * config.num_heads * dim)  # per unit of hidden
+        left = share * _count(model_shapes(model)) - (num_parameters(config) - hidden * networks)
+        return dataclasses.replace(config, hidden=max(int(left / networks) // 8 * 8, math.ceil(model.hidden_size / 8)))
+
+
+def parameter_shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a predictor, by its name in :class:`Butler`.
+
+    Example:
+        >>> from models.butler import ButlerConfig, parameter_shapes
+        >>> parameter_shapes(
+        ...     ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4)
+        ... )["query_out"]
+        (16, 2, 4, 4)
+    """
+    E, r, N, H, D = config.hidden_size, config.reduced, config.num_heads, config.hidden, config.dim
+    shapes = {
+        "reduce": (E, r),
+        "query": (r, N, r // N),
+        "key": (r, N, r // N),
+        "value": (r, N, r // N),
+        "norm": (r,),
+        "norm_bias": (r,),
+        "up": (r, 2 * r),
+        "up_bias": (2 * r,),
+        "down": (2 * r, E),
+        "down_bias": (E,),
+        "query_in": (E, H),
+        "query_out": (H, config.predicted_layers, N, D),
+        "key_in": (E, H),
+        "key_out": (H, config.predicted_layers, N, D),
+    }
+    if config.published_layout:
+        shapes |= {"unused_query": (H, N, D), "unused_key": (H, N, D), "unused_norm": (E,), "unused_norm_bias": (E,)}
+    return shapes
+
+
+def num_parameters(config: ButlerConfig) -> int:
+    """Return the number of a predictor's parameters.
+
+    Example:
+        >>> from models.butler import ButlerConfig, num_parameters
+        >>> num_parameters(
+        ...     ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4)
+        ... )
+        5024
+    """
+    return _count(parameter_shapes(config))
+
+
+def _count(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 class Predicted(NamedTuple):
@@ -58,6 +217,7 @@ class ButlerCache:
     position: Int[Array, "B S"]
 
 
+@register_network
 class Butler(nnx.Module):
     """TokenButler's predictor (section 3.1); the module's docstring shows what it computes.
 
@@ -84,6 +244,13 @@ class Butler(nnx.Module):
         >>> models.butler.importance(query, cache.importance_key, layer=2).shape
         (1, 4, 6, 8)
     """
+
+    name: ClassVar[str] = "butler"
+    predicts: ClassVar[frozenset[str]] = frozenset({"query", "key"})
+    Config: ClassVar[type] = ButlerConfig
+    trained_by: ClassVar[str] = "train.butler"
+    looks_ahead: ClassVar[bool] = True
+    follows_dtype: ClassVar[bool] = True
 
     reduce: nnx.Param
     query: nnx.Param
@@ -203,6 +370,52 @@ class Butler(nnx.Module):
         cache = dataclasses.replace(cache, position=stored, **grown)
         return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)), cache
 
+    @staticmethod
+    def shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter; see :func:`parameter_shapes`."""
+        return parameter_shapes(config)
+
+    # What makes it a network that looks ahead; see models.networks.LooksAhead.
+
+    def entered(self, model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"] | None:
+        """Return the input of layer 0's attention if the predictor reads it; None if it reads layer 0's output."""
+        if self.config.source != "attention_input":
+            return None
+        return butler_input(model, tokens, source="attention_input")
+
+    def look_ahead(
+        self, cache: ButlerCache, x: Float[Array, "B T E"], position: Int[Array, "B T"], *, importance_keys: bool
+    ) -> tuple[Any, ButlerCache]:
+        """Feed a block, and return its queries, and its keys unless the cache keeps them."""
+        if not importance_keys:
+            return self.advance(cache, x, position)
+        query, cache = self.step(cache, x, position)
+        return (query, None), cache
+
+    def over_sequences(self, model: Decoder, tokens: Int[Array, "B T"]) -> Predicted:
+        """Return queries and keys of whole sequences."""
+        return self(butler_input(model, tokens, source=self.config.source))
+
+    def predict(
+        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: ButlerCache | None = None
+    ) -> Prediction:
+        """Return one layer's queries, and its keys: the block's [B, T, N, D'], or all of a cache that keeps them.
+
+        Layer 0 has zeros, as it is not predicted.
+        """
+        if said is None:
+            nothing = jnp.zeros((*x.shape[:2], self.config.num_heads, self.config.dim))
+            return Prediction(nothing, nothing)
+        query, key = said
+        if key is None:
+            assert memory is not None
+            key = memory.importance_key
+        return Prediction(*(jax.lax.dynamic_index_in_dim(rows, layer - 1, keepdims=False) for rows in (query, key)))
+
+    def fitted(self, policy: Policy) -> Policy:
+        """Return the policy with the width of the predicted keys; see :func:`kvjax.fit_predictor`."""
+        return kvjax.fit_predictor(policy, self.config.dim)
+
     def _run(self, x, position, attend, dropout_key) -> tuple[Array, Array]:
         """Compute queries and keys [B, T, L', N, D'], rotated."""
         if x.shape[-1] != self.config.hidden_size:
@@ -272,7 +485,7 @@ def importance(
     if isinstance(layer, int) and not 1 <= layer <= query.shape[0]:
         raise ValueError(f"layer is {layer}; layers 1 to {query.shape[0]} are predicted, layer 0 is read in full.")
     query, key = (jax.lax.dynamic_index_in_dim(x, layer - 1, keepdims=False) for x in (query, key))
-    logits = grouped_logits(query, key)[:, :, 0] * query.shape[-1] ** -0.5
+    logits = sources.logits(query, key)
     if position is None or key_position is None:
         return logits
     seen = (key_position[:, None] >= 0) & (key_position[:, None] <= position[..., None])
@@ -328,54 +541,6 @@ def butler_input(
 
     lengths = jnp.max(position, axis=1) + 1
     return Decoder(alone, first | rest).run(tokens, position, lengths, attend, None)[0]
-
-
-def attention_in_chunks(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B K T D"],
-    value: Float[Array, "B K T D"],
-    position: Int[Array, "B T"],
-    sliding_window: Int[Array, ""] | None = None,
-    soft_cap: float | None = None,
-) -> Float[Array, "B T N D"]:
-    """Compute causal attention of whole sequences without holding the weights of more than one chunk of queries.
-
-    Args:
-        position: absolute positions of the queries and the keys, -1 for padding.
-        sliding_window: how many tokens a query sees, including its own; all by default.
-        soft_cap: see :func:`kernels_pallas.cache_attention`.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from models.butler import attention_in_chunks
-        >>> value, attend = (
-        ...     jnp.arange(3.0).reshape(1, 1, 3, 1),
-        ...     jax.jit(attention_in_chunks),
-        ... )
-        >>> attend(jnp.zeros((1, 3, 2, 1)), value, value, jnp.arange(3)[None])[
-        ...     0, :, 0, 0
-        ... ].tolist()
-        [0.0, 0.5, 1.0]
-    """
-    B, T = position.shape
-    key_position = jnp.broadcast_to(position[:, None], key.shape[:3])
-
-    @jax.checkpoint  # the backward pass computes a chunk's weights again
-    def run(chunk):
-        query, query_position = chunk
-        return cache_attention(
-            query, key, value, key_position, query_position, sliding_window=sliding_window, soft_cap=soft_cap
-        )[0]
-
-    if T <= QUERIES_A_CHUNK:
-        return run((query, position))
-    count = -(-T // QUERIES_A_CHUNK)
-    padding = (0, count * QUERIES_A_CHUNK - T)
-    query = jnp.pad(query, ((0, 0), padding, (0, 0), (0, 0)))
-    queries = jnp.moveaxis(query.reshape(B, count, QUERIES_A_CHUNK, *query.shape[2:]), 1, 0)
-    positions = jnp.pad(position, ((0, 0), padding), constant_values=-1).reshape(B, count, QUERIES_A_CHUNK)
-    out = jax.lax.map(run, (queries, positions.swapaxes(0, 1)))
-    return jnp.moveaxis(out, 0, 1).reshape(B, count * QUERIES_A_CHUNK, *query.shape[2:])[:, :T]
 
 
 def _slots(cache: ButlerCache, position: Int[Array, "B T"]) -> Int[Array, "B T"]:

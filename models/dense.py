@@ -1,0 +1,59 @@
+"""Dense attention of whole sequences, as training and analysis need it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import cache_attention
+
+QUERIES_A_CHUNK = 512
+
+
+def attention_in_chunks(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B K T D"],
+    value: Float[Array, "B K T D"],
+    position: Int[Array, "B T"],
+    sliding_window: Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B T N D"]:
+    """Compute causal attention of whole sequences without holding the weights of more than one chunk of queries.
+
+    Args:
+        position: absolute positions of the queries and the keys, -1 for padding.
+        sliding_window: how many tokens a query sees, including its own; all by default.
+        soft_cap: see :func:`kernels_pallas.cache_attention`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from models.dense import attention_in_chunks
+        >>> value, attend = (
+        ...     jnp.arange(3.0).reshape(1, 1, 3, 1),
+        ...     jax.jit(attention_in_chunks),
+        ... )
+        >>> attend(jnp.zeros((1, 3, 2, 1)), value, value, jnp.arange(3)[None])[
+        ...     0, :, 0, 0
+        ... ].tolist()
+        [0.0, 0.5, 1.0]
+    """
+    B, T = position.shape
+    key_position = jnp.broadcast_to(position[:, None], key.shape[:3])
+
+    @jax.checkpoint  # the backward pass computes a chunk's weights again
+    def run(chunk):
+        query, query_position = chunk
+        return cache_attention(
+            query, key, value, key_position, query_position, sliding_window=sliding_window, soft_cap=soft_cap
+        )[0]
+
+    if T <= QUERIES_A_CHUNK:
+        return run((query, position))
+    count = -(-T // QUERIES_A_CHUNK)
+    padding = (0, count * QUERIES_A_CHUNK - T)
+    query = jnp.pad(query, ((0, 0), padding, (0, 0), (0, 0)))
+    queries = jnp.moveaxis(query.reshape(B, count, QUERIES_A_CHUNK, *query.shape[2:]), 1, 0)
+    positions = jnp.pad(position, ((0, 0), padding), constant_values=-1).reshape(B, count, QUERIES_A_CHUNK)
+    out = jax.lax.map(run, (queries, positions.swapaxes(0, 1)))
+    return jnp.moveaxis(out, 0, 1).reshape(B, count * QUERIES_A_CHUNK, *query.shape[2:])[:, :T]

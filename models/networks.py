@@ -1,0 +1,511 @@
+"""Small networks that were trained for a frozen model: what one is, which ones there are, and their files.
+
+A network reads what the model computes and predicts something of each token (:class:`kvjax.Prediction`), which
+policies and selections read. A new one is one file, with its config (a frozen dataclass of JSON's types) and a module:
+
+    @models.register_network
+    class Mean(nnx.Module):
+        name: ClassVar[str] = "mean"           # of its files, mean.safetensors and mean.json
+        predicts: ClassVar[frozenset[str]] = frozenset({"score"})      # the fields of a kvjax.Prediction
+        Config: ClassVar[type] = MeanConfig
+        trained_by: ClassVar[str] = "train.scorer"      # the command that trains it
+        looks_ahead: ClassVar[bool] = False
+        follows_dtype: ClassVar[bool] = False
+
+        def __init__(self, config, parameters=None, *, rngs=None): ...
+        def predict(self, layer, x, said=None, memory=None): ...  # x [B, T, E], what enters the layer's attention
+        @staticmethod
+        def shapes(config): ...                    # of its parameters, by their names in the module
+
+That is all that running, loading, saving and evaluating it take. A network that only scores tokens is trained by
+train/scorer.py, if it says its loss; another one has a trainer of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from safetensors.numpy import save as to_safetensors
+
+from kvjax import Policy, Prediction
+from kvjax.checks import shown
+from kvjax.registry import Registry
+from kvjax.sources import Source
+from models import fingerprints
+from models.config import Config, described
+from models.decoder import Decoder
+from models.files import to_json, write_files
+from models.load import find_folder, known_dtype
+from models.parameters import parameter_shapes as model_shapes
+from models.published import PUBLISHED
+from models.tokenizer import read_object
+
+# Fields of a model's config that do not affect what its attention reads.
+INDIFFERENT = {"bos", "eos", "pad", "max_positions"}
+SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads")
+
+
+class Network(Protocol):
+    """A small network.
+
+    Attributes:
+        name: that of its files, ``NAME.safetensors`` and ``NAME.json``.
+        predicts: the fields of a :class:`kvjax.Prediction` that it fills in.
+        Config: its shape, a frozen dataclass; those of its fields that the model's config has, too, must be equal.
+        trained_by: the module whose command trains it.
+        looks_ahead: whether it remembers tokens, and sees each block between layer 0 and the others. It then has the
+            methods of :class:`LooksAhead`, too.
+        follows_dtype: whether it is loaded in the model's dtype; else in that of its file.
+    """
+
+    name: ClassVar[str]
+    predicts: ClassVar[frozenset[str]]
+    Config: ClassVar[type]
+    trained_by: ClassVar[str]
+    looks_ahead: ClassVar[bool]
+    follows_dtype: ClassVar[bool]
+    config: Any
+
+    def __init__(
+        self, config: Any, parameters: dict[str, Array] | None = None, *, rngs: nnx.Rngs | None = None
+    ) -> None: ...
+
+    @staticmethod
+    def shapes(config: Any) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter, by its name in the module."""
+        ...
+
+    def predict(
+        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None
+    ) -> Prediction:
+        """Predict for a block in one layer.
+
+        Args:
+            x: the input of the layer's attention.
+            said, memory: what :meth:`LooksAhead.look_ahead` returned for the block; None without it, and in layer 0.
+        """
+        ...
+
+
+class LooksAhead(Network, Protocol):
+    """A network that remembers tokens, and sees each block once, between layer 0 and the others."""
+
+    def init_cache(self, batch: int, slots: int, *, importance_keys: bool = True) -> Any:
+        """Return an empty memory for sequences of up to ``slots`` tokens.
+
+        Args:
+            importance_keys: whether a selection reads keys from it; else a policy keeps them with its tokens.
+        """
+        ...
+
+    def entered(self, model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"] | None:
+        """Return what it reads of a block; None if that is layer 0's output."""
+        ...
+
+    def look_ahead(
+        self, cache: Any, x: Float[Array, "B T E"], position: Int[Array, "B T"], *, importance_keys: bool
+    ) -> tuple[Any, Any]:
+        """Feed a block, and return what it says to all layers, and the memory."""
+        ...
+
+    def over_sequences(self, model: Decoder, tokens: Int[Array, "B T"]) -> Any:
+        """Return what it says of whole sequences."""
+        ...
+
+    def fitted(self, policy: Policy) -> Policy:
+        """Return a policy that reads its predictions with the sizes that it needs to know."""
+        ...
+
+
+Networks = Network | Sequence[Network] | None
+
+
+def _checked(name: str, kind: Any) -> type[Network]:
+    lacking = [field for field in (*Network.__annotations__, "shapes", "predict") if not hasattr(kind, field)]
+    lacking = [field for field in lacking if field != "config"]
+    if lacking:
+        raise ValueError(f"the network {name!r} has no {', '.join(lacking)}; see models.networks.Network.")
+    if unknown := sorted(set(kind.predicts) - set(Prediction._fields)):
+        raise ValueError(
+            f"the network {name!r} predicts {', '.join(unknown)}; expected some of {', '.join(Prediction._fields)}."
+        )
+    return cast(type[Network], kind)
+
+
+NETWORKS: Registry[type[Network]] = Registry("network", "kvjax.networks", _checked)
+
+
+def register_network[Kind: type](kind: Kind) -> Kind:
+    """Register a kind of network, so that its files are found, and policies that read it say who trains it.
+
+    A package can offer the class as an entry point of its name in the group ``kvjax.networks``.
+
+    Raises:
+        ValueError: if another module or an installed package has the name, or an attribute is missing.
+
+    Example:
+        >>> from models.networks import NETWORKS, register_network
+        >>> sorted(NETWORKS["scorer"].predicts)
+        ['score']
+        >>> @register_network
+        ... class Half:
+        ...     name, predicts = "half", frozenset({"score"})
+        Traceback (most recent call last):
+        ...
+        ValueError: the network 'half' has no Config, trained_by, looks_ahead, follows_dtype, shapes, predict; see \
+models.networks.Network.
+    """
+    NETWORKS.add(getattr(kind, "name", kind.__name__), kind, source=kind.__module__)
+    return kind
+
+
+# Which network a run reads.
+
+
+def wanted_by(policy: Policy | None, source: Source | None = None) -> frozenset[str]:
+    """Return the fields of a :class:`kvjax.Prediction` that a policy or a selection reads.
+
+    Example:
+        >>> import kvjax
+        >>> from models.networks import wanted_by
+        >>> wanted_by(kvjax.parse("zap+caote"))
+        frozenset({'score'})
+    """
+    if source is not None and "predicted" in source.reads:
+        return frozenset({"query", "key"})
+    return frozenset() if policy is None else policy.needs.predicted
+
+
+def remembers(policy: Policy | None) -> bool:
+    """Return whether a policy reads a network that remembers tokens outside the cache.
+
+    Example:
+        >>> import kvjax
+        >>> from models.networks import remembers
+        >>> remembers(kvjax.butler()), remembers(kvjax.zap())
+        (True, False)
+    """
+    wanted = wanted_by(policy)
+    return bool(wanted) and any(kind.looks_ahead for kind in NETWORKS.values() if wanted <= kind.predicts)
+
+
+def several(networks: Networks) -> tuple[Network, ...]:
+    """Return networks as a tuple, from one, several, or None.
+
+    Raises:
+        ValueError: one of them is none.
+
+    Example:
+        >>> from models.networks import several
+        >>> several(None), several([])
+        ((), ())
+    """
+    if networks is None:
+        return ()
+    given = tuple(networks) if isinstance(networks, list | tuple) else (networks,)
+    for network in given:
+        if not hasattr(network, "predicts"):
+            raise ValueError(f"networks is {shown(networks)}; give what models.load_network returned, or several.")
+    return cast(tuple[Network, ...], given)
+
+
+def read_by(networks: Networks, policy: Policy | None, source: Source | None = None) -> tuple[Network, ...]:
+    """Return those of the networks that a policy or a selection reads.
+
+    Example:
+        >>> import kvjax
+        >>> from models.networks import read_by
+        >>> read_by([], kvjax.zap())
+        ()
+    """
+    wanted = wanted_by(policy, source)
+    return tuple(network for network in several(networks) if wanted and wanted <= network.predicts)
+
+
+def network_of(
+    networks: Networks, config: Config, policy: Policy | None, source: Source | None = None
+) -> Network | None:
+    """Return the network that a run reads, None if it reads none.
+
+    Args:
+        networks: what the caller gave.
+        config: the model's.
+
+    Raises:
+        ValueError: none was given that the run needs, or several were; nothing reads what was given; or the network is
+            of another model.
+
+    Example:
+        >>> import kvjax
+        >>> import models
+        >>> from models.networks import network_of
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> network_of(None, config, kvjax.h2o()) is None
+        True
+    """
+    given, wanted = several(networks), wanted_by(policy, source)
+    if not wanted:
+        if given:
+            said = ", ".join(f"{network.name} ({', '.join(sorted(network.predicts))})" for network in given)
+            raise ValueError(
+                f"networks={said} was given, but nothing reads what it predicts; give a policy or a selection that "
+                "does, such as 'zap' or select='butler', or leave networks out."
+            )
+        return None
+    fitting = read_by(given, policy, source)
+    asks = f"select={source.name!r}" if source is not None else f"the policy {policy.name if policy else None!r}"
+    if len(fitting) != 1:
+        what = f"a network that predicts {' and '.join(sorted(wanted))}"
+        if fitting:
+            names = ", ".join(network.name for network in fitting)
+            raise ValueError(f"{asks} needs {what}, but {len(fitting)} were given ({names}); give one of them.")
+        raise ValueError(
+            f"{asks} needs {what}: pass networks=models.load_network(folder, model), after training one with "
+            f"{_trainers(wanted)}."
+        )
+    (network,) = fitting
+    sizes = [size for size in SIZES if hasattr(network.config, size)]
+    theirs, ours = ([getattr(shape, size) for size in sizes] for shape in (network.config, config))
+    if theirs != ours:
+        raise ValueError(
+            f"the {network.name} is of another model, with {', '.join(sizes)} = {theirs}; this one has {ours}. Train "
+            "one for this model."
+        )
+    return network
+
+
+def _trainers(wanted: frozenset[str]) -> str:
+    modules = {kind.trained_by for kind in NETWORKS.values() if wanted <= kind.predicts}
+    return " or ".join(f"python -m {module}" for module in sorted(modules))
+
+
+# Their files.
+
+
+def parameters_of(network: Network) -> dict[str, Array]:
+    """Return a network's parameters by name.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> from models.networks import parameters_of
+        >>> shape = models.ScorerConfig(64, num_layers=3, num_kv_heads=2)
+        >>> sorted(parameters_of(models.Scorer(shape, rngs=nnx.Rngs(0))))
+        ['output', 'output_bias']
+    """
+    return {name: getattr(network, name)[...] for name in network.shapes(network.config)}
+
+
+def files_of(name: str) -> tuple[str, str]:
+    """Return the names of a network's files: the weights and the config.
+
+    Example:
+        >>> from models.networks import files_of
+        >>> files_of("scorer")
+        ('scorer.safetensors', 'scorer.json')
+    """
+    return f"{name}.safetensors", f"{name}.json"
+
+
+def save_network(folder: str | Path, network: Network, model: Decoder, name: str) -> None:
+    """Write a network and a description of its model. Both files are complete before either gets its name.
+
+    Where several processes hold a model together, all of them call this, and the first one writes.
+
+    Args:
+        folder: created if it does not exist.
+        network: stored in its own dtype.
+        model: the model that it was trained for: its config and a hash of some of its weights are stored, too.
+        name: the model's name, for error messages.
+
+    Example:
+        >>> import tempfile
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     models.save_network(folder, scorer, model, "a small one")
+        ...     models.load_network(folder, model).config == scorer.config
+        True
+    """
+    description = {"name": name, **fingerprint(model)}
+    if jax.process_index() > 0:
+        return
+    tensors = {own: np.asarray(jax.device_get(array)) for own, array in parameters_of(network).items()}
+    about = {network.name: dataclasses.asdict(network.config), "model": description}
+    weights_file, config_file = files_of(network.name)
+    write_files(Path(folder), {weights_file: to_safetensors(tensors), config_file: to_json(about).encode()})
+
+
+def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None = None) -> Any:
+    """Read a network of a model.
+
+    Args:
+        folder: a folder that a trainer or :func:`save_network` wrote.
+        model: the model that the network is for, in any dtype.
+        dtype: the dtype that a network computes in which follows its model's (``follows_dtype``); by default the
+            model's. bfloat16 halves what a step reads of its weights, keys and values.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the network is of another model (the message names what differs), a file is damaged, the folder has
+            several networks, or the dtype is unknown.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> models.load_network(
+        ...     "no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0))
+        ... )
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: no/such/folder holds no network; give a folder that models.save_network wrote.
+    """
+    folder = Path(folder)
+    names = [name for name in NETWORKS.names() if (folder / files_of(name)[1]).is_file()]
+    if not names:
+        raise FileNotFoundError(f"{folder} holds no network; give a folder that models.save_network wrote.")
+    if len(names) > 1:
+        raise ValueError(f"{folder} has several networks: {', '.join(names)}; give each a folder of its own.")
+    (name,) = names
+    kind = NETWORKS.find(name)
+    assert kind is not None
+    wanted = (model.embedding[...].dtype if dtype is None else known_dtype(dtype)) if kind.follows_dtype else None
+    weights_file, config_file = files_of(name)
+    if not (folder / weights_file).is_file():
+        raise FileNotFoundError(f"{folder} has no {weights_file}; give a folder that models.save_network wrote.")
+    about = read_object(folder / config_file)
+    try:
+        config, made_for = kind.Config(**about[name]), about["model"]
+        theirs, their_weights, their_name = made_for["config"], made_for["weights"], made_for["name"]
+        listed = sorted(theirs)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / config_file} describes no {name} ({error}); train or copy it again.") from None
+    ours = _described(model.config)
+    differing = [field for field in sorted({*ours, *listed}) if ours.get(field) != theirs.get(field)]
+    if differing:
+        pairs = ", ".join(f"{field} {theirs.get(field)} there and {ours.get(field)} here" for field in differing)
+        raise ValueError(f"{folder} holds a {name} of another model, {their_name}: {pairs}; train one for this model.")
+    if their_weights != fingerprint(model)["weights"]:
+        raise ValueError(
+            f"{folder} holds a {name} of another model, {their_name}, with this one's shape but other weights; "
+            "train one for this model."
+        )
+    try:
+        tensors = load_file(folder / weights_file)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / weights_file} is truncated or corrupted ({error}); copy it again.") from None
+    shapes, expected = {own: tensor.shape for own, tensor in tensors.items()}, kind.shapes(config)
+    if shapes != expected:
+        wrong = sorted(own for own in {*shapes, *expected} if shapes.get(own) != expected.get(own))
+        raise ValueError(
+            f"{folder / weights_file} does not fit its {config_file} in {', '.join(wrong)}; copy both again."
+        )
+    return kind(config, {own: jax.device_put(tensor.astype(wanted or tensor.dtype)) for own, tensor in tensors.items()})
+
+
+def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike | None = None) -> Any:
+    """Load a network from a folder of its name in a model's own folder, or the one that ships with kvjax for it.
+
+    Args:
+        path: the model's folder or name, as :func:`models.load` takes it.
+        model: the model that :func:`models.load` returned for it.
+        names: kinds of networks, the first one that is there; all by default.
+        dtype: see :func:`load_network`.
+
+    Raises:
+        ValueError: there is none, or :func:`load_network` rejects it.
+
+    Example:
+        >>> import models
+        >>> model, _ = models.load("retriever")
+        >>> models.own_network("retriever", model).name
+        'butler'
+    """
+    shipped = Path(__file__).parent / str(path)  # those of "smollm2", whose weights are elsewhere
+    place = shipped if path in PUBLISHED else find_folder(path)
+    names = names or tuple(NETWORKS.names())
+    for name in names:
+        if (place / name / files_of(name)[1]).is_file():
+            return load_network(place / name, model, dtype=dtype)
+    trainers = " or ".join(sorted({f"python -m {NETWORKS[name].trained_by}" for name in names if name in NETWORKS}))
+    raise ValueError(
+        f"{path} has no folder {' or '.join(names)} with a network; train one with {trainers}, and name its folder "
+        "(--networks, or models.load_network)."
+    )
+
+
+def load_networks(
+    folders: Iterable[str | Path] | None,
+    path: str | Path,
+    model: Decoder,
+    wanted: Iterable[frozenset[str]] = (),
+    dtype: DTypeLike | None = None,
+) -> tuple[Network, ...]:
+    """Load networks from folders, and from the model's own folder for what these do not predict.
+
+    Args:
+        folders: see :func:`load_network`; None for none.
+        path: the model's folder or name; see :func:`own_network`.
+        wanted: what is read, see :func:`wanted_by`.
+
+    Raises:
+        ValueError, FileNotFoundError: see :func:`load_network` and :func:`own_network`.
+
+    Example:
+        >>> import models
+        >>> from models.networks import load_networks
+        >>> model, _ = models.load("retriever")
+        >>> wanted = [frozenset({"query", "key"})]
+        >>> [network.name for network in load_networks([], "retriever", model, wanted)]
+        ['butler']
+    """
+    found = [load_network(folder, model, dtype=dtype) for folder in folders or ()]
+    for fields in wanted:
+        if fields and not any(fields <= network.predicts for network in found):
+            names = [name for name, kind in NETWORKS.items() if fields <= kind.predicts]
+            found.append(own_network(path, model, *names, dtype=dtype))
+    return tuple(found)
+
+
+def fingerprint(model: Decoder) -> dict[str, Any]:
+    """Return what identifies a model, for JSON: its config, and a hash of some of its weights.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> from models.networks import fingerprint
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> sorted(fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
+        ['config', 'weights']
+    """
+    hashed = fingerprints.weights(model, model_shapes(model.config))
+    return {"config": _described(model.config), "weights": hashed}
+
+
+def _described(config: Config) -> dict[str, Any]:
+    """Return a model's config as JSON values, without the fields that do not matter here."""
+    fields = json.loads(json.dumps(described(config)))
+    return {name: value for name, value in fields.items() if name not in INDIFFERENT}
