@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Required, Self, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
@@ -382,6 +382,33 @@ def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         (True, False)
     """
     return 0 in given and len(given) == len(shape) and all(n in (0, m) for n, m in zip(given, shape, strict=True))
+
+
+class HeadSizes(TypedDict, total=False):
+    """The sizes of a cache's heads, as keyword arguments; ``layers`` is None for a cache without that axis."""
+
+    batch: Required[int]
+    kv_heads: Required[int]
+    head_dim: Required[int]
+    layers: int | None
+
+
+def check_heads(
+    batch: int, kv_heads: int, head_dim: int, layers: int | None = None
+) -> tuple[int, int, int, int | None]:
+    """Return sizes as Python's own numbers, after a check that each is at least 1.
+
+    Example:
+        >>> import numpy as np
+        >>> from kvjax.cache import check_heads
+        >>> check_heads(np.int32(1), 2, 8)
+        (1, 2, 8, None)
+    """
+    sizes = dict(batch=batch, kv_heads=kv_heads, head_dim=head_dim)
+    batch, kv_heads, head_dim = (check_count(name, n, 1, "a cache needs at least 1") for name, n in sizes.items())
+    if layers is not None:
+        layers = check_count("layers", layers, 1, "a cache needs at least 1, or None for no axis of layers")
+    return batch, kv_heads, head_dim, layers
 
 
 def check_positions(positions: str) -> None:

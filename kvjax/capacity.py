@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Required, TypedDict
 
 import numpy as np
 from jaxtyping import Int
 
 from kvjax.allocation import UNIFORM, Allocation
+from kvjax.cache import check_heads
 from kvjax.checks import check_count
 from kvjax.paged import pages_for
 from kvjax.policy import Policy
@@ -152,6 +153,57 @@ def in_pages(policy: Policy, budget: int, windows: Windows) -> bool:
     if policy.merging is not None and not policy.merging.biased:  # values are merged in plain caches
         return False
     return not policy.allocation.even or min(window or budget for window in windows) < budget
+
+
+class ModelSizes(TypedDict, total=False):
+    """The sizes of a model that its cache follows, as keyword arguments; see :func:`kvjax.empty_cache`."""
+
+    kv_heads: Required[int]
+    head_dim: Required[int]
+    query_heads: int | None
+    layers: int | None
+    batch: int
+    windows: Windows | None
+
+
+class Checked(NamedTuple):
+    """Sizes that :func:`check_sizes` has checked."""
+
+    kv_heads: int
+    head_dim: int
+    query_heads: int
+    layers: int | None
+    batch: int
+    windows: tuple[int | None, ...]
+
+
+def check_sizes(
+    *,
+    kv_heads: int,
+    head_dim: int,
+    query_heads: int | None = None,
+    layers: int | None = None,
+    batch: int = 1,
+    windows: Windows | None = None,
+) -> Checked:
+    """Check the sizes of a model, and fill in those that were not given.
+
+    Raises:
+        ValueError: a size is below 1, the KV heads do not divide the query heads, or there is not one window per layer.
+
+    Example:
+        >>> from kvjax.capacity import check_sizes
+        >>> check_sizes(kv_heads=2, head_dim=8).query_heads
+        2
+    """
+    batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
+    query_heads = kv_heads if query_heads is None else check_count("query_heads", query_heads, 1, "give at least 1")
+    if query_heads % kv_heads:
+        raise ValueError(
+            f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
+            "number of KV heads."
+        )
+    return Checked(kv_heads, head_dim, query_heads, layers, batch, check_windows(windows, layers or 1))
 
 
 def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_rows
-from kvjax.capacity import Capacity, Demand, Layout, capacity, check_windows, in_pages
+from kvjax.capacity import Capacity, Demand, Layout, ModelSizes, capacity, check_sizes, in_pages
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.insertion import Cache, check_cache
@@ -32,34 +31,27 @@ from kvjax.split import SplitCache, check_mesh, on_mesh
 def empty_cache(
     policy: Policy | str | None,
     *,
-    layers: int | None = None,
-    batch: int = 1,
-    kv_heads: int,
-    query_heads: int,
-    head_dim: int,
     budget: int,
     block: int = 1,
     dtype: DtypesLike = jnp.float32,
     page_size: int = 16,
-    windows: Sequence[int | None] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    **sizes: Unpack[ModelSizes],
 ) -> Cache:
     """Make an empty cache for a policy and a budget: of the right size, with the policy's state.
 
     Args:
         policy: a policy or its short name; None or "full" for a cache from which nothing is evicted.
-        layers: how many layers the cache stacks; None for one without an axis of layers.
-        batch: rows.
-        kv_heads: heads of the model's keys and values.
-        query_heads: heads of its queries, a multiple of ``kv_heads``.
-        head_dim: the length of a key, and of a value.
         budget: tokens that each head keeps, on average where heads compete; without a policy, all tokens of a sequence.
         block: the most tokens inserted between two evictions; for a prompt fed in blocks, the block size.
         dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of both.
         page_size: slots per page, if the cache is paged.
-        windows: the layers' sliding windows, one entry per layer, None for a layer that sees all positions.
         mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads; None for one device. An
             AbstractMesh will do where only shapes are asked for (``jax.eval_shape``).
+        sizes: ``kv_heads``, the heads of the model's keys and values, and ``head_dim``, the length of a key; besides,
+            ``query_heads``, a multiple of ``kv_heads`` (as many by default), ``batch`` rows (1), ``layers`` that the
+            cache stacks (None for no axis of layers), and ``windows``, the layers' sliding windows, one entry per
+            layer, None for a layer that sees all positions.
 
     Returns:
         A :class:`kvjax.KVCache` of ``budget + block`` slots per head. Where heads hold different numbers of tokens (an
@@ -86,19 +78,10 @@ def empty_cache(
         (9, 16, 8)
     """
     policy = policy_of(policy)
-    sizes = dict(batch=batch, kv_heads=kv_heads, query_heads=query_heads, head_dim=head_dim, page_size=page_size)
-    batch, kv_heads, query_heads, head_dim, page_size = (
-        check_count(name, size, 1, "a cache needs at least 1") for name, size in sizes.items()
-    )
-    if layers is not None:
-        layers = check_count("layers", layers, 1, "a cache needs at least 1, or None for no axis of layers")
+    kv_heads, head_dim, query_heads, layers, batch, windows = check_sizes(**sizes)
+    page_size = check_count("page_size", page_size, 1, "a cache needs at least 1")
     budget = check_count("the budget", budget, 1, "give tokens per head, an int from 1")
     block = check_count("block", block, 1, "a block has at least 1 token")
-    if query_heads % kv_heads:
-        raise ValueError(
-            f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
-            "number of KV heads."
-        )
     heads = query_heads if policy is not None and policy.heads == "query" else kv_heads
     group = query_heads // heads
     ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
@@ -107,8 +90,8 @@ def empty_cache(
         return blank(None, shape, Capacity(budget), **made)
     check_budget(policy, budget)
     check_block(policy, block)
-    layout = Layout(heads, check_windows(windows, layers or 1), policy.allocation, page_size, ways)
-    paged = in_pages(policy, budget, layout.windows)
+    layout = Layout(heads, windows, policy.allocation, page_size, ways)
+    paged = in_pages(policy, budget, windows)
     held = capacity(layout, Demand(np.full(batch, budget), block, block), paged)
     return blank(policy, shape, held, positions=policy.positions, page_size=page_size, **made)
 

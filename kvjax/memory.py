@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.cache import HeadState
-from kvjax.capacity import Demand, Layout, capacity, check_windows, in_pages
+from kvjax.capacity import Demand, Layout, ModelSizes, capacity, check_sizes, in_pages
 from kvjax.chains import parse
-from kvjax.checks import check_count, plain
+from kvjax.checks import check_count
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_budget
 from kvjax.quantise import DtypesLike, check_dtypes, is_quantised
@@ -41,18 +40,13 @@ class Memory(NamedTuple):
 
 def memory(
     *,
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
     budget: int,
     block: int = 128,
     policy: Policy | str | None = None,
-    query_heads: int | None = None,
-    batch: int = 1,
     dtype: DtypesLike = jnp.bfloat16,
     page_size: int = 16,
-    windows: Sequence[int | None] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    **sizes: Unpack[ModelSizes],
 ) -> Memory:
     """Compute the bytes of a cache that holds ``budget`` tokens per head while blocks of ``block`` tokens come in.
 
@@ -60,19 +54,16 @@ def memory(
     the length of the prompt.
 
     Args:
-        layers, kv_heads, head_dim: L, K and D of the model.
         budget: tokens that each head keeps, on average where an allocation is uneven.
         block: tokens per step, which need slots in addition to the budget.
         policy: a policy or its short name, for its state and its allocation; None for neither.
-        query_heads: N, which some states depend on; ``kv_heads`` by default.
         dtype: of keys and values: floats, or "int8" or "float8_e4m3fn", with 4 bytes more per row for its scale; or a
             pair of both.
         page_size: slots per page, where the allocation is uneven or a window is smaller than the budget.
-        windows: the layers' sliding windows, one entry per layer, None for a layer that sees all positions
-            (``models.Config.sliding_windows``). A layer holds at most its window. They count only with a policy: a full
-            cache keeps all tokens.
         mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads: then the bytes are those
             of one device. Its pages hold the most that its heads may win from those of the others.
+        sizes: those of the model and the rows, as in :func:`kvjax.empty_cache`; 1 layer by default. Windows count only
+            with a policy: a full cache keeps all tokens.
 
     Raises:
         ValueError: if a size is below 1, the block is negative, the budget is below what the policy protects, the
@@ -94,14 +85,10 @@ def memory(
         ... ).total / 2**20
         33.61...
     """
-    sizes = dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, budget=budget, batch=batch, page_size=page_size)
-    layers, kv_heads, head_dim, budget, batch, page_size = (
-        check_count(name, size, 1, "a cache needs at least 1") for name, size in sizes.items()
-    )
+    kv_heads, head_dim, query_heads, layers, batch, windows = check_sizes(**sizes)
+    budget = check_count("budget", budget, 1, "a cache needs at least 1")
+    page_size = check_count("page_size", page_size, 1, "a cache needs at least 1")
     block = check_count("block", block, 0, "give the tokens of a step, from 0")
-    query_heads = kv_heads if query_heads is None else plain(query_heads)
-    if not isinstance(query_heads, int) or query_heads < 1 or query_heads % kv_heads:
-        raise ValueError(f"query_heads is {query_heads}; give a multiple of the {kv_heads} KV heads.")
     if not isinstance(policy, Policy | str | None):
         raise ValueError(f"policy is {policy!r}; give a policy, its short name, or None.")
     of_row = sum(head_dim * jnp.dtype(name).itemsize + 4 * is_quantised(name) for name in check_dtypes(dtype))
@@ -109,11 +96,10 @@ def memory(
     ways = (1, 1) if mesh is None else check_mesh(mesh, batch, kv_heads)
     of_all = np.full(batch, budget)
     batch //= ways[0]
-    heads, rows = layers * batch * kv_heads // ways[1], 4 * batch
+    heads, rows = (layers or 1) * batch * kv_heads // ways[1], 4 * batch
     a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, query_heads // kv_heads, head_dim)
     if policy is not None:
         check_budget(policy, budget)
-    windows = check_windows(windows, layers)
     most, pages = budget + block, 0
     if policy is not None:
         layout = Layout(kv_heads, windows, policy.allocation, page_size, ways)

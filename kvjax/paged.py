@@ -19,7 +19,9 @@ heads exchange slots, at most as many tokens move as were evicted, never the who
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ from jaxtyping import Array, Int, Shaped
 
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions
 from kvjax.cache import (
+    HeadSizes,
     HeadState,
     KVCache,
     Positions,
@@ -35,6 +38,7 @@ from kvjax.cache import (
     Rows,
     Stored,
     as_stored,
+    check_heads,
     check_held,
     check_positions,
     count_live,
@@ -93,16 +97,13 @@ class PagedCache(Stored):
     def init(
         cls,
         *,
-        batch: int,
-        kv_heads: int,
         pages: int,
         page_size: int,
         most: int,
-        head_dim: int,
-        layers: int | None = None,
         dtype: DtypesLike = jnp.float32,
         init_state: Callable[[int, int, int], PyTree] | None = None,
         positions: Positions = "absolute",
+        **heads: Unpack[HeadSizes],
     ) -> PagedCache:
         """Make an empty cache.
 
@@ -112,6 +113,7 @@ class PagedCache(Stored):
             most: the most slots that one head can hold; it sets the width of the page table.
             init_state: ``init_state(B, K, S)``, a policy's ``init`` for one group size and head dim.
             dtype, positions: see :meth:`kvjax.KVCache.init`.
+            heads: ``batch``, ``kv_heads``, ``head_dim`` and, for several of them, ``layers``; likewise.
 
         Raises:
             ValueError: if a size is below 1, there are fewer pages than heads, or the dtype or the positions are
@@ -119,19 +121,16 @@ class PagedCache(Stored):
         """
         check_positions(positions)
         dtypes = check_dtypes(dtype)
-        sizes = dict(batch=batch, kv_heads=kv_heads, pages=pages, page_size=page_size, most=most, head_dim=head_dim)
-        batch, kv_heads, pages, page_size, most, head_dim = (
-            check_count(name, size, 1, "a cache needs at least 1") for name, size in sizes.items()
-        )
-        if layers is not None:
-            layers = check_count("layers", layers, 1, "a cache needs at least 1")
-        heads = (1 if layers is None else layers) * batch * kv_heads
-        if pages < heads:
-            raise ValueError(f"{pages} pages were given for {heads} heads; give at least one per head (see pages_for).")
+        batch, kv_heads, head_dim, layers = check_heads(**heads)
+        sizes = dict(pages=pages, page_size=page_size, most=most)
+        pages, page_size, most = (check_count(name, n, 1, "a cache needs at least 1") for name, n in sizes.items())
+        stack = () if layers is None else (layers,)
+        count = math.prod((*stack, batch, kv_heads))
+        if pages < count:
+            raise ValueError(f"{pages} pages were given for {count} heads; give at least one per head (see pages_for).")
         state: PyTree = ()
         if init_state is not None:
             of_slots, of_heads = init_state(pages, 1, page_size), init_state(batch, kv_heads, 1)
-            stack = () if layers is None else (layers,)
 
             def choose(slots: PyTree, heads: PyTree) -> PyTree:
                 if isinstance(slots, HeadState):
@@ -139,7 +138,7 @@ class PagedCache(Stored):
                 return slots.reshape(pages, page_size, *slots.shape[3:])
 
             state = jax.tree.map(choose, of_slots, of_heads, is_leaf=lambda leaf: isinstance(leaf, HeadState))
-        table_shape = (*(() if layers is None else (layers,)), batch, kv_heads, -(-most // page_size))
+        table_shape = (*stack, batch, kv_heads, -(-most // page_size))
         return cls(
             rows=empty_rows((pages, page_size), head_dim, dtypes),
             position=jnp.full((pages, page_size), -1, jnp.int32),

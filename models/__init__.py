@@ -1,6 +1,6 @@
 """Decoders that run under a KV budget: load, prefill, generate."""
 
-from models.asking import Answers, ask
+from models.asking import Answers, Watch, ask
 from models.batching import Engine, Made
 from models.butler import Butler, ButlerConfig, butler_input
 from models.calibration import head_scores, q_filters
@@ -35,6 +35,7 @@ __all__ = [
     "Scorer",
     "ScorerConfig",
     "Tokenizer",
+    "Watch",
     "ask",
     "butler_input",
     "fingerprint",

@@ -58,6 +58,20 @@ class Answers(NamedTuple):
     answer_seconds: list[float]
 
 
+class Watch(NamedTuple):
+    """Holds functions that :func:`ask` calls.
+
+    ``on_block`` is called while the document is read, as by :func:`models.stream`; ``on_text`` with each piece of an
+    answer.
+    """
+
+    on_block: OnBlock | None = None
+    on_text: Callable[[str], None] | None = None
+
+
+NO_WATCH = Watch()
+
+
 def ask(
     model: Decoder,
     tokenizer: Tokenizer,
@@ -66,10 +80,8 @@ def ask(
     *,
     options: Options | None = None,
     system: str | None = None,
-    plain: bool = False,
     key: Array | None = None,
-    on_block: OnBlock | None = None,
-    on_text: Callable[[str], None] | None = None,
+    watch: Watch = NO_WATCH,
     **settings: Unpack[AskSettings],
 ) -> Answers:
     """Read a document, compress it once, and answer each question from the cache that is kept.
@@ -86,10 +98,9 @@ def ask(
             answer, and a policy that answers as the full cache does with a quarter of it, and reads each block of the
             document twice (docs/how-to/choose-a-policy.md). A policy without a budget keeps a quarter.
         system: the text of the system message; by default that of the template, if it has one.
-        plain: leave the chat template out, as for a model that has none.
+            A tokenizer without a template (:meth:`models.Tokenizer.plain`) leaves the template out.
         key: draws the tokens of the answers where the temperature is above 0.
-        on_block: called as the document is read, see :func:`models.stream`.
-        on_text: called with each piece of an answer as it comes.
+        watch: functions that are called while the document is read, and with each piece of an answer.
 
     Raises:
         ValueError: an empty document or question; a chat template that changes them; a policy that scores by a
@@ -116,7 +127,7 @@ def ask(
         [' 4719']
     """
     questions = [questions] if isinstance(questions, str) else list(questions)
-    form = _Form.of(tokenizer, system, plain)
+    form = _Form.of(tokenizer, system)
     tails = [form.question(text) for text in questions]
     begun, peak = time.monotonic(), 0
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
@@ -124,7 +135,7 @@ def ask(
         policy, budget = checked(options.policy, options.budget, options.block)
         policy = models.with_repeat_prompt(policy, tokenizer)
         reads = dataclasses.replace(options, policy=policy, budget=budget)
-        cache, peak = _read(model, form.document(document), reads, on_block)
+        cache, peak = _read(model, form.document(document), reads, watch.on_block)
         seconds = time.monotonic() - begun
     else:
         cache, seconds = stacked(document), 0.0
@@ -138,11 +149,11 @@ def ask(
             peak = max(peak, cache.nbytes + grown.nbytes)
             piece = "" if token[0] in ends else pieces.add(token[0])
             said += piece
-            if on_text is not None:
-                on_text(piece)
+            if watch.on_text is not None:
+                watch.on_text(piece)
         rest = pieces.finish()
-        if on_text is not None and rest:
-            on_text(rest)
+        if watch.on_text is not None and rest:
+            watch.on_text(rest)
         answers.append(said + rest)
         took.append(time.monotonic() - begun)
     tokens = int(kept.start[0])
@@ -198,13 +209,13 @@ class _Form(NamedTuple):
     after: str = ""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, system: str | None, plain: bool) -> _Form:
+    def of(cls, tokenizer: Tokenizer, system: str | None) -> _Form:
         """Find the text around a message, by the tokenizer's chat template.
 
         Raises:
             ValueError: there is a system message but no template, or the template leaves the user's message out.
         """
-        if plain or tokenizer.chat_template is None:
+        if tokenizer.chat_template is None:
             if system is not None:
                 raise ValueError("a system message needs a chat template, and none is used here; leave system out.")
             return cls(tokenizer)
@@ -213,7 +224,7 @@ class _Form(NamedTuple):
         if not mark or MARK in after:
             raise ValueError(
                 "the chat template does not give a user's message as it is, once, so it cannot be cut behind the "
-                "document; ask with plain text (plain=True, --plain)."
+                "document; ask with plain text (tokenizer.plain(), --plain)."
             )
         return form._replace(before=before, after=after)
 
@@ -239,7 +250,7 @@ class _Form(NamedTuple):
             if self._rendered(whole) != self.before + whole + self.after:
                 raise ValueError(
                     f"the chat template changes this {what}, so it cannot be cut behind the document; change the "
-                    f"{what}, or ask with plain text (plain=True, --plain)."
+                    f"{what}, or ask with plain text (tokenizer.plain(), --plain)."
                 )
         return text
 

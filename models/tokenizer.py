@@ -64,6 +64,10 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
 
+    def plain(self) -> Tokenizer:
+        """Return the same tokenizer without a chat template."""
+        return Tokenizer(self.backend, self.special_tokens)
+
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Read tokenizer.json and, where they exist, tokenizer_config.json and its companions.

@@ -94,6 +94,35 @@ def test_imports_run_one_way(package: str):
     assert not found, f"{package} may import {sorted(FLOORS[package]) or 'no other package of ours'}: {found}"
 
 
+def test_no_file_imports_itself_by_way_of_others():
+    """Imports inside functions count, those under TYPE_CHECKING do not."""
+    files = {path.relative_to(ROOT).with_suffix(""): path for package in FLOORS for path in sources(package)}
+    modules = {".".join(name.parts).removesuffix(".__init__"): path for name, path in files.items()}
+    left = {}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text("utf-8"))
+        hidden = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        ignored = {id(x) for node in hidden if "TYPE_CHECKING" in ast.unparse(node.test) for x in ast.walk(node)}
+        named = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in ignored]
+        each = [(str(node.module), f"{node.module}.{alias.name}") for node in named for alias in node.names]
+        names = {name if name in modules else package for package, name in each} & modules.keys()
+        left[module] = names - {module, *FLOORS}
+    while free := {module for module, names in left.items() if not names & left.keys()}:
+        left = {module: names for module, names in left.items() if module not in free}
+    assert not left, f"these files import one another in a circle: {sorted(left)}"
+
+
+@pytest.mark.parametrize("package", sorted(set(FLOORS) - {"kernels_pallas"}))
+def test_a_function_has_at_most_eight_parameters(package: str):
+    found = []
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                found += [(path.name, node.name)] if len(set(names) - {"self", "cls"}) > 8 else []
+    assert not found, f"more than eight parameters: {found}; join those that belong together"
+
+
 def test_the_library_imports_no_command():
     """What users call is in models/; models/commands/ stands on it, with an entry point a command."""
     entries = {path.name for path in sources("models/commands")}

@@ -14,7 +14,7 @@ import jax
 import kvjax
 import models
 from models import commands, fingerprints, hosts
-from models.asking import BUDGET, POLICY, Answers, ask, checked
+from models.asking import BUDGET, POLICY, Answers, Watch, ask, checked
 from models.commands import distributed, provenance
 from models.commands.run_flags import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
@@ -90,8 +90,9 @@ def _ask(flags: argparse.Namespace) -> None:
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     networks = load_networks(flags.networks, flags.model, model, [wanted_by(policy)], dtype=flags.dtype)
     screen, settings = Screen(), run_settings(flags)
+    asker = tokenizer.plain() if flags.plain else tokenizer
     of_read: dict[str, Any] = dict(policy=policy, budget=budget, when=flags.when, networks=networks)
-    shared: dict[str, Any] = dict(system=flags.system, plain=flags.plain, **settings)
+    shared: dict[str, Any] = dict(system=flags.system, **settings)
     with warnings.catch_warnings(), screen.compiling():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_, **__: screen.say(f"warning: {message}")
@@ -99,13 +100,13 @@ def _ask(flags: argparse.Namespace) -> None:
             name = "full" if policy is None else policy.name
             screen.say(f"{flags.model} · {policy_in_words(name, budget)}")
             show = lambda done, total, _: screen.note(f"reading: {done:,} of {total:,} tokens")  # noqa: E731
-            found = ask(model, tokenizer, document, [], on_block=show, **of_read, **shared)
+            found = ask(model, asker, document, [], watch=Watch(on_block=show), **of_read, **shared)
         else:
             info = kvjax.cache_info(flags.load)
             name, budget = info["policy"] or "full", info["budget"]
             screen.say(f"{flags.model} · {policy_in_words(name, budget)}")
             cache = kvjax.load_cache(flags.load, model=models.fingerprint(model))
-            found = ask(model, tokenizer, cache, [], **shared)
+            found = ask(model, asker, cache, [], **shared)
         if flags.save is not None:
             made_with: dict[str, Any] = dict(policy=policy or name, budget=budget, model=models.fingerprint(model))
             kvjax.save_cache(flags.save, found.cache, **made_with)
@@ -118,7 +119,7 @@ def _ask(flags: argparse.Namespace) -> None:
             if flags.question is not None and not flags.json:
                 screen.say(question.strip())
             write = None if flags.json else screen.write
-            answer = ask(model, tokenizer, found.cache, question, key=key, on_text=write, **shared)
+            answer = ask(model, asker, found.cache, question, key=key, watch=Watch(on_text=write), **shared)
             if not flags.json:
                 screen.end()
             peak = max(peak, answer.peak_cache_bytes)

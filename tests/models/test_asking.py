@@ -43,9 +43,9 @@ def test_document_and_question_are_the_text_of_the_template(template, system):
     tokenizer = tokenizer_of(template)
     if template is None and system is not None:
         with pytest.raises(ValueError, match="a system message needs a chat template"):
-            _Form.of(tokenizer, system, False)
+            _Form.of(tokenizer, system)
         return
-    form = _Form.of(tokenizer, system, False)
+    form = _Form.of(tokenizer, system)
     tokens = form.document(" A text.\n") + form.question("Why? ")
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": "A text.\n\nWhy?"})
@@ -64,7 +64,7 @@ def test_document_and_question_are_the_text_of_the_template(template, system):
 )
 def test_a_template_that_cannot_be_cut_says_so(template, document, sentence):
     with pytest.raises(ValueError, match=sentence):
-        _Form.of(tokenizer_of(template), None, False).document(document)
+        _Form.of(tokenizer_of(template), None).document(document)
 
 
 def test_a_command_asks_a_file_and_what_it_saved(tmp_path, capsys, monkeypatch):
