@@ -559,6 +559,18 @@ SCORES = [
         run="expected_attention",
     ),
     Method(
+        "rkv",
+        "[R-KV](https://arxiv.org/abs/2505.24133)",
+        "λ · attention of a window, pooled - (1 - λ) · softmax of the mean cosine with other keys",
+        "kvjax/scores_of_generations.py",
+    ),
+    Method(
+        "triattention",
+        "[TriAttention](https://arxiv.org/abs/2604.04921)",
+        "the mean query's logit 1, 2, 4, ... positions later, and Σ (E‖q_f‖ - ‖E q_f‖) ‖k_f‖",
+        "kvjax/scores_of_generations.py",
+    ),
+    Method(
         "kvzip",
         "[KVzip](https://arxiv.org/abs/2505.23416)",
         "the largest attention while the model repeats its prompt",
@@ -881,7 +893,7 @@ def published() -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     prompt = {"block": "after every block", "prompt": "once, when it is in"}
-    steps = {0: "never", 1: "at every step"}
+    steps = {0: "never", 1: "at every step", 128: "every 128 steps"}
     for name, make in LINKS.items():
         link = make()
         if link.published is None or not str(link).startswith((name, "@")):  # another name of a link

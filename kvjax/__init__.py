@@ -49,6 +49,7 @@ from kvjax.scores import (
     tova,
     zap,
 )
+from kvjax.scores_of_generations import rkv, triattention
 from kvjax.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
 from kvjax.selection import select, selected_mask
 from kvjax.several_policies import observe_each
@@ -142,6 +143,7 @@ __all__ = [
     "repeat",
     "retention_scores",
     "rewind",
+    "rkv",
     "rotate",
     "sage",
     "save_cache",
@@ -154,6 +156,7 @@ __all__ = [
     "straight_through",
     "streaming",
     "tova",
+    "triattention",
     "turn",
     "zap",
 ]

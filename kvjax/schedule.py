@@ -144,8 +144,9 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
         when: "published" means as in the policy's paper (:class:`kvjax.Moments`). A policy that observes tokens that
             stand for the answer's (DapQ) evicts once after the prompt, as in its paper, whatever is given.
         evict_every: the number of decode steps between evictions, 0 for never. By default the paper's for "published";
-            else the length of the policy's observation window, by whose queries it scores, or 1 without a window; 64
-            where the model repeats blocks, and 0 where it repeats its prompt once.
+            else the paper's where that is several steps, or the length of the policy's observation window, by whose
+            queries it scores, or 1 without either; 64 where the model repeats blocks, and 0 where it repeats its prompt
+            once.
 
     Example:
         >>> import kvjax
@@ -172,6 +173,8 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
             raise ValueError(f"no paper says when {policy.name!r} evicts; give when='block' or when='prompt'.")
         return policy.published.prompt, policy.published.decode if evict_every is None else evict_every
     usual = policy.needs.window if observed(policy.needs.statistics) else 1
+    if policy.published is not None and policy.published.decode > 1:
+        usual = policy.published.decode
     if wanted is not None:
         usual = REPEATED_STEPS if when == "block" else 0
     return when, usual if evict_every is None else evict_every

@@ -1,6 +1,7 @@
 """Base scores of papers that score a token by the attention that it gets, or by its position alone.
 
-Scores that read only keys and values are in scores_of_keys.py; links that change scores in transforms.py and caote.py.
+Scores that read only keys and values are in scores_of_keys.py, those for long generations in scores_of_generations.py,
+links that change scores in transforms.py and caote.py.
 """
 
 from __future__ import annotations

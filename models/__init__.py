@@ -3,12 +3,13 @@
 from models.asking import Answers, Watch, ask
 from models.batching import Engine, Made
 from models.butler import Butler, ButlerConfig, butler_input
-from models.calibration import head_scores, q_filters
+from models.calibration import head_scores, q_filters, query_centres
 from models.config import Config
 from models.decoder import Decoder
 from models.engine import Generation, Hidden, generate, hidden_states, output_projection, prefill, stream
 from models.families import register_family
 from models.fingerprints import fingerprint
+from models.forcing import teacher_forced
 from models.layer_caches import stacked
 from models.load import load, parse_mesh
 from models.networks import load_network, own_network, register_network, save_network
@@ -50,11 +51,13 @@ __all__ = [
     "prefill",
     "prefill_each",
     "q_filters",
+    "query_centres",
     "register_family",
     "register_network",
     "save",
     "save_network",
     "stacked",
     "stream",
+    "teacher_forced",
     "with_repeat_prompt",
 ]

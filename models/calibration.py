@@ -1,4 +1,4 @@
-"""Measure a model once, from a text, for policies and allocations that read it: Q-Filters, scores of heads."""
+"""Measure a model once, from a text, for what reads it: Q-Filters, centres of queries, scores of heads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kernels_pallas.softmax import scaled
 from kvjax import rotate
 from kvjax.checks import check_count, real_array
 from kvjax.schedule import HostOrDevice
+from models.config import Config
 from models.decoder import Decoder, rope_of_layer, rotation
 
 # measure(the layer's number, rotated queries, rotated keys) -> what is measured of the layer
@@ -57,6 +58,43 @@ def q_filters(model: Decoder, tokens: Int[HostOrDevice, "B T"]) -> Float[np.ndar
     return _of_layers(model, tokens, filters)
 
 
+def query_centres(model: Decoder, tokens: Int[HostOrDevice, "B T"]) -> Float[np.ndarray, "L K G C"]:
+    """Compute the centres of a model's queries from a text (arXiv 2604.04921), before rotation.
+
+    C = 3 D / 2: a head's mean query, and behind it the mean lengths of its pairs of elements that are rotated together.
+    The authors take one text of up to 32,768 tokens, and find that its kind matters little.
+
+    Args:
+        tokens: texts of one length; see :func:`q_filters`.
+
+    Returns:
+        The centres, for ``np.save`` and then :func:`kvjax.triattention`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> models.query_centres(model, jnp.arange(60).reshape(2, 30)).shape
+        (2, 2, 2, 12)
+    """
+    tokens = _texts(tokens)
+    waves = _waves(model, tokens.shape[1])
+
+    def centres(
+        layer: Int[Array, ""], query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]
+    ) -> Float[Array, "K G C"]:
+        back = _unrotated(model.config, layer, query, waves)
+        first, second = jnp.split(back, 2, axis=-1)
+        found = jnp.concatenate([back, jnp.sqrt(first**2 + second**2)], axis=-1)
+        return jnp.mean(found, axis=(0, 1)).reshape(key.shape[2], -1, found.shape[3])
+
+    return _of_layers(model, tokens, centres)
+
+
 def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int = 500) -> Float[np.ndarray, "L K"]:
     """Measure how far back each head looks, for the allocations that give such heads more slots.
 
@@ -88,12 +126,10 @@ def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int
     tokens = _texts(tokens)
     T = tokens.shape[1]
     config = model.config
-    of_text, placed = jax.jit(lambda: [rotation(config, jnp.arange(n)[None], jnp.full(1, n)) for n in (T, length)])()
+    of_text, placed = (_waves(model, n) for n in (T, length))
 
     def mean(layer: Int[Array, ""], x: Float[Array, "B T H D"]) -> Float[Array, "B 1 H D"]:
-        cos, sin = rope_of_layer(config, layer, of_text)
-        back = rotate(x.astype(jnp.float32), cos, -sin) / jnp.tile(cos**2 + sin**2, 2)  # yarn makes queries longer
-        return jnp.mean(back, axis=1, keepdims=True)
+        return jnp.mean(_unrotated(config, layer, x, of_text), axis=1, keepdims=True)
 
     def scores(
         layer: Int[Array, ""], query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]
@@ -108,6 +144,20 @@ def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int
         return jnp.mean(jnp.cumsum(weights, axis=-1), axis=(0, 2, 3))
 
     return _of_layers(model, tokens, scores)
+
+
+def _waves(model: Decoder, length: int) -> tuple[Array, Array]:
+    """Return the cosines and sines of the positions of a text, for :func:`rope_of_layer`."""
+    config = model.config
+    return jax.jit(lambda: rotation(config, jnp.arange(length)[None], jnp.full(1, length)))()
+
+
+def _unrotated(
+    config: Config, layer: Int[Array, ""], x: Float[Array, "B T H D"], waves: tuple[Array, Array]
+) -> Float[Array, "B T H D"]:
+    """Turn the queries or keys of a text back to position 0."""
+    cos, sin = rope_of_layer(config, layer, waves)
+    return rotate(x.astype(jnp.float32), cos, -sin) / jnp.tile(cos**2 + sin**2, 2)  # yarn makes them longer
 
 
 def _texts(tokens: Int[HostOrDevice, "B T"]) -> Int[Array, "B T"]:

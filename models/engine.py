@@ -321,12 +321,12 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
 def _feed(
     run: Run, sizes: Sizes, prompt: Schedule, cache: AnyCache | None, every: bool = False
 ) -> tuple[DecodeState, Array]:
-    """Feed a prompt by layer or in one program, as the run requires; see :func:`_prefill`."""
+    """Feed a prompt by layer or in one program, as the run requires; see :func:`prefill_at_once`."""
     if runs_by_layer(run):
         of_blocks: list[Array] = []
         state, last = _feed_prompt(LayerSteps(run, sizes), prompt, cache, on_hidden=of_blocks.append if every else None)
         return state, jnp.concatenate(of_blocks, axis=1) if every else last
-    return _prefill(run, sizes, prompt, cache, every)
+    return prefill_at_once(run, sizes, prompt, cache, every)
 
 
 def _run_prompt(
@@ -389,7 +389,7 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "every"))
-def _prefill(
+def prefill_at_once(
     run: Run, sizes: Sizes, prompt: Schedule, cache: AnyCache | None, every: bool = False
 ) -> tuple[DecodeState, Array]:
     """Feed the prompt to the given cache, or to an empty one.
@@ -463,7 +463,7 @@ def _generate(
 
     ``logits`` are those of the cache's last token, if the prompt is in the cache already.
     """
-    state, hidden = _prefill(run, sizes, prompt, cache)
+    state, hidden = prefill_at_once(run, sizes, prompt, cache)
     logits = run.model.logits(hidden[:, 0]) if logits is None else logits
     B, pad = logits.shape[0], _pad(run)
     key, draw = split_key(key)
@@ -489,14 +489,14 @@ def _generate(
         step, state, *others = advance(loop, Phase(evicts=False, compressed=True))
         out = others[-2]
         answer = jax.lax.dynamic_slice_in_dim(out, step - 1 - run.plan.evict_every, run.plan.evict_every, axis=1)
-        return step, _repeat_answer(run, state, answer, ended), *others
+        return step, repeat_answer(run, state, answer, ended), *others
 
     loop = (jnp.int32(1), state, key, token, finished, out, jnp.ones(B, jnp.int32))
-    _, state, _, _, _, out, count = _over_steps(run.plan, choice.most, more, advance, repeated, loop)
+    _, state, _, _, _, out, count = over_steps(run.plan, choice.most, more, advance, repeated, loop)
     return state, out, count, jnp.isfinite(logits).all()
 
 
-def _over_steps(
+def over_steps(
     plan: Plan,
     most: int,
     more: Callable[[Any], Array],
@@ -524,7 +524,7 @@ def _over_steps(
     return jax.lax.while_loop(more, round, loop)
 
 
-def _repeat_answer(run: Run, state: DecodeState, answer: Int[Array, "B n"], ended: Bool[Array, "B"]) -> DecodeState:
+def repeat_answer(run: Run, state: DecodeState, answer: Int[Array, "B n"], ended: Bool[Array, "B"]) -> DecodeState:
     """Have the model repeat the last tokens that it has made, and evict; rows that have ended lose nothing."""
     assert run.plan.repeats is not None
     tokens, position, part = answer_copies(run.plan.repeats, answer, state.cache.next_position, ended, jnp)

@@ -1,4 +1,4 @@
-"""Computes what some methods read of a model from a text, as files: Q-Filters, and the scores of heads."""
+"""Computes what some methods read of a model from a text, as files: Q-Filters, centres of queries, scores of heads."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = commands.parser(
         "models.calibrate",
         "models.calibrate",
-        description="Computes Q-Filters and the scores of heads of a model from a text.",
+        description="Computes Q-Filters, centres of queries and the scores of heads of a model from a text.",
         examples=EXAMPLES,
     )
     flags.add_argument("model", help="as in python -m models.generate")
     flags.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text of the kind that the model reads")
     flags.add_argument("--q-filters", metavar="FILE", help="write the filters that q_filters reads, a .npy file")
+    flags.add_argument(
+        "--centres", metavar="FILE", help="write the centres of queries that triattention reads, a .npy file"
+    )
     flags.add_argument("--heads", metavar="FILE", help="write the scores that duo and headkv read, a .npy file")
     flags.add_argument("--rows", type=int, default=8, help="most pieces of the text that are read")
     flags.add_argument("--length", type=int, default=512, help="tokens of a piece")
@@ -54,12 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(flags: argparse.Namespace) -> None:
     rows = check_count("--rows", flags.rows, 1, "read at least 1 piece")
     length = check_count("--length", flags.length, 1, "a piece has at least 1 token")
-    if not flags.q_filters and not flags.heads:
-        raise ValueError("there is nothing to compute; give --q-filters FILE or --heads FILE.")
-    for path in (flags.q_filters, flags.heads):
+    asked = (
+        (flags.q_filters, models.q_filters),
+        (flags.centres, models.query_centres),
+        (flags.heads, models.head_scores),
+    )
+    if not any(path for path, _ in asked):
+        raise ValueError("there is nothing to compute; give --q-filters FILE, --centres FILE or --heads FILE.")
+    for path, _ in asked:
         if path and Path(path).suffix != ".npy":
             raise ValueError(f"{path} is no .npy file; give a name that ends in .npy.")
-    commands.check_outputs([flags.q_filters, flags.heads])
+    commands.check_outputs([path for path, _ in asked])
     text = commands.read_text(flags.text, "text")
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
@@ -68,7 +76,7 @@ def _run(flags: argparse.Namespace) -> None:
     if not rows:
         raise ValueError(f"{flags.text} has {len(tokens)} tokens, expected at least {length}; give more, or --length.")
     pieces = tokens[: rows * length].reshape(rows, length)
-    for path, measure in ((flags.q_filters, models.q_filters), (flags.heads, models.head_scores)):
+    for path, measure in asked:
         if path:
             measured = measure(model, pieces)
             with commands.replacing(path) as temporary, temporary.open("wb") as file:

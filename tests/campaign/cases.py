@@ -188,19 +188,22 @@ def calibrations(policy: str) -> list[str]:
     return re.findall(r"file='([^']*)'", policy)
 
 
-def calibration(name: str, layers: int, kv_heads: int) -> str:
-    """The file of what a policy reads of a model with so many heads of 8: "q_filters" or "heads"."""
-    return str(Path(tempfile.gettempdir()) / "kvjax-campaign" / f"{name}_{layers}x{kv_heads}.npy")
+def calibration(name: str, *heads: int) -> str:
+    """The file of what a policy reads of a model with so many layers and KV heads of 8: "q_filters" or "heads"; or,
+    with the query heads of a group, "centres".
+    """
+    return str(Path(tempfile.gettempdir()) / "kvjax-campaign" / f"{name}_{'x'.join(map(str, heads))}.npy")
 
 
 def _write_calibration(path: Path) -> None:
     if not path.exists():
         name, _, shape = path.stem.rpartition("_")
         heads = tuple(map(int, shape.split("x")))
-        array = np.random.default_rng(heads).normal(size=(*heads, 8) if name == "q_filters" else heads)
+        more = {"q_filters": (8,), "centres": (12,)}.get(name, ())
+        array = np.random.default_rng(heads).normal(size=(*heads, *more))
         path.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            np.save(file, array if name == "q_filters" else abs(array))
+            np.save(file, array if more else abs(array))
         os.replace(file.name, path)
 
 
@@ -293,7 +296,9 @@ def draw(
         cache_dtype=cache_dtype,
     )
     capped = "attention_soft_cap" in FAMILIES[family]
-    some = (_policy(d, block, layers, kv_heads, meshed=mesh is not None, capped=capped) for _ in range(POLICIES))
+    some = (
+        _policy(d, block, (layers, kv_heads, group), meshed=mesh is not None, capped=capped) for _ in range(POLICIES)
+    )
     policy = next((policy for policy in some if wanted(policy)), "h2o")
     asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
     budget = _budget(d, policy, width)
@@ -319,8 +324,9 @@ def draw(
         )
 
 
-def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capped: bool) -> str:
+def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, capped: bool) -> str:
     """A chain that the library takes, and an allocation that fits it."""
+    layers, kv_heads, group = heads
     window = d.one(*[w for w in (1, 2, 3, 4) if w <= block])
     kernel = (1, 3, 5)
     bases = {
@@ -360,6 +366,8 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         "curdkv": dict(sinks=(0, 1, 0.25), leverage=("mean", "key", "value"), local_window=(1, 2, 3, None)),
         "lagkv": dict(sinks=(0, 1, 2), cross_scoring=(True,)),
         "random": dict(seed=(1, 7)),
+        "rkv": dict(kernel=kernel, importance=(0.0, 0.5, 1.0), threshold=(0.2, 0.9)),
+        "triattention": {},
     }
     if d.maybe(0.03):
         return "full"
@@ -374,14 +382,18 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
     one_set = base == "tova"  # for all heads of a layer: heads cannot exchange slots
-    always = f"window={window}" if name in ("snapkv", "dropkv", "dapq", "finch", "laprox", "cake", "lava") else ""
+    always = (
+        f"window={window}" if name in ("snapkv", "dropkv", "dapq", "finch", "laprox", "cake", "lava", "rkv") else ""
+    )
+    if name == "triattention":
+        always = f"file={calibration('centres', layers, kv_heads, group)!r},future={d.one(1, 8, 30)}"
     if name == "q_filters":
         always = f"file={calibration('q_filters', layers, kv_heads)!r}"
     if name == "lagkv":  # its 128 by default are more tokens than there are
         always = f"lag={d.one(2, 3, 4)}"
     if always:
         base = base[:-1] + f",{always})" if base.endswith(")") else f"{base}({always})"
-    links, nonnegative = [], name not in ("keydiff", "key_norm", "q_filters")
+    links, nonnegative = [], name not in ("keydiff", "key_norm", "q_filters", "rkv", "triattention")
     for kind in d.rng.permutation(["normalise", "pool", "chunks", "critical", "caote", "protect"]):
         often = dict(normalise=0.15, pool=0.15, chunks=0.15, critical=0.15, caote=0.5, protect=0.35)
         if not d.maybe(often[kind]):
@@ -403,7 +415,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
                 links.append(_caote(d))
             case "protect":
                 links.append(d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7))
-    if d.maybe(0.15) and name not in ("expected_attention", "kvgrad"):
+    if d.maybe(0.15) and name not in ("expected_attention", "kvgrad", "rkv", "triattention"):
         links.append(d.link("positions", kind=("compact", "index", "absolute")))
     merges = d.maybe(0.12)  # in plain caches
     if merges:
@@ -474,7 +486,8 @@ def smaller(case: Case) -> Iterator[Case]:
     def but(**changes: Any) -> Iterator[Case]:
         try:
             other = dataclasses.replace(case, **changes)
-            fitting = re.sub(r"_\d+x\d+\.npy", f"_{other.layers}x{other.kv_heads}.npy", other.policy)
+            fitting = re.sub(r"_\d+x\d+\b", f"_{other.layers}x{other.kv_heads}", other.policy)
+            fitting = re.sub(r"(centres_\d+x\d+)x\d+", rf"\1x{other.group}", fitting)
             other = dataclasses.replace(other, policy=fitting)
             if other != case and all(_slots(other.budget, n) >= least_budget(other.policy) for n in other.lengths):
                 yield other

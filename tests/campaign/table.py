@@ -27,9 +27,11 @@ HERE = "<folder>"  # of the campaign's calibration files, which differs from mac
 POLICIES = {
     "full": "full",
     "h2o": "sums",
-    **dict.fromkeys(("snapkv", "dropkv", "finch", "laprox", "cake", "lava"), "a window"),
+    **dict.fromkeys(("snapkv", "dropkv", "finch", "laprox", "cake", "lava", "rkv"), "a window"),
     **dict.fromkeys(("tova", "sage"), "one query"),
-    **dict.fromkeys(("expected_attention", "keydiff", "key_norm", "q_filters", "curdkv", "lagkv"), "keys"),
+    **dict.fromkeys(
+        ("expected_attention", "keydiff", "key_norm", "q_filters", "curdkv", "lagkv", "triattention"), "keys"
+    ),
     **dict.fromkeys(("butler", "zap"), "a network"),
     **dict.fromkeys(("kvzip", "kvgrad", "dapq"), "fed again"),
     **dict.fromkeys(("streaming", "recency", "random"), "positions"),

@@ -57,6 +57,11 @@ def test_filters_of_another_model_are_refused(tmp_path):
         policy.state(1, K, 2, 8, D)
     with pytest.raises(ValueError, match=r"'q_filters' reads the model's filters from a file; write q_filters\(file="):
         kvjax.q_filters().state(1, K, 2, 8, D)
+    np.save(tmp_path / "centres.npy", np.ones((L, K, 3, D)))
+    with pytest.raises(ValueError, match=rf"are not this model's, which has {K} groups of 2 query heads of {D}"):
+        kvjax.triattention(file=str(tmp_path / "centres.npy")).state(1, K, 2, 8, D)
+    with pytest.raises(ValueError, match=r"'triattention' reads the model's centres of queries from a file; write tri"):
+        kvjax.triattention().state(1, K, 2, 8, D)
 
 
 @pytest.mark.bad_input

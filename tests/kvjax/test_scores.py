@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import scores_of_generations
 from kvjax.transforms import _output_length
 from tests.kvjax import blocks, definitions
 from tests.kvjax.blocks import DIM, B, D, G, K, N, S, each_head, heads_of, scores, started
@@ -58,6 +59,7 @@ LINKS = [
     "expected_attention(future=1,covariance=False,value_norm=False)",
     "curdkv(sinks=1,leverage='mean',local_window=3)",
     "lagkv(sinks=1,lag=2)",
+    "rkv(window=2,kernel=3,importance=0.5)",
     "tova(heads='group')+critical(epsilon=0.1)+protect(sinks=2,recent=1)",
 ]
 
@@ -161,6 +163,15 @@ def test_random_is_roughly_uniform_and_independent_between_heads():
         assert abs(np.sort(head) - (np.arange(count) + 0.5) / count).max() < 1.95 / count**0.5  # Kolmogorov, p 0.001
         assert abs(np.corrcoef(head[:-1], head[1:])[0, 1]) < 4 / count**0.5
     assert abs(np.corrcoef(drawn)[0, 1]) < 4 / count**0.5
+
+
+def test_rkv_compares_a_part_of_the_keys_at_a_time(monkeypatch):
+    block = blocks.make(34)
+    whole = scores("rkv(window=2,kernel=3)", block)
+    monkeypatch.setattr(scores_of_generations, "_ROWS", 4)
+    parts = jax.jit(kvjax.rkv(window=2, kernel=3).update)(None, started(kvjax.rkv(window=2)), block.observation)[0]
+    live = live_of(block) & np.isfinite(whole)  # what is protected has no score of its own
+    close(np.asarray(parts)[:, :, 0][live], whole[live])
 
 
 def test_keydiff_of_a_zero_key_is_zero():

@@ -536,6 +536,66 @@ def _to_12_bits(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ldexp(np.round(steps) / 2**13, exponent), np.where(halfway, np.ldexp(2.0**-12, exponent), 0.0)
 
 
+def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold: float = 0.5) -> Link:
+    """The window's attention to what lies before it, less how alike a key and the other keys are."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        K, P, D = seen.key.shape
+        at, attended, alike = np.arange(P), np.zeros((K, 1, P)), np.zeros((K, P))
+        last = seen.query[:, :, -window:]
+        turn = np.exp(1j * at[P - last.shape[2] :, None] * seen.frequency)
+        turned = (last[..., : D // 2] + 1j * last[..., D // 2 :]) * turn
+        query = np.concatenate([turned.real, turned.imag], axis=-1)
+        logits = np.einsum("kgwd,kpd->kgwp", query, seen.key) / D**0.5
+        logits = logits if seen.soft_cap is None else seen.soft_cap * np.tanh(logits / seen.soft_cap)
+        for k, kept in enumerate(seen.kept):
+            before = kept & (at < P - window)
+            if before.any():
+                largest = logits[k].max(axis=0)[:, before]
+                power = np.exp(largest - largest.max(axis=-1, keepdims=True))
+                attended[k, 0, before] = (power / power.sum(axis=-1, keepdims=True)).mean(axis=0)
+            unit = seen.key[k, kept] / np.linalg.norm(seen.key[k, kept], axis=-1, keepdims=True)
+            cosine = unit @ unit.T
+            np.fill_diagonal(cosine, 0)
+            near = abs(cosine - threshold) < 1e-5
+            for row in cosine:
+                if (row > threshold).any():
+                    row[np.flatnonzero(row > threshold)[-1]] = 0
+            power = np.exp(cosine.mean(axis=0))
+            alike[k, kept] = power / power.sum()
+            seen.noise[k, kept] = 1e-6 + near.any() * 2 / len(unit) * alike[k, kept]
+        noise = seen.noise.copy()
+        result = importance * _pooled(attended, seen, kernel, "max") - (1 - importance) * alike[:, None]
+        seen.noise[:] = noise
+        return result
+
+    return Link(score, ((0, window),))
+
+
+def triattention(*, file: str, future: int = 65536) -> Link:
+    """The mean query's logit at positions to come, and lengths in place of what queries differ by, by deviations."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        D, P = seen.key.shape[2], seen.key.shape[1]
+        own = np.load(file)[seen.layer].astype(np.float64)  # [K, G, 3 D / 2]
+        mean, length = own[..., : D // 2] + 1j * own[..., D // 2 : D], own[..., D:]
+        ahead = P + 2 ** np.arange(future.bit_length())
+        turn = np.exp(1j * ahead[:, None] * seen.frequency).mean(axis=0)
+        key = seen.key[..., : D // 2] + 1j * seen.key[..., D // 2 :]
+        found = np.einsum("kgf,kpf->kgp", mean * turn, key.conj()).real
+        found = found + np.einsum("kgf,kpf->kgp", length - abs(mean), abs(key))
+        result = np.zeros(found.shape)
+        for k, kept in enumerate(seen.kept):
+            there = found[k][:, kept]
+            deviation = np.maximum(there.std(axis=-1, keepdims=True), 1e-6)
+            result[k][:, kept] = (there - there.mean(axis=-1, keepdims=True)) / deviation
+            off = 1e-6 * (1 + 1e-2 * ahead[-1]) * abs(mean[k]).max() * abs(key[k]).max()  # of float32's large angles
+            seen.noise[k] = off / deviation.min()
+        return result.max(axis=1, keepdims=True)
+
+    return Link(score)
+
+
 def random(*, seed: int = 0) -> Link:
     """A number for each token, head and layer: MurmurHash3's finaliser over the three, the upper 24 bits of it."""
 
@@ -700,8 +760,8 @@ LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
         h2o, tova, snapkv, dropkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap,
-        kvzip, kvgrad, recency, keydiff, key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect,
-        positions, merge, cam, critical, caote, fast_caote,
+        kvzip, kvgrad, recency, keydiff, key_norm, q_filters, curdkv, lagkv, rkv, triattention, random, normalise,
+        pool, chunks, protect, positions, merge, cam, critical, caote, fast_caote,
     )
 }  # fmt: skip
 

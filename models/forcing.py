@@ -1,0 +1,110 @@
+"""Teacher forcing: given texts go through decode, as if the model had made them.
+
+A generation that is longer than the cache is judged on a text of which every token is known: each is fed by a decode
+step, at which the policy observes and evicts as it does while the model generates.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.checks import check_count
+from kvjax.schedule import HostOrDevice, Phase, Schedule
+from models.decoder import Decoder
+from models.engine import Hidden, over_steps, prefill_at_once, prepare, repeat_answer
+from models.layer_caches import stacked_up
+from models.options import EngineSettings, Options, options_of
+from models.plan import Sizes, Tokens, check_prompt
+from models.steps import DecodeState, Run, decode_positions, forward
+
+
+def teacher_forced(
+    model: Decoder,
+    tokens: Tokens,
+    lengths: Int[HostOrDevice, "B"] | None = None,
+    *,
+    prompt: int = 1,
+    options: Options | None = None,
+    **settings: Unpack[EngineSettings],
+) -> Hidden:
+    """Feed given texts as if the model had generated them: a prompt, then one token of each row per decode step.
+
+    It is one compiled program, on a CPU too. The cache never holds more than the budget and what comes in between two
+    evictions: ``evict_every`` tokens, and their copies where the policy has the model repeat them.
+
+    Args:
+        tokens: texts, padded on the right, or a list of rows.
+        lengths: how many tokens of each row count; all by default.
+        prompt: how many of each row's first tokens are its prompt.
+        options, settings: what to keep, and how; see :class:`Options`.
+
+    Returns:
+        The cache behind the texts, and the hidden states of their tokens from the prompt's last one on, [B, T - prompt
+        + 1, E]; behind a row's end they say nothing.
+
+    Raises:
+        ValueError: a text is not longer than its prompt, or :func:`models.generate` would fail.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
+        ... )
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> cache, hidden = models.teacher_forced(
+        ...     model, jnp.arange(40)[None], prompt=8, policy="h2o", budget=16, block=8
+        ... )
+        >>> hidden.shape, cache.num_live.max().item(), cache.next_position.item()
+        ((1, 33, 32), 16, 40)
+    """
+    whole = check_prompt(model, tokens, lengths, None)
+    prompt = check_count("prompt", prompt, 1, "give at least 1 token")
+    if (whole.lengths <= prompt).any():
+        raise ValueError(
+            f"a text has {int(whole.lengths.min())} tokens, and its prompt {prompt}; give longer texts, or a shorter "
+            "prompt."
+        )
+    made = np.where(np.arange(whole.tokens.shape[1]) < whole.lengths[:, None], whole.tokens, -1)[:, prompt:]
+    options = options_of("teacher_forced", EngineSettings, options, settings, reserve=made.shape[1])
+    given = check_prompt(model, whole.tokens[:, :prompt], None, None, None, options.policy)
+    run, sizes, fed = prepare(model, given, options)
+    state, hidden = _forced(run, sizes, fed, made)
+    return Hidden(stacked_up(state.cache), hidden)
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def _forced(
+    run: Run, sizes: Sizes, prompt: Schedule, made: Int[Array, "B n"]
+) -> tuple[DecodeState, Float[Array, "B n1 E"]]:
+    """Feed the prompt, and then the tokens that are as good as made, -1 behind a row's end."""
+    state, last = prefill_at_once(run, sizes, prompt, None)
+    B, n = made.shape
+    out = jnp.zeros((B, n + 1, last.shape[2]), last.dtype).at[:, 0].set(last[:, 0])
+
+    def more(loop: Any) -> Array:
+        return loop[0] <= n
+
+    def advance(loop: Any, phase: Phase) -> Any:
+        step, state, out = loop
+        token = jax.lax.dynamic_slice_in_dim(made, step - 1, 1, axis=1)
+        position = decode_positions(token[:, 0] < 0, state.cache.next_position)
+        hidden, state = forward(run, state, jnp.maximum(token, 0), position, run.rows.decode_budgets, phase)
+        return step + 1, state, jax.lax.dynamic_update_slice_in_dim(out, hidden, step, axis=1)
+
+    def repeated(loop: Any) -> Any:
+        step, state, out = advance(loop, Phase(evicts=False, compressed=True))
+        every = run.plan.evict_every
+        newest = jax.lax.dynamic_slice_in_dim(made, step - 1 - every, every, axis=1)
+        ended = newest[:, -1] < 0
+        return step, repeat_answer(run, state, jnp.maximum(newest, 0), ended), out
+
+    _, state, out = over_steps(run.plan, n + 1, more, advance, repeated, (jnp.int32(1), state, out))
+    return state, out
