@@ -46,7 +46,7 @@ def peak_bytes(model: models.Decoder, tokens: int, options: models.Options) -> i
     """
     given = check_prompt(model, np.zeros((1, tokens), np.int32), None, None)
     run, sizes, prompt = engine.prepare(model, given, options)
-    program = engine._prefill.lower(run, sizes, prompt, None).compile()
+    program = engine.prefill_at_once.lower(run, sizes, prompt, None).compile()
     return measure.program_bytes(program) - measure.tree_bytes((run.model, prompt))
 
 
