@@ -27,6 +27,7 @@ from models.config import Config
 OPERATIONS = ("caote_topk", "cache_attention", "paged_attention", "select_attention", "mse_logits")
 IMPLEMENTATIONS = ("reference", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
 STATISTICS = frozenset({"sum", "last"})  # read by H2O and SAGE-KV; a block's other statistics cost the same pass
+ERRORS = frozenset({"window_mean"})  # read by DropKV, and by SnapKV under CAOTE of each query
 PAGE_SIZE = 16
 BEYOND_CACHES = 2**29  # bytes that a loop reads before it returns to a layer, so that no hardware cache holds them
 
@@ -88,6 +89,7 @@ def cases(config: Config, batch: int, sizes: Sizes, dtype: DTypeLike, operations
         yield _cache_attention(config, batch, sizes.budget + sizes.block, 1, STATISTICS, dtype)
         yield _cache_attention(config, batch, sizes.budget + sizes.block, sizes.block, frozenset(), dtype)
         yield _cache_attention(config, batch, sizes.budget + sizes.block, sizes.block, STATISTICS, dtype)
+        yield _cache_attention(config, batch, sizes.budget + sizes.block, sizes.block, ERRORS, dtype, errors=True)
     if "paged_attention" in operations and importlib.util.find_spec("kernels_pallas.paged_attention") is not None:
         yield _paged_attention(config, batch, sizes, 1, dtype)
         yield _paged_attention(config, batch, sizes, sizes.block, dtype)
@@ -132,7 +134,14 @@ def _caote_topk(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, case: st
 
 
 def _cache_attention(
-    config: Config, B: int, S: int, T: int, statistics: frozenset[str], dtype: DTypeLike, case: str | None = None
+    config: Config,
+    B: int,
+    S: int,
+    T: int,
+    statistics: frozenset[str],
+    dtype: DTypeLike,
+    case: str | None = None,
+    errors: bool = False,
 ) -> Case:
     N, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     width = jnp.dtype(dtype).itemsize
@@ -146,10 +155,11 @@ def _cache_attention(
 
     def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
         return function(
-            *arrays, statistics=statistics, window=0, sliding_window=None, scale=D**-0.5, layer=index % L + zero
+            *arrays, statistics=statistics, window=32, errors=errors, sliding_window=None, scale=D**-0.5,
+            layer=index % L + zero,
         )  # fmt: skip
 
-    name = ("decode" if T == 1 else f"block of {T}") + (", statistics" if statistics else "")
+    name = ("decode" if T == 1 else f"block of {T}") + (", errors" if errors else ", statistics" if statistics else "")
     flops = floors.attention_flops(B, T, N, S, D) if T >= 128 else 0
     return Case("cache_attention", case or name, make, call, numbers_bytes, flops)
 

@@ -472,6 +472,13 @@ SCORES = [
         "kvjax/caote.py",
         run="snapkv(kernel=7)+caote(target='output')",
     ),
+    Method(
+        "caote(per='query')",
+        "ours",
+        "the root of the base score of (a / (1 - a))² ‖x - v‖² of each query",
+        "kvjax/caote.py",
+        note="[gallery](gallery.md#smollm2-135m-instruct-attention-outputs-by-layer)",
+    ),
     Method("h2o", H2O, "attention, summed over queries", "kvjax/scores.py", run="h2o+protect(recent=0.5)"),
     Method("tova", TOVA, "the layer's attention, last query", "kvjax/scores.py", run="tova"),
     Method(
@@ -484,7 +491,7 @@ SCORES = [
     Method(
         "dropkv",
         "[DropKV](https://openreview.net/forum?id=MqfNzH3TVH)",
-        "a window's Σ (a / (1 - a))² ‖x - v‖², pooled",
+        "a window's mean (a / (1 - a))² ‖x - v‖², pooled",
         "kvjax/scores.py",
         run="dropkv",
     ),

@@ -6,14 +6,16 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from kernels_pallas.caote_topk.reference import root
 from kvjax.chains import no_state, register
 from kvjax.eviction_error import score as eviction_error
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.policy import Moments, Policy, Scores
-from kvjax.projection import OutputProjection
+from kvjax.projection import OutputProjection, part_of
 from kvjax.transforms import shares
 
 Target = Literal["value", "output"]
+PUBLISHED = Moments("block", 1, "arXiv 2504.14051, section 2: after each block of the prompt and each new token")
 
 
 @register
@@ -24,10 +26,19 @@ def caote(
     fast: bool = False,
     target: Target = "value",
     cross: bool = True,
+    per: Literal["head", "query"] = "head",
 ) -> Policy:
     """Score a token by how its eviction changes the attention output (CAOTE over any score, arXiv 2504.14051, eq. 20).
 
     The preceding non-negative scores, normalised to sum to 1 over the live slots, take the place of attention weights.
+    So a head has one output and one error, however many queries its scores are made of.
+
+    With ``per="query"`` each query that the base score observes has its own output x and its own error,
+    ``a / (1 - a) |x - v|`` for its weight a. The base score reads their squares where it reads weights else, and the
+    score is the root of what it makes of them: over ``snapkv`` that of the window's mean, pooled; over ``h2o`` that of
+    the sum over all queries so far; over ``kvzip`` the largest error while the prompt is repeated; over ``tova`` the
+    last query's, which is what ``caote`` is there. A base score that takes no sum, mean or largest of weights is
+    refused. On a TPU or GPU kernels compute the squares, but for those behind W_O.
 
     Args:
         norm: the norm of the change, 1, 2 (the paper's, eq. 8) or "inf".
@@ -36,6 +47,7 @@ def caote(
         target: "value" measures the heads' outputs, "output" the layer's output after W_O. The latter needs norm 2,
             group "exact", and ``Context.projection``.
         cross: with target="output", whether heads count together, as W_O adds them, or each alone (cheaper).
+        per: "head" for one error of a head, or "query" for those of its queries, which needs norm 2, and cross=True.
 
     Example:
         >>> import kvjax
@@ -43,7 +55,11 @@ def caote(
         "h2o+caote(group='mean')"
         >>> sorted(kvjax.parse("h2o+caote(target='output')").needs.projections)
         ['factor']
+        >>> kvjax.parse("snapkv+caote(per='query')").needs.errors
+        'value'
     """
+    if per == "query":
+        return _per_query(norm, group, fast, target, cross)
     if fast:
         return fast_caote(norm=norm, group=group, target=target, cross=cross)
     return _caote("caote", norm, group, target, cross)
@@ -74,13 +90,7 @@ def _caote(
     target: Target,
     cross: bool,
 ) -> Policy:
-    if target == "output" and (norm != 2 or group != "exact"):
-        raise ValueError(
-            f"caote: norm is {norm!r} and group {group!r}, but target='output' measures one vector, the "
-            "layer's output: take norm=2 and group='exact'."
-        )
-    if target == "value" and not cross:
-        raise ValueError("caote: cross=False leaves out cross terms in W_O; take it with target='output'.")
+    _check_target(norm, group, target, cross)
     kind, fast = "factor" if cross else "gram", name == "fast_caote"
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores | Weights, Any]:
@@ -91,8 +101,8 @@ def _caote(
         G = o.query.shape[2] // o.position.shape[1]
         weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
         joined = eviction_error(
-            weights, o.value, fast=fast, norm=norm, group=group, mask=o.live, projection=_projection(kind, o),
-            cross=cross,
+            weights, o.value, fast=fast, norm=norm, group=group, mask=o.live, cross=cross,
+            projection=OutputProjection(**{kind: part_of(o.context.projection, kind)}),
         )  # fmt: skip
         return joined[:, :, None], state
 
@@ -103,15 +113,41 @@ def _caote(
         needs=Needs(projections=frozenset({kind} if target == "output" else ())),
         needs_nonnegative=True,
         nonnegative=True,
-        published=Moments("block", 1, "arXiv 2504.14051, section 2: after each block of the prompt and each new token"),
+        published=PUBLISHED,
     )
 
 
-def _projection(kind: str, o: Observation) -> OutputProjection:
-    projection = o.context.projection
-    if projection is None or getattr(projection, kind) is None:
+def _per_query(
+    norm: Literal[1, 2, "inf"], group: Literal["exact", "mean"], fast: bool, target: Target, cross: bool
+) -> Policy:
+    """Have the base score read squared errors; what is left to do is to join those of a group."""
+    if norm != 2 or fast or not cross:
         raise ValueError(
-            f"caote(target='output') reads the {kind} of the layer's output projection, which is missing: hand it "
-            "to attend (Context(projection=kvjax.output_projection(weight, kv_heads, policy.needs.projections)))."
+            f"caote: norm is {norm!r}, fast {fast} and cross {cross}, but per='query' measures the length of each "
+            "query's exact change: take norm=2, fast=False and cross=True, or per='head'."
         )
-    return projection
+    _check_target(norm, group, target, cross)
+
+    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
+        over = jnp.sum if target == "value" and group == "exact" else jnp.mean
+        return root(over(scores, axis=2, keepdims=True)), state
+
+    return Policy(
+        "caote",
+        no_state,
+        update,
+        needs=Needs(errors=target, projections=frozenset({"factor"} if target == "output" else ())),
+        needs_nonnegative=True,
+        nonnegative=True,
+        published=PUBLISHED,
+    )
+
+
+def _check_target(norm: Literal[1, 2, "inf"], group: Literal["exact", "mean"], target: Target, cross: bool) -> None:
+    if target == "output" and (norm != 2 or group != "exact"):
+        raise ValueError(
+            f"caote: norm is {norm!r} and group {group!r}, but target='output' measures one vector, the "
+            "layer's output: take norm=2 and group='exact'."
+        )
+    if target == "value" and not cross:
+        raise ValueError("caote: cross=False leaves out cross terms in W_O; take it with target='output'.")

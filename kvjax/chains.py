@@ -128,6 +128,8 @@ def chain(*links: Policy) -> Policy:
         needs = functools.reduce(operator.or_, (link.needs for link in links))
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
+    if needs.errors is not None:
+        _check_errors(name, links)
     heads = {link.heads for link in links} - {"group"} or {"group"}
     positions = {link.positions for link in links} - {"absolute"} or {"absolute"}
     for what, choices in (("heads", heads), ("positions", positions)):
@@ -182,6 +184,26 @@ def chain(*links: Policy) -> Policy:
         published=next((link.published for link in reversed(links) if link.published is not None), None),
         merging=mergings[0] if mergings else None,
     )
+
+
+def _check_errors(name: str, links: tuple[Policy, ...]) -> None:
+    """Check that a base score can read squared errors in place of weights, and that no other link reads weights."""
+    base, *others = links
+    repeated = base.needs.reconstruction
+    read = base.needs.statistics | (frozenset() if repeated is None else repeated.statistics)
+    what = None if read else "reads no attention: no query observes"
+    if base.needs.predicted or read - {"sum", "last", "max", "window_mean", "window_place"}:
+        what = "reads more of attention than sums, means or the largest of its weights"
+    if what is not None:
+        raise ValueError(
+            f"{name!r}: with per='query' a base score reads squared errors of queries in place of their weights, but "
+            f"{base.name!r} {what}; take another base score, such as 'snapkv', or per='head'."
+        )
+    if readers := [link.name for link in others if link.needs.statistics]:
+        raise ValueError(
+            f"{name!r}: {readers[0]!r} reads the attention that tokens get, but the policy's statistics are those of "
+            "errors; leave one of the two out."
+        )
 
 
 @typed

@@ -19,6 +19,7 @@ from kvjax.insertion import Cache, up_to, within
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, joined, mark_protected, scores_of_weights, update_scores
+from kvjax.projection import part_of
 from kvjax.turning import next_index, turn_to_index, turn_to_rank
 from kvjax.window import join, observed
 
@@ -155,6 +156,8 @@ def attention_options(needs: Needs, context: Context) -> dict[str, Any]:
     return dict(
         statistics=statistics,
         window=needs.window,
+        errors=needs.errors is not None,
+        projection=part_of(context.projection, "factor") if needs.errors == "output" else None,
         sliding_window=context.sliding_window,
         scale=context.scale,
         soft_cap=context.soft_cap,

@@ -45,6 +45,8 @@ class Needs:
     Attributes:
         statistics: the column statistics (``kernels_pallas.STATISTICS`` and ``ONLY_REFERENCE``).
         window: the observation window of the "window_" statistics, in queries.
+        errors: take the statistics of each query's squared change of output without a token, in place of its weight:
+            of the heads' outputs ("value"), or of a group's part of the layer's output, behind W_O ("output").
         projections: parts of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: the rotary frequencies.
         predicted: fields of :class:`Prediction`, which a small network fills in.
@@ -58,6 +60,7 @@ class Needs:
 
     statistics: frozenset[str] = frozenset()
     window: int = 0
+    errors: Literal["value", "output"] | None = None
     projections: frozenset[str] = frozenset()
     rotary: bool = False
     predicted: frozenset[str] = frozenset()
@@ -70,6 +73,7 @@ class Needs:
         return Needs(
             self.statistics | other.statistics,
             max(windows, default=0),
+            self.errors if other.errors is None else other.errors,
             self.projections | other.projections,
             self.rotary or other.rotary,
             self.predicted | other.predicted,

@@ -175,6 +175,11 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
             f"{name!r}: {allocation.name!r} measures the attention of the text's last queries, but {plain!r} evicts "
             "after the model has repeated its prompt; take another allocation."
         )
+    if allocation.statistics and needs.errors is not None:
+        raise ValueError(
+            f"{name!r}: {allocation.name!r} measures the attention of queries, but {plain!r} has statistics of their "
+            "errors; take another allocation."
+        )
     if allocation.statistics:
         window = (allocation.window or needs.window or 32) if observed(allocation.statistics) else 0
         own = Needs(allocation.statistics, window)

@@ -72,6 +72,27 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: It
     return OutputProjection(blocks if "weight" in kinds else None, gram, factor)
 
 
+def part_of(projection: OutputProjection | None, kind: str) -> Array:
+    """Return a part of a layer's output projection, as CAOTE reads it.
+
+    Raises:
+        ValueError: if it is missing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.projection import OutputProjection, part_of
+        >>> part_of(OutputProjection(gram=jnp.ones((2, 3, 4, 4))), "gram").shape
+        (2, 3, 4, 4)
+    """
+    part = None if projection is None else getattr(projection, kind)
+    if part is None:
+        raise ValueError(
+            f"caote(target='output') reads the {kind} of the layer's output projection, which is missing: hand it "
+            "to attend (Context(projection=kvjax.output_projection(weight, kv_heads, policy.needs.projections)))."
+        )
+    return part
+
+
 def measure(
     projection: OutputProjection | Float[Array, "... G D F"], cross: bool, shape: tuple[int, ...], dtype: Any
 ) -> OutputProjection:

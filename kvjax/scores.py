@@ -145,11 +145,12 @@ def dropkv(*, window: int = 32, kernel: int = 7) -> Policy:
     """Score a token by how far the last queries' outputs would move without it (DropKV, openreview MqfNzH3TVH).
 
     For each of the window's queries, with its weight a of the token and its output x, the change is exactly
-    ``a / (1 - a) (x - v)``, as CAOTE's theorem 3.2 has it for one query (arXiv 2504.14051). The score is the sum of the
-    squared lengths, averaged over the group and pooled over neighbours. ``snapkv+caote`` takes one mean weight and one
-    output of all queries in their place. No kernel computes it yet: it runs in the reference implementation.
+    ``a / (1 - a) (v - x)``, as CAOTE's theorem 3.2 has it for one query (arXiv 2504.14051). The score is the mean of
+    its squared length over queries and the group, pooled over neighbours. ``snapkv+caote`` takes one mean weight and
+    one output of all queries in their place. ``snapkv(kernel=7)+caote(per='query')`` is its root, but that
+    SnapKV leaves the window's own tokens out of the pooling.
 
-    kvpress adds 1e-6 to 1 - a (pull request 285); here 1 - a is at least the float's rounding.
+    kvpress adds 1e-6 to 1 - a (pull request 285); here it is as it is, and x itself is the change where a is 1.
 
     Args:
         window: how many of the last queries observe, and stay; decode steps are joined until there are as many.
@@ -157,17 +158,19 @@ def dropkv(*, window: int = 32, kernel: int = 7) -> Policy:
 
     Example:
         >>> import kvjax
-        >>> kvjax.parse("dropkv@adakv").needs.statistics
-        frozenset({'window_error'})
+        >>> policy = kvjax.parse("dropkv@adakv")
+        >>> policy.needs.statistics, policy.needs.errors
+        (frozenset({'window_mean'}), 'value')
     """
     check_kernel("dropkv", kernel)
     _check_window("dropkv", window)
 
     return base_score(
         "dropkv",
-        lambda o: pooled(o.columns.window_error, o, kernel, "avg"),
-        statistics=("window_error",),
+        lambda o: pooled(o.columns.window_mean, o, kernel, "avg"),
+        statistics=("window_mean",),
         window=window,
+        needs=Needs(errors="value"),
         protection=Protection(recent=window),
         published=Moments("prompt", 0, "openreview MqfNzH3TVH: compresses the prompt, before generation"),
     )
@@ -318,7 +321,7 @@ def sage(*, heads: Literal["group", "query"] = "group") -> Policy:
         scores = jnp.mean(o.columns.last, axis=2)
         quarter = (o.budget // 4)[:, None, None]
         recent = o.position >= o.next_position[:, None, None] - jnp.maximum(quarter, 1)
-        chosen = jnp.where(recent, 0, jnp.clip(scores, jnp.finfo(jnp.float32).tiny, 1))
+        chosen = jnp.where(recent, 0, jnp.maximum(scores, jnp.finfo(jnp.float32).tiny))
         observed = (o.query_position >= 0).any(axis=1)[:, None, None]
         return scores[:, :, None], jnp.where(observed, chosen, state)
 
@@ -549,7 +552,6 @@ def kvzip(
     chunk: int = 2048,
     sinks: int = 4,
     visible: Literal["part", "cache"] = "part",
-    measure: Literal["weight", "error"] = "weight",
 ) -> Policy:
     """Score a token by the attention that it gets when the model repeats its prompt (KVzip, arXiv 2505.23416).
 
@@ -570,9 +572,6 @@ def kvzip(
             in kvpress.
         sinks: how many first tokens always stay, and are seen with every chunk; 4 as in kvpress.
         visible: whether the weights are of attention over the "part" that is repeated, or over the whole "cache".
-        measure: what the largest is taken of: the "weight" a, or the relative "error" of a query's output if the token
-            were gone, ``a / (1 - a) |x - v| / |x|``, as CAOTE has it for one query (arXiv 2504.14051, theorem 3.2).
-            ``kvzip+caote`` is another thing: one error, under the largest weights of all queries.
 
     Example:
         >>> import kvjax
@@ -582,12 +581,10 @@ def kvzip(
     """
     check_count("kvzip: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
     check_protected("kvzip", "sinks", sinks)
-    statistic = "max" if measure == "weight" else "max_error"
-
     return _while_repeating(
         "kvzip",
-        lambda o: jnp.max(o.columns.max if measure == "weight" else o.columns.max_error, axis=2),
-        Needs(reconstruction=Reconstruction(chunk, sinks, visible, frozenset({statistic}))),
+        lambda o: jnp.max(o.columns.max, axis=2),
+        Needs(reconstruction=Reconstruction(chunk, sinks, visible, frozenset({"max"}))),
         Moments("prompt", 0, "arXiv 2505.23416: once after the prompt, which the model repeats"),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -44,7 +45,7 @@ def observe_each(
 ) -> tuple[Float[Array, "B T N D"], KVCache, tuple[Evidence, ...]]:
     """Run :func:`observe` for several policies at once, as long as none of them evicts: attention runs once for all.
 
-    Attention runs once more for each further size of observation window.
+    Attention runs once more for each further size of observation window, and for policies that read errors.
 
     Args:
         cache: a cache whose ``state`` is a tuple of the policies' states, in their order.
@@ -96,17 +97,22 @@ def observe_each(
     block, context = prepared(cache, LayerBlock(query, key, value, position), context)
     query = block.query
     cache, taken = inserted(cache, block, context)
-    together: dict[int, Needs] = {}
+    together: dict[Any, Needs] = {}
     largest = max(policy.needs.window for policy in chosen)
     for policy in chosen:  # a policy that observes no window joins any
-        window = policy.needs.window or largest
-        together[window] = together.get(window, Needs()) | policy.needs
-    seen = {window: attend_heads(taken, query, position, needs, context, cache) for window, needs in together.items()}
+        kind = _observed(policy, largest)
+        together[kind] = together.get(kind, Needs()) | policy.needs
+    seen = {kind: attend_heads(taken, query, position, needs, context, cache) for kind, needs in together.items()}
     said, states, heads = [], [], jnp.arange(cache.heads_shape[-1])
     for policy, state, budget in zip(chosen, taken.state, of_shares, strict=True):
-        _, columns, turned, here = seen[policy.needs.window or largest]
+        _, columns, turned, here = seen[_observed(policy, largest)]
         own = dataclasses.replace(choosable(here, context), state=state)
         evidence, state = ask(policy, own, turned, position, columns, heads, shares_of(cache, budget), context)
         said.append(with_scores(of_layer(policy, evidence, len(heads)), own))
         states.append(state)
-    return seen[largest][0], updated(cache, taken, own.position, tuple(states), context), tuple(said)
+    return next(iter(seen.values()))[0], updated(cache, taken, own.position, tuple(states), context), tuple(said)
+
+
+def _observed(policy: Policy, largest: int) -> tuple[int, str | None]:
+    """Return what tells the statistics of some policies from those of others: their window, and what they are of."""
+    return policy.needs.window or largest, policy.needs.errors

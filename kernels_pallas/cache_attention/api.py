@@ -28,6 +28,8 @@ def cache_attention(
     bias: Float[Array, "*L B K S"] | None = None,
     statistics: Iterable[str] = (),
     window: int = 0,
+    errors: bool = False,
+    projection: Float[Array, "K G D F"] | None = None,
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -49,6 +51,9 @@ def cache_attention(
         statistics: names from ``STATISTICS``, or from ``ONLY_REFERENCE``, which only the reference computes; see
             :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
+        errors: take the statistics of each query's squared change of output without a slot, in place of its weight.
+        projection: with ``errors``, a factor of W_O (:class:`kvjax.OutputProjection`): the change is that of a group's
+            heads together, behind it, and the same for all of them. No kernel has it.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
@@ -91,6 +96,7 @@ def cache_attention(
             f"slots and {(B, T)} for the queries."
         )
     check_bias(bias, key.shape[:-1])
+    check_projection(projection, errors, (key.shape[-3], N // key.shape[-3], D))
     return dispatch(
         implementation,
         reference.cache_attention,
@@ -102,6 +108,8 @@ def cache_attention(
         query_position,
         statistics=check_statistics(statistics, window),
         window=window,
+        errors=errors,
+        projection=projection,
         sliding_window=sliding_window,
         scale=D**-0.5 if scale is None else scale,
         soft_cap=check_soft_cap(soft_cap),
@@ -131,6 +139,22 @@ def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:
     if observing and window < 1:
         raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")
     return statistics
+
+
+def check_projection(projection: Any, errors: bool, heads: tuple[int, int, int]) -> None:
+    """Check that a projection is that of the errors of these heads, K, G and D.
+
+    Raises:
+        ValueError: if it is not.
+
+    Example:
+        >>> from kernels_pallas.cache_attention.api import check_projection
+        >>> check_projection(None, errors=True, heads=(2, 3, 64))
+    """
+    if projection is not None and not errors:
+        raise ValueError("a projection was given for statistics of weights; take errors=True, or leave it out.")
+    if projection is not None and (projection.ndim != 4 or projection.shape[:3] != heads):
+        raise ValueError(f"projection {projection.shape} does not fit: expected [K, G, D, F], with {heads} in front.")
 
 
 def check_bias(bias: Any, slots: tuple[int, ...]) -> None:

@@ -21,7 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, first_entering, of_weights
+from kernels_pallas.cache_attention.queries import (
+    IN_WINDOW,
+    IS_LAST,
+    POSITION,
+    UNSEEN,
+    first_entering,
+    of_weights,
+    squared_changes,
+)
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.prepare import Rounded
 from kernels_pallas.softmax import of_parts, scaled
@@ -57,7 +65,10 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *scales, rounded, names, scale, soft_cap, interpret):
+def of_heads(
+    query, about, span, key, value, key_position, layer, *scales,
+    rounded, names, errors, scale, soft_cap, interpret,
+):  # fmt: skip
     L, B, K, S, D = key.shape
     key, value = (x.reshape(L, B * K, S, D) for x in (key, value))
     storage = Storage(
@@ -65,7 +76,8 @@ def of_heads(query, about, span, key, value, key_position, layer, *scales, round
         where=(pl.BlockSpec((1,), lambda *_: (0,)),),
         load=lambda ref, where, slot, width: _load(ref, slot, width, where[0]),
     )
-    options = dict(rounded=rounded, names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="cache")
+    options = dict(rounded=rounded, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    options |= dict(name="cache")
     return attend_heads(query, about, span, key, value, key_position, scales, (layer,), storage, **options)
 
 
@@ -82,6 +94,7 @@ def attend_heads(
     *,
     rounded: Rounded,
     names: tuple[str, ...],
+    errors: bool,
     scale: float,
     soft_cap: float | None,
     interpret: bool,
@@ -107,9 +120,10 @@ def attend_heads(
 
     scalar = pl.BlockSpec((1,), lambda *_: (0,))
     slot_specs = [storage.array, of_head(S)]
-    one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
+    finishes = T == 1 and not errors
+    one_query = finishes and bool(names)  # its logits take no more memory than the statistics, which follow from them
     acc, peak, total, *logits = pl.pallas_call(
-        functools.partial(_attend, storage, rounded=rounded, steps=steps, rows=rows, **options),
+        functools.partial(_attend, storage, rounded=rounded, steps=steps, rows=rows, errors=errors, **options),
         out_shape=[
             jax.ShapeDtypeStruct((H, splits, R, D), jnp.float32),
             *[jax.ShapeDtypeStruct((H, splits, R), jnp.float32)] * 2,
@@ -135,7 +149,7 @@ def attend_heads(
         name=f"{name}_attention",
     )(span, query, about, key, key_position, value, *where, *scales)
     heads = [1 if name == "window_group_square" else G for name in names]
-    if T == 1:
+    if finishes:
         size = min(FINISHED, max(pl.next_power_of_2(S), 16))
         out, *columns = pl.pallas_call(
             functools.partial(_finish, names=names, size=size, width=width),
@@ -157,13 +171,14 @@ def attend_heads(
             name=f"{name}_combined",
         )(about, key_position, acc, peak, total, *logits)
         return (out.reshape(B, K, G, T, D), *(column.reshape(B, K, -1, S) for column in columns))
-    out, whole_peak, whole_total = of_parts(acc, peak, total)
-    out = out.astype(query.dtype).reshape(B, K, T, G, D).swapaxes(2, 3)
+    outputs, whole_peak, whole_total = of_parts(acc, peak, total)
+    out = outputs.astype(query.dtype).reshape(B, K, T, G, D).swapaxes(2, 3)
     if not names:
         return (out,)
     queries = min(max(pl.next_power_of_2(T), 16), 64)
+    used, of_errors = (scales, (outputs, value)) if errors else (key_scales, ())
     columns = pl.pallas_call(
-        functools.partial(_reduce, storage, names=names, scales=len(key_scales), queries=queries, **options),
+        functools.partial(_reduce, storage, names=names, rounded=rounded, errors=errors, queries=queries, **options),
         out_shape=[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in heads],
         grid=(H, pl.cdiv(S, slots)),
         in_specs=[
@@ -173,14 +188,18 @@ def attend_heads(
             of_head(T, 3, by=K),
             *slot_specs,
             *[of_head(R)] * 2,
+            *[of_head(R, D), storage.array][: len(of_errors)],
             *storage.where,
-            *[of_head(S)] * len(key_scales),
+            *[of_head(S)] * len(used),
         ],
         out_specs=[of_head(h, S) for h in heads],
         compiler_params=params,
         interpret=interpret,
         name=f"{name}_statistics",
-    )(span, first_entering(about, names), query, about, key, key_position, whole_peak, whole_total, *where, *key_scales)
+    )(
+        span, first_entering(about, names), query, about, key, key_position, whole_peak, whole_total,
+        *of_errors, *where, *used,
+    )  # fmt: skip
     return (out, *(column.reshape(B, K, -1, S) for column in columns))
 
 
@@ -218,7 +237,7 @@ def _scales_of(scales, slot):
 
 def _attend(
     storage, span, query, about, key, key_position, value, *refs,
-    rounded, G, steps, rows, slots, width, scale, soft_cap,
+    rounded, errors, G, steps, rows, slots, width, scale, soft_cap,
 ):  # fmt: skip
     where, scales, refs = _split(refs, len(storage.where), sum(rounded))
     key_scales, value_scales = rounded.split(scales)
@@ -250,6 +269,8 @@ def _attend(
         weights = jnp.where(visible, jnp.exp(logits - now[:, None]), 0.0)
         # The content of a free slot must not matter, and 0 * NaN is NaN.
         v = jnp.where((position >= 0)[:, None], widened(storage.load(value, where, slot, width), like), 0)
+        if errors:  # small differences of outputs
+            v = v.astype(jnp.float32)
         shrink, total = jnp.exp(peak - now), jnp.exp(peak - now) * total + jnp.sum(weights, axis=1)
         for of_slot in _scales_of(value_scales, slot):
             weights = jnp.where(visible, weights * of_slot[None, :], 0.0)
@@ -307,13 +328,19 @@ def _finish(about, key_position, accs, peaks, totals, *refs, names, size, width)
 
 def _reduce(
     storage, span, first_query, query, about, key, key_position, peaks, totals, *refs,
-    names, scales, G, slots, queries, width, scale, soft_cap,
+    names, rounded, errors, G, slots, queries, width, scale, soft_cap,
 ):  # fmt: skip
-    where, scales, refs = _split(refs, len(storage.where), scales)
+    of_errors, where, refs = _split(refs, 2 * errors, len(storage.where))
+    key_scales, value_scales, refs = _split(refs, int(rounded.key), int(rounded.value and errors))
     T, S = about.shape[0], key_position.shape[0]
     slot = pl.program_id(1) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
-    k, of_slots = widened(storage.load(key, where, slot, width), query.dtype), _scales_of(scales, slot)
+    k, of_slots = widened(storage.load(key, where, slot, width), query.dtype), _scales_of(key_scales, slot)
     position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
+    if errors:  # the content of a free slot must not matter
+        v = storage.load(of_errors[1], where, slot, width).astype(jnp.float32)
+        v = jnp.where((position >= 0)[:, None], v, 0.0)
+        for of_slot in _scales_of(value_scales, slot):
+            v = v * jnp.where(position >= 0, of_slot, 0.0)[:, None]
     merges = "window_mean" in names or "window_variance" in names
     zero = jnp.zeros((slots,), jnp.float32)
 
@@ -345,6 +372,8 @@ def _reduce(
                 logits = logits * of_slot[None, :]
             logits = scaled(logits, scale, soft_cap)
             w = jnp.where(visible, jnp.exp(jnp.where(visible, logits - peak[:, None], 0.0)) / total[:, None], 0.0)
+            if errors:
+                w = squared_changes(w, _load(of_errors[0], row, width), v, jnp.sum(v * v, axis=1)[None, :])
             add("sum", g, w)
             add("last", g, jnp.where(is_last, w, 0.0))
             if "max" in sums:

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.cache_attention.queries import describe
+from kernels_pallas.cache_attention.queries import describe, rows_entering
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.dispatch import of_layer
 from kernels_pallas.prepare import Rounded, given_scales, over_heads, stacked
@@ -60,6 +60,8 @@ def in_groups(
     kv_heads: int,
     statistics: frozenset[str],
     window: int,
+    errors: bool = False,
+    projection: Float[Array, "K G D F"] | None = None,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
@@ -67,12 +69,16 @@ def in_groups(
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on queries grouped by KV head.
 
+    Statistics of errors take a second run, on the queries that enter them alone: they need outputs that are nearer than
+    a cache's dtype.
+
     Args:
-        kernel: ``(query [B, K, G, T, D], about, span, *arrays, rounded=, names=, scale=, soft_cap=)`` returns the
-            output, shaped like the queries, and each statistic in ``names`` as ``[B, K, heads, S]``.
+        kernel: ``(query [B, K, G, T, D], about, span, *arrays, rounded=, names=, errors=, scale=, soft_cap=)`` returns
+            the output, shaped like the queries, and each statistic in ``names`` as ``[B, K, heads, S]``. With
+            ``errors`` its output does not matter.
         arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`. The last ones are
             the scales of what is ``rounded``.
-        bias: refused: no kernel adds it to its logits yet.
+        projection, bias: refused: no kernel multiplies by the one, or adds the other to its logits, yet.
 
     Example:
         >>> import jax, numpy as np
@@ -92,17 +98,29 @@ def in_groups(
     B, T, N, D = query.shape
     if bias is not None:
         raise NotImplementedError("no kernel adds a bias per slot to the logits; take implementation='reference'.")
+    if projection is not None:
+        raise NotImplementedError("no kernel measures errors behind W_O; take implementation='reference'.")
     if missing := statistics & set(ONLY_REFERENCE):
         raise NotImplementedError(
             f"no kernel computes the statistics {sorted(missing)}; take implementation='reference'."
         )
     names = tuple(name for name in STATISTICS if name in statistics)
     columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
-    grouped = ("b k g t d", query.reshape(B, T, kv_heads, N // kv_heads, D).transpose(0, 2, 3, 1, 4))
-    about, span = ("b t c", describe(query_position, window)), ("w", span_of(sliding_window))
-    axes, given = zip(grouped, about, span, *arrays, strict=True)
-    on_device = functools.partial(kernel, rounded=rounded, names=names, scale=scale, soft_cap=soft_cap)
-    run = over_heads(on_device, axes, [axes[0], *columns])
-    out, *found = run(*given)
+    grouped, about = (
+        query.reshape(B, T, kv_heads, N // kv_heads, D).transpose(0, 2, 3, 1, 4),
+        describe(query_position, window),
+    )
+    axes, given = zip(*arrays, strict=True) if arrays else ((), ())
+    inputs, options = ("b k g t d", "b t c", "w", *axes), dict(rounded=rounded, scale=scale, soft_cap=soft_cap)
+
+    def run(query: Array, about: Array, names: tuple[str, ...], errors: bool) -> tuple[Array, ...]:
+        on_device = functools.partial(kernel, names=names, errors=errors, **options)
+        return over_heads(on_device, inputs, [inputs[0], *columns[: len(names)]])(
+            query, about, span_of(sliding_window), *given
+        )
+
+    out, *found = run(grouped, about, () if errors else names, False)
+    if errors and names:
+        _, *found = run(*rows_entering(grouped, about, names, window), names, True)
     flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, D), ColumnStatistics(**dict(zip(names, flat, strict=True)))

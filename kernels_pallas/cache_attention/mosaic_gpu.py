@@ -38,8 +38,10 @@ _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # typ
 _NARROW = (plgpu.TilingTransform((8, 8)), plgpu.SwizzleTransform(32))  # type: ignore[abstract]
 
 
-def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
+def unsupported(query: Any, key: Any, value: Any, *_: Any, errors: bool = False, **__: Any) -> str | None:
     """Return why the kernels can't run with these arguments, or None."""
+    if errors:
+        return "statistics of errors are asked for, which these kernels do not compute"
     if not hasattr(plgpu, "InterpretGPUParams"):
         return f"JAX is {jax.__version__}, whose Pallas cannot interpret kernels for Mosaic GPU; take 0.12"
     if (capability := compute_capability()) not in (None, 90):
@@ -60,8 +62,10 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | N
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *, rounded, names, scale, soft_cap, interpret):
-    del rounded  # no scales: rows of eight bits are refused
+def of_heads(
+    query, about, span, key, value, key_position, layer, *, rounded, names, errors, scale, soft_cap, interpret
+):
+    del rounded, errors  # no scales, no errors: both are refused
     L, B, K, S, D = key.shape
     G, T = query.shape[2:4]
     H, R, tiles = B * K, G * T, pl.cdiv(S, TILE)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -45,6 +49,77 @@ def first_entering(about: Int[Array, "B T 3"], names: tuple[str, ...]) -> Int[Ar
         return jnp.zeros(about.shape[0], jnp.int32)
     enters = (about[:, :, IS_LAST] > 0) | (about[:, :, IN_WINDOW] > 0)
     return jnp.argmax(enters, axis=1).astype(jnp.int32)
+
+
+def rows_entering(
+    rows: Float[Array, "B K G T _"], about: Int[Array, "B T 3"], names: Iterable[str], window: int
+) -> tuple[Float[Array, "B K G some _"], Int[Array, "B some 3"]]:
+    """Return the queries that enter a statistic, and maybe a few more, with their descriptions.
+
+    Example:
+        >>> import functools, jax, numpy as np
+        >>> from kernels_pallas.cache_attention.queries import describe, rows_entering
+        >>> about = jax.jit(describe, static_argnums=1)(np.array([[6, 7, -1]]), 1)
+        >>> last = jax.jit(functools.partial(rows_entering, names=("last",), window=1))
+        >>> last(np.zeros((1, 2, 3, 3, 8)), about)[1].tolist()
+        [[[7, 1, 1]]]
+    """
+    most = max(window, 1)
+    if {"sum", "max", "weights"} & set(names) or most >= about.shape[1]:
+        return rows, about
+    enters = (about[:, :, IS_LAST] > 0) | (about[:, :, IN_WINDOW] > 0)
+    some = jnp.argsort(~enters, axis=1, stable=True)[:, :most]
+    rows = jnp.take_along_axis(rows, some[:, None, None, :, None], axis=3)
+    return rows, jnp.take_along_axis(about, some[:, :, None], axis=1)
+
+
+def ratios(weights: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
+    """Return a / (1 - a), and where a is 1 up to a float's rounding; there the ratio is 1.
+
+    A query's output x changes by the ratio times v - x without a slot of value v, and by x itself without its only one.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> from kernels_pallas.cache_attention.queries import ratios
+        >>> [x.tolist() for x in jax.jit(ratios)(np.array([0.5, 0.75, 1.0]))]
+        [[1.0, 3.0, 1.0], [False, False, True]]
+    """
+    rest = 1 - weights
+    alone = rest <= float(jnp.finfo(weights.dtype).eps)
+    return jnp.where(alone, 1, weights / jnp.where(alone, 1, rest)), alone
+
+
+def squared_changes(
+    weights: Float[Array, "rows S"],
+    out: Float[Array, "rows D"],
+    value: Float[Array, "S D"],
+    squares: Float[Array, "#1 S"],
+) -> Float[Array, "rows S"]:
+    """Return the squared lengths of the changes of queries' outputs without each of some slots, in a kernel.
+
+    A slot of more than half a query's weight is told from the output number by number: there the expansion of squares
+    would lose the small difference of both. A query has at most one such slot.
+
+    Args:
+        squares: the values' squared lengths.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> from kernels_pallas.cache_attention.queries import squared_changes
+        >>> value = np.array([[1.0], [-1.0]], np.float32)
+        >>> weights, out = np.float32([[0.75, 0.25]]), np.float32([[0.5]])
+        >>> jax.jit(squared_changes)(weights, out, value, (value**2).T).tolist()
+        [[2.25, 0.25]]
+    """
+    exact: Any = dict(preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
+    products = jax.lax.dot_general(out, value, (((1,), (1,)), ((), ())), **exact)
+    own = jnp.sum(out * out, axis=1, keepdims=True)
+    heavy = weights > 0.5
+    nearest = jax.lax.dot_general(jnp.where(heavy, 1.0, 0.0), value, (((1,), (0,)), ((), ())), **exact)
+    away = jnp.sum((out - nearest) ** 2, axis=1, keepdims=True)
+    squared = jnp.where(heavy, away, jnp.maximum(own - 2 * products + squares, 0))
+    ratio, alone = ratios(weights)
+    return ratio * ratio * jnp.where(alone, own, squared)
 
 
 def of_one_query(

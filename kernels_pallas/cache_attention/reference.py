@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real, Shaped
 
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe, ratios, rows_entering
 from kernels_pallas.dispatch import of_layer
 from kernels_pallas.prepare import apart
 from kernels_pallas.softmax import exponentials, grouped_logits, scaled, weighted_values
@@ -24,23 +24,24 @@ STATISTICS = (
     "window_place",
     "window_group_square",
 )
-ONLY_REFERENCE = ("max_error", "window_error", "weights")  # statistics that no kernel computes
+ONLY_REFERENCE = ("weights",)  # statistics that no kernel computes
 
 
 class ColumnStatistics(NamedTuple):
     """Statistics of a block's attention weights for each slot, float32; ``None`` where not asked for.
 
+    With ``errors`` all of them are statistics of another number of each query and slot: the squared length of the
+    change of the query's output if the slot were gone, ``(a / (1 - a))^2 |x - v|^2`` for its weight a, its value v and
+    the output x (CAOTE's theorem 3.2, for each query); ``|x|^2`` where a is 1, for a query that sees nothing gets 0.
+
     Over the block's valid queries, per query head ``[B, N, S]``: ``sum``, the sum of the weights; ``last``, the weights
-    of the last query; ``max``, the largest weight; and ``max_error``, the largest relative change of a query's output
-    if the slot were gone, ``a / (1 - a) |x - v| / |x|`` for its weight a, its value v and the output x (CAOTE's
-    theorem 3.2, for each query; 1 - a is at least the float's rounding).
+    of the last query; and ``max``, the largest weight.
 
     Over the last ``window`` valid queries of the block (over all of them where there are fewer), per query head: the
     mean ``window_mean``; the unbiased variance ``window_variance``, 0 for a single query; the sum of squares
     ``window_square``; the sum of ``a log a``, ``window_log``, with ``0 log 0 = 0``; and ``window_place``, the mean of
-    the weights times their queries' places, counted from the end (1 for the last); and ``window_error``, the sum of
-    ``(a / (1 - a))^2 |x - v|^2``, the squared change of each query's output if the slot were gone. Per KV head
-    ``[B, K, S]``: ``window_group_square``, the sum of squares of the group's mean weight.
+    the weights times their queries' places, counted from the end (1 for the last). Per KV head ``[B, K, S]``:
+    ``window_group_square``, the sum of squares of the group's mean weight.
 
     And ``weights``, all of them, per query head ``[B, N, T, S]``, 0 for a padding query.
     """
@@ -54,8 +55,6 @@ class ColumnStatistics(NamedTuple):
     window_log: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_place: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_group_square: Float[Array, "*groups S"] = None  # type: ignore[assignment]
-    max_error: Float[Array, "*heads S"] = None  # type: ignore[assignment]
-    window_error: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     weights: Float[Array, "*heads T S"] = None  # type: ignore[assignment]
 
 
@@ -68,6 +67,8 @@ def cache_attention(
     *,
     statistics: frozenset[str],
     window: int,
+    errors: bool = False,
+    projection: Float[Array, "K G D F"] | None = None,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
@@ -93,7 +94,13 @@ def cache_attention(
     if not statistics:
         return out, ColumnStatistics()
 
-    is_last, place = (describe(query_position, window)[..., i] for i in (IS_LAST, IN_WINDOW))  # [B, T]
+    about = describe(query_position, window)
+    if errors:
+        weights, about = rows_entering(weights / total, about, statistics, window)
+        floats = _floats(value, live, value_scale, weights.dtype)
+        weights = _errors(weights, floats) if projection is None else _joint_errors(weights, floats, projection)
+        total = jnp.ones_like(weights[..., :1])
+    is_last, place = (about[..., i] for i in (IS_LAST, IN_WINDOW))  # [B, T]
     is_last, seen = is_last > 0, place > 0
     queries = jnp.sum(seen, axis=1)  # [B]
     share = seen.astype(weights.dtype) / jnp.maximum(queries, 1)[:, None].astype(weights.dtype)
@@ -108,7 +115,7 @@ def cache_attention(
     columns = _sums_of_rows(weights, total, rows) if rows else {}
 
     if statistics - columns.keys():  # weights are 0 where a query is padding
-        columns |= _of_divided(weights / total, columns, statistics, seen, window, (value, live, value_scale))
+        columns |= _of_divided(weights / total, columns, statistics, seen)
     # [B, K, G or 1, ...] -> N heads, or K groups
     flat = {name: columns[name].reshape(len(query), -1, *columns[name].shape[3:]) for name in statistics}
     return out, ColumnStatistics(**flat)
@@ -119,27 +126,17 @@ def _of_divided(
     sums: dict[str, Float[Array, "B K G S"]],
     statistics: frozenset[str],
     seen: Bool[Array, "B T"],
-    window: int,
-    values: tuple[Real[Array, "B K S D"], Bool[Array, "B K S"], Float[Array, "B K S"] | None],
 ) -> dict[str, Float[Array, "B K _ *T S"]]:
     """Compute the statistics that are no sums of rows: they read the weights themselves.
 
     Args:
-        seen: the queries of the observation window, which are at most ``window``.
-        values: the values, a mask of the slots that hold one, and the scales of rows of eight bits.
+        seen: the queries of the observation window.
     """
     columns = {}
     if "weights" in statistics:
         columns["weights"] = weights
     if "max" in statistics:
         columns["max"] = jnp.max(weights, axis=3)
-    if "max_error" in statistics:
-        columns["max_error"] = jnp.max(_errors(weights, *values), axis=3)
-    if "window_error" in statistics:
-        first = jnp.argsort(~seen, axis=1, stable=True)[:, :window]  # the queries of the window, then others
-        own = jnp.take_along_axis(seen, first, axis=1)[:, None, None, :, None]
-        rows = jnp.take_along_axis(weights, first[:, None, None, :, None], axis=3)
-        columns["window_error"] = _squared_errors(jnp.where(own, rows, 0), *values)
     if "window_variance" in statistics:  # around the mean: E[a^2] - E[a]^2 of small weights is all rounding
         deviations = _sum_of_rows((weights - sums["window_mean"][:, :, :, None]) ** 2, seen)
         others = (jnp.sum(seen, axis=1) - 1)[:, None, None, None]
@@ -153,42 +150,40 @@ def _of_divided(
     return columns
 
 
-def _errors(
-    weights: Float[Array, "B K G T S"],
-    value: Real[Array, "B K S D"],
-    live: Bool[Array, "B K S"],
-    value_scale: Float[Array, "B K S"] | None,
-) -> Float[Array, "B K G T S"]:
-    """Return the relative change of each query's output if a slot were gone."""
-    value, highest = _floats(value, live, value_scale, weights.dtype), jax.lax.Precision.HIGHEST
+def _errors(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S D"]) -> Float[Array, "B K G T S"]:
+    """Return the squared length of each query's change of output if a slot were gone.
+
+    Where a slot has nearly all of a query's weight, x - v is a small difference and its factor large: the slot of the
+    largest weight is told from x number by number, not by the squares' expansion.
+    """
+    highest = jax.lax.Precision.HIGHEST
     x = jnp.einsum("bkgts,bksd->bkgtd", weights, value, precision=highest)
     products = jnp.einsum("bkgtd,bksd->bkgts", x, value, precision=highest)
     own = jnp.sum(x * x, axis=-1, keepdims=True)
     squared = own - 2 * products + jnp.sum(value * value, axis=-1)[:, :, None, None]
-    rest = jnp.maximum(1 - weights, jnp.finfo(weights.dtype).eps)
-    own = jnp.where(own > 0, own, 1)  # no output is 0 but a padding query's, whose weights are 0
-    return weights / rest * jnp.sqrt(jnp.maximum(squared, 0) / own)
+    largest = jnp.argmax(weights, axis=-1)  # [B, K, G, T]
+    nearest = jnp.take_along_axis(value[:, :, None, None], largest[..., None, None], axis=4)[..., 0, :]
+    is_largest = jnp.arange(weights.shape[-1]) == largest[..., None]
+    squared = jnp.where(is_largest, jnp.sum((x - nearest) ** 2, axis=-1, keepdims=True), squared)
+    ratio, alone = ratios(weights)
+    return ratio**2 * jnp.where(alone, own, jnp.maximum(squared, 0))
 
 
-def _squared_errors(
-    weights: Float[Array, "B K G T S"],
-    value: Real[Array, "B K S D"],
-    live: Bool[Array, "B K S"],
-    value_scale: Float[Array, "B K S"] | None,
-) -> Float[Array, "B K G S"]:
-    """Sum the squared changes of the queries' outputs if a slot were gone, query by query.
+def _joint_errors(
+    weights: Float[Array, "B K G T S"], value: Float[Array, "B K S D"], projection: Float[Array, "K G D F"]
+) -> Float[Array, "B K G T S"]:
+    """Return the squares of the changes of a group's heads together, behind their projections, for each head alike."""
+    highest = jax.lax.Precision.HIGHEST
 
-    Where one slot has nearly all of the weight, x - v is small and its factor large: only differences taken number by
-    number are near enough, and those of all queries at once would be [T, S, D].
-    """
-    value = _floats(value, live, value_scale, weights.dtype)
+    def of_query(row: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
+        x = jnp.einsum("bkgs,bksd->bkgd", row, value, precision=highest)
+        (ratio, alone), x = ratios(row[..., None]), x[:, :, :, None]
+        moved = ratio * jnp.where(alone, x, value[:, :, None] - x)
+        behind = jnp.einsum("bkgsd,kgdf->bksf", moved, projection.astype(row.dtype), precision=highest)
+        return jnp.sum(behind * behind, axis=-1)
 
-    def add(total: Array, row: Float[Array, "B K G S"]) -> tuple[Array, None]:
-        x = jnp.einsum("bkgs,bksd->bkgd", row, value, precision=jax.lax.Precision.HIGHEST)
-        squared = jnp.sum((x[:, :, :, None] - value[:, :, None]) ** 2, axis=-1)
-        return total + (row / jnp.maximum(1 - row, jnp.finfo(row.dtype).eps)) ** 2 * squared, None
-
-    return jax.lax.scan(add, jnp.zeros_like(weights[:, :, :, 0]), jnp.moveaxis(weights, 3, 0))[0]
+    squares = jnp.moveaxis(jax.lax.map(of_query, jnp.moveaxis(weights, 3, 0)), 0, 2)  # [B, K, T, S]
+    return jnp.broadcast_to(squares[:, :, None], weights.shape)
 
 
 def _floats(value: Array, live: Array, scale: Array | None, dtype: jnp.dtype) -> Float[Array, "B K S D"]:

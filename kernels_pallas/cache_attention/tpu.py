@@ -22,7 +22,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, first_entering, of_one_query
+from kernels_pallas.cache_attention.queries import (
+    IN_WINDOW,
+    IS_LAST,
+    POSITION,
+    UNSEEN,
+    first_entering,
+    of_one_query,
+    squared_changes,
+)
 from kernels_pallas.eight_bits import unread
 from kernels_pallas.prepare import Rounded
 from kernels_pallas.softmax import scaled
@@ -59,7 +67,10 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *scales, rounded, names, scale, soft_cap, interpret):
+def of_heads(
+    query, about, span, key, value, key_position, layer, *scales,
+    rounded, names, errors, scale, soft_cap, interpret,
+):  # fmt: skip
     S, width = key.shape[3:]
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
@@ -67,7 +78,8 @@ def of_heads(query, about, span, key, value, key_position, layer, *scales, round
         block = (None, None, None, slots, width), lambda b, k, c, layer: (layer[0], b, k, c, 0)
         return Storage(slots, (block,)), (layer,)
 
-    options = dict(rounded=rounded, names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="cache")
+    options = dict(rounded=rounded, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    options |= dict(name="cache")
     return attend_heads(query, about, span, key, value, key_position, scales, stored, **options)
 
 
@@ -83,6 +95,7 @@ def attend_heads(
     *,
     rounded: Rounded,
     names: tuple[str, ...],
+    errors: bool,
     scale: float,
     soft_cap: float | None,
     interpret: Any,
@@ -130,11 +143,15 @@ def attend_heads(
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
     options: dict[str, Any] = dict(storage=storage, scalars=len(where), rounded=rounded, per_head=per_head)
     options |= dict(scale=scale, soft_cap=soft_cap)
-    one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
+    one_query = (
+        T == 1 and bool(names) and not errors
+    )  # its logits take no more memory than the statistics, which follow from them
+    # Errors are small differences of outputs, of which the second kernel takes the last D lanes.
+    out_spec = pl.BlockSpec((None, None, None, rows, width), q_spec.index_map) if errors else q_spec
     out, softmax, *logits = pl.pallas_call(
-        functools.partial(_attend, arrays=len(stores), **options),
+        functools.partial(_attend, arrays=len(stores), errors=errors, **options),
         out_shape=[
-            jax.ShapeDtypeStruct((B, K, blocks, rows, D), query.dtype),
+            jax.ShapeDtypeStruct((B, K, blocks, rows, width if errors else D), jnp.float32 if errors else query.dtype),
             jax.ShapeDtypeStruct((B, K, blocks, rows, 128), jnp.float32),
             *[jax.ShapeDtypeStruct((B, K, rows, S), jnp.float32)] * one_query,
         ],
@@ -149,7 +166,7 @@ def attend_heads(
                 *slot_specs * len(stores),
             ],
             out_specs=[
-                q_spec,
+                out_spec,
                 row_spec,
                 *[pl.BlockSpec((None, None, rows, slots), lambda b, k, t, c, *_: (b, k, 0, c))] * one_query,
             ],
@@ -175,9 +192,11 @@ def attend_heads(
         columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2], about)
     elif names:
         q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda b, k, c, t, *where: (b, k, t, c, *where))
+        out_spec = pl.BlockSpec((None, None, None, rows, width), q_spec.index_map)
+        read, used, of_errors = (stores, scales, (out,)) if errors else ([key], key_scales, ())
         heads = [1 if name == "window_group_square" else G for name in names]
         columns = pl.pallas_call(
-            functools.partial(_reduce, names=names, blocks=blocks, **options),
+            functools.partial(_reduce, names=names, blocks=blocks, arrays=len(read), errors=errors, **options),
             out_shape=[jax.ShapeDtypeStruct((B, K, h, S), jnp.float32) for h in heads],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(where),
@@ -186,9 +205,10 @@ def attend_heads(
                     *[scalar] * 2,
                     q_spec,
                     about_spec,
-                    *[position_spec] * (1 + len(key_scales)),
+                    *[position_spec] * (1 + len(used)),
                     row_spec,
-                    *slot_specs,
+                    *[out_spec] * len(of_errors),
+                    *slot_specs * len(read),
                 ],
                 out_specs=[pl.BlockSpec((None, None, h, slots), lambda b, k, c, *_: (b, k, 0, c)) for h in heads],
                 scratch_shapes=[
@@ -205,8 +225,11 @@ def attend_heads(
             ),
             interpret=interpret,
             name=f"{name}_statistics",
-        )(*where, span, first_entering(about, names), query, about, key_position, *key_scales, softmax, *[key] * pieces)
-    out = out.reshape(B, K, blocks, G, per_head, D).swapaxes(2, 3).reshape(B, K, G, blocks * per_head, D)
+        )(
+            *where, span, first_entering(about, names), query, about, key_position, *used, softmax, *of_errors,
+            *[x for x in read for _ in range(pieces)],
+        )  # fmt: skip
+    out = out.reshape(B, K, blocks, G, per_head, -1).swapaxes(2, 3).reshape(B, K, G, blocks * per_head, -1)
     return (out[:, :, :, :T], *columns)
 
 
@@ -244,7 +267,12 @@ def _when_held(storage, where, chunk, *conditions):
     return pl.when(functools.reduce(jnp.logical_and, conditions)) if conditions else lambda run: run()
 
 
-def _attend(*refs, arrays, storage, scalars, rounded, per_head, scale, soft_cap):
+def _column(row):
+    """Turn a row [1, slots] into a column [slots, 1]."""
+    return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
+
+
+def _attend(*refs, arrays, errors, storage, scalars, rounded, per_head, scale, soft_cap):
     where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
     scales, others = others[: sum(rounded)], others[sum(rounded) :]
     key_scales, value_scales = rounded.split(scales)
@@ -277,11 +305,10 @@ def _attend(*refs, arrays, storage, scalars, rounded, per_head, scale, soft_cap)
         weights = jnp.where(visible, jnp.exp(logits - now), 0)
         shrink = jnp.exp(before - now)
         # The content of a free slot must not matter, and 0 * NaN is NaN.
-        live = jnp.where(key_position[...] >= 0, 1.0, 0.0)
-        live = jnp.broadcast_to(live, (8, live.shape[1])).T[:, :1] > 0
+        live = _column(jnp.where(key_position[...] >= 0, 1.0, 0.0)) > 0
         value = keys_here if arrays == 1 else _chunk(values, query.dtype)
-        v = jnp.where(live, value.astype(jnp.float32), 0).astype(value.dtype)
-        precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else None
+        v = jnp.where(live, value.astype(jnp.float32), 0).astype(jnp.float32 if errors else value.dtype)
+        precision = jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
         shares = weights
         for ref in value_scales:
             shares = jnp.where(visible, weights * ref[...], 0)
@@ -301,10 +328,13 @@ def _attend(*refs, arrays, storage, scalars, rounded, per_head, scale, soft_cap)
         softmax[...] = jnp.where(lane == 0, peak[...], jnp.maximum(total[...], tiny))
 
 
-def _reduce(*refs, storage, scalars, rounded, names, per_head, scale, soft_cap, blocks):
+def _reduce(*refs, storage, scalars, rounded, names, arrays, errors, per_head, scale, soft_cap, blocks):
     where, (span, first_query, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
-    key_scales, (softmax, *others) = others[: int(rounded.key)], others[int(rounded.key) :]
-    keys, sums = others[: len(storage.blocks)], others[len(storage.blocks) :]
+    scales = int(rounded.key) + int(rounded.value and errors)
+    (key_scales, value_scales), (softmax, *others) = rounded.split(others[:scales]), others[scales:]
+    outputs, pieces = others[: int(errors)], len(storage.blocks)
+    slots, sums = others[len(outputs) :][: pieces * arrays], others[len(outputs) + pieces * arrays :]
+    keys, values = slots[:pieces], slots[-pieces:]  # the same where they are side by side
     columns, (mean, deviations, count) = dict(zip(names, sums, strict=False)), sums[len(names) :]
     t = pl.program_id(3)
     G = query.shape[0] // per_head
@@ -321,6 +351,21 @@ def _reduce(*refs, storage, scalars, rounded, names, per_head, scale, soft_cap, 
             span, query, about, keys_here, key_position, key_scales, per_head=per_head, scale=scale, soft_cap=soft_cap
         )
         weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
+        for out in outputs:
+            value = keys_here if arrays == 1 else _chunk(values, query.dtype)
+            # The content of a free slot must not matter; beside a key there is no value.
+            is_value = jax.lax.broadcasted_iota(jnp.int32, value.shape, 1) >= value.shape[1] - query.shape[1]
+            live = _column(jnp.where(key_position[...] >= 0, 1.0, 0.0)) > 0
+            v = jnp.where(live & is_value, value.astype(jnp.float32), 0)
+            for ref in value_scales:
+                v = v * jnp.where(live, _column(ref[...]), 0)
+            lane = jax.lax.broadcasted_iota(jnp.int32, out.shape, 1)
+            x = jnp.where(lane >= out.shape[1] - query.shape[1], out[...], 0)
+            squares = jax.lax.dot_general(
+                jnp.ones((8, v.shape[1]), jnp.float32), v * v, (((1,), (1,)), ((), ())),
+                preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST,
+            )  # fmt: skip
+            weights = squared_changes(weights, x, v, squares[:1])
         is_last, in_window = (about[:, i : i + 1] > 0 for i in (IS_LAST, IN_WINDOW))  # [per_head, 1]
         place = about[:, IN_WINDOW : IN_WINDOW + 1].astype(jnp.float32)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.cache_attention.api import check_bias, check_statistics
+from kernels_pallas.cache_attention.api import check_bias, check_projection, check_statistics
 from kernels_pallas.cache_attention.reference import ColumnStatistics
 from kernels_pallas.checks import check_soft_cap
 from kernels_pallas.dispatch import Implementation, check_scale, dispatch, kernels_of
@@ -29,6 +29,8 @@ def paged_attention(
     bias: Float[Array, "P page"] | None = None,
     statistics: Iterable[str] = (),
     window: int = 0,
+    errors: bool = False,
+    projection: Float[Array, "K G D F"] | None = None,
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -48,6 +50,7 @@ def paged_attention(
         table: each head's pages; -1 where it has none, and nothing is read there.
         statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
+        errors, projection: those of :func:`kernels_pallas.cache_attention`.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
@@ -90,6 +93,7 @@ def paged_attention(
             "multiple of K; take one layer's table."
         )
     check_bias(bias, position.shape)
+    check_projection(projection, errors, (table.shape[1], N // table.shape[1], D))
     if query_position.shape != (B, T):
         raise ValueError(f"query positions {query_position.shape} do not fit: expected {(B, T)}.")
     return dispatch(
@@ -104,6 +108,8 @@ def paged_attention(
         query_position,
         statistics=check_statistics(statistics, window),
         window=window,
+        errors=errors,
+        projection=projection,
         sliding_window=sliding_window,
         scale=D**-0.5 if scale is None else scale,
         soft_cap=check_soft_cap(soft_cap),

@@ -23,7 +23,10 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return beyond(query, key, value, table.shape[1])
 
 
-def of_heads(query, about, span, key, value, key_position, table, *scales, rounded, names, scale, soft_cap, interpret):
+def of_heads(
+    query, about, span, key, value, key_position, table, *scales,
+    rounded, names, errors, scale, soft_cap, interpret,
+):  # fmt: skip
     B, K, M = table.shape
     size = key.shape[1]
     ends = size * table_ends(table).reshape(B * K)
@@ -41,6 +44,7 @@ def of_heads(query, about, span, key, value, key_position, table, *scales, round
         load=load,
         end=lambda where: where[1][0],
     )
-    options = dict(rounded=rounded, names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="paged")
+    options = dict(rounded=rounded, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    options |= dict(name="paged")
     where = (table.reshape(B * K, M), ends)
     return attend_heads(query, about, span, key, value, key_position, scales, where, storage, **options)

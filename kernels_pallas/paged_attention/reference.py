@@ -21,6 +21,8 @@ def paged_attention(
     *,
     statistics: frozenset[str],
     window: int,
+    errors: bool = False,
+    projection: Float[Array, "K G D F"] | None = None,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
@@ -43,6 +45,10 @@ def paged_attention(
             query_position,
             statistics=statistics,
             window=window,
+            errors=errors,
+            projection=(
+                None if projection is None else jax.lax.dynamic_index_in_dim(projection, head, axis=0, keepdims=True)
+            ),
             sliding_window=sliding_window,
             scale=scale,
             soft_cap=soft_cap,

@@ -35,7 +35,10 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return tpu.beyond(query, key, value, table.shape[1])
 
 
-def of_heads(query, about, span, key, value, key_position, table, *scales, rounded, names, scale, soft_cap, interpret):
+def of_heads(
+    query, about, span, key, value, key_position, table, *scales,
+    rounded, names, errors, scale, soft_cap, interpret,
+):  # fmt: skip
     K, M = table.shape[1:]
     size, width = key.shape[1:]
     unit = _unit(size)
@@ -53,7 +56,8 @@ def of_heads(query, about, span, key, value, key_position, table, *scales, round
         padded = jnp.pad(table, ((0, 0), (0, 0), (0, chunks * pages - M)), constant_values=-1)
         return storage, (_last_there(padded.reshape(-1, pages)).ravel(), table_ends(table).ravel())
 
-    options = dict(rounded=rounded, names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="paged")
+    options = dict(rounded=rounded, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    options |= dict(name="paged")
     return attend_heads(query, about, span, key, value, key_position, scales, stored, **options)
 
 

@@ -324,6 +324,9 @@ def draw(
         )
 
 
+OF_QUERIES = ("h2o", "tova", "snapkv", "dropkv", "dapq", "finch", "sage", "lava", "kvzip")  # may read their errors
+
+
 def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, capped: bool) -> str:
     """A chain that the library takes, and an allocation that fits it."""
     layers, kv_heads, group = heads
@@ -352,7 +355,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
         ),
         "butler": {},
         "zap": {},
-        "kvzip": dict(chunk=(2, 5, 16), sinks=(0, 1, 2), visible=("part", "cache"), measure=("weight", "error")),
+        "kvzip": dict(chunk=(2, 5, 16), sinks=(0, 1, 2), visible=("part", "cache")),
         "kvgrad": dict(
             chunk=(2, 5, 16),
             sinks=(0, 1, 2),
@@ -412,24 +415,28 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
             case "critical":
                 links.append(d.link("critical", safe=(0.0, 0.25, 0.7, 1.0), epsilon=(0.0, 0.01)))
             case "caote":
-                links.append(_caote(d))
+                links.append(_caote(d, name in OF_QUERIES))
             case "protect":
                 links.append(d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7))
     if d.maybe(0.15) and name not in ("expected_attention", "kvgrad", "rkv", "triattention"):
         links.append(d.link("positions", kind=("compact", "index", "absolute")))
     merges = d.maybe(0.12)  # in plain caches
+    errors = name == "dropkv" or any("per='query'" in link for link in links)  # no link or allocation reads attention
     if merges:
-        links.append(d.link("merge", similarity=(0.0, 0.3, 0.7)) if d.maybe(0.5) else d.link("cam", window=(1, 2, 5)))
+        merging = "merge" if errors else d.one("merge", "cam")
+        links.append(
+            d.link(merging, **{"merge": dict(similarity=(0.0, 0.3, 0.7)), "cam": dict(window=(1, 2, 5))}[merging])
+        )
     chain = "+".join([base, *links])
     caps = (None, 1.0, 1.5, 3)
     allocations = {"pyramid": dict(beta=(1, 2.0, 20.0))}
     amounts = dict(sinks=(0, 1, 2, 0.25), recent=(1, 2, 0.5), cap=caps)
     allocations["headkv"] = dict(beta=(1, 2.0, 10), cap=caps)
     allocations["duo"] = dict(streaming=(0.0, 0.3, 1.0), **amounts)
-    if name not in ("kvzip", "kvgrad"):  # which observe none of the text's own queries
+    if name not in ("kvzip", "kvgrad") and not errors:  # the former observe none of the text's own queries
         allocations["simlayer"] = dict(threshold=(0.0, 0.3, 0.6), **amounts)
         allocations["d2o"] = dict(cap=caps)
-    if window >= 2 and name not in ("kvzip", "kvgrad"):
+    if window >= 2 and name not in ("kvzip", "kvgrad") and not errors:
         allocations["cake"] = dict(space=(1.6,), time=(0.4,), cap=caps)
     allocations |= {"layer": dict(cap=caps), "adakv": dict(safeguard=(0.0, 0.5, 1.0), cap=caps)}
     allocations["model"] = dict(normalise=(False,), cap=caps)
@@ -451,7 +458,9 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     return f"{chain}@{allocation}"
 
 
-def _caote(d: _Draw) -> str:
+def _caote(d: _Draw, per_query: bool) -> str:
+    if per_query and d.maybe(0.3):
+        return f"caote(per='query'{d.one('', ",group='mean'", ",target='output'")})"
     name = d.one("caote", "caote", "fast_caote")
     if d.one("norm", "norm", "norm", "output") == "output":
         return f"{name}(target='output'{d.one('', ',cross=False')})"

@@ -1,6 +1,7 @@
 """The link `caote`: what it measures, through W_O, over a block's scores. Its formula: test_scores.py."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 
 import kvjax
 from tests.kvjax import blocks
-from tests.kvjax.blocks import B, D, K, N, scores
+from tests.kvjax.blocks import B, D, G, K, N, scores
+from tests.kvjax.definitions import attention_weights, layer_errors
 
 E = 7
 
@@ -55,3 +57,57 @@ def test_attend_evicts_through_the_output_and_holds_the_budget():
         position = np.asarray(cache.position)
         assert np.isfinite(np.asarray(out)).all()
         assert ((position >= 0).sum(-1) == 6).all() and (position == 0).any(-1).all()
+
+
+@pytest.mark.parametrize("target", ["value", "output"])
+def test_per_query_it_is_the_root_of_the_mean_of_squared_errors(target):
+    policy = kvjax.parse(f"snapkv(window=2,kernel=1)+caote(per='query',target='{target}')")
+    rng = np.random.default_rng(4)
+    T = 6
+    q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (N, K, K))
+    weight = rng.normal(size=(N, D, E)).astype(np.float32)
+    cache = jax.jit(
+        lambda: kvjax.empty_cache(policy, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=4, block=6)
+    )()
+    observe = jax.jit(functools.partial(kvjax.observe, policy=policy))
+    context = kvjax.Context(projection=blocks.project(weight, policy.needs.projections))
+    _, cache, evidence = observe(cache, q, k, v, context=context)
+    for b, h in np.ndindex(B, K):
+        at = np.asarray(cache.position[b, h])
+        squares, group = np.zeros(T - 2), slice(h * G, (h + 1) * G)
+        for t in (T - 2, T - 1):
+            own = [attention_weights(q[b, t, n], k[b, :, h], np.arange(T), t) for n in range(N)[group]]
+            projected = weight[group] if target == "output" else None
+            squares += layer_errors(np.stack(own), v[b, :, h], projected)[: T - 2] ** 2 / 2
+        for token, expected in enumerate(np.sqrt(squares)):
+            np.testing.assert_allclose(np.asarray(evidence.scores[b, h])[at == token], expected, rtol=2e-4)
+
+
+def test_of_a_single_query_both_kinds_of_errors_are_the_same():
+    rng = np.random.default_rng(5)
+    given = [rng.normal(size=(B, 6, heads, D)).astype(np.float32) for heads in (N, K, K)]
+
+    def of(name):
+        cache = kvjax.empty_cache(name, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=4, block=6)
+        return kvjax.observe(cache, *given, policy=name)[2].scores
+
+    one, other = jax.jit(lambda: (of("tova+caote"), of("tova+caote(per='query')")))()
+    np.testing.assert_allclose(one[..., :6], other[..., :6], rtol=1e-4)  # the others are free
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("streaming+caote(per='query')", "'streaming' reads no attention: no query observes; take another base score"),
+        (
+            "laprox+caote(per='query')",
+            "'laprox' reads more of attention than sums, means or the largest of its weights",
+        ),
+        ("snapkv+caote(per='query')+cam", "'cam' reads the attention that tokens get, but the policy's statistics are"),
+        ("dropkv@cake", "'cake' measures the attention of queries, but 'dropkv' has statistics of their errors"),
+        ("h2o+caote(per='query',norm=1)", "norm is 1, fast False and cross True, but per='query' measures the length"),
+    ],
+)
+def test_what_has_no_errors_of_queries_is_refused(name, why):
+    with pytest.raises(ValueError, match=re.escape(why)):
+        kvjax.parse(name)

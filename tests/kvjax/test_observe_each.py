@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 
-NAMES = ("h2o+caote", "snapkv(window=8)+fast_caote", "h2o@adakv")
+NAMES = ("h2o+caote", "snapkv(window=8)+fast_caote", "h2o@adakv", "snapkv(window=8)+caote(per='query')")
 S = 36  # room for a block above what a head may hold of the largest budget
 
 

@@ -109,7 +109,7 @@ def test_a_second_turn_repeats_its_own_tokens():
 
 BY_BLOCK = [
     "kvzip(chunk=4)",
-    "kvzip(visible='cache',measure='error')+caote@layer",
+    "kvzip(visible='cache')+caote(per='query')@layer",
     "kvzip@model(normalise=False,cap=None)",
     "kvgrad(chunk=4)",
     "kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer",

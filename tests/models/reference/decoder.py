@@ -188,6 +188,9 @@ class _Model:
         self.query = np.zeros((L, K, N // K, room, D))  # before rotation
         self.key = np.zeros((L, K, room, D))  # as the last block's queries met them
         self.weights: list[np.ndarray] = []
+        self.errors = None if policy is None else policy.errors
+        self.noticed: list[np.ndarray] = []  # what a policy sees of the last block: its attention, or squared changes
+        self.rounding = np.zeros((L, K, room))  # what float32 may be off by in the changes
         self.inputs: list[np.ndarray] = []  # of each layer for the last block, and the last one's output
         self.routed: list[list[list[int]]] = [[] for _ in range(L)]  # the experts of each of its tokens
         self.shift = np.zeros((L, 1, 1))  # is added to each layer's attention output
@@ -203,7 +206,7 @@ class _Model:
         self.length += m
         P, K, D = self.length, self.kept.shape[1], config.head_dim
         x = w["embedding"][np.asarray(tokens)] * config.embedding_multiplier
-        self.weights, self.inputs, self.routed = [], [], [[] for _ in self.routed]
+        self.weights, self.noticed, self.inputs, self.routed = [], [], [], [[] for _ in self.routed]
         for layer in range(config.num_layers):
             p = self.of_layer(layer)
             self.inputs.append(x)
@@ -248,12 +251,17 @@ class _Model:
             scores = capped(np.einsum("kgtd,kpd->kgtp", query, key) / math.sqrt(D), config.attention_soft_cap)
             weights = softmax(np.where(visible[:, None], scores, -np.inf))
             self.weights.append(weights)
-            rows, before = weights[:, :, -self.window :], self.observed[layer]
+            noticed = weights
+            if self.errors is not None:
+                noticed, off = self.changes(layer, weights)
+                self.rounding[layer][:, :P] = off
+            self.noticed.append(noticed)
+            rows, before = noticed[:, :, -self.window :], self.observed[layer]
             if before is not None and m < self.window:
                 longer = ((0, 0), (0, 0), (0, 0), (0, P - before.shape[-1]))
                 rows = np.concatenate([np.pad(before, longer), rows], axis=2)
             self.observed[layer] = rows
-            self.received[layer][:, :, :P] += weights.sum(axis=2)
+            self.received[layer][:, :, :P] += noticed.sum(axis=2)
             out = np.einsum("kgtp,kpd->kgtd", weights, self.value[layer][:, :P]).reshape(-1, m, D)
             out = np.einsum("htd,hde->te", out, p["output"])
             if config.output_bias:
@@ -292,6 +300,24 @@ class _Model:
         """A layer's output projection, [K, G, D, E]."""
         whole = self.w["layers.output"][layer]
         return whole.reshape(self.kept.shape[1], -1, *whole.shape[1:])
+
+    def changes(self, layer: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The squared lengths of the changes of queries' outputs without a token, like the weights [K, G, m, P].
+
+        Of each head's output, or behind W_O of a group's; and what float32 may be off by in their sums, [K, 1].
+        """
+        value = self.value[layer][:, None, None, : weights.shape[-1]]  # [K, 1, 1, P, D]
+        out = (weights[..., None] * value).sum(axis=3, keepdims=True)
+        rest = 1 - weights[..., None]
+        alone = rest <= np.finfo(np.float32).eps
+        rest, ratio = np.where(alone, 1, rest), weights[..., None] / np.where(alone, 1, rest)
+        moved = np.where(alone, out, ratio * (value - out))
+        if self.errors == "output":
+            moved = np.einsum("kgtpd,kgde->ktpe", moved, self.output(layer))[:, None]
+        length = np.linalg.norm(moved, axis=-1)
+        lost = (ratio[..., 0] * np.linalg.norm(value, axis=-1)).max(axis=1, keepdims=True)
+        off = 1e-6 * length * (length / rest[..., 0] + lost)  # 1 - a and v - x are small differences
+        return np.broadcast_to(length**2, weights.shape), off.sum(axis=2).max(axis=(1, 2))[:, None]
 
     def turned(self, x: np.ndarray, at: np.ndarray, frequency: np.ndarray) -> np.ndarray:
         return rope(x, at, frequency)
@@ -351,11 +377,9 @@ class _Model:
             counted = (at < sinks) | np.isin(at, part) | (at >= P) | (visible == "cache")
             for layer, weights in enumerate(other.weights):
                 shares = weights / weights[..., counted].sum(axis=-1, keepdims=True) * counted
-                if measure == "error":  # of the output, had the token not been there
-                    value = other.value[layer][:, None, None, : other.length]  # [K, 1, 1, P, D]
-                    out = (shares[..., None] * value).sum(axis=3, keepdims=True)
-                    change = np.linalg.norm(out - value, axis=-1) / np.linalg.norm(out, axis=-1)
-                    shares = shares / np.maximum(1 - shares, np.finfo(np.float32).eps) * change
+                if self.errors is not None:
+                    shares, off = other.changes(layer, shares)
+                    self.rounding[layer][:, part] = off
                 if felt is not None:
                     value, d = other.value[layer][:, : other.length], felt[layer]
                     behind = np.einsum("kpd,kgde->kgpe", value, self.output(layer))
@@ -373,8 +397,9 @@ class _Model:
         some = list(context[-number:] if which == "last" else context[:number])
         other = self.copy()
         other.feed((some * number)[:number])
-        self.weights = [weights[..., : self.length] for weights in other.weights]
-        self.observed = [weights[:, :, -self.window :] for weights in self.weights]
+        self.noticed = [noticed[..., : self.length] for noticed in other.noticed]
+        self.observed = [noticed[:, :, -self.window :] for noticed in self.noticed]
+        self.rounding[:] = other.rounding.max(axis=-1, keepdims=True)
 
     def evict(self, policy: Policy, budget: int, number: int, *, settled: bool) -> None:
         """Scores what every layer holds, then keeps as many as the allocation gives."""
@@ -383,7 +408,7 @@ class _Model:
         held = self.held[min(number, len(self.held) - 1)] if self.held else None
         tokens, noise, preference = [], [], np.zeros(L)
         foreseen = None if self.butler is None else predicted(*self.butler, self.first)
-        for layer, weights in enumerate(self.weights):
+        for layer, weights in enumerate(self.noticed):
             kept = self.kept[layer][:, :P].copy()
             own = min(budget, self.windows[layer] or budget)
             sinks, recent = policy.protected(own)
@@ -416,7 +441,7 @@ class _Model:
                 memory=self.memory[layer],
                 choices=self.choices,
                 held=None if held is None else held[layer],
-                noise=np.where(alike(self.key[layer][:, :P], kept), 1e-10, 0),
+                noise=np.where(alike(self.key[layer][:, :P], kept), 1e-10, 0) + self.rounding[layer][:, :P],
             )
             scores = np.where(seen.protected, np.inf, policy.scores(seen))
             noise.append(np.where(abs(scores) < LARGEST / 2, seen.noise / (abs(scores) + 1e-30), 0))

@@ -18,7 +18,8 @@ from tests.models.reference.choices import LARGEST, TIE, Choices
 class Seen(NamedTuple):
     """One layer behind a block of m tokens: what a score can be computed from."""
 
-    weights: np.ndarray  # [K, G, m, P], the block's attention; 0 where a query sees nothing
+    # [K, G, m, P], the block's attention, 0 where a query sees nothing; or a policy's squared changes, see Link.errors
+    weights: np.ndarray
     observed: np.ndarray  # [K, G, n, P], likewise of the window's last queries, or all since the last eviction
     received: np.ndarray  # [K, G, P], the attention of all queries so far
     key: np.ndarray  # [K, P, D], rotated as the block met them
@@ -76,8 +77,10 @@ class Link(NamedTuple):
     heads: str = "group"
     positions: str = "absolute"
     window: int = 0
+    # "value" or "output": squared changes of each query's output without a token are seen in place of its attention.
+    errors: str | None = None
     # How many tokens at a time, how many first ones are seen with each, whether only those and the "part" are, and
-    # whether the largest "weight" or "error" counts; or how the derivative of which loss does.
+    # that the largest "weight" counts; or how the derivative of which loss does.
     repeats: tuple[int, int, str, str, str] | None = None
     merged: Callable[[Leaving], np.ndarray] | None = None  # the values [P, D] behind an eviction
     pseudo: tuple[int, str] | None = None  # how many of the prompt's "last" or "first" tokens follow it, for a moment
@@ -103,6 +106,11 @@ class Policy(NamedTuple):
         """How many queries are observed; 0 where none are."""
         own = self.options.get("window") or 32 if self.allocation in ("cake", "d2o") else 0
         return max(link.window for link in self.links) or own
+
+    @property
+    def errors(self) -> str | None:
+        """What changes, where squared changes are seen in place of attention."""
+        return next((link.errors for link in reversed(self.links) if link.errors is not None), None)
 
     @property
     def repeats(self) -> tuple[int, int, str, str, str] | None:
@@ -220,16 +228,9 @@ def dropkv(*, window: int = 32, kernel: int = 7) -> Link:
     """The squared change of the last queries' outputs without a token, pooled; the window itself stays."""
 
     def score(_: Scores, seen: Seen) -> Scores:
-        a = seen.observed  # [K, G, n, P]
-        x = np.einsum("kgnp,kpd->kgnd", a, seen.value)
-        away = ((x[:, :, :, None] - seen.value[:, None, None]) ** 2).sum(axis=-1)
-        rest = np.maximum(1 - a, np.finfo(np.float32).eps)
-        terms, sizes = (a / rest) ** 2 * away, np.sqrt((seen.value**2).sum(axis=-1))[:, None, None]
-        rounding = terms / rest + (a / rest) ** 2 * np.sqrt(away) * sizes  # 1 - a and x - v are small differences
-        seen.noise[:] += 1e-6 * rounding.sum(axis=2).mean(axis=1)
-        return _pooled(terms.sum(axis=2), seen, kernel, "avg")
+        return _pooled(seen.observed.mean(axis=2), seen, kernel, "avg")
 
-    return Link(score, ((0, window),), window=window)
+    return Link(score, ((0, window),), window=window, errors="value")
 
 
 def dapq(*, window: int = 32, kernel: int = 5, pooling: str = "avg", tokens: str = "last") -> Link:
@@ -276,7 +277,7 @@ def sage(*, heads: str = "group") -> Link:
         scores = seen.weights[:, :, -1].mean(axis=1)
         last = np.broadcast_to(at >= P - max(quarter, 1), (K, P))
         # What was chosen beats what rolls, however little it scored.
-        seen.memory["sage"] = np.where(last, 0, np.clip(scores, np.finfo(np.float32).tiny, 1))
+        seen.memory["sage"] = np.where(last, 0, np.maximum(scores, np.finfo(np.float32).tiny))
         return scores[:, None]
 
     return Link(score, ((0.25, 0.25), (0, 1)), heads=heads)
@@ -385,15 +386,15 @@ def zap() -> Link:
     return Link(score)
 
 
-def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part", measure: str = "weight") -> Link:
-    """The largest attention while the model repeats its prompt, or the largest error of the output without a token."""
+def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part") -> Link:
+    """The largest attention while the model repeats its prompt."""
 
     def score(_: Scores, seen: Seen) -> Scores:
         # Equal tokens score equally if a sliding window hides what differs before them, but not in float32.
-        seen.noise[:] = seen.choices.small * seen.recited
+        seen.noise[:] += seen.choices.small * seen.recited
         return seen.recited[:, None]
 
-    return Link(score, ((sinks, 0),), repeats=(chunk, sinks, visible, measure, ""))
+    return Link(score, ((sinks, 0),), repeats=(chunk, sinks, visible, "weight", ""))
 
 
 def kvgrad(
@@ -717,8 +718,11 @@ def caote(
     fast: bool = False,
     target: str = "value",
     cross: bool = True,
+    per: str = "head",
 ) -> Link:
     """Theorem 3.2: how far the outputs of the group's heads, or the layer's, move when a token goes."""
+    if per == "query":
+        return _root_of_squares("sum" if (target, group) == ("value", "exact") else "mean", target)
 
     def errors(weights: np.ndarray, k: int, there: np.ndarray, seen: Seen, before: np.ndarray) -> np.ndarray:
         """Of the tokens that are there, whose weights [G, n] need not sum to 1; ``before`` is the weights' noise."""
@@ -750,6 +754,18 @@ def caote(
         return result[:, None]
 
     return Link(score)
+
+
+def _root_of_squares(join: str, target: str) -> Link:
+    """What the base score makes of squared changes, joined over the group."""
+
+    def score(scores: Scores, seen: Seen) -> Scores:
+        squares = getattr(scores, join)(axis=1)
+        off = seen.noise * (scores.shape[1] if join == "sum" else 1)
+        seen.noise[:] = np.sqrt(squares + off) - np.sqrt(np.maximum(squares - off, 0))
+        return np.sqrt(np.maximum(squares, 0))[:, None]
+
+    return Link(score, errors=target)
 
 
 def fast_caote(**options: Any) -> Link:
