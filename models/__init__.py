@@ -10,6 +10,7 @@ from models.engine import Generation, Hidden, generate, hidden_states, output_pr
 from models.families import register_family
 from models.fingerprints import fingerprint
 from models.forcing import teacher_forced
+from models.gate import Gate, GateConfig
 from models.layer_caches import stacked
 from models.load import load, parse_mesh
 from models.networks import load_network, own_network, register_network, save_network
@@ -28,6 +29,8 @@ __all__ = [
     "Config",
     "Decoder",
     "Engine",
+    "Gate",
+    "GateConfig",
     "Generation",
     "Hidden",
     "Made",

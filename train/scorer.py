@@ -4,6 +4,7 @@ It predicts an expensive score of each token, for each KV head of each layer, fr
 The loss is the network's own, as published:
 
     scorer    KVzap's (arXiv 2601.07891): the mean squared error of the score's logarithm
+    gate      Fast KVzip's (arXiv 2601.17668): the binary cross-entropy of the score
 
 or that of a network of yours: one that predicts the score alone, and has ``loss`` and ``started``. The targets:
 
@@ -58,6 +59,7 @@ TARGETS = ("kvzip", "future")
 QUERIES_AT_ONCE = 64
 EXAMPLES = """examples:
   python -m train.scorer --model smollm2 --data books/ --target kvzip --out scorer/
+  python -m train.scorer --model smollm2 --data books/ --network gate --out gate/
   python -m train.scorer --model path/to/Llama-3.2-1B --data text/ --target future --hidden 0 --out scorer/
   python -m models.generate smollm2 --policy "zap+protect(recent=128)" --networks scorer/ --budget 0.3 \\
       --prompt-file a.txt
@@ -92,8 +94,8 @@ def kind_named(name: str) -> type[Scoring]:
 
     Example:
         >>> from train.scorer import kind_named
-        >>> kind_named("scorer").__name__
-        'Scorer'
+        >>> kind_named("gate").__name__
+        'Gate'
     """
     kind = NETWORKS.find(name)
     if kind is None or not (hasattr(kind, "loss") and hasattr(kind, "started")):
@@ -444,11 +446,11 @@ def parser() -> argparse.ArgumentParser:
         examples=EXAMPLES,
     )
     command.add_text_flags(flags)
-    flags.add_argument("--network", default="scorer", help="scorer (KVzap, the default) or yours")
+    flags.add_argument("--network", default="scorer", help="scorer (KVzap, the default), gate (Fast KVzip) or yours")
     flags.add_argument("--target", choices=TARGETS, help="the score that is predicted (default kvzip)")
     flags.add_argument(
         "--hidden", type=int,
-        help="width of a scorer's hidden layer, 0 for a linear map (default E / 8)",
+        help="width of a scorer's hidden layer, 0 for a linear map (default E / 8), or of a gate's keys (default 16)",
     )  # fmt: skip
     command.add_settings_flags(flags, seq_len=str(Settings().seq_len), lr=f"{Settings().lr:g}")
     flags.add_argument("--budget", type=float, default=0.3, help="share of tokens kept, for the hit rate (default 0.3)")
