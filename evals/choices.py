@@ -385,7 +385,9 @@ def _answer(
         asked = [setting for setting, rows in missing.items() if rows]
         rows = sorted(set().union(*missing.values()))
         if asked:
-            answer(model, group.draw(), asked, rows=rows, on_row=add, **feed._asdict())
+            answer(
+                model, group.draw(), asked, rows=rows, on_row=add, block=feed.block, batch=feed.batch, aids=feed.aids
+            )
 
 
 def _of_one_moment(settings: Sequence[Setting]) -> list[list[Setting]]:

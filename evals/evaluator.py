@@ -124,11 +124,24 @@ NO_AIDS = Aids()
 
 
 class Feed(NamedTuple):
-    """Say how prompts are fed: tokens of a block, prompts of a batch, and what policies need besides the model."""
+    """Say how prompts are fed: tokens of a block, prompts of a batch, and what policies need besides the model.
+
+    ``temperature``, ``top_p`` and ``seed`` say how the answers' tokens are drawn; at a temperature of 0 they are not.
+    """
 
     block: int = 128
     batch: int = 16
     aids: Aids = NO_AIDS
+    temperature: float = 0.0
+    top_p: float | None = None
+    seed: int = 0
+
+    def drawn(self, rows: Sequence[int]) -> dict[str, Any]:
+        """Return how :func:`models.stream` draws the answers of some rows; other rows have other draws."""
+        if self.temperature == 0:
+            return {}
+        key = jax.random.fold_in(jax.random.key(self.seed), rows[0])
+        return dict(temperature=self.temperature, top_p=self.top_p, key=key)
 
 
 FEED = Feed()
@@ -272,8 +285,7 @@ def answers_each(
         >>> [(setting.budget, batch.tokens.shape) for setting, batch in found]
         [(32, (1, 4)), (64, (1, 4))]
     """
-    block, batch, aids = feed
-    asked_of = _Asked(model, prompts, new_tokens, block, batch, end, width, aids)
+    asked_of = _Asked(model, prompts, new_tokens, feed, end, width)
     wanted = {setting: range(len(prompts)) if rows is None else rows[setting] for setting in settings}
     for together in sharing(settings):
         if asked := [setting for setting in together if asked_of.often(setting)]:
@@ -301,9 +313,9 @@ def answers_each(
                 if number:  # the first batch may compile
                     clock.prefill = (float(fed.prompt_tokens), seconds)
                 steps = models.stream(
-                    model, prefilled, policy=setting.policy, budget=setting.budget,
-                    networks=aids.of(setting), block=block, max_new_tokens=new_tokens, when=setting.when,
-                    evict_every=setting.evict_every, question=fed.questions, end=end, fit_prompt=True,
+                    model, prefilled, policy=setting.policy, budget=setting.budget, networks=feed.aids.of(setting),
+                    block=feed.block, max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
+                    question=fed.questions, end=end, fit_prompt=True, **feed.drawn(fed.rows),
                 )  # fmt: skip
                 yield setting, asked_of.taken(setting, fed, clock, steps)
 
@@ -394,7 +406,8 @@ def check_answers(
     sizes: list[Callable[[Prompt], int]] = [lambda p: len(p.tokens), _question_length, lambda p: p.context_end]
     each = range(len(prompts))
     rows = {end(each, key=lambda row: size(prompts[row])) for size in sizes for end in (min, max)}
-    for _ in _Asked(model, prompts, new_tokens, block, batch, (), width, aids).begun(setting, sorted(rows)):
+    feed = Feed(block, batch, aids)
+    for _ in _Asked(model, prompts, new_tokens, feed, (), width).begun(setting, sorted(rows)):
         pass
 
 
@@ -418,11 +431,21 @@ class _Asked:
     model: models.Decoder
     prompts: Sequence[Prompt]
     new_tokens: int
-    block: int
-    batch: int
+    feed: Feed
     end: tuple[int, ...] | None
     width: int
-    aids: Aids
+
+    @property
+    def block(self) -> int:
+        return self.feed.block
+
+    @property
+    def batch(self) -> int:
+        return self.feed.batch
+
+    @property
+    def aids(self) -> Aids:
+        return self.feed.aids
 
     @property
     def longest(self) -> int:
@@ -473,6 +496,7 @@ class _Asked:
                 steps = models.stream(
                     self.model, questions, lengths=np.array([len(tails[row]) for row in rows]), cache=cache,
                     block=self.block, max_new_tokens=self.new_tokens, end=self.end, fit_prompt=True,
+                    **self.feed.drawn(told),
                 )  # fmt: skip
                 yield setting, self.taken(setting, _Fed(told, questions, counts, None), clock, steps)
                 clock = _BatchClock(clock.prompt_tokens, len(told))
@@ -531,6 +555,7 @@ class _Asked:
                 select=setting.select, networks=self.aids.of(setting), block=self.block, max_new_tokens=self.new_tokens,
                 when=setting.when, evict_every=setting.evict_every, question=fed.questions, end=self.end,
                 cache_dtype=setting.cache_dtype, on_block=clock.block, fit_prompt=True,  # bytes are those of its need
+                **self.feed.drawn(fed.rows),
             )  # fmt: skip
             yield fed, clock, steps
 
@@ -681,7 +706,8 @@ def unanswered(
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per setting and length: the mean of the tasks' means, its 95% interval, and each task's mean.
 
-    The interval is Wilson's over all samples; for scores between 0 and 1 it is conservative.
+    The interval is Wilson's over all samples; for scores between 0 and 1 it is conservative. Where records have a
+    text's "loss", rows have the "perplexity" of the texts, and its "increase" over the full cache's on the same texts.
 
     Example:
         >>> from evals import evaluator
@@ -701,6 +727,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         collected.setdefault(tuple(record.get(name) for name in results.ROW), []).append(record)
     rows = []
+    losses = {key: {r["text"]: r["loss"] for r in found if "loss" in r} for key, found in collected.items()}
     for key, found in collected.items():
         scores: dict[str, list[float]] = {}
         for record in found:
@@ -721,9 +748,23 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "prefill_tokens_per_second": per_second([r["prefill"] for r in found]),
                 "decode_tokens_per_second": per_second([r["decode"] for r in found]),
                 "tasks": {task: {"score": means[task], "samples": len(scores[task])} for task in means},
+                **_perplexity(losses[key], losses.get((*key[:3], "full", None, "block", key[6]), {})),
             }
         )
     return rows
+
+
+def _perplexity(losses: Mapping[int, float], full: Mapping[int, float]) -> dict[str, Any]:
+    """Return a row's perplexity, and its increase over that of the full cache with its 95% interval over texts."""
+    if not losses:
+        return {}
+    told: dict[str, Any] = {"perplexity": math.exp(sum(losses.values()) / len(losses))}
+    more = [loss - full[text] for text, loss in losses.items() if text in full]
+    if not more or losses is full:
+        return told
+    mean, low, high = (math.exp(x) - 1 for x in statistics.paired_interval(more))
+    several = len(more) > 1
+    return told | dict(increase=mean, increase_low=low if several else None, increase_high=high if several else None)
 
 
 def compare(records: Sequence[dict[str, Any]], against: str = RECENCY) -> list[dict[str, Any]]:
@@ -767,7 +808,7 @@ def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: M
                     color="black" if value > 0.6 else "white", fontweight="bold" if column == 0 else "normal",
                 )  # fmt: skip
         axis.set_xticks(range(len(tasks) + 1), ["mean", *(short.get(task, task) for task in tasks)], fontsize=7)
-        axis.set_yticks(range(len(found)), [r["policy"] for r in found], fontsize=7)
+        axis.set_yticks(range(len(found)), [_named(r) for r in found], fontsize=7)
         axis.tick_params(length=0)
         for spine in axis.spines.values():
             spine.set_visible(False)
@@ -775,6 +816,11 @@ def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: M
         axis.set_title(f"{length}{report.moment(group[3:])}", fontsize=8.5)
     figure.suptitle(title, fontsize=11)
     report.save(figure, path)
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    more = "" if "increase" not in row or row["budget"] is None else f", perplexity {row['increase']:+.1%}"
+    return f"{row['policy']}{more}"
 
 
 def add_model_flags(flags: argparse.ArgumentParser) -> None:
@@ -1058,7 +1104,10 @@ def command(
         with commands.progress_bar("sample", total=total) as progress:
             (answer or run)(
                 model, tokenizer, groups, settings, store, labels=labels, progress=progress,
-                feed=Feed(flags.block, flags.batch, aids),
+                feed=Feed(
+                    flags.block, flags.batch, aids, getattr(flags, "temperature", 0.0), getattr(flags, "top_p", None),
+                    flags.seed,
+                ),
             )  # fmt: skip
             progress.set_description("done")
         together = None if answer else saved(settings, sum(group.size for group in groups))

@@ -259,7 +259,7 @@ def _told_after(
     longest = following.shape[1]
     if longest > 1:
         _, hidden = models.hidden_states(model, following, counted, cache=kvjax.repeat(cache, count), block=block)
-        parts.append(_log_probabilities(model, hidden[:, :-1], following[:, 1:], None)[0])
+        parts.append(log_probabilities(model, hidden[:, :-1], following[:, 1:], None)[0])
     told = np.concatenate([hosts.fetched(part).astype(np.float64) for part in parts], axis=1)
     return np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)
 
@@ -292,7 +292,7 @@ def _collected(
             against = np.zeros(hidden.shape, hidden.dtype)
             for place, row in enumerate(fed):
                 against[place, : len(reference[row])] = reference[row]
-        chosen, greedy, *divergence = map(hosts.fetched, _log_probabilities(model, hidden, tokens[:, 1:], against))
+        chosen, greedy, *divergence = map(hosts.fetched, log_probabilities(model, hidden, tokens[:, 1:], against))
         states = hosts.fetched(hidden) if keep_hidden else None
         for place, row in enumerate(rows):
             own = slice(None, len(sequences[row]) - 1)
@@ -316,13 +316,24 @@ def _few(length: int, held_back: int, block: int, most: int) -> int:
     return max(min(held_back + -(-(length - held_back) // block) * block, most), length)
 
 
-def _log_probabilities(
+def log_probabilities(
     model: models.Decoder,
     hidden: Float[Array, "B T E"],
     following: Int[np.ndarray, "B T"],
     reference: Float[np.ndarray, "B T E"] | None,
 ) -> tuple[Array, ...]:
-    """Return each following token's log-probability and greediness [B, T], and with a reference the divergence."""
+    """Return each following token's log-probability and greediness [B, T], and with a reference the divergence.
+
+    Example:
+        >>> import models
+        >>> from evals import loglikelihood
+        >>> model, _ = models.load("retriever")
+        >>> tokens = np.array([[1, 5, 9, 7]])
+        >>> _, hidden = models.hidden_states(model, tokens[:, :-1], block=8)
+        >>> found = loglikelihood.log_probabilities(model, hidden, tokens[:, 1:], None)
+        >>> [x.shape for x in found]
+        [(1, 3), (1, 3)]
+    """
     B, T, _ = hidden.shape
     row = 4 * model.config.vocab_size * B * (1 if reference is None else 2)
     return _in_parts(model, hidden, following, reference, max(1, min(T, LOGITS_BYTES // row)))

@@ -41,6 +41,13 @@ def task_table(
     def of_task(task: str) -> tuple[str, Cell]:
         return short.get(task, task), lambda r: f"{r['tasks'][task]['score']:.2f}" if task in r["tasks"] else ""
 
+    predicted: list[tuple[str, Cell]] = []
+    if any("perplexity" in r for r in rows):
+        predicted = [
+            ("perplexity", lambda r: f"{r['perplexity']:.3f}"),
+            ("against full", lambda r: f"{r['increase']:+.2%}" if "increase" in r else ""),
+            ("95%", lambda r: between("+.2%", "increase_low", "increase_high")(r) if "increase" in r else ""),
+        ]
     text = table(
         rows,
         [
@@ -52,6 +59,7 @@ def task_table(
             ("mean", lambda r: f"{r['score']:.3f}{'-' if under(r) else ' '}"),
             ("95%", "{low:.3f}..{high:.3f}"),
             *map(of_task, tasks),
+            *predicted,
             ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),
             ("decode tok/s", lambda r: rate(r["decode_tokens_per_second"])),
         ],

@@ -58,8 +58,8 @@ class Marked(NamedTuple):
 class Moments(NamedTuple):
     """When a paper evicts.
 
-    ``prompt``: after every "block" of the prompt, or once, after the whole "prompt". ``decode``: after so many
-    steps, 0 for never. ``source``: the paper and what it says. ``final``: whether tokens that were chosen once stay for good.
+    ``prompt``: after every "block" of the prompt, or once, after the whole "prompt". ``decode``: after so many steps, 0
+    for never. ``source``: the paper and what it says. ``final``: whether tokens that were chosen once stay for good.
     """
 
     prompt: Literal["block", "prompt"]

@@ -167,8 +167,8 @@ class _Queries(NamedTuple):
 
 def _with_last(state: _Queries, o: Observation) -> _Queries:
     """Return the last queries of a head behind a block; those of tokens that were taken back leave."""
-    B, T, N, D = o.query.shape
-    _, K, window, G, _ = state.query.value.shape
+    B, T = o.query_position.shape
+    _, K, window, G, D = state.query.value.shape
     entering = jnp.where(o.query_position >= 0, o.query_position + 1, 0)
     first = jnp.min(jnp.where(entering > 0, entering, jnp.iinfo(jnp.int32).max), axis=1)[:, None, None]
     before = jnp.where(state.place.value < first, state.place.value, 0)
@@ -196,7 +196,7 @@ def _attended(state: _Queries, o: Observation, window: int) -> Float[Array, "B K
 
 def _repeated(o: Observation, threshold: float) -> Float[Array, "B K S"]:
     """Return the softmax, over a head's tokens, of the mean cosine of a key with the others' keys."""
-    B, K, S, D = o.key.shape
+    B, K, S = o.position.shape
     key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
     length = jnp.linalg.norm(key, axis=-1, keepdims=True)
     unit = key / jnp.where(length > 0, length, 1)

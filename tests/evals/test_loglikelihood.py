@@ -30,7 +30,7 @@ def test_parts_of_any_size_give_what_the_whole_logits_do(tiny, tokens, monkeypat
     model = tiny[0]
     monkeypatch.setattr(loglikelihood, "LOGITS_BYTES", places * 8 * BATCH * model.config.vocab_size)
     hidden, reference = random_states(model, 1), random_states(model, 2)
-    found = [np.asarray(x) for x in loglikelihood._log_probabilities(model, hidden, tokens, reference)]
+    found = [np.asarray(x) for x in loglikelihood.log_probabilities(model, hidden, tokens, reference)]
     logs, true = logs_of(model, hidden), logs_of(model, reference)
     wanted = np.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(found[0], wanted, atol=1e-5)

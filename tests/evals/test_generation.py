@@ -1,0 +1,66 @@
+"""Generations longer than the cache: the texts, what they are asked, and the command."""
+
+import json
+
+import numpy as np
+import pytest
+
+from evals import evaluator, generation
+from evals.__main__ import main
+from evals.evaluator import Setting
+from tests.models.tiny import decoder
+
+
+def test_facts_and_results_lie_in_the_first_half_and_are_asked_at_the_end(retriever):
+    _, tokenizer = retriever
+    drawn = generation.draw(3, tokenizer, 600, facts=3)
+    text = drawn[0].prompt[: drawn[0].prompt.index("\nQuestion")]
+    assert len(drawn) == 6 and 560 < drawn[0].context_end <= 600
+    for number, sample in enumerate(drawn):
+        assert (
+            sample.prompt.startswith(text)
+            and sample.tokens[: sample.context_end] == drawn[0].tokens[:600][: sample.context_end]
+        )
+        assert text.count(sample.answer) == 1 + number % 2 and text.index(sample.answer) < 0.55 * len(text)
+    words = text[text.index("Since") :].split()
+    assert int(words[1]) + int(words[3]) == int(words[5].rstrip(","))
+
+
+def test_a_full_budget_predicts_a_text_as_the_full_cache_does():
+    texts = [np.random.default_rng(row).integers(0, 256, 60 - row).tolist() for row in range(2)]
+    feed = evaluator.Feed(block=8)
+    full, ample, tight = (
+        generation.read(decoder(), texts, Setting(policy, budget, "block", "unknown"), feed).loss
+        for policy, budget in (("full", None), ("h2o", 64), ("h2o", 16))
+    )
+    np.testing.assert_allclose(ample, full, rtol=1e-5)
+    assert (abs(tight - full) > 1e-4).all()
+
+
+def test_the_command_asks_about_a_text_that_it_has_read_once(tmp_path, capsys):
+    arguments = "generation --lengths 200 --facts 1 --samples 2 --batch 2 --budgets 64 --policies full,h2o --block 32"
+    arguments += f" --out {tmp_path / 'out'} --json {tmp_path / 'out.json'}"
+    assert main(arguments.split()) == 0
+    told = capsys.readouterr().out
+    assert "2 texts of 200 tokens, 1 facts and 1 results each" in told and "against full" in told
+    rows = {row["policy"]: row for row in json.loads((tmp_path / "out.json").read_text())["results"]}
+    assert set(rows) == {"full", "recency", "h2o"} and rows["full"]["score"] == 1.0
+    assert "increase" not in rows["full"]
+    np.testing.assert_allclose(rows["h2o"]["increase"], rows["h2o"]["perplexity"] / rows["full"]["perplexity"] - 1)
+    written = (tmp_path / "out" / "samples.jsonl").read_bytes()
+    assert main(arguments.split()) == 0 and (tmp_path / "out" / "samples.jsonl").read_bytes() == written
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--budgets 0.5", "a share of a text that is not known yet; give slots"),
+        ("--when published --policies snapkv", "'snapkv' never evicts in decode with --when published"),
+        ("--policies select=quest", "select=quest was given, but this evaluation takes eviction policies only"),
+        ("--lengths 20", "5 facts and as many results take"),
+    ],
+)
+def test_settings_that_evict_nothing_on_the_way_are_refused(more, message, capsys):
+    assert main(f"generation {more}".split()) != 0
+    assert message in capsys.readouterr().err
