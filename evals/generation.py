@@ -26,7 +26,7 @@ import models
 from evals import evaluator, loglikelihood, needle, prose, results, tasks
 from evals.evaluator import Setting
 from models import commands, hosts
-from models.programs import make_room
+from models.commands.programs import make_room
 
 EXAMPLES = """examples:
   python -m evals generation --model smollm2-answers --lengths 4000 --budgets 256,512 --samples 4 --out runs/generation
@@ -189,11 +189,10 @@ def read(
         (1,)
     """
     tokens, lengths = evaluator.padded(texts), np.array([len(text) for text in texts])
-    given: dict[str, Any] = dict(block=feed.block, cache_dtype=setting.cache_dtype, **feed.aids.of(setting))
+    given: dict[str, Any] = dict(block=feed.block, cache_dtype=setting.cache_dtype, networks=feed.aids.of(setting))
     if setting.evicting is None:
         cache, hidden = models.hidden_states(model, tokens, lengths, reserve=reserve, **given)
     else:
-        given.pop("butler")
         cache, hidden = models.teacher_forced(
             model, tokens, lengths, policy=feed.aids.policy(setting), budget=setting.budget,
             evict_every=setting.moments[1], **given,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -162,11 +163,13 @@ def check(flags: argparse.Namespace) -> None:
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
     """Make one group per task, in which each problem comes ``--repeats`` times."""
     return [
-        dataclasses.replace(
-            group, size=group.size * flags.repeats, draw=lambda group=group: list(group.draw()) * flags.repeats
-        )
+        dataclasses.replace(group, size=group.size * flags.repeats, draw=functools.partial(_repeated, group, flags))
         for group in DATA.make_groups(flags, config, tokenizer)
     ]
+
+
+def _repeated(group: evaluator.Group, flags: argparse.Namespace) -> list[evaluator.Prompt]:
+    return list(group.draw()) * flags.repeats
 
 
 def command(flags: argparse.Namespace) -> None:
