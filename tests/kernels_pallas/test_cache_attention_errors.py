@@ -147,6 +147,7 @@ def test_they_run_on_a_gpu_or_tpu(sizes, name):
 @targets.topologies
 def test_they_compile_for_a_tpu(topology, sizes, name):
     program = targets.compiled_for_tpu(topology, attend(name), *shapes(*sizes))
-    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3
-    B, T, N, _, S, *_ = sizes
+    B, T, N, _, S, _, dtype = sizes
+    expected = 2 if dtype == "float32" and T <= 32 else 3  # XLA joins attentions of the same queries that are alike
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == expected
     assert program.memory_analysis().temp_size_in_bytes < max(4 * B * N * T * S, 2**20)  # no [T, S] array
