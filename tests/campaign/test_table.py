@@ -8,18 +8,21 @@ import pytest
 
 from tests.campaign import table
 from tests.campaign.cases import Case
-from tests.tiers import first
+from tests.tiers import matrix, nightly
 
-DEFAULT = 26  # the first lines have most pairs for the seconds that they take: with these four of five
+# The first lines have most pairs for the seconds that they take: four of five by default, 95% in CI.
+DEFAULT, IN_CI = 26, 48
+TIERS = [()] * DEFAULT + [matrix] * (IN_CI - DEFAULT) + [nightly] * (len(table.table()) - IN_CI)
+CASES = [pytest.param(case, marks=mark) for case, mark in zip(table.table(), TIERS, strict=True)]
 
 
-@pytest.mark.parametrize("case", first(DEFAULT, table.table()), ids=lambda case: f"{case.policy}-{case.entry}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.policy}-{case.entry}")
 def test_the_library_gives_what_the_reference_gives(case):
     outcome = table.ran(case)
     assert not outcome.fails, f"{outcome.kind}: {outcome.why}\npython -m tests.campaign --case '{case}'"
 
 
-@pytest.mark.matrix
+@matrix
 def test_where_all_heads_of_a_layer_share_tokens_those_stay_that_all_have_marked():
     """In pages, whose heads are scored one at a time; a mark of one head once outweighed the mean."""
     sizes = dict(layers=2, kv_heads=2, group=3, width=30, windows=(None, 6), page_size=2, new=3, budget=9)
