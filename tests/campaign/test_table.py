@@ -14,7 +14,7 @@ DEFAULT, IN_CI = 26, 48  # the first lines have most pairs for the seconds that 
 
 
 def with_tiers():
-    """Yield the table's cases. CI also runs each that is the first to have some name; nightly what has a pair or two."""
+    """Yield the cases. CI also runs each that is the first to have some name; nightly runs what has a pair or two."""
     had = set()
     for number, case in enumerate(table.table()):
         rest = matrix if number < IN_CI or table.names(case) - had else nightly

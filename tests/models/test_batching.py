@@ -56,10 +56,10 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
     return [answers[handle] for handle in sorted(answers)]
 
 
-MANY = first(1, [("a window", 8), ("a window", 14), ("pages", 8)])
+MANY = [("a window", 8), ("a window", 14), ("pages", 8), ("below a threshold", 8)]
 
 
-@pytest.mark.parametrize(("name", "count"), [*MANY, *first(0, [("below a threshold", 8)], rest=nightly)])
+@pytest.mark.parametrize(("name", "count"), first(1, first(3, MANY, rest=nightly)))
 def test_each_answer_is_the_one_that_its_prompt_gets_alone(name, count):
     arrivals = requests(count, len(name))
     expected = [alone(prompt, sampling, **CASES[name]) for prompt, sampling in arrivals]

@@ -137,13 +137,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="faults by name, or files or folders")
     parser.add_argument("--seconds", type=float, default=1200, help="the most that one fault may take")
     parser.add_argument("--jobs", type=int, default=2, help="faults at once")
-    parser.add_argument("--json", type=Path, help="writes the outcomes; with a file that is there, goes on from it")
+    parser.add_argument("--json", type=Path, help="writes the outcomes; goes on from a file that is there")
     given = parser.parse_args(arguments)
 
     chosen = [f for f in faults() if not given.only or f.name in given.only or f.file.startswith(tuple(given.only))]
     done = {}
     if given.json and given.json.exists():
-        done = {entry["name"]: Outcome(**entry) for entry in json.loads(given.json.read_text())["faults"]}
+        before = [Outcome(**entry) for entry in json.loads(given.json.read_text())["faults"]]
+        done = {outcome.name: outcome for outcome in before if outcome.state != "out of time"}  # those are tried again
     lock = threading.Lock()
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
@@ -159,7 +160,9 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{outcome.seconds:6.0f} s  {outcome.state:11}  {fault.name}: {outcome.found_by}", flush=True)
                 if given.json:
                     entries = [outcome._asdict() for outcome in done.values()]
-                    given.json.write_text(json.dumps({"tier": given.tier, "faults": entries}, indent=1))
+                    written = given.json.with_suffix(".new")  # a run that is killed leaves the file whole
+                    written.write_text(json.dumps({"tier": given.tier, "faults": entries}, indent=1))
+                    written.replace(given.json)
 
         list(pool.map(run, [fault for fault in chosen if fault.name not in done]))
     states = [done[fault.name].state for fault in chosen]
