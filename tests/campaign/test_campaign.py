@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -240,7 +241,7 @@ def rounded(rows, dtype, choices=None, known=None):
 def test_rows_are_rounded_as_the_library_rounds_them(dtype):
     rows = np.random.default_rng(0).normal(size=(3, 50, 8)).astype(np.float32)
     rows[0, 0] = 0
-    values, scale = kvjax.quantise(rows, dtype)
+    values, scale = jax.jit(kvjax.quantise, static_argnums=1)(rows, dtype)
     wanted = np.asarray(values).astype(np.float64) * np.asarray(scale, np.float64)[..., None]
     near = reference.Choices()
     np.testing.assert_allclose(rounded(rows.astype(np.float64), dtype, near), wanted, rtol=1e-6)
