@@ -1,7 +1,7 @@
 """``python -m tests.mutants --tier default --json FILE``: which tests find faults that are planted on purpose.
 
-Each fault is planted in a copy of the checkout. The tests that lie nearest to its file run first, then those that name
-its module, then the rest of what imports the file's package, until one fails.
+Each fault is planted in a copy of the checkout. The test that is known to find it runs first, then those that lie nearest
+to its file, those that name its module, and the rest of what imports the file's package, until one fails.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ class Copy:
         self._write(fault.file, fault.planted(original))
         done: list[str] = []
         try:
-            for paths in (nearest(fault), naming(fault), downstream(fault)):
+            known = [fault.found_by] if fault.found_by else []
+            for paths in (known, nearest(fault), naming(fault), downstream(fault)):
                 left = limit - (time.monotonic() - start)
                 code, test = self._first_failure(paths, done, tier, left)
-                done += paths
+                done += paths if paths is not known else []
                 if code is None:
                     return Outcome(fault.name, fault.file, "", "out of time", time.monotonic() - start)
                 if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
