@@ -1,7 +1,7 @@
 """``python -m tests.mutants --tier default --json FILE``: which tests find faults that are planted on purpose.
 
-Each fault is planted in a copy of the checkout. The test that is known to find it runs first, then those that lie nearest
-to its file, those that name its module, and the rest of what imports the file's package, until one fails.
+Each fault is planted in a copy of the checkout. The test that is known to find it runs first, then those that lie
+nearest to its file, those that name its module, and the rest of what imports the file's package, until one fails.
 """
 
 from __future__ import annotations
