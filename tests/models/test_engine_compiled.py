@@ -45,7 +45,7 @@ def lowered(program, policy, *, layers=3, length=100, evict_every=1):
     model = model_of(layers)
     run, sizes, prompt = prepared(model, length, policy, BUDGET, BLOCK, fit_prompt=False, evict_every=evict_every)
     if program == "prefill":
-        return engine._prefill.lower(run, sizes, prompt, None)
+        return engine.prefill_at_once.lower(run, sizes, prompt, None)
     if program == "generate":
         return engine._generate.lower(run, sizes, prompt, None, None, None, engine._Choice(Sampling(), 8, ()))
     state = states.start(run, sizes, 1)

@@ -170,7 +170,7 @@ def test_memory_does_not_grow_with_the_prompt():
             decoder(), given, models.Options("kvzip", 16, 8, evict_every=4, reserve=8)
         )
         sizes.add(buffers.slots)
-        memory = engine._prefill.lower(run, buffers, prompt, None).compile().memory_analysis()
+        memory = engine.prefill_at_once.lower(run, buffers, prompt, None).compile().memory_analysis()
         fed = sum(x.nbytes for x in jax.tree.leaves(prompt))
         held.add((memory.argument_size_in_bytes - fed, memory.temp_size_in_bytes, memory.output_size_in_bytes))
     assert sizes == {16 + 8 + (8 + 8)}  # the budget, a block and its copies
