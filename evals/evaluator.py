@@ -1054,6 +1054,12 @@ def networks_for(flags: argparse.Namespace, settings: Iterable[Any], model: mode
     return load_networks(flags.networks, flags.model, model, [one.wanted for one in settings], dtype=flags.dtype)
 
 
+def feed_of(flags: argparse.Namespace, aids: Aids = NO_AIDS) -> Feed:
+    """Return how the flags say that prompts are fed, and answers drawn where an evaluation has flags for that."""
+    drawn = getattr(flags, "temperature", 0.0), getattr(flags, "top_p", None)
+    return Feed(flags.block, flags.batch, aids, *drawn, flags.seed)
+
+
 def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer]:
     """Read the config and tokenizer of the model that the flags name, and check them before weights are read.
 
@@ -1104,10 +1110,7 @@ def command(
         with commands.progress_bar("sample", total=total) as progress:
             (answer or run)(
                 model, tokenizer, groups, settings, store, labels=labels, progress=progress,
-                feed=Feed(
-                    flags.block, flags.batch, aids, getattr(flags, "temperature", 0.0), getattr(flags, "top_p", None),
-                    flags.seed,
-                ),
+                feed=feed_of(flags, aids),
             )  # fmt: skip
             progress.set_description("done")
         together = None if answer else saved(settings, sum(group.size for group in groups))

@@ -38,8 +38,10 @@ def last_answer(text: str) -> str:
 
     Example:
         >>> from evals.mathematics import last_answer
-        >>> last_answer(r"\\boxed{1}? No: \\boxed{\\sqrt{2}}."), last_answer("It is 12.")
-        ('\\\\sqrt{2}', '12')
+        >>> last_answer(r"\\boxed{1}? No: \\boxed{\\sqrt{2}}.")
+        '\\\\sqrt{2}'
+        >>> last_answer("It is 12.")
+        '12'
     """
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
         depth = 1
