@@ -110,7 +110,7 @@ def model_class() -> type:
             wanted = wanted_by(asking) if self.selection is None else self.selection.wanted
             folders = [] if given.networks is None else [str(given.networks)]
             self.networks = load_networks(folders, str(pretrained), self.model, [wanted], dtype=dtype)
-            if self.selection is None:
+            if self.selection is None and self.networks:
                 self.settings["networks"] = self.networks
             self.max_length = given.max_length or self.model.config.max_positions
             self.max_gen_toks = given.max_gen_toks
