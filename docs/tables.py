@@ -461,6 +461,7 @@ class Method(NamedTuple):
 CAOTE, LAPROX = "[CAOTE](https://arxiv.org/abs/2504.14051)", "[LaProx](https://arxiv.org/abs/2605.07234)"
 STREAMING = "[StreamingLLM](https://arxiv.org/abs/2309.17453)"
 H2O, TOVA = "[H2O](https://arxiv.org/abs/2306.14048)", "[TOVA](https://arxiv.org/abs/2401.06104)"
+GENERATIONS = "[long answers](how-to/choose-a-policy.md#an-answer-longer-than-the-cache)"
 MEASURED = "[gallery](gallery.md#smollm2-135m-instruct-methods-that-measure-the-model-first)"
 SCORES = [
     Method("caote", CAOTE, "eq. 8 and 20", "kvjax/caote.py", run="snapkv(kernel=7)+caote"),
@@ -570,12 +571,14 @@ SCORES = [
         "[R-KV](https://arxiv.org/abs/2505.24133)",
         "λ · attention of a window, pooled - (1 - λ) · softmax of the mean cosine with other keys",
         "kvjax/scores_of_generations.py",
+        note=GENERATIONS,
     ),
     Method(
         "triattention",
         "[TriAttention](https://arxiv.org/abs/2604.04921)",
         "the mean query's logit 1, 2, 4, ... positions later, and Σ (E‖q_f‖ - ‖E q_f‖) ‖k_f‖",
         "kvjax/scores_of_generations.py",
+        note=GENERATIONS,
     ),
     Method(
         "kvzip",
@@ -895,6 +898,26 @@ def methods(chosen: Sequence[Method]) -> str:
     return "\n".join(lines)
 
 
+def generations(file: str) -> str:
+    """Make the table of what a text's facts and results are worth behind its last token, and of its perplexity."""
+    data = read(file)
+    full = next(r for r in data["results"] if r["policy"] == "full")
+    lines = ["| policy | budget | facts | results | of full, both | perplexity | MiB |", f"|{' --- |' * 7}"]
+    for r in sorted(data["results"], key=lambda r: (r["budget"] or 0, -r["score"], r.get("increase", 0))):
+        told = [f"{r['tasks'][task]['score']:.2f}" for task in ("facts", "results")]
+        share = "" if r is full else f"{r['score'] / full['score']:.2f}"
+        more = f"{r['perplexity']:.1f}" if r is full else grown(r)
+        cells = (f"`{r['policy']}`", f"{r['budget'] or 'all'}", *told, share, more, f"{r['cache_bytes'] / 2**20:.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    settings = data["settings"]
+    return (
+        f"{settings['samples']} texts of {settings['lengths']} tokens, {settings['facts']} facts and as many results "
+        f"each, {settings['model']} (`{data['command']}`; every figure is in [{Path(file).name}](../results/{file})). "
+        "Perplexity is that of the full cache, and by how much it grows, with a 95% interval over texts; bytes are "
+        "those of one text's buffers.\n\n" + "\n".join(lines)
+    )
+
+
 FULL_AND_FLOOR = ("full", None), (RECENCY, 0.25)
 
 
@@ -995,6 +1018,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "real known": lambda: choice("once", "known"),
         "real unknown": lambda: choice("once", "unknown"),
         "selections": selections,
+        "generations": lambda: generations(f"{REAL}/generation.json"),
     },
     "how-to/compress-once.md": {"questions": kept_and_asked},
     "how-to/fine-tune.md": {"tuned": tuned},
