@@ -245,7 +245,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument(
-        "--text", nargs="+", help="files, or texts of `python -m evals texts`; the library's own sentences by default"
+        "--text", nargs="+", help="files, or texts of `python -m papers texts`; the library's own sentences by default"
     )
     flags.add_argument("--chunk", type=int, default=512, help="tokens per sequence")
     flags.add_argument("--sequences", type=int, help="use at most so many of each text's chunks")

@@ -1,12 +1,13 @@
-"""`python -m evals regret` on a tiny model: what it measures, and that a killed run goes on."""
+"""`python -m papers regret` on a tiny model: what it measures, and that a killed run goes on."""
 
 import json
 
 import numpy as np
 import pytest
 
-from evals import regret, statistics
-from evals.__main__ import main
+from evals import statistics
+from papers.__main__ import main
+from papers.regret import regret
 
 FLAGS = ["regret", "--length", "160", "--facts", "2", "--samples", "2", "--layers", "2", "--block", "64"]
 FLAGS += [
@@ -23,7 +24,6 @@ FLAGS += [
 ]
 
 
-@pytest.mark.matrix
 def test_a_policy_is_measured_against_the_best_and_a_finished_run_is_read_again(run_eval, tiny_folder, tmp_path):
     flags = [*FLAGS, "--model", str(tiny_folder), "--out", str(tmp_path / "runs")]
     found, told = run_eval(*flags)
