@@ -32,10 +32,11 @@ from evals import evaluator, report
 from kvjax.cache import Rows, empty_rows
 from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
-from models import commands, engine
+from models import commands, host_steps
 from models.options import PAGE_SIZE, Options
 from models.parameters import parameter_shapes, partition
-from models.plan import CheckedPrompt, plan_run
+from models.planning import plan_run
+from models.prompts import CheckedPrompt
 from models.sampling import Sampling
 from models.states import start
 from models.steps import Run, decode_phase
@@ -199,12 +200,12 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
 
     def decode() -> tuple[jax.stages.Lowered, Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = engine.token_step.lower(run, state, token, finished, None, decode_phase(plan, 1), Sampling())
+            program = host_steps.token_step.lower(run, state, token, finished, None, decode_phase(plan, 1), Sampling())
         return program, (model, state)
 
     def block() -> tuple[jax.stages.Lowered, Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = engine.block_step.lower(run, state, row, row, Phase(evicts=True))
+            program = host_steps.block_step.lower(run, state, row, row, Phase(evicts=True))
         return program, (model, state)
 
     yield "decode step", decode

@@ -36,8 +36,8 @@ from models.commands.programs import make_room
 from models.layer_caches import stacked_up
 from models.load import describe as read_description
 from models.networks import Network, load_networks, read_by, remembers, wanted_by
-from models.plan import copied
 from models.selecting import Cache
+from models.sizing import copied
 from models.states import without_room
 
 RECENCY = "recency"

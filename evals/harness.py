@@ -35,7 +35,7 @@ from models import commands
 from models.commands import provenance
 from models.commands.programs import make_room
 from models.networks import load_networks, wanted_by
-from models.plan import checked_budget
+from models.sizing import checked_budget
 
 EXAMPLES = """examples:
   python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B

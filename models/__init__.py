@@ -15,7 +15,7 @@ from models.layer_caches import stacked
 from models.load import load, parse_mesh
 from models.networks import load_network, own_network, register_network, save_network
 from models.options import Options
-from models.plan import Prefilled
+from models.prompts import Prefilled
 from models.repeating import with_repeat_prompt
 from models.save import save
 from models.scorer import Scorer, ScorerConfig

@@ -31,7 +31,7 @@ import kvjax
 import models
 from evals import evaluator, report, results, selections, statistics, tasks
 from kvjax.chains import policy_of
-from models import commands, plan
+from models import commands
 from models.commands.programs import make_room
 from papers.regret import best_tokens
 
@@ -134,7 +134,7 @@ def held_tokens(
     Settings that evict once share the text's prefill.
     """
     found: dict[evaluator.Setting, Any] = {}
-    caches: Iterable[plan.Prefilled]
+    caches: Iterable[models.Prefilled]
     fed, lengths = evaluator.padded([tokens.tolist()], width), np.array([len(tokens)], np.int32)
     for together in evaluator.sharing(settings):
         if len(together) == 1:

@@ -29,7 +29,7 @@ from kernels_pallas import cache_attention, mse_logits
 from kvjax.checks import check_names
 from models import butler, commands
 from models.butler import Butler, ButlerConfig
-from models.engine import filled_slots
+from models.host_steps import filled_slots
 from models.parameters import parameter_shapes as model_shapes
 
 MODELS = {
