@@ -28,7 +28,7 @@ import models
 from benchmarks import measure
 from benchmarks.shapes import shape
 from benchmarks.targets import compiled, tpu_chips
-from evals import evaluator, report
+from evals import command_line, report
 from kvjax.cache import Rows, empty_rows
 from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
@@ -340,7 +340,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Compile everything, print the table, and write JSON after each program."""
     commands.check_outputs([flags.json])
-    evaluator.check_least(flags, batch=1, budget=1, block=1, prompt=1)
+    command_line.check_least(flags, batch=1, budget=1, block=1, prompt=1)
     if not os.environ.get("JAX_PLATFORMS"):  # with libtpu installed, JAX would look for a TPU first
         jax.config.update("jax_platforms", "cpu")
     topologies, policies = commands.split_list(flags.topologies), commands.split_list(flags.policies)

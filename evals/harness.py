@@ -24,7 +24,17 @@ import numpy as np
 
 import kvjax
 import models
-from evals import documents, evaluator, loglikelihood, report, selections, statistics
+from evals import (
+    answering,
+    command_line,
+    documents,
+    evaluator,
+    loglikelihood,
+    report,
+    run_settings,
+    selections,
+    statistics,
+)
 from evals.loglikelihood import Predicted
 from kvjax import install
 from kvjax.checks import check_names
@@ -102,7 +112,7 @@ def model_class() -> type:
                 given.policy, given.budget, given.block, given.when, select, given.sinks, given.cache_dtype
             )
             self.batch = int(given.batch_size) if str(given.batch_size).isdigit() and int(given.batch_size) > 0 else 8
-            self.model, self.text = evaluator.load_with_tokenizer(str(pretrained), dtype=dtype)
+            self.model, self.text = command_line.load_with_tokenizer(str(pretrained), dtype=dtype)
             asking = models.with_repeat_prompt(self.settings.get("policy"), self.text)
             if asking is not None and asking.needs.reconstruction is not None:
                 self.settings["policy"] = asking
@@ -222,7 +232,7 @@ def model_class() -> type:
                     )
                 settings.update(select=self.selection.source, networks=self.networks)
             for step, (token, _) in enumerate(
-                models.stream(self.model, evaluator.padded(prompts), lengths=lengths, max_new_tokens=new, **settings)
+                models.stream(self.model, answering.padded(prompts), lengths=lengths, max_new_tokens=new, **settings)
             ):
                 for row, one in enumerate(token.tolist()):
                     if one >= 0 and one not in self.model.config.eos:
@@ -326,7 +336,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--against",
         metavar="POLICY",
         help="the policy of one of the --model_args that each other is compared with, on the same samples (default: "
-        f"{evaluator.RECENCY}, if it is among them)",
+        f"{run_settings.RECENCY}, if it is among them)",
     )
     flags.add_argument("--model", default="kvjax", choices=["kvjax"], help="the name in the harness's registry")
     flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
@@ -345,9 +355,9 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-    evaluator.check_least(flags, limit=1, batch=1)
+    command_line.check_least(flags, limit=1, batch=1)
     given = [parse_arguments(text) for text in flags.model_args]
-    against, named = evaluator.baseline(flags), []
+    against, named = run_settings.baseline(flags), []
     for arguments in given:
         checked = check_settings(
             str(arguments.get("policy", "full")), arguments.get("budget"), arguments.get("block", 128),

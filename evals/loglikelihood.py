@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
-from evals.evaluator import batches, padded
+from evals.answering import batches, padded
 from evals.selections import Simulation
 from kvjax.chains import policy_of
 from kvjax.insertion import Cache

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import models
-from evals import documents, evaluator, prose
+from evals import command_line, documents, evaluator, prose
 from evals.evaluator import Group, TextSample
 from kvjax.checks import check_names
 from models import commands
@@ -367,8 +367,8 @@ def read_wording(path: Path) -> dict[str, Wording]:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    evaluator.add_model_flags(flags)
-    evaluator.add_setting_flags(flags)
+    command_line.add_model_flags(flags)
+    command_line.add_setting_flags(flags)
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}; several by comma")
     flags.add_argument("--lengths", help=f"tokens of a prompt and its answer; several by comma (default: {LENGTHS})")
     flags.add_argument("--samples", type=int, help=f"samples per task (default: {SAMPLES}; with --data: all)")
@@ -392,7 +392,7 @@ def check(flags: argparse.Namespace) -> None:
     if flags.data is not None:
         _check_data(flags)
         return
-    evaluator.check_least(flags, samples=1)
+    command_line.check_least(flags, samples=1)
     _lengths(flags)
     read = read_sources(flags)
     missing = [task for task in _tasks(flags) if task in QA and task not in read.documents]
@@ -475,7 +475,7 @@ def _no_hub(file: str) -> Iterator[str]:
 
 def _lengths(flags: argparse.Namespace) -> list[int]:
     lengths = LENGTHS if flags.lengths is None else flags.lengths
-    return evaluator.check_sizes(argparse.Namespace(lengths=lengths, block=flags.block, batch=flags.batch))
+    return command_line.check_sizes(argparse.Namespace(lengths=lengths, block=flags.block, batch=flags.batch))
 
 
 def _samples(flags: argparse.Namespace) -> int:
@@ -484,7 +484,7 @@ def _samples(flags: argparse.Namespace) -> int:
 
 def _tasks(flags: argparse.Namespace) -> list[str]:
     with_files = {read_documents(path)[0] for path in flags.qa or []}
-    return evaluator.choose("--tasks", flags.tasks, TASKS, [t for t in TASKS if t not in QA or t in with_files])
+    return command_line.choose("--tasks", flags.tasks, TASKS, [t for t in TASKS if t not in QA or t in with_files])
 
 
 def _builder(task: str, index: int, length: int, sources: Sources, seed: int) -> tuple[Callable[[int], Draft], int]:

@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
-from evals import evaluator, report
+from evals import command_line, report
 from kernels_pallas.softmax import scaled
 from kvjax import sources
 from kvjax.checks import check_count
@@ -498,7 +498,7 @@ def check_flags(flags: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError, ImportError: a size is too small, or an output cannot be written.
     """
-    evaluator.check_least(flags, batch=1, sinks=0)
+    command_line.check_least(flags, batch=1, sinks=0)
     report.check_outputs(flags.json, flags.plot)
 
 
@@ -509,8 +509,8 @@ def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[model
         ValueError: the model has no tokenizer, or a network is missing or belongs to another model.
         FileNotFoundError: a folder does not exist.
     """
-    model, tokenizer = evaluator.load(flags)
-    return model, tokenizer, evaluator.networks_for(flags, selections, model)
+    model, tokenizer = command_line.load(flags)
+    return model, tokenizer, command_line.networks_for(flags, selections, model)
 
 
 def _checked(model, tokens, selection, sparsity, networks, sinks, chunk) -> tuple[Array, Method, LooksAhead | None]:

@@ -15,7 +15,21 @@ from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
-from evals import booksum, evaluations, evaluator, infinitebench, longbench, needle, report, results, ruler
+from evals import (
+    answering,
+    booksum,
+    command_line,
+    evaluations,
+    evaluator,
+    infinitebench,
+    longbench,
+    needle,
+    report,
+    results,
+    ruler,
+    run_settings,
+    summaries,
+)
 from models import commands, hosts
 from models.commands import distributed, provenance
 
@@ -48,7 +62,7 @@ class Part(NamedTuple):
     """One model in one evaluation: the flags of the evaluation's own command line, and their settings."""
 
     flags: argparse.Namespace
-    settings: list[evaluator.Setting]
+    settings: list[run_settings.Setting]
 
 
 def plan(content: Mapping[str, Any]) -> list[Part]:
@@ -94,8 +108,8 @@ def command(flags: argparse.Namespace) -> None:
     """Run a sweep: check all of it, then run model by model and task by task, and name what failed at the end."""
     content = read(flags.file)
     answered = answer(content, flags, f"python -m evals sweep {flags.file} --out {flags.out}")
-    compared = evaluator.compare(answered.store.records, evaluator.baseline(answered.parts[0].flags))
-    if rows := evaluator.summarise(answered.store.records):
+    compared = summaries.compare(answered.store.records, run_settings.baseline(answered.parts[0].flags))
+    if rows := summaries.summarise(answered.store.records):
         figures = {"evaluation": "sweep", "settings": content, "results": rows, "comparisons": compared}
         made = provenance.facts(flags.begun, content.get("seed", 0), answered.store.fingerprints)
         commands.write_json(flags.out / "figures.json", {**made, **figures})
@@ -134,7 +148,7 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
     files = {
         f"{part.flags.name} {name}": value
         for part in parts
-        for name, value in evaluator.used(part.flags).items()
+        for name, value in command_line.used(part.flags).items()
         if name.endswith(" holds")
     }
     store = results.Results(flags.out, "sweep", {**content, **files}, written)
@@ -150,7 +164,7 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
         progress: Any = None
         for own in by_model.values():
             try:
-                model, tokenizer = evaluator.load(own[0].flags)
+                model, tokenizer = command_line.load(own[0].flags)
                 for part in own:
                     evaluator.check_groups(
                         model, _groups(part, model.config, tokenizer), part.settings,
@@ -177,7 +191,7 @@ def show(rows: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]] = ()
         found = [row for row in rows if row["evaluation"] == name]
         short = getattr(_evaluation(name), "SHORT", {})
         of_it = [row for row in compared if row["evaluation"] == name]
-        report.show(report.task_table(found, recency=evaluator.RECENCY, short=short), report.comparison_table(of_it))
+        report.show(report.task_table(found, recency=run_settings.RECENCY, short=short), report.comparison_table(of_it))
         print()
 
 
@@ -214,9 +228,9 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"[tasks.{name}]: {error}.") from None
     flags.name = name
-    questions = evaluator.PLACEMENTS if name == "needle" else evaluator.KNOWN_OR_NOT
-    evaluator.check_least(flags, block=1, batch=1)
-    return Part(flags, evaluator.make_settings(flags, questions))
+    questions = run_settings.PLACEMENTS if name == "needle" else run_settings.KNOWN_OR_NOT
+    command_line.check_least(flags, block=1, batch=1)
+    return Part(flags, run_settings.make_settings(flags, questions))
 
 
 def _flag(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]:
@@ -252,7 +266,7 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
         try:
             evaluator.run(
                 model, tokenizer, [group], settings, store, labels=labels, progress=progress,
-                feed=evaluator.Feed(flags.block, flags.batch, aids),
+                feed=answering.Feed(flags.block, flags.batch, aids),
             )  # fmt: skip
         except ValueError as error:
             if hosts.several():
@@ -274,7 +288,7 @@ def _evaluation(name: str) -> Any:
 
 def _cannot_be(parts: Sequence[Part]) -> list[str]:
     """Return which parts of one model cannot be answered, and why, without reading its weights."""
-    config, tokenizer = evaluator.describe(parts[0].flags)
+    config, tokenizer = command_line.describe(parts[0].flags)
     wrong = []
     for part in parts:
         flags = part.flags

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import evaluator, report, results, selections, statistics, tasks
+from evals import answering, command_line, evaluator, report, results, run_settings, selections, statistics, tasks
 from kvjax.chains import policy_of
 from models import commands
 from models.commands.programs import make_room
@@ -121,22 +121,22 @@ def _positions(cache: Any, layers: Int[jax.Array, "n"]) -> Int[jax.Array, "n B h
 def held_tokens(
     model: models.Decoder,
     tokens: Int[np.ndarray, "T"],
-    settings: Sequence[evaluator.Setting],
+    settings: Sequence[run_settings.Setting],
     layers: Sequence[int],
     *,
     width: int,
     block: int = 128,
-    aids: evaluator.Aids = evaluator.NO_AIDS,
+    aids: answering.Aids = answering.NO_AIDS,
     progress: tqdm = evaluator.QUIET,
-) -> dict[evaluator.Setting, Bool[np.ndarray, "n N width"]]:
+) -> dict[run_settings.Setting, Bool[np.ndarray, "n N width"]]:
     """Return which tokens of a text the query heads of some layers can still read, under each setting.
 
     Settings that evict once share the text's prefill.
     """
-    found: dict[evaluator.Setting, Any] = {}
+    found: dict[run_settings.Setting, Any] = {}
     caches: Iterable[models.Prefilled]
-    fed, lengths = evaluator.padded([tokens.tolist()], width), np.array([len(tokens)], np.int32)
-    for together in evaluator.sharing(settings):
+    fed, lengths = answering.padded([tokens.tolist()], width), np.array([len(tokens)], np.int32)
+    for together in run_settings.sharing(settings):
         if len(together) == 1:
             (setting,) = together
             caches = [
@@ -201,7 +201,7 @@ class _Run:
 
     def measure(self, progress: tqdm) -> None:
         """Measure each prompt that the store does not hold yet."""
-        by_question: dict[str, list[evaluator.Setting]] = {}
+        by_question: dict[str, list[run_settings.Setting]] = {}
         for setting in self.settings:
             by_question.setdefault(setting.question, []).append(setting)
         for number, sample in enumerate(self.samples):
@@ -219,7 +219,7 @@ class _Run:
         whole = np.array([*sample.tokens, *sample.answer_tokens])
         future = np.arange(sample.context_end, len(whole))
         rows = np.concatenate([np.arange(exact, exact + AFTER), future, np.full(self.rows - len(future), -1)])
-        tokens = evaluator.padded([whole.tolist()], self.flags.length + self.rows)
+        tokens = answering.padded([whole.tolist()], self.flags.length + self.rows)
         logits, value = selections.recorded(self.model, tokens, rows)
         layers = np.array(self.layers)
         logits, value = np.asarray(logits[layers, 0]), np.asarray(value[layers, 0])  # [n, N, R, T], [n, K, T, D]
@@ -250,7 +250,7 @@ class _Run:
         progress.set_description("search")
         H, G = heads.cases.weights.shape[:2]
         tried = np.stack([held[setting].reshape(H, G, width) for setting in settings])
-        newest = next(row for row, setting in enumerate(settings) if setting.policy == evaluator.RECENCY)
+        newest = next(row for row, setting in enumerate(settings) if setting.policy == run_settings.RECENCY)
         budget = int(tried[newest].sum(-1).max())
         kept = search(heads, budget, tried)
         of_each = errors(heads, np.concatenate([tried, np.broadcast_to(kept[:, None], (1, H, G, width))]))
@@ -404,7 +404,7 @@ def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], 
     try:
         rows = json.loads(commands.read_text(path, "study's JSON"))["results"]
         found = {
-            (row["question"], evaluator.full_name(row["policy"])): float(row["score"])
+            (row["question"], run_settings.full_name(row["policy"])): float(row["score"])
             for row in rows
             if row["model"] == model and row["budget"] == budget
         }
@@ -508,13 +508,13 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
 
 
-def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]) -> list[evaluator.Setting]:
+def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]) -> list[run_settings.Setting]:
     names = flags.policies
     if names is None:
         names = ",".join(dict.fromkeys(policy for _, policy in recall)) or POLICIES
     asked = argparse.Namespace(policies=names, budgets=flags.budget, when="prompt", question=flags.question)
-    found = evaluator.make_settings(asked, evaluator.KNOWN_OR_NOT)
-    evaluator.refuse_selections(found, "a selection keeps all tokens, so it has no regret")
+    found = run_settings.make_settings(asked, run_settings.KNOWN_OR_NOT)
+    run_settings.refuse_selections(found, "a selection keeps all tokens, so it has no regret")
     # What merges tokens keeps no subset of them.
     found = [s for s in found if (policy := policy_of(s.policy)) is not None and policy.merging is None]
     if len({setting.budget for setting in found}) != 1:
@@ -524,7 +524,7 @@ def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]
 
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print table, brackets and correlations, write JSON and picture."""
-    evaluator.check_least(
+    command_line.check_least(
         flags, samples=1, layers=1, block=1, facts=1, nodes=0, exact=0, length=flags.exact + AFTER + 1
     )
     report.check_outputs(flags.json, flags.plot)
@@ -532,9 +532,9 @@ def command(flags: argparse.Namespace) -> None:
     if flags.recall is not None:
         recall = read_recall(flags.recall, flags.model, commands.parse_budget(flags.budget))
     settings = _settings(flags, recall)
-    store = results.Results(flags.out, "regret", evaluator.used(flags), evaluator.written(flags, "papers"))
+    store = results.Results(flags.out, "regret", command_line.used(flags), command_line.written(flags, "papers"))
     store.check()
-    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype=flags.dtype)
+    model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype=flags.dtype)
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
     made_of = evaluator.made_of(model, tokenizer, aids.networks)
     with store:
@@ -557,7 +557,7 @@ def command(flags: argparse.Namespace) -> None:
     figures = {
         "evaluation": "regret",
         "title": "Regret: the error of future attention outputs beyond the best that could be kept",
-        "settings": evaluator.settings(flags),
+        "settings": command_line.settings(flags),
         "layers": run.layers,
         "correlations": correlated,
         "results": rows,

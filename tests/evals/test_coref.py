@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 import models
-from evals import coref, coref_task, evaluator, selections
+from evals import answering, coref, coref_task, selections
 from evals.coref_task import CorefSample
 from tests.tiers import matrix
 
@@ -49,7 +49,7 @@ def test_teacher_forcing_takes_the_likeliest_token_at_each_place_of_the_name(tin
     samples = [coref_task.sample(seed, tokenizer) for seed in range(3)]
     result = coref.measure(model, samples, setting("full"), batch=2)
     rows = [sample.tokens + sample.answer_tokens for sample in samples]
-    likeliest = np.asarray(jax.jit(lambda tokens: model(tokens))(evaluator.padded(rows))).argmax(-1)
+    likeliest = np.asarray(jax.jit(lambda tokens: model(tokens))(answering.padded(rows))).argmax(-1)
     for sample, row, guessed, places in zip(samples, rows, result["guessed"], likeliest, strict=True):
         assert guessed == places[len(sample.tokens) - 1 : len(row) - 1].tolist()
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import models
-from evals import documents, evaluator, page, ruler
+from evals import answering, documents, evaluator, page, ruler, run_settings
 from evals.__main__ import main
 from evals.results import read_records
 from models import fingerprints
@@ -251,9 +251,9 @@ def finished(tmp_path_factory):
 def test_the_command_writes_records_figures_and_a_picture(finished):
     records = read_records(finished)
     assert len(records) == 4 * 3
-    assert {r["policy"] for r in records} == {"full", "tova", evaluator.RECENCY}
+    assert {r["policy"] for r in records} == {"full", "tova", run_settings.RECENCY}
     figures = json.loads((finished / "figures.json").read_text())
-    assert [r["policy"] for r in figures["results"]] == ["full", evaluator.RECENCY, "tova"]
+    assert [r["policy"] for r in figures["results"]] == ["full", run_settings.RECENCY, "tova"]
     assert figures["command"].startswith("python -m evals ruler --tasks niah_single_1")
     assert (finished.parent / "map.png").read_bytes().startswith(b"\x89PNG")
 
@@ -261,7 +261,7 @@ def test_the_command_writes_records_figures_and_a_picture(finished):
 def test_the_folder_becomes_a_page_with_a_command_for_each_row(finished, tmp_path):
     assert main(["report", str(finished), "--html", str(tmp_path / "page.html")]) == 0
     rows = page.figures(finished)["rows"]
-    assert [row["policy"] for row in rows] == ["full", evaluator.RECENCY, "tova"]
+    assert [row["policy"] for row in rows] == ["full", run_settings.RECENCY, "tova"]
     assert "--policies tova --budgets 96" in rows[2]["command"] and "--lengths 256" in rows[2]["command"]
     assert rows[2]["command"] in (tmp_path / "page.html").read_text()
 
@@ -287,7 +287,7 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
     (folder / "header.json").write_bytes((finished / "header.json").read_bytes())
     (folder / "samples.jsonl").write_text("".join(lines[:5]) + lines[5][:30])
     asked = []
-    whole = evaluator.answers_each
+    whole = answering.answers_each
 
     def answers_each(*given, rows, **more):
         asked.extend(row for of_setting in rows.values() for row in of_setting)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from evals import statistics
+from evals import run_settings, statistics
 from papers.__main__ import main
 from papers.regret import regret
 
@@ -46,7 +46,7 @@ def test_a_policy_is_measured_against_the_best_and_a_finished_run_is_read_again(
 def test_masks_say_which_tokens_each_query_head_reads(tiny):
     model = tiny[0]
     tokens = np.arange(40) % 30 + 3
-    settings = [regret.evaluator.Setting(name, 10, "prompt", "known") for name in ("recency", "streaming(sinks=4)")]
+    settings = [run_settings.Setting(name, 10, "prompt", "known") for name in ("recency", "streaming(sinks=4)")]
     kept = regret.held_tokens(model, tokens, settings, [0, 2], width=48, block=16)
     for setting, first in zip(settings, (0, 4), strict=True):
         expected = np.zeros(48, bool)
