@@ -29,6 +29,7 @@ from models.checkpoint import Checkpoint, Tensor, arranged, file_shape, refuse_p
 from models.config import Config
 from models.config_json import family_of, from_hugging_face
 from models.decoder import Decoder
+from models.gguf import open_file, read_sampling
 from models.parameters import (
     FUSED,
     PARAMETERS,
@@ -138,12 +139,7 @@ def _opened(
         found = _find(base, None)
         if adapters.base_of(found) is not None:
             raise ValueError(f"{adapter} adapts {base}, which is an adapter itself; save the adapted model as a whole.")
-    if found.is_file():
-        from models.gguf import open_file
-
-        checkpoint = open_file(found)
-    else:
-        checkpoint = _open_folder(found)
+    checkpoint = open_file(found) if found.is_file() else _open_folder(found)
     if base is not None:
         checkpoint = _adapted(checkpoint, adapter)
     if mesh is not None:
@@ -268,8 +264,6 @@ def published_sampling(path: str | Path, revision: str | None = None) -> Samplin
     """
     found = _find(path, revision)
     if found.is_file():
-        from models.gguf import read_sampling
-
         said = read_sampling(found)
     else:
         found = found / "generation_config.json"

@@ -25,7 +25,8 @@ from safetensors.numpy import load_file
 
 import models
 from models.config import NO_ROPE, Config, Rope
-from models.gguf import LONG_FACTORS, NAMES, NEIGHBOURS, SHORT_FACTORS
+from models.gguf import NEIGHBOURS
+from models.gguf_config import LONG_FACTORS, NAMES, SHORT_FACTORS
 from models.load import describe, find_folder
 from models.parameters import layers_with, parameter_shapes, tensor_names
 from tests.models import reference
