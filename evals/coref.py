@@ -31,9 +31,10 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 import models
-from evals import answering, command_line, coref_task, evaluator, report, selections, statistics
+from evals import answering, command_line, coref_task, evaluator, report, selections, simulator, statistics
 from evals.coref_task import CorefSample
-from evals.selections import Method, Simulation
+from evals.selections import Method
+from evals.simulator import Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When, moments
 from models import commands, hosts
@@ -144,7 +145,7 @@ def measure(
     samples: Sequence[CorefSample],
     setting: Setting,
     *,
-    like: Simulation = selections.DENSE,
+    like: Simulation = simulator.DENSE,
     block: int = 128,
     batch: int = 10,
     progress: tqdm = evaluator.QUIET,
@@ -334,7 +335,7 @@ def command(flags: argparse.Namespace) -> None:
     samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]
 
     results = []
-    like = selections.DENSE._replace(networks=networks, sinks=flags.sinks, heads=flags.heads)
+    like = simulator.DENSE._replace(networks=networks, sinks=flags.sinks, heads=flags.heads)
     with commands.progress_bar("sample", total=len(samples) * len(settings)) as progress:
         for setting in settings:
             make_room()
@@ -382,7 +383,7 @@ def _generated(model, samples, setting, width, most, like, block) -> list[list[i
     if selection.source is not None:
         given.update(select=selection.source, sinks=like.sinks)
     elif selection.policy is not None:  # the sinks are kept, within the budget
-        given["policy"] = selections.with_sinks(selection.policy, like.sinks)
+        given["policy"] = simulator.with_sinks(selection.policy, like.sinks)
         given.update(when=setting.when, evict_every=setting.evict_every)
     given["networks"] = read_by(like.networks, selection.policy, selection.source)
     out = models.generate(model, tokens, lengths=lengths, block=block, max_new_tokens=most, end=(), **given)

@@ -33,6 +33,7 @@ from evals import (
     report,
     run_settings,
     selections,
+    simulator,
     statistics,
 )
 from evals.loglikelihood import Predicted
@@ -120,7 +121,7 @@ def model_class() -> type:
             wanted = wanted_by(asking) if self.selection is None else self.selection.wanted
             folders = [] if given.networks is None else [str(given.networks)]
             self.networks = load_networks(folders, str(pretrained), self.model, [wanted], dtype=dtype)
-            if self.selection is None:
+            if self.selection is None and self.networks:
                 self.settings["networks"] = self.networks
             self.max_length = given.max_length or self.model.config.max_positions
             self.max_gen_toks = given.max_gen_toks
@@ -187,7 +188,7 @@ def model_class() -> type:
         def _predict(self, sequences: Any, counts: Any = None, on_row: Any = None) -> list[Predicted]:
             if self.selection is not None:
                 sparsity, sinks = round(1 - self.settings["budget"], 6), self.settings["sinks"]
-                simulation = selections.Simulation(self.selection, sparsity, self.networks, sinks)
+                simulation = simulator.Simulation(self.selection, sparsity, self.networks, sinks)
                 return loglikelihood.simulate(
                     self.model, sequences, simulation, block=self.settings["block"], batch=self.batch, on_row=on_row
                 )

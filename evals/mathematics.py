@@ -38,7 +38,10 @@ def last_answer(text: str) -> str:
 
     Example:
         >>> from evals.mathematics import last_answer
-        >>> last_answer(r"So \\boxed{1}, or rather \\boxed{\\frac{1}{2}}."), last_answer("It is 12.")
+        >>> (
+        ...     last_answer(r"So \\boxed{1}, or rather \\boxed{\\frac{1}{2}}."),
+        ...     last_answer("It is 12.")
+        ... )
         ('\\\\frac{1}{2}', '12')
     """
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
@@ -59,7 +62,10 @@ def plain(answer: str) -> str:
 
     Example:
         >>> from evals.mathematics import plain
-        >>> plain(r"x = \\dfrac12 \\text{ cm}"), plain(r"\\left( 1,\\!000 \\right)"), plain("$1,000$")
+        >>> (
+        ...     plain(r"x = \\dfrac12 \\text{ cm}"),
+        ...     plain(r"\\left( 1,\\!000 \\right)"), plain("$1,000$")
+        ... )
         ('\\\\frac{1}{2}', '(1,000)', '1000')
     """
     text = answer.strip().rstrip(".").replace("\n", " ")
@@ -87,7 +93,10 @@ def equal(answer: str, reference: str) -> bool:
 
     Example:
         >>> from evals.mathematics import equal
-        >>> equal("0.5", r"\\frac{1}{2}"), equal("073", "73"), equal("(1, 0.5)", "(1,1/2)"), equal("5", "-5")
+        >>> (
+        ...     equal("0.5", r"\\frac{1}{2}"), equal("073", "73"),
+        ...     equal("(1, 0.5)", "(1,1/2)"), equal("5", "-5")
+        ... )
         (True, True, True, False)
     """
     one, other = plain(answer), plain(reference)

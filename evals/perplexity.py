@@ -31,9 +31,21 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import answering, command_line, evaluator, loglikelihood, report, run_settings, selections, statistics, texts
+from evals import (
+    answering,
+    command_line,
+    evaluator,
+    loglikelihood,
+    report,
+    run_settings,
+    selections,
+    simulator,
+    statistics,
+    texts,
+)
 from evals.run_settings import Setting
-from evals.selections import Method, Simulation
+from evals.selections import Method
+from evals.simulator import Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When
 from models import commands
@@ -114,7 +126,7 @@ def full_losses(model: models.Decoder, chunks: Int[np.ndarray, "n T"], **options
     Args:
         options: ``batch``, ``counted`` and ``progress`` of :func:`losses`.
     """
-    return losses(model, chunks, selections.DENSE, keep_hidden=True, **options)
+    return losses(model, chunks, simulator.DENSE, keep_hidden=True, **options)
 
 
 def losses(
@@ -198,7 +210,7 @@ def measure(
     chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
-    like: Simulation = selections.DENSE,
+    like: Simulation = simulator.DENSE,
     progress: tqdm = evaluator.QUIET,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -527,7 +539,7 @@ def run(
 ) -> None:
     """Measure all settings, print the tables, and write the files that the flags ask for; the picture has a title."""
     chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
-    like = selections.DENSE._replace(networks=aids.networks, sinks=flags.sinks, heads=flags.heads)
+    like = simulator.DENSE._replace(networks=aids.networks, sinks=flags.sinks, heads=flags.heads)
     for setting in settings:  # all settings are checked before the first is run
         models.stream(
             model, chunks[: flags.batch, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,

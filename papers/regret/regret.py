@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import answering, command_line, evaluator, report, results, run_settings, selections, statistics, tasks
+from evals import answering, command_line, evaluator, report, results, run_settings, simulator, statistics, tasks
 from kvjax.chains import policy_of
 from models import commands
 from models.commands.programs import make_room
@@ -220,7 +220,7 @@ class _Run:
         future = np.arange(sample.context_end, len(whole))
         rows = np.concatenate([np.arange(exact, exact + AFTER), future, np.full(self.rows - len(future), -1)])
         tokens = answering.padded([whole.tolist()], self.flags.length + self.rows)
-        logits, value = selections.recorded(self.model, tokens, rows)
+        logits, value = simulator.recorded(self.model, tokens, rows)
         layers = np.array(self.layers)
         logits, value = np.asarray(logits[layers, 0]), np.asarray(value[layers, 0])  # [n, N, R, T], [n, K, T, D]
         n, _, _, T = logits.shape

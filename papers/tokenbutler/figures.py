@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 import models
-from evals import answering, command_line, evaluator, perplexity, report, selections, statistics, texts
+from evals import answering, command_line, evaluator, perplexity, report, selections, simulator, statistics, texts
 from evals.selections import Method
 from models import commands
 from models.networks import Networks
@@ -64,7 +64,7 @@ def accuracies(
             progress.set_description(f"{selection}, sparsity {sparsity:g}")
             parts = []
             for rows, filled in answering.batches(model, range(len(chunks)), batch):
-                found = selections.hits(model, chunks[filled], selection, sparsity, networks=networks)
+                found = simulator.hits(model, chunks[filled], selection, sparsity, networks=networks)
                 share, mass = (np.asarray(x, np.float64)[1:, : len(rows)] for x in found)  # [L - 1, n, T]
                 parts.append(np.stack([share[..., -1], share.mean(axis=-1), mass.mean(axis=-1)]))
                 progress.update(len(rows))
@@ -100,7 +100,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
 
 
 def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
-    """Measure how alike the heads' attention logits are, from :func:`evals.selections.last_logits`.
+    """Measure how alike the heads' attention logits are, from :func:`evals.simulator.last_logits`.
 
     Returns:
         ``correlation`` and ``overlap`` [L N, L N], means over sequences; ``consensus`` and ``common``, their means over
@@ -340,7 +340,7 @@ def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: 
     parts = []
     with commands.progress_bar("sequence", total=len(chunks)) as progress:
         for rows, filled in answering.batches(model, range(len(chunks)), batch):
-            parts.append(np.asarray(selections.last_logits(model, chunks[filled]))[:, : len(rows)])
+            parts.append(np.asarray(simulator.last_logits(model, chunks[filled]))[:, : len(rows)])
             progress.update(len(rows))
     return agreement(np.concatenate(parts, axis=1))
 

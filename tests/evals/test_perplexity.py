@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import models
-from evals import answering, perplexity, run_settings, selections, texts
+from evals import answering, perplexity, run_settings, selections, simulator, texts
 from tests.evals.conftest import TEXT
 from tests.models import reference
 from tests.tiers import matrix
@@ -55,9 +55,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(tiny, dense):
     np.testing.assert_allclose(found.by_chunk, losses.mean(axis=1), rtol=1e-5)
     assert found.divergence.tolist() == [0, 0, 0]
     wanted = losses[:, -8:].mean(axis=1)  # of a window the last ones
-    np.testing.assert_allclose(
-        perplexity.losses(model, chunks, selections.DENSE, counted=8).by_chunk, wanted, rtol=1e-5
-    )
+    np.testing.assert_allclose(perplexity.losses(model, chunks, simulator.DENSE, counted=8).by_chunk, wanted, rtol=1e-5)
     found = perplexity.policy_losses(model, chunks, setting("tova", 24), feed=answering.Feed(8, 4), counted=8)
     np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
 
@@ -106,7 +104,7 @@ def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
         perplexity.full_losses(model, chunks),
         chosen,
         [0.0, 0.5],
-        like=selections.DENSE._replace(networks=butler),
+        like=simulator.DENSE._replace(networks=butler),
         batch=4,
     )
     named = [(r["select"], r["sparsity"]) for r in results]
