@@ -28,7 +28,7 @@ from evals.report import Table
 from kvjax.checks import check_names
 from models import commands, fingerprints
 from models.commands import provenance
-from models.load import SHIPPED
+from models.folders import SHIPPED
 from models.published import PUBLISHED
 
 NAME = "accelerator"
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """Return the platform, its memory in bytes, and :func:`models.provenance.environment`.
+    """Return the platform, its memory in bytes, and :func:`models.commands.provenance.environment`.
 
     Example:
         >>> from benchmarks import accelerator

@@ -235,7 +235,7 @@ def made_of(
     """Return the fingerprints of everything that figures are made of.
 
     These are the project's version, the built-in prose, the model, its tokenizer, small networks, the
-    records that groups were read from, and :func:`models.provenance.of_process`.
+    records that groups were read from, and :func:`models.commands.provenance.of_process`.
 
     Example:
         >>> import models
