@@ -7,6 +7,7 @@ prompt's own numbers. The seconds are those of ``models.stream`` on random token
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from kvjax.checks import check_names
 from kvjax.schedule import When
 from models import commands, engine, fingerprints, one_program
 from models.commands.programs import make_room
+from models.networks import load_networks, read_by, wanted_by
 from models.prompts import check_prompt
 
 LEGEND = """peak MiB: what the compiled prefill takes beside the weights and the prompt. cache MiB: the largest cache of
@@ -67,13 +69,13 @@ def rows(
     moments: Sequence[Any],
     prompts: Sequence[int],
     longest: int,
-    budget: int,
-    block: int,
+    like: models.Options,
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Compile a prefill for each policy, moment and prompt, and time those of at most ``longest`` tokens.
 
     Args:
+        like: the budget, the block, and the networks that the policies read.
         on_rows: called after each with all rows so far.
     """
     arms = [(name, when) for name in policies for when in (["block"] if name == "full" else moments)]
@@ -81,8 +83,10 @@ def rows(
     for (name, when), tokens in commands.progress_bar("prompt", over=[(a, n) for a in arms for n in prompts]):
         make_room()
         named: dict[str, Any] = {"policy": name, "when": when, "prompt": tokens, "seconds": None, "cache_bytes": None}
-        own = None if name == "full" else budget
-        options = models.Options(None if name == "full" else name, own, block, when, evict_every=0)
+        policy = policy_of(name)
+        own: dict[str, Any] = dict(networks=read_by(like.networks, policy))
+        own["budget"] = None if policy is None else like.budget
+        options = dataclasses.replace(like, policy=policy, when=when, evict_every=0, **own)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a policy that should choose once chooses by block, on purpose
@@ -131,6 +135,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--prompts", default="2048,8192,65536", help="tokens (default: 2048,8192,65536)")
     flags.add_argument("--longest", type=int, default=8192, help="the longest prompt that is timed (default: 8192)")
     flags.add_argument("--block", type=int, default=128, help="tokens per step (default: 128)")
+    commands.add_networks_flag(flags)
     measure.add_json_flag(flags, "fixed_memory")
 
 
@@ -139,16 +144,17 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.json])
     policies, moments = commands.split_list(flags.policies), commands.split_list(flags.when)
     check_names("--when", moments, get_args(When))
-    for name in policies:
-        policy_of(name)
+    wanted = [wanted_by(policy_of(name)) for name in policies]
     prompts = measure.whole_numbers("--prompts", flags.prompts)
     model, tokenizer = models.load(flags.model)
+    networks = load_networks(flags.networks, flags.model, model, wanted)
+    like = models.Options(budget=flags.budget, block=flags.block, networks=networks)
     names = ("model", "policies", "when", "budget", "prompts", "longest", "block")
     settings, made_of = {name: getattr(flags, name) for name in names}, fingerprints.fingerprints(model, tokenizer)
 
     def write(found: list[dict[str, Any]]) -> None:
         measure.write(flags, "fixed_memory", settings, found, made_of)
 
-    found = rows(model, policies, moments, prompts, flags.longest, flags.budget, flags.block, write)
+    found = rows(model, policies, moments, prompts, flags.longest, like, write)
     measure.check_some_ran(found)
     measure.show(tables(found), flags.json)

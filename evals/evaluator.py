@@ -157,6 +157,12 @@ def load_aids(
     return Aids(tokenizer, networks_for(flags, settings, model))
 
 
+def feed_of(flags: argparse.Namespace, aids: Aids = NO_AIDS) -> Feed:
+    """Return how the flags say that prompts are fed, and answers drawn where an evaluation has flags for that."""
+    drawn = getattr(flags, "temperature", 0.0), getattr(flags, "top_p", None)
+    return Feed(flags.block, flags.batch, aids, *drawn, flags.seed)
+
+
 def command(
     flags: argparse.Namespace,
     make_groups: Callable[[argparse.Namespace, models.Config, models.Tokenizer], list[Group]],
@@ -197,10 +203,7 @@ def command(
         with commands.progress_bar("sample", total=total) as progress:
             (answer or run)(
                 model, tokenizer, groups, settings, store, labels=labels, progress=progress,
-                feed=Feed(
-                    flags.block, flags.batch, aids, getattr(flags, "temperature", 0.0), getattr(flags, "top_p", None),
-                    flags.seed,
-                ),
+                feed=feed_of(flags, aids),
             )  # fmt: skip
             progress.set_description("done")
         together = None if answer else saved(settings, sum(group.size for group in groups))

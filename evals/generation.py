@@ -112,14 +112,14 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, feed the texts, ask, print the table, write JSON and picture."""
-    check_settings(run_settings.make_settings(flags, ("unknown",)))
-    evaluator.command(flags, make_groups, title=TITLE, notes=_notes, check=check, answer=_answer)
+    evaluator.command(flags, make_groups, title=TITLE, notes=_notes, check=check, answer=run)
 
 
 def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
     command_line.check_sizes(flags)
     command_line.check_least(flags, samples=1, facts=1)
+    check_settings(run_settings.make_settings(flags, ("unknown",)))
 
 
 def check_settings(settings: Sequence[Setting]) -> None:
@@ -203,7 +203,7 @@ def read(
     return Read(cache, loss)
 
 
-def _answer(
+def run(
     model: models.Decoder, tokenizer: models.Tokenizer, groups: Sequence[evaluator.Group], settings: Sequence[Setting],
     store: results.Results, *, labels: Mapping[str, Any], progress: tqdm, feed: answering.Feed,
 ) -> None:  # fmt: skip
@@ -211,7 +211,7 @@ def _answer(
     for _, together in itertools.groupby(groups, lambda group: group.length):
         of_length = list(together)
         drawn = [group.draw() for group in of_length]
-        for setting in settings:
+        for setting in [one for one in settings if one.question == "unknown"]:
             known = [evaluator.unanswered(group, [setting], store, labels) for group in of_length]
             missing = [rows[setting] for _, rows in known]
             progress.set_description(setting.title())

@@ -7,12 +7,13 @@ has that of :func:`mean_interval`, and a difference on the same samples has that
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 Z = 1.959964  # 95%
 RESAMPLES = 10_000
@@ -98,17 +99,32 @@ def mean_interval(values: Sequence[float] | Float[np.ndarray, "models samples"])
 
 def _resampled(values: Float[np.ndarray, "models samples"]) -> Float[np.ndarray, "resamples"]:
     """Return the means of resamples: of the samples, the same for all models, and of the models."""
-    rng, (models, samples) = np.random.default_rng(0), values.shape
     means = []
-    for count in _parts(samples):
-        drawn = rng.integers(samples, size=(count, samples))
-        if models == 1:
-            means.append(values[0][drawn].mean(axis=1))
-        else:
-            weights = np.eye(models)[rng.integers(models, size=(count, models))].mean(axis=1)  # [count, models]
-            by_model = np.stack([row[drawn].mean(axis=1) for row in values], axis=1)
-            means.append(np.sum(weights * by_model, axis=1))
+    for drawn, weights in _draws(*values.shape):
+        by_model = np.stack([row[drawn].mean(axis=1) for row in values], axis=1)
+        means.append(by_model[:, 0] if len(values) == 1 else np.sum(weights * by_model, axis=1))
     return np.concatenate(means)
+
+
+KEPT = 1_000  # samples whose random draws are kept: a page has hundreds of intervals of as many
+
+
+def _draws(models: int, samples: int) -> Iterable[tuple[Int[np.ndarray, "part samples"], Float[np.ndarray, "part m"]]]:
+    """Return the samples of each resample, and the weight of each model in it, part by part."""
+    return _kept_draws(models, samples) if samples <= KEPT else _new_draws(models, samples)
+
+
+@functools.lru_cache(maxsize=4)
+def _kept_draws(models: int, samples: int) -> tuple[Any, ...]:
+    return tuple(_new_draws(models, samples))
+
+
+def _new_draws(models: int, samples: int) -> Iterator[Any]:
+    rng = np.random.default_rng(0)
+    for count in _parts(samples):
+        drawn = rng.integers(samples, size=(count, samples)).astype(np.int32)
+        of_models = rng.integers(models, size=(count, models)) if models > 1 else np.zeros((count, 1), int)
+        yield drawn, np.eye(models)[of_models].mean(axis=1)
 
 
 def _parts(size: int) -> list[int]:
@@ -135,10 +151,25 @@ def chance(differences: Sequence[float] | Float[np.ndarray, "models samples"]) -
     if np.all(sizes == 1):
         most = max(int(np.sum(values > 0)), int(np.sum(values < 0)))
         return min(1.0, 2 * sum(math.comb(len(sizes), k) for k in range(most, len(sizes) + 1)) / 2 ** len(sizes))
-    rng, far = np.random.default_rng(0), abs(math.fsum(values)) * (1 - 1e-9)
-    flips = [2 * rng.integers(2, size=(count, len(sizes))) - 1 for count in _parts(len(sizes))]
-    found = sum(int(np.sum(np.abs(flip @ sizes) >= far)) for flip in flips)
+    far = abs(math.fsum(values)) * (1 - 1e-9)
+    found = sum(int(np.sum(np.abs(flip.astype(np.float64) @ sizes) >= far)) for flip in _flips(len(sizes)))
     return (1 + found) / (1 + RESAMPLES)
+
+
+def _flips(size: int) -> Iterator[Int[np.ndarray, "part size"]]:
+    """Yield the random signs of the sign-flip test, part by part."""
+    if size <= KEPT:
+        yield _signs(1 << (size - 1).bit_length())[: RESAMPLES * size].reshape(RESAMPLES, size)
+        return
+    rng = np.random.default_rng(0)
+    for count in _parts(size):
+        yield 2 * rng.integers(2, size=(count, size)) - 1
+
+
+@functools.cache
+def _signs(size: int) -> Int[np.ndarray, "signs"]:
+    """Return the signs for ``size`` samples in a row; those of fewer are the first of them."""
+    return (2 * np.random.default_rng(0).integers(2, size=RESAMPLES * size) - 1).astype(np.int8)
 
 
 def chance_beyond(

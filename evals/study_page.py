@@ -22,10 +22,14 @@ CLAIM = (
 
 
 class Cell(NamedTuple):
-    """A policy's scores under a budget, and the mean of the most bytes that a prompt's cache took, in MiB."""
+    """A policy's scores under a budget, and the mean of the most bytes that a prompt's cache took, in MiB.
+
+    ``grown`` is by how much its perplexity is above the full cache's, the models' mean; None where it was not measured.
+    """
 
     scores: Float[np.ndarray, "models samples"]
     held: float
+    grown: float | None = None
 
 
 class Panel(NamedTuple):
@@ -49,7 +53,11 @@ def cells(study: studies.Study, rows: studies.Rows, panel: Panel) -> dict[tuple[
         if there and panel.length in (None, row["length"]):
             found.setdefault((row["policy"], row["budget"]), []).append(row)
     return {
-        key: Cell(studies.samples(own, study.asked), float(np.mean([row["peak_cache_bytes"] for row in own])) / 2**20)
+        key: Cell(
+            studies.samples(own, study.asked),
+            float(np.mean([row["peak_cache_bytes"] for row in own])) / 2**20,
+            float(np.mean([row["increase"] for row in own])) if all("increase" in row for row in own) else None,
+        )
         for key, own in found.items()
     }
 
@@ -110,13 +118,14 @@ def table(study: studies.Study, rows: studies.Rows, panel: Panel) -> str:
     def told(policy: str, budget: Any) -> str:
         if (policy, budget) not in found:
             return ""
-        scores, held = found[policy, budget]
+        scores, held, grown = found[policy, budget]
         mean, low, high = statistics.mean_interval(scores)
         text = f"{mean:.2f}"
         if budget is not None:
             _, _, above = statistics.paired_interval(scores - found[best[budget], budget].scores)
             text = f"**{text}**" if above >= 0 else text
-        return f"{text} [{low:.2f}, {high:.2f}], {held:.0f} MiB"
+        more = "" if grown is None else f", perplexity {grown:+.1%}"
+        return f"{text} [{low:.2f}, {high:.2f}], {held:.0f} MiB{more}"
 
     heads = [f"{budget:.0%}" if isinstance(budget, float) else f"{budget} slots" for budget in budgets]
     lines = [f"| policy | {' | '.join(heads)} |", f"|{' --- |' * (len(heads) + 1)}"]

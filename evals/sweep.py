@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 from tqdm import tqdm
 
 from evals import (
-    answering,
     booksum,
     command_line,
     evaluations,
     evaluator,
+    generation,
     infinitebench,
     longbench,
+    mathematics,
     needle,
     report,
     results,
@@ -35,6 +36,7 @@ from models.commands import distributed, provenance
 
 EVALUATIONS = {
     "needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench, "booksum": booksum,
+    "generation": generation, "mathematics": mathematics,
 }  # fmt: skip
 # What all evaluations of a sweep share: names that may be lists in the file, and single values.
 SHARED = ("policies", "allocations", "against", "budgets", "when", "evict_every", "question")
@@ -262,16 +264,17 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
         return [f"{flags.model}, {flags.name}: {error}"]
     counts = [group.size * sum(setting.question in group.questions for setting in settings) for group in groups]
     progress.total = (progress.total or 0) + sum(counts)
-    for group in groups:
+    own = getattr(_evaluation(flags.name), "run", None)  # which may read a text once for several groups
+    for together in [[group] for group in groups] if own is None else [groups]:
         try:
-            evaluator.run(
-                model, tokenizer, [group], settings, store, labels=labels, progress=progress,
-                feed=answering.Feed(flags.block, flags.batch, aids),
+            (own or evaluator.run)(
+                model, tokenizer, together, settings, store, labels=labels, progress=progress,
+                feed=evaluator.feed_of(flags, aids),
             )  # fmt: skip
         except ValueError as error:
             if hosts.several():
                 raise
-            failed.append(_named(flags, group, error))
+            failed.append(_named(flags, together[0], error))
     return failed
 
 

@@ -79,6 +79,7 @@ def attend(
 
     Example:
         >>> import functools, jax, kvjax
+        >>> import numpy as np
         >>> policy = kvjax.parse("h2o+caote")
         >>> cache = kvjax.KVCache.init(
         ...     batch=1, kv_heads=1, slots=6, head_dim=4,
@@ -86,7 +87,7 @@ def attend(
         ... )
         >>> attend = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=4))
         >>> # of 2 tokens, of which 4 in all stay
-        >>> for block in jax.random.normal(jax.random.key(0), (3, 1, 2, 4, 4)):
+        >>> for block in np.random.default_rng(0).normal(size=(3, 1, 2, 4, 4)):
         ...     query, key, value = block[:, :, :2], block[:, :, 2:3], block[:, :, 3:]
         ...     out, cache = attend(cache, query, key, value)
         >>> cache.num_live.tolist(), cache.next_position.tolist()
@@ -149,6 +150,7 @@ def observe(
 
     Example:
         >>> import jax, kvjax
+        >>> import numpy as np
         >>> policy = kvjax.parse("tova(heads='group')@model")
         >>> cache = kvjax.KVCache.init(
         ...     batch=1, kv_heads=2, slots=4, head_dim=4, layers=3
@@ -156,13 +158,13 @@ def observe(
         >>> evidence = kvjax.Evidence.of_layers(cache, policy.allocation)
         >>> @jax.jit
         ... def layer_of_a_block(cache, evidence, layer, q):
-        ...     at, context = jax.numpy.arange(4)[None], kvjax.Context(layer=layer)
+        ...     at, context = np.arange(4)[None], kvjax.Context(layer=layer)
         ...     out, cache, said = kvjax.observe(
         ...         cache, q, q, q, at, policy=policy, context=context
         ...     )
         ...     return cache, evidence.with_layer(cache, layer, said)
         >>> for layer, q in enumerate(
-        ...     jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 4))
+        ...     np.random.default_rng(0).normal(size=(3, 1, 4, 2, 4))
         ... ):
         ...     cache, evidence = layer_of_a_block(cache, evidence, layer, q)
         >>> cache = jax.jit(kvjax.evict)(cache, evidence, budget=2)

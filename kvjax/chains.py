@@ -191,8 +191,10 @@ def _check_errors(name: str, links: tuple[Policy, ...]) -> None:
     base, *others = links
     repeated = base.needs.reconstruction
     read = base.needs.statistics | (frozenset() if repeated is None else repeated.statistics)
-    what = None if read else "reads no attention: no query observes"
-    if base.needs.predicted or read - {"sum", "last", "max", "window_mean", "window_place"}:
+    what = None
+    if not read:
+        what = "reads no attention: no query observes"
+    elif base.needs.predicted or not read <= {"sum", "last", "max", "window_mean", "window_place"}:
         what = "reads more of attention than sums, means or the largest of its weights"
     if what is not None:
         raise ValueError(

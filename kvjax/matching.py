@@ -96,8 +96,8 @@ def match_attention(
         ValueError: if the cache is not one plain layer with absolute positions, or the shapes do not fit.
 
     Example:
-        >>> import functools, jax, kvjax
-        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 32, 1, 4))
+        >>> import functools, jax, kvjax, numpy as np
+        >>> query, key, value = np.random.default_rng(0).normal(size=(3, 1, 32, 1, 4))
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=32, head_dim=4)
         >>> cache = jax.jit(kvjax.insert)(cache, key, value)
         >>> small = jax.jit(functools.partial(kvjax.match_attention, budget=8))(

@@ -29,12 +29,13 @@ class Prediction(NamedTuple):
     """What a small network predicts for a block in one layer; None for what it does not.
 
     ``query`` and ``key``, one per query head: importance is ``query . key / sqrt(dim)``, a logit. Later blocks read the
-    keys again, so :func:`kvjax.butler` stores them with the tokens. ``score``, one per KV head: the logarithm of the
-    token's retention score, which :func:`kvjax.zap` stores.
+    keys again, so a policy stores them with the tokens; a selection, which stores none, gets those of all tokens,
+    ``[B, N, S, dim]``. ``score``, one per KV head: the logarithm of the token's retention score, which
+    :func:`kvjax.zap` stores.
     """
 
     query: Float[Array, "B T N dim"] | None = None
-    key: Float[Array, "B T N dim"] | None = None
+    key: Float[Array, "B T N dim"] | Float[Array, "B N S dim"] | None = None
     score: Float[Array, "B T K"] | None = None
 
 

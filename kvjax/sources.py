@@ -141,9 +141,9 @@ def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Floa
     A soft cap is not applied: within a head it does not change their order.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kvjax.sources import logits
-        >>> logits(jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 3, 4))).tolist()
+        >>> jax.jit(logits)(np.ones((1, 1, 2, 4)), np.ones((1, 1, 3, 4))).tolist()
         [[[[2.0, 2.0, 2.0]], [[2.0, 2.0, 2.0]]]]
     """
     B, T, N, D = query.shape

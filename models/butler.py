@@ -474,12 +474,12 @@ def importance(
         ValueError: layer 0, or a layer that the model does not have.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from models.butler import importance
-        >>> importance(jnp.ones((2, 1, 1, 4, 16)), jnp.ones((2, 1, 4, 3, 16)), layer=1)[
-        ...     0, 0
-        ... ].tolist()
-        [[4.0, 4.0, 4.0]]
+        >>> query, key = np.ones((2, 1, 1, 4, 16)), np.ones((2, 1, 4, 3, 16))
+        >>> found = jax.jit(importance, static_argnames="layer")(query, key, layer=1)
+        >>> found.shape, float(found.max())
+        ((1, 4, 1, 3), 4.0)
     """
     layer = plain(layer)
     if isinstance(layer, int) and not 1 <= layer <= query.shape[0]:

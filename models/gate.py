@@ -6,7 +6,8 @@
                       where z = q.k / sqrt(d) + b, and a KV head has S learned sinks s
 
 It is the weight that a token would give itself, beside the sinks, in attention of low rank, between 0 and 1. It learns
-KVzip's scores, which lie there too, by the binary cross-entropy. Parameters are stacked over layers; all is float32.
+KVzip's scores, which lie there too, by the binary cross-entropy. Parameters are stacked over layers, in any dtype; it
+computes in float32.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Gate(nnx.Module):
     def _logarithms(self, layer: Any, x: Float[Array, "B T E"]) -> tuple[Array, Array]:
         """Return the logarithms of the score and of what it leaves to 1, [B, T, K]."""
         own = {
-            name: jax.lax.dynamic_index_in_dim(getattr(self, name)[...], layer, keepdims=False)
+            name: jax.lax.dynamic_index_in_dim(getattr(self, name)[...], layer, keepdims=False).astype(jnp.float32)
             for name in parameter_shapes(self.config)
         }
         x, scale = x.astype(jnp.float32), self.config.dim**-0.5

@@ -10,7 +10,10 @@ nightly = pytest.mark.nightly
 
 
 def first(count: int, values: Iterable[Any], rest: pytest.MarkDecorator = matrix) -> list[Any]:
-    """Return values for ``parametrize``: the first ``count`` run by default, the others with the mark ``rest``."""
+    """Return values for ``parametrize``: the first ``count`` run by default, the others with the mark ``rest``.
+
+    ``first(1, first(3, values, rest=nightly))`` has one by default, two in the matrix, and the others nightly.
+    """
     return [value if number < count else _marked(value, rest) for number, value in enumerate(values)]
 
 

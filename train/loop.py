@@ -81,7 +81,7 @@ class Trainer(NamedTuple):
     """A description of what is trained. All functions but ``save`` are pure.
 
     Attributes:
-        command: the module that is run, such as "train.butler".
+        command: the module that is run, such as "train.scorer".
         trained: the configuration of what is trained, by its name, for run.json.
         init: () -> the first State.
         step: (model, state, rows [B, T] on the mesh, step from 0) -> state, loss, the gradient's norm before clipping.
@@ -180,9 +180,9 @@ def rate_schedule(settings: Settings) -> optax.Schedule:
 
     Example:
         >>> import jax
-        >>> from train.butler import Settings
+        >>> from train.scorer import Settings
         >>> from train.loop import rate_schedule
-        >>> rate = jax.jit(rate_schedule(Settings(tokens=100 * 2048, lr=1.0)))
+        >>> rate = jax.jit(rate_schedule(Settings(tokens=100 * 1024, lr=1.0)))
         >>> [round(float(rate(step)), 3) for step in (0, 5, 10, 55, 100)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """

@@ -44,8 +44,11 @@ class Study(NamedTuple):
 
     @property
     def asked(self) -> int:
-        """The needles that are asked for in each text."""
-        return int(self.content.get("tasks", {}).get("needle", {}).get("asked", 1))
+        """The questions of a task about each text: needles that are asked for, or facts of a generation."""
+        tasks = self.content.get("tasks", {})
+        if "generation" in tasks:
+            return int(tasks["generation"].get("facts", 5))
+        return int(tasks.get("needle", {}).get("asked", 1))
 
 
 def find(name: str) -> Study:
@@ -114,11 +117,11 @@ def scores_of(rows: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[cla
     """Yield the scores that claims are judged by, from the rows of a study's JSON file.
 
     Args:
-        asked: how many needles are asked for in each text. One text is one sample, whose score is their mean: answers
-            from one cache are not independent.
+        asked: how many questions a task asks about each text (:attr:`Study.asked`). One text is one sample, whose score
+            is their mean: answers from one cache are not independent.
     """
     for row in rows:
-        each = asked if row["evaluation"] == "needle" else 1
+        each = asked if row["evaluation"] in ("needle", "generation") else 1
         scores = {
             (task, i): float(np.mean([float(score) for score in found[i * each : (i + 1) * each]]))
             for task, found in row["scores"].items()

@@ -17,6 +17,7 @@ bracket        branch and bound between the two: exact if it may go on to the en
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -50,6 +51,7 @@ class Bracket(NamedTuple):
     nodes: int
 
 
+@functools.partial(jax.jit, static_argnames="size")
 def make_case(
     logits: Float[Array, "G T A"],
     value: Float[Array, "A D"],
@@ -94,6 +96,7 @@ def make_case(
     return Case(weights[..., :size], (values - middle)[:, :size], outputs - middle)
 
 
+@jax.jit
 def error(case: Case, kept: Bool[Array, "*G S"]) -> Float[Array, ""]:
     """Return the squared error of the outputs, summed over queries and heads, if only ``kept`` of the S tokens stay.
 
@@ -151,6 +154,7 @@ def _lowest(costs: Float[Array, "S"], count: Array) -> Bool[Array, "S"]:
     return jnp.argsort(jnp.argsort(costs)) < count
 
 
+@jax.jit
 def improved(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array, "S"]:
     """Swap kept for evicted tokens while that lowers the error.
 
@@ -196,6 +200,7 @@ def improved(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array
     return ~jax.lax.while_loop(going_on, swap, state)[0]
 
 
+@functools.partial(jax.jit, static_argnames="budget")
 def best(case: Case, budget: int, starts: Bool[Array, "n S"] | None = None) -> Bool[Array, "S"]:
     """Search for the ``budget`` tokens of the smallest error: greedy from either side and from ``starts``, with swaps.
 
@@ -231,6 +236,7 @@ def best(case: Case, budget: int, starts: Bool[Array, "n S"] | None = None) -> B
     return every[jnp.argmin(jax.lax.map(lambda kept: error(case, kept), every))]
 
 
+@functools.partial(jax.jit, static_argnames="steps")
 def lower_bound(
     case: Case, low: Float[Array, "S"], high: Float[Array, "S"], count: int, start: Float[Array, "S"], steps: int = 200
 ) -> tuple[Float[Array, ""], Float[Array, "S"]]:
@@ -312,11 +318,7 @@ def lower_bound(
     return bound, z
 
 
-_bounded = jax.jit(lower_bound, static_argnames="steps")
-_error = jax.jit(error)
 _errors = jax.jit(jax.vmap(error, (None, 0)))
-_best = jax.jit(best, static_argnames="budget")
-_improved = jax.jit(improved)
 
 
 def bracket(case: Case, budget: int, *, nodes: int = 1_000_000, tolerance: float = 1e-9, steps: int = 200) -> Bracket:
@@ -355,8 +357,8 @@ class _Search:
 
     def __init__(self, case: Case, count: int, steps: int):
         self.case, self.count, self.steps = case, count, steps
-        self.kept = np.asarray(_best(case, case.weights.shape[-1] - count))
-        self.error = float(_error(case, self.kept))
+        self.kept = np.asarray(best(case, case.weights.shape[-1] - count))
+        self.error = float(error(case, self.kept))
         self.open: list[tuple[float, int, Any, Any, Any]] = []
         self.opened = 0
 
@@ -387,11 +389,11 @@ class _Search:
         if math.comb(len(free), left) <= FEW:
             self.try_all(low, free, left)
             return
-        found, z = _bounded(self.case, low, high, self.count, z, steps=self.steps)
+        found, z = lower_bound(self.case, low, high, self.count, z, steps=self.steps)
         lower, z = max(float(found), lower), np.asarray(z)
         rounded = np.ones(len(z), bool)
         rounded[np.argsort(-z, kind="stable")[: self.count]] = False
-        self.consider(np.asarray(_improved(self.case, rounded)))
+        self.consider(np.asarray(improved(self.case, rounded)))
         if lower < self.error:
             heapq.heappush(self.open, (lower, self.opened, low, high, z))
 
@@ -403,6 +405,6 @@ class _Search:
         self.consider(kept[int(np.argmin(_errors(self.case, kept)))])
 
     def consider(self, kept: np.ndarray) -> None:
-        found = float(_error(self.case, kept))
+        found = float(error(self.case, kept))
         if found < self.error:
             self.kept, self.error = kept, found

@@ -8,18 +8,27 @@ import pytest
 
 from tests.campaign import table
 from tests.campaign.cases import Case
-from tests.tiers import first
+from tests.tiers import matrix, nightly
 
-DEFAULT = 26  # the first lines have most pairs for the seconds that they take: with these four of five
+DEFAULT, IN_CI = 26, 48  # the first lines have most pairs for the seconds that they take: four of five, and 95%
 
 
-@pytest.mark.parametrize("case", first(DEFAULT, table.table()), ids=lambda case: f"{case.policy}-{case.entry}")
+def with_tiers():
+    """Yield the cases. CI also runs each that is the first to have some name; nightly runs what has a pair or two."""
+    had = set()
+    for number, case in enumerate(table.table()):
+        rest = matrix if number < IN_CI or table.names(case) - had else nightly
+        had |= table.names(case)
+        yield pytest.param(case, marks=() if number < DEFAULT else rest)
+
+
+@pytest.mark.parametrize("case", list(with_tiers()), ids=lambda case: f"{case.policy}-{case.entry}")
 def test_the_library_gives_what_the_reference_gives(case):
     outcome = table.ran(case)
     assert not outcome.fails, f"{outcome.kind}: {outcome.why}\npython -m tests.campaign --case '{case}'"
 
 
-@pytest.mark.matrix
+@matrix
 def test_where_all_heads_of_a_layer_share_tokens_those_stay_that_all_have_marked():
     """In pages, whose heads are scored one at a time; a mark of one head once outweighed the mean."""
     sizes = dict(layers=2, kv_heads=2, group=3, width=30, windows=(None, 6), page_size=2, new=3, budget=9)

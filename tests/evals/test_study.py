@@ -81,6 +81,9 @@ def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
     made["environments"] = [{"device": "NVIDIA H100", "commit": "d"}, {"device": "cpu", "cores": 8, "commit": "e"}]
     page = study_page.markdown(read, {"results": rows, **made}, study.judge(read, rows))
     assert "on NVIDIA H100, commit d; 8 cores, commit e;" in page
+    grown = [row | ({"increase": 0.025} if row["policy"] == "tova" else {}) for row in rows]
+    (panel,) = study_page.panels(read, grown)
+    assert "], 4 MiB, perplexity +2.5% |" in study_page.table(read, grown, panel)
     study_page.picture([(read, rows)], tmp_path / "small.png")
     assert (tmp_path / "small.png").stat().st_size > 10_000
 

@@ -192,12 +192,13 @@ def test_what_does_not_fit_a_mesh_is_refused():
             cache_for(policy, batch=3, mesh=mesh(2, 4))
     cache = cache_for("h2o@layer", mesh=mesh())
     with pytest.raises(ValueError, match="the rows are split over 2 devices, but one row comes or goes; use data=1"):
-        kvjax.leave(cache, 0)
+        jax.eval_shape(kvjax.leave, cache, 0)
     with pytest.raises(ValueError, match="a paged cache evicts in all its layers at once"):
-        kvjax.evict(cache, cache.parts.position, 4, layer=0)
+        jax.eval_shape(functools.partial(kvjax.evict, layer=0), cache, cache.parts.position, 4)
     rows = np.ones((B, T, 4, D), np.float32)
     with pytest.raises(ValueError, match="cannot evict from one layer of a paged cache of 2 layers"):
-        kvjax.attend(cache, rows, rows, rows, policy="h2o@layer", budget=4, context=kvjax.Context(layer=0))
+        attend = functools.partial(kvjax.attend, policy="h2o@layer", budget=4, context=kvjax.Context(layer=0))
+        jax.eval_shape(attend, cache, rows, rows, rows)
     for key, layer, message in (
         (rows, 2, "layer is 2; the cache has layers 0 to 1"),
         (rows[:2], 0, r"do not fit .*a cache with B(, K = \(4, 4\)| = 4, K = 4)"),
@@ -210,7 +211,7 @@ def test_what_does_not_fit_a_mesh_is_refused():
         kvjax.save_cache("book.safetensors", cache)
     away = SplitCache(jax.device_put(jax.device_get(cache.parts)))
     with pytest.raises(ValueError, match="the cache is split over a mesh, but its arrays are on none"):
-        kvjax.rewind(away, jnp.zeros(B, int))
+        jax.eval_shape(kvjax.rewind, away, np.zeros(B, int))
 
 
 def test_without_layers_heads_are_counted_and_a_full_pool_is_told():

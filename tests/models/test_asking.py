@@ -13,13 +13,13 @@ import models
 from models.asking import _Form
 from models.commands import ask
 from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, tokenizer_of
-from tests.tiers import first
+from tests.tiers import first, nightly
 
 DOCUMENT, QUESTIONS = "The river was calm. " * 6, ["Who?", "Where was it?"]
 SETTINGS = dict(block=16, max_new_tokens=9)
 
 
-@pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)+caote", "h2o@adakv"]))  # a plain cache, and a paged one
+@pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)+caote", "h2o@adakv"], rest=nightly))  # one is paged
 def test_each_answer_is_that_of_the_whole_prompt(model, policy):
     tokenizer, made = tokenizer_of(CHATML), dict(policy=policy, budget=48)
     found = models.ask(model, tokenizer, DOCUMENT, QUESTIONS, **made, **SETTINGS)

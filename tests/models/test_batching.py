@@ -7,7 +7,7 @@ import pytest
 import models
 from models import batching, host_steps
 from tests.models.tiny import CONFIG, SETTINGS, STATE, VOCABULARY, WINDOW, decoder, run
-from tests.tiers import first
+from tests.tiers import first, nightly
 
 WINDOWED = dict(policy=WINDOW, **SETTINGS)
 EVERY = dict(policy=STATE, **SETTINGS)
@@ -33,7 +33,10 @@ def requests(count: int, seed: int) -> list[tuple[np.ndarray, dict]]:
 
 
 def alone(prompt: np.ndarray, sampling: dict, **settings) -> list[int]:
-    return [int(token[0]) for token, _ in models.stream(decoder(), [prompt], **settings, **sampling)]
+    if "key" in sampling:
+        return [int(token[0]) for token, _ in models.stream(decoder(), [prompt], **settings, **sampling)]
+    greedy = dict(new_tokens=sampling["max_new_tokens"], end=sampling["end"], policy=settings["policy"])
+    return run(prompt, **greedy, **SETTINGS).tokens
 
 
 def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **settings) -> list[list[int]]:
@@ -56,7 +59,7 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
 MANY = [("a window", 8), ("a window", 14), ("pages", 8), ("below a threshold", 8)]
 
 
-@pytest.mark.parametrize(("name", "count"), first(1, MANY))
+@pytest.mark.parametrize(("name", "count"), first(1, first(3, MANY, rest=nightly)))
 def test_each_answer_is_the_one_that_its_prompt_gets_alone(name, count):
     arrivals = requests(count, len(name))
     expected = [alone(prompt, sampling, **CASES[name]) for prompt, sampling in arrivals]

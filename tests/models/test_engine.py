@@ -13,7 +13,7 @@ from models import by_layer
 from models.layer_caches import LayerCaches
 from tests.models import reference, tiny
 from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
-from tests.tiers import first
+from tests.tiers import first, nightly
 
 END = tuple(range(0, tiny.VOCABULARY, 9))  # so many that the rows stop at different steps
 
@@ -70,13 +70,13 @@ def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_mod
 ASKED = np.array([5, 0, 2])
 BY_LAYERS = {
     "turned keys, left windows": dict(policy="tova+positions(kind='compact')", config=tiny.SLIDING),
+    "a predictor's": dict(policy="butler+caote", question=ASKED),
     "once, a question": dict(policy=tiny.WINDOW, when="prompt", evict_every=3, question=ASKED),
     "through the output, of all heads": dict(policy="laprox(window=4)@model", evict_every=0, question=ASKED),
-    "a predictor's": dict(policy="butler+caote", question=ASKED),
 }
 
 
-@pytest.mark.parametrize("case", first(1, BY_LAYERS.values()), ids=BY_LAYERS)
+@pytest.mark.parametrize("case", first(1, first(2, BY_LAYERS.values(), rest=nightly)), ids=BY_LAYERS)
 def test_a_stream_by_layers_gives_the_references_tokens_and_keeps_what_it_keeps(case, run_by_layer):
     settings = SETTINGS | dict(question=np.zeros(3, int)) | case
     config, predictor, told = settings.pop("config", tiny.CONFIG), {}, {}

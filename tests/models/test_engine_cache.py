@@ -16,7 +16,7 @@ from models.config import Rope
 from models.layer_caches import LayerCaches
 from tests.models import tiny
 from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
-from tests.tiers import first
+from tests.tiers import first, nightly
 
 NEW, ASKED = 9, tiny.lengths_of(tiny.QUESTIONS)
 POLICIES = (tiny.UNEVEN, "sage(heads='query')", "streaming+positions", "laprox(window=4)@model")
@@ -35,7 +35,7 @@ three_times = jax.jit(lambda cache: kvjax.repeat(cache, 3))
 
 
 @pytest.mark.filterwarnings("ignore:.*made to choose once")
-@pytest.mark.parametrize("policy", first(1, POLICIES))
+@pytest.mark.parametrize("policy", first(1, first(3, POLICIES, rest=nightly)))
 def test_questions_on_one_cache_are_runs_from_scratch(policy):
     settings = dict(policy=policy, **SETTINGS)
     kept = models.prefill(decoder(), tiny.DOCUMENT, **settings).cache

@@ -50,7 +50,11 @@ def test_a_gate_is_read_as_it_was_written_and_read_by_zap(tmp_path):
     assert again.config == SHAPE and again.name == "gate"
     for name in parameter_shapes(SHAPE):
         np.testing.assert_array_equal(getattr(again, name)[...], getattr(gate(), name)[...])
-    kept = models.prefill(decoder(), TOKENS, policy="zap", budget=10, block=8, networks=[again]).cache
+    narrow = models.Gate(
+        SHAPE, {name: getattr(again, name)[...].astype("bfloat16") for name in parameter_shapes(SHAPE)}
+    )
+    with jax.numpy_dtype_promotion("strict"):
+        kept = models.prefill(decoder(), TOKENS, policy="zap", budget=10, block=8, networks=[narrow]).cache
     assert kept.num_live.max() == 10
     with pytest.raises(ValueError, match="sinks is 0; it must be at least 1"):
         models.GateConfig(32, 2, 4, 2, sinks=0)

@@ -1,7 +1,7 @@
 """``python -m tests.mutants --tier default --json FILE``: which tests find faults that are planted on purpose.
 
-Each fault is planted in a copy of the checkout. The tests that lie nearest to its file run first, then those that name
-its module, then the rest of what imports the file's package, until one fails.
+Each fault is planted in a copy of the checkout. The test that is known to find it runs first, then those that lie
+nearest to its file, those that name its module, and the rest of what imports the file's package, until one fails.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ class Copy:
         self._write(fault.file, fault.planted(original))
         done: list[str] = []
         try:
-            for paths in (nearest(fault), naming(fault), downstream(fault)):
+            known = [fault.found_by] if fault.found_by else []
+            for paths in (known, nearest(fault), naming(fault), downstream(fault)):
                 left = limit - (time.monotonic() - start)
                 code, test = self._first_failure(paths, done, tier, left)
-                done += paths
+                done += paths if paths is not known else []
                 if code is None:
                     return Outcome(fault.name, fault.file, "", "out of time", time.monotonic() - start)
                 if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -137,13 +138,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="faults by name, or files or folders")
     parser.add_argument("--seconds", type=float, default=1200, help="the most that one fault may take")
     parser.add_argument("--jobs", type=int, default=2, help="faults at once")
-    parser.add_argument("--json", type=Path, help="writes the outcomes; with a file that is there, goes on from it")
+    parser.add_argument("--json", type=Path, help="writes the outcomes; goes on from a file that is there")
     given = parser.parse_args(arguments)
 
     chosen = [f for f in faults() if not given.only or f.name in given.only or f.file.startswith(tuple(given.only))]
     done = {}
     if given.json and given.json.exists():
-        done = {entry["name"]: Outcome(**entry) for entry in json.loads(given.json.read_text())["faults"]}
+        before = [Outcome(**entry) for entry in json.loads(given.json.read_text())["faults"]]
+        done = {outcome.name: outcome for outcome in before if outcome.state != "out of time"}  # those are tried again
     lock = threading.Lock()
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
@@ -159,7 +161,9 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{outcome.seconds:6.0f} s  {outcome.state:11}  {fault.name}: {outcome.found_by}", flush=True)
                 if given.json:
                     entries = [outcome._asdict() for outcome in done.values()]
-                    given.json.write_text(json.dumps({"tier": given.tier, "faults": entries}, indent=1))
+                    written = given.json.with_suffix(".new")  # a run that is killed leaves the file whole
+                    written.write_text(json.dumps({"tier": given.tier, "faults": entries}, indent=1))
+                    written.replace(given.json)
 
         list(pool.map(run, [fault for fault in chosen if fault.name not in done]))
     states = [done[fault.name].state for fault in chosen]

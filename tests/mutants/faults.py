@@ -1,7 +1,8 @@
 """The table of faults: one TOML file per package beside this module.
 
 Each entry has a ``name``, a line of ``why`` (what is wrong then, and for whom), a ``file``, the text ``before``, which
-stands in the file once, and the text ``after`` that replaces it.
+stands in the file once, and the text ``after`` that replaces it. ``found_by`` is a test that finds it, where one is
+known.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Fault(NamedTuple):
     file: str
     before: str
     after: str
+    found_by: str = ""
 
     def planted(self, text: str) -> str:
         """Return a file's text with the fault in it."""

@@ -63,22 +63,22 @@ def test_a_step_knows_the_error_after_each_eviction_and_each_return(drawn):
     case, _ = drawn[0]
     evicted = np.arange(S) % 3 == 1
     with jax.enable_x64(True):
-        found = np.asarray(best_tokens._after(case, best_tokens._squares(case), evicted))
+        found = np.asarray(jax.jit(best_tokens._after)(case, jax.jit(best_tokens._squares)(case), evicted))
         for token in range(S):
             changed = evicted.copy()
             changed[token] = ~changed[token]
-            assert found[token] == pytest.approx(float(best_tokens._error(case, ~changed)), rel=1e-9)
+            assert found[token] == pytest.approx(float(best_tokens.error(case, ~changed)), rel=1e-9)
 
 
 def test_the_search_is_within_a_tenth_of_enumeration_and_improves_what_it_is_given(drawn):
     with jax.enable_x64(True):
         for case, errors in drawn:
-            kept = np.asarray(best_tokens._best(case, B))
+            kept = np.asarray(best_tokens.best(case, B))
             assert kept.sum() == B
-            assert errors.min() * (1 - 1e-9) <= float(best_tokens._error(case, kept)) <= 1.1 * errors.min()
+            assert errors.min() * (1 - 1e-9) <= float(best_tokens.error(case, kept)) <= 1.1 * errors.min()
             worst = SETS[errors.argmax()]
-            better = np.asarray(best_tokens._improved(case, worst))
-            assert better.sum() == B and float(best_tokens._error(case, better)) < errors.max()
+            better = np.asarray(best_tokens.improved(case, worst))
+            assert better.sum() == B and float(best_tokens.error(case, better)) < errors.max()
 
 
 def test_the_relaxation_is_below_every_set_with_or_without_decided_tokens(drawn):
@@ -89,7 +89,7 @@ def test_the_relaxation_is_below_every_set_with_or_without_decided_tokens(drawn)
                 low[evicted], high[kept] = 1, 0
                 allowed = SETS[:, kept].all(axis=1) & ~SETS[:, evicted].any(axis=1)
                 start = np.full(S, 1 - B / S)
-                found, z = best_tokens._bounded(case, low, high, S - B, start, steps=100)
+                found, z = best_tokens.lower_bound(case, low, high, S - B, start, steps=100)
                 assert 0 < float(found) <= errors[allowed].min()
                 assert np.all((z >= low) & (z <= high)) and np.sum(z) == pytest.approx(S - B, abs=1e-6)
 
