@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvjax.checks import shown
+from models.built_in import TRAITS
 from models.checkpoint import Tensor
 from models.config import NO_ROPE, Config, Rope
-from models.config_json import TRAITS
 from models.decoder import rope_frequencies
 from models.gguf_header import needed, optional, positive, size_of
 from models.gguf_tokenizer import ends_of_turn, id_of
