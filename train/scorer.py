@@ -59,7 +59,7 @@ TARGETS = ("kvzip", "future")
 QUERIES_AT_ONCE = 64
 EXAMPLES = """examples:
   python -m train.scorer --model smollm2 --data books/ --target kvzip --out scorer/
-  python -m train.scorer --model smollm2 --data books/ --network gate --out gate/
+  python -m train.scorer --model smollm2 --data books/ --network gate --lr 5e-3 --out gate/
   python -m train.scorer --model path/to/Llama-3.2-1B --data text/ --target future --hidden 0 --out scorer/
   python -m models.generate smollm2 --policy "zap+protect(recent=128)" --networks scorer/ --budget 0.3 \\
       --prompt-file a.txt
