@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 from benchmarks import measure, peers, report
 from benchmarks.shapes import parameter_count, shape
-from evals import evaluator
+from evals import command_line
 from evals.report import Table
 from kvjax.checks import check_names
 from models import commands, fingerprints
 from models.commands import provenance
-from models.load import SHIPPED
+from models.folders import SHIPPED
 from models.published import PUBLISHED
 
 NAME = "accelerator"
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """Return the platform, its memory in bytes, and :func:`models.provenance.environment`.
+    """Return the platform, its memory in bytes, and :func:`models.commands.provenance.environment`.
 
     Example:
         >>> from benchmarks import accelerator
@@ -327,7 +327,7 @@ def command(flags: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no accelerator or no such model, a part's name is unknown, or a part failed.
     """
-    evaluator.check_least(flags, seconds=1)
+    command_line.check_least(flags, seconds=1)
     if flags.model and Path(flags.model).exists():
         flags.model = str(Path(flags.model).resolve())
     elif flags.model not in (None, *MODELS):  # said now, and not after the parts before RULER

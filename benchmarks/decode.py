@@ -12,7 +12,7 @@ import numpy as np
 import kvjax
 from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
-from evals import evaluator, report
+from evals import command_line, report
 from models import commands
 
 POSITION_ONLY = "streaming"  # evicts by position: no scores, no statistics of the attention
@@ -262,7 +262,7 @@ def step_grid(flags: argparse.Namespace) -> Grid:
     full = [] if flags.full == "none" else measure.whole_numbers("--full", flags.full)
     lists = {name: measure.whole_numbers(f"--{name}", getattr(flags, name)) for name in ("batches", "budgets")}
     given = {**lists, "prompts": measure.whole_numbers("--prompts", flags.prompts), "full": full, "block": flags.block}
-    evaluator.check_least(flags, block=1)
+    command_line.check_least(flags, block=1)
     if flags.tiny:
         given |= TINY | {"full": [64]}
     if min(given["prompts"]) < max(given["budgets"]):

@@ -22,10 +22,10 @@ from evals import report
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.schedule import When
-from models import commands, engine, fingerprints
+from models import commands, engine, fingerprints, one_program
 from models.commands.programs import make_room
 from models.networks import load_networks, read_by, wanted_by
-from models.plan import check_prompt
+from models.prompts import check_prompt
 
 LEGEND = """peak MiB: what the compiled prefill takes beside the weights and the prompt. cache MiB: the largest cache of
 the run that was timed. tokens / s: of the prompt, in one run. full / this: seconds of a full cache over those of the
@@ -48,7 +48,7 @@ def peak_bytes(model: models.Decoder, tokens: int, options: models.Options) -> i
     """
     given = check_prompt(model, np.zeros((1, tokens), np.int32), None, None)
     run, sizes, prompt = engine.prepare(model, given, options)
-    program = engine.prefill_at_once.lower(run, sizes, prompt, None).compile()
+    program = one_program.prefill_at_once.lower(run, sizes, prompt, None).compile()
     return measure.program_bytes(program) - measure.tree_bytes((run.model, prompt))
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
-from evals import evaluator, report
+from evals import command_line, report
 from kernels_pallas.dispatch import BY_NAME_ONLY, Kernel, kernels_of, of_layer, platform
 from kvjax.checks import check_names
 from models import commands
@@ -446,7 +446,7 @@ def command(flags: argparse.Namespace) -> None:
     """Measure, print the table, write JSON."""
     commands.check_outputs([flags.json])
     sizes = TINY if flags.tiny else Sizes(flags.budget, context=flags.context, loss_tokens=flags.loss_tokens)
-    evaluator.check_least(flags, budget=1, context=1, loss_tokens=1)
+    command_line.check_least(flags, budget=1, context=1, loss_tokens=1)
     batches = [1] if flags.tiny else measure.whole_numbers("--batches", flags.batches)
     shapes = names_of(flags)
     options = dict(implementations=flags.implementations, interpret=flags.interpret)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from evals import evaluator, report
+from evals import command_line, report
 from models import commands
 from models.commands import provenance
 
@@ -332,7 +332,7 @@ def timing(flags: argparse.Namespace) -> Timing:
     fast = on_accelerator()
     calls = flags.calls if flags.calls is not None else 1 if flags.tiny else 16 if fast else 2
     repetitions = flags.repetitions if flags.repetitions is not None else 1 if flags.tiny else 10 if fast else 5
-    evaluator.check_least(flags, calls=1, repetitions=1)
+    command_line.check_least(flags, calls=1, repetitions=1)
     if flags.memory is not None and not flags.memory > 0:
         raise ValueError(f"--memory is {flags.memory}; give a number of GiB above 0.")
     free = free_bytes() if flags.memory is None else flags.memory * 2**30

@@ -18,7 +18,7 @@ import models
 from benchmarks import measure, steps
 from evals import report
 from kvjax.schedule import Phase
-from models import commands, engine
+from models import commands, host_steps
 from models.sampling import Sampling
 from models.steps import DecodeState, decode_phase
 
@@ -39,10 +39,10 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
     run, cache = steps.shapes(setting, prompt)
     state, row = DecodeState(cache), np.zeros((1, block), np.int32)
     lowered = {
-        "decode": engine.token_step.lower(
+        "decode": host_steps.token_step.lower(
             run, state, row[:, 0], np.zeros(1, bool), None, decode_phase(run.plan, 1), Sampling()
         ),
-        "block": engine.block_step.lower(run, state, row, row, Phase(evicts=True)),
+        "block": host_steps.block_step.lower(run, state, row, row, Phase(evicts=True)),
     }
     slot = 2 * CONFIG.head_dim * 4 + 4  # key, value, position
     heads = CONFIG.num_layers * CONFIG.num_kv_heads

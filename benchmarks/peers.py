@@ -27,7 +27,7 @@ import models
 from benchmarks import measure, steps
 from benchmarks.peer_timing import keep_to, peak_resident, serve, timed
 from benchmarks.shapes import parameter_count, shape
-from evals import evaluator, report, tasks
+from evals import command_line, evaluator, report, tasks
 from models import commands, fingerprints, published
 from models.load import describe
 
@@ -265,7 +265,7 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.json])
     threads = measure.whole_numbers("--threads", flags.threads)
     budgets = _budgets(flags.budgets or ("256,512,full" if flags.model else "512"))
-    evaluator.check_least(flags, block=WINDOW, repetitions=1, new_tokens=2)
+    command_line.check_least(flags, block=WINDOW, repetitions=1, new_tokens=2)
     _check_longer(flags.prompt, budgets)
     if flags.model and flags.shape:
         raise ValueError(f"both --model {flags.model} and --shape {flags.shape} were given; keep one of them.")
@@ -317,7 +317,7 @@ def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
     needed = processes * np.dtype(flags.dtype).itemsize * parameter_count(config)
     measure.check_fits(needed, f"the checkpoint, in {processes} processes,", measure.free_bytes())
     if flags.model:
-        model, tokenizer = evaluator.load_with_tokenizer(flags.model)
+        model, tokenizer = command_line.load_with_tokenizer(flags.model)
         prompt = tasks.needle(0, tokenizer, flags.prompt).tokens
         made_of = evaluator.made_of(model, tokenizer)
     else:

@@ -14,7 +14,7 @@ import numpy as np
 import kvjax
 import models
 from benchmarks import measure
-from evals import evaluator, report, tasks
+from evals import command_line, evaluator, report, tasks
 from models import commands
 from models.layer_caches import AnyCache
 
@@ -38,7 +38,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Run the benchmark."""
     commands.check_outputs([flags.json])
-    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype="float32")
+    model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype="float32")
     document, questions, values = asked(tokenizer, flags.length, flags.questions, flags.seed)
     rows = []
     for policy, budget in ((None, None), (flags.policy, flags.budget)):

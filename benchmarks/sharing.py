@@ -11,8 +11,8 @@ import jax
 
 import models
 from benchmarks import measure
-from evals import evaluator, needle, report
-from evals.evaluator import Setting
+from evals import answering, command_line, evaluator, needle, report, run_settings
+from evals.run_settings import Setting
 from models import commands
 
 POLICIES = (
@@ -41,7 +41,7 @@ def command(flags: argparse.Namespace) -> None:
         Setting(policy, commands.parse_budget(budget), "prompt", "known")
         for policy, budget in itertools.product(policies, budgets)
     ]
-    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype="float32")
+    model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype="float32")
     cells = needle.make_cells(
         tokenizer, lengths=[flags.length], depths=flags.samples, samples=1, facts=10, question="known", seed=flags.seed
     )
@@ -67,8 +67,8 @@ def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Set
     def study(way: str, together: list[Setting]) -> None:
         for turn in range(2):
             begun = time.perf_counter()
-            feed = evaluator.Feed(batch=len(prompts))
-            each = evaluator.answers_each(model, prompts, together, new_tokens=new, feed=feed)
+            feed = answering.Feed(batch=len(prompts))
+            each = answering.answers_each(model, prompts, together, new_tokens=new, feed=feed)
             answers = [(setting, batch.tokens.tolist()) for setting, batch in each]
             seconds[way][turn] += time.perf_counter() - begun
         found[way] += answers
@@ -87,7 +87,7 @@ def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Set
         {
             "way": way,
             "settings": len(settings),
-            "prompts": len(prompts) * (len(settings) if way == "alone" else len(evaluator.sharing(settings))),
+            "prompts": len(prompts) * (len(settings) if way == "alone" else len(run_settings.sharing(settings))),
             "first_seconds": first,
             "seconds": then,
             "times_faster": seconds["alone"][1] / then,

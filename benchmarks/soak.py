@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import models
 from benchmarks import measure
-from evals import evaluator, report
+from evals import command_line, report
 from models import commands, fingerprints
 
 PARTS = 20  # of each run, one row of figures each
@@ -341,7 +341,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.plot is not None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot])
-    evaluator.check_least(flags, budget=8, block=1, rows=1, tokens=0, requests=0, kills=0)
+    command_line.check_least(flags, budget=8, block=1, rows=1, tokens=0, requests=0, kills=0)
     if not flags.tokens and not flags.requests and not flags.kills:
         raise ValueError("--tokens, --requests and --kills are all 0; give at least one of them.")
     if flags.plot is not None and not flags.tokens and not flags.requests:

@@ -28,7 +28,8 @@ from kvjax.schedule import Phase
 from models.config import Config
 from models.options import PAGE_SIZE, Options
 from models.parameters import parameter_shapes
-from models.plan import CheckedPrompt, plan_run
+from models.planning import plan_run
+from models.prompts import CheckedPrompt
 from models.states import start
 from models.steps import DecodeState, Run, decode_phase, forward
 

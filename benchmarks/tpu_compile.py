@@ -28,14 +28,15 @@ import models
 from benchmarks import measure
 from benchmarks.shapes import shape
 from benchmarks.targets import compiled, tpu_chips
-from evals import evaluator, report
+from evals import command_line, report
 from kvjax.cache import Rows, empty_rows
 from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
-from models import commands, engine
+from models import commands, host_steps
 from models.options import PAGE_SIZE, Options
 from models.parameters import parameter_shapes, partition
-from models.plan import CheckedPrompt, plan_run
+from models.planning import plan_run
+from models.prompts import CheckedPrompt
 from models.sampling import Sampling
 from models.states import start
 from models.steps import Run, decode_phase
@@ -199,12 +200,12 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
 
     def decode() -> tuple[jax.stages.Lowered, Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = engine.token_step.lower(run, state, token, finished, None, decode_phase(plan, 1), Sampling())
+            program = host_steps.token_step.lower(run, state, token, finished, None, decode_phase(plan, 1), Sampling())
         return program, (model, state)
 
     def block() -> tuple[jax.stages.Lowered, Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = engine.block_step.lower(run, state, row, row, Phase(evicts=True))
+            program = host_steps.block_step.lower(run, state, row, row, Phase(evicts=True))
         return program, (model, state)
 
     yield "decode step", decode
@@ -339,7 +340,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Compile everything, print the table, and write JSON after each program."""
     commands.check_outputs([flags.json])
-    evaluator.check_least(flags, batch=1, budget=1, block=1, prompt=1)
+    command_line.check_least(flags, batch=1, budget=1, block=1, prompt=1)
     if not os.environ.get("JAX_PLATFORMS"):  # with libtpu installed, JAX would look for a TPU first
         jax.config.update("jax_platforms", "cpu")
     topologies, policies = commands.split_list(flags.topologies), commands.split_list(flags.policies)

@@ -57,7 +57,7 @@ suppress_warnings = ["myst.xref_missing"]  # links to files of the repository th
 # A page per module, written to reference/api when the documentation is built.
 autosummary_context = {
     "hidden": {
-        "models.gguf": "Stored",
+        "models.gguf_header": "Stored",
         "models.published": "Published",
         "models.decoder": "Layers",
     }

@@ -20,7 +20,7 @@ RESULTS = DOCS / "results"
 sys.path.insert(0, str(DOCS.parent))
 
 from evals import report, statistics, studies, study, study_page  # noqa: E402
-from evals.evaluator import RECENCY, full_name  # noqa: E402
+from evals.run_settings import RECENCY, full_name  # noqa: E402
 from kvjax.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
 from models import commands  # noqa: E402

@@ -26,9 +26,9 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 import models
-from evals import evaluator, loglikelihood, results, texts
+from evals import answering, command_line, evaluator, loglikelihood, results, run_settings, texts
 from evals.documents import common_prefix
-from evals.evaluator import Setting
+from evals.run_settings import Setting
 from kvjax.checks import check_names
 from models.commands.programs import make_room
 
@@ -229,7 +229,7 @@ def answer(
     batch: int = 8,
     rows: Sequence[int] | None = None,
     on_row: Callable[[Setting, int, dict[str, Any]], None] | None = None,
-    aids: evaluator.Aids = evaluator.NO_AIDS,
+    aids: answering.Aids = answering.NO_AIDS,
 ) -> list[list[dict[str, Any]]]:
     """Choose for each sample under settings of one question and moment; those that evict once share a prompt.
 
@@ -239,7 +239,7 @@ def answer(
         block, batch: see :func:`evals.loglikelihood.endings`.
         rows: the indices of the samples to answer, all by default.
         on_row: called with a setting, a sample's number and its record as soon as it is answered.
-        aids: see :func:`evals.evaluator.answers`.
+        aids: see :func:`evals.answering.answers`.
 
     Returns:
         For each setting one record per sample: the ``score`` (1 where the right choice is the likeliest), the index
@@ -248,7 +248,7 @@ def answer(
     Example:
         >>> import models
         >>> from evals import choices
-        >>> from evals.evaluator import Setting
+        >>> from evals.run_settings import Setting
         >>> model, tokenizer = models.load("retriever")
         >>> text = " ".join(
         ...     f"A boat that had a crew of {i} men went by the old town of {i}."
@@ -318,8 +318,8 @@ def likeliest(sample: Sample, log_probability: Float[np.ndarray, "n"]) -> int:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    evaluator.add_model_flags(flags)
-    evaluator.add_setting_flags(flags, budgets="0.25,0.5")
+    command_line.add_model_flags(flags)
+    command_line.add_setting_flags(flags, budgets="0.25,0.5")
     texts.add_text_flag(flags)
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}, or all; several by comma")
     flags.add_argument("--lengths", default="512,1024", help="tokens of prompt and choice; several by comma")
@@ -333,7 +333,7 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError("--evict-every is about generated tokens, but choices generate none; leave it out.")
     flags.evict_every = 0
     instead = "python -m papers butler choices takes selections with --select"
-    evaluator.refuse_selections(evaluator.make_settings(flags, evaluator.KNOWN_OR_NOT), instead)
+    run_settings.refuse_selections(run_settings.make_settings(flags, run_settings.KNOWN_OR_NOT), instead)
     check(flags)
     text = texts.read_text(flags.text)
     corpus = read_corpus(text)
@@ -346,9 +346,9 @@ def command(flags: argparse.Namespace) -> None:
 
 def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
-    evaluator.check_sizes(flags)
-    evaluator.choose("--tasks", flags.tasks, list(TASKS))
-    evaluator.check_least(flags, samples=1)
+    command_line.check_sizes(flags)
+    command_line.choose("--tasks", flags.tasks, list(TASKS))
+    command_line.check_least(flags, samples=1)
 
 
 def make_groups(
@@ -356,8 +356,8 @@ def make_groups(
 ) -> list[evaluator.Group]:
     """Make one group per task and length."""
     groups = []
-    chosen = evaluator.choose("--tasks", flags.tasks, list(TASKS))
-    for task, length in itertools.product(chosen, evaluator.check_sizes(flags)):
+    chosen = command_line.choose("--tasks", flags.tasks, list(TASKS))
+    for task, length in itertools.product(chosen, command_line.check_sizes(flags)):
         samples = [draw(task, i, corpus, tokenizer, length, seed=flags.seed) for i in range(flags.samples)]
         longest = max(len(choice) for sample in samples for choice in sample.choices)
         # The score is that of the likeliest choice, which :func:`answer` computes.
@@ -369,7 +369,7 @@ def make_groups(
 
 def _answer(
     model: models.Decoder, tokenizer: models.Tokenizer, groups: Sequence[evaluator.Group], settings: Sequence[Setting],
-    store: results.Results, *, labels: dict[str, Any], progress: tqdm, feed: evaluator.Feed,
+    store: results.Results, *, labels: dict[str, Any], progress: tqdm, feed: answering.Feed,
 ) -> None:  # fmt: skip
     """Answer the samples that a store has no record of yet, as :func:`evals.evaluator.run` does for other tasks."""
     for group, together in itertools.product(groups, _of_one_moment(settings)):
@@ -393,7 +393,7 @@ def _answer(
 def _of_one_moment(settings: Sequence[Setting]) -> list[list[Setting]]:
     """Return the groups of settings that share a prompt, split by their moment."""
     groups: dict[tuple[int, str], list[Setting]] = {}
-    for number, together in enumerate(evaluator.sharing(settings)):
+    for number, together in enumerate(run_settings.sharing(settings)):
         for setting in together:
             groups.setdefault((number, setting.when), []).append(setting)
     return list(groups.values())

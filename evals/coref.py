@@ -31,9 +31,10 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 import models
-from evals import coref_task, evaluator, report, selections, statistics
+from evals import answering, command_line, coref_task, evaluator, report, selections, simulator, statistics
 from evals.coref_task import CorefSample
-from evals.selections import Method, Simulation
+from evals.selections import Method
+from evals.simulator import Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When, moments
 from models import commands, hosts
@@ -144,7 +145,7 @@ def measure(
     samples: Sequence[CorefSample],
     setting: Setting,
     *,
-    like: Simulation = selections.DENSE,
+    like: Simulation = simulator.DENSE,
     block: int = 128,
     batch: int = 10,
     progress: tqdm = evaluator.QUIET,
@@ -163,7 +164,7 @@ def measure(
     widest = max(len(sample.tokens) for sample in samples)
     most = max(len(sample.answer_tokens) for sample in samples)
     guessed: list[list[int]] = []
-    for rows, filled in evaluator.batches(model, range(len(samples)), batch):
+    for rows, filled in answering.batches(model, range(len(samples)), batch):
         fed = [samples[row] for row in filled]
         if setting.mode == "teacher":
             simulation = like._replace(selection=setting.selection, sparsity=setting.sparsity or 0.0)
@@ -328,13 +329,13 @@ def command(flags: argparse.Namespace) -> None:
             "--when and --evict-every are for --mode generate, but with --mode teacher eviction is simulated token by "
             "token; add --mode generate, or leave them out."
         )
-    evaluator.check_least(flags, samples=1, block=1, seed=0)
+    command_line.check_least(flags, samples=1, block=1, seed=0)
     selections.check_flags(flags)
     model, tokenizer, networks = selections.load(flags, [setting.selection for setting in settings])
     samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]
 
     results = []
-    like = selections.DENSE._replace(networks=networks, sinks=flags.sinks, heads=flags.heads)
+    like = simulator.DENSE._replace(networks=networks, sinks=flags.sinks, heads=flags.heads)
     with commands.progress_bar("sample", total=len(samples) * len(settings)) as progress:
         for setting in settings:
             make_room()
@@ -347,7 +348,7 @@ def command(flags: argparse.Namespace) -> None:
     report.show(table(results), comparison_table(comparisons))
     figures = {
         "evaluation": "coref",
-        "settings": evaluator.settings(flags),
+        "settings": command_line.settings(flags),
         "samples": len(samples),
         "results": results,
         "comparisons": comparisons,
@@ -360,7 +361,7 @@ def _evicts(row: Mapping[str, Any]) -> str:
 
 
 def _teacher_forced(model, samples, simulation, width) -> list[list[int]]:
-    tokens = evaluator.padded([[*sample.tokens, *sample.answer_tokens] for sample in samples], width)
+    tokens = answering.padded([[*sample.tokens, *sample.answer_tokens] for sample in samples], width)
     hidden = simulation.hidden_states(model, tokens)
     most = max(len(sample.answer_tokens) for sample in samples)
     places = np.array([len(sample.tokens) - 1 for sample in samples])[:, None] + np.arange(most)
@@ -374,7 +375,7 @@ def _likeliest(model: models.Decoder, hidden: Float[Array, "B T E"], places: Int
 
 
 def _generated(model, samples, setting, width, most, like, block) -> list[list[int]]:
-    tokens = evaluator.padded([sample.tokens for sample in samples], width)
+    tokens = answering.padded([sample.tokens for sample in samples], width)
     lengths = np.array([len(sample.tokens) for sample in samples])
     selection, given = setting.selection, dict[str, Any]()
     if setting.sparsity is not None:
@@ -382,7 +383,7 @@ def _generated(model, samples, setting, width, most, like, block) -> list[list[i
     if selection.source is not None:
         given.update(select=selection.source, sinks=like.sinks)
     elif selection.policy is not None:  # the sinks are kept, within the budget
-        given["policy"] = selections.with_sinks(selection.policy, like.sinks)
+        given["policy"] = simulator.with_sinks(selection.policy, like.sinks)
         given.update(when=setting.when, evict_every=setting.evict_every)
     given["networks"] = read_by(like.networks, selection.policy, selection.source)
     out = models.generate(model, tokens, lengths=lengths, block=block, max_new_tokens=most, end=(), **given)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import models
-from evals import evaluator
+from evals import command_line, evaluator
 from evals.evaluator import Answer, Group, TextSample
 from kvjax import install
 from models import commands, fingerprints
@@ -349,8 +349,8 @@ def add_flags(flags: argparse.ArgumentParser, tasks: Sequence[str], prompts: str
         tasks: the names of the tasks.
         prompts: the help text of ``--prompts``.
     """
-    evaluator.add_model_flags(flags)
-    evaluator.add_setting_flags(flags, budgets="256", when="prompt")
+    command_line.add_model_flags(flags)
+    command_line.add_setting_flags(flags, budgets="256", when="prompt")
     flags.add_argument("--data", help="the folder with the published files, one per task, or 'hub'")
     flags.add_argument("--tasks", default="all", help=f"{', '.join(tasks)}; several by comma")
     flags.add_argument("--samples", type=int, help="use only the first so many samples of each task")
@@ -373,8 +373,8 @@ def check(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[st
     """
     if flags.data is None:
         raise ValueError("no data was named; give the folder with the published files, or 'hub', with --data.")
-    evaluator.check_least(flags, samples=1, length=1)
-    chosen = evaluator.choose("--tasks", flags.tasks, list(tasks))
+    command_line.check_least(flags, samples=1, length=1)
+    chosen = command_line.choose("--tasks", flags.tasks, list(tasks))
     if flags.data != "hub":
         if not Path(flags.data).is_dir():
             raise FileNotFoundError(f"there is no folder {flags.data}; give --data a folder with the published files.")
@@ -387,7 +387,7 @@ def check(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[st
 
 def present(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[str], str]) -> list[str]:
     """Return the chosen tasks whose files are in the folder, or on the hub all chosen tasks."""
-    chosen = evaluator.choose("--tasks", flags.tasks, list(tasks))
+    chosen = command_line.choose("--tasks", flags.tasks, list(tasks))
     return [t for t in chosen if flags.data == "hub" or (Path(flags.data) / file_of(t)).is_file()]
 
 

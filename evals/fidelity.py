@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import claims, evaluator, needle, report, statistics, tasks
+from evals import answering, claims, command_line, evaluator, needle, report, run_settings, statistics, tasks
 from kvjax.insertion import Cache
 from models import commands, hosts
 from models.commands import run_flags
@@ -127,12 +127,12 @@ def measure(
     block: int = 128,
     batch: int = 16,
     progress: tqdm = evaluator.QUIET,
-    aids: evaluator.Aids = evaluator.NO_AIDS,
+    aids: answering.Aids = answering.NO_AIDS,
 ) -> list[dict[str, Any]]:
     """Measure each setting over the samples.
 
     Args:
-        aids: see :class:`evals.evaluator.Aids`.
+        aids: see :class:`evals.answering.Aids`.
 
     Returns:
         For each setting: ``layers``, one row per layer with the means of :func:`differences` and their 95% intervals;
@@ -142,10 +142,10 @@ def measure(
     collected: list[list[dict[str, np.ndarray]]] = [[] for _ in settings]
     longest = max(len(sample.tokens) for sample in samples)
     most = max(len(sample.answer_tokens) for sample in samples)
-    for rows, filled in evaluator.batches(model, range(len(samples)), batch):
+    for rows, filled in answering.batches(model, range(len(samples)), batch):
         fed = [samples[row] for row in filled]
-        tokens = evaluator.padded([sample.tokens for sample in fed], longest)
-        answers = evaluator.padded([sample.answer_tokens for sample in fed], most)
+        tokens = answering.padded([sample.tokens for sample in fed], longest)
+        answers = answering.padded([sample.answer_tokens for sample in fed], most)
         lengths = np.array([len(sample.tokens) for sample in fed], np.int32)
         said = np.array([len(sample.answer_tokens) for sample in fed])
         position = np.where(np.arange(most) < said[:, None], lengths[:, None] + np.arange(most), -1).astype(np.int32)
@@ -347,7 +347,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
     flags.add_argument("--question", default="known", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
     flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
-    evaluator.add_against_flag(flags)
+    command_line.add_against_flag(flags)
     commands.add_networks_flag(flags)
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--batch", type=int, default=20)
@@ -362,11 +362,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print the table, write JSON and pictures."""
     settings = needle.make_settings(flags)
-    evaluator.refuse_selections(settings, "python -m papers butler accuracy measures what a selection finds")
+    run_settings.refuse_selections(settings, "python -m papers butler accuracy measures what a selection finds")
     lengths = needle.check_sizes(flags)
-    evaluator.check_least(flags, samples=1)
+    command_line.check_least(flags, samples=1)
     report.check_outputs(flags.json, flags.plot, flags.heads)
-    model, tokenizer = evaluator.load(flags)
+    model, tokenizer = command_line.load(flags)
     samples = {
         question: [
             tasks.needle(
@@ -381,7 +381,7 @@ def command(flags: argparse.Namespace) -> None:
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
     for setting in settings:
         most = max(len(sample.answer_tokens) for sample in samples[setting.question])
-        evaluator.check_answers(
+        answering.check_answers(
             model, samples[setting.question], setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
         )
     results = []
@@ -390,7 +390,7 @@ def command(flags: argparse.Namespace) -> None:
             chosen = [setting for setting in settings if setting.question == question]
             results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress, aids=aids)
         progress.set_description("done")
-    compared, errors = compare(results), compare_errors(results, evaluator.baseline(flags))
+    compared, errors = compare(results), compare_errors(results, run_settings.baseline(flags))
     note = "\ndifference of the mean relative errors; positive: closer to the full cache" if errors else ""
     told = "\n".join(
         f"{row['paper']}: {row['claim']}: {row['verdict']} "
@@ -401,7 +401,7 @@ def command(flags: argparse.Namespace) -> None:
     figures = {
         "evaluation": "fidelity",
         "title": "Attention outputs: how close to the full cache's",
-        "settings": evaluator.settings(flags),
+        "settings": command_line.settings(flags),
         "samples": flags.samples * len(lengths),
         "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
         "claims": compared,

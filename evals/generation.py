@@ -23,8 +23,8 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from evals import evaluator, loglikelihood, needle, prose, results, tasks
-from evals.evaluator import Setting
+from evals import answering, command_line, evaluator, loglikelihood, needle, prose, results, run_settings, tasks
+from evals.run_settings import Setting
 from models import commands, hosts
 from models.commands.programs import make_room
 
@@ -101,8 +101,8 @@ def draw(seed: int, tokenizer: Any, length: int, facts: int) -> list[tasks.Sampl
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    evaluator.add_model_flags(flags)
-    evaluator.add_setting_flags(flags, budgets="256,512", when="block")
+    command_line.add_model_flags(flags)
+    command_line.add_setting_flags(flags, budgets="256,512", when="block")
     flags.add_argument("--lengths", default="4000", help="tokens of a text; several by comma")
     flags.add_argument("--samples", type=int, default=4, help="texts per length")
     flags.add_argument("--facts", type=int, default=5, help="facts per text, and as many results")
@@ -117,9 +117,9 @@ def command(flags: argparse.Namespace) -> None:
 
 def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
-    evaluator.check_sizes(flags)
-    evaluator.check_least(flags, samples=1, facts=1)
-    check_settings(evaluator.make_settings(flags, ("unknown",)))
+    command_line.check_sizes(flags)
+    command_line.check_least(flags, samples=1, facts=1)
+    check_settings(run_settings.make_settings(flags, ("unknown",)))
 
 
 def check_settings(settings: Sequence[Setting]) -> None:
@@ -129,14 +129,14 @@ def check_settings(settings: Sequence[Setting]) -> None:
         ValueError: a setting is a selection, has a share of the text as its budget, or never evicts in decode.
 
     Example:
-        >>> from evals.evaluator import Setting
+        >>> from evals.run_settings import Setting
         >>> from evals.generation import check_settings
         >>> check_settings([Setting("snapkv", 64, "published", "unknown")])
         Traceback (most recent call last):
         ...
         ValueError: 'snapkv' never evicts in decode with --when published; give --when block, or --evict-every.
     """
-    evaluator.refuse_selections(settings, "they keep all tokens, so no generation is too long for them")
+    run_settings.refuse_selections(settings, "they keep all tokens, so no generation is too long for them")
     for setting in settings:
         if isinstance(setting.budget, float):
             raise ValueError(f"the budget is {setting.budget}, a share of a text that is not known yet; give slots.")
@@ -150,7 +150,7 @@ def check_settings(settings: Sequence[Setting]) -> None:
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
     """Make two groups per length, of facts and of results; both ask about the same texts."""
     groups = []
-    for length in evaluator.check_sizes(flags):
+    for length in command_line.check_sizes(flags):
         texts = [draw(flags.seed + 1_000 * i, tokenizer, length, flags.facts) for i in range(flags.samples)]
         longest = max(len(sample.answer_tokens) for text in texts for sample in text)
         for first, task in enumerate(TASKS):
@@ -172,7 +172,7 @@ class Read(NamedTuple):
 
 
 def read(
-    model: models.Decoder, texts: Sequence[Sequence[int]], setting: Setting, feed: evaluator.Feed, reserve: int = 0
+    model: models.Decoder, texts: Sequence[Sequence[int]], setting: Setting, feed: answering.Feed, reserve: int = 0
 ) -> Read:
     """Feed texts through decode under a setting; the full cache, which evicts nothing, reads them in blocks.
 
@@ -181,14 +181,14 @@ def read(
 
     Example:
         >>> import models
-        >>> from evals import evaluator, generation
+        >>> from evals import answering, generation, run_settings
         >>> model, tokenizer = models.load("retriever")
         >>> text = tokenizer.encode("The river was calm. The river was calm.")
-        >>> setting = evaluator.Setting("h2o", 8, "block", "unknown")
-        >>> generation.read(model, [text], setting, evaluator.FEED).loss.shape
+        >>> setting = run_settings.Setting("h2o", 8, "block", "unknown")
+        >>> generation.read(model, [text], setting, answering.FEED).loss.shape
         (1,)
     """
-    tokens, lengths = evaluator.padded(texts), np.array([len(text) for text in texts])
+    tokens, lengths = answering.padded(texts), np.array([len(text) for text in texts])
     given: dict[str, Any] = dict(block=feed.block, cache_dtype=setting.cache_dtype, networks=feed.aids.of(setting))
     if setting.evicting is None:
         cache, hidden = models.hidden_states(model, tokens, lengths, reserve=reserve, **given)
@@ -205,7 +205,7 @@ def read(
 
 def run(
     model: models.Decoder, tokenizer: models.Tokenizer, groups: Sequence[evaluator.Group], settings: Sequence[Setting],
-    store: results.Results, *, labels: Mapping[str, Any], progress: tqdm, feed: evaluator.Feed,
+    store: results.Results, *, labels: Mapping[str, Any], progress: tqdm, feed: answering.Feed,
 ) -> None:  # fmt: skip
     """Read the texts that a store lacks answers about, and ask: all groups of a length at once."""
     for _, together in itertools.groupby(groups, lambda group: group.length):
@@ -217,7 +217,7 @@ def run(
             progress.set_description(setting.title())
             progress.update(sum(group.size for group in of_length) - sum(map(len, missing)))
             texts = sorted({samples[row].text for samples, rows in zip(drawn, missing, strict=True) for row in rows})
-            for chosen, fed in evaluator.batches(model, texts, feed.batch):
+            for chosen, fed in answering.batches(model, texts, feed.batch):
                 make_room()
                 asked = [
                     [(number, row) for number, samples in enumerate(drawn) for row, sample in enumerate(samples)
@@ -240,7 +240,7 @@ def _asked(
     drawn: Sequence[Sequence[tasks.Sample]],
     setting: Setting,
     asked: Sequence[Sequence[tuple[int, int]]],
-    feed: evaluator.Feed,
+    feed: answering.Feed,
 ) -> Any:
     """Read a batch of texts, and yield the records of the texts' next questions: group, sample and figures of each.
 
@@ -256,7 +256,7 @@ def _asked(
     for place in range(len(tails[0])):
         fed = [text[place] for text in tails]
         out = models.generate(
-            model, evaluator.padded(fed, widest), lengths=np.array(list(map(len, fed))), cache=cache, block=feed.block,
+            model, answering.padded(fed, widest), lengths=np.array(list(map(len, fed))), cache=cache, block=feed.block,
             max_new_tokens=new, end=(),
         )  # fmt: skip
         made = hosts.fetched(out.tokens)

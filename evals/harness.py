@@ -24,7 +24,18 @@ import numpy as np
 
 import kvjax
 import models
-from evals import documents, evaluator, loglikelihood, report, selections, statistics
+from evals import (
+    answering,
+    command_line,
+    documents,
+    evaluator,
+    loglikelihood,
+    report,
+    run_settings,
+    selections,
+    simulator,
+    statistics,
+)
 from evals.loglikelihood import Predicted
 from kvjax import install
 from kvjax.checks import check_names
@@ -35,7 +46,7 @@ from models import commands
 from models.commands import provenance
 from models.commands.programs import make_room
 from models.networks import load_networks, wanted_by
-from models.plan import checked_budget
+from models.sizing import checked_budget
 
 EXAMPLES = """examples:
   python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B
@@ -102,7 +113,7 @@ def model_class() -> type:
                 given.policy, given.budget, given.block, given.when, select, given.sinks, given.cache_dtype
             )
             self.batch = int(given.batch_size) if str(given.batch_size).isdigit() and int(given.batch_size) > 0 else 8
-            self.model, self.text = evaluator.load_with_tokenizer(str(pretrained), dtype=dtype)
+            self.model, self.text = command_line.load_with_tokenizer(str(pretrained), dtype=dtype)
             asking = models.with_repeat_prompt(self.settings.get("policy"), self.text)
             if asking is not None and asking.needs.reconstruction is not None:
                 self.settings["policy"] = asking
@@ -177,7 +188,7 @@ def model_class() -> type:
         def _predict(self, sequences: Any, counts: Any = None, on_row: Any = None) -> list[Predicted]:
             if self.selection is not None:
                 sparsity, sinks = round(1 - self.settings["budget"], 6), self.settings["sinks"]
-                simulation = selections.Simulation(self.selection, sparsity, self.networks, sinks)
+                simulation = simulator.Simulation(self.selection, sparsity, self.networks, sinks)
                 return loglikelihood.simulate(
                     self.model, sequences, simulation, block=self.settings["block"], batch=self.batch, on_row=on_row
                 )
@@ -222,7 +233,7 @@ def model_class() -> type:
                     )
                 settings.update(select=self.selection.source, networks=self.networks)
             for step, (token, _) in enumerate(
-                models.stream(self.model, evaluator.padded(prompts), lengths=lengths, max_new_tokens=new, **settings)
+                models.stream(self.model, answering.padded(prompts), lengths=lengths, max_new_tokens=new, **settings)
             ):
                 for row, one in enumerate(token.tolist()):
                     if one >= 0 and one not in self.model.config.eos:
@@ -326,7 +337,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--against",
         metavar="POLICY",
         help="the policy of one of the --model_args that each other is compared with, on the same samples (default: "
-        f"{evaluator.RECENCY}, if it is among them)",
+        f"{run_settings.RECENCY}, if it is among them)",
     )
     flags.add_argument("--model", default="kvjax", choices=["kvjax"], help="the name in the harness's registry")
     flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
@@ -345,9 +356,9 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-    evaluator.check_least(flags, limit=1, batch=1)
+    command_line.check_least(flags, limit=1, batch=1)
     given = [parse_arguments(text) for text in flags.model_args]
-    against, named = evaluator.baseline(flags), []
+    against, named = run_settings.baseline(flags), []
     for arguments in given:
         checked = check_settings(
             str(arguments.get("policy", "full")), arguments.get("budget"), arguments.get("block", 128),

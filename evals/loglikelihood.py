@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
-from evals.evaluator import batches, padded
-from evals.selections import Simulation
+from evals.answering import batches, padded
+from evals.simulator import Simulation
 from kvjax.chains import policy_of
 from kvjax.insertion import Cache
 from kvjax.policy import Policy
@@ -124,7 +124,8 @@ def simulate(
     Example:
         >>> import models
         >>> from evals import loglikelihood
-        >>> from evals.selections import Simulation, parse_selection
+        >>> from evals.simulator import Simulation
+        >>> from evals.selections import parse_selection
         >>> model, tokenizer = models.load("retriever")
         >>> sequence = tokenizer.encode("The river was calm.")
         >>> what = Simulation(parse_selection("streaming"), 0.5)

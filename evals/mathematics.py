@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Any
 
 import models
-from evals import documents, evaluator
+from evals import answering, command_line, documents, evaluator
 from evals.documents import DataSet, Task
 
 EXAMPLES = """examples:
@@ -157,7 +157,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
     DATA.check(flags)
-    evaluator.check_least(flags, new_tokens=1, repeats=1)
+    command_line.check_least(flags, new_tokens=1, repeats=1)
     if flags.data == "hub":
         raise ValueError("--data is hub, but these records come from files; give a folder with math500.jsonl.")
     if flags.repeats > 1 and flags.temperature == 0:
@@ -174,7 +174,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
     ]
 
 
-def _repeated(group: evaluator.Group, flags: argparse.Namespace) -> list[evaluator.Prompt]:
+def _repeated(group: evaluator.Group, flags: argparse.Namespace) -> list[answering.Prompt]:
     return list(group.draw()) * flags.repeats
 
 

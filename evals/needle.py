@@ -20,8 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from evals import evaluator, report, statistics, tasks
-from evals.evaluator import PLACEMENTS, RECENCY, Question, Setting, check_sizes, make_settings
+from evals import answering, command_line, evaluator, report, run_settings, statistics, summaries, tasks
+from evals.command_line import check_sizes
+from evals.run_settings import PLACEMENTS, RECENCY, Question, Setting, make_settings
 from models import commands
 
 # With the embedded model good policies differ at the first once after the prompt, at the second after every block.
@@ -114,12 +115,12 @@ def measure(
     block: int = 128,
     batch: int = 16,
     progress: tqdm = evaluator.QUIET,
-    aids: evaluator.Aids = evaluator.NO_AIDS,
+    aids: answering.Aids = answering.NO_AIDS,
 ) -> list[dict[str, Any]]:
     """Answer every sample under each setting; settings that evict once share their prompts.
 
     Args:
-        aids: see :func:`evals.evaluator.answers`.
+        aids: see :func:`evals.answering.answers`.
 
     Returns:
         For each setting: ``correct`` (one list per cell), recall with its 95% interval, the bytes of one sequence's
@@ -129,9 +130,9 @@ def measure(
     samples = samples_of(cells)
     answer_length = max(len(sample.answer_tokens) for sample in samples)
     correct: dict[Setting, dict[int, bool]] = {setting: {} for setting in settings}
-    parts: dict[Setting, list[evaluator.Batch]] = {setting: [] for setting in settings}
-    for setting, part in evaluator.answers_each(
-        model, samples, settings, new_tokens=answer_length, feed=evaluator.Feed(block, batch, aids)
+    parts: dict[Setting, list[answering.Batch]] = {setting: [] for setting in settings}
+    for setting, part in answering.answers_each(
+        model, samples, settings, new_tokens=answer_length, feed=answering.Feed(block, batch, aids)
     ):
         parts[setting].append(part)
         progress.set_description(setting.title())
@@ -142,7 +143,7 @@ def measure(
 
 
 def _result(
-    setting: Setting, cells: Sequence[Cell], correct: Mapping[int, bool], parts: Sequence[evaluator.Batch]
+    setting: Setting, cells: Sequence[Cell], correct: Mapping[int, bool], parts: Sequence[answering.Batch]
 ) -> dict[str, Any]:
     hits, total = sum(correct.values()), len(correct)
     row = iter(range(total))  # the samples are numbered cell by cell
@@ -156,8 +157,8 @@ def _result(
         "samples": total,
         "cache_bytes": parts[-1].cache_bytes,
         "peak_cache_bytes": parts[-1].peak_cache_bytes,
-        "prefill_tokens_per_second": evaluator.per_second([part.prefill for part in parts]),
-        "decode_tokens_per_second": evaluator.per_second([part.decode for part in parts]),
+        "prefill_tokens_per_second": summaries.per_second([part.prefill for part in parts]),
+        "decode_tokens_per_second": summaries.per_second([part.decode for part in parts]),
         "cells": [
             {"length": cell.length, "depth": cell.depth, "recall": sum(hit) / len(hit), "correct": list(map(int, hit))}
             for cell, hit in zip(cells, by_cell, strict=True)
@@ -237,8 +238,8 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    evaluator.add_model_flags(flags)
-    evaluator.add_setting_flags(flags, budgets=BUDGETS, questions=PLACEMENTS)
+    command_line.add_model_flags(flags)
+    command_line.add_setting_flags(flags, budgets=BUDGETS, questions=PLACEMENTS)
     flags.add_argument("--lengths", default="512,1024", help="tokens per prompt; several by comma")
     flags.add_argument("--depths", type=int, default=5, help="number of depths from 0 to 1")
     flags.add_argument("--samples", type=int, default=8, help="samples per length and depth")
@@ -257,7 +258,7 @@ def command(flags: argparse.Namespace) -> None:
     settings = make_settings(flags)
     lengths = check_sizes(flags)
     report.check_outputs(flags.json, flags.plot)
-    model, tokenizer = evaluator.load(flags)
+    model, tokenizer = command_line.load(flags)
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
 
     questions = dict.fromkeys(setting.question for setting in settings)
@@ -265,7 +266,7 @@ def command(flags: argparse.Namespace) -> None:
     for setting in settings:
         samples = samples_of(cells[setting.question])
         most = max(len(sample.answer_tokens) for sample in samples)
-        evaluator.check_answers(
+        answering.check_answers(
             model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
         )
     each = len(lengths) * flags.depths * flags.samples * flags.asked
@@ -277,12 +278,12 @@ def command(flags: argparse.Namespace) -> None:
                 model, of_question, asked, block=flags.block, batch=flags.batch, progress=progress, aids=aids
             )
         progress.set_description("done")
-    comparisons, together = compare(results, evaluator.baseline(flags)), evaluator.saved(settings, each)
+    comparisons, together = compare(results, run_settings.baseline(flags)), run_settings.saved(settings, each)
     told = "\n".join([table(results, recency=RECENCY), *([] if together is None else [together])])
     report.show(told, report.comparison_table(comparisons))
     figures = {
         "evaluation": "needle",
-        "settings": evaluator.settings(flags),
+        "settings": command_line.settings(flags),
         "results": results,
         "comparisons": comparisons,
     }

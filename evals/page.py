@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals import evaluator, results, statistics, sweep
+from evals import command_line, results, run_settings, statistics, summaries, sweep
 from models import commands
 
 LEAST_BATCHES = 3  # for an interval of the time per token
@@ -36,16 +36,16 @@ def figures(folder: Path) -> dict[str, Any]:
     if header["evaluation"] == "sweep":
         content = {name: value for name, value in header["settings"].items() if not name.endswith(" holds")}
         parts = {(part.flags.model, part.flags.name): part for part in sweep.plan(content)}
-    rows = evaluator.summarise(records)
+    rows = summaries.summarise(records)
     times = decode_times(records)
     for row in rows:
         row["decode_milliseconds"] = times.get(tuple(row[name] for name in results.ROW))
         part = parts.get((row["model"], row["evaluation"]))
-        command = header["command"] if part is None else evaluator.written(part.flags)
+        command = header["command"] if part is None else command_line.written(part.flags)
         of_any_length = part is not None and not hasattr(part.flags, "lengths")
         row["command"] = row_command(command, {**row, "length": None} if of_any_length else row)
         row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
-        row["kind"] = {"full": "full", evaluator.RECENCY: "recency"}.get(row["policy"], "policy")
+        row["kind"] = {"full": "full", run_settings.RECENCY: "recency"}.get(row["policy"], "policy")
     short: dict[str, str] = {}
     for evaluation in {row["evaluation"] for row in rows}:
         short |= getattr(sweep.EVALUATIONS.get(evaluation), "SHORT", {})

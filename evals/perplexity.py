@@ -31,9 +31,21 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import evaluator, loglikelihood, report, selections, statistics, texts
-from evals.evaluator import Setting
-from evals.selections import Method, Simulation
+from evals import (
+    answering,
+    command_line,
+    evaluator,
+    loglikelihood,
+    report,
+    run_settings,
+    selections,
+    simulator,
+    statistics,
+    texts,
+)
+from evals.run_settings import Setting
+from evals.selections import Method
+from evals.simulator import Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When
 from models import commands
@@ -114,7 +126,7 @@ def full_losses(model: models.Decoder, chunks: Int[np.ndarray, "n T"], **options
     Args:
         options: ``batch``, ``counted`` and ``progress`` of :func:`losses`.
     """
-    return losses(model, chunks, selections.DENSE, keep_hidden=True, **options)
+    return losses(model, chunks, simulator.DENSE, keep_hidden=True, **options)
 
 
 def losses(
@@ -144,7 +156,7 @@ def losses(
     return _losses(found, counted)
 
 
-FEED = evaluator.Feed(block=32, batch=4)
+FEED = answering.Feed(block=32, batch=4)
 
 
 def policy_losses(
@@ -155,7 +167,7 @@ def policy_losses(
     full: Losses | None = None,
     counted: int | None = None,
     progress: tqdm = evaluator.QUIET,
-    feed: evaluator.Feed = FEED,
+    feed: answering.Feed = FEED,
 ) -> Losses:
     """Measure a policy that evicts after every block, or once before the last ``counted`` tokens of each chunk.
 
@@ -198,7 +210,7 @@ def measure(
     chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
-    like: Simulation = selections.DENSE,
+    like: Simulation = simulator.DENSE,
     progress: tqdm = evaluator.QUIET,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -236,7 +248,7 @@ def measure_policies(
     full: Losses,
     settings: Sequence[Setting],
     *,
-    feed: evaluator.Feed = FEED,
+    feed: answering.Feed = FEED,
     progress: tqdm = evaluator.QUIET,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -279,7 +291,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
     return rows
 
 
-def compare_policies(results: Sequence[dict[str, Any]], against: str = evaluator.RECENCY) -> list[dict[str, Any]]:
+def compare_policies(results: Sequence[dict[str, Any]], against: str = run_settings.RECENCY) -> list[dict[str, Any]]:
     """Compare the perplexity of each policy with those of :func:`evals.report.pairs`, by paired chunks."""
     rows = []
     for row, other in report.pairs(results, against):
@@ -403,7 +415,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--against",
         metavar="NAME",
         help="the policy that each policy is compared with, by paired chunks; it is measured, too (default: "
-        f"{evaluator.RECENCY}); without --policies, the selection (default: butler, if it is measured)",
+        f"{run_settings.RECENCY}); without --policies, the selection (default: butler, if it is measured)",
     )
     flags.add_argument("--block", type=int, default=32, help="for --policies: tokens per step")
     flags.add_argument(
@@ -436,12 +448,12 @@ def command(flags: argparse.Namespace) -> None:
     chosen = selections.parse_selections(flags.select)
     selections.parse_sparsities(flags.sparsity)
     settings = [] if flags.policies is None else make_settings(flags)
-    evaluator.check_least(flags, block=1, batch=1)
+    command_line.check_least(flags, block=1, batch=1)
     selections.check_flags(flags)
     text = texts.read_text(flags.text)
-    model, tokenizer = evaluator.load(flags)
+    model, tokenizer = command_line.load(flags)
     chunks = chunks_for(model, tokenizer, text, flags)
-    aids = evaluator.Aids(tokenizer, evaluator.networks_for(flags, [*chosen, *settings], model))
+    aids = answering.Aids(tokenizer, command_line.networks_for(flags, [*chosen, *settings], model))
     made_of = evaluator.made_of(model, tokenizer, aids.networks) | {"text": texts.digest(text)}
     run(flags, "perplexity", made_of, model, chunks, settings, aids)
 
@@ -455,7 +467,7 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
 
     Raises:
         ValueError: a moment is unknown or needs ``--stride``, or :func:`parse_policies` or
-            :func:`evals.evaluator.check_budgets` fails.
+            :func:`evals.run_settings.check_budgets` fails.
 
     Example:
         >>> import argparse
@@ -466,14 +478,14 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
         >>> [(one.policy, one.moments) for one in make_settings(flags)]
         [('recency', ('block', 0)), ('snapkv', ('prompt', 0))]
     """
-    against = evaluator.baseline(flags)
+    against = run_settings.baseline(flags)
     if against.startswith(report.READS):
         raise ValueError(f"--against is {against}; policies are compared with a policy here: give one such as snapkv.")
     policies = list(dict.fromkeys(parse_policies(against) + parse_policies(flags.policies)))
     budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
     moments: Any = commands.listed("moment", flags.when, "--when prompt")
     check_names("--when", moments, get_args(When))
-    evaluator.check_budgets(policies, budgets)
+    run_settings.check_budgets(policies, budgets)
     dtype = getattr(flags, "cache_dtype", None)
     eight_bits_alone = [] if dtype is None else [Setting("full", None, "block", "unknown", 0, dtype)]
     settings = [
@@ -523,11 +535,11 @@ def run(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
     settings: Sequence[Setting] = (),
-    aids: evaluator.Aids = evaluator.NO_AIDS,
+    aids: answering.Aids = answering.NO_AIDS,
 ) -> None:
     """Measure all settings, print the tables, and write the files that the flags ask for; the picture has a title."""
     chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
-    like = selections.DENSE._replace(networks=aids.networks, sinks=flags.sinks, heads=flags.heads)
+    like = simulator.DENSE._replace(networks=aids.networks, sinks=flags.sinks, heads=flags.heads)
     for setting in settings:  # all settings are checked before the first is run
         models.stream(
             model, chunks[: flags.batch, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
@@ -542,16 +554,16 @@ def run(
         results = measure(model, chunks, full, chosen, sparsities, like=like, batch=flags.batch, **shared)
         evicted = []
         if settings:  # the figures of TokenButler run no policies, and have no --block
-            feed = evaluator.Feed(flags.block, flags.batch, aids)
+            feed = answering.Feed(flags.block, flags.batch, aids)
             evicted = measure_policies(model, chunks, full, settings, feed=feed, **shared)
         progress.set_description("done")
     named = getattr(flags, "against", None)
     of_selections = "butler" if named is None or settings else str(selections.parse_selection(named))
-    comparisons, gains = compare(results, of_selections), compare_policies(evicted, evaluator.baseline(flags))
+    comparisons, gains = compare(results, of_selections), compare_policies(evicted, run_settings.baseline(flags))
     report.show(table(results), ratio_table(comparisons), policy_table(evicted), policy_ratio_table(gains))
     figures = {
         "evaluation": name,
-        "settings": evaluator.settings(flags),
+        "settings": command_line.settings(flags),
         "chunks": len(chunks),
         "results": results,
         "comparisons": comparisons,

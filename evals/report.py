@@ -29,7 +29,7 @@ def task_table(
     A minus marks a mean below plain recency.
 
     Args:
-        rows: from :func:`evals.evaluator.summarise`.
+        rows: from :func:`evals.summaries.summarise`.
         short: the tasks' names in the head.
         notes: lines below the table.
     """

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from evals import (
     booksum,
+    command_line,
     evaluations,
     evaluator,
     generation,
@@ -27,6 +28,8 @@ from evals import (
     report,
     results,
     ruler,
+    run_settings,
+    summaries,
 )
 from models import commands, hosts
 from models.commands import distributed, provenance
@@ -61,7 +64,7 @@ class Part(NamedTuple):
     """One model in one evaluation: the flags of the evaluation's own command line, and their settings."""
 
     flags: argparse.Namespace
-    settings: list[evaluator.Setting]
+    settings: list[run_settings.Setting]
 
 
 def plan(content: Mapping[str, Any]) -> list[Part]:
@@ -107,8 +110,8 @@ def command(flags: argparse.Namespace) -> None:
     """Run a sweep: check all of it, then run model by model and task by task, and name what failed at the end."""
     content = read(flags.file)
     answered = answer(content, flags, f"python -m evals sweep {flags.file} --out {flags.out}")
-    compared = evaluator.compare(answered.store.records, evaluator.baseline(answered.parts[0].flags))
-    if rows := evaluator.summarise(answered.store.records):
+    compared = summaries.compare(answered.store.records, run_settings.baseline(answered.parts[0].flags))
+    if rows := summaries.summarise(answered.store.records):
         figures = {"evaluation": "sweep", "settings": content, "results": rows, "comparisons": compared}
         made = provenance.facts(flags.begun, content.get("seed", 0), answered.store.fingerprints)
         commands.write_json(flags.out / "figures.json", {**made, **figures})
@@ -147,7 +150,7 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
     files = {
         f"{part.flags.name} {name}": value
         for part in parts
-        for name, value in evaluator.used(part.flags).items()
+        for name, value in command_line.used(part.flags).items()
         if name.endswith(" holds")
     }
     store = results.Results(flags.out, "sweep", {**content, **files}, written)
@@ -163,7 +166,7 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
         progress: Any = None
         for own in by_model.values():
             try:
-                model, tokenizer = evaluator.load(own[0].flags)
+                model, tokenizer = command_line.load(own[0].flags)
                 for part in own:
                     evaluator.check_groups(
                         model, _groups(part, model.config, tokenizer), part.settings,
@@ -190,7 +193,7 @@ def show(rows: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]] = ()
         found = [row for row in rows if row["evaluation"] == name]
         short = getattr(_evaluation(name), "SHORT", {})
         of_it = [row for row in compared if row["evaluation"] == name]
-        report.show(report.task_table(found, recency=evaluator.RECENCY, short=short), report.comparison_table(of_it))
+        report.show(report.task_table(found, recency=run_settings.RECENCY, short=short), report.comparison_table(of_it))
         print()
 
 
@@ -227,9 +230,9 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"[tasks.{name}]: {error}.") from None
     flags.name = name
-    questions = evaluator.PLACEMENTS if name == "needle" else evaluator.KNOWN_OR_NOT
-    evaluator.check_least(flags, block=1, batch=1)
-    return Part(flags, evaluator.make_settings(flags, questions))
+    questions = run_settings.PLACEMENTS if name == "needle" else run_settings.KNOWN_OR_NOT
+    command_line.check_least(flags, block=1, batch=1)
+    return Part(flags, run_settings.make_settings(flags, questions))
 
 
 def _flag(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]:
@@ -288,7 +291,7 @@ def _evaluation(name: str) -> Any:
 
 def _cannot_be(parts: Sequence[Part]) -> list[str]:
     """Return which parts of one model cannot be answered, and why, without reading its weights."""
-    config, tokenizer = evaluator.describe(parts[0].flags)
+    config, tokenizer = command_line.describe(parts[0].flags)
     wrong = []
     for part in parts:
         flags = part.flags

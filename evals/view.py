@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int
 
 import kvjax
 import models
-from evals import evaluator, page, tasks
+from evals import command_line, evaluator, page, run_settings, tasks
 from kvjax.chains import policy_of
 from kvjax.schedule import When
 from models import commands
@@ -184,16 +184,16 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Write the page."""
-    evaluator.check_least(flags, block=1, max_new_tokens=1, length=1)
+    command_line.check_least(flags, block=1, max_new_tokens=1, length=1)
     names = commands.listed("policy", flags.policies, "--policies full,snapkv+caote")
     policies = list(dict.fromkeys(name if name == "full" else str(kvjax.parse(name)) for name in names))
     budget = commands.parse_budget(flags.budget)
-    evaluator.check_budgets([policy for policy in policies if policy != "full"], [budget])
+    run_settings.check_budgets([policy for policy in policies if policy != "full"], [budget])
     prompt = None if flags.prompt_file is None else commands.read_text(flags.prompt_file, "prompt")
     if prompt is not None and not prompt.strip():
         raise ValueError(f"{flags.prompt_file} is empty; give some text.")
     commands.check_outputs([flags.html])
-    model, tokenizer = evaluator.load(flags)
+    model, tokenizer = command_line.load(flags)
     reads = [wanted_by(policy_of(policy)) for policy in policies]
     networks = load_networks(flags.networks, flags.model, model, reads, dtype=flags.dtype)
     wanted = None

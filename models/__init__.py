@@ -12,10 +12,11 @@ from models.fingerprints import fingerprint
 from models.forcing import teacher_forced
 from models.gate import Gate, GateConfig
 from models.layer_caches import stacked
-from models.load import load, parse_mesh
+from models.load import load
 from models.networks import load_network, own_network, register_network, save_network
 from models.options import Options
-from models.plan import Prefilled
+from models.placing import parse_mesh
+from models.prompts import Prefilled
 from models.repeating import with_repeat_prompt
 from models.save import save
 from models.scorer import Scorer, ScorerConfig

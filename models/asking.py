@@ -17,12 +17,13 @@ from kvjax.chains import policy_of
 from kvjax.policy_checks import check_policy_given
 from models import selecting
 from models.decoder import Decoder
-from models.engine import OnBlock
+from models.host_steps import OnBlock
 from models.layer_caches import AnyCache, stacked, stacked_up
 from models.options import AskSettings, Options, options_of
-from models.plan import checked_budget, kept_of
+from models.prompts import kept_of
 from models.selecting import Cache
 from models.sizes import full_cache_bytes
+from models.sizing import checked_budget
 from models.states import without_room
 from models.tokenizer import Tokenizer
 

@@ -27,12 +27,14 @@ import kvjax
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.schedule import HostOrDevice, Phase
-from models import engine, hosts
+from models import engine, host_steps, hosts, one_program
 from models.by_layer import next_token
 from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache, stacked
 from models.options import EngineSettings, Options, RequestSettings, options_of
-from models.plan import CheckedPrompt, Rows, check_prompt, plan_run
+from models.plan import Rows
+from models.planning import plan_run
+from models.prompts import CheckedPrompt, check_prompt
 from models.sampling import Sampling, check_end, check_sampling
 from models.selecting import check_memory_is_kept
 from models.states import settled
@@ -151,7 +153,7 @@ class Engine:
             projection = engine.output_projection(model, plan.policy)
             self._options = dataclasses.replace(self._options, projection=projection)
         run = Run(model, numbers, self._options.projection, network, plan)
-        self._steps = engine.steps_of(run, sizes)
+        self._steps = host_steps.steps_of(run, sizes)
         state = self._steps.start(rows)  # the rows that join have no more to remember than after their prompts
         self._state = dataclasses.replace(state, cache=settled(state.cache, plan))
         self._rows: list[_Request | None] = [None] * rows
@@ -255,7 +257,7 @@ class Engine:
             self._entering = None
             raise
         token, finite = self._chosen(request, hidden)
-        engine.check_finite(self.model, finite)
+        host_steps.check_finite(self.model, finite)
         made = self._note(request, token)
         if not made.ended:
             row = self._rows.index(None)
@@ -268,7 +270,7 @@ class Engine:
         run, sizes, prompt = engine.prepare(self.model, request.prompt, self._options)
         if run.rows.decode_budgets is not None:
             request.budget = int(run.rows.decode_budgets[0])
-        return (yield from engine.feed_blocks(self._steps.of(run, sizes), prompt))
+        return (yield from host_steps.feed_blocks(self._steps.of(run, sizes), prompt))
 
     def _decode(self) -> list[Made]:
         """Feed each row's last token, and choose the next ones."""
@@ -293,7 +295,7 @@ class Engine:
             idle = budgets == all_slots
             rows = [np.zeros(every, np.int32) if request is None else request.unseen for request in self._rows]
             answers = np.array([np.resize(row, every) for row in rows])
-            self._state = engine.repeated_answer(steps, self._state, answers, idle)
+            self._state = host_steps.repeated_answer(steps, self._state, answers, idle)
         greedy = hosts.fetched(next_token(self.model, hidden, None, Sampling())[0])
         made = []
         for row, request in enumerate(self._rows):
@@ -309,7 +311,7 @@ class Engine:
 
     def _chosen(self, request: _Request, hidden: Array) -> tuple[int, Array]:
         """Choose a request's next token, and return whether its logits are finite."""
-        request.key, draw = engine.split_key(request.key if request.sampling.temperature > 0 else None)
+        request.key, draw = one_program.split_key(request.key if request.sampling.temperature > 0 else None)
         chosen, finite = next_token(self.model, hidden, draw, request.sampling)
         return int(hosts.fetched(chosen)[0]), finite
 

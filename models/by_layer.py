@@ -20,14 +20,14 @@ import kvjax
 from kvjax import Evidence, KVCache
 from kvjax.checks import is_known
 from kvjax.merging import Merging, folded
-from kvjax.schedule import Phase
+from kvjax.schedule import HostOrDevice, Phase
 from models import selecting
 from models.config import Config
 from models.decoder import Decoder, attention_input, embed, run_layer, sliding_windows
 from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
 from models.networks import Network
 from models.parameters import layers_with
-from models.plan import HostOrDevice, Plan, Rows, Sizes
+from models.plan import Plan, Rows, Sizes
 from models.sampling import Sampling, sample
 from models.selecting import LayerCarry
 from models.states import settled, shrink, shrinks, start

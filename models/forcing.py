@@ -17,10 +17,12 @@ from jaxtyping import Array, Float, Int
 from kvjax.checks import check_count
 from kvjax.schedule import HostOrDevice, Phase, Schedule
 from models.decoder import Decoder
-from models.engine import Hidden, over_steps, prefill_at_once, prepare, repeat_answer
+from models.engine import Hidden, prepare
 from models.layer_caches import stacked_up
+from models.one_program import over_steps, prefill_at_once, repeat_answer
 from models.options import EngineSettings, Options, options_of
-from models.plan import Sizes, Tokens, check_prompt
+from models.plan import Sizes
+from models.prompts import Tokens, check_prompt
 from models.steps import DecodeState, Run, decode_positions, forward
 
 

@@ -46,7 +46,8 @@ from models import fingerprints
 from models.config import Config, described
 from models.decoder import Decoder
 from models.files import to_json, write_files
-from models.load import find_folder, known_dtype
+from models.folders import find_folder
+from models.load import known_dtype
 from models.parameters import parameter_shapes as model_shapes
 from models.published import PUBLISHED
 from models.tokenizer import read_object

@@ -23,10 +23,13 @@ from kvjax.policy import fits_biases
 from kvjax.reconstruction import Reconstruction
 from kvjax.schedule import HostOrDevice
 from models.decoder import Decoder, sliding_windows
-from models.engine import logits_of, newest_of, prefill, projected, run_question, scheduled
+from models.engine import logits_of, prefill, projected, run_question, scheduled
+from models.host_steps import newest_of
 from models.networks import read_by
 from models.options import EachSettings, Options, options_of
-from models.plan import CheckedPrompt, Plan, Prefilled, Sizes, Tokens, check_prompt, plan_run
+from models.plan import Plan, Sizes
+from models.planning import plan_run
+from models.prompts import CheckedPrompt, Prefilled, Tokens, check_prompt
 from models.states import shrink, start
 from models.steps import DecodeState, Run, at_layer, block_of, first_of, rounded_rows, with_gradient
 

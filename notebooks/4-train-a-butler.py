@@ -308,7 +308,7 @@ if real is not None:
 #
 #     apt-get download bible-kjv-text python3.13-doc
 #     for package in *.deb; do dpkg-deb -x "$package" debian; done
-#     python -m evals texts debian king-james-bible python-doc
+#     python -m papers texts debian king-james-bible python-doc
 #     python -m train.butler --model smollm2 --data king-james-bible python-doc \
 #         --seq-len 1024 --tokens 3e6 --out butler/
 #     python -m models.generate smollm2 --select butler --networks butler/ --budget 0.5 \

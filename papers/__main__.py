@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from models.commands.subcommands import run_one
 from papers.caote import launches
+from papers.debian import texts
 from papers.kivi import rounding
+from papers.regret import regret
 from papers.tokenbutler import figures, flops, selection
 
 EXPERIMENTS = {
     "butler": figures, "flops": flops, "selection": selection, "rounding": rounding, "launches": launches,
+    "regret": regret, "texts": texts,
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from evals import selections
+from evals import simulator
 from kernels_pallas import mse_logits
 from models import commands, hosts
 from models.butler import SOURCES, Butler, ButlerConfig, butler_input, num_parameters
@@ -200,7 +200,7 @@ def measure(
     """Measure how well a source predicts which tokens matter: means over rows and heads, for each layer from 1.
 
     Each query chooses the share ``budget`` of the tokens that it sees, without sinks, and so does the oracle
-    (evals.selections.hits). ``hit_rate`` is the share of the oracle's tokens that the source chose too, a mean over
+    (evals.simulator.hits). ``hit_rate`` is the share of the oracle's tokens that the source chose too, a mean over
     all queries; ``token_accuracy`` is the same for the last query of each row, the paper's figure; ``mass`` is the true
     attention that the chosen tokens hold.
 
@@ -222,7 +222,7 @@ def measure(
     made = []
     together = max(1, TOKENS_AT_ONCE // rows.shape[1])
     for start in range(0, len(rows), together):
-        found = selections.hits(model, rows[start : start + together], source, 1 - budget, networks=butler)
+        found = simulator.hits(model, rows[start : start + together], source, 1 - budget, networks=butler)
         made.append([hosts.fetched(x)[1:] for x in found])
     share, mass = (np.concatenate(parts, axis=1) for parts in zip(*made, strict=True))  # [L - 1, R, T]
     return {"hit_rate": share.mean((1, 2)), "token_accuracy": share[..., -1].mean(1), "mass": mass.mean((1, 2))}

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 import models
-from evals import evaluator
+from evals import command_line, evaluator
 from models import commands, hosts
 from models.commands import distributed
 from models.decoder import Decoder
@@ -84,7 +84,7 @@ def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
 
 def load(flags: argparse.Namespace) -> Loaded:
     """Check the run's flags, join the other processes, and load the model onto the mesh."""
-    evaluator.check_least(flags, save_every=1, keep=1, eval_every=0, log_every=1, eval_rows=1, stop_after=1)
+    command_line.check_least(flags, save_every=1, keep=1, eval_every=0, log_every=1, eval_rows=1, stop_after=1)
     commands.check_folder(flags.out)
     distributed.join(flags)
     mesh = models.parse_mesh(
@@ -93,7 +93,7 @@ def load(flags: argparse.Namespace) -> Loaded:
     embedded = flags.model == "retriever"
     if flags.data is None and not embedded:
         raise ValueError("no data was named; give --data files, folders or a hub data set.")
-    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=mesh)
+    model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=mesh)
     return Loaded(model, tokenizer, mesh, embedded)
 
 

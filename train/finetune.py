@@ -38,7 +38,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
-from evals import evaluator, loglikelihood
+from evals import command_line, loglikelihood
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
@@ -488,7 +488,7 @@ def parser() -> argparse.ArgumentParser:
 def settings_of(flags: argparse.Namespace) -> Settings:
     """Return the settings that the flags give; a LoRA run has a ten times larger learning rate by default."""
     changes = {name: getattr(flags, name) for name in Settings._fields if getattr(flags, name) is not None}
-    evaluator.check_least(flags, lora=1)
+    command_line.check_least(flags, lora=1)
     if flags.lora_on is not None and flags.lora is None:
         raise ValueError("--lora-on was given without --lora; give a rank, such as --lora 8.")
     changes["budget"] = commands.parse_budget(flags.budget)

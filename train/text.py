@@ -6,7 +6,7 @@ before every prompt, each row begins with one, too. The next row depends only on
 JSON can hold: training that resumes opens the file at that place and tokenises one piece again.
 
 Several sources take turns, one row each. Held-out rows never overlap with training: for a user's text they are the
-first documents, and training begins after them; for `python` and the texts of `python -m evals texts` they are what
+first documents, and training begins after them; for `python` and the texts of `python -m papers texts` they are what
 evals hold out, too.
 """
 
@@ -96,7 +96,7 @@ def open_corpus(
     Args:
         names: files (.txt; .jsonl or .json with one JSON object per line; each also as .gz or .zst), folders of them, a
             hub data set ("allenai/c4:realnewslike"), "python" (the topics of Python's help, and our sentences),
-            "retriever" (rows of the embedded model's own training), a text that `python -m evals texts` has made.
+            "retriever" (rows of the embedded model's own training), a text that `python -m papers texts` has made.
             Commas separate names, too. All files together are one source.
         tokenizer: the model's tokenizer.
         length: the number of ids per row.

@@ -25,7 +25,7 @@ P
 }
 # window.json, calibrated.json, eight-bits.json and needle-before.json of smollm2 are from commands that have been removed; they name
 # the commit that has them.
-# On SmolLM2-135M-Instruct (make smollm2); the texts come by `python -m evals texts`. A killed study resumes.
+# On SmolLM2-135M-Instruct (make smollm2); the texts come by `python -m papers texts`. A killed study resumes.
 for study in fixed-memory once; do
   one docs/results/$study.json 120 "python -m evals study $study --out runs/$study --json docs/results/$study.json --plot docs/results/$study.png"
 done
@@ -39,8 +39,8 @@ one docs/results/smollm2/ruler-pooling.json 10 'python -m evals ruler --model sm
 one docs/results/smollm2/ruler-unknown.json 75 'python -m evals ruler --model smollm2 --tasks niah_single_1,niah_single_2,niah_multikey_1,niah_multikey_2,vt,fwe --lengths 1024,2048 --samples 17 --policies "full,streaming,tova,snapkv(kernel=13),snapkv(kernel=13)+caote,laprox(kernel=13)@model(cap=8.0),curdkv" --budgets 0.25 --when prompt --question unknown --batch 17 --json docs/results/smollm2/ruler-unknown.json --plot docs/results/smollm2/ruler-unknown.png'
 one docs/results/smollm2/fidelity.json 12 'python -m evals fidelity --model smollm2 --policies "h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),tova(heads='"'"'group'"'"'),tova(heads='"'"'group'"'"')+caote,snapkv(kernel=13),snapkv(kernel=13)+caote,laprox(kernel=13,target='"'"'attention'"'"')@model,laprox(kernel=13)@model(cap=8.0),curdkv,curdkv+caote" --budgets 0.25 --samples 20 --when block,prompt --json docs/results/smollm2/fidelity.json --plot docs/results/smollm2/fidelity.png'
 one docs/results/smollm2/fidelity-query.json 10 'python -m evals fidelity --model smollm2 --policies "snapkv(kernel=7),snapkv(kernel=7)+caote,snapkv(kernel=7)+caote(per='"'"'query'"'"'),dropkv" --budgets 0.25 --samples 10 --when prompt --question known,unknown --against "snapkv(kernel=7)+caote" --json docs/results/smollm2/fidelity-query.json'
-one docs/results/smollm2/regret.json 20 'python -m evals regret --model smollm2 --recall docs/results/once.json --samples 1 --layers 6 --nodes 0 --exact 0 --out runs/regret --json docs/results/smollm2/regret.json --plot docs/results/smollm2/regret.png'
-one docs/results/smollm2/regret-answers.json 5 'python -m evals regret --model smollm2-answers --recall docs/results/once.json --question known --samples 1 --layers 6 --nodes 0 --exact 0 --out runs/regret-answers --json docs/results/smollm2/regret-answers.json'
+one docs/results/smollm2/regret.json 20 'python -m papers regret --model smollm2 --recall docs/results/once.json --samples 1 --layers 6 --nodes 0 --exact 0 --out runs/regret --json docs/results/smollm2/regret.json --plot docs/results/smollm2/regret.png'
+one docs/results/smollm2/regret-answers.json 5 'python -m papers regret --model smollm2-answers --recall docs/results/once.json --question known --samples 1 --layers 6 --nodes 0 --exact 0 --out runs/regret-answers --json docs/results/smollm2/regret-answers.json'
 [ -f docs/results/smollm2/heads.npy ] || python -m models.calibrate smollm2 --text "${XDG_CACHE_HOME:-$HOME/.cache}/kvjax/texts/debian-handbook.txt" --rows 20 --length 512 --q-filters docs/results/smollm2/q-filters.npy --heads docs/results/smollm2/heads.npy || failed=1
 one docs/results/smollm2/needle-long.json 65 'python -m evals needle --model smollm2 --policies "full,streaming,h2o+caote+protect(recent=0.5),tova,snapkv(kernel=13),snapkv(kernel=13)+caote,laprox(kernel=13)@model(cap=8.0),curdkv,curdkv+caote@model(cap=8.0)" --budgets 0.25 --lengths 2048,4096 --depths 5 --samples 4 --when prompt --question known,unknown --evict-every 0 --batch 5 --json docs/results/smollm2/needle-long.json --plot docs/results/smollm2/needle-long.png'
 one docs/results/smollm2/butler-accuracy.json 4 'python -m papers butler accuracy --model smollm2 --text king-james-bible:held-out --chunk 512 --sequences 6 --json docs/results/smollm2/butler-accuracy.json'

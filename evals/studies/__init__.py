@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from evals import claims, evaluator, results, sweep
+from evals import claims, results, run_settings, summaries, sweep
 from kvjax.checks import check_names
 
 FOLDER = Path(__file__).parent
@@ -76,20 +76,20 @@ def find(name: str) -> Study:
     forms, entries = own["forms"], own.get("claims", [])
     links = {entry.get("link") for entry in entries}
     names = {
-        name if name in links else evaluator.full_name(name): called for name, called in own.get("names", {}).items()
+        name if name in links else run_settings.full_name(name): called for name, called in own.get("names", {}).items()
     }
-    drawn = [evaluator.full_name(name) for name in own.get("drawn", content.get("policies", []))]
+    drawn = [run_settings.full_name(name) for name in own.get("drawn", content.get("policies", []))]
     content["models"] = list(dict.fromkeys(model for models in forms.values() for model in models))
     judged = claims.read(entries, names)
     return Study(path.stem, own["title"], own.get("note", ""), forms, names, drawn, judged, content)
 
 
 def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of :func:`evals.evaluator.summarise`, each with its scores: by task, in the order of the samples.
+    """Return the rows of :func:`evals.summaries.summarise`, each with its scores: by task, in the order of the samples.
 
     Scores are :func:`packed`.
     """
-    rows = evaluator.summarise(records)
+    rows = summaries.summarise(records)
     by_row: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
     for record in records:
         of_row = by_row.setdefault(tuple(record.get(name) for name in results.ROW), {})

@@ -29,7 +29,7 @@ from models.commands.run_flags import add_run_flags, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.layer_caches import AnyCache
 from models.load import published_sampling
-from models.plan import kept_of
+from models.prompts import kept_of
 from models.sampling import Repetition, Sampling
 from models.sizes import full_cache_bytes
 

@@ -25,8 +25,8 @@ from models.commands.run_flags import add_mesh_flags, add_run_flags, mesh_of, re
 from models.commands.terminal import sizes_in_words
 from models.layer_caches import AnyCache
 from models.networks import Network, load_networks, read_by, wanted_by
-from models.plan import checked_budget
 from models.sizes import full_cache_bytes
+from models.sizing import checked_budget
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float
 
 import models
-from evals import evaluator, prose, tasks
+from evals import command_line, prose, tasks
 from models import commands
 from models.load import describe
 
@@ -285,7 +285,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(flags: argparse.Namespace) -> None:
-    lengths = [evaluator.positive("length", text) for text in commands.listed("length", flags.lengths, "--lengths 512")]
+    lengths = [
+        command_line.positive("length", text) for text in commands.listed("length", flags.lengths, "--lengths 512")
+    ]
     if flags.rows < 1:
         raise ValueError(f"--rows is {flags.rows}; give at least 1.")
     commands.check_outputs([flags.out])

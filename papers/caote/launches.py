@@ -21,7 +21,7 @@ import kvjax
 from benchmarks import measure
 from benchmarks.shapes import shape
 from benchmarks.targets import compiled, gpu_chip
-from evals import evaluator, report
+from evals import command_line, report
 from models import commands
 from models.config import Config
 
@@ -234,7 +234,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Compile a decode step for each policy, print the table, and write JSON."""
     commands.check_outputs([flags.json])
-    evaluator.check_least(flags, batch=1, budget=1)
+    command_line.check_least(flags, batch=1, budget=1)
     if not os.environ.get("JAX_PLATFORMS"):  # with the plugin installed, JAX would look for a GPU first
         jax.config.update("jax_platforms", "cpu")
     chip, results = gpu_chip(), []

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import evaluator, perplexity, report, texts
+from evals import command_line, evaluator, perplexity, report, texts
 from evals.perplexity import Losses
 from models import commands
 
@@ -245,7 +245,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument(
-        "--text", nargs="+", help="files, or texts of `python -m evals texts`; the library's own sentences by default"
+        "--text", nargs="+", help="files, or texts of `python -m papers texts`; the library's own sentences by default"
     )
     flags.add_argument("--chunk", type=int, default=512, help="tokens per sequence")
     flags.add_argument("--sequences", type=int, help="use at most so many of each text's chunks")
@@ -256,7 +256,7 @@ def command(flags: argparse.Namespace) -> None:
     """Measure every way on every text, print the tables, and write JSON."""
     commands.check_outputs([flags.json])
     named = {name or "sentences": texts.read_text(name) for name in flags.text or [None]}
-    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype="float32")
+    model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype="float32")
     cut = argparse.Namespace(**vars(flags) | {"stride": None})
     chunks = {name: perplexity.chunks_for(model, tokenizer, text, cut) for name, text in named.items()}
     results = []
@@ -270,7 +270,7 @@ def command(flags: argparse.Namespace) -> None:
         print(f"{name}:\n{table([row for row in results if row['text'] == name])}\n")
     figures = {
         "evaluation": "rounding",
-        "settings": evaluator.settings(flags),
+        "settings": command_line.settings(flags),
         "head_dim": model.config.head_dim,
         "chunks": {name: len(of_text) for name, of_text in chunks.items()},
         "results": results,

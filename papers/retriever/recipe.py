@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
-from evals import coref_task, evaluator, prose, tasks
+from evals import answering, command_line, coref_task, prose, tasks
 from models import commands
 from models.commands import provenance
 from models.config import Config, Rope
@@ -311,7 +311,7 @@ def _answers_right(
     rows = [[*sample.tokens, *sample.answer_tokens] for sample in samples]
     answer = np.arange(max(len(sample.answer_tokens) for sample in samples))
     places = [np.minimum(answer + len(s.tokens), len(row) - 1) for s, row in zip(samples, rows, strict=True)]
-    right = np.asarray(tokens_right(parameters, evaluator.padded(rows, width), np.array(places, np.int32)))
+    right = np.asarray(tokens_right(parameters, answering.padded(rows, width), np.array(places, np.int32)))
     return [row[: len(sample.answer_tokens)] for row, sample in zip(right, samples, strict=True)]
 
 
@@ -539,7 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_import_flag(parser)
     options = parser.parse_args(arguments)
     try:
-        evaluator.check_least(options, devices=1, samples=0, stop_after=1)
+        command_line.check_least(options, devices=1, samples=0, stop_after=1)
         for folder in (options.out, options.work):
             commands.check_folder(folder)
     except (ValueError, PermissionError) as error:

@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 import models
-from evals import evaluator, perplexity, report, selections, statistics, texts
+from evals import answering, command_line, evaluator, perplexity, report, selections, simulator, statistics, texts
 from evals.selections import Method
 from models import commands
 from models.networks import Networks
@@ -63,8 +63,8 @@ def accuracies(
         for sparsity in sparsities:
             progress.set_description(f"{selection}, sparsity {sparsity:g}")
             parts = []
-            for rows, filled in evaluator.batches(model, range(len(chunks)), batch):
-                found = selections.hits(model, chunks[filled], selection, sparsity, networks=networks)
+            for rows, filled in answering.batches(model, range(len(chunks)), batch):
+                found = simulator.hits(model, chunks[filled], selection, sparsity, networks=networks)
                 share, mass = (np.asarray(x, np.float64)[1:, : len(rows)] for x in found)  # [L - 1, n, T]
                 parts.append(np.stack([share[..., -1], share.mean(axis=-1), mass.mean(axis=-1)]))
                 progress.update(len(rows))
@@ -100,7 +100,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
 
 
 def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
-    """Measure how alike the heads' attention logits are, from :func:`evals.selections.last_logits`.
+    """Measure how alike the heads' attention logits are, from :func:`evals.simulator.last_logits`.
 
     Returns:
         ``correlation`` and ``overlap`` [L N, L N], means over sequences; ``consensus`` and ``common``, their means over
@@ -296,19 +296,19 @@ def command(flags: argparse.Namespace) -> None:
             if selection.source is None:
                 raise ValueError(f"{selection.name!r} is not a source of importance; give sources only (figure 3).")
     selections.check_flags(flags)
-    evaluator.check_least(flags, sequences=1)
+    command_line.check_least(flags, sequences=1)
     text = texts.read_text(flags.text)
     model, tokenizer, networks = selections.load(flags, chosen)
     made_of = evaluator.made_of(model, tokenizer, networks)
     figures: dict[str, Any]
     if flags.figure == "choices":
         figures = zero_shot.run(flags, text, model, tokenizer, chosen, sparsities, networks)
-        told: dict[str, Any] = {"evaluation": "butler choices", "settings": evaluator.settings(flags)}
+        told: dict[str, Any] = {"evaluation": "butler choices", "settings": command_line.settings(flags)}
         report.write(flags, told | figures, made_of, lambda path: zero_shot.dots(figures["results"], path))
         return
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
     if flags.figure == "oracles":
-        perplexity.run(flags, "oracles", made_of, model, chunks, aids=evaluator.Aids(networks=networks))
+        perplexity.run(flags, "oracles", made_of, model, chunks, aids=answering.Aids(networks=networks))
         return
     if flags.figure == "agreement":
         figures = _agreement_of(model, chunks, flags.batch)
@@ -324,7 +324,7 @@ def command(flags: argparse.Namespace) -> None:
             report.show(accuracy_table(results), hit_comparison_table(figures["comparisons"]))
         else:
             print(layer_table(results))
-    told = {"evaluation": f"butler {flags.figure}", "settings": evaluator.settings(flags), "sequences": len(chunks)}
+    told = {"evaluation": f"butler {flags.figure}", "settings": command_line.settings(flags), "sequences": len(chunks)}
 
     def draw(path: Path) -> None:
         if flags.figure == "agreement":
@@ -339,8 +339,8 @@ def command(flags: argparse.Namespace) -> None:
 def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: int) -> dict[str, Any]:
     parts = []
     with commands.progress_bar("sequence", total=len(chunks)) as progress:
-        for rows, filled in evaluator.batches(model, range(len(chunks)), batch):
-            parts.append(np.asarray(selections.last_logits(model, chunks[filled]))[:, : len(rows)])
+        for rows, filled in answering.batches(model, range(len(chunks)), batch):
+            parts.append(np.asarray(simulator.last_logits(model, chunks[filled]))[:, : len(rows)])
             progress.update(len(rows))
     return agreement(np.concatenate(parts, axis=1))
 

@@ -24,12 +24,12 @@ import models
 from benchmarks import floors, measure
 from benchmarks.kernels import materialised
 from benchmarks.shapes import shape
-from evals import evaluator, report
+from evals import command_line, report
 from kernels_pallas import cache_attention, mse_logits
 from kvjax.checks import check_names
 from models import butler, commands
 from models.butler import Butler, ButlerConfig
-from models.engine import filled_slots
+from models.host_steps import filled_slots
 from models.parameters import parameter_shapes as model_shapes
 
 MODELS = {
@@ -693,7 +693,7 @@ def command(flags: argparse.Namespace) -> None:
             ("--lengths", flags.lengths), ("--contexts", flags.contexts), ("--loss-lengths", flags.loss_lengths),
         )
     )  # fmt: skip
-    evaluator.check_least(flags, repetitions=1)
+    command_line.check_least(flags, repetitions=1)
     parts: dict[str, list[Callable[[], dict[str, Any]]]] = {
         "prefill": [functools.partial(prefill, name, length) for name in names for length in lengths],
         "decode": [functools.partial(decode, name, context, shares) for name in names for context in contexts],

@@ -17,9 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from evals import choices, evaluator, loglikelihood, report, selections, statistics
+from evals import choices, evaluator, loglikelihood, report, simulator, statistics
 from evals.choices import Sample
-from evals.selections import Method, Simulation
+from evals.selections import Method
+from evals.simulator import Simulation
 from models import commands
 from models.commands.programs import make_room
 from models.networks import Networks
@@ -33,7 +34,7 @@ def measure(
     chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
-    like: Simulation = selections.DENSE,
+    like: Simulation = simulator.DENSE,
     batch: int = 4,
     progress: tqdm = evaluator.QUIET,
 ) -> list[dict[str, Any]]:
@@ -179,7 +180,7 @@ def run(
     """Draw the samples that a command line asks for, choose, print the tables, and return the figures."""
     samples, missing = draw(choices.read_corpus(text), tokenizer, flags.chunk, flags.sequences or 20)
     with commands.progress_bar("sequence", total=steps(samples, chosen, sparsities)) as progress:
-        like = selections.DENSE._replace(networks=networks, sinks=flags.sinks, heads=flags.heads)
+        like = simulator.DENSE._replace(networks=networks, sinks=flags.sinks, heads=flags.heads)
         results = measure(model, samples, chosen, sparsities, like=like, batch=flags.batch, progress=progress)
         progress.set_description("done")
     comparisons = compare(results)

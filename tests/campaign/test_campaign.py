@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import allocation
-from models.config_json import ARCHITECTURES, TRAITS
+from models.built_in import ARCHITECTURES, TRAITS
 from tests.campaign import __main__ as campaign
 from tests.campaign import checking, ways
 from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, LINK_NAMES, Case, calibration, draw, from_json, smaller

@@ -8,7 +8,7 @@ import pytest
 
 import models
 from evals.__main__ import main
-from models.load import read_config
+from models.folders import read_config
 from tests.models import reference
 
 RETRIEVER = Path(models.__file__).parent / "retriever"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import models
 from evals import choices, loglikelihood, texts
-from evals.evaluator import Setting
+from evals.run_settings import Setting
 from tests.tiers import first, nightly
 from train.data import template_sentence
 

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 import models
-from evals import coref, coref_task, evaluator, selections
+from evals import answering, coref, coref_task, simulator
 from evals.coref_task import CorefSample
 from tests.tiers import matrix
 
@@ -32,7 +32,7 @@ def test_accuracy_and_coverage_by_hand(monkeypatch):
         following = np.roll(tokens, -1, axis=1)
         return np.where(following >= 8, 0, following)
 
-    monkeypatch.setattr(selections, "hidden_states", next_tokens)
+    monkeypatch.setattr(simulator, "hidden_states", next_tokens)
     monkeypatch.setattr(coref, "_likeliest", lambda model, found, places: np.take_along_axis(found, places, axis=1))
     model = types.SimpleNamespace(embedding=jax.device_put(np.zeros(1)))
     result = coref.measure(model, samples, setting("h2o"), batch=2)
@@ -49,7 +49,7 @@ def test_teacher_forcing_takes_the_likeliest_token_at_each_place_of_the_name(tin
     samples = [coref_task.sample(seed, tokenizer) for seed in range(3)]
     result = coref.measure(model, samples, setting("full"), batch=2)
     rows = [sample.tokens + sample.answer_tokens for sample in samples]
-    likeliest = np.asarray(jax.jit(lambda tokens: model(tokens))(evaluator.padded(rows))).argmax(-1)
+    likeliest = np.asarray(jax.jit(lambda tokens: model(tokens))(answering.padded(rows))).argmax(-1)
     for sample, row, guessed, places in zip(samples, rows, result["guessed"], likeliest, strict=True):
         assert guessed == places[len(sample.tokens) - 1 : len(row) - 1].tolist()
 
@@ -60,7 +60,7 @@ def test_generation_is_that_of_the_library_and_evicts_at_its_moments(tiny, name)
     model, tokenizer, butler = tiny
     samples = [coref_task.sample(seed, tokenizer) for seed in range(2)]
     (asked,) = coref.make_settings(name, [0.7], ["generate"], ["prompt"], evict_every=2)
-    result = coref.measure(model, samples, asked, like=selections.DENSE._replace(networks=butler), batch=2, block=64)
+    result = coref.measure(model, samples, asked, like=simulator.DENSE._replace(networks=butler), batch=2, block=64)
     given = dict(select="butler", networks=butler)
     if name == "h2o":
         given = dict(policy="h2o+protect(sinks=4)", when="prompt", evict_every=2)

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import models
-from evals import evaluator, report, tasks
+from evals import answering, command_line, evaluator, report, run_settings, summaries, tasks
 from evals.results import Results
 from models.commands.programs import make_room
 from tests.tiers import first, matrix, nightly
@@ -16,7 +16,7 @@ from tests.tiers import first, matrix, nightly
 
 def flags_of(line):
     flags = argparse.ArgumentParser()
-    evaluator.add_setting_flags(flags)
+    command_line.add_setting_flags(flags)
     return flags.parse_args(shlex.split(line))
 
 
@@ -27,14 +27,14 @@ def record(score, **more):
 
 
 def test_allocations_multiply_the_policies_that_have_none():
-    settings = evaluator.make_settings(
+    settings = run_settings.make_settings(
         flags_of("--policies full,h2o,h2o@pyramid --allocations uniform,adakv --budgets 64 --when prompt")
     )
-    assert [s.policy for s in settings] == ["full", evaluator.RECENCY, "h2o", "h2o@adakv", "h2o@pyramid"]
+    assert [s.policy for s in settings] == ["full", run_settings.RECENCY, "h2o", "h2o@adakv", "h2o@pyramid"]
 
 
 def test_a_selection_is_asked_once_per_budget_whatever_the_moments():
-    settings = evaluator.make_settings(
+    settings = run_settings.make_settings(
         flags_of("--policies full,h2o,select=quest(page_size=4) --budgets 64,0.5 --when block,prompt")
     )
     reading = [s for s in settings if s.select is not None]
@@ -47,9 +47,9 @@ def test_a_selection_is_asked_once_per_budget_whatever_the_moments():
 @pytest.mark.parametrize("against", ["snapkv+caote", "full", "select=quest"])
 def test_what_policies_are_compared_with_is_run_too(against):
     asked = ("", f" --against {against}")
-    alone, both = (evaluator.make_settings(flags_of(f"--policies h2o --budgets 64,0.5{more}")) for more in asked)
-    name = evaluator.baseline(argparse.Namespace(against=against))
-    assert {s.policy for s in both} == {s.policy for s in alone} | {name} == {evaluator.RECENCY, "h2o", name}
+    alone, both = (run_settings.make_settings(flags_of(f"--policies h2o --budgets 64,0.5{more}")) for more in asked)
+    name = run_settings.baseline(argparse.Namespace(against=against))
+    assert {s.policy for s in both} == {s.policy for s in alone} | {name} == {run_settings.RECENCY, "h2o", name}
     rows = [s.row() for s in both]
     pairs = [(row["policy"], row["budget"], row["when"]) for row, other in report.pairs(rows, name, ["question"])]
     expected = [(s.policy, s.budget, s.when) for s in alone]
@@ -60,21 +60,21 @@ def test_what_policies_are_compared_with_is_run_too(against):
 def test_what_reads_by_a_source_answers_as_generate_does():
     (model, tokenizer), policy = models.load("retriever"), "select=butler"
     samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(2)]
-    setting = evaluator.Setting(policy, 32, "prompt", "known", evict_every=0)
+    setting = run_settings.Setting(policy, 32, "prompt", "known", evict_every=0)
     aids = evaluator.load_aids(
         argparse.Namespace(model="retriever", dtype=None, networks=None), [setting], model, tokenizer
     )
-    (batch,) = evaluator.answers(model, samples, setting, new_tokens=4, feed=evaluator.Feed(32, aids=aids))
+    (batch,) = answering.answers(model, samples, setting, new_tokens=4, feed=answering.Feed(32, aids=aids))
     lengths = [len(sample.tokens) for sample in samples]
     alone = models.generate(
-        model, evaluator.padded([sample.tokens for sample in samples]), lengths=lengths, budget=32, block=32,
+        model, answering.padded([sample.tokens for sample in samples]), lengths=lengths, budget=32, block=32,
         when="prompt", evict_every=0, max_new_tokens=4, end=(), networks=aids.networks, select=setting.select,
     )  # fmt: skip
     assert batch.tokens.tolist() == [alone.tokens[row].tolist() for row in batch.rows]
 
 
 def test_the_mean_is_over_tasks_however_many_samples_they_have():
-    rows = evaluator.summarise([record(1.0), record(0.5, sample=1), record(0.0, task="b"), record(1.0, policy="full")])
+    rows = summaries.summarise([record(1.0), record(0.5, sample=1), record(0.0, task="b"), record(1.0, policy="full")])
     first, second = rows
     assert (first["policy"], first["score"], first["samples"]) == ("h2o", pytest.approx(0.375), 3)
     assert first["tasks"] == {"a": {"score": 0.75, "samples": 2}, "b": {"score": 0.0, "samples": 1}}
@@ -87,21 +87,21 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
     plain = [record(0.0, sample=i) for i in range(40)]
     better = [record(1.0, sample=i, policy="h2o+caote") for i in range(30)]
     other_length = [record(1.0, sample=i, policy="h2o+caote", length=128) for i in range(30)]
-    (row,) = evaluator.compare([*plain, *better, *other_length])
+    (row,) = summaries.compare([*plain, *better, *other_length])
     assert (row["policy"], row["against"], row["length"], row["better"]) == ("h2o+caote", "h2o", 64, "yes")
     assert row["difference"] == 1.0
     recency = [record(0.5, sample=i, policy="recency") for i in range(40)]
-    beside = evaluator.compare([*plain, *better, *recency])
+    beside = summaries.compare([*plain, *better, *recency])
     assert [(r["policy"], r["against"], r["difference"]) for r in beside] == [
         ("h2o", "recency", -0.5), ("h2o+caote", "recency", 0.5), ("h2o+caote", "h2o", 1.0),
     ]  # fmt: skip
-    assert [r["against"] for r in evaluator.compare([*plain, *recency], "h2o")] == ["h2o"]
+    assert [r["against"] for r in summaries.compare([*plain, *recency], "h2o")] == ["h2o"]
 
 
 def test_settings_share_a_prompt_where_they_evict_after_it():
-    settings = [evaluator.Setting(policy, 40, "prompt", "known") for policy in ("snapkv+caote", "h2o@adakv")]
-    settings.append(evaluator.Setting("h2o", 40, "published", "known", evict_every=0))
-    assert len(evaluator.sharing(settings)) == 2  # the paper of h2o evicts after every block
+    settings = [run_settings.Setting(policy, 40, "prompt", "known") for policy in ("snapkv+caote", "h2o@adakv")]
+    settings.append(run_settings.Setting("h2o", 40, "published", "known", evict_every=0))
+    assert len(run_settings.sharing(settings)) == 2  # the paper of h2o evicts after every block
 
 
 @pytest.mark.parametrize("question", first(0, ["known"]) + first(0, ["unknown"], rest=nightly))
@@ -111,11 +111,11 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
     group = evaluator.Group("x", None, 3, lambda: samples, 4, lambda answer, sample: float(answer.tokens[0]), end=())
     asked = [("full", None)] if question == "unknown" else []  # which has no use for a question held back
     asked += [("snapkv(window=16)+caote", 40), ("tova", 0.4)]
-    settings = [evaluator.Setting(policy, budget, "prompt", question) for policy, budget in asked]
+    settings = [run_settings.Setting(policy, budget, "prompt", question) for policy, budget in asked]
     together, alone = (Results(None, "x", {}, "x") for _ in range(2))
-    evaluator.run(model, tokenizer, [group], settings, together, feed=evaluator.Feed(32, 2))
+    evaluator.run(model, tokenizer, [group], settings, together, feed=answering.Feed(32, 2))
     for setting in settings:
-        evaluator.run(model, tokenizer, [group], [setting], alone, feed=evaluator.Feed(32, 2))
+        evaluator.run(model, tokenizer, [group], [setting], alone, feed=answering.Feed(32, 2))
     names = ("policy", "budget", "sample", "answer", "score", "cache_bytes", "peak_cache_bytes")
     plain = [sorted([str(r[name]) for name in names] for r in store.records) for store in (together, alone)]
     assert plain[0] == plain[1]
@@ -128,11 +128,11 @@ def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alo
     model, tokenizer = models.load("retriever")
     samples = [sample for seed in range(2) for sample in tasks.needles(seed, tokenizer, 112, facts=3, asked=2)]
     assert len({tuple(sample.tokens[: sample.context_end]) for sample in samples}) == 2
-    settings = [evaluator.Setting(policy, budget, when, "unknown", evict_every=0) for policy, budget, when in asked]
+    settings = [run_settings.Setting(policy, budget, when, "unknown", evict_every=0) for policy, budget, when in asked]
     tokens, peaks = {}, {}
     for way, prompts in (("together", [samples]), ("alone", [[sample] for sample in samples])):
         for first_row, given in enumerate(prompts):
-            found = evaluator.answers_each(model, given, settings, new_tokens=4, feed=evaluator.Feed(32, 4))
+            found = answering.answers_each(model, given, settings, new_tokens=4, feed=answering.Feed(32, 4))
             for setting, batch in found:
                 for row, answer in zip(batch.rows, batch.tokens, strict=True):
                     tokens[way, setting, first_row + row] = answer.tolist()
@@ -148,8 +148,8 @@ def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alo
 def test_rows_of_near_lengths_lie_in_one_batch():
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(0, tokenizer, length, facts=2) for length in (192, 96, 160, 128)]
-    setting = evaluator.Setting("tova", 24, "prompt", "known")
-    found = evaluator.answers(model, samples, setting, new_tokens=1, feed=evaluator.Feed(32, 2))
+    setting = run_settings.Setting("tova", 24, "prompt", "known")
+    found = answering.answers(model, samples, setting, new_tokens=1, feed=answering.Feed(32, 2))
     assert [batch.rows for batch in found] == [[1, 3], [2, 0]]
 
 
@@ -163,14 +163,14 @@ def test_the_written_command_gives_the_same_flags_again(tmp_path):
     line = ["--policies", "full,snapkv(window=8,kernel=7)", "--essays", str(file), "--qa", "a.json", "b.json"]
     flags = parser.parse_args([*line, "--json", "out.json"])
     flags.name = "ruler"
-    words = shlex.split(evaluator.written(flags))
+    words = shlex.split(command_line.written(flags))
     assert words[:4] == ["python", "-m", "evals", "ruler"] and "--json" not in words
     again = parser.parse_args(words[4:])
     assert again.essays == file and again.qa == [Path("a.json"), Path("b.json")] and again.policies == flags.policies
-    used = evaluator.used(flags)
+    used = command_line.used(flags)
     assert used["essays"] == [str(file)] and used["qa holds"] == [None, None] and "json" not in used
     file.write_text("Other text.")
-    assert evaluator.used(flags)["essays holds"] != used["essays holds"]
+    assert command_line.used(flags)["essays holds"] != used["essays holds"]
 
 
 def test_compiled_programs_are_forgotten_before_the_system_runs_out_of_maps(monkeypatch):

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from evals import evaluator, generation
+from evals import answering, generation
 from evals.__main__ import main
-from evals.evaluator import Setting
+from evals.run_settings import Setting
 from tests.models.tiny import decoder
 
 
@@ -28,7 +28,7 @@ def test_facts_and_results_lie_in_the_first_half_and_are_asked_at_the_end(retrie
 
 def test_a_full_budget_predicts_a_text_as_the_full_cache_does():
     texts = [np.random.default_rng(row).integers(0, 256, 60 - row).tolist() for row in range(2)]
-    feed = evaluator.Feed(block=8)
+    feed = answering.Feed(block=8)
     full, ample, tight = (
         generation.read(decoder(), texts, Setting(policy, budget, "block", "unknown"), feed).loss
         for policy, budget in (("full", None), ("h2o", 64), ("h2o", 16))

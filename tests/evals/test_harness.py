@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from evals import fidelity, harness, loglikelihood, selections
+from evals import fidelity, harness, loglikelihood, selections, simulator
 from evals.__main__ import main
 from models import commands, fingerprints
 from tests.tiers import matrix
@@ -48,12 +48,12 @@ def test_a_selection_reads_its_share_of_the_tokens_in_every_row(retriever):
     model, tokenizer = retriever
     sequences = [tokenizer.encode(TEXT), tokenizer.encode(TEXT)[:9]]
     quest = selections.parse_selection("quest(page_size=4)")
-    found = loglikelihood.simulate(model, sequences, selections.Simulation(quest, 0.5, sinks=2), block=16)
+    found = loglikelihood.simulate(model, sequences, simulator.Simulation(quest, 0.5, sinks=2), block=16)
     for sequence, one in zip(sequences, found, strict=True):
-        logits = jax.nn.log_softmax(selections.simulate(model, np.array([sequence]), quest, 0.5, sinks=2))[0]
+        logits = jax.nn.log_softmax(simulator.simulate(model, np.array([sequence]), quest, 0.5, sinks=2))[0]
         expected = np.asarray(logits)[np.arange(len(sequence) - 1), sequence[1:]]
         assert one.log_probability == pytest.approx(expected, abs=2e-4)
-    everything = loglikelihood.simulate(model, sequences, selections.Simulation(quest), block=16)
+    everything = loglikelihood.simulate(model, sequences, simulator.Simulation(quest), block=16)
     plain = loglikelihood.predict(model, sequences, block=16)
     assert everything[0].log_probability == pytest.approx(plain[0].log_probability, abs=2e-4)
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from evals import loglikelihood, selections
+from evals import loglikelihood, simulator
 from tests.tiers import first, matrix
 
 BATCH, LENGTH = 3, 21
@@ -54,7 +54,7 @@ def test_a_reference_is_itself_without_divergence_and_has_to_be_of_the_same_sequ
     reference = [row.hidden for row in kept]
     again = loglikelihood.predict(model, rows, block=8, batch=2, reference=reference)
     assert max(row.divergence.max() for row in again) < 1e-5 and again[0].hidden is None
-    dense = loglikelihood.simulate(model, rows, selections.DENSE, block=8, reference=reference)
+    dense = loglikelihood.simulate(model, rows, simulator.DENSE, block=8, reference=reference)
     assert max(row.divergence.max() for row in dense) < 1e-5
     with pytest.raises(ValueError, match="of other sequences"):
         loglikelihood.predict(model, rows, reference=reference[:1])

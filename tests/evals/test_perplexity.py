@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import models
-from evals import evaluator, perplexity, selections, texts
+from evals import answering, perplexity, run_settings, selections, simulator, texts
 from tests.evals.conftest import TEXT
 from tests.models import reference
 from tests.tiers import matrix
@@ -19,7 +19,7 @@ class Letters:
 
 
 def setting(policy, budget, when="block"):
-    return evaluator.Setting(policy, budget, when, "unknown", 0)
+    return run_settings.Setting(policy, budget, when, "unknown", 0)
 
 
 def test_chunks_begin_with_bos_and_leave_the_rest_out():
@@ -55,10 +55,8 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(tiny, dense):
     np.testing.assert_allclose(found.by_chunk, losses.mean(axis=1), rtol=1e-5)
     assert found.divergence.tolist() == [0, 0, 0]
     wanted = losses[:, -8:].mean(axis=1)  # of a window the last ones
-    np.testing.assert_allclose(
-        perplexity.losses(model, chunks, selections.DENSE, counted=8).by_chunk, wanted, rtol=1e-5
-    )
-    found = perplexity.policy_losses(model, chunks, setting("tova", 24), feed=evaluator.Feed(8, 4), counted=8)
+    np.testing.assert_allclose(perplexity.losses(model, chunks, simulator.DENSE, counted=8).by_chunk, wanted, rtol=1e-5)
+    found = perplexity.policy_losses(model, chunks, setting("tova", 24), feed=answering.Feed(8, 4), counted=8)
     np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
 
 
@@ -66,7 +64,7 @@ def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, dense):
     model, (chunks, true) = tiny[0], dense
     full, true = perplexity.full_losses(model, chunks, batch=2, counted=8), true[:, -9:-1]
     found = perplexity.policy_losses(
-        model, chunks, setting("h2o", 6, "prompt"), full=full, feed=evaluator.Feed(4, 2), counted=8
+        model, chunks, setting("h2o", 6, "prompt"), full=full, feed=answering.Feed(4, 2), counted=8
     )
     given = dict(policy="h2o", budget=6, block=4, when="prompt", question=7, outputs="all")
     told = np.asarray(models.prefill(model, chunks[:, :-1], **given).logits, np.float64)[:, -8:]
@@ -106,7 +104,7 @@ def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
         perplexity.full_losses(model, chunks),
         chosen,
         [0.0, 0.5],
-        like=selections.DENSE._replace(networks=butler),
+        like=simulator.DENSE._replace(networks=butler),
         batch=4,
     )
     named = [(r["select"], r["sparsity"]) for r in results]

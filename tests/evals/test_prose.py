@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from evals import prose, ruler, tasks
+from evals import prose, ruler_tasks, tasks
 
 PLAIN = re.compile(r"[A-Z][a-z']*( [A-Za-z'\-]+[,;:]?)+\.")
 LIKE_A_FACT = re.compile(
@@ -52,7 +52,7 @@ def test_no_line_comes_twice_before_all_have_come():
 
 
 def test_prompts_of_8192_words_repeat_no_line():
-    for tokens in (tasks.needle(0, Words, 8192).tokens, ruler.sample("niah_single_2", 0, Words, 8192).tokens):
+    for tokens in (tasks.needle(0, Words, 8192).tokens, ruler_tasks.sample("niah_single_2", 0, Words, 8192).tokens):
         text = " ".join(tokens)
         assert len(tokens) > 8000
         assert not [line for line in prose._lines("test") if sum(map(text.count, line)) > 1]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import models
-from evals import documents, evaluator, page, ruler
+from evals import answering, documents, evaluator, page, ruler, ruler_tasks, run_settings
 from evals.__main__ import main
 from evals.results import read_records
 from models import fingerprints
@@ -45,7 +45,9 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qa")
     (folder / "squad.json").write_text(json.dumps(SQUAD))
     (folder / "hotpot.json").write_text(json.dumps(HOTPOT))
-    return ruler.Sources(documents=dict(ruler.read_documents(folder / name) for name in ("squad.json", "hotpot.json")))
+    return ruler_tasks.Sources(
+        documents=dict(ruler.read_documents(folder / name) for name in ("squad.json", "hotpot.json"))
+    )
 
 
 class Text:
@@ -66,27 +68,29 @@ class Chat(Text):
 
 
 def text_of(task, sources=None, length=6000, index=0):
-    found = ruler.sample(task, index, Text, length, sources)
+    found = ruler_tasks.sample(task, index, Text, length, sources)
     return "".join(found.tokens[: found.context_end]), "".join(found.tokens[found.context_end :]), found.references
 
 
-@pytest.mark.parametrize(("task", "length"), [(task, 1500 + 3500 * (n % 2)) for n, task in enumerate(ruler.TASKS)])
+@pytest.mark.parametrize(
+    ("task", "length"), [(task, 1500 + 3500 * (n % 2)) for n, task in enumerate(ruler_tasks.TASKS)]
+)
 def test_a_sample_is_as_long_as_fits_and_the_same_each_time(task, length, sources):
-    found = ruler.sample(task, 3, Words, length, sources)
-    room = length - ruler.NEW_TOKENS[task]
+    found = ruler_tasks.sample(task, 3, Words, length, sources)
+    room = length - ruler_tasks.NEW_TOKENS[task]
     assert room - 120 < len(found.tokens) <= room
-    assert found == ruler.sample(task, 3, Words, length, sources)
-    assert found.tokens != ruler.sample(task, 4, Words, length, sources).tokens
+    assert found == ruler_tasks.sample(task, 3, Words, length, sources)
+    assert found.tokens != ruler_tasks.sample(task, 4, Words, length, sources).tokens
     assert 0 < found.context_end < len(found.tokens)
 
 
 @pytest.mark.parametrize(
-    ("task", "answers"), [(name, 4 if "multiv" in name or "multiq" in name else 1) for name in ruler.NEEDLES]
+    ("task", "answers"), [(name, 4 if "multiv" in name or "multiq" in name else 1) for name in ruler_tasks.NEEDLES]
 )
 def test_needles_state_each_answer_once_for_the_key_that_is_asked_for(task, answers):
     context, question, references = text_of(task)
     assert len(references) == len(set(references)) == answers
-    kind = "uuid" if ruler.NEEDLES[task].values == "uuids" else "number"
+    kind = "uuid" if ruler_tasks.NEEDLES[task].values == "uuids" else "number"
     stated = re.findall(rf"The {kind} of ([\w -]+) is ([\w-]+)\.", context)
     for reference in references:
         keys = [key for key, value in stated if value == reference]
@@ -95,7 +99,7 @@ def test_needles_state_each_answer_once_for_the_key_that_is_asked_for(task, answ
     if kind == "number":
         assert all(re.fullmatch(r"\d{7}", reference) for reference in references)
     hidden = {"niah_multikey_1": 4, "niah_multivalue": 4, "niah_multiquery": 4}.get(task, 1)
-    if ruler.NEEDLES[task].haystack != "needle":
+    if ruler_tasks.NEEDLES[task].haystack != "needle":
         assert len(stated) == hidden
     else:
         assert len(stated) > 20
@@ -104,24 +108,24 @@ def test_needles_state_each_answer_once_for_the_key_that_is_asked_for(task, answ
 def test_noise_and_essays_are_what_their_names_say(tmp_path):
     context, _, _ = text_of("niah_single_1")
     lines = context.split("\n")[1:]
-    assert len(lines) - 1 == lines.count(ruler.NOISE)
+    assert len(lines) - 1 == lines.count(ruler_tasks.NOISE)
     essay = tmp_path / "essays.json"
     essay.write_text(json.dumps({"text": "First one.  Second\none! Third?"}))
-    sources = ruler.Sources(essay=ruler.read_essays(essay))
+    sources = ruler_tasks.Sources(essay=ruler.read_essays(essay))
     context, _, references = text_of("niah_single_2", sources)
     without = re.sub(rf"The number of [\w ]+ is {references[0]}\. ?", "", context.split("\n", 1)[1]).strip()
     assert re.fullmatch(r"(First one\. Second one! Third\? ?)+(First one\. ?)?(Second one!)?", without)
 
 
-@pytest.mark.parametrize("task", ruler.TASKS)
+@pytest.mark.parametrize("task", ruler_tasks.TASKS)
 def test_in_a_chat_the_answer_begins_behind_the_assistants_header(task, sources):
     length = 12_000
-    plain, chat = (ruler.sample(task, 2, Chat, length, sources, chat=chat) for chat in (False, True))
+    plain, chat = (ruler_tasks.sample(task, 2, Chat, length, sources, chat=chat) for chat in (False, True))
     text = "".join(chat.tokens)
     message, begun = text.removeprefix("<user>").split("<assistant>")
     assert begun.startswith("Answer:") and "".join(plain.tokens).endswith(begun)
     assert text[chat.context_end :].count("Question: ") == 1
-    assert len(text) <= length - ruler.NEW_TOKENS[task] and message[0] == plain.tokens[0]
+    assert len(text) <= length - ruler_tasks.NEW_TOKENS[task] and message[0] == plain.tokens[0]
 
 
 PUBLISHED = {
@@ -212,7 +216,7 @@ def test_scores_by_hand(answer, references, all_of, any_one):
 def test_other_wording_comes_from_a_file(tmp_path):
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps({"niah": {"needle": "{key}: {value} ({kinds})", "prompt": "Go.\n{context}\n{query}?"}}))
-    context, question, references = text_of("niah_single_1", ruler.Sources(ruler.read_wording(file)))
+    context, question, references = text_of("niah_single_1", ruler_tasks.Sources(ruler.read_wording(file)))
     assert context.startswith("Go.\n") and f": {references[0]} (numbers)" in context
     assert question.endswith("is"), "the answer's beginning stays ours"
 
@@ -251,9 +255,9 @@ def finished(tmp_path_factory):
 def test_the_command_writes_records_figures_and_a_picture(finished):
     records = read_records(finished)
     assert len(records) == 4 * 3
-    assert {r["policy"] for r in records} == {"full", "tova", evaluator.RECENCY}
+    assert {r["policy"] for r in records} == {"full", "tova", run_settings.RECENCY}
     figures = json.loads((finished / "figures.json").read_text())
-    assert [r["policy"] for r in figures["results"]] == ["full", evaluator.RECENCY, "tova"]
+    assert [r["policy"] for r in figures["results"]] == ["full", run_settings.RECENCY, "tova"]
     assert figures["command"].startswith("python -m evals ruler --tasks niah_single_1")
     assert (finished.parent / "map.png").read_bytes().startswith(b"\x89PNG")
 
@@ -261,7 +265,7 @@ def test_the_command_writes_records_figures_and_a_picture(finished):
 def test_the_folder_becomes_a_page_with_a_command_for_each_row(finished, tmp_path):
     assert main(["report", str(finished), "--html", str(tmp_path / "page.html")]) == 0
     rows = page.figures(finished)["rows"]
-    assert [row["policy"] for row in rows] == ["full", evaluator.RECENCY, "tova"]
+    assert [row["policy"] for row in rows] == ["full", run_settings.RECENCY, "tova"]
     assert "--policies tova --budgets 96" in rows[2]["command"] and "--lengths 256" in rows[2]["command"]
     assert rows[2]["command"] in (tmp_path / "page.html").read_text()
 
@@ -271,7 +275,7 @@ def test_a_record_is_what_generate_gives(finished):
     for record in read_records(finished):
         if record["policy"] != "tova" or record["sample"]:
             continue
-        sample = ruler.sample(record["task"], 0, tokenizer, 256)
+        sample = ruler_tasks.sample(record["task"], 0, tokenizer, 256)
         out = models.generate(
             model, [sample.tokens], policy="tova", budget=96, block=64, when="prompt", max_new_tokens=128
         )
@@ -287,7 +291,7 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
     (folder / "header.json").write_bytes((finished / "header.json").read_bytes())
     (folder / "samples.jsonl").write_text("".join(lines[:5]) + lines[5][:30])
     asked = []
-    whole = evaluator.answers_each
+    whole = answering.answers_each
 
     def answers_each(*given, rows, **more):
         asked.extend(row for of_setting in rows.values() for row in of_setting)

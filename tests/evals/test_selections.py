@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from evals import selections
+from evals import selections, simulator
 from tests.models import reference
 from tests.models.reference import selections as rules
 from tests.models.test_engine_select import foreseen
@@ -49,7 +49,7 @@ CHOSEN = [("butler", 0.7), ("quest(page_size=4)", 0.7), ("oracle(group='max')", 
     ("name", "sparsity"), first(3, [*CHOSEN, *((name, 0.7) for name in rules.RULES if (name, 0.7) not in CHOSEN)])
 )
 def test_a_source_reads_what_its_rule_says(model, butler, tokens, name, sparsity):
-    got = np.asarray(selections.simulate(model, tokens, name, sparsity, networks=butler, sinks=2, chunk=5))
+    got = np.asarray(simulator.simulate(model, tokens, name, sparsity, networks=butler, sinks=2, chunk=5))
     for row in range(2):
         rule = foreseen(model, butler, tokens[row : row + 1]) if name == "butler" else rules.RULES[name]
         read = rules.by_importance(rule, left(sparsity), 2, range(T))
@@ -126,7 +126,7 @@ def rolling(window, kernel):
     ),
 )
 def test_eviction_is_permanent_and_token_by_token(model, tokens, name, heads, read):
-    got = np.asarray(selections.simulate(model, tokens, name, 0.7, sinks=2, heads=heads, chunk=5))
+    got = np.asarray(simulator.simulate(model, tokens, name, 0.7, sinks=2, heads=heads, chunk=5))
     for row in range(2):
         wanted, _, masks = forward(model, tokens[row], read)
         np.testing.assert_allclose(got[row], wanted, rtol=1e-3, atol=2e-4)
@@ -135,14 +135,14 @@ def test_eviction_is_permanent_and_token_by_token(model, tokens, name, heads, re
 
 @matrix
 def test_a_policy_knows_its_layer_and_its_predictor(model, butler, tokens):
-    butlers = np.asarray(selections.simulate(model, tokens, "butler+caote", 0.7, networks=butler))
-    plain = np.asarray(selections.simulate(model, tokens, "tova(heads='group')+caote", 0.7))
+    butlers = np.asarray(simulator.simulate(model, tokens, "butler+caote", 0.7, networks=butler))
+    plain = np.asarray(simulator.simulate(model, tokens, "tova(heads='group')+caote", 0.7))
     assert np.abs(butlers - plain).max() > 1e-3  # in layer 0, or without it, the two would be the same
 
 
 def test_padding_behind_a_sequence_changes_nothing_before_it(model, tokens):
     longer = np.concatenate([tokens, np.zeros((2, 4), int)], axis=1)
-    short, padded = (np.asarray(selections.simulate(model, x, "h2o", 0.5)) for x in (tokens, longer))
+    short, padded = (np.asarray(simulator.simulate(model, x, "h2o", 0.5)) for x in (tokens, longer))
     np.testing.assert_allclose(padded[:, :T], short, atol=1e-5)
 
 
@@ -151,18 +151,18 @@ def test_sliding_windows_hold(tokens):
     windowed = reference.decoder(config)
     dense = jax.jit(lambda tokens: windowed(tokens))(tokens)
     for name in ("oracle", "oracle_eviction", "h2o"):
-        np.testing.assert_allclose(selections.simulate(windowed, tokens, name, 0.0), dense, atol=1e-5)
+        np.testing.assert_allclose(simulator.simulate(windowed, tokens, name, 0.0), dense, atol=1e-5)
 
 
 def test_one_compilation_serves_all_sparsities(model, tokens):
-    selections.simulate(model, tokens, "streaming", 0.5, chunk=6)
-    before = selections._selecting._cache_size()
-    selections.simulate(model, tokens, "streaming", 0.25, chunk=6)
-    assert selections._selecting._cache_size() == before
+    simulator.simulate(model, tokens, "streaming", 0.5, chunk=6)
+    before = simulator._selecting._cache_size()
+    simulator.simulate(model, tokens, "streaming", 0.25, chunk=6)
+    assert simulator._selecting._cache_size() == before
 
 
 def test_hits_are_the_share_of_the_oracles_tokens(model, butler, tokens):
-    found = selections.hits(model, tokens, "streaming", 0.7, chunk=5)
+    found = simulator.hits(model, tokens, "streaming", 0.7, chunk=5)
     for row in range(2):
         _, logits, _ = forward(model, tokens[row], lambda *given: given[-1])
         for layer in range(LAYERS):
@@ -175,11 +175,11 @@ def test_hits_are_the_share_of_the_oracles_tokens(model, butler, tokens):
                     mass.append(reference.softmax(logits[layer][head, i, : i + 1])[list(recent)].sum())
                 assert found.share[layer, row, i] == pytest.approx(np.mean(share), abs=1e-5)
                 assert found.mass[layer, row, i] == pytest.approx(np.mean(mass), abs=1e-4)
-    assert selections.hits(model, tokens, "butler", 0.7, networks=butler).share.min() < 1
+    assert simulator.hits(model, tokens, "butler", 0.7, networks=butler).share.min() < 1
 
 
 def test_last_logits_are_those_of_the_last_query(model, tokens):
-    got = selections.last_logits(model, tokens)
+    got = simulator.last_logits(model, tokens)
     _, logits, _ = forward(model, tokens[1], lambda *given: given[-1])
     np.testing.assert_allclose(got[:, 1], np.stack(logits)[:, :, -1], rtol=1e-3, atol=1e-4)
 
@@ -229,5 +229,5 @@ def test_names_are_resolved(name, resolved):
 @pytest.mark.bad_input
 def test_bad_input_is_refused_in_a_sentence(model, tokens, call, sentence):
     with pytest.raises(ValueError) as error:
-        selections.simulate(model, **{"tokens": tokens, **call})
+        simulator.simulate(model, **{"tokens": tokens, **call})
     assert sentence in str(error.value)

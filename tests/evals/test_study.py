@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from evals import evaluator, studies, study, study_page
+from evals import run_settings, studies, study, study_page
 from evals.__main__ import main
 from tests.evals.test_sweep import SMALL
 
@@ -26,7 +26,7 @@ expects = "not worse"
 @pytest.mark.parametrize("path", sorted(studies.FOLDER.glob("*.toml")), ids=lambda path: path.stem)
 def test_each_study_runs_what_its_claims_compare(path):
     read = studies.find(path.stem)
-    run = {"recency", *(evaluator.full_name(name) for name in read.content["policies"])}
+    run = {"recency", *(run_settings.full_name(name) for name in read.content["policies"])}
     missing = {name for claim in read.claims for name in (claim.policy, claim.over)} - run
     assert not missing
     assert {"full", "recency"} <= run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models import by_layer, engine
+from models import by_layer, host_steps
 
 
 @pytest.fixture
@@ -26,6 +26,6 @@ def each_way(request, run_by_layer):
 @pytest.fixture
 def compiled_steps():
     """Gives a function that counts the programs compiled since the test began, for blocks and tokens of a stream."""
-    programs = (engine.block_step, engine.token_step, by_layer._run_layer)
+    programs = (host_steps.block_step, host_steps.token_step, by_layer._run_layer)
     before = sum(program._cache_size() for program in programs)
     return lambda: sum(program._cache_size() for program in programs) - before

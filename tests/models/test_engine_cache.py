@@ -217,7 +217,7 @@ REFUSED = {
     ),
     "too much for a full cache": (dict(max_new_tokens=500), "take 521 positions, but the model has 512"),
     "another model's": (
-        dict(cache=lambda: tiny.empty(None, layers=3)),
+        dict(cache=lambda: tiny.empty(None, layers=3, windows=None)),
         "of another model: it has 3 layers and 2 heads of dimension 8",
     ),
     "pages": (

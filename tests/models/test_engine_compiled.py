@@ -11,9 +11,10 @@ import pytest
 import models
 from kvjax.capacity import rounded_up
 from kvjax.schedule import Phase
-from models import Config, by_layer, engine, layer_caches, states, steps
+from models import Config, by_layer, engine, host_steps, layer_caches, one_program, states, steps
 from models.options import Options
-from models.plan import check_prompt, plan_run
+from models.planning import plan_run
+from models.prompts import check_prompt
 from models.sampling import Sampling
 from tests.models import reference
 from tests.tiers import first
@@ -45,15 +46,16 @@ def lowered(program, policy, *, layers=3, length=100, evict_every=1):
     model = model_of(layers)
     run, sizes, prompt = prepared(model, length, policy, BUDGET, BLOCK, fit_prompt=False, evict_every=evict_every)
     if program == "prefill":
-        return engine.prefill_at_once.lower(run, sizes, prompt, None)
+        return one_program.prefill_at_once.lower(run, sizes, prompt, None)
     if program == "generate":
-        return engine._generate.lower(run, sizes, prompt, None, None, None, engine._Choice(Sampling(), 8, ()))
+        choice = one_program.Choice(Sampling(), 8, ())
+        return one_program.generate_at_once.lower(run, sizes, prompt, None, None, None, choice)
     state = states.start(run, sizes, 1)
     if program == "block step":
-        return engine.block_step.lower(
+        return host_steps.block_step.lower(
             run, state, next(prompt.text).tokens[0], next(prompt.text).positions[0], Phase(evicts=True)
         )
-    return engine.token_step.lower(
+    return host_steps.token_step.lower(
         run, state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), None, steps.decode_phase(run.plan, 1), Sampling()
     )
 
@@ -147,7 +149,7 @@ def test_a_step_donates_every_array_of_the_cache(program):
     assert aliases.count("alias)") == 6, "keys, values, both positions, and the sums of two query heads"
 
 
-@pytest.mark.parametrize("way", [engine.ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
+@pytest.mark.parametrize("way", [host_steps.ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
 def test_keys_and_values_stay_where_they_are_in_memory(way):
     def arrays(cache):
         caches = cache.layers if isinstance(cache, layer_caches.LayerCaches) else [cache]

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import kvjax
 import models
-from models import engine, states, steps
+from models import engine, host_steps, states, steps
 from models.options import Options
-from models.plan import check_prompt
+from models.prompts import check_prompt
 from models.sampling import Sampling
 from tests.models.tiny import LONG, SETTINGS, assert_keeps, empty, on_mesh, run
 from tests.tiers import first
@@ -85,7 +85,7 @@ def compiled_step(policy):
     run, sizes, _ = engine.prepare(on_mesh(), check_prompt(on_mesh(), TOKENS, LENGTHS, None), options)
     state = jax.jit(lambda: states.start(run, sizes, 4))()
     given = np.zeros(4, np.int32), np.zeros(4, bool), None, steps.decode_phase(run.plan, 1), Sampling()
-    return engine.token_step.lower(run, state, *given).compile()
+    return host_steps.token_step.lower(run, state, *given).compile()
 
 
 @pytest.mark.parametrize(("policy", "of_the_policy"), first(1, [("h2o+caote", 0), ("tova", 1)]))

@@ -11,7 +11,7 @@ import models
 from kvjax import KVCache, PagedCache
 from models import Config, engine, states
 from models.options import Options
-from models.plan import check_prompt
+from models.prompts import check_prompt
 from tests.models import tiny
 from tests.models.tiny import LONG, decoder, run
 from tests.tiers import first

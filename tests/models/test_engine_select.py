@@ -9,10 +9,10 @@ import pytest
 import kvjax
 import models
 from kvjax.schedule import Phase
-from models import Butler, ButlerConfig, Config, by_layer, engine, selecting, steps
+from models import Butler, ButlerConfig, Config, by_layer, engine, host_steps, selecting, steps
 from models.butler import parameter_shapes as butler_shapes
 from models.options import Options
-from models.plan import check_prompt
+from models.prompts import check_prompt
 from tests.models import tiny
 from tests.models.reference import selections
 from tests.models.test_engine_compiled import COMPILED
@@ -48,14 +48,14 @@ def prepared(model, tokens, select, budget, *, block=16, sinks=4, answer=STEPS):
 
 
 @functools.cache
-def forced(select, budget, *, sinks=2, block=16, way=engine.ProgramSteps):
+def forced(select, budget, *, sinks=2, block=16, way=host_steps.ProgramSteps):
     """Logits of a row's last prompt token and of its steps, which are told what to read next; and the slots read."""
     model, read = decoder(), {}
     run, sizes, prompt = prepared(model, TOKENS[:, :PROMPT], select, budget, block=block, sinks=sinks)
     (tokens, positions, _), feed = next(prompt.text).arrays, way(run, sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selecting, "_chosen", functools.partial(_recorded, read, selecting._chosen))
-        for module, program, static in ((engine, "block_step", 4), (by_layer, "_run_layer", (0, 1, 2))):
+        for module, program, static in ((host_steps, "block_step", 4), (by_layer, "_run_layer", (0, 1, 2))):
             patch.setattr(module, program, traced_anew(getattr(module, program), static))
         state, logits = feed.start(1), []
         for number in range(-(-PROMPT // block)):
@@ -118,7 +118,7 @@ SOURCES = ["butler", "butler(group='max')", *sorted(set(selections.RULES) - {"or
 BUDGETS = [(0.3, 2), (7, 0)]  # of tokens, and the sinks beside them
 # Each source by one program, and by layers two of those that the host hands something from layer to layer.
 READS = [
-    *((source, *BUDGETS[number % 2], engine.ProgramSteps) for number, source in enumerate(SOURCES)),
+    *((source, *BUDGETS[number % 2], host_steps.ProgramSteps) for number, source in enumerate(SOURCES)),
     *((source, *BUDGETS[0], by_layer.LayerSteps) for source in ("first_layer", "butler")),
 ]
 BY_DEFAULT = ("butler", "quest(page_size=4)", "random(seed=3)"), ("first_layer",)

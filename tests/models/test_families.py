@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import models
-from evals.selections import simulate
+from evals.simulator import simulate
 from models.config import Rope
 from models.decoder import rms_norm, rope_frequencies
 from models.parameters import parameter_shapes

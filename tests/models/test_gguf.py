@@ -25,8 +25,10 @@ from safetensors.numpy import load_file
 
 import models
 from models.config import NO_ROPE, Config, Rope
-from models.gguf import LONG_FACTORS, NAMES, NEIGHBOURS, SHORT_FACTORS
-from models.load import describe, find_folder
+from models.folders import find_folder
+from models.gguf import NEIGHBOURS
+from models.gguf_config import LONG_FACTORS, NAMES, SHORT_FACTORS
+from models.load import describe
 from models.parameters import layers_with, parameter_shapes, tensor_names
 from tests.models import reference
 from tests.models.make_golden import GOLDEN
@@ -236,7 +238,7 @@ def readable_kinds():
 
 @pytest.mark.parametrize("kind", list(readable_kinds()), ids=lambda kind: kind.name)
 def test_every_kind_that_the_package_dequantises_is_read(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["models.load"], "CHUNK_BYTES", 3000)  # two rows and a bit
+    monkeypatch.setattr(sys.modules["models.placing"], "CHUNK_BYTES", 3000)  # two rows and a bit
     config = Config(**SMALL | {"hidden_size": 256, "num_layers": 1})
     tensors = dict(tensors_of(config))
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -249,7 +251,7 @@ def test_every_kind_that_the_package_dequantises_is_read(kind, tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", ["llama", "llama_biases"])
 def test_rows_are_in_order_whatever_part_is_read(name, make, monkeypatch):
-    monkeypatch.setattr(sys.modules["models.load"], "CHUNK_BYTES", 700)  # ends within a head
+    monkeypatch.setattr(sys.modules["models.placing"], "CHUNK_BYTES", 700)  # ends within a head
     assert_same(models.load(make(name))[0], written_from(name))
 
 
@@ -678,6 +680,6 @@ def test_pieces_are_joined_by_score_and_texts_come_back(pieces, text):
 def test_bar_counts_every_tensor(make, monkeypatch):
     counted = []
     bar = lambda total: contextlib.nullcontext(lambda n: counted.append((n, total)))  # noqa: E731
-    monkeypatch.setattr(sys.modules["models.load"], "_progress", bar)
+    monkeypatch.setattr(sys.modules["models.load"], "progress_of", bar)
     models.load(make())
     assert len(counted) == counted[0][1] == 3 + 2 * 9

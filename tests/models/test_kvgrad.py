@@ -13,7 +13,7 @@ import kvjax
 import models
 from kernels_pallas import ColumnStatistics
 from kvjax.quantise import Dtypes
-from models import engine, repeating
+from models import engine, host_steps, repeating
 from models.by_layer import LayerSteps
 from models.gradients import loss_gradient
 from tests.models import reference
@@ -108,7 +108,7 @@ def test_the_gradient_is_that_by_hand(loss):
 def test_one_program_and_single_layers_agree():
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
     run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
-    state, _ = engine._feed_prompt(LayerSteps(run, sizes), prompt, None)
+    state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
     expected, _ = models.prefill(
         decoder(), TOKENS, LENGTHS, policy=ASKING, budget=10, block=8, question=3, when="prompt"
     )

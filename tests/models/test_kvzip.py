@@ -11,7 +11,7 @@ import pytest
 import kvjax
 import models
 from kvjax.schedule import Text, moments, repeats_of, schedule
-from models import engine, plan, published, repeating
+from models import engine, host_steps, one_program, prompts, published, repeating
 from models.by_layer import LayerSteps
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, KEPT, REAL, TINY
@@ -88,7 +88,7 @@ RUN = dict(policy=ASKING, budget=10, block=8, question=3, when="prompt")
 def test_one_program_and_single_layers_agree():
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
     run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
-    state, _ = engine._feed_prompt(LayerSteps(run, sizes), prompt, None)
+    state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
     expected, _ = models.prefill(decoder(), TOKENS, LENGTHS, **RUN)
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
     assert state.cache.next_position.tolist() == LENGTHS.tolist()
@@ -141,7 +141,7 @@ FITS = dict(policy="kvzip", budget=20, block=8)
 
 
 def pending(cache):
-    return plan.kept_of(decoder(), cache, kvjax.kvzip(), 2).pending
+    return prompts.kept_of(decoder(), cache, kvjax.kvzip(), 2).pending
 
 
 def test_what_fits_is_repeated_when_more_comes():
@@ -170,7 +170,7 @@ def test_memory_does_not_grow_with_the_prompt():
             decoder(), given, models.Options("kvzip", 16, 8, evict_every=4, reserve=8)
         )
         sizes.add(buffers.slots)
-        memory = engine.prefill_at_once.lower(run, buffers, prompt, None).compile().memory_analysis()
+        memory = one_program.prefill_at_once.lower(run, buffers, prompt, None).compile().memory_analysis()
         fed = sum(x.nbytes for x in jax.tree.leaves(prompt))
         held.add((memory.argument_size_in_bytes - fed, memory.temp_size_in_bytes, memory.output_size_in_bytes))
     assert sizes == {16 + 8 + (8 + 8)}  # the budget, a block and its copies

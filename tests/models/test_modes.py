@@ -14,7 +14,7 @@ from flax import nnx
 
 import kvjax
 import models
-from models import engine
+from models import engine, one_program
 from models.config import Config
 from tests.tiers import first
 from train import butler as training
@@ -70,13 +70,13 @@ class Traced(Exception):
 @pytest.fixture
 def trace(monkeypatch):
     """``models.generate`` up to the program that it would compile."""
-    program = engine._generate
+    program = one_program.generate_at_once
 
     def only_trace(*arguments):
         program.eval_shape(*arguments)
         raise Traced
 
-    monkeypatch.setattr(engine, "_generate", only_trace)
+    monkeypatch.setattr(engine, "generate_at_once", only_trace)
 
     def generate(mode, *arguments, **settings):
         with mode(), pytest.raises(Traced):

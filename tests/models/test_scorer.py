@@ -10,7 +10,7 @@ from flax import nnx
 
 import kvjax
 import models
-from models import engine
+from models import engine, host_steps
 from models.by_layer import LayerSteps
 from models.scorer import parameter_shapes
 from tests.models import reference
@@ -51,7 +51,7 @@ def test_layer_by_layer_the_same_tokens_stay():
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, None)
     options = models.Options("zap", 10, 8, "block", 1, networks=scorer())
     run, sizes, prompt = engine.prepare(decoder(), given, options)
-    state, _ = engine._feed_prompt(LayerSteps(run, sizes), prompt, None)
+    state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
     alone = models.prefill(decoder(), TOKENS, LENGTHS, policy="zap", budget=10, block=8, networks=scorer()).cache
     np.testing.assert_array_equal(np.sort(state.cache.position), np.sort(alone.position))
 

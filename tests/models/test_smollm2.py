@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import models
-from evals import selections
+from evals import simulator
 from models import published
 from tests.models.make_smollm2 import GOLDEN, QUESTIONS, TEXTS
 from tests.tiers import first, nightly
@@ -93,5 +93,5 @@ def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_atten
     model, _ = smollm2
     butler = models.own_network("smollm2", model)
     tokens = np.array([EXPECTED["passage"]])
-    found = selections.hits(model, tokens, "butler", 0.5, networks=butler)
+    found = simulator.hits(model, tokens, "butler", 0.5, networks=butler)
     assert found.share[1:].mean() > 0.62  # at random 0.5

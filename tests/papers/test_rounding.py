@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from evals import evaluator, perplexity
+from evals import answering, perplexity, run_settings
 from papers.__main__ import main
 from papers.kivi import rounding
 from papers.kivi.rounding import PAIRS, PLAIN, ROUNDINGS
@@ -75,11 +75,11 @@ def test_the_librarys_rounding_costs_what_its_cache_costs(tiny):
     plain, eight = rounding.measure(model, chunks, [("int8", "float8_e4m3fn")])
     full = perplexity.full_losses(model, chunks)
     np.testing.assert_allclose(plain["by_chunk"], full.by_chunk, rtol=1e-5)
-    setting = evaluator.Setting("full", None, "block", "unknown", cache_dtype="int8/float8_e4m3fn")
-    cached = perplexity.policy_losses(model, chunks, setting, full=full, feed=evaluator.Feed(8, 4))
+    setting = run_settings.Setting("full", None, "block", "unknown", cache_dtype="int8/float8_e4m3fn")
+    cached = perplexity.policy_losses(model, chunks, setting, full=full, feed=answering.Feed(8, 4))
     np.testing.assert_allclose(eight["by_chunk"], cached.by_chunk, atol=1e-5)
     np.testing.assert_allclose(eight["kl_by_chunk"], cached.divergence, rtol=0.05, atol=2e-7)
-    late = perplexity.policy_losses(model, chunks, setting, full=full, feed=evaluator.Feed(8, 4), counted=12)
+    late = perplexity.policy_losses(model, chunks, setting, full=full, feed=answering.Feed(8, 4), counted=12)
     np.testing.assert_allclose(eight["late"]["by_chunk"], late.by_chunk, atol=1e-5)
     assert (plain["key"], plain["kl"], eight["bytes"]) == (PLAIN, 0, 24)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evals import choices, loglikelihood, selections
+from evals import choices, loglikelihood, selections, simulator
 from papers.tokenbutler import zero_shot
 
 TEXT = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
@@ -25,7 +25,7 @@ def test_a_choice_is_judged_by_its_own_tokens(tiny, samples):
     model = tiny[0]
     streaming = selections.parse_selection("streaming")
     rows = zero_shot.measure(model, samples, [streaming], [0.5])
-    halved = selections.Simulation(streaming, 0.5)
+    halved = simulator.Simulation(streaming, 0.5)
     expected = []
     for sample in samples["continuation"]:
         each = loglikelihood.simulate(model, [[*sample.tokens, *end] for end in sample.choices], halved)

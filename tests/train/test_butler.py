@@ -69,7 +69,7 @@ def test_figures_are_those_of_a_brute_force_reading(model):
     butler = Butler(butler_config_of(CONFIG, hidden=16), rngs=nnx.Rngs(0))
     rows = np.asarray(jax.random.randint(jax.random.key(5), (2, 9), 0, 64))
     found = measure(model, butler, rows, "streaming", 0.5)
-    true = trainer.selections.last_logits(model, rows)  # [L, B, N, T]
+    true = trainer.simulator.last_logits(model, rows)  # [L, B, N, T]
     best = np.argsort(-np.asarray(true), axis=-1)[..., :5]
     assert found["token_accuracy"].tolist() == pytest.approx((best >= 4).mean((1, 2, 3))[1:].tolist())
 

@@ -98,7 +98,7 @@ def test_text_to_hold_out_may_be_named(tokenizer, tmp_path):
 
 def test_a_published_text_is_trained_on_without_its_end(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="python -m evals texts debian king-james-bible"):
+    with pytest.raises(FileNotFoundError, match="python -m papers texts debian king-james-bible"):
         open_corpus(["king-james-bible"], tokenizer, 32)
     file = texts.place("king-james-bible")
     file.parent.mkdir(parents=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from evals import evaluator, prose
+from evals import command_line, evaluator, prose
 from evals.evaluator import Group, TextSample
 from kvjax.allocation import Allocation, Contest
 from kvjax.sources import Reading, Source
@@ -95,8 +95,8 @@ class FarBack:
     @staticmethod
     def add_flags(flags) -> None:
         """Add the command's flags."""
-        evaluator.add_model_flags(flags)
-        evaluator.add_setting_flags(flags)
+        command_line.add_model_flags(flags)
+        command_line.add_setting_flags(flags)
         flags.add_argument(
             "--lengths", default="256",
             help="tokens of a prompt; several by comma",
@@ -112,7 +112,7 @@ class FarBack:
     @staticmethod
     def check(flags) -> None:
         """Check the flags before the model is loaded."""
-        evaluator.check_sizes(flags)
+        command_line.check_sizes(flags)
 
     @staticmethod
     def make_groups(flags, config, tokenizer) -> list[Group]:
@@ -130,7 +130,7 @@ class FarBack:
                     answer.text.strip().startswith(sample.references[0])
                 ),
             )
-            for length in evaluator.check_sizes(flags)
+            for length in command_line.check_sizes(flags)
         ]
 
     @classmethod

@@ -3,7 +3,7 @@
 A needle's prompt is read, and a policy keeps a budget of its tokens: of the whole prompt, so that the answer's tokens
 are the future, or of the text before the question, so that the question belongs to the future, too. The attention
 inputs of the future tokens come from a dense pass of the model over prompt and answer. For each layer and KV head,
-:mod:`evals.best_tokens` finds the tokens that keep the future outputs best.
+:mod:`papers.regret.best_tokens` finds the tokens that keep the future outputs best.
 
 A head's error is the squared change of its query heads' outputs behind W_O, each alone, summed over the future tokens:
 W_O weighs heads as the layer does, and what two heads' changes happen to cancel is no merit of a choice. The regret of
@@ -29,18 +29,15 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import best_tokens, evaluator, report, results, selections, statistics, tasks
+from evals import answering, command_line, evaluator, report, results, run_settings, simulator, statistics, tasks
 from kvjax.chains import policy_of
-from models import commands, plan
+from models import commands
 from models.commands.programs import make_room
+from papers.regret import best_tokens
 
 BEST = "best"
 AFTER = 16  # future tokens of an exact case
 POLICIES = "h2o+protect(recent=0.5),tova,snapkv,snapkv+caote,laprox@model,key_norm"
-EXAMPLES = """examples:
-  python -m evals regret --policies snapkv,snapkv+caote --budget 0.25 --samples 4 --plot regret.png
-  python -m evals regret --model smollm2 --recall docs/results/once.json --out runs/regret --json regret.json
-"""
 
 
 class Heads(NamedTuple):
@@ -124,22 +121,22 @@ def _positions(cache: Any, layers: Int[jax.Array, "n"]) -> Int[jax.Array, "n B h
 def held_tokens(
     model: models.Decoder,
     tokens: Int[np.ndarray, "T"],
-    settings: Sequence[evaluator.Setting],
+    settings: Sequence[run_settings.Setting],
     layers: Sequence[int],
     *,
     width: int,
     block: int = 128,
-    aids: evaluator.Aids = evaluator.NO_AIDS,
+    aids: answering.Aids = answering.NO_AIDS,
     progress: tqdm = evaluator.QUIET,
-) -> dict[evaluator.Setting, Bool[np.ndarray, "n N width"]]:
+) -> dict[run_settings.Setting, Bool[np.ndarray, "n N width"]]:
     """Return which tokens of a text the query heads of some layers can still read, under each setting.
 
     Settings that evict once share the text's prefill.
     """
-    found: dict[evaluator.Setting, Any] = {}
-    caches: Iterable[plan.Prefilled]
-    fed, lengths = evaluator.padded([tokens.tolist()], width), np.array([len(tokens)], np.int32)
-    for together in evaluator.sharing(settings):
+    found: dict[run_settings.Setting, Any] = {}
+    caches: Iterable[models.Prefilled]
+    fed, lengths = answering.padded([tokens.tolist()], width), np.array([len(tokens)], np.int32)
+    for together in run_settings.sharing(settings):
         if len(together) == 1:
             (setting,) = together
             caches = [
@@ -177,7 +174,7 @@ def chosen_layers(count: int, layers: int) -> list[int]:
     """Return so many layers, evenly spaced from the first to the last.
 
     Example:
-        >>> from evals import regret
+        >>> from papers.regret import regret
         >>> regret.chosen_layers(4, 30), regret.chosen_layers(10, 2)
         ([0, 10, 19, 29], [0, 1])
     """
@@ -204,7 +201,7 @@ class _Run:
 
     def measure(self, progress: tqdm) -> None:
         """Measure each prompt that the store does not hold yet."""
-        by_question: dict[str, list[evaluator.Setting]] = {}
+        by_question: dict[str, list[run_settings.Setting]] = {}
         for setting in self.settings:
             by_question.setdefault(setting.question, []).append(setting)
         for number, sample in enumerate(self.samples):
@@ -222,8 +219,8 @@ class _Run:
         whole = np.array([*sample.tokens, *sample.answer_tokens])
         future = np.arange(sample.context_end, len(whole))
         rows = np.concatenate([np.arange(exact, exact + AFTER), future, np.full(self.rows - len(future), -1)])
-        tokens = evaluator.padded([whole.tolist()], self.flags.length + self.rows)
-        logits, value = selections.recorded(self.model, tokens, rows)
+        tokens = answering.padded([whole.tolist()], self.flags.length + self.rows)
+        logits, value = simulator.recorded(self.model, tokens, rows)
         layers = np.array(self.layers)
         logits, value = np.asarray(logits[layers, 0]), np.asarray(value[layers, 0])  # [n, N, R, T], [n, K, T, D]
         n, _, _, T = logits.shape
@@ -253,7 +250,7 @@ class _Run:
         progress.set_description("search")
         H, G = heads.cases.weights.shape[:2]
         tried = np.stack([held[setting].reshape(H, G, width) for setting in settings])
-        newest = next(row for row, setting in enumerate(settings) if setting.policy == evaluator.RECENCY)
+        newest = next(row for row, setting in enumerate(settings) if setting.policy == run_settings.RECENCY)
         budget = int(tried[newest].sum(-1).max())
         kept = search(heads, budget, tried)
         of_each = errors(heads, np.concatenate([tried, np.broadcast_to(kept[:, None], (1, H, G, width))]))
@@ -319,7 +316,7 @@ def by_layer(
 
     Example:
         >>> import numpy as np
-        >>> from evals import regret
+        >>> from papers.regret import regret
         >>> errors, energy = np.array([[1.0, 0.0, 2.0, 2.0], [1.0, 3.0, 4.0, 4.0]])
         >>> regret.by_layer(errors, energy, 2).tolist()
         [0.25, 0.5]
@@ -373,7 +370,7 @@ def correlations(rows: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str]
         recall: by question and policy, as :func:`read_recall` returns it.
 
     Example:
-        >>> from evals import regret
+        >>> from papers.regret import regret
         >>> rows = [
         ...     {"model": "m", "question": "known", "policy": name}
         ...     | dict(regret=x, mass=x, layers=[x])
@@ -407,7 +404,7 @@ def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], 
     try:
         rows = json.loads(commands.read_text(path, "study's JSON"))["results"]
         found = {
-            (row["question"], evaluator.full_name(row["policy"])): float(row["score"])
+            (row["question"], run_settings.full_name(row["policy"])): float(row["score"])
             for row in rows
             if row["model"] == model and row["budget"] == budget
         }
@@ -511,13 +508,13 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
 
 
-def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]) -> list[evaluator.Setting]:
+def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]) -> list[run_settings.Setting]:
     names = flags.policies
     if names is None:
         names = ",".join(dict.fromkeys(policy for _, policy in recall)) or POLICIES
     asked = argparse.Namespace(policies=names, budgets=flags.budget, when="prompt", question=flags.question)
-    found = evaluator.make_settings(asked, evaluator.KNOWN_OR_NOT)
-    evaluator.refuse_selections(found, "a selection keeps all tokens, so it has no regret")
+    found = run_settings.make_settings(asked, run_settings.KNOWN_OR_NOT)
+    run_settings.refuse_selections(found, "a selection keeps all tokens, so it has no regret")
     # What merges tokens keeps no subset of them.
     found = [s for s in found if (policy := policy_of(s.policy)) is not None and policy.merging is None]
     if len({setting.budget for setting in found}) != 1:
@@ -527,7 +524,7 @@ def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]
 
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print table, brackets and correlations, write JSON and picture."""
-    evaluator.check_least(
+    command_line.check_least(
         flags, samples=1, layers=1, block=1, facts=1, nodes=0, exact=0, length=flags.exact + AFTER + 1
     )
     report.check_outputs(flags.json, flags.plot)
@@ -535,9 +532,9 @@ def command(flags: argparse.Namespace) -> None:
     if flags.recall is not None:
         recall = read_recall(flags.recall, flags.model, commands.parse_budget(flags.budget))
     settings = _settings(flags, recall)
-    store = results.Results(flags.out, "regret", evaluator.used(flags), evaluator.written(flags))
+    store = results.Results(flags.out, "regret", command_line.used(flags), command_line.written(flags, "papers"))
     store.check()
-    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype=flags.dtype)
+    model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype=flags.dtype)
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
     made_of = evaluator.made_of(model, tokenizer, aids.networks)
     with store:
@@ -560,7 +557,7 @@ def command(flags: argparse.Namespace) -> None:
     figures = {
         "evaluation": "regret",
         "title": "Regret: the error of future attention outputs beyond the best that could be kept",
-        "settings": evaluator.settings(flags),
+        "settings": command_line.settings(flags),
         "layers": run.layers,
         "correlations": correlated,
         "results": rows,

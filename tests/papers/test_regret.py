@@ -1,12 +1,13 @@
-"""`python -m evals regret` on a tiny model: what it measures, and that a killed run goes on."""
+"""`python -m papers regret` on a tiny model: what it measures, and that a killed run goes on."""
 
 import json
 
 import numpy as np
 import pytest
 
-from evals import regret, statistics
-from evals.__main__ import main
+from evals import run_settings, statistics
+from papers.__main__ import main
+from papers.regret import regret
 
 FLAGS = ["regret", "--length", "160", "--facts", "2", "--samples", "2", "--layers", "2", "--block", "64"]
 FLAGS += [
@@ -23,7 +24,6 @@ FLAGS += [
 ]
 
 
-@pytest.mark.matrix
 def test_a_policy_is_measured_against_the_best_and_a_finished_run_is_read_again(run_eval, tiny_folder, tmp_path):
     flags = [*FLAGS, "--model", str(tiny_folder), "--out", str(tmp_path / "runs")]
     found, told = run_eval(*flags)
@@ -46,7 +46,7 @@ def test_a_policy_is_measured_against_the_best_and_a_finished_run_is_read_again(
 def test_masks_say_which_tokens_each_query_head_reads(tiny):
     model = tiny[0]
     tokens = np.arange(40) % 30 + 3
-    settings = [regret.evaluator.Setting(name, 10, "prompt", "known") for name in ("recency", "streaming(sinks=4)")]
+    settings = [run_settings.Setting(name, 10, "prompt", "known") for name in ("recency", "streaming(sinks=4)")]
     kept = regret.held_tokens(model, tokens, settings, [0, 2], width=48, block=16)
     for setting, first in zip(settings, (0, 4), strict=True):
         expected = np.zeros(48, bool)

@@ -1,0 +1,214 @@
+"""What the command lines of evaluations share: flags, their checks, and the model that they name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import models
+from evals import results
+from evals.run_settings import KNOWN_OR_NOT, POLICIES, RECENCY
+from kvjax.checks import check_names
+from models import commands
+from models.commands import run_flags
+from models.load import describe as read_description
+from models.networks import Network, load_networks
+
+# Flags that may change when a run is resumed: where it writes, what it runs on, and what is compared.
+FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh", "against")
+
+
+def add_model_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the flags of every evaluation: the model, and how it is run."""
+    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
+    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step")
+    flags.add_argument("--batch", type=int, default=16, help="samples answered at once")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's")
+    run_flags.add_mesh_flags(flags)
+    flags.add_argument("--json", type=Path, help="write all figures here")
+    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
+
+
+def add_setting_flags(
+    flags: argparse.ArgumentParser,
+    *,
+    budgets: str = "256,512",
+    when: str = "block,prompt",
+    questions: Sequence[str] = KNOWN_OR_NOT,
+) -> None:
+    """Add the flags that :func:`make_settings` reads."""
+    flags.add_argument(
+        "--policies",
+        default=",".join(POLICIES),
+        help="several by comma; 'full' keeps all tokens; 'select=quest' keeps all, and a step reads a budget of them",
+    )
+    flags.add_argument(
+        "--allocations",
+        default="",
+        help="how slots are divided among heads, such as uniform,adakv; every policy runs with each; several by comma",
+    )
+    add_against_flag(flags)
+    commands.add_networks_flag(flags)
+    flags.add_argument(
+        "--budgets", "--budget", default=budgets, help="slots per head, or ratios of the prompt; several by comma"
+    )
+    flags.add_argument(
+        "--when", default=when, help="block, prompt, or published (as in each policy's paper); several by comma"
+    )
+    flags.add_argument(
+        "--evict-every",
+        type=int,
+        help="evict every n decode steps, 0 for never (default: every step, or once per observation window)",
+    )
+    commands.add_cache_dtype_flag(flags)
+    before = [name for name in questions if name not in KNOWN_OR_NOT]
+    flags.add_argument(
+        "--question",
+        default="known",
+        help="known when the context is compressed, or unknown (it comes later)"
+        f"{''.join(f', or {name}' for name in before)}; several by comma",
+    )
+
+
+def add_against_flag(flags: argparse.ArgumentParser) -> None:
+    """Add --against, which :func:`baseline` reads."""
+    flags.add_argument(
+        "--against",
+        metavar="POLICY",
+        help="the policy, 'full' or a selection that each policy is compared with on the same samples; it is run, too "
+        f"(default: {RECENCY})",
+    )
+
+
+def check_sizes(flags: argparse.Namespace) -> list[int]:
+    """Return the lengths that the flags ask for, after a check of them and of the block and the batch."""
+    lengths = [positive("length", text) for text in commands.listed("length", flags.lengths, "--lengths 1024")]
+    check_least(flags, block=1, batch=1)
+    return lengths
+
+
+def positive(name: str, text: str) -> int:
+    """Return a number of tokens from a command line.
+
+    Raises:
+        ValueError: the text is not an integer of at least 1.
+
+    Example:
+        >>> from evals import command_line
+        >>> command_line.positive("length", "512")
+        512
+    """
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"the {name} {text!r} is not a number of tokens; give an integer from 1.")
+    return int(text)
+
+
+def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
+    """Return the names on a command line in the order of ``known``; 'all' stands for ``default``, or for all.
+
+    Raises:
+        ValueError: no name is given, or one is not known.
+
+    Example:
+        >>> from evals import command_line
+        >>> command_line.choose("--tasks", "vt,cwe", ("cwe", "fwe", "vt"))
+        ['cwe', 'vt']
+    """
+    given = commands.listed(f"name for {name}", text, f"{name} {known[0]}")
+    check_names(name, given, ("all", *known))
+    if "all" in given:
+        return list(known if default is None else default)
+    return [part for part in known if part in given]
+
+
+def check_least(flags: argparse.Namespace, **least: int) -> None:
+    """Raise ValueError if a flag is below its least value; a flag may be None, or not be there.
+
+    Example:
+        >>> import argparse
+        >>> from evals import command_line
+        >>> command_line.check_least(
+        ...     argparse.Namespace(new_tokens=1, limit=None), new_tokens=2, limit=1
+        ... )
+        Traceback (most recent call last):
+        ...
+        ValueError: --new-tokens is 1; give at least 2.
+    """
+    for name, value in least.items():
+        if (given := getattr(flags, name, None)) is not None and given < value:
+            raise ValueError(f"--{name.replace('_', '-')} is {given}; give at least {value}.")
+
+
+def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
+    """Load the model and tokenizer that the flags name.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=run_flags.mesh_of(flags))
+
+
+def load_with_tokenizer(name: str, **options: Any) -> tuple[models.Decoder, models.Tokenizer]:
+    """Load a model and its tokenizer with the options of :func:`models.load`.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    model, tokenizer = models.load(name, **options)
+    return model, commands.check_tokenizer(name, tokenizer)
+
+
+def networks_for(flags: argparse.Namespace, settings: Iterable[Any], model: models.Decoder) -> tuple[Network, ...]:
+    """Load the networks of --networks, and the model's own for what else the settings want (``wanted``)."""
+    return load_networks(flags.networks, flags.model, model, [one.wanted for one in settings], dtype=flags.dtype)
+
+
+def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer]:
+    """Read the config and tokenizer of the model that the flags name, and check them before weights are read.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=run_flags.mesh_of(flags))
+    return config, commands.check_tokenizer(flags.model, tokenizer)
+
+
+def settings(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags in JSON's types."""
+    given = {name: value for name, value in vars(flags).items() if name != "begun"}
+    return {name: _plain(value) for name, value in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def used(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that decide the figures, in JSON's types, with digests of the files and folders they name."""
+    plain: dict[str, Any] = {}
+    for name, value in vars(flags).items():
+        if name in FREE:
+            continue
+        several = value if isinstance(value, list) else [value]
+        paths = [Path(path) for path in several if isinstance(path, Path) or (name == "data" and path is not None)]
+        plain[name] = [str(path) for path in several] if isinstance(value, list | Path) else value
+        if paths:
+            plain[f"{name} holds"] = [results.fingerprint(path) for path in paths]
+    return plain
+
+
+def written(flags: argparse.Namespace, package: str = "evals") -> str:
+    """Return the command line that reproduces these flags."""
+    line = ["python", "-m", package, flags.name]
+    for name, value in vars(flags).items():
+        if name in ("name", "begun", "out", "json", "plot") or value is None or value is False:
+            continue
+        line.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            line += [str(part) for part in value] if isinstance(value, list) else [str(value)]
+    return commands.shell_line(line)

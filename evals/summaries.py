@@ -1,0 +1,139 @@
+"""What the records of samples come to: means with intervals, differences between policies, and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evals import report, results, statistics
+from evals.run_settings import RECENCY
+
+
+def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per setting and length: the mean of the tasks' means, its 95% interval, and each task's mean.
+
+    The interval is Wilson's over all samples; for scores between 0 and 1 it is conservative. Where records have a
+    text's "loss", rows have the "perplexity" of the texts, and its "increase" over the full cache's on the same texts.
+
+    Example:
+        >>> from evals import summaries
+        >>> rows = [
+        ...     dict(
+        ...         task="vt", length=64, policy="full", budget=None, when="block",
+        ...         question="known", sample=i, score=score, cache_bytes=8,
+        ...         peak_cache_bytes=8, prefill=[0, 0], decode=[6, 2.0]
+        ...     )
+        ...     for i, score in enumerate([1.0, 0.5])
+        ... ]
+        >>> row = summaries.summarise(rows)[0]
+        >>> row["score"], row["tasks"], row["decode_tokens_per_second"]
+        (0.75, {'vt': {'score': 0.75, 'samples': 2}}, 3.0)
+    """
+    collected: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        collected.setdefault(tuple(record.get(name) for name in results.ROW), []).append(record)
+    rows = []
+    losses = {key: {r["text"]: r["loss"] for r in found if "loss" in r} for key, found in collected.items()}
+    for key, found in collected.items():
+        scores: dict[str, list[float]] = {}
+        for record in found:
+            scores.setdefault(record["task"], []).append(record["score"])
+        means = {task: sum(values) / len(values) for task, values in scores.items()}
+        mean = sum(means.values()) / len(means)
+        low, high = statistics.wilson(mean * len(found), len(found))
+        rows.append(
+            {
+                **dict(zip(results.ROW, key, strict=True)),
+                "evicts": found[0].get("evicts"),
+                "score": mean,
+                "low": low,
+                "high": high,
+                "samples": len(found),
+                "cache_bytes": round(sum(r["cache_bytes"] for r in found) / len(found)),
+                "peak_cache_bytes": round(sum(r["peak_cache_bytes"] for r in found) / len(found)),
+                "prefill_tokens_per_second": per_second([r["prefill"] for r in found]),
+                "decode_tokens_per_second": per_second([r["decode"] for r in found]),
+                "tasks": {task: {"score": means[task], "samples": len(scores[task])} for task in means},
+                **_perplexity(losses[key], losses.get((*key[:3], "full", None, "block", key[6]), {})),
+            }
+        )
+    return rows
+
+
+def compare(records: Sequence[dict[str, Any]], against: str = RECENCY) -> list[dict[str, Any]]:
+    """Compare each policy with those of :func:`evals.report.pairs`, on the same samples."""
+    scores: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
+    for record in records:
+        setting = tuple(record.get(name) for name in results.ROW)
+        scores.setdefault(setting, {})[record["task"], record["sample"]] = record["score"]
+    settings = [{**dict(zip(results.ROW, setting, strict=True)), "found": found} for setting, found in scores.items()]
+    rows = []
+    for row, other in report.pairs(settings, against, ("model", "evaluation", "length", "question")):
+        if both := [sample for sample in row["found"] if sample in other["found"]]:
+            told = {"policy": row["policy"], "against": other["policy"]}
+            told |= {name: row[name] for name in results.ROW if name != "policy"}
+            rows.append(told | statistics.compared([row["found"][s] - other["found"][s] for s in both]))
+    return rows
+
+
+def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: Mapping[str, str]) -> None:
+    """Draw each policy's score in each task as colour and number, one panel per moment, budget and length."""
+    plt = report.pyplot()
+    where = lambda r: (r["model"], r["evaluation"], r["length"], r["question"], r["when"], r["budget"])  # noqa: E731
+    groups = list(dict.fromkeys(where(r) for r in rows if r["budget"] is not None)) or [where(rows[0])]
+    tasks = list(dict.fromkeys(task for r in rows for task in r["tasks"]))
+    shown = [
+        [r for r in rows if where(r) == group or (r["budget"] is None and where(r)[:4] == group[:4])]
+        for group in groups
+    ]
+    figure, axes = plt.subplots(
+        len(groups), 1, figsize=(3.4 + 0.62 * len(tasks), 0.9 + sum(0.95 + 0.3 * len(found) for found in shown)),
+        squeeze=False, layout="constrained", height_ratios=[0.95 + 0.3 * len(found) for found in shown],
+    )  # fmt: skip
+    for axis, group, found in zip(axes[:, 0], groups, shown, strict=True):
+        none = {"score": np.nan}
+        grid = np.array([[r["score"], *(r["tasks"].get(task, none)["score"] for task in tasks)] for r in found])
+        axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for (row, column), value in np.ndenumerate(grid):
+            if not np.isnan(value):
+                axis.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", fontsize=7,
+                    color="black" if value > 0.6 else "white", fontweight="bold" if column == 0 else "normal",
+                )  # fmt: skip
+        axis.set_xticks(range(len(tasks) + 1), ["mean", *(short.get(task, task) for task in tasks)], fontsize=7)
+        axis.set_yticks(range(len(found)), [_named(r) for r in found], fontsize=7)
+        axis.tick_params(length=0)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+        length = "" if group[2] is None else f"{group[2]:,} tokens, "
+        axis.set_title(f"{length}{report.moment(group[3:])}", fontsize=8.5)
+    figure.suptitle(title, fontsize=11)
+    report.save(figure, path)
+
+
+def per_second(parts: Sequence[tuple[float, float]]) -> float | None:
+    """Return the tokens per second of several pairs of tokens and seconds, or None where no second was measured."""
+    tokens, seconds = (sum(part[index] for part in parts) for index in (0, 1))
+    return tokens / seconds if seconds else None
+
+
+def _perplexity(losses: Mapping[int, float], full: Mapping[int, float]) -> dict[str, Any]:
+    """Return a row's perplexity, and its increase over that of the full cache with its 95% interval over texts."""
+    if not losses:
+        return {}
+    told: dict[str, Any] = {"perplexity": math.exp(sum(losses.values()) / len(losses))}
+    more = [loss - full[text] for text, loss in losses.items() if text in full]
+    if not more or losses is full:
+        return told
+    mean, low, high = (math.exp(x) - 1 for x in statistics.paired_interval(more))
+    several = len(more) > 1
+    return told | dict(increase=mean, increase_low=low if several else None, increase_high=high if several else None)
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    more = "" if "increase" not in row or row["budget"] is None else f", perplexity {row['increase']:+.1%}"
+    return f"{row['policy']}{more}"

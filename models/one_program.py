@@ -1,0 +1,208 @@
+"""A run as one program: layers scanned, blocks and tokens in loops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.schedule import HostOrDevice, Phase, Schedule, Stage, answer_copies
+from models.decoder import Decoder
+from models.layer_caches import AnyCache, stacked
+from models.options import Options
+from models.plan import Plan, Sizes
+from models.sampling import Sampling, check_end, check_sampling, sample
+from models.states import shrink, start
+from models.steps import DecodeState, Run, block_budgets, decode_phase, decode_positions, forward
+
+
+class Choice(NamedTuple):
+    """Settings of an answer: the sampling, the most tokens, and the tokens that end a row."""
+
+    sampling: Sampling
+    most: int
+    end: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Decoder, options: Options, key: Array | None) -> Choice:
+        """Check the settings."""
+        sampling = check_sampling(options.temperature, options.top_k, options.top_p, key)
+        return cls(sampling, options.max_new_tokens, check_end(model.config, options.end))
+
+    @property
+    def draws(self) -> bool:
+        return self.sampling.temperature > 0
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "every"))
+def prefill_at_once(
+    run: Run, sizes: Sizes, prompt: Schedule, cache: AnyCache | None, every: bool = False
+) -> tuple[DecodeState, Array]:
+    """Feed the prompt to the given cache, or to an empty one.
+
+    Returns:
+        The state, and the hidden states of the last token, [B, 1, E], or of every place in the blocks, [B, n m, E].
+    """
+    model, plan = run.model, run.plan
+    B = run.rows.lengths.shape[0]
+    state = start(run, sizes, B, None if cache is None else stacked(cache))
+    carry: Any = (state, jnp.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype))
+    of_places = []
+    for turn, stages in enumerate(prompt):
+        for stage in stages:
+            carry, hidden = _over_rounds(run, stage, carry, every)
+            of_places += [] if hidden is None else [hidden]
+        if turn == 0:  # the context is in
+            carry = (shrink(carry[0], plan, sizes), carry[1])
+    state, last = carry
+    if not every:
+        return state, last
+    return state, jnp.concatenate([x.swapaxes(0, 1).reshape(B, -1, x.shape[-1]) for x in of_places], axis=1)
+
+
+def _over_rounds(run: Run, stage: Stage, carry: Any, every: bool) -> tuple[Any, Array | None]:
+    """Scan all rounds of a stage, or loop over those that count if ``stage.used`` is given.
+
+    A derivative keeps the cache before each round, and computes the activations of one round at a time again.
+    """
+
+    def round(carry, arrays):
+        (state, last), of_text = carry, None
+        for step, (tokens, position, part) in zip(stage.steps, arrays, strict=True):
+            budgets = block_budgets(run.rows, step.phase)
+            hidden, state = forward(run, state, tokens, position, budgets, step.phase, part)
+            if part is None:
+                last, of_text = newest(position, hidden, last), hidden
+        return (state, last), of_text if every else None
+
+    arrays = jax.tree.map(jnp.asarray, tuple(step.arrays for step in stage.steps))
+    if stage.used is None and len(stage.steps[0].tokens) == 1:
+        carry, hidden = round(carry, jax.tree.map(lambda x: x[0], arrays))
+        return carry, None if hidden is None else hidden[None]
+    if stage.used is None:
+        return jax.lax.scan(jax.checkpoint(round, prevent_cse=False), carry, arrays)
+
+    def body(index, carry):
+        return round(carry, jax.tree.map(lambda x: x[index], arrays))[0]
+
+    return jax.lax.fori_loop(0, stage.used, body, carry), None
+
+
+def newest(
+    position: Int[HostOrDevice, "B T"], of_block: Float[Array, "B T E"], before: Float[Array, "B 1 E"]
+) -> Float[Array, "B 1 E"]:
+    """Return the hidden state of each row's last token; a row without tokens in this block keeps the one before."""
+    return jnp.where(position[:, -1:, None] >= 0, of_block[:, -1:], before)
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "choice"))
+def generate_at_once(
+    run: Run,
+    sizes: Sizes,
+    prompt: Schedule,
+    cache: AnyCache | None,
+    logits: Array | None,
+    key: Array | None,
+    choice: Choice,
+) -> tuple[DecodeState, Int[Array, "B new"], Int[Array, "B"], Array]:
+    """Feed the prompt and generate: the state, the tokens, their number, and whether the first logits are finite.
+
+    ``logits`` are those of the cache's last token, if the prompt is in the cache already.
+    """
+    state, hidden = prefill_at_once(run, sizes, prompt, cache)
+    logits = run.model.logits(hidden[:, 0]) if logits is None else logits
+    B, pad = logits.shape[0], pad_of(run)
+    key, draw = split_key(key)
+    token = sample(logits, draw, choice.sampling)
+    out = jnp.full((B, choice.most), pad, jnp.int32).at[:, 0].set(token)
+    finished = jnp.isin(token, jnp.array(choice.end, jnp.int32))
+
+    def more(loop):
+        step, *_, finished, _, _ = loop
+        return (step < choice.most) & ~finished.all()
+
+    def advance(loop, phase):
+        step, state, key, token, finished, out, count = loop
+        key, draw = split_key(key)
+        token, state = next_step(run, state, token, finished, draw, phase, choice.sampling)
+        out = out.at[:, step].set(jnp.where(finished, pad, token))
+        count = count + (~finished).astype(jnp.int32)
+        finished = finished | jnp.isin(token, jnp.array(choice.end, jnp.int32))
+        return step + 1, state, key, token, finished, out, count
+
+    def repeated(loop):
+        _, _, _, _, ended, _, _ = loop
+        step, state, *others = advance(loop, Phase(evicts=False, compressed=True))
+        out = others[-2]
+        answer = jax.lax.dynamic_slice_in_dim(out, step - 1 - run.plan.evict_every, run.plan.evict_every, axis=1)
+        return step, repeat_answer(run, state, answer, ended), *others
+
+    loop = (jnp.int32(1), state, key, token, finished, out, jnp.ones(B, jnp.int32))
+    _, state, _, _, _, out, count = over_steps(run.plan, choice.most, more, advance, repeated, loop)
+    return state, out, count, jnp.isfinite(logits).all()
+
+
+def over_steps(
+    plan: Plan,
+    most: int,
+    more: Callable[[Any], Array],
+    advance: Callable[..., Any],
+    repeated: Callable[[Any], Any],
+    loop: Any,
+) -> Any:
+    """Loop over the decode steps, which the first entry of ``loop`` counts; those that evict are a separate loop.
+
+    Args:
+        repeated: a step after which the last tokens are repeated, and the policy evicts.
+    """
+    every = plan.evict_every
+    observe, evict = decode_phase(plan, every + 1), decode_phase(plan, every)
+    if not every or every >= most or (every == 1 and not plan.repeats):
+        phase = evict if every == 1 else observe
+        return jax.lax.while_loop(more, functools.partial(advance, phase=phase), loop)
+
+    def round(loop):  # a branch would copy the cache
+        due = lambda loop: loop[0] % every == 0  # noqa: E731
+        last = repeated if plan.repeats else functools.partial(advance, phase=evict)
+        loop = jax.lax.while_loop(lambda loop: more(loop) & ~due(loop), functools.partial(advance, phase=observe), loop)
+        return jax.lax.while_loop(lambda loop: more(loop) & due(loop), last, loop)
+
+    return jax.lax.while_loop(more, round, loop)
+
+
+def repeat_answer(run: Run, state: DecodeState, answer: Int[Array, "B n"], ended: Bool[Array, "B"]) -> DecodeState:
+    """Have the model repeat the last tokens that it has made, and evict; rows that have ended lose nothing."""
+    assert run.plan.repeats is not None
+    tokens, position, part = answer_copies(run.plan.repeats, answer, state.cache.next_position, ended, jnp)
+    phase = Phase(evicts=True, compressed=True)
+    return forward(run, state, tokens, position, run.rows.decode_budgets, phase, part)[1]
+
+
+def next_step(
+    run: Run,
+    state: DecodeState,
+    token: Int[Array, "B"],
+    finished: Array,
+    key: Array | None,
+    phase: Phase,
+    sampling: Sampling,
+) -> tuple[Int[Array, "B"], DecodeState]:
+    position = decode_positions(finished, state.cache.next_position)
+    hidden, state = forward(run, state, token[:, None], position, run.rows.decode_budgets, phase)
+    return sample(run.model.logits(hidden[:, 0]), key, sampling), state
+
+
+def split_key(key: Array | None) -> tuple[Array | None, Array | None]:
+    if key is None:
+        return None, None
+    key, draw = jax.random.split(key)
+    return key, draw
+
+
+def pad_of(run: Run) -> int:
+    config = run.model.config
+    return config.pad if config.pad is not None else (config.eos or (0,))[0]

@@ -1,0 +1,199 @@
+"""Weights that are read from their files in parts, and put on the devices of a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models import hosts
+from models.checkpoint import Checkpoint, Tensor, file_shape
+from models.config import Config
+from models.parameters import (
+    PARAMETERS,
+    partition,
+    tensor_of,
+)
+
+CHUNK_BYTES = 1 << 23
+TILE = 128
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Build a mesh from a command line's text: "data=2,tensor=4", where an axis that is left out has size 1.
+
+    Args:
+        text: how many ways the batch ("data") and the heads ("tensor") are split. In a model with experts these are
+            split "tensor" ways too, and "expert" times as many ways where that axis is given; for all else the devices
+            along it do the same work.
+
+    Returns:
+        A mesh over the first data x expert x tensor devices, partitioned automatically by JAX.
+
+    Raises:
+        ValueError: the text is not such a list, needs more devices than there are, or leaves some of several processes
+            without work.
+
+    Example:
+        >>> from models.placing import parse_mesh
+        >>> dict(parse_mesh("data=1,tensor=1").shape)
+        {'data': 1, 'tensor': 1}
+    """
+    parts = [re.fullmatch(r"\s*(data|expert|tensor)\s*=\s*([1-9]\d*)\s*", part) for part in text.split(",")]
+    named = {part[1]: int(part[2]) for part in parts if part}
+    if len(named) < len(parts):
+        raise ValueError(f"mesh is {text!r}; write it like 'data=2,tensor=4', each axis at most once.")
+    axes = tuple(axis for axis in ("data", "expert", "tensor") if axis != "expert" or axis in named)
+    sizes = tuple(named.get(axis, 1) for axis in axes)
+    devices, needed = jax.devices(), math.prod(sizes)
+    if needed > len(devices):
+        raise ValueError(
+            f"mesh {text!r} needs {needed} devices, but there {'is' if len(devices) == 1 else 'are'} {len(devices)} "
+            f"({devices[0].platform}); lower its numbers."
+        )
+    if needed < len(devices) and jax.process_count() > 1:
+        raise ValueError(f"mesh {text!r} takes {needed} of the processes' {len(devices)} devices; it must take all.")
+    return Mesh(np.array(devices[:needed]).reshape(sizes), axes)
+
+
+def checked_mesh(config: Config, mesh: Mesh) -> Mesh:
+    """Check that a mesh divides the heads, and return it with automatic axes: JAX partitions the decoder."""
+    if set(mesh.axis_names) - {"expert"} != {"data", "tensor"}:
+        raise ValueError(
+            f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; name them 'data' and 'tensor', and a third "
+            "that splits experts 'expert'."
+        )
+    ways = mesh.shape["tensor"]
+    split = [(config.num_heads, "query heads"), (config.num_kv_heads, "KV heads")]
+    if config.num_experts:
+        split.append((config.num_experts, "experts"))
+    if config.dense_sizes or not config.num_experts:
+        split.append((config.dense_size, "feed-forward units"))
+    for count, what in split:
+        if count % ways:
+            raise ValueError(f"tensor={ways} does not divide the model's {count} {what}; choose a divisor of {count}.")
+    more = mesh.shape.get("expert", 1)
+    if more > 1 and not config.num_experts:
+        raise ValueError(f"expert={more} splits experts, but this model has none; leave expert out.")
+    if config.num_experts % (more * ways):
+        raise ValueError(
+            f"expert={more} and tensor={ways} split experts {more * ways} ways, which does not divide the model's "
+            f"{config.num_experts}; choose a divisor of {config.num_experts // ways} for expert."
+        )
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
+@contextlib.contextmanager
+def progress_of(tensors: int) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar over tensors if tqdm is installed and standard error is a terminal."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda count: None
+        return
+    with tqdm(  # no bar for a model that loads within a second
+        desc="loading",
+        total=tensors,
+        unit="tensor",
+        file=sys.stderr,
+        delay=1,
+        leave=False,
+        disable=None if hosts.first() else True,
+    ) as bar:
+        yield bar.update
+
+
+def place(
+    name: str,
+    shape: tuple[int, ...],
+    checkpoint: Checkpoint,
+    dtype: np.dtype,
+    mesh: Mesh | None,
+    advance: Callable[[int], object],
+) -> jax.Array:
+    """Put one parameter on its devices. Each shard is read separately, so no device or buffer holds the others."""
+    parameter = PARAMETERS[name]
+    separate = parameter.separate
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        parts = index or (slice(None),) * len(shape)
+        bounds = [slice(*part.indices(size)) for part, size in zip(parts, shape, strict=True)]
+        out = _aligned([part.stop - part.start for part in bounds], dtype)
+        for place in np.ndindex(out.shape[:separate]):
+            number = [part.start + at for part, at in zip(bounds, place, strict=False)]
+            source = tensor_of(checkpoint.config, name, checkpoint.names[name], number)
+            tensor, inner = checkpoint.tensors[source], bounds[separate:]
+            _read_tensor(source, tensor, parameter.groups, shape[separate:], inner, out[place])
+            if mesh is None:
+                advance(1)
+        return out
+
+    # Wait, so that a copied buffer is freed before the next parameter allocates one.
+    if mesh is None:  # uncommitted, like arrays that callers make; else a step on its own output would compile again
+        return jax.device_put(read(None)).block_until_ready()
+    uneven = "V" in parameter.axes.split() and checkpoint.config.vocab_size % mesh.shape["tensor"]
+    sharding = NamedSharding(mesh, PartitionSpec() if uneven else partition(name, mesh))
+    # Kept by index, as several devices of a process may hold the same part.
+    array = jax.make_array_from_callback(shape, sharding, functools.cache(read)).block_until_ready()
+    advance(math.prod(shape[:separate]))
+    return array
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Allocate an array aligned to 64 bytes, which JAX on a CPU uses without a copy."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _read_tensor(
+    source: str,
+    tensor: Tensor,
+    groups: tuple[tuple[int, ...], ...],
+    shape: tuple[int, ...],
+    bounds: list[slice],
+    out: np.ndarray,
+) -> None:
+    """Read the part of one tensor within ``bounds`` (of the decoder's axes) into ``out``, transposed and cast."""
+    order = [axis for group in groups for axis in group]
+    view = out.transpose(order).reshape(file_shape(out.shape, groups), copy=False)  # as the file has it
+    inner = [int(np.prod([shape[axis] for axis in group[1:]])) for group in groups]
+    window = [slice(bounds[g[0]].start * n, bounds[g[0]].stop * n) for g, n in zip(groups, inner, strict=True)]
+    step = max(1, CHUNK_BYTES * len(view) // out.nbytes)
+    for first in range(0, len(view), step):
+        part = view[first : first + step]
+        start = window[0].start + first
+        _assign(part, tensor.read((slice(start, start + len(part)), *window[1:])))
+    if not _finite(out):
+        raise ValueError(
+            f"{tensor.file}: {source} holds NaN or infinite numbers as {out.dtype}; download it again, or load it in "
+            "a dtype of a wider range."
+        )
+
+
+def _finite(array: np.ndarray) -> bool:
+    """Return whether all numbers are finite: no exponent has all bits set. NumPy's isfinite is slow on 16 bits."""
+    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
+    step = CHUNK_BYTES // array.dtype.itemsize
+    return all((bits[start : start + step] & exponent).max() < exponent for start in range(0, bits.size, step))
+
+
+def _assign(out: np.ndarray, block: np.ndarray) -> None:
+    """Assign ``out[...] = block``; a transposition runs by tiles that fit the CPU's cache, which is much faster."""
+    with np.errstate(over="ignore"):  # numbers that become infinite are reported later
+        if out.ndim == 1 or out.flags.c_contiguous:
+            out[...] = block
+            return
+        for row in range(0, out.shape[0], TILE):
+            for column in range(0, out.shape[1], TILE):
+                tile = (slice(row, row + TILE), slice(column, column + TILE))
+                out[tile] = np.ascontiguousarray(block[tile])

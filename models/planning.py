@@ -1,0 +1,303 @@
+"""The plan of a run: its options are checked against its model and prompts.
+
+Which block comes when, and which one evicts, is in kvjax/schedule.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from typing import cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import Bool, Int
+
+from kvjax import Policy
+from kvjax.chains import policy_of
+from kvjax.checks import check_count, is_known, plain
+from kvjax.policy import fits_biases
+from kvjax.policy_checks import check_measured, check_policy_given, check_state
+from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
+from kvjax.schedule import When, moments
+from models.config import Config, Rope
+from models.decoder import Decoder
+from models.networks import LooksAhead, Network, network_of, remembers
+from models.options import Options
+from models.plan import Plan, Rows, Sizes
+from models.prompts import CheckedPrompt, Kept, cache_heads, ways_of
+from models.selecting import Selection, checked_selection
+from models.sizing import budgets_of, held_of, layout_of, rounded, sized, with_pages, with_slots
+
+_HERE = (os.path.dirname(__file__) + os.sep,)  # so that a warning names the line that called this package
+
+
+def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[Plan, Sizes, Rows, Network | None]:
+    """Check the options of a run against its model and prompts, and size its buffers; return its network, too."""
+    config, mesh, kept = model.config, mesh_of(model), prompt.kept
+    lengths, questions, seen = prompt.lengths, prompt.questions, prompt.start + prompt.lengths
+    policy = policy_of(options.policy)
+    when, every = moments(policy, "block" if options.when is None else options.when, options.evict_every)
+    options = dataclasses.replace(
+        options,
+        policy=policy,
+        budget=plain(options.budget),
+        when=when,
+        evict_every=every,
+        reserve=check_count("reserve", options.reserve, 0, "give a number of slots, from 0"),
+        page_size=check_count("page_size", options.page_size, 1, "a page has at least 1 slot"),
+        fit_prompt=options.fit_prompt is not False,
+    )
+    if mesh is not None:
+        _check_rows(mesh, len(lengths))
+    selection = None
+    if options.select is not None:
+        most = int(lengths.max())
+        selection = checked_selection(options.select, policy, options.budget, options.sinks, most, options.reserve)
+    if config.rope.follows_length:
+        _check_frequencies(config.rope, prompt, seen, options.reserve)
+    traced = not is_known(*jax.tree.leaves(model))
+    own = jax.tree.leaves(model.embedding)[0].dtype.name  # so that shapes alone, without arrays, will do
+    dtype, rounded_to = _stored(own, options.cache_dtype, traced)
+    if kept is not None:
+        _check_kept(kept, options, mesh, selection, traced)
+        dtype, rounded_to = kept.dtypes, (None, None)
+    network = network_of(options.networks, config, policy, None if selection is None else selection.source)
+    check_measured(policy, config.num_layers, config.num_kv_heads)
+    if policy is not None and mesh is not None and mesh.size > 1:
+        _check_no_gradient(policy, mesh)
+    if policy is None:
+        plan, sizes, rows = _plan_full(config, mesh, prompt, options, selection)
+        return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), sizes, rows, network
+    remembered = 0
+    if network is not None and network.looks_ahead:
+        policy = cast(LooksAhead, network).fitted(policy)
+        remembered = rounded(prompt.most + options.reserve, options, whole=True)
+    heads = cache_heads(config, policy)
+    check_state(policy, config.head_dim, heads, config.num_heads // heads)  # before anything is compiled
+    budgets = budgets_of(policy, options, seen)
+    if not prompt.fed and every > 0:
+        _check_held(policy, kept, budgets + questions)
+    if policy.published is not None and policy.published.final:
+        _warn_of_choices(policy, max(int((lengths - questions).max()), 0), options.block, when, kept is not None)
+    plan = Plan(
+        policy, when, every, mesh, heads=heads if kept is None else kept.heads,
+        positions=policy.positions if kept is None else kept.positions,
+        overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
+        cache_dtype=dtype, rounded_to=rounded_to,
+    )  # fmt: skip
+    if fits_biases(policy):
+        _check_fitted(
+            config, plan, kept is not None and (kept.spent or kept.pages > 0) and bool((lengths > questions).any())
+        )
+    sizes = sized(config, plan, prompt, options, budgets, traced)
+    # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
+    most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
+    rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + questions, most))))
+    return plan, sizes._replace(memory_slots=remembered), rows, network
+
+
+def _plan_full(
+    config: Config,
+    mesh: Mesh | AbstractMesh | None,
+    prompt: CheckedPrompt,
+    options: Options,
+    selection: Selection | None,
+) -> tuple[Plan, Sizes, Rows]:
+    """Plan a run in which nothing is evicted."""
+    held, most, kept = prompt.most + options.reserve, config.max_positions, prompt.kept
+    if selection is None:
+        check_policy_given(None, options.budget)
+    if held > most:
+        raise ValueError(
+            f"the prompt and its answer take {held} positions, but the model has {most}: "
+            "shorten the prompt, or give a policy and a budget."
+        )
+    slots = min(rounded(held, options), most)
+    sizes = Sizes(slots, slots, memory_slots=0 if selection is None else slots)
+    plan = Plan(None, "block", 0, mesh, selection=selection, heads=config.num_kv_heads)
+    if kept is not None:
+        plan = dataclasses.replace(plan, heads=kept.heads, positions=kept.positions)
+        if kept.pages:
+            layout = layout_of(config, plan, kept.page_size)
+            together = layout.on_devices(kept.held + prompt.tokens.shape[1] + options.reserve)
+            sizes = with_pages(layout, sizes, options, kept, slots, together)
+        else:
+            sizes = with_slots(sizes, options, kept, slots)
+    return plan, sizes, Rows(jax.device_put(prompt.start + prompt.lengths))
+
+
+def overflowing(
+    plan: Plan, prompt: CheckedPrompt, options: Options
+) -> tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
+    """Return the rows whose contexts do not fit their budgets, and those whose answers may not."""
+    assert plan.policy is not None
+    budgets = budgets_of(plan.policy, options, prompt.start + prompt.lengths)
+    held = 0 if prompt.kept is None else held_of(plan.policy, prompt.kept)
+    context, always = prompt.lengths - prompt.questions, not plan.policy.allocation.fills
+    compresses = ((held + context > budgets) | always) & (context > 0)
+    after = np.where(compresses, budgets, held + context)
+    return compresses, ((after + options.reserve > budgets) | always) & (plan.evict_every > 0)
+
+
+def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
+    """Return the mesh that a model is on, None without one; in a derivative, only one of several devices."""
+    leaf = jax.tree.leaves(model)[0]
+    known = is_known(leaf)
+    sharding = getattr(leaf, "sharding", None) if known else jax.typeof(leaf).sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    return sharding.mesh if known or sharding.mesh.size > 1 else None
+
+
+def _check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
+    """Check that a mesh divides the rows of a batch."""
+    ways = mesh.shape["data"]
+    if rows % ways:
+        raise ValueError(f"data={ways} does not divide the batch of {rows}; give a multiple of {ways} rows, or data=1.")
+
+
+def _check_no_gradient(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Check that a policy on several devices takes no gradient of a loss."""
+    wanted = policy.needs.reconstruction
+    if wanted is not None and wanted.loss is not None:
+        raise ValueError(
+            f"{policy.name!r} takes the gradient of a loss, which runs on one device, but the model is on a mesh of "
+            f"{mesh.size}: load it on one, or give another policy, such as 'kvzip'."
+        )
+
+
+def _check_kept(
+    kept: Kept, options: Options, mesh: Mesh | AbstractMesh | None, selection: Selection | None, traced: bool
+) -> None:
+    """Check that a run may continue from a cache: nothing was remembered outside it, and it stays as it is stored."""
+    if selection is not None or remembers(policy_of(options.policy)):
+        what = "a selection" if selection is not None else "the network that the policy reads"
+        raise ValueError(
+            f"{what} remembers tokens outside the cache, and this memory is not kept: leave cache out, and give the "
+            "whole prompt."
+        )
+
+    def where(ways: tuple[int, int]) -> str:
+        return "one device" if ways == (1, 1) else f"a mesh with data={ways[0]} and tensor={ways[1]}"
+
+    if kept.pages and kept.ways != (ways := ways_of(mesh) or (1, 1)):
+        raise ValueError(
+            f"the cache's pages are on {where(kept.ways)}, but the model is on {where(ways)}: continue on the "
+            "devices that the cache was made on, or leave cache out and give the whole prompt."
+        )
+    if options.cache_dtype is not None and (names := check_dtypes(options.cache_dtype)) != kept.dtypes:
+        raise ValueError(
+            f"the cache is of {kept.dtypes}, but cache_dtype is {str(names)!r}: a cache keeps its dtype, so leave "
+            "cache_dtype out."
+        )
+    if traced and any(map(is_quantised, kept.dtypes)):
+        raise ValueError(
+            f"the weights are traced (by jax.jit, vmap or grad), but a cache of {kept.dtypes} passes no derivative on: "
+            "call outside, or continue from a cache of floats."
+        )
+
+
+def _check_held(policy: Policy, kept: Kept | None, room: np.ndarray) -> None:
+    """Check that an answer has the prompt's budget: a step evicts one token, so it cannot reach a smaller budget."""
+    assert kept is not None
+    held = held_of(policy, kept)
+    if (held > room).any():
+        row = int(np.argmax(held - room))
+        raise ValueError(
+            f"the cache holds {int(held[row])} tokens per head, but budget and question sum to {int(room[row])}: give "
+            "the same policy, budget and question as to prefill, or evict_every=0."
+        )
+
+
+def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
+    """Check that a policy that fits biases can do so in this run: it needs whole heads, and attention as it is.
+
+    Args:
+        again: whether the context goes on in a cache that has been fitted, in pages or without sample queries.
+    """
+    policy = plan.policy
+    assert policy is not None and policy.merging is not None
+    name, link = policy.name, policy.merging.name
+    if plan.several is not None:
+        raise ValueError(f"{name!r}: {link!r} fits the heads of one device, but the model is on a mesh; leave it out.")
+    if any(config.sliding_windows) or config.attention_soft_cap is not None:
+        what = "sliding windows" if any(config.sliding_windows) else "a cap of its attention logits"
+        raise ValueError(f"{name!r}: {link!r} fits attention over all tokens, but this model has {what}; leave it out.")
+    if plan.positions != "absolute":
+        raise ValueError(
+            f"{name!r}: {link!r} fits keys as queries have seen them, but {plan.positions!r} positions turn them "
+            "later; leave one of them out."
+        )
+    if again:
+        raise ValueError(
+            f"{name!r}: {link!r} has fitted this cache once, and its sample queries are gone: hold the new text back "
+            "with question=, or give policy=None, which evicts nothing more."
+        )
+    if not policy.allocation.even and (plan.when != "prompt" or plan.evict_every):
+        raise ValueError(
+            f"{name!r}: {link!r} fits plain caches, but {policy.allocation.name!r} has pages after the first eviction; "
+            "give when='prompt' and evict_every=0, or leave the allocation out."
+        )
+
+
+def _check_frequencies(rope: Rope, prompt: CheckedPrompt, seen: Int[np.ndarray, "B"], reserve: int) -> None:
+    """Check that all keys of a text are rotated by the same frequencies, where these depend on its length.
+
+    Args:
+        seen: the tokens of each row, with those in the cache.
+        reserve: the number of tokens that may follow.
+    """
+    most, fed_before = rope.original_positions, np.asarray(prompt.start)
+    crossing = seen > most
+    if rope.type == "longrope":  # longer texts have frequencies of their own, but one set for all lengths
+        crossing &= fed_before <= most
+    if prompt.kept is not None and prompt.fed and crossing.any():
+        raise ValueError(
+            f"the text now has {seen[crossing].max()} tokens, but this model's rotary frequencies depend on the text's "
+            f"length beyond {most} tokens, and the cache's keys were rotated with those of a shorter text: leave cache "
+            "out, and give the whole prompt."
+        )
+    late = (seen <= most) & (seen + reserve > most)
+    if rope.type == "longrope" and late.any():
+        raise ValueError(
+            f"the text has {seen[late].max()} tokens and up to {reserve} may follow, but this model's rotary "
+            f"frequencies change beyond {most} tokens: let at most {most - seen[late].max()} follow, or give a longer "
+            "prompt."
+        )
+
+
+def _is_overfull(policy: Policy, kept: Kept | None, budgets: np.ndarray, only_asked: np.ndarray) -> bool:
+    """Return whether the cache holds more than the budget in a row that gets only a question."""
+    return kept is not None and bool((only_asked & (held_of(policy, kept) > budgets)).any())
+
+
+def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_on: bool) -> None:
+    """Warn if a policy that should choose once, after the prompt, chooses more than once."""
+    if when == "block" and context > block:
+        warnings.warn(
+            f"{policy.name!r} is made to choose once, after the whole prompt, but a prompt of {context} tokens comes "
+            f"in blocks of {block}, and each block chooses again among what the last one left: give "
+            "when='published', or a block as long as the prompt.",
+            skip_file_prefixes=_HERE,
+        )
+    elif goes_on and context:
+        warnings.warn(
+            f"{policy.name!r} is made to choose once, but {context} more tokens follow its choice, and it chooses "
+            "again among what is left: hold them back with question=, or give no policy.",
+            skip_file_prefixes=_HERE,
+        )
+
+
+def _stored(own: str, asked: DtypesLike | None, traced: bool) -> tuple[Dtypes, tuple[str | None, ...]]:
+    """Return the dtypes of a new cache, and the eight bits that rows are rounded to but not stored in (Plan).
+
+    Args:
+        own: the model's dtype.
+        traced: whether a derivative may be taken, which does not pass through eight bits.
+    """
+    names = Dtypes(own, own) if asked is None else check_dtypes(asked)
+    rounded_to = tuple(name if traced and is_quantised(name) else None for name in names)
+    return Dtypes(*(own if eight else name for name, eight in zip(names, rounded_to, strict=True))), rounded_to

@@ -1,0 +1,287 @@
+"""Prompts as a run takes them: checked, on the host, and what is known of the cache that they continue."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Int
+
+from kvjax import Policy
+from kvjax.cache import Positions, dtypes_of
+from kvjax.chains import policy_of
+from kvjax.checks import is_known
+from kvjax.insertion import is_cache
+from kvjax.matching import samples_of
+from kvjax.policy_checks import check_policy
+from kvjax.quantise import Dtypes
+from kvjax.reconstruction import Repeated, unrepeated
+from kvjax.schedule import HostOrDevice, Text
+from models import hosts
+from models.config import Config
+from models.decoder import Decoder, check_decoder
+from models.layer_caches import AnyCache
+from models.selecting import Cache
+
+Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of rows
+
+
+class Prefilled(NamedTuple):
+    """A cache and ``logits``: those of the last token, [B, V], or of all tokens, [B, T, V]."""
+
+    cache: Cache
+    logits: Array
+
+
+class Kept(NamedTuple):
+    """Facts about a cache that a run continues from; ``held`` is [B, heads of all layers]."""
+
+    heads: int
+    start: np.ndarray
+    held: np.ndarray
+    slots: int
+    positions: Positions
+    dtypes: Dtypes
+    pages: int = 0  # on each device
+    page_size: int = 0
+    ways: tuple[int, int] = (1, 1)  # the devices that split the rows and heads of a paged cache
+    spent: bool = False  # whether its policy's sample queries have been used and dropped
+    pending: tuple[np.ndarray, ...] = ()  # each row's tokens that the model has still to repeat, where it does so
+
+    @property
+    def most(self) -> int:
+        """Return the number of tokens in its fullest head."""
+        return int(self.held.max())
+
+
+class CheckedPrompt(NamedTuple):
+    """Prompts on the host, padded on the right: on the device, each prompt length would be compiled separately.
+
+    ``kept`` describes the cache that they continue from, None for new prompts. Where ``tokens`` is ``[B, 0]``, the
+    whole prompts are in that cache.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    questions: np.ndarray
+    kept: Kept | None = None
+
+    @property
+    def start(self) -> np.ndarray:
+        """Return the position of each row's first token."""
+        return np.zeros_like(self.lengths) if self.kept is None else self.kept.start
+
+    @property
+    def text(self) -> Text:
+        """Return what a schedule reads."""
+        return Text(
+            self.tokens, self.lengths, self.questions, self.start, () if self.kept is None else self.kept.pending
+        )
+
+    @property
+    def fed(self) -> bool:
+        """Tell whether there is a token to feed."""
+        return self.tokens.shape[1] > 0
+
+    @property
+    def most(self) -> int:
+        """Return the number of tokens in the fullest head after the prompt, as long as nothing is evicted."""
+        return self.tokens.shape[1] + (0 if self.kept is None else self.kept.most)
+
+
+def cache_heads(config: Config, policy: Policy | None) -> int:
+    """Return the number of the cache's heads per layer: KV heads, or query heads where each has its own cache."""
+    return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
+
+
+def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int] | None:
+    """Return how many devices of a mesh split the rows, and the heads; None for one device.
+
+    Example:
+        >>> import jax
+        >>> from models.prompts import ways_of
+        >>> ways_of(jax.sharding.AbstractMesh((1, 1), ("data", "tensor"))) is None
+        True
+    """
+    return None if mesh is None or mesh.size == 1 else (mesh.shape["data"], mesh.shape["tensor"])
+
+
+def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -> Kept:
+    """Read what a run needs to know about the cache that it continues from, and check it against model and policy."""
+    config = model.config
+    if is_cache(getattr(cache, "cache", None)):
+        raise ValueError(f"the cache is a {type(cache).__name__}; give its .cache.")
+    if not is_cache(cache) or len(cache.heads_shape) != 3:
+        raise ValueError(
+            f"the cache is a {type(cache).__name__}; give what models.prefill or models.generate returned as cache."
+        )
+    leaves = jax.tree.leaves(cache)
+    if not is_known(*leaves):
+        raise ValueError("the cache is traced (by jax.jit, vmap or grad); call prefill, generate and stream outside.")
+    if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
+        raise ValueError("a later step has deleted this cache; continue from the last one that stream yielded.")
+    L, B, K = cache.heads_shape
+    ours = (config.num_layers, config.head_dim)
+    one = cache.arrays
+    theirs = (L, one.head_dim)
+    if ours != theirs or K not in (config.num_kv_heads, config.num_heads):
+        raise ValueError(
+            f"the cache is of another model: it has {L} layers and {K} heads of dimension {theirs[1]}, this model has "
+            f"{ours[0]} layers and {config.num_kv_heads} KV heads of dimension {ours[1]}."
+        )
+    if rows != B:
+        advice = f": repeat it with kvjax.repeat(cache, {rows})" if B == 1 else ""
+        raise ValueError(f"the cache has {B} rows, but {rows} prompts were given{advice}.")
+    if policy is not None:
+        paged = cache.paged
+        if policy.allocation.even == paged and not (paged and any(config.sliding_windows)):
+            kind, other = ("paged", "even") if paged else ("plain", "uneven")
+            raise ValueError(
+                f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way: give the policy that "
+                "the cache was made with, or none."
+            )
+        if paged and policy.merging is not None and not policy.merging.biased:  # which only questions follow
+            raise ValueError(
+                f"{policy.name!r} merges values in plain caches, but this cache is paged: give the policy that it was "
+                "made with, or none."
+            )
+        if (policy.heads == "query") != (config.num_kv_heads != K) and config.num_heads != config.num_kv_heads:
+            raise ValueError(
+                f"the cache holds {K} heads per layer, but {policy.name!r} is for "
+                f"{cache_heads(config, policy)}: give the policy that the cache was made with, or none."
+            )
+        try:
+            check_policy(policy, one, config.num_heads // K)
+        except ValueError:
+            raise ValueError(
+                f"the cache's policy state is not that of {policy.name!r}: give the policy that the cache was made "
+                "with, or none."
+            ) from None
+    held = np.moveaxis(hosts.fetched(cache.num_live), 1, 0).reshape(B, L * K)
+    start, dtypes = hosts.fetched(cache.next_position), dtypes_of(one)
+    sampled = samples_of(one.state)
+    spent = sampled is not None and sampled.spent
+    kept = Kept(
+        K, start, held, cache.num_slots, cache.positions, dtypes, pages=cache.num_pages, page_size=cache.page_size,
+        ways=cache.ways, spent=spent,
+    )  # fmt: skip
+    if policy is not None and Repeated.of(one.state) is not None:
+        # A layer without a sliding window, if there is one, holds them all.
+        layer = int(np.argmax([np.inf if window is None else window for window in config.sliding_windows]))
+        kept = kept._replace(pending=unrepeated(*map(hosts.fetched, _of_a_head(cache, layer))))
+    return kept
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _of_a_head(cache: AnyCache, layer: int) -> tuple[Array, Array, Array]:
+    """Return the positions, scores and ids of one head's tokens, for a policy that has the model repeat them."""
+    here = cache.layer(layer)
+    state = Repeated.of(here.state)
+    assert state is not None
+    return here.position[:, 0], state.score[:, 0], state.token[:, 0]
+
+
+def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, HostOrDevice | None]:
+    """Return rows of tokens as one array, and their lengths."""
+    if isinstance(tokens, list | tuple) and lengths is None and all(np.ndim(row) == 1 for row in tokens):
+        counts = np.array([len(row) for row in tokens])
+        if len(counts) and (counts != counts[0]).any():
+            kinds = [np.asarray(row).dtype for row in tokens if len(row)]  # an empty row would be float64
+            padded = np.zeros((len(counts), counts.max()), np.result_type(*kinds))
+            for row, count, own in zip(padded, counts, tokens, strict=True):
+                row[:count] = own
+            return padded, counts
+    try:
+        return np.asarray(tokens), lengths
+    except ValueError:
+        raise ValueError(
+            "tokens are rows of different lengths; give a list of rows, or pad them on the right and give lengths=."
+        ) from None
+
+
+def check_prompt(
+    model: Decoder,
+    tokens: Tokens | Prefilled,
+    lengths: HostOrDevice | None,
+    question: int | HostOrDevice | None,
+    cache: AnyCache | None = None,
+    policy: Policy | str | None = None,
+    *,
+    answers: bool = False,
+) -> CheckedPrompt:
+    """Check prompts, their lengths and their questions' lengths, and return them on the host.
+
+    Args:
+        cache: the cache that they continue from.
+        policy: the policy of the run, for a check against the cache.
+        answers: whether a :class:`Prefilled` may be given in place of tokens, to make its answer.
+    """
+    check_decoder(model)
+    if isinstance(tokens, Prefilled):
+        if not answers:
+            raise ValueError(
+                "these tokens are in a cache already, as prefill returned it: make the answer with models.generate or "
+                "stream, or feed more tokens with cache=prefilled.cache."
+            )
+        return _check_prefilled(model, tokens, lengths, question, cache, policy)
+    if not is_known(*jax.tree.leaves((tokens, lengths, question))):
+        raise ValueError(
+            "the prompt is traced (by jax.jit, vmap or grad), but it is cut into blocks on the host: call prefill, "
+            "generate and stream outside, as they are compiled anyway; inside, use kvjax.attend in model.run."
+        )
+    host, lengths = _padded(tokens, lengths)
+    if host.ndim != 2 or not np.issubdtype(host.dtype, np.integer):
+        raise ValueError(f"tokens are {host.dtype} {host.shape}; expected integers [B, T].")
+    if host.size == 0:
+        raise ValueError(f"the prompt is empty (tokens {host.shape}); give at least 1 token per row.")
+    B, T = host.shape
+    counts = np.full(B, T) if lengths is None else np.asarray(lengths)
+    if not np.issubdtype(counts.dtype, np.integer) or counts.shape != (B,) or counts.min() < 1 or counts.max() > T:
+        raise ValueError(f"lengths are {counts.tolist()}; expected {B} numbers from 1 (no empty prompt) to {T}.")
+    counted = host[np.arange(T) < counts[:, None]]
+    vocabulary = model.config.vocab_size
+    if counted.min() < 0 or counted.max() >= vocabulary:
+        wrong = counted.min() if counted.min() < 0 else counted.max()
+        raise ValueError(f"token {wrong} is outside the vocabulary of {vocabulary}; was it made by another tokenizer?")
+    questions = np.broadcast_to(np.asarray(0 if question is None else question), (B,))
+    kept = None if cache is None else kept_of(model, cache, policy_of(policy), B)
+    most = counts - 1 if kept is None else counts
+    if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > most).any():
+        raise ValueError(
+            f"questions of {questions.tolist()} tokens were given for prompts of {counts.tolist()}; a question is the "
+            "last part of its prompt, and some context must come before it."
+        )
+    return CheckedPrompt(host.astype(np.int32), counts.astype(np.int32), questions.astype(np.int32), kept)
+
+
+def _check_prefilled(
+    model: Decoder,
+    given: Prefilled,
+    lengths: HostOrDevice | None,
+    question: int | HostOrDevice | None,
+    cache: AnyCache | None,
+    policy: Policy | str | None,
+) -> CheckedPrompt:
+    """Check prompts that are in a cache already, and the lengths of their questions that were held back."""
+    if cache is not None or lengths is not None:
+        raise ValueError("the result of prefill has its own cache and lengths; leave cache= and lengths= out.")
+    logits = given.logits
+    B = given.cache.heads_shape[-2] if is_cache(given.cache) else 0
+    kept = kept_of(model, given.cache, policy_of(policy), B)
+    if np.shape(logits) != (B, model.config.vocab_size):
+        raise ValueError(
+            f"the logits are {np.shape(logits)}; expected those of each row's last token, "
+            f"{(B, model.config.vocab_size)}, as models.prefill returns them for outputs='last'."
+        )
+    questions = np.broadcast_to(np.asarray(0 if question is None else question), (B,))
+    if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > kept.start).any():
+        raise ValueError(
+            f"questions of {questions.tolist()} tokens were given for prompts of {kept.start.tolist()}; a question is "
+            "the last part of its prompt."
+        )
+    nothing = np.zeros((B, 0), np.int32)
+    return CheckedPrompt(nothing, np.zeros(B, np.int32), questions.astype(np.int32), kept)

@@ -1,0 +1,1 @@
+"""Texts of Debian's packages, on which most experiments run."""

@@ -1,0 +1,1 @@
+"""Regret: how far the tokens that a policy keeps are from the best that could have been kept."""
