@@ -58,13 +58,15 @@ def test_the_platform_is_the_last_word_of_a_files_name():
     assert Kernel("cache_attention", "mosaic_gpu").platform == Kernel("cache_attention", "gpu").platform == "gpu"
 
 
-def test_auto_takes_no_kernel_that_is_run_by_name_only(monkeypatch):
+def test_auto_takes_no_kernel_that_is_run_by_name_only_and_a_name_runs_that_kernel_or_none(monkeypatch):
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     ran = []
     kernels = {
-        name: types.SimpleNamespace(platform="gpu", run=lambda name=name: ran.append(name))
-        for name in ("pallas_mosaic_gpu", "pallas_gpu")
+        name: types.SimpleNamespace(platform=name[-3:], run=lambda name=name: ran.append(name))
+        for name in ("pallas_mosaic_gpu", "pallas_gpu", "pallas_tpu")
     }
     for implementation in ("auto", "pallas_mosaic_gpu"):
         dispatch.dispatch(implementation, lambda: ran.append("reference"), kernels)
+    with pytest.raises(ValueError, match="'pallas_tpu' runs on a tpu, but this is a gpu; expected one of auto, ref"):
+        dispatch.dispatch("pallas_tpu", lambda: ran.append("reference"), kernels)
     assert ran == ["pallas_gpu", "pallas_mosaic_gpu"]
