@@ -15,6 +15,9 @@ def test_a_fault_can_be_planted(fault):
     text = (ROOT / fault.file).read_text("utf-8")
     compile(fault.planted(text), fault.file, "exec")
     assert fault.before != fault.after and fault.why.endswith(".")
+    if fault.found_by:
+        file, test = fault.found_by.split("::")
+        assert f"def {test}(" in (ROOT / file).read_text("utf-8")
 
 
 def test_names_are_unique_and_every_package_has_faults():
