@@ -11,7 +11,7 @@ from tests.tiers import first
 
 BLOCK = 16  # a question of 7 tokens and the window of 16 queries fit
 HELD_BACK = np.array([7, 0, 5])
-FEW = ("full", (STATE, 24), ("snapkv(window=8)@adakv", 24), ("expected_attention", 24), ("h2o+protect(recent=0.5)", 40))
+FEW = ("full", ("snapkv(window=8)@adakv", 24), (f"{STATE}+protect(recent=0.5)", 40), ("expected_attention", 24))
 
 
 def assert_is_the_references(result, asked, questions=(0, 0, 0), config=CONFIG, lengths=LENGTHS, **settings) -> None:
