@@ -15,7 +15,7 @@ from models.commands import distributed
 # In the order of the help.
 NAMES = (
     "needle", "ruler", "longbench", "infinitebench", "booksum", "generation", "mathematics", "lm_eval", "fidelity",
-    "coref", "perplexity", "choices", "sweep", "study", "report", "view",
+    "regret", "coref", "perplexity", "choices", "sweep", "study", "report", "view",
 )  # fmt: skip
 ELSEWHERE = {"lm_eval": "evals.harness", "report": "evals.page"}
 EVALUATIONS: dict[str, ModuleType] = {}

@@ -202,9 +202,9 @@ def used(flags: argparse.Namespace) -> dict[str, Any]:
     return plain
 
 
-def written(flags: argparse.Namespace, package: str = "evals") -> str:
+def written(flags: argparse.Namespace) -> str:
     """Return the command line that reproduces these flags."""
-    line = ["python", "-m", package, flags.name]
+    line = ["python", "-m", "evals", flags.name]
     for name, value in vars(flags).items():
         if name in ("name", "begun", "out", "json", "plot") or value is None or value is False:
             continue

@@ -6,12 +6,11 @@ from models.commands.subcommands import run_one
 from papers.caote import launches
 from papers.debian import texts
 from papers.kivi import rounding
-from papers.regret import regret
 from papers.tokenbutler import figures, flops, selection
 
 EXPERIMENTS = {
     "butler": figures, "flops": flops, "selection": selection, "rounding": rounding, "launches": launches,
-    "regret": regret, "texts": texts,
+    "texts": texts,
 }  # fmt: skip
 
 

@@ -1,13 +1,12 @@
-"""`python -m papers regret` on a tiny model: what it measures, and that a killed run goes on."""
+"""`python -m evals regret` on a tiny model: what it measures, and that a killed run goes on."""
 
 import json
 
 import numpy as np
 import pytest
 
-from evals import run_settings, statistics
-from papers.__main__ import main
-from papers.regret import regret
+from evals import regret, run_settings, statistics
+from evals.__main__ import main
 
 FLAGS = ["regret", "--length", "160", "--facts", "2", "--samples", "2", "--layers", "2", "--block", "64"]
 FLAGS += [

@@ -73,7 +73,7 @@ def make_case(
 
     Example:
         >>> import numpy as np
-        >>> from papers.regret import best_tokens
+        >>> from evals import best_tokens
         >>> value = np.array([[2.0], [0.0], [0.0], [2.0]])
         >>> logits = np.array([[[0, -np.inf, -np.inf, 0]]])
         >>> case = best_tokens.make_case(logits, value, 3)
@@ -105,7 +105,7 @@ def error(case: Case, kept: Bool[Array, "*G S"]) -> Float[Array, ""]:
 
     Example:
         >>> import numpy as np
-        >>> from papers.regret import best_tokens
+        >>> from evals import best_tokens
         >>> value = np.array([[4.0], [0.0], [0.0], [0.0]])
         >>> case = best_tokens.make_case(np.zeros((1, 1, 4)), value, 3)
         >>> # 1 becomes 0 without the first token, and 2 without the others
@@ -163,7 +163,7 @@ def improved(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array
 
     Example:
         >>> import numpy as np
-        >>> from papers.regret import best_tokens
+        >>> from evals import best_tokens
         >>> value = np.array([[5.0], [0.0], [0.1], [0.0]])
         >>> case = best_tokens.make_case(np.zeros((1, 1, 4)), value, 3)
         >>> best_tokens.improved(case, np.array([False, True, False])).tolist()
@@ -212,7 +212,7 @@ def best(case: Case, budget: int, starts: Bool[Array, "n S"] | None = None) -> B
 
     Example:
         >>> import numpy as np
-        >>> from papers.regret import best_tokens
+        >>> from evals import best_tokens
         >>> value = np.array([[5.0], [0.0], [0.1], [0.0]])
         >>> case = best_tokens.make_case(np.zeros((1, 1, 4)), value, 3)
         >>> best_tokens.best(case, 1).tolist()
@@ -254,7 +254,7 @@ def lower_bound(
 
     Example:
         >>> import jax, numpy as np
-        >>> from papers.regret import best_tokens
+        >>> from evals import best_tokens
         >>> value = np.array([[5.0], [0.0], [0.1], [0.0]])
         >>> with jax.enable_x64(True):
         ...     case = best_tokens.make_case(np.zeros((1, 1, 4)), value, 3)
@@ -337,7 +337,7 @@ def bracket(case: Case, budget: int, *, nodes: int = 1_000_000, tolerance: float
 
     Example:
         >>> import numpy as np
-        >>> from papers.regret import best_tokens
+        >>> from evals import best_tokens
         >>> value = np.array([[5.0], [0.0], [0.1], [0.0]])
         >>> case = best_tokens.make_case(np.zeros((1, 1, 4)), value, 3)
         >>> found = best_tokens.bracket(case, 1)

@@ -3,7 +3,7 @@
 A needle's prompt is read, and a policy keeps a budget of its tokens: of the whole prompt, so that the answer's tokens
 are the future, or of the text before the question, so that the question belongs to the future, too. The attention
 inputs of the future tokens come from a dense pass of the model over prompt and answer. For each layer and KV head,
-:mod:`papers.regret.best_tokens` finds the tokens that keep the future outputs best.
+:mod:`evals.best_tokens` finds the tokens that keep the future outputs best.
 
 A head's error is the squared change of its query heads' outputs behind W_O, each alone, summed over the future tokens:
 W_O weighs heads as the layer does, and what two heads' changes happen to cancel is no merit of a choice. The regret of
@@ -29,15 +29,29 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import answering, command_line, evaluator, report, results, run_settings, simulator, statistics, tasks
+from evals import (
+    answering,
+    best_tokens,
+    command_line,
+    evaluator,
+    report,
+    results,
+    run_settings,
+    simulator,
+    statistics,
+    tasks,
+)
 from kvjax.chains import policy_of
 from models import commands
 from models.commands.programs import make_room
-from papers.regret import best_tokens
 
 BEST = "best"
 AFTER = 16  # future tokens of an exact case
 POLICIES = "h2o+protect(recent=0.5),tova,snapkv,snapkv+caote,laprox@model,key_norm"
+EXAMPLES = """examples:
+  python -m evals regret --policies snapkv,snapkv+caote --budget 0.25 --samples 4 --plot regret.png
+  python -m evals regret --model smollm2 --recall docs/results/once.json --out runs/regret --json regret.json
+"""
 
 
 class Heads(NamedTuple):
@@ -174,7 +188,7 @@ def chosen_layers(count: int, layers: int) -> list[int]:
     """Return so many layers, evenly spaced from the first to the last.
 
     Example:
-        >>> from papers.regret import regret
+        >>> from evals import regret
         >>> regret.chosen_layers(4, 30), regret.chosen_layers(10, 2)
         ([0, 10, 19, 29], [0, 1])
     """
@@ -316,7 +330,7 @@ def by_layer(
 
     Example:
         >>> import numpy as np
-        >>> from papers.regret import regret
+        >>> from evals import regret
         >>> errors, energy = np.array([[1.0, 0.0, 2.0, 2.0], [1.0, 3.0, 4.0, 4.0]])
         >>> regret.by_layer(errors, energy, 2).tolist()
         [0.25, 0.5]
@@ -370,7 +384,7 @@ def correlations(rows: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str]
         recall: by question and policy, as :func:`read_recall` returns it.
 
     Example:
-        >>> from papers.regret import regret
+        >>> from evals import regret
         >>> rows = [
         ...     {"model": "m", "question": "known", "policy": name}
         ...     | dict(regret=x, mass=x, layers=[x])
@@ -532,7 +546,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.recall is not None:
         recall = read_recall(flags.recall, flags.model, commands.parse_budget(flags.budget))
     settings = _settings(flags, recall)
-    store = results.Results(flags.out, "regret", command_line.used(flags), command_line.written(flags, "papers"))
+    store = results.Results(flags.out, "regret", command_line.used(flags), command_line.written(flags))
     store.check()
     model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype=flags.dtype)
     aids = evaluator.load_aids(flags, settings, model, tokenizer)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from papers.regret import best_tokens
+from evals import best_tokens
 from tests.kvjax import definitions
 
 G, T, D, S, LATER, B = 2, 3, 4, 8, 2, 3
