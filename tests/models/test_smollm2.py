@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import models
-from evals import simulator
+from evals import answering, needle, simulator, tasks
+from evals.answering import Aids, Feed
+from evals.run_settings import Setting
 from models import published
 from tests.models.make_smollm2 import GOLDEN, QUESTIONS, TEXTS
 from tests.tiers import first, nightly
@@ -95,3 +97,20 @@ def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_atten
     tokens = np.array([EXPECTED["passage"]])
     found = simulator.hits(model, tokens, "butler", 0.5, networks=butler)
     assert found.share[1:].mean() > 0.62  # at random 0.5
+
+
+@pytest.mark.nightly  # of 20 s; the shipped gate's recall is in docs/results/smollm2/gate.json
+def test_its_gate_ships_with_the_package_and_keeps_what_is_asked_for_later(smollm2):
+    model, tokenizer = smollm2
+    gate = models.own_network("smollm2", model, "gate")
+    texts = (tasks.needles(seed, tokenizer, 1024, 0.0, 10, "after", asked=5) for seed in (50_000, 50_001))
+    samples = [sample._replace(text=text) for text, asked in enumerate(texts) for sample in asked]
+
+    def correct(policy, budget):
+        setting = Setting(policy, budget, "block", "unknown")
+        feed = Feed(block=128, batch=10, aids=Aids(networks=(gate,)))
+        (found,) = answering.answers(model, samples, setting, new_tokens=5, feed=feed)
+        return sum(needle.exact(row.tolist(), sample) for row, sample in zip(found.tokens, samples, strict=True))
+
+    zap = correct("zap+protect(sinks=4,recent=0.02)@model(normalise=False)", 0.25)
+    assert zap > max(correct("recency", 0.25), correct("full", None) - 3)
