@@ -27,7 +27,7 @@ from models import commands  # noqa: E402
 
 MORE = 1.1  # times the bytes of the full cache, from which a policy saves no memory
 SHOWN = 3  # policies that a row names beside the best one
-STUDIES = ("once", "budgets", "fixed-memory", "ruler")
+STUDIES = ("once", "budgets", "fixed-memory", "ruler", "beyond")
 REAL = "smollm2"  # the folder of results on a real model that belong to no study
 
 

@@ -22,13 +22,15 @@ CLAIM = (
 
 
 class Cell(NamedTuple):
-    """A policy's scores under a budget, and the mean of the most bytes that a prompt's cache took, in MiB.
+    """A policy's scores under a budget, and the means of the bytes that a prompt's cache takes, in MiB.
 
-    ``grown`` is by how much its perplexity is above the full cache's, the models' mean; None where it was not measured.
+    ``held`` is the most that it took, ``kept`` what is left behind the answer. ``grown`` is by how much its perplexity
+    is above the full cache's, the models' mean; None where it was not measured.
     """
 
     scores: Float[np.ndarray, "models samples"]
     held: float
+    kept: float
     grown: float | None = None
 
 
@@ -56,6 +58,7 @@ def cells(study: studies.Study, rows: studies.Rows, panel: Panel) -> dict[tuple[
         key: Cell(
             studies.samples(own, study.asked),
             float(np.mean([row["peak_cache_bytes"] for row in own])) / 2**20,
+            float(np.mean([row["cache_bytes"] for row in own])) / 2**20,
             float(np.mean([row["increase"] for row in own])) if all("increase" in row for row in own) else None,
         )
         for key, own in found.items()
@@ -72,6 +75,11 @@ def panels(study: studies.Study, rows: studies.Rows) -> list[Panel]:
         if all((model, question) in there for model in forms[form])
         for length in (lengths if len(lengths) > 1 else [None])
     ]
+
+
+def evicts_once(study: studies.Study) -> bool:
+    """Return whether all policies hold the whole prompt, so that what they keep tells them apart."""
+    return study.content.get("when") == "prompt"
 
 
 def _machine(environment: Mapping[str, Any]) -> str:
@@ -98,9 +106,9 @@ def markdown(
         f"# {study.title}",
         f"{study.note} Models: {models}. Made by `{data['command']}` on "
         f"{machines}; every score is in [{study.name}.json]({study.name}.json).",
-        *([] if picture is None else [f"![Scores against the bytes held at most]({picture})"]),
-        "Means with 95% intervals over texts, and the most bytes that one prompt's cache took. Bold: not worse than "
-        "the column's best, on the same texts.",
+        *([] if picture is None else [f"![Scores against the bytes of a prompt's cache]({picture})"]),
+        f"Means with 95% intervals over texts, and {'the bytes that one prompt keeps, with ' * evicts_once(study)}the "
+        "most bytes that one prompt's cache took. Bold: not worse than the column's best, on the same texts.",
     ]
     for panel in panels(study, rows):
         text += [f"## {panel.title().capitalize()}", table(study, rows, panel)]
@@ -118,14 +126,15 @@ def table(study: studies.Study, rows: studies.Rows, panel: Panel) -> str:
     def told(policy: str, budget: Any) -> str:
         if (policy, budget) not in found:
             return ""
-        scores, held, grown = found[policy, budget]
+        scores, held, kept, grown = found[policy, budget]
         mean, low, high = statistics.mean_interval(scores)
         text = f"{mean:.2f}"
         if budget is not None:
             _, _, above = statistics.paired_interval(scores - found[best[budget], budget].scores)
             text = f"**{text}**" if above >= 0 else text
         more = "" if grown is None else f", perplexity {grown:+.1%}"
-        return f"{text} [{low:.2f}, {high:.2f}], {held:.0f} MiB{more}"
+        size = f"{kept:.0f} of {held:.0f}" if evicts_once(study) else f"{held:.0f}"
+        return f"{text} [{low:.2f}, {high:.2f}], {size} MiB{more}"
 
     heads = [f"{budget:.0%}" if isinstance(budget, float) else f"{budget} slots" for budget in budgets]
     lines = [f"| policy | {' | '.join(heads)} |", f"|{' --- |' * (len(heads) + 1)}"]
@@ -179,7 +188,9 @@ def told(row: Judged) -> str:
 
 
 def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> None:
-    """Draw what the policies that studies draw score against the bytes that a prompt holds at most.
+    """Draw what the policies that studies draw score against the bytes that a prompt holds at most, or keeps.
+
+    Where a study evicts once, all policies hold the prompt at most, and what they keep is drawn.
 
     There is a panel for each study, form of the model and question, with 95% intervals.
     """
@@ -198,7 +209,11 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
         found = cells(study, rows, panel)
         for policy in study.drawn:
             name = study.names.get(policy, policy)
-            own = sorted((c.held, *statistics.mean_interval(c.scores)) for (p, _), c in found.items() if p == policy)
+            own = sorted(
+                (c.kept if evicts_once(study) else c.held, *statistics.mean_interval(c.scores))
+                for (p, _), c in found.items()
+                if p == policy
+            )
             if not own:
                 continue
             held, score, low, high = (np.array(part) for part in zip(*own, strict=True))
@@ -219,9 +234,11 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
         axis.set_ylim(-0.03, 1.03)
     for axis in axes.flat[len(drawn) :]:
         axis.set_visible(False)
-    for axis in axes.flat[max(0, len(drawn) - across) : len(drawn)]:  # the lowest panel of each column
+    lowest = slice(max(0, len(drawn) - across), len(drawn))  # the lowest panel of each column
+    for (study, *_), axis in zip(drawn[lowest], axes.flat[lowest], strict=True):
         axis.tick_params(labelbottom=True)
-        axis.set_xlabel("MiB that a prompt's keys and values take at most", fontsize=9)
+        most = "take behind the answer" if evicts_once(study) else "take at most"
+        axis.set_xlabel(f"MiB that a prompt's keys and values {most}", fontsize=9)
     for axis in axes[:, 0]:
         axis.set_ylabel("score", fontsize=9)
     figure.suptitle("; ".join(study.title for study, _ in made), fontsize=11)

@@ -62,6 +62,7 @@ def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
     rows = [
         {"model": "m", "policy": policy, "budget": budget, "peak_cache_bytes": held << 20, "scores": {"needle": scores}}
         | place
+        | {"cache_bytes": 0}
         for policy, budget, held, scores in (
             ("full", None, 8, "11" * 8), ("tova", 0.5, 4, "11" * 6 + "1010"), ("recency", 0.5, 3, "10" + "00" * 7),
         )
@@ -77,7 +78,7 @@ def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
     assert lines[3] == "| the full cache | 1.00 [1.00, 1.00], 8 MiB |"
     told = "| TOVA | TOVA is better than recency |  | 8 | unknown, after every block: **holds**, +0.81 ["
     assert lines[-1].startswith(told) and lines[-1].endswith("] (0.88, 0.06; 0.06, 1.00) |")
-    assert "![Scores against the bytes held at most](small.png)" in page and "on 2 cores, commit c;" in page
+    assert "![Scores against the bytes of a prompt's cache](small.png)" in page and "on 2 cores, commit c;" in page
     made["environments"] = [{"device": "NVIDIA H100", "commit": "d"}, {"device": "cpu", "cores": 8, "commit": "e"}]
     page = study_page.markdown(read, {"results": rows, **made}, study.judge(read, rows))
     assert "on NVIDIA H100, commit d; 8 cores, commit e;" in page
