@@ -26,7 +26,7 @@ P
 # window.json, calibrated.json, eight-bits.json and needle-before.json of smollm2 are from commands that have been removed; they name
 # the commit that has them.
 # On SmolLM2-135M-Instruct (make smollm2); the texts come by `python -m papers texts`. A killed study resumes.
-for study in fixed-memory once; do
+for study in fixed-memory once beyond; do
   one docs/results/$study.json 120 "python -m evals study $study --out runs/$study --json docs/results/$study.json --plot docs/results/$study.png"
 done
 one docs/results/smollm2/choices.json 60 'python -m evals choices --model smollm2 --text debian-handbook --lengths 512 --samples 34 --policies '"'"'full,streaming,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),tova,snapkv(kernel=13),snapkv(kernel=13)+caote,curdkv,curdkv+caote@model(cap=8.0)'"'"' --budgets 0.25,0.5 --when prompt --question known,unknown --json docs/results/smollm2/choices.json --plot docs/results/smollm2/choices.png'
@@ -71,6 +71,10 @@ for run in mixed attention prose code; do
     one docs/results/smollm2/butler-variants/$run-${text%%:*}.json 2 "python -m papers butler accuracy --model smollm2 --networks butler-$run --text $text --chunk 512 --sequences 4 --select butler --json docs/results/smollm2/butler-variants/$run-${text%%:*}.json"
   done
 done
+# The gates of models/smollm2 are trained as their card says.
+one docs/results/smollm2/gate.json 20 'python -m evals needle --model smollm2 --policies "full,kvzip@model(normalise=False),zap+protect(sinks=4,recent=0.02)@model(normalise=False)" --budgets 0.25,0.5 --lengths 1024 --depths 5 --samples 6 --facts 10 --asked 5 --when block --evict-every 0 --question unknown --batch 20 --against "kvzip@model(normalise=False)" --seed 50000 --json docs/results/smollm2/gate.json'
+one docs/results/smollm2/gate-answers.json 20 'python -m evals needle --model smollm2-answers --policies "full,kvzip@model(normalise=False),zap+protect(sinks=4,recent=0.02)@model(normalise=False)" --budgets 0.1,0.25,0.5 --lengths 1024 --depths 5 --samples 6 --facts 10 --asked 5 --when block --evict-every 0 --question unknown --batch 20 --against "kvzip@model(normalise=False)" --seed 50000 --json docs/results/smollm2/gate-answers.json'
+one docs/results/smollm2/gate-ruler.json 15 'python -m evals ruler --model smollm2 --tasks niah_single_1,niah_multikey_1,vt --lengths 1024 --samples 12 --policies "full,snapkv,kvzip@model(normalise=False),zap+protect(sinks=4,recent=0.02)@model(normalise=False)" --budgets 0.25 --when block --evict-every 0 --question unknown --batch 12 --against "kvzip@model(normalise=False)" --json docs/results/smollm2/gate-ruler.json'
 [ -d scorer ] || python -m train.scorer --model smollm2 --data king-james-bible python-doc debian-handbook --target kvzip --tokens 300e3 --seq-len 512 --batch 4 --out scorer
 one docs/results/smollm2/scorer.json 45 'python -m evals needle --model smollm2 --networks scorer --policies "full,snapkv(kernel=13),expected_attention,keydiff,kvzip@model(normalise=False),zap,zap+caote,zap@model(normalise=False),zap+caote@model(normalise=False)" --budgets 0.25,0.5 --lengths 512 --depths 5 --samples 20 --when prompt --evict-every 0 --question unknown --batch 20 --json docs/results/smollm2/scorer.json'
 one docs/results/smollm2/butler-choices.json 40 'python -m papers butler choices --model smollm2 --text king-james-bible:held-out --chunk 256 --sequences 16 --select full,oracle,butler,quest,streaming,random --sparsity 0.3,0.5,0.7 --json docs/results/smollm2/butler-choices.json --plot docs/results/smollm2/butler-choices.png'
