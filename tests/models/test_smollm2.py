@@ -107,7 +107,7 @@ def test_its_gate_ships_with_the_package_and_keeps_what_is_asked_for_later(smoll
     samples = [sample._replace(text=text) for text, asked in enumerate(texts) for sample in asked]
 
     def correct(policy, budget):
-        setting = Setting(policy, budget, "block", "unknown")
+        setting = Setting(policy, budget, "block", "unknown", evict_every=0)
         feed = Feed(block=128, batch=10, aids=Aids(networks=(gate,)))
         (found,) = answering.answers(model, samples, setting, new_tokens=5, feed=feed)
         return sum(needle.exact(row.tolist(), sample) for row, sample in zip(found.tokens, samples, strict=True))
