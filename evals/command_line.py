@@ -1,4 +1,4 @@
-"""What the command lines of evaluations share: flags, their checks, and the model that they name."""
+"""Give what the command lines of evaluations share: flags, their checks, and the model that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the records of samples come to: means with intervals, differences between policies, and a picture."""
+"""Summarise the records of samples: means with intervals, differences between policies, and a picture."""
 
 from __future__ import annotations
 

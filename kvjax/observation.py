@@ -26,7 +26,7 @@ def _static(default: Any) -> Any:
 
 
 class Prediction(NamedTuple):
-    """What a small network predicts for a block in one layer; None for what it does not.
+    """Hold what a small network predicts for a block in one layer; None for what it does not.
 
     ``query`` and ``key``, one per query head: importance is ``query . key / sqrt(dim)``, a logit. Later blocks read the
     keys again, so a policy stores them with the tokens; a selection, which stores none, gets those of all tokens,

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder that ships, one of the user's, a GGUF file, or one of the hub."""
+"""Find a model's files: a folder that ships, one of the user's, a GGUF file, or one of the hub."""
 
 from __future__ import annotations
 

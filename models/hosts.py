@@ -1,4 +1,4 @@
-"""What several processes that run one program together share, on JAX's own runtime (`jax.distributed`).
+"""Share values among several processes that run one program together, on JAX's own runtime (`jax.distributed`).
 
 Every process runs the same program on the devices of its host. The first one alone prints and writes files.
 """

@@ -124,7 +124,7 @@ def test_a_function_has_at_most_eight_parameters(package: str):
 
 
 def test_the_library_imports_no_command():
-    """What users call is in models/; models/commands/ stands on it, with an entry point a command."""
+    """Users call what is in models/; models/commands/ stands on it, with an entry point for each command."""
     entries = {path.name for path in sources("models/commands")}
     for path in sorted((ROOT / "models").glob("**/*.py")):
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How a command runs: exit codes, errors on one line, missing extras, compiled programs that are kept."""
+"""Run a command: exit codes, errors on one line, missing extras, compiled programs that are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the evaluations' tests have: a tiny model in a folder, a text, and a command's output."""
+"""Give what the evaluations' tests have: a tiny model in a folder, a text, and a command's output."""
 
 import pytest
 

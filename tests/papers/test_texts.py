@@ -16,7 +16,7 @@ PAGE = """<html><head><title>no</title><link rel="next" href="{next}" /></head><
 
 
 def packed(window):
-    """What compress makes of letters that never repeat its table: nine bits each, the first bit lowest."""
+    """Return what compress makes of letters that never repeat its table: nine bits each, the first bit lowest."""
     number = sum(byte << 9 * place for place, byte in enumerate(window))
     return number.to_bytes(-(-9 * len(window) // 8), "little")
 

@@ -109,7 +109,7 @@ class Policy(NamedTuple):
 
     @property
     def errors(self) -> str | None:
-        """What changes, where squared changes are seen in place of attention."""
+        """Return the changes, where squared changes are seen in place of attention."""
         return next((link.errors for link in reversed(self.links) if link.errors is not None), None)
 
     @property
@@ -757,7 +757,7 @@ def caote(
 
 
 def _root_of_squares(join: str, target: str) -> Link:
-    """What the base score makes of squared changes, joined over the group."""
+    """Take what the base score makes of squared changes, joined over the group."""
 
     def score(scores: Scores, seen: Seen) -> Scores:
         squares = getattr(scores, join)(axis=1)
