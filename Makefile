@@ -80,7 +80,7 @@ notebooks: setup  ## run all notebooks
 	$(PY) notebooks/run.py
 
 results: setup  ## make all figures of docs/results again, with their pages (5 hours on two cores; a killed run resumes)
-	docs/results/remake.sh
+	$(PY) -m papers remake
 
 wheel: setup  ## sdist and wheel into dist/, tried out in an empty environment outside the checkout
 	PY='$(abspath $(VENV))/bin/python' .ci/wheel dist

@@ -11,6 +11,7 @@ import argparse
 import functools
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -458,343 +459,25 @@ class Method(NamedTuple):
     note: str = ""
 
 
-CAOTE, LAPROX = "[CAOTE](https://arxiv.org/abs/2504.14051)", "[LaProx](https://arxiv.org/abs/2605.07234)"
-STREAMING = "[StreamingLLM](https://arxiv.org/abs/2309.17453)"
-H2O, TOVA = "[H2O](https://arxiv.org/abs/2306.14048)", "[TOVA](https://arxiv.org/abs/2401.06104)"
-GENERATIONS = "[long answers](how-to/choose-a-policy.md#an-answer-longer-than-the-cache)"
-MEASURED = "[gallery](gallery.md#smollm2-135m-instruct-methods-that-measure-the-model-first)"
-SCORES = [
-    Method("caote", CAOTE, "eq. 8 and 20", "kvjax/caote.py", run="snapkv(kernel=7)+caote"),
-    Method("fast_caote", CAOTE, "eq. 22", "kvjax/caote.py", run="h2o+fast_caote+protect(recent=0.5)"),
-    Method(
-        "caote(target='output')",
-        "ours",
-        "eq. 8 behind W_O",
-        "kvjax/caote.py",
-        run="snapkv(kernel=7)+caote(target='output')",
-    ),
-    Method(
-        "caote(per='query')",
-        "ours",
-        "the root of the base score of (a / (1 - a))² ‖x - v‖² of each query",
-        "kvjax/caote.py",
-        note="[gallery](gallery.md#smollm2-135m-instruct-attention-outputs-by-layer)",
-    ),
-    Method("h2o", H2O, "attention, summed over queries", "kvjax/scores.py", run="h2o+protect(recent=0.5)"),
-    Method("tova", TOVA, "the layer's attention, last query", "kvjax/scores.py", run="tova"),
-    Method(
-        "snapkv",
-        "[SnapKV](https://arxiv.org/abs/2404.14469)",
-        "mean attention of a window, pooled",
-        "kvjax/scores.py",
-        run="snapkv(kernel=7)",
-    ),
-    Method(
-        "dropkv",
-        "[DropKV](https://openreview.net/forum?id=MqfNzH3TVH)",
-        "a window's mean (a / (1 - a))² ‖x - v‖², pooled",
-        "kvjax/scores.py",
-        run="dropkv",
-    ),
-    Method(
-        "dapq",
-        "[DapQ](https://arxiv.org/abs/2603.11564)",
-        "SnapKV's attention, of pseudo queries at the positions to come",
-        "kvjax/scores.py",
-        run="dapq(kernel=7)",
-    ),
-    Method("recency", "", "the newest tokens", "kvjax/scores.py", run="recency"),
-    Method("streaming", STREAMING, "first and newest tokens", "kvjax/scores.py", run="streaming"),
-    Method(
-        "sage",
-        "[SAGE-KV](https://arxiv.org/abs/2503.08879)",
-        "attention of the prompt's last query, once",
-        "kvjax/scores.py",
-        run="sage",
-    ),
-    Method(
-        "finch",
-        "[FINCH](https://arxiv.org/abs/2408.00167)",
-        "the question's attention times what each query sees",
-        "kvjax/scores.py",
-        run="finch",
-    ),
-    Method("laprox", LAPROX, "eq. 9, algorithm 1", "kvjax/scores.py", run="laprox(kernel=7)"),
-    Method(
-        "key_norm", "[small keys](https://arxiv.org/abs/2406.11430)", "-‖k‖", "kvjax/scores_of_keys.py", run="key_norm"
-    ),
-    Method(
-        "keydiff",
-        "[KeyDiff](https://arxiv.org/abs/2504.15364)",
-        "-cos(k, mean k)",
-        "kvjax/scores_of_keys.py",
-        run="keydiff",
-    ),
-    Method(
-        "q_filters",
-        "[Q-Filters](https://arxiv.org/abs/2503.02812)",
-        "k along the main direction of the head's queries",
-        "kvjax/scores_of_keys.py",
-        note=MEASURED,
-    ),
-    Method(
-        "curdkv",
-        "[CurDKV](https://arxiv.org/abs/2509.15038)",
-        "‖k‖² · ‖v‖², each over the sum of its neighbours'",
-        "kvjax/scores_of_keys.py",
-        run="curdkv",
-    ),
-    Method(
-        "lagkv",
-        "[LagKV](https://arxiv.org/abs/2504.04704)",
-        "spread of k and v on the scale of the next partition, by rank",
-        "kvjax/scores_of_keys.py",
-        run="lagkv(lag=32)",
-    ),
-    Method("cake", "[CAKE](https://arxiv.org/abs/2503.12491)", "eq. 8", "kvjax/scores.py", run="cake(kernel=7)@cake"),
-    Method(
-        "lava",
-        "[LAVa](https://arxiv.org/abs/2509.09754)",
-        "pooled attention · max ‖v‖₁",
-        "kvjax/scores.py",
-        run="lava(kernel=7)@lava",
-    ),
-    Method(
-        "expected_attention",
-        "[Expected Attention](https://arxiv.org/abs/2510.00636)",
-        "E[exp(q·k)] ‖v‖",
-        "kvjax/scores.py",
-        run="expected_attention",
-    ),
-    Method(
-        "rkv",
-        "[R-KV](https://arxiv.org/abs/2505.24133)",
-        "λ · attention of a window, pooled - (1 - λ) · softmax of the mean cosine with other keys",
-        "kvjax/scores_of_generations.py",
-        note=GENERATIONS,
-    ),
-    Method(
-        "triattention",
-        "[TriAttention](https://arxiv.org/abs/2604.04921)",
-        "the mean query's logit 1, 2, 4, ... positions later, and Σ (E‖q_f‖ - ‖E q_f‖) ‖k_f‖",
-        "kvjax/scores_of_generations.py",
-        note=GENERATIONS,
-    ),
-    Method(
-        "kvzip",
-        "[KVzip](https://arxiv.org/abs/2505.23416)",
-        "the largest attention while the model repeats its prompt",
-        "kvjax/scores.py",
-        run="kvzip@model(normalise=False)",
-    ),
-    Method(
-        "kvgrad",
-        "[KVgrad](https://openreview.net/forum?id=cg1wTCJjjk)",
-        "the largest a ‖v W_O‖ ‖∂loss/∂output‖ while the model repeats its prompt",
-        "kvjax/scores.py",
-        run="kvgrad@model(normalise=False)",
-    ),
-    Method(
-        "zap",
-        "[KVzap](https://arxiv.org/abs/2601.07891), [Fast KVzip](https://arxiv.org/abs/2601.17668)",
-        "a small network's prediction from the token's hidden state (`models/scorer.py`, `models/gate.py`)",
-        "kvjax/scores.py",
-        note="[gallery](gallery.md#smollm2-135m-instruct-a-learned-retention-score)",
-    ),
-    Method(
-        "butler",
-        "[TokenButler](https://arxiv.org/abs/2503.07518)",
-        "its logits, as a retention score",
-        "kvjax/scores.py",
-        note="[its own page](results/TOKENBUTLER.md)",
-    ),
-    Method("random", "", "a uniform sample", "kvjax/scores.py"),
-    Method(
-        "critical",
-        "[CriticalKV](https://arxiv.org/abs/2502.03805)",
-        "score · ‖v W_O‖₁, in two stages",
-        "kvjax/transforms.py",
-        run="snapkv(kernel=7)+critical@adakv",
-    ),
-    Method("positions", f"{STREAMING}, SAGE-KV", "keys rotated again", "kvjax/transforms.py"),
-    Method("normalise", CAOTE, "eq. 21", "kvjax/transforms.py"),
-    Method("pool", "SnapKV", "pooling over neighbours", "kvjax/transforms.py", run="snapkv(kernel=5)"),
-    Method(
-        "chunks",
-        "[ChunkKV](https://arxiv.org/abs/2502.00299)",
-        "mean over a chunk of the text, algorithm 1",
-        "kvjax/transforms.py",
-        run="snapkv(kernel=7)+chunks",
-    ),
-    Method(
-        "merge",
-        "[D2O](https://arxiv.org/abs/2406.13035)",
-        "values of what leaves, into the most similar key's",
-        "kvjax/merging.py",
-        run="snapkv(kernel=7)+merge",
-    ),
-    Method(
-        "cam",
-        "[CaM](https://openreview.net/forum?id=LCTmppB165)",
-        "values of what leaves, shared among the next tokens",
-        "kvjax/merging.py",
-    ),
-    Method(
-        "match",
-        "[Attention Matching](https://arxiv.org/abs/2602.16284)",
-        "a bias per slot and new values, so that sample queries get the mass and the outputs of all tokens",
-        "kvjax/matching.py",
-    ),
-    Method("protect", "H2O, StreamingLLM", "what always stays", "kvjax/transforms.py", run="h2o+protect(recent=0.5)"),
-]
-ALLOCATIONS = [
-    Method("@uniform", "", "the same for each head", "kvjax/allocation.py", run="snapkv(kernel=7)"),
-    Method(
-        "@adakv",
-        "[AdaKV](https://arxiv.org/abs/2407.11550)",
-        "a layer's heads compete, a share of each is safe",
-        "kvjax/allocation.py",
-        run="snapkv(kernel=7)@adakv",
-    ),
-    Method("@layer", "AdaKV", "the same without safeguard", "kvjax/allocation.py"),
-    Method("@model", LAPROX, "eq. 12, algorithm 2", "kvjax/allocation.py", run="laprox(kernel=7)@model"),
-    Method(
-        "@threshold",
-        "[KVzap](https://arxiv.org/abs/2601.07891), [DMS](https://arxiv.org/abs/2506.05345)",
-        "what scores enough; the budget is a limit",
-        "kvjax/allocation.py",
-    ),
-    Method(
-        "@pyramid",
-        "[PyramidKV](https://arxiv.org/abs/2406.02069)",
-        "eq. 4",
-        "kvjax/allocation.py",
-        run="snapkv(kernel=7)@pyramid",
-    ),
-    Method("@cake", "CAKE", "eq. 6", "kvjax/allocation.py", run="cake(kernel=7)@cake"),
-    Method(
-        "@d2o",
-        "[D2O](https://arxiv.org/abs/2406.13035)",
-        "layers by the variance of their attention; its authors' code",
-        "kvjax/allocation.py",
-    ),
-    Method(
-        "@headkv",
-        "[HeadKV](https://arxiv.org/abs/2410.19258)",
-        "by the importance of each head",
-        "kvjax/allocation.py",
-        note=MEASURED,
-    ),
-    Method(
-        "@duo",
-        "[DuoAttention](https://arxiv.org/abs/2410.10819)",
-        "the least important heads stream",
-        "kvjax/allocation.py",
-        note=MEASURED,
-    ),
-    Method(
-        "@simlayer",
-        "[SimLayerKV](https://arxiv.org/abs/2410.13846)",
-        "lazy layers stream",
-        "kvjax/allocation.py",
-        run="snapkv(kernel=7)@simlayer(recent=0.5)",
-    ),
-    Method("@lava", "LAVa", "layers by the entropy of their scores", "kvjax/allocation.py", run="lava(kernel=7)@lava"),
-]
-
-
 class Press(NamedTuple):
     """A press of kvpress 0.5.5: what it is called here, and its names in docs/results/parity.json."""
 
     name: str
     here: str = ""  # empty: not here
-    compared: tuple[str, ...] = ()
+    compared: Sequence[str] = ()
     note: str = ""
 
 
-PRESSES = {
-    "Scores": [
-        Press("ObservedAttentionPress", "`h2o`", ("observed",), "its sums divided by the number of queries"),
-        Press("TOVAPress", "`tova+protect(recent=1)`", ("tova",)),
-        Press("SnapKVPress", "`snapkv(window=64,kernel=5)`", ("snapkv",), "the default window here is 32"),
-        Press("KnormPress", "`key_norm`", ("knorm",)),
-        Press("KeyDiffPress", "`keydiff`", ("keydiff",)),
-        Press("StreamingLLMPress", "`streaming`", ("streaming",)),
-        Press("ExpectedAttentionPress", "`expected_attention`", ("expected", "expected_mean")),
-        Press("CURPress", "`curdkv`", ("curdkv", "curdkv_mean", "curdkv_key")),
-        Press("LagKVPress", "`lagkv`", ("lagkv", "lagkv_cross")),
-        Press("QFilterPress", "`q_filters(file='...')`", ("q_filters",), "its published filters load"),
-        Press(
-            "FinchPress",
-            "`finch(window=n)+positions`",
-            ("finch",),
-            "n: the question's tokens; compared without `positions`",
-        ),
-        Press("KVzipPress", "`kvzip@model(normalise=False)`", ("kvzip",), "`layerwise`: `kvzip@layer(cap=None)`"),
-        Press("KVzapPress", "`zap`", (), "`python -m train.scorer` makes the small network"),
-        Press("RandomPress", "`random`", (), "other numbers"),
-        Press("CapPress"),
-        Press("CompactorPress"),
-        Press("ExpectedAttentionStatsPress", "", (), "`expected_attention` measures the prompt's own queries"),
-        Press(
-            "FastKVzipPress",
-            "`zap+protect(sinks=4,recent=0.02)@model(normalise=False)`",
-            (),
-            "`python -m train.scorer --network gate` makes the gate",
-        ),
-        Press("KVComposePress"),
-        Press("KVgradPress", "`kvgrad@model(normalise=False)`", ("kvgrad",), "`layerwise`: `kvgrad@layer(cap=None)`"),
-        Press("LeverageScorePress"),
-        Press("NonCausalAttnPress"),
-        Press("RestoreKVPress"),
-    ],
-    "Presses around another press": [
-        Press("AdaKVPress", "`...@adakv(cap=None)`", ("adakv", "adakv_a0.8")),
-        Press("CriticalKVPress", "`...+critical`", ("criticalkv",)),
-        Press("CriticalAdaKVPress", "`...+critical@adakv(cap=None)`", (), "not compared"),
-        Press(
-            "PyramidKVPress",
-            "`snapkv@pyramid`",
-            ("pyramidkv", "pyramidkv_w8_b4"),
-            "compared with betas that end at its last layer",
-        ),
-        Press(
-            "DuoAttentionPress",
-            "`...@duo(file='...')`",
-            ("duo",),
-            "`models.head_scores` measures the heads as its `on_the_fly_scoring`",
-        ),
-        Press("SimLayerKVPress", "`...@simlayer`", ("simlayer",)),
-        Press("ChunkKVPress", "`...+chunks(heads='layer')`", ("chunkkv",)),
-        Press("MergingPress", "`...+merge`", ("merge",)),
-        Press("CAMPress", "`...+cam`", ("cam",), "the mean of its random draws"),
-        Press("KeyRerotationPress", "`...+positions`"),
-        Press("ThinKPress", "", (), "it sets channels of the keys to 0, which saves no memory"),
-        Press("DMSPress", "`...@threshold(least=x)`"),
-        Press("BlockPress", '`when="block"`, `block=128`', (), "the prompt really comes in block by block"),
-        Press("DecodingPress", '`when="prompt"`, `evict_every=512`', (), "the budget holds for the prompt, too"),
-        Press("PrefillDecodingPress", "`evict_every=n`", (), "the same policy for both"),
-        Press("CompressionRatioDecodingPress", "", (), "a budget does not grow with the answer"),
-        Press("ComposedPress", "", (), "links of a chain change scores before one eviction: `a+b`"),
-        Press("ChunkPress", "", (), "each chunk has a quota of its own there"),
-        Press("EntropyGatedChunkKVPress"),
-        Press("LUKVPress", "", (), "budgets per head from a file: `...@headkv(file='...')`"),
-        Press("PerLayerCompressionPress", "", (), "allocations decide: `@pyramid`, `@cake`, `@d2o`, `@lava`, `@model`"),
-    ],
-    "To build on": [
-        Press("ScorerPress", "`kvjax.base_score`"),
-        Press("BasePress", "`kvjax.Policy`"),
-        Press(
-            "KVPressTextGenerationPipeline",
-            "`models.ask`; step by step: `models.prefill`, then `models.generate(cache=...)`",
-            (),
-            "[compress once](how-to/compress-once.md)",
-        ),
-    ],
-}
+def rows_of[Row: (Method, Press)](name: str, kind: type[Row]) -> dict[str, list[Row]]:
+    """Read the rows of a page's tables, by table, from a TOML file beside the page."""
+    tables = tomllib.loads((DOCS / f"{name}.toml").read_text(encoding="utf-8"))
+    return {title: [kind(**row) for row in rows] for title, rows in tables.items()}
 
 
-def equal(part: dict[str, Any], names: tuple[str, ...], where: str) -> list[str]:
+METHODS, PRESSES = rows_of("methods", Method), rows_of("kvpress", Press)
+
+
+def equal(part: dict[str, Any], names: Sequence[str], where: str) -> list[str]:
     """Return how many kept sets of a part of parity.json are equal, and how near the others are."""
     found = [part[name] for name in names if name in part]
     if not found:
@@ -1029,8 +712,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "reference/models.md": {"families": families},
     "methods.md": {
-        "scores": lambda: methods(SCORES),
-        "allocations": lambda: methods(ALLOCATIONS),
+        "scores": lambda: methods(METHODS["scores"]),
+        "allocations": lambda: methods(METHODS["allocations"]),
         "moments": published,
     },
 }

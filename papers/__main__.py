@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from models.commands.subcommands import run_one
+from papers import remake
 from papers.caote import launches
 from papers.debian import texts
 from papers.kivi import rounding
@@ -10,7 +11,7 @@ from papers.tokenbutler import figures, flops, selection
 
 EXPERIMENTS = {
     "butler": figures, "flops": flops, "selection": selection, "rounding": rounding, "launches": launches,
-    "texts": texts,
+    "texts": texts, "remake": remake,
 }  # fmt: skip
 
 

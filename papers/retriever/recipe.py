@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
-from evals import answering, command_line, coref_task, prose, tasks
+from evals import answering, command_line, coref_task, prose, sweep, tasks
 from models import commands
 from models.commands import provenance
 from models.config import Config, Rope
@@ -59,50 +59,15 @@ class Phase(NamedTuple):
     weights: tuple[float, float, float, float, float] = (1.0, 1.0, 0.5, 1.0, 1.0)
 
 
-PLACES = data.Level(256, (2, 10), (0.0, 0.7), before=0.2, episodes=False, prose=0.1, places=0.5, reach=2400)
-LONG_PLACES = data.Level(512, (4, 20), (0.1, 0.85), before=0.25, episodes=False, prose=0.1, places=0.45, reach=2400)
-RECIPE = (
-    Phase(400, 16, (0.005, 0.005), data.Level(256, (2, 12), (0.0, 0.7), two_words=0.9, before=0.35, reach=2400)),
-    Phase(100, 8, (0.005, 0.005), data.Level(512, (4, 20), (0.1, 0.8), before=0.35, reach=2400)),
-    Phase(250, 32, (0.005, 0.005), data.Level(128, (1, 4), (0.0, 0.5), before=0.75, episodes=False, reach=800)),
-    Phase(200, 16, (0.005, 0.005), data.Level(256, (2, 10), (0.0, 0.7), before=0.6, episodes=False, reach=2400)),
-    Phase(200, 4, (0.005, 0.003), data.Level(1024, (6, 28), (0.2, 0.85), before=0.5, episodes=False, reach=2400)),
-    Phase(150, 8, (0.003, 0.003), data.Level(512, (4, 20), (0.1, 0.85), before=0.6, episodes=False, reach=2400)),
-    Phase(200, 2, (0.003, 0.0002), data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400)),
-    # Once the model found keys, the second digit was the one that it got wrong.
-    Phase(
-        150, 8, (0.003, 0.002), data.Level(512, (4, 20), (0.1, 0.85), before=0.6, episodes=False, reach=2400),
-        (1.0, 4.0, 0.5, 1.0, 1.0),
-    ),
-    Phase(
-        120, 2, (0.002, 0.0001), data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400),
-        (1.0, 4.0, 0.5, 1.0, 1.0),
-    ),
-    # Places that are named again; from the weights of step 1,770, with a new optimizer.
-    Phase(30, 8, (0.0003, 0.003), PLACES, (1.0, 2.0, 0.5, 1.0, 2.0)),
-    Phase(370, 8, (0.003, 0.002), PLACES, (1.0, 2.0, 0.5, 1.0, 2.0)),
-    Phase(30, 4, (0.002, 0.0018), LONG_PLACES, (1.0, 2.0, 0.5, 1.0, 2.0)),
-    # In names made of syllables, many tokens were never repeated.
-    Phase(300, 8, (0.003, 0.002143), PLACES._replace(pieces=0.6), (1.0, 2.0, 0.5, 1.0, 2.0)),
-    # Then the first token of the name was wrong after tie-backs unlike those of training.
-    Phase(
-        350, 4, (0.002, 0.001), LONG_PLACES._replace(before=0.2, places=0.55, pieces=0.4, cues=0.5),
-        (1.0, 2.0, 0.5, 1.0, 2.0),
-    ),
-    Phase(
-        60, 2, (0.001, 0.0001),
-        LONG_PLACES._replace(
-            length=2048, facts=(8, 32), filler=(0.3, 0.9), before=0.3, places=0.3, pieces=0.4, cues=0.3
-        ),
-        (1.0, 4.0, 0.5, 1.0, 2.0),
-    ),
-    # By then held-out prose had become worse: perplexity 97, from 34 at step 1,770.
-    Phase(
-        250, 8, (0.002, 0.0001),
-        LONG_PLACES._replace(before=0.15, prose=0.45, library=0.8, places=0.2, pieces=0.4, cues=0.3),
-        (1.0, 4.0, 1.0, 1.0, 2.0),
-    ),
-)  # fmt: skip
+def read_recipe() -> tuple[Phase, ...]:
+    """Read the phases of the recipe, from recipe.toml.
+
+    >>> sum(phase.steps for phase in read_recipe())
+    3160
+    """
+    exact = lambda table: {name: tuple(v) if isinstance(v, list) else v for name, v in table.items()}  # noqa: E731
+    phases = sweep.read(Path(__file__).with_suffix(".toml"))["phases"]
+    return tuple(Phase(**exact(phase) | {"level": data.Level(**exact(phase["level"]))}) for phase in phases)
 
 
 def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
@@ -557,7 +522,8 @@ def _make(options: argparse.Namespace) -> None:
     config = make_config(tokenizer)
     resume = options.resume == "auto"
     run = dataclasses.replace(OFTEN, begun=options.begun, resume=resume, stop_after=options.stop_after)
-    parameters = train(options.work, config, tokenizer, RECIPE, seed=options.seed, begin=options.begin, options=run)
+    recipe = read_recipe()
+    parameters = train(options.work, config, tokenizer, recipe, seed=options.seed, begin=options.begin, options=run)
     if options.keep:
         kept, _ = _read_model(options.begin, config)
         parameters = {

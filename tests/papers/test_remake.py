@@ -1,0 +1,35 @@
+"""What makes the results again: commands that exist, in order, and only those whose results are not there."""
+
+import importlib
+import json
+
+import pytest
+
+from models import commands
+from models.commands import subcommands
+from papers import remake
+
+MODULES = sorted({table["run"].split()[0] for table in remake.read().values() if "run" in table})
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_command_line_is_one_that_its_module_takes(module, monkeypatch):
+    for run in (commands, subcommands):
+        monkeypatch.setattr(run, "run", lambda *_: 0)
+    for name, table in remake.read().items():
+        _, found, *line = remake.arguments(name, table)
+        if found == module:
+            place = f"{module}.__main__" if module in ("benchmarks", "evals", "papers") else module
+            assert importlib.import_module(place).main(line) == 0, name
+
+
+def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(remake, "ROOT", tmp_path)
+    tables = {"data": {"program": "1"}, "net": {"run": "train", "data": "data"}, "old": {"program": "2"}}
+    tables |= {"results/a.json": {"run": "evals", "networks": "net"}, "results/b.json": {"run": "x", "benchmark": True}}
+    assert list(remake.missing(tables, benchmarks=False)) == ["data", "net", "results/a.json"]
+    (tmp_path / "results").mkdir()
+    for commit, left in (("abc and changes", ["data", "net", "results/a.json"]), ("abc", [])):
+        (tmp_path / "results/a.json").write_text(json.dumps({"fingerprints": {}, "command": "x", "commit": commit}))
+        assert list(remake.missing(tables, benchmarks=False)) == left
+    assert list(remake.missing(tables, benchmarks=True)) == ["results/b.json"]
