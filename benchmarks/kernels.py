@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from evals import command_line, report
 from kernels_pallas.dispatch import BY_NAME_ONLY, Kernel, kernels_of, of_layer, platform
 from kvjax.checks import check_names
 from models import commands
-from models.butler import ButlerConfig
 from models.config import Config
+from models.networks import kinds_for
 
 OPERATIONS = ("caote_topk", "cache_attention", "paged_attention", "select_attention", "mse_logits")
 IMPLEMENTATIONS = ("reference", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
@@ -220,8 +220,9 @@ def _select_attention(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, H:
 
 
 def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
-    N, K, D, F = config.num_heads, config.num_kv_heads, config.head_dim, ButlerConfig.of(config).dim
-
+    (predictor,) = kinds_for(frozenset({"query", "key"}))
+    F = cast(Any, predictor.Config).of(config).dim
+    N, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     numbers_bytes = floors.mse_bytes(B, T, N, K, D, F, 4)
     L = _layers(numbers_bytes)
 

@@ -151,12 +151,11 @@ def share(cell: study_page.Cell, most: float) -> str:
     return f"{text} [{low:.2f}, {high:.2f}]"
 
 
-def selections() -> str:
-    """Make the table of selections without eviction: perplexity and co-reference by the share of tokens left out."""
+def selections(chosen: Sequence[str]) -> str:
+    """Make the table of some selections without eviction: perplexity and co-reference by the tokens left out."""
     perplexity, coref = read("perplexity.json"), read("coref.json")
     increase = {(r["select"], r["sparsity"]): r["increase"] for r in perplexity["results"]}
     named = {(r["select"], r["sparsity"]): r["accuracy"] for r in coref["results"]}
-    chosen = ("oracle", "butler", "quest", "streaming", "random")
     shares = sorted({s for _, s in increase if s} & {s for _, s in named if s})
 
     def cell(table: dict[tuple[str, float], float], name: str, share: float, form: str) -> str:
@@ -475,6 +474,7 @@ def rows_of[Row: (Method, Press)](name: str, kind: type[Row]) -> dict[str, list[
 
 
 METHODS, PRESSES = rows_of("methods", Method), rows_of("kvpress", Press)
+PAGES = tomllib.loads((DOCS / "tables.toml").read_text(encoding="utf-8"))
 
 
 def equal(part: dict[str, Any], names: Sequence[str], where: str) -> list[str]:
@@ -564,13 +564,13 @@ def families() -> str:
     return "\n".join(lines)
 
 
-def methods(chosen: Sequence[Method]) -> str:
-    """Make the table of methods: name, paper, equation, file, and what such a policy scores in the study "once"."""
+def methods(kind: str) -> str:
+    """Make the table of scores or allocations: name, paper, equation, file, and scores in the study "once"."""
     found, data = studies.find("once"), read("once.json")
     cells = {q: study_page.cells(found, data["results"], study_page.Panel("base", q)) for q in ("known", "unknown")}
     head = ("short name", "paper", "equation, or what it is", "file", "run as", "25%, known", "25%, unknown")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    for m in chosen:
+    for m in METHODS[kind]:
         there = m.run and all((full_name(m.run), 0.25) in cells[q] for q in cells)
         scores = [f"{cells[q][full_name(m.run), 0.25].scores.mean():.2f}" if there else "" for q in cells]
         run = f"`{m.run}`" if there else m.note
@@ -648,8 +648,9 @@ def kept_and_asked() -> str:
     )
 
 
-def roundings(data: dict[str, Any]) -> str:
+def roundings(file: str) -> str:
     """Make the table of ways to round keys and values, from what `python -m papers rounding` wrote."""
+    data = read(file)
     texts = {text: [r for r in data["results"] if r["text"] == text] for text in data["chunks"]}
     titles = [text.replace("-", " ").title() for text in texts]
     counts = " and ".join(str(count) for count in sorted(set(data["chunks"].values())))
@@ -674,59 +675,20 @@ def grown(r: dict[str, Any]) -> str:
     return mean if None in bounds else f"{mean} [{', '.join(f'{100 * x:{form}}' for x in bounds)}]"
 
 
-PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "../README.md": {"real": readme},
-    "architecture.md": {"roundings": lambda: roundings(read("smollm2/rounding.json"))},
-    "gallery.md": {
-        "calibrated": calibrated,
-        "eight bits": in_eight_bits,
-        "seen": seen,
-    },
-    "results/CLAIMS.md": {"claims": all_claims},
-    "results/TOKENBUTLER.md": {
-        "foreseen": lambda: foreseen("smollm2/butler-accuracy.json"),
-        "foreseen unseen": lambda: foreseen("smollm2/butler-accuracy-handbook.json"),
-        "foreseen by pages": lambda: foreseen("smollm2/butler-pages.json"),
-        "varied": lambda: varied(f"{REAL}/butler-variants"),
-        "perplexities": lambda: perplexities("smollm2/butler-perplexity.json"),
-        "names": lambda: names_found("smollm2/coref.json"),
-        "choices": lambda: chosen("smollm2/butler-choices.json"),
-        "steps": steps_foreseen,
-        "foreseen small": lambda: foreseen("butler-accuracy.json"),
-        "perplexities small": lambda: perplexities("perplexity.json"),
-        "names small": lambda: names_found("coref.json", "coref-generated.json"),
-    },
-    "how-to/choose-a-policy.md": {
-        "real fixed": lambda: choice("fixed-memory", "unknown"),
-        "real known": lambda: choice("once", "known"),
-        "real unknown": lambda: choice("once", "unknown"),
-        "selections": selections,
-        "generations": lambda: generations(f"{REAL}/generation.json"),
-    },
-    "how-to/compress-once.md": {"questions": kept_and_asked},
-    "how-to/fine-tune.md": {"tuned": tuned},
-    "kvpress.md": {
-        **{kind.lower(): functools.partial(presses, kind) for kind in PRESSES},
-        "questions": same_questions,
-        "peers": peers,
-    },
-    "reference/models.md": {"families": families},
-    "methods.md": {
-        "scores": lambda: methods(METHODS["scores"]),
-        "allocations": lambda: methods(METHODS["allocations"]),
-        "moments": published,
-    },
-}
+def parts_of(page: str) -> dict[str, Callable[[], str]]:
+    """Return what makes the parts of a page: functions of this file, with the arguments that docs/tables.toml has."""
+    listed = {name: entry if isinstance(entry, list) else [entry] for name, entry in PAGES[page].items()}
+    return {name: functools.partial(globals()[function], *given) for name, (function, *given) in listed.items()}
 
 
-def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
+def filled(page: str) -> str:
     """Return a page's text with new contents of its parts.
 
     Raises:
         ValueError: the page has no place for a part.
     """
     text = (DOCS / page).read_text()
-    for name, make in parts.items():
+    for name, make in parts_of(page).items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"docs/{page} has no place for {name!r}; put {begin} and {end} into it.")
@@ -744,7 +706,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(check: bool) -> None:
-    made = {page: functools.partial(filled, page, parts) for page, parts in PARTS.items()}
+    made = {page: functools.partial(filled, page) for page in PAGES}
     made |= {f"results/{name}.md": functools.partial(study_of, name) for name in STUDIES}
     for page, make in made.items():
         text, path = make(), DOCS / page

@@ -332,7 +332,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.evict_every not in (None, 0):
         raise ValueError("--evict-every is about generated tokens, but choices generate none; leave it out.")
     flags.evict_every = 0
-    instead = "python -m papers butler choices takes selections with --select"
+    instead = "python -m papers predictor choices takes selections with --select"
     run_settings.refuse_selections(run_settings.make_settings(flags, run_settings.KNOWN_OR_NOT), instead)
     check(flags)
     text = texts.read_text(flags.text)

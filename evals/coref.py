@@ -1,6 +1,6 @@
 """Co-reference: a place is named, distractions follow, and the whole name has to be repeated.
 
-This is TokenButler's task (section 4.2, table 2) on pools of our own, in two modes.
+This is the task of arXiv 2503.07518 (section 4.2, table 2) on pools of our own, in two modes.
 
 "teacher", as published: one forward over the text followed by the name. Every row reads what the selection keeps
 (evals/selections.py), and the answer is the likeliest token at each position of the name. Under a policy, too, each
@@ -37,17 +37,18 @@ from evals.selections import Method
 from evals.simulator import Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When, moments
+from kvjax.sources import PREDICTOR
 from models import commands, hosts
 from models.commands import run_flags
 from models.commands.programs import make_room
 from models.networks import read_by
 
 Mode = Literal["teacher", "generate"]
-SELECT = "full,oracle,butler,quest,h2o,streaming,random"
+SELECT = f"full,oracle,{PREDICTOR},quest,h2o,streaming,random"
 PAGE_SIZE = 4
 SNAPKV = "snapkv(window=32,kernel=7,pooling='max')"  # in "generate": its window fits into a block of the prompt
 EXAMPLES = """examples:
-  python -m evals coref --select full,oracle,butler,quest,h2o,streaming,random --sparsity 0.5
+  python -m evals coref --select full,oracle,quest,h2o,streaming,random --sparsity 0.5
   python -m evals coref --sparsity 0.3,0.5,0.7 --mode teacher,generate --json coref.json --plot coref.png
   python -m evals coref --mode generate --select full,h2o,snapkv --when block,prompt,published --evict-every 0
 """
@@ -200,7 +201,7 @@ def compare(results: Sequence[dict[str, Any]], against: Collection[str] = ()) ->
     """
     rows = []
     for r, other in itertools.product(results, results):
-        compared = other["select"] in against if against else r["select"] == "butler"
+        compared = other["select"] in against if against else r["select"] == PREDICTOR
         same = all(len({x[name] for x in (r, other)} - {None}) <= 1 for name in ("mode", "sparsity", "when"))
         if not compared or not same or r["select"] in (other["select"], "full"):
             continue

@@ -1,9 +1,9 @@
 """The co-reference task: a place is named, three distractions follow, and the name has to be repeated.
 
-The template is TokenButler's (section 4.2 and appendix A.1): an introduction that ends with "The place is:" and an
-invented name, a philosophical reflection, a dish, a short calculation, and a sentence that leads back to the name. The
-pools in `coref_pools.json` were written for this project. Three fifths of each pool are for training, the rest for
-tests: no name, introduction or distraction of a test sample was trained on. Everything is a pure function of a seed.
+The template is that of arXiv 2503.07518 (section 4.2 and appendix A.1): an introduction that ends with "The place is:"
+and an invented name, a philosophical reflection, a dish, a short calculation, and a sentence that leads back to the
+name. The pools in `coref_pools.json` were written for this project. Three fifths of each pool are for training, the
+rest for tests: no name, introduction or distraction of a test sample was trained on. A seed decides everything.
 """
 
 from __future__ import annotations

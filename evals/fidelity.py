@@ -362,7 +362,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print the table, write JSON and pictures."""
     settings = needle.make_settings(flags)
-    run_settings.refuse_selections(settings, "python -m papers butler accuracy measures what a selection finds")
+    run_settings.refuse_selections(settings, "python -m papers predictor accuracy measures what a selection finds")
     lengths = needle.check_sizes(flags)
     command_line.check_least(flags, samples=1)
     report.check_outputs(flags.json, flags.plot, flags.heads)

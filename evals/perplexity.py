@@ -1,10 +1,10 @@
 """Perplexity: how well text is predicted under a policy's budget, or when every head reads only a selection's tokens.
 
-The text is cut into chunks (1,024 tokens in TokenButler's figure 6). Each is a sequence of its own that begins with BOS
-if the tokenizer has one; a rest that fills no chunk is left out. With ``--stride``, windows of that length slide over
+The text is cut into chunks (1,024 tokens in arXiv 2503.07518). Each is a sequence of its own that begins with BOS if
+the tokenizer has one; a rest that fills no chunk is left out. With ``--stride``, windows of that length slide over
 the text. Only the last tokens of each window are counted, as many as the stride; the tokens before them are context.
 
-- Selections (``--select``, ``--sparsity``): see evals/selections.py for what is read (TokenButler, figure 6).
+- Selections (``--select``, ``--sparsity``): see evals/selections.py for what is read.
 - Policies (``--policies``, ``--budgets``, ``--block``): the library's own prefill evicts after every block. Each token
   is predicted from its own block and what earlier evictions kept (CAOTE, tables 4 and 8). With ``--when prompt`` the
   context of a window is compressed once, and the window's last tokens (``--stride``) are predicted from what is kept.
@@ -48,17 +48,18 @@ from evals.selections import Method
 from evals.simulator import Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When
+from kvjax.sources import PREDICTOR
 from models import commands
 from models.commands import run_flags
 from models.commands.programs import make_room
 
-SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
+SELECT = f"oracle,{PREDICTOR},quest,h2o,snapkv,streaming"
 EXAMPLES = """examples:
-  python -m evals perplexity --select oracle,butler,quest,h2o,snapkv,streaming --sparsity 0,0.1,...,0.7 --plot out.png
+  python -m evals perplexity --select oracle,quest,h2o,snapkv,streaming --sparsity 0,0.1,...,0.7 --plot out.png
   python -m evals perplexity --policies h2o,h2o+caote,snapkv,snapkv+caote --budgets 64,128,256 --block 32 --plot out.png
   python -m evals perplexity --text king-james-bible --chunk 1024 --stride 256 --sequences 32 --when block,prompt
       --policies h2o,snapkv,snapkv+caote --budgets 0.25
-  python -m evals perplexity --model path/to/Llama-3.2-1B --networks butler/ --text book.txt --chunk 1024 --sparsity 0.5
+  python -m evals perplexity --model Llama-3.2-1B --networks trained/ --text book.txt --chunk 1024 --sparsity 0.5
 """
 
 
@@ -279,7 +280,7 @@ def steps(chosen: Sequence[Method], sparsities: Sequence[float], chunks: int, se
     return chunks * (1 + len(named) * sum(sparsity > 0 for sparsity in sparsities) + settings)
 
 
-def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
+def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
     """Compare each selection's perplexity with that of ``against`` at the same sparsity, by paired chunks."""
     lines = {r["sparsity"]: r for r in results if r["select"] == against}
     rows = []
@@ -415,7 +416,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--against",
         metavar="NAME",
         help="the policy that each policy is compared with, by paired chunks; it is measured, too (default: "
-        f"{run_settings.RECENCY}); without --policies, the selection (default: butler, if it is measured)",
+        f"{run_settings.RECENCY}); without --policies, the selection (default: {PREDICTOR}, if it is measured)",
     )
     flags.add_argument("--block", type=int, default=32, help="for --policies: tokens per step")
     flags.add_argument(
@@ -432,7 +433,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def add_text_flags(flags: argparse.ArgumentParser, *, chunk: int) -> None:
     """Add the flags for the text and how it is cut."""
     texts.add_text_flag(flags)
-    flags.add_argument("--chunk", type=int, default=chunk, help="tokens per sequence; 1024 in TokenButler's paper")
+    flags.add_argument("--chunk", type=int, default=chunk, help="tokens per sequence; 1024 as published")
     flags.add_argument(
         "--stride", type=int, help="slide windows of --chunk tokens by so many, and count only their last so many"
     )
@@ -553,12 +554,12 @@ def run(
         full = full_losses(model, chunks, batch=flags.batch, **shared)
         results = measure(model, chunks, full, chosen, sparsities, like=like, batch=flags.batch, **shared)
         evicted = []
-        if settings:  # the figures of TokenButler run no policies, and have no --block
+        if settings:  # the papers' figures run no policies, and have no --block
             feed = answering.Feed(flags.block, flags.batch, aids)
             evicted = measure_policies(model, chunks, full, settings, feed=feed, **shared)
         progress.set_description("done")
     named = getattr(flags, "against", None)
-    of_selections = "butler" if named is None or settings else str(selections.parse_selection(named))
+    of_selections = PREDICTOR if named is None or settings else str(selections.parse_selection(named))
     comparisons, gains = compare(results, of_selections), compare_policies(evicted, run_settings.baseline(flags))
     report.show(table(results), ratio_table(comparisons), policy_table(evicted), policy_ratio_table(gains))
     figures = {

@@ -2,8 +2,8 @@
 
 A selection is given by its short name:
 
-- a source of importance (:mod:`kvjax.sources`: butler, oracle, quest, first_layer, previous_layer, random, streaming):
-  nothing is lost, and the next row may read what this one left out;
+- a source of importance (:mod:`kvjax.sources`, such as quest): nothing is lost, the next row may read what this
+  one left out;
 - an eviction policy (:func:`kvjax.parse`), as permanent selection, token by token: the library's own decode steps on a
   cache of one layer. Row i reads the tokens kept after row i - 1, and its own; then the worst token is evicted. The
   first ``sinks`` tokens are protected and added to the budget, so that no policy holds less than a source may read.
@@ -11,8 +11,8 @@ A selection is given by its short name:
 - "oracle_eviction": each row reads the best of the remaining tokens by its own true logits, and evicts the others;
 - "full".
 
-A name that is both a source and a policy (streaming, random, butler) is the source. "snapkv" alone is
-:func:`rolling_snapkv`, SnapKV as TokenButler's paper reads it. With arguments, ``snapkv(window=32)``, it is the
+A name that is both a source and a policy, such as streaming, is the source. "snapkv" alone is
+:func:`rolling_snapkv`, SnapKV as arXiv 2503.07518 reads it. With arguments, ``snapkv(window=32)``, it is the
 library's policy: in a decode step its window is one query, and the window's tokens are kept.
 """
 
@@ -51,7 +51,7 @@ _MADE = makers("selection", None, kvjax.Policy)
 
 @functools.partial(registered, _MADE)
 def rolling_snapkv(*, window: int = 32, kernel: int = 7, pooling: Literal["avg", "max"] = "max") -> kvjax.Policy:
-    """Make SnapKV as TokenButler simulates it: it scores by the mean attention of the last queries, across steps.
+    """Make SnapKV as arXiv 2503.07518 simulates it: it scores by the mean attention of the last queries, across steps.
 
     The window's own tokens are scored and pooled like all others, and are not protected. A token within the window has
     no attention from queries before it.
@@ -172,7 +172,7 @@ def parse_selections(text: str, *, page_size: int = 16) -> list[Method]:
         >>> [str(selection) for selection in parse_selections("full, h2o, h2o")]
         ['full', 'h2o']
     """
-    names = listed("selection", text, "--select oracle,butler,h2o")
+    names = listed("selection", text, "--select oracle,quest,h2o")
     return list(dict.fromkeys(parse_selection(name, page_size=page_size) for name in names))
 
 

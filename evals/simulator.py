@@ -2,8 +2,8 @@
 
 In every layer but layer 0, row i reads a part of the i + 1 tokens so far: the ``ceil((i + 1)(1 - sparsity))`` tokens
 that the selection ranks highest, and the first ``sinks`` tokens beside them. No recent window is forced: a query's own
-token competes like the others. This is how TokenButler simulates decoding (section 4): there is no prompt, and each
-query head has its own set of tokens.
+token competes like the others. So arXiv 2503.07518 simulates decoding: there is no prompt, each query head has its
+own set of tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Selection: which tokens each head reads in a step. Nothing is evicted; the next step may read others.
 
 A row (a query of a head) reads the ``budget`` tokens of the largest importance that it sees, and also the first
-``sinks`` tokens (TokenButler, section 4, keeps 4): at most ``budget + sinks``, fewer where a sink is also among the
+``sinks`` tokens (4 in arXiv 2503.07518): at most ``budget + sinks``, fewer where a sink is also among the
 best. Free slots and tokens after the query are never read. Ties go to the more recent token, NaN loses to everything.
 """
 
@@ -86,7 +86,7 @@ def selected_mask(
     """Return what :func:`select` reads as a mask: for one step ``[B, H, S]``, for whole sequences ``[B, H, T, S]``.
 
     On whole sequences each query has the budget of its own step: a share of ``1 - s`` gives row i, which sees i + 1
-    tokens, the ``ceil((i + 1)(1 - s))`` of TokenButler's evaluation at sparsity s.
+    tokens, the ``ceil((i + 1)(1 - s))`` of arXiv 2503.07518 at sparsity s.
 
     Args:
         importance, position, sinks: see :func:`select`.

@@ -40,6 +40,7 @@ from kvjax.names import called, check_number, makers, registered
 from kvjax.scores import mix_bits
 
 PyTree = Any
+PREDICTOR = "butler"  # the source that reads what a small network predicts
 # How the query heads of a group choose: each for itself, or together, by their largest logit, their mean logit, or the
 # mean of their attention weights.
 Group = Literal["separate", "max", "mean", "weights"]
@@ -199,7 +200,7 @@ def butler(*, group: Group = "separate") -> Source:
         >>> sorted(sources.butler().reads)
         ['predicted']
     """
-    return _given("butler", "predicted", "the predictor's logits", group)
+    return _given(PREDICTOR, "predicted", "the predictor's logits", group)
 
 
 @register

@@ -194,11 +194,11 @@ def remembers(policy: Policy | None) -> bool:
     Example:
         >>> import kvjax
         >>> from models.networks import remembers
-        >>> remembers(kvjax.butler()), remembers(kvjax.zap())
-        (True, False)
+        >>> remembers(kvjax.zap())
+        False
     """
     wanted = wanted_by(policy)
-    return bool(wanted) and any(kind.looks_ahead for kind in NETWORKS.values() if wanted <= kind.predicts)
+    return bool(wanted) and any(kind.looks_ahead for kind in kinds_for(wanted))
 
 
 def several(networks: Networks) -> tuple[Network, ...]:
@@ -263,7 +263,7 @@ def network_of(
             said = ", ".join(f"{network.name} ({', '.join(sorted(network.predicts))})" for network in given)
             raise ValueError(
                 f"networks={said} was given, but nothing reads what it predicts; give a policy or a selection that "
-                "does, such as 'zap' or select='butler', or leave networks out."
+                "does, such as 'zap', or leave networks out."
             )
         return None
     fitting = read_by(given, policy, source)
@@ -288,9 +288,19 @@ def network_of(
     return network
 
 
+def kinds_for(wanted: frozenset[str]) -> list[type[Network]]:
+    """Return the kinds of networks that predict some fields of a :class:`kvjax.Prediction`.
+
+    Example:
+        >>> from models.networks import kinds_for
+        >>> [kind.trained_by for kind in kinds_for(frozenset({"score"}))]
+        ['train.scorer', 'train.scorer']
+    """
+    return [kind for kind in NETWORKS.values() if wanted <= kind.predicts]
+
+
 def _trainers(wanted: frozenset[str]) -> str:
-    modules = {kind.trained_by for kind in NETWORKS.values() if wanted <= kind.predicts}
-    return " or ".join(f"python -m {module}" for module in sorted(modules))
+    return " or ".join(sorted({f"python -m {kind.trained_by}" for kind in kinds_for(wanted)}))
 
 
 # Their files.
@@ -440,8 +450,8 @@ def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike 
     Example:
         >>> import models
         >>> model, _ = models.load("retriever")
-        >>> models.own_network("retriever", model).name
-        'butler'
+        >>> sorted(models.own_network("retriever", model).predicts)
+        ['key', 'query']
     """
     shipped = Path(__file__).parent / str(path)  # those of "smollm2", whose weights are elsewhere
     place = shipped if path in PUBLISHED else find_folder(path)
@@ -478,14 +488,13 @@ def load_networks(
         >>> from models.networks import load_networks
         >>> model, _ = models.load("retriever")
         >>> wanted = [frozenset({"query", "key"})]
-        >>> [network.name for network in load_networks([], "retriever", model, wanted)]
-        ['butler']
+        >>> len(load_networks([], "retriever", model, wanted))
+        1
     """
     found = [load_network(folder, model, dtype=dtype) for folder in folders or ()]
     for fields in wanted:
         if fields and not any(fields <= network.predicts for network in found):
-            names = [name for name, kind in NETWORKS.items() if fields <= kind.predicts]
-            found.append(own_network(path, model, *names, dtype=dtype))
+            found.append(own_network(path, model, *(kind.name for kind in kinds_for(fields)), dtype=dtype))
     return tuple(found)
 
 

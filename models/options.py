@@ -95,7 +95,7 @@ class Options:
         evict_every: evict in decode at every step (1), every n steps (n more slots per head), or never (0). By default
             at every step, but for a policy that observes a window of n queries every n steps, by all their queries.
         select: instead of a policy, the source that chooses the tokens that a decode step reads: a source of
-            ``kvjax.sources`` or its short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is
+            ``kvjax.sources`` or its short name, such as "oracle" or "quest(page_size=16)". Nothing is
             evicted, the prompt and layer 0 are dense, and in the other layers each query head reads ``budget`` tokens
             (an int, or a share of those that the layer sees, rounded up) and the ``sinks`` first ones.
         sinks: how many of the first tokens a selection always reads, in addition to the budget.
@@ -112,10 +112,8 @@ class Options:
         projection: what the policy reads of the output projections, ``output_projection(model, policy)``; if not given,
             every call computes it.
         networks: the small network that the policy or the selection reads, or several, of which it takes its own
-            (:func:`load_network`): a :class:`Scorer` for ``zap``, a :class:`Butler` for ``select="butler"`` and
-            ``butler+caote``. The latter remembers every token: 2 r numbers for its own attention (r is about E / 8)
-            and, for a selection, a key for every predicted layer and head. A policy's keys are evicted with their
-            tokens (:func:`kvjax.butler`).
+            (:func:`load_network`; :mod:`models.networks` lists them). One that looks ahead remembers every token
+            beside the cache, and its class says in how many numbers.
         max_new_tokens: the largest number of tokens to generate.
         temperature: 0 takes the most likely token; above 0, tokens are drawn with the call's ``key``.
         top_k, top_p: draw only from the k most likely tokens, or from the fewest whose probabilities sum to p.

@@ -488,4 +488,4 @@ plt.show()
 # These are counts, not measurements: XLA may fuse a part of what is "written out".
 # Measurements and their devices are in `benchmarks/`.
 #
-# Next: [train a butler](4-train-a-butler.ipynb), which evicts nothing and reads a part.
+# Next: [train a predictor](4-train-a-predictor.ipynb), which evicts nothing and reads a part.

@@ -10,7 +10,7 @@ from papers.kivi import rounding
 from papers.tokenbutler import figures, flops, selection
 
 EXPERIMENTS = {
-    "butler": figures, "flops": flops, "selection": selection, "rounding": rounding, "launches": launches,
+    "predictor": figures, "flops": flops, "selection": selection, "rounding": rounding, "launches": launches,
     "texts": texts, "remake": remake,
 }  # fmt: skip
 

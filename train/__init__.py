@@ -1,4 +1,4 @@
-"""Training: the retriever that ships, and TokenButler's predictor. Try `python -m train.butler --help`."""
+"""The trainers, of small networks and of models under a policy; each is a command, such as `python -m train.scorer`."""
 
 from kvjax.install import check_packages
 

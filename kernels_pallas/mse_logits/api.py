@@ -1,4 +1,4 @@
-"""TokenButler's loss: the call, its checks, and the choice of an implementation."""
+"""The loss of predicted attention logits: the call, its checks, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def mse_logits(
     block: int = 128,
     implementation: Implementation = "auto",
 ) -> Float[Array, ""]:
-    """Compute the mean over pairs and heads of ``(scale q_i.k_j - q'_i.k'_j / sqrt(F))^2``, a layer's TokenButler loss.
+    """Compute the mean over pairs and heads of ``(scale q_i.k_j - q'_i.k'_j / sqrt(F))^2``, a layer's loss.
 
-    The paper (TokenButler, section 3.2) takes all T x T pairs, "before causal masking"; ``causal=True`` takes only
+    The paper (arXiv 2503.07518, section 3.2) takes all T x T pairs, "before causal masking"; ``causal=True`` takes only
     those that a query sees, ``j <= i``. Every pair of every row has the same weight. Query head n reads KV head
     ``n // (N / K)``, and likewise one of the predictor's M key heads (M = N in the paper). Gradients flow only to
     ``predicted_query`` and ``predicted_key``. They are computed together with the loss, so that a backward pass

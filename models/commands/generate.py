@@ -18,6 +18,7 @@ from kvjax.chains import policy_of
 from kvjax.checks import MOST
 from kvjax.policy_checks import check_policy_given
 from kvjax.schedule import moments
+from kvjax.sources import SOURCES
 from models import commands, fingerprints, hosts, selecting
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
@@ -31,9 +32,8 @@ from models.sizing import checked_budget
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
   python -m models.generate retriever --prompt-file book.txt --policy laprox@model --budget 0.2 --when prompt
-  python -m models.generate retriever --prompt-file book.txt --select butler --budget 0.5
   python -m models.generate retriever --prompt-file book.txt --select "quest(page_size=16)" --budget 256 --sinks 4
-  python -m models.generate path/to/model --prompt-file book.txt --policy butler+caote --networks butler/ --budget 512
+  python -m models.generate path/to/model --prompt-file book.txt --policy zap+caote --networks scorer/ --budget 512
   python -m models.generate path/to/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?" --dtype bfloat16
   python -m models.generate smollm2 --chat --prompts prompts.jsonl --policy snapkv+caote --budget 512 > answers.jsonl
 """
@@ -95,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument(
         "--select",
-        help="evict nothing, but read only some tokens in each step: butler, oracle, quest(page_size=16), first_layer, "
-        "previous_layer, random, streaming (default: none)",
+        help="evict nothing, but read only some tokens in each step, by a source of importance: "
+        f"{', '.join(SOURCES.names())} (default: none)",
     )
     commands.add_networks_flag(flags)
     flags.add_argument(

@@ -303,7 +303,7 @@ def command(flags: argparse.Namespace) -> None:
     figures: dict[str, Any]
     if flags.figure == "choices":
         figures = zero_shot.run(flags, text, model, tokenizer, chosen, sparsities, networks)
-        told: dict[str, Any] = {"evaluation": "butler choices", "settings": command_line.settings(flags)}
+        told: dict[str, Any] = {"evaluation": "predictor choices", "settings": command_line.settings(flags)}
         report.write(flags, told | figures, made_of, lambda path: zero_shot.dots(figures["results"], path))
         return
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
@@ -324,7 +324,8 @@ def command(flags: argparse.Namespace) -> None:
             report.show(accuracy_table(results), hit_comparison_table(figures["comparisons"]))
         else:
             print(layer_table(results))
-    told = {"evaluation": f"butler {flags.figure}", "settings": command_line.settings(flags), "sequences": len(chunks)}
+    told = {"evaluation": f"predictor {flags.figure}", "settings": command_line.settings(flags)}
+    told |= {"sequences": len(chunks)}
 
     def draw(path: Path) -> None:
         if flags.figure == "agreement":

@@ -4,7 +4,7 @@ The predictor's logits grow with the length of the text. One key per page, the m
 take a page's worth fewer: its logit is the mean of the page's logits, by which this source ranks pages. All logits are
 computed here, so it saves nothing; it shows what the tokens that are chosen that way are worth.
 
-    python -m papers butler accuracy --import papers.tokenbutler.two_levels --sparsity 0.9 \\
+    python -m papers predictor accuracy --import papers.tokenbutler.two_levels --sparsity 0.9 \\
         --select "butler,two_levels(pages=0.2)"
 """
 

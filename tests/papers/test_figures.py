@@ -31,7 +31,7 @@ def test_agreement_breaks_ties_towards_the_more_recent_and_bears_flat_heads():
 
 def test_accuracy_is_written(tiny_folder, text_file, run_eval):
     flags = ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24", "--sequences", "4"]
-    data, printed = run_eval("butler", "accuracy", *flags, "--select", "butler,random")
-    assert (data["evaluation"], data["sequences"]) == ("butler accuracy", 4)
+    data, printed = run_eval("predictor", "accuracy", *flags, "--select", "butler,random")
+    assert (data["evaluation"], data["sequences"]) == ("predictor accuracy", 4)
     assert [r["select"] for r in data["results"]] == ["butler", "random"]
     assert all(f"{r['hit_rate']:.3f}" in printed for r in data["results"])
