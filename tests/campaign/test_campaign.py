@@ -65,7 +65,7 @@ def test_caches_in_eight_bits_are_drawn_and_change_nothing_else():
 
 
 def test_every_way_is_drawn_and_a_case_is_read_from_what_was_printed():
-    cases = [case for number in range(150) for case in itertools.islice(ways.draw(3, number), 1)]
+    cases = [case for number in range(100) for case in itertools.islice(ways.draw(0, number), 1)]
     assert {way for case in cases for way in case.dimensions()["way"]} == {"plain", *ways.WAYS}
     assert {case.way.endswith(BY_LAYER) for case in cases if case.way.startswith("turns")} == {True, False}
     assert all(from_json(str(case)) == case for case in cases)
@@ -82,7 +82,7 @@ def test_half_of_the_programs_of_a_way_have_a_policy_that_it_is_for():
 
 WAYS = (  # by layer, of which few programs are made
     "by layer", "engine", "turns: turn, repeated", "rewound", "several", "select: oracle", "sampling: top_k",
-    "scales: 1", "equal: heads", "dtypes: bfloat16", "files", "transforms: score exact",
+    "scales: 1", "equal: heads", "dtypes: bfloat16", "files",
 )  # fmt: skip
 
 

@@ -115,5 +115,15 @@ def each_head(block: Block, formula) -> np.ndarray:
     return expected
 
 
+@functools.lru_cache(maxsize=None, typed=True)  # typed: a size of 1 is not 1.0
+def _maker(policy, *sizes):
+    return jax.jit(lambda: kvjax.empty_cache(policy, **dict(sizes)))
+
+
+def empty(policy: Policy | str | None, **sizes) -> kvjax.KVCache | kvjax.PagedCache:
+    """An empty cache for a policy; one program for all of its arrays and of its sizes."""
+    return _maker(policy, *sizes.items())()
+
+
 def heads_of(k: int) -> slice:
     return slice(k * G, (k + 1) * G)

@@ -63,13 +63,9 @@ def fast_caote(weights: np.ndarray, values: np.ndarray, norm: int | str = 2) -> 
 
 def kept(scores: np.ndarray, position: np.ndarray, budget: int) -> np.ndarray:
     """The `budget` best live slots of one head by (score, position); NaN is worse than all else: [S] -> bool [S]."""
-
-    def rank(slot: int) -> tuple[bool, float, int]:
-        score = float(scores[slot])
-        return (not np.isnan(score), 0.0 if np.isnan(score) else score + 0.0, int(position[slot]))
-
-    live = [slot for slot in range(len(scores)) if position[slot] >= 0]
-    best = sorted(live, key=rank, reverse=True)[:budget]
+    none = np.isnan(scores)
+    rising = np.lexsort((position, np.where(none, 0, scores) + 0.0, ~none, position >= 0))
+    best = rising[::-1][: min(budget, int((position >= 0).sum()))]
     return np.isin(np.arange(len(scores)), best)
 
 

@@ -69,3 +69,27 @@ def test_without_a_budget_the_policy_observes_and_evicts_nothing():
     assert num_live(cache).tolist() == [[9] * K, [4] * K]
     for sums in cache.state:  # a query head of the group each
         np.testing.assert_allclose(np.asarray(sums).sum(2), np.broadcast_to(received[:, None], (B, K)), rtol=1e-5)
+
+
+def test_in_a_scan_and_under_vmap_blocks_give_what_calls_give():
+    policy = kvjax.parse("h2o+caote")
+    cache, outs = start(policy), []
+    for block in blocks():
+        out, cache = step("h2o+caote", budget=BUDGET)(cache, *block)
+        outs.append(out)
+
+    def scan(cache, given):
+        def body(cache, block):
+            out, cache = kvjax.attend(cache, *block, policy=policy, budget=BUDGET)
+            return cache, out
+
+        return jax.lax.scan(body, cache, given)
+
+    given = [np.stack(x) for x in zip(*blocks(), strict=True)]
+    scanned, out = jax.jit(scan)(start(policy), given)
+    np.testing.assert_allclose(out, outs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(scanned.position, cache.position)
+    rows = jax.tree.map(lambda leaf: np.asarray(leaf)[:, None], start(policy))
+    each, out = jax.jit(jax.vmap(scan, in_axes=(0, 1)))(rows, [x[:, :, None] for x in given])
+    np.testing.assert_allclose(np.moveaxis(out[:, :, 0], 0, 1), outs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(each.position[:, 0], cache.position)

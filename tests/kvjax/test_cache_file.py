@@ -19,6 +19,7 @@ from safetensors.numpy import save as to_safetensors
 
 import kvjax
 from kvjax import KVCache, PagedCache, cache_file
+from tests.kvjax.blocks import empty
 from tests.kvjax.test_making import B, D, K, block, filled, step
 from tests.tiers import first
 
@@ -61,10 +62,7 @@ def refused(function, *arguments, **options) -> str:
     return message
 
 
-def tiny(policy, **changes):
-    """An empty cache with room for three tokens, in one program."""
-    sizes = dict(kv_heads=1, query_heads=2, head_dim=D, budget=3) | changes
-    return jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
+tiny = functools.partial(empty, kv_heads=1, query_heads=2, head_dim=D, budget=3)  # room for three tokens
 
 
 @pytest.mark.parametrize(("policy", "layers", "dtype"), first(4, KINDS))
@@ -101,7 +99,7 @@ def test_info_says_what_a_file_holds(path):
 
 
 def test_tokens_that_come_next_are_kept_with_the_cache_of_one_row(path):
-    made = jax.jit(lambda: kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=2, budget=4))()
+    made = tiny("tova")
     kvjax.save_cache(path, made, pending=(3, 0))
     assert kvjax.cache_info(path)["pending"] == [3, 0]
     assert_same(kvjax.load_cache(path), made)

@@ -49,7 +49,7 @@ def test_attend_evicts_through_the_output_and_holds_the_budget():
     weight = rng.normal(size=(N, D, E)).astype(np.float32)
     projection = blocks.project(weight, policy.needs.projections)
     sizes = dict(batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=6, block=6)
-    cache = jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
+    cache = blocks.empty(policy, **sizes)
     step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=6))
     for _ in range(3):
         q, k, v = (rng.normal(size=(B, 6, heads, D)).astype(np.float32) for heads in (N, K, K))
@@ -66,9 +66,7 @@ def test_per_query_it_is_the_root_of_the_mean_of_squared_errors(target):
     T = 6
     q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (N, K, K))
     weight = rng.normal(size=(N, D, E)).astype(np.float32)
-    cache = jax.jit(
-        lambda: kvjax.empty_cache(policy, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=4, block=6)
-    )()
+    cache = blocks.empty(policy, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=4, block=6)
     observe = jax.jit(functools.partial(kvjax.observe, policy=policy))
     context = kvjax.Context(projection=blocks.project(weight, policy.needs.projections))
     _, cache, evidence = observe(cache, q, k, v, context=context)

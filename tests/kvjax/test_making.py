@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax import KVCache, PagedCache
+from tests.kvjax.blocks import empty
 from tests.kvjax.test_paged import check_pages, content
 from tests.tiers import first
 
@@ -29,14 +30,8 @@ POLICIES = [
 ]
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # typed: a size of 1 is not 1.0
-def maker(policy, *sizes):
-    """An empty cache is one program."""
-    return jax.jit(lambda: kvjax.empty_cache(policy, **dict(sizes)))
-
-
 def made(policy: str, layers: int | None = None, **changes):
-    return maker(policy, *(dict(SIZES, layers=layers, batch=B, block=T, page_size=2) | changes).items())()
+    return empty(policy, **dict(SIZES, layers=layers, batch=B, block=T, page_size=2) | changes)
 
 
 def block(seed: int, layers: int | None = None) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import merging
+from tests.kvjax.blocks import empty
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 5, 3
 S = BUDGET + BLOCK
@@ -28,14 +29,9 @@ def step(policy, layer=None, excess=None):
     return jax.jit(lambda cache, rows: kvjax.attend(cache, *rows, **options)[1])
 
 
-@functools.cache
-def maker(policy, layer=None, dtype=jnp.float32):
-    return jax.jit(lambda: kvjax.empty_cache(policy, layers=None if layer is None else 3, dtype=dtype, **SIZES))
-
-
 def run(policy, some, *, layer=None, dtype=jnp.float32, step=step):
     """The caches after each block."""
-    cache, after = maker(policy, layer, dtype)(), []
+    cache, after = empty(policy, layers=None if layer is None else 3, dtype=dtype, **SIZES), []
     run_block = step(policy, layer)
     for rows in some:
         cache = run_block(cache, rows)

@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from kvjax import KVCache
 from kvjax.rotary import move
+from tests.kvjax.blocks import empty
 from tests.kvjax.test_attend import BUDGET, B, D, K, N, T, blocks
 
 FREQUENCY = np.array([[1.0, 0.3]], np.float32)
@@ -22,11 +23,7 @@ def rotate_block(q, k, position, frequency=FREQUENCY):
     return kvjax.rotate(jnp.asarray(q), cos, sin), kvjax.rotate(jnp.asarray(k), cos, sin)
 
 
-@functools.cache
-def start(policy: str):
-    """In one program."""
-    sizes = dict(batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET, block=T)
-    return jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
+start = functools.partial(empty, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET, block=T)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import pytest
 import kvjax
 from kvjax.cache import floats_of
 from kvjax.quantise import check_dtypes, is_quantised
+from tests.kvjax.blocks import empty
 from tests.tiers import first
 
 B, K, G, T, D = 2, 2, 2, 4, 4
@@ -97,7 +98,7 @@ MOVES = {
 @functools.cache
 def filled(dtype: str = "int8", layers: int | None = None):
     sizes = dict(layers=layers, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=T, dtype=dtype)
-    cache = jax.jit(lambda: kvjax.empty_cache(None, **sizes))()
+    cache = empty(None, **sizes)
     for (rows, position), layer in zip(blocks(), [None] if layers is None else range(layers), strict=False):
         cache = insert(cache, *rows[1:], np.maximum(position, 0), layer=layer)
     return cache

@@ -10,20 +10,16 @@ import numpy as np
 import pytest
 
 import kvjax
+from tests.kvjax import blocks
 
 L, B, K, D, BUDGET, BLOCK = 2, 3, 2, 4, 6, 4
 KINDS = {"plain": "snapkv(window=2)", "paged": "h2o@layer"}
 
 
-@functools.cache
-def maker(kind: str, batch: int, more: int):
+def empty(kind: str, batch: int, more: int = 0):
     sizes = dict(layers=L, batch=batch, kv_heads=K, query_heads=2 * K, head_dim=D, page_size=2)
     sizes |= dict(dtype="int8") if kind == "paged" else {}
-    return jax.jit(lambda: kvjax.empty_cache(KINDS[kind], budget=BUDGET + more, block=BLOCK, **sizes))
-
-
-def empty(kind: str, batch: int, more: int = 0):
-    return maker(kind, batch, more)()
+    return blocks.empty(KINDS[kind], budget=BUDGET + more, block=BLOCK, **sizes)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax import Evidence, SplitCache
 from tests.kvjax import contests, test_allocation
+from tests.kvjax.blocks import empty
 from tests.kvjax.test_allocation import HEADS, NONNEGATIVE, K, L, S
 from tests.kvjax.test_paged import check_pages, content, num_live
 from tests.tiers import first
@@ -126,7 +127,7 @@ def block(policy: str, windows: tuple[int | None, ...]):
 def cache_for(policy: str, windows=(None, None), **on):
     sizes = dict(layers=2, batch=B, kv_heads=4, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=PAGE)
     sizes |= dict(windows=windows) | on
-    return jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
+    return empty(policy, **sizes)
 
 
 def test_a_block_moves_no_pages_between_devices_and_copies_none_of_a_donated_cache():

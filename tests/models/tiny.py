@@ -14,6 +14,7 @@ import models
 from models import Config
 from models.layer_caches import LayerCaches
 from models.parameters import partition
+from tests.kvjax import blocks
 from tests.models import reference
 
 VOCABULARY = 256
@@ -55,15 +56,10 @@ def on_mesh(config: Config = CONFIG, data: int = 2, tensor: int = 2) -> models.D
 
 
 def empty(policy: str | None, config: Config = CONFIG, **changes: Any) -> Any:
-    """An empty cache, as a policy has it; one program for all of its arrays and of its sizes."""
+    """An empty cache, as a policy has it."""
     sizes = dict(layers=config.num_layers, kv_heads=config.num_kv_heads, query_heads=config.num_heads)
     sizes |= dict(head_dim=config.head_dim, windows=config.sliding_windows, **SETTINGS) | changes
-    return _maker(policy, *sizes.items())()
-
-
-@functools.cache
-def _maker(policy: Any, *sizes: tuple[str, Any]) -> Any:
-    return jax.jit(lambda: kvjax.empty_cache(policy, **dict(sizes)))
+    return blocks.empty(policy, **sizes)
 
 
 def run(prompt: Any, config: Config = CONFIG, policy: str | None = None, **settings: Any) -> reference.Run:
