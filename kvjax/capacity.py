@@ -237,8 +237,8 @@ def rounded_up(size: int, of_octave: int = 8, beside: int = 0) -> int:
         >>> from kvjax.capacity import rounded_up
         >>> [rounded_up(n) for n in (7, 100, 1000, 1024)], rounded_up(100, of_octave=1)
         ([7, 104, 1024, 1024], 128)
-        >>> [rounded_up(n, beside=128) for n in (500, 512, 1000, 1024)]
-        [512, 512, 1024, 1024]
+        >>> [rounded_up(n, 4, beside=128) for n in (300, 500, 512, 1000, 1024)]
+        [320, 512, 512, 1024, 1024]
     """
     step = max((1 << (size + beside).bit_length() - 1) // of_octave, 1)
     return -(-size // step) * step

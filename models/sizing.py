@@ -20,12 +20,12 @@ from models.prompts import CheckedPrompt, Kept
 
 
 def rounded(size: int, options: Options, whole: bool = False) -> int:
-    """Round a size up: at most an eighth is spare; a quarter in a stream, whose steps are compiled for each size.
+    """Round a size up: at most an eighth is spare; a half in a stream, which compiles three programs for each size.
 
     Args:
         whole: whether the buffer holds the whole prompt. A stream's grows by doubling then, as without a policy.
     """
-    few = 1 if whole or options.policy is None else 4
+    few = 1 if whole or options.policy is None else 2
     return rounded_up(size, 8 if options.fit_prompt else few)
 
 
@@ -116,7 +116,7 @@ def sized(
     elif not options.fit_prompt:
         limit = max(power_of_two(prompt.most + options.reserve), config.max_positions)
     # A budget in slots is a number of the run, like a length: near ones share their sizes, and so their programs.
-    held = budgets if by_ratio else np.full_like(budgets, rounded_up(int(budgets[0]), beside=asked + room))
+    held = budgets if by_ratio else np.full_like(budgets, rounded_up(int(budgets[0]), 4, beside=asked + room))
     demand = Demand(held + asked, room, step, limit)
     before = 0  # slots for the whole prompt and its copies
     if whole and (prompt.lengths > prompt.questions).any():

@@ -220,7 +220,7 @@ def planned(model, length, policy, budget, when, *, stream=False, block=128):
 def test_sizes_that_follow_the_prompt_are_few(model, policy, budget, when, stream):
     lengths = np.unique(np.geomspace(128, MOST, 150).astype(int))
     sizes = {int(n): planned(model, n, policy, budget, when, stream=stream) for n in lengths}
-    of_octave, spare = (4, 2) if stream else (8, 1.125)
+    of_octave, spare = (2, 2) if stream else (8, 1.125)
     assert len(set(sizes.values())) <= of_octave * 9  # nine octaves, from 128 + 8
     for n, made in sizes.items():
         assert max(made.slots, made.prompt_slots) <= max(spare * (n + 8), n + 16, spare * (64 + 128) + 16)
@@ -236,8 +236,8 @@ def test_a_budget_in_slots_has_one_plan_for_all_longer_prompts(model, policy):
 def test_near_budgets_in_slots_share_sizes_and_powers_of_two_keep_theirs(model, stream):
     budgets = [*range(64, 104), 128, 512, 4_096]
     sizes = {b: planned(model, 9_000, "h2o+caote", b, "block", stream=stream, block=64).slots for b in budgets}
-    assert len({sizes[budget] for budget in range(64, 104)}) <= 4
-    assert all(budget + 64 <= slots <= 1.125 * (budget + 64) for budget, slots in sizes.items())
+    assert len({sizes[budget] for budget in range(64, 104)}) <= 3
+    assert all(budget + 64 <= slots <= 1.25 * (budget + 64) for budget, slots in sizes.items())
     assert all(sizes[budget] == budget + 64 for budget in (64, 128, 512, 4_096))
 
 
