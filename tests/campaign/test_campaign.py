@@ -16,7 +16,7 @@ from kvjax import allocation
 from models.built_in import ARCHITECTURES, TRAITS
 from tests.campaign import __main__ as campaign
 from tests.campaign import checking, ways
-from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, LINK_NAMES, Case, calibration, draw, from_json, smaller
+from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, LINK_NAMES, Case, draw, from_json, smaller
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import check
 from tests.models import reference
@@ -82,16 +82,15 @@ def test_half_of_the_programs_of_a_way_have_a_policy_that_it_is_for():
 
 WAYS = (  # by layer, of which few programs are made
     "by layer", "engine", "turns: turn, repeated", "rewound", "several", "select: oracle", "sampling: top_k",
-    "scales: 1", "equal: heads", "dtypes: bfloat16", "files",
+    "scales: 1", "equal: heads", "dtypes: bfloat16",
 )  # fmt: skip
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_a_case_of_each_way_is_ok(way):
-    policy = f"h2o@headkv(file={calibration('heads', 2, 1)!r})" if way == "files" else "h2o"
     way = way if way == "by layer" else way + BY_LAYER
-    outcome = check(Case(layers=2, lengths=(9, 5), width=9, new=2, policy=policy, way=way, entry="stream"))
+    outcome = check(Case(layers=2, lengths=(9, 5), width=9, new=2, way=way, entry="stream"))
     assert outcome.kind in ("ok", "undecided"), outcome.why
 
 

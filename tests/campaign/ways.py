@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,8 +73,7 @@ def draw(
         return
     fitting = [name for name, way in WAYS.items() if only in (None, name) and way.fits(drawn[0])]
     if fitting:
-        name = "files" if "files" in fitting and d.maybe(0.5) else d.one(*fitting)
-        way = WAYS[name]
+        way = WAYS[name := d.one(*fitting)]
         asked, layers = d.one(*way.asked), BY_LAYER if way.by_layer and d.maybe(0.25) else ""
         changes = dict(way.changes) | dict(way=f"{name}: {asked}".removesuffix(": ") + layers)
         if way.wanted is not None and d.maybe(0.5):
@@ -537,42 +535,6 @@ def dtypes(case: Case, dtype: str) -> Outcome:
     return plain(case, narrow, wide, LOSSES[dtype])
 
 
-# --- files that a policy reads ----------------------------------------------------------------------------------------
-
-
-def files(case: Case, _: str) -> Outcome:
-    """A file with other content under the same name: what was made with the first is refused, a new run reads it."""
-    path = cases.calibrations(case.policy)[0]
-    with tempfile.TemporaryDirectory() as folder:
-        own = Path(path).parent / str(os.getpid()) / Path(path).name  # the same for all cases of a program
-        own.parent.mkdir(exist_ok=True)
-        numbers = np.load(path)
-        np.save(own, numbers)
-        case = dataclasses.replace(case, policy=case.policy.replace(path, str(own)))
-        first, weights = kvjax.parse(case.policy), weights_of(case)
-        outcomes = [plain(case)]
-        settings = settings_of(case)
-        cache = models.prefill(model_of(case, weights), case.prompts(), np.array(case.lengths), **settings).cache
-        saved = Path(folder, "cache.safetensors")
-        kvjax.save_cache(saved, models.stacked(cache), policy=case.policy, budget=case.budget)
-        kvjax.load_cache(saved, policy=case.policy)
-        np.save(own, numbers[..., ::-1] + 0.5)
-        second = kvjax.parse(case.policy)
-        outcomes.append(_differs(second.name == first.name, f"{first.name} is the name of two files"))
-        for what, refused in (
-            ("a cache made with another file", lambda: kvjax.load_cache(saved, policy=case.policy)),
-            ("a cache whose file is gone", lambda: kvjax.load_cache(saved)),
-            ("a name of another file", lambda: kvjax.parse(first.name)),
-        ):
-            try:
-                refused()
-            except ValueError:
-                continue
-            outcomes.append(Outcome("differs", f"{what} is not refused"))
-        outcomes.append(plain(case))
-    return worst(outcomes)
-
-
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -616,5 +578,4 @@ WAYS: dict[str, Way] = {
     "scales": Way(scales, lambda case: _one_device(case) and _has_no_scale(case), ("1", "2", "3"), wanted=_divides),
     "equal": Way(equal, _one_device, ("keys", "values", "both", "heads")),
     "dtypes": Way(dtypes, _one_device, (*LOSSES,), changes=dict(entry="stream", cache_dtype=None)),
-    "files": Way(files, lambda case: _one_device(case) and "file=" in case.policy, by_layer=False),
 }  # fmt: skip

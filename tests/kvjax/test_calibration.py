@@ -11,7 +11,7 @@ import kvjax
 from kvjax.calibration import read_array
 from kvjax.policy_checks import check_measured
 from tests.kvjax import blocks
-from tests.kvjax.blocks import D, K, each_head, in_context, scores
+from tests.kvjax.blocks import D, K, each_head, empty, in_context, scores
 
 L = 3
 
@@ -112,8 +112,16 @@ def test_a_name_has_a_digest_of_what_its_file_held(tmp_path):
     one = kvjax.parse(f"snapkv@headkv(file='{path}')")
     assert re.fullmatch(r"snapkv@headkv\(file='.*',content='[0-9a-f]{8}'\)", one.name)
     assert kvjax.parse(one.name) is kvjax.parse(f"snapkv@headkv(file='{path}')") is one
+    saved, sizes = (
+        tmp_path / "saved.safetensors",
+        dict(layers=L, kv_heads=K, query_heads=K, head_dim=D, budget=32, block=32),
+    )
+    kvjax.save_cache(saved, empty(one, **sizes), policy=one)
     np.save(path, np.full((L, K), 2.0))
     other = kvjax.parse(f"snapkv@headkv(file='{path}')")
     assert other is not one and other.name != one.name
     with pytest.raises(ValueError, match=r"heads.npy' holds other numbers .* give the file that was read then"):
         kvjax.parse(one.name)
+    for given in (dict(policy=other), {}):
+        with pytest.raises(ValueError, match=r"was saved with the policy|holds other numbers"):
+            kvjax.load_cache(saved, **given)

@@ -59,6 +59,20 @@ def test_attend_evicts_through_the_output_and_holds_the_budget():
         assert ((position >= 0).sum(-1) == 6).all() and (position == 0).any(-1).all()
 
 
+def test_in_pages_each_head_is_measured_through_its_own_groups_part_of_the_projection():
+    positions = jax.jit(lambda cache: (cache.layer() if cache.paged else cache).position)
+    rng, found = np.random.default_rng(6), []
+    given = [rng.normal(size=(B, 6, heads, D)).astype(np.float32) for heads in (N, K, K)]
+    weight = rng.normal(size=(N, D, E)).astype(np.float32)
+    for policy in map(kvjax.parse, ("h2o+caote(target='output')", "h2o+caote(target='output')@layer")):
+        cache = blocks.empty(policy, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=4, block=6, page_size=2)
+        context = kvjax.Context(projection=blocks.project(weight, policy.needs.projections))
+        _, cache, evidence = jax.jit(functools.partial(kvjax.observe, policy=policy))(cache, *given, context=context)
+        place = np.argsort(positions(cache), axis=-1)[..., -6:]
+        found.append(np.take_along_axis(np.asarray(evidence.scores), place, axis=-1))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("target", ["value", "output"])
 def test_per_query_it_is_the_root_of_the_mean_of_squared_errors(target):
     policy = kvjax.parse(f"snapkv(window=2,kernel=1)+caote(per='query',target='{target}')")

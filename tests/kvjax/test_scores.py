@@ -140,6 +140,11 @@ def test_a_link_says_of_a_block_what_the_reference_does(name):
             close(found[b, k, s], expected[k, p], rtol=3e-5, atol=seen.noise[k, p] + 2e-6, err_msg=f"{b} {k} {p}")
 
 
+def test_triattention_says_what_the_reference_does(tmp_path):
+    np.save(tmp_path / "centres.npy", np.random.default_rng(0).normal(size=(1, K, G, 3 * D // 2)))
+    test_a_link_says_of_a_block_what_the_reference_does(f"triattention(file='{tmp_path}/centres.npy',future=8)")
+
+
 # Base scores.
 
 

@@ -5,6 +5,7 @@ Run in make_golden.py's environment with gguf installed beside torch and transfo
     python tests/models/make_smollm2.py FILE
 
 FILE is what `python -m models.get smollm2` says it fetched. transformers reads the same file, dequantised to float32.
+The passage, the prompts, the questions and the texts are those that expected.json has; all else is made again.
 """
 
 import json
@@ -16,51 +17,6 @@ GOLDEN = Path(__file__).parent / "golden" / "smollm2" / "expected.json"
 TOP = 64  # logits that are kept of a position
 NEW_TOKENS = 24
 GAP = 0.01  # between the best two logits of a step; a continuation ends before a tie, which rounding would decide
-
-PASSAGE = (
-    "The lighthouse keeper wrote down the weather every morning at six. On 14 March 1893 he noted: wind from the "
-    "north-west, sea rough, two fishing boats returned early. The lamp had burned 41 litres of oil that night."
-)
-PROMPTS = (
-    "The capital of France is",
-    "Water boils at",
-    "One, two, three, four,",
-    "The opposite of hot is",
-    "In the beginning",
-    "def add(a, b):\n    return",
-    "Roses are red,",
-    "The sun rises in the",
-    "Dear Sir or Madam,\n",
-    "A triangle has three",
-    "import numpy as",
-    "Once upon a time",
-)
-QUESTIONS = (
-    "What is the capital of Italy?",
-    "Name three colours.",
-    "What is 2 + 3?",
-    "Who wrote Hamlet?",
-    "Say hello in French.",
-    "How many legs does a spider have?",
-    "What do bees make?",
-    "Is the sky blue?",
-)
-TEXTS = (
-    "In 2024, 12345 × 67 = 827,115.",
-    "  two  spaces and 12 or  34   5",
-    "I'll SAY it's John'S, they'RE we'd DON'T",
-    "naïve café, 東京タワー, Привет мир, 👩\u200d🚀 e\u0301 \u1e9b\u0323",
-    "<|im_start|>user\nHi<|im_end|>\n",
-    " \n\n\t x\r\n  y \n",
-    "def f(x):\n    return x**2  # a comment\n\n\n",
-    "½ ² Ⅷ ٣٤ १२",
-    "",
-    "$100 + €5 <= ~3^2|a_b|",
-    "\u00a0\u2003x \u200b",
-    "Zażółć gęślą jaźń!!! ...???",
-    "a.b/c?d=1&e=%20#f",
-    "<|endoftext|><repo_name>x",
-)
 
 
 def main(file: Path) -> None:
@@ -83,7 +39,8 @@ def main(file: Path) -> None:
         **place, dtype=torch.float32, attn_implementation="eager"
     ).eval()
 
-    passage = encode(PASSAGE)
+    expected = json.loads(GOLDEN.read_text())
+    passage, questions, texts = (expected[name] for name in ("passage", "questions", "texts"))
     positions = [0, 7, len(passage) // 2, len(passage) - 1]
     with torch.no_grad():
         best = model(torch.tensor([passage])).logits[0, positions].topk(TOP)
@@ -99,23 +56,19 @@ def main(file: Path) -> None:
             new.append(int(step.indices[0]))
         return new
 
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    chats = [[{"role": "user", "content": question}] for question in questions]
     chat_texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    prompts = [*PROMPTS, *chat_texts]
-    expected = {
-        "passage": passage,
+    prompts = [*expected["prompts"][: -len(questions)], *chat_texts]
+    expected |= {
         "positions": positions,
         "top_ids": best.indices.tolist(),
         "top_logits": [[round(value, 5) for value in row] for row in best.values.tolist()],
         "prompts": prompts,
         "prompt_ids": [encode(prompt) for prompt in prompts],
         "continuations": [continued(encode(prompt)) for prompt in prompts],
-        "questions": QUESTIONS,
         "chat_texts": chat_texts,
-        "texts": TEXTS,
-        "token_ids": [encode(text) for text in TEXTS],
+        "token_ids": [encode(text) for text in texts],
     }
-    GOLDEN.parent.mkdir(parents=True, exist_ok=True)
     GOLDEN.write_text(json.dumps(expected) + "\n")
 
 

@@ -5,9 +5,10 @@ import pytest
 
 import models
 from tests.models.tiny import SETTINGS, TOKENS, decoder, held
+from tests.tiers import first
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "kvzip(sinks=2)", "rkv(window=4)@adakv"])
+@pytest.mark.parametrize("policy", first(2, ["h2o+caote", "kvzip(sinks=2)", "rkv(window=4)@adakv"]))
 def test_what_was_made_is_made_again(policy):
     settings = dict(policy=policy, evict_every=4, **SETTINGS)
     prompt = TOKENS[:2, :20]
