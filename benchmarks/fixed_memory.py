@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, get_args
 
 import jax
@@ -33,8 +35,10 @@ row, for the same prompt."""
 POLICIES = "full,recency,snapkv,kvzip,kvzip@model(normalise=False,cap=8)"
 
 
-def peak_bytes(model: models.Decoder, tokens: int, options: models.Options) -> int:
-    """Return the bytes that a compiled prefill of so many tokens takes beside weights and prompt; nothing runs.
+def peak_bytes(model: models.Decoder, prompt: tuple[int, int], options: models.Options) -> int:
+    """Return the bytes that a compiled prefill of so many rows and tokens takes beside weights and prompt.
+
+    Nothing runs.
 
     Example:
         >>> from flax import nnx
@@ -43,23 +47,26 @@ def peak_bytes(model: models.Decoder, tokens: int, options: models.Options) -> i
         >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> options = models.Options("recency", budget=16, block=8)
-        >>> peak_bytes(model, 256, options) == peak_bytes(model, 512, options)
+        >>> short, long = (
+        ...     peak_bytes(model, (1, tokens), options) for tokens in (256, 512)
+        ... )
+        >>> short == long
         True
     """
-    given = check_prompt(model, np.zeros((1, tokens), np.int32), None, None)
-    run, sizes, prompt = engine.prepare(model, given, options)
-    program = one_program.prefill_at_once.lower(run, sizes, prompt, None).compile()
-    return measure.program_bytes(program) - measure.tree_bytes((run.model, prompt))
+    given = check_prompt(model, np.zeros(prompt, np.int32), None, None)
+    run, sizes, fed = engine.prepare(model, given, options)
+    program = one_program.prefill_at_once.lower(run, sizes, fed, None).compile()
+    return measure.program_bytes(program) - measure.tree_bytes((run.model, fed))
 
 
-def timed(model: models.Decoder, tokens: int, options: models.Options) -> dict[str, float]:
-    """Feed a prompt of random tokens; return the seconds to its first token, and the bytes of its largest cache."""
-    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens), np.int32)
+def timed(model: models.Decoder, prompt: tuple[int, int], options: models.Options) -> dict[str, float]:
+    """Feed rows of random tokens; return the seconds to their first tokens, and the bytes of their largest cache."""
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, prompt, np.int32)
     held, begun = [0], 0.0
     for _ in range(2):  # the first one compiles
         begun = time.perf_counter()
         note = lambda done, total, cache: held.append(cache.nbytes)  # noqa: E731
-        list(models.stream(model, prompt, options=options, max_new_tokens=1, on_block=note))
+        list(models.stream(model, tokens, options=options, max_new_tokens=1, on_block=note))
     return {"seconds": time.perf_counter() - begun, "cache_bytes": max(held)}
 
 
@@ -67,7 +74,7 @@ def rows(
     model: models.Decoder,
     policies: Sequence[str],
     moments: Sequence[Any],
-    prompts: Sequence[int],
+    prompts: Sequence[tuple[int, int]],
     longest: int,
     like: models.Options,
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
@@ -75,14 +82,17 @@ def rows(
     """Compile a prefill for each policy, moment and prompt, and time those of at most ``longest`` tokens.
 
     Args:
+        prompts: rows that are fed together, and the tokens of each.
         like: the budget, the block, and the networks that the policies read.
         on_rows: called after each with all rows so far.
     """
     arms = [(name, when) for name in policies for when in (["block"] if name == "full" else moments)]
     found = []
-    for (name, when), tokens in commands.progress_bar("prompt", over=[(a, n) for a in arms for n in prompts]):
+    # Policies take turns, so that what slows a machine down for a while slows all of them.
+    for prompt, (name, when) in commands.progress_bar("prompt", over=[(n, a) for n in prompts for a in arms]):
         make_room()
-        named: dict[str, Any] = {"policy": name, "when": when, "prompt": tokens, "seconds": None, "cache_bytes": None}
+        named: dict[str, Any] = {"policy": name, "when": when, "rows": prompt[0], "prompt": prompt[1]}
+        named |= {"seconds": None, "cache_bytes": None}
         policy = policy_of(name)
         own: dict[str, Any] = dict(networks=read_by(like.networks, policy))
         own["budget"] = None if policy is None else like.budget
@@ -90,8 +100,8 @@ def rows(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a policy that should choose once chooses by block, on purpose
-                named["peak_bytes"] = peak_bytes(model, tokens, options)
-                named |= timed(model, tokens, options) if tokens <= longest else {}
+                named["peak_bytes"] = peak_bytes(model, prompt, options)
+                named |= timed(model, prompt, options) if prompt[1] <= longest else {}
         except (ValueError, jax.errors.JaxRuntimeError) as reason:  # longer than the model's positions, or memory
             named["refused"] = measure.reason_of(reason)
         found.append(named)
@@ -101,7 +111,8 @@ def rows(
 
 def table(results: Sequence[dict[str, Any]]) -> report.Table:
     """Return a table with one row per policy, moment and prompt."""
-    full = {r["prompt"]: r["seconds"] for r in results if r["policy"] == "full"}
+    at = itemgetter("rows", "prompt")
+    full = {at(r): r["seconds"] for r in results if r["policy"] == "full"}
 
     def known(name: str, cell: report.Cell) -> report.Cell:
         return lambda r: "" if r.get(name) is None else cell(r) if callable(cell) else cell.format(**r)
@@ -109,13 +120,14 @@ def table(results: Sequence[dict[str, Any]]) -> report.Table:
     cells: list[tuple[str, report.Cell]] = [
         ("policy", "{policy}"),
         ("evicts", lambda r: "" if r["policy"] == "full" else "each block" if r["when"] == "block" else "once"),
+        ("rows", "{rows}"),
         ("prompt", "{prompt:,}"),
         ("peak MiB", known("peak_bytes", lambda r: f"{r['peak_bytes'] / 2**20:.1f}")),
         ("cache MiB", known("cache_bytes", lambda r: f"{r['cache_bytes'] / 2**20:.1f}")),
-        ("tokens / s", known("seconds", lambda r: f"{r['prompt'] / r['seconds']:,.0f}")),
+        ("tokens / s", known("seconds", lambda r: f"{r['rows'] * r['prompt'] / r['seconds']:,.0f}")),
         (
             "full / this",
-            known("seconds", lambda r: f"{full[r['prompt']] / r['seconds']:.2f}" if full.get(r["prompt"]) else ""),
+            known("seconds", lambda r: f"{before / r['seconds']:.2f}" if (before := full.get(at(r))) else ""),
         ),
     ]
     return measure.table(results, cells, left=2)
@@ -133,6 +145,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--when", default="block,prompt", help="moments of eviction (default: block,prompt)")
     flags.add_argument("--budget", type=int, default=512, help="slots per head (default: 512)")
     flags.add_argument("--prompts", default="2048,8192,65536", help="tokens (default: 2048,8192,65536)")
+    flags.add_argument("--rows", default="1", help="prompts that are fed together (default: 1)")
     flags.add_argument("--longest", type=int, default=8192, help="the longest prompt that is timed (default: 8192)")
     flags.add_argument("--block", type=int, default=128, help="tokens per step (default: 128)")
     commands.add_networks_flag(flags)
@@ -145,11 +158,12 @@ def command(flags: argparse.Namespace) -> None:
     policies, moments = commands.split_list(flags.policies), commands.split_list(flags.when)
     check_names("--when", moments, get_args(When))
     wanted = [wanted_by(policy_of(name)) for name in policies]
-    prompts = measure.whole_numbers("--prompts", flags.prompts)
+    sizes = (measure.whole_numbers(f"--{name}", getattr(flags, name)) for name in ("rows", "prompts"))
+    prompts = list(itertools.product(*sizes))
     model, tokenizer = models.load(flags.model)
     networks = load_networks(flags.networks, flags.model, model, wanted)
     like = models.Options(budget=flags.budget, block=flags.block, networks=networks)
-    names = ("model", "policies", "when", "budget", "prompts", "longest", "block")
+    names = ("model", "policies", "when", "budget", "rows", "prompts", "longest", "block")
     settings, made_of = {name: getattr(flags, name) for name in names}, fingerprints.fingerprints(model, tokenizer)
 
     def write(found: list[dict[str, Any]]) -> None:

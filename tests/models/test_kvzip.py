@@ -161,19 +161,20 @@ def test_an_answer_is_to_be_repeated_by_the_next_turn():
     assert [row.tolist() for row in pending(answered.cache)] == answered.tokens[:, :-1].tolist()
 
 
-def test_memory_does_not_grow_with_the_prompt():
+@pytest.mark.parametrize(
+    ("policy", "slots"), [("kvzip", 16), ("kvzip@model(normalise=False,cap=4.0)", 4 * 16)], ids=["even", "one budget"]
+)
+def test_memory_does_not_grow_with_the_prompt(policy, slots):
     """Bytes of the compiled prefill, but for the prompt itself, which is an argument."""
     sizes, held = set(), set()
     for length in (2048, 65536):
         given = engine.check_prompt(decoder(), np.zeros((1, length), int), None, None)
-        run, buffers, prompt = engine.prepare(
-            decoder(), given, models.Options("kvzip", 16, 8, evict_every=4, reserve=8)
-        )
+        run, buffers, prompt = engine.prepare(decoder(), given, models.Options(policy, 16, 8, evict_every=4, reserve=8))
         sizes.add(buffers.slots)
         memory = one_program.prefill_at_once.lower(run, buffers, prompt, None).compile().memory_analysis()
         fed = sum(x.nbytes for x in jax.tree.leaves(prompt))
         held.add((memory.argument_size_in_bytes - fed, memory.temp_size_in_bytes, memory.output_size_in_bytes))
-    assert sizes == {16 + 8 + (8 + 8)}  # the budget, a block and its copies
+    assert sizes == {slots + 8 + (8 + 8)}  # what a head may keep, a block and its copies
     assert len(held) == 1
 
 
