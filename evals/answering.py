@@ -19,6 +19,7 @@ import numpy as np
 import kvjax
 import models
 from evals.run_settings import Setting, sharing
+from kvjax.matching import dropped_bytes
 from kvjax.policy import Policy
 from models import selecting
 from models.commands.programs import make_room
@@ -403,7 +404,9 @@ class _Asked:
             if policy is not None:
                 held = max(held, int(again.max()) + copied(policy, int(again.max())))
             each = sum(leaf.nbytes for leaf in jax.tree.leaves(cache) if _per_slot(leaf, cache.position))
-            needed = cache.nbytes - each + each // cache.position.size * math.prod(cache.heads_shape) * held
+            one, heads = cache.arrays, self.model.config.num_heads // cache.heads_shape[-1]
+            slot = each // cache.position.size + dropped_bytes(one.state, heads, one.head_dim)
+            needed = cache.nbytes - each + slot * math.prod(cache.heads_shape) * held
             peak = needed // len(fed.tokens)
             size = min(size, peak) if policy is None else size
         told = generated[: len(fed.rows)], size, max(size, peak)

@@ -259,6 +259,20 @@ def samples_of(state: Any) -> Queries | None:
     return next((part for part in parts if isinstance(part, Queries)), None)
 
 
+def dropped_bytes(state: Any, group: int, head_dim: int) -> int:
+    """Return the bytes that sample queries took per slot until they were dropped; 0 where none were.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.matching import dropped_bytes, without_samples
+        >>> state = kvjax.parse("h2o+match").state(1, 1, 2, 8, 64)
+        >>> dropped_bytes(without_samples(state), group=2, head_dim=64)
+        256
+    """
+    samples = samples_of(state)
+    return group * head_dim * samples.query.dtype.itemsize if samples is not None and samples.spent else 0
+
+
 def without_samples(state: Any) -> Any:
     """Return a policy's state without its sample queries, which take more than keys and values do.
 

@@ -124,7 +124,8 @@ def sized(
         before = rounded(more, options, whole=True)
     layout = layout_of(config, plan, options.page_size)
     if kept is not None:  # it may hold more than the budget until its first eviction
-        entering = min(options.block, power_of_two(max(int(prompt.text.context.max()), 1))) + copies
+        context = int(prompt.text.context.max())
+        entering = min(options.block, power_of_two(context)) + copies if context else 0  # a question is not repeated
         if (prompt.lengths == prompt.questions).any():
             entering = max(entering, asked + decode_room)
         resized = _resized_pages if kept.pages else _resized_slots
@@ -178,9 +179,9 @@ def _resized_pages(
     most = layout.most_in_a_head(int(demand.held.max()), demand)
     if prompt.fed:
         repeated = 0
-        if plan.when == "prompt":  # all is fed into the same pages
+        if plan.when == "prompt" and (context := int(prompt.text.context.max())):  # all is fed into the same pages
             repeated = copied(policy, prompt.most)
-            entering = max(entering, int(prompt.text.context.max()) + repeated)
+            entering = max(entering, context + repeated)
         # Before its first eviction a layer with a window may hold all that it held, a window and a block.
         new = layout.most_held(entering, max(demand.step, options.block) + repeated)
         together = layout.on_devices(kept.held + np.repeat(new, layout.heads))

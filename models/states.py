@@ -16,7 +16,6 @@ from kvjax.insertion import Cache
 from kvjax.making import Heads, blank
 from kvjax.matching import without_samples
 from kvjax.paged import trimmed
-from kvjax.policy import fits_biases
 from kvjax.split import on_mesh
 from models import hosts
 from models.decoder import Decoder
@@ -65,8 +64,8 @@ def shrinks(cache: AnyCache, sizes: Sizes) -> bool:
 
 
 def settled(cache: AnyCache, plan: Plan) -> AnyCache:
-    """Drop what a policy remembers for an eviction where there is no other, once the context is in."""
-    if not fits_biases(plan.policy) or plan.when != "prompt" or plan.evict_every:
+    """Drop the sample queries of a cache from which nothing more is evicted, once the context is in."""
+    if plan.when != "prompt" or plan.evict_every:
         return cache
     return cache.map(lambda part: dataclasses.replace(part, state=without_samples(part.state)))
 
