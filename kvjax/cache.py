@@ -454,8 +454,8 @@ def rows_together(rows: Rows) -> Rows:
     return rows | {"key": join([key, value], axis=-1), "value": None}
 
 
-def with_rows(rows: Rows, given: Rows, layer: int | Int[Array, ""] | None = None) -> Rows:
-    """Return stored rows with the given keys, values or scales in place of their own, in all layers or in one.
+def with_rows(rows: Rows, given: Rows) -> Rows:
+    """Return stored rows with the given keys, values, scales or biases in place of their own.
 
     The scales of keys, or of values, that are now floats are left out.
 
@@ -476,17 +476,16 @@ def with_rows(rows: Rows, given: Rows, layer: int | Int[Array, ""] | None = None
             rows.pop(f"{name}_scale", None)
         if name in ("key", "value") and rows["value"] is None:
             D = rows["key"].shape[-1] // 2
-            expected = (*(rows["key"] if layer is None else rows["key"][0]).shape[:-1], D), rows["key"].dtype
+            expected = (*rows["key"].shape[:-1], D), rows["key"].dtype
             if (array.shape, array.dtype) != expected:
                 raise ValueError(
                     f"{name}s of shape {array.shape} in {array.dtype} do not fit beside those that are stored: "
                     f"expected {expected[0]} in {expected[1]}."
                 )
             half = slice(D) if name == "key" else slice(D, None)
-            at = rows["key"].at
-            rows["key"] = (at[..., half] if layer is None else at[layer, ..., half]).set(array)
+            rows["key"] = rows["key"].at[..., half].set(array)
         else:
-            rows[name] = array if layer is None else rows[name].at[layer].set(array)
+            rows[name] = array
     return rows
 
 

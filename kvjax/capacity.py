@@ -142,16 +142,12 @@ def capacity(layout: Layout, demand: Demand, paged: bool) -> Capacity:
 def in_pages(policy: Policy, budget: int, windows: Windows) -> bool:
     """Return whether heads hold different numbers of tokens, by the allocation or by a window below the budget.
 
-    A policy that merges values has a plain cache all the same.
-
     Example:
         >>> import kvjax
         >>> from kvjax.capacity import in_pages
         >>> [in_pages(kvjax.h2o(), 64, windows) for windows in ((None, 64), (None, 32))]
         [False, True]
     """
-    if policy.merging is not None and not policy.merging.biased:  # values are merged in plain caches
-        return False
     return not policy.allocation.even or min(window or budget for window in windows) < budget
 
 

@@ -199,9 +199,6 @@ def evict(
 
         evidence = cache.read(of_part, (scores, PARTS), outputs=PARTS)
     _check_layer(cache, layer, evidence.allocation)
-    if evidence.merging is not None and cache.paged:
-        merging = evidence.merging.name
-        raise ValueError(f"{merging!r} merges values in plain caches, but this one is paged; leave the link out.")
     shape = cache.position.shape if layer is None else cache.position.shape[1:]
     if isinstance(evidence.scores, Array) and evidence.scores.shape != shape:
         raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {shape}.")
@@ -263,7 +260,7 @@ def _evict(
         stays = evidence.allocation.keep(contest) | (contest.live & whole[contest.batch][..., None])
         after = jnp.where(stays, position, -1)
     if evidence.merging is not None:
-        cache = folded(evidence.merging, cache, position, after, layer, excess)
+        cache = folded(evidence.merging, cache, position, after, layer, None if cache.paged else excess)
     return dataclasses.replace(cache, position=with_layer(cache.position, after, layer)).released()
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import KVCache, as_stored, by_position, floats_of, nth_true, rows_apart, with_rows
 from kvjax.matching import Queries, refitted, samples_of
+from kvjax.paged import PagedCache
 
 SMALL = 1e-6  # added to lengths, as in kvpress
 TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
@@ -45,9 +46,8 @@ class Head(NamedTuple):
 class Merging:
     """Name a way of merging values; ``fold`` returns a head's new values, and which slots they are new in.
 
-    Where it is ``biased``, the cache has a bias per slot, and ``fold`` returns the new ones as well; then it is done
-    once, before tokens move into pages, so heads may hold different numbers of them. Two of the same name and
-    parameters are equal.
+    Where it is ``biased``, the cache has a bias per slot, and ``fold`` returns the new ones as well. Two of the same
+    name and parameters are equal.
     """
 
     name: str
@@ -66,20 +66,43 @@ class Received:
 
 def folded(
     merging: Merging,
-    cache: KVCache,
-    before: Int[Array, "*heads S"],
-    after: Int[Array, "*heads S"],
+    cache: KVCache | PagedCache,
+    before: Int[Array, "*slots"],
+    after: Int[Array, "*slots"],
     layer: int | Int[Array, ""] | None = None,
     most: int | None = None,
-) -> KVCache:
-    """Return the cache with the values of the tokens that leave merged into those that stay.
+) -> KVCache | PagedCache:
+    """Return the cache with the values of the tokens that leave merged into those that stay, layer by layer.
 
     Args:
-        before, after: the positions before and after the eviction, of all heads or of those of one layer.
-        layer: that layer, in a cache that stacks them.
+        before, after: the positions before and after the eviction, of all slots or of those of one layer.
+        layer: that layer, in a plain cache that stacks them.
         most: the largest number of tokens that leave a head; None where any number may.
+
+    Raises:
+        ValueError: if the merging fits biases, and a cache of several layers, or in pages, has none.
     """
-    here = cache if layer is None else cache.layer(layer)
+    if layer is not None:
+        return _folded_layer(merging, cache, before, after, layer, most)
+
+    def of_layer(index: Int[Array, ""] | None, cache: Any) -> Any:
+        own = (dataclasses.replace(cache, position=slots).layer(index).position for slots in (before, after))
+        return _folded_layer(merging, cache, *own, index, most)
+
+    *stack, _, _ = cache.heads_shape
+    return jax.lax.fori_loop(0, stack[0], of_layer, cache) if stack else of_layer(None, cache)
+
+
+def _folded_layer(
+    merging: Merging,
+    cache: KVCache | PagedCache,
+    before: Int[Array, "B K S"],
+    after: Int[Array, "B K S"],
+    layer: int | Int[Array, ""] | None,
+    most: int | None,
+) -> KVCache | PagedCache:
+    """Run :func:`folded` on one layer; a paged cache's is copied to slots, and what is new is written to its pages."""
+    here = cache.layer(layer)
     wide, gone = floats_of(here), (before >= 0) & (after < 0)
     S = before.shape[-1]
     count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
@@ -87,8 +110,7 @@ def folded(
     slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
     received, sampled = _received(here.state, before.shape), jax.lax.stop_gradient(samples_of(here.state))
     fields = Head(key, value, before, after >= 0, slots, received, here.with_bias().rows["bias"], sampled)
-    lead = before.shape[:-1]
-    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), fields)
+    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), fields)
     if slots.size * S <= TOGETHER and not merging.biased:  # which chooses a size for each head
         values, taken, *biases = jax.vmap(merging.fold)(heads)
     else:
@@ -104,13 +126,19 @@ def folded(
 
     changed = {name: put(stored[name], old) for name, old in apart.rows.items() if name.startswith(("value", "bias"))}
     if biases and here.bias is None:
-        if layer is not None:
+        if layer is not None or cache.paged:
             raise ValueError(
                 f"{merging.name!r} fits a bias per slot, but the cache has none; make it with kvjax.empty_cache, or "
                 "with its with_bias()."
             )
         changed["bias"] = jnp.where(new, stored["bias"], 0)
-    return dataclasses.replace(cache, rows=with_rows(cache.rows, changed, layer))
+    rows = with_rows(here.rows, changed)
+    written = {
+        name: cache.write_layer(cache.rows.get(name), part, layer)
+        for name, part in rows.items()
+        if part is not here.rows.get(name)
+    }
+    return dataclasses.replace(cache, rows=cache.rows | written)
 
 
 def most_similar(head: Head, similarity: float) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:

@@ -159,11 +159,6 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
             f"{name!r}: {plain!r} keeps one set of tokens for all heads of a layer, but {allocation.name!r} gives "
             "heads different numbers of slots; take heads='group', or leave the allocation out."
         )
-    if not allocation.even and policy.merging is not None and not policy.merging.biased:
-        raise ValueError(
-            f"{name!r}: {policy.merging.name!r} merges values in plain caches, but {allocation.name!r} gives heads "
-            "different numbers of slots, in pages; leave the allocation or the link out."
-        )
     if allocation.needs_nonnegative and not policy.nonnegative:
         raise ValueError(
             f"{name!r}: {allocation.name!r} divides scores by their sum, for which they must not be negative, as those "

@@ -89,9 +89,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
         cache_dtype=dtype, rounded_to=rounded_to,
     )  # fmt: skip
     if fits_biases(policy):
-        _check_fitted(
-            config, plan, kept is not None and (kept.spent or kept.pages > 0) and bool((lengths > questions).any())
-        )
+        _check_fitted(config, plan, kept is not None and kept.spent and bool((lengths > questions).any()))
     sizes = sized(config, plan, prompt, options, budgets, traced)
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
@@ -216,7 +214,7 @@ def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
     """Check that a policy that fits biases can do so in this run: it needs whole heads, and attention as it is.
 
     Args:
-        again: whether the context goes on in a cache that has been fitted, in pages or without sample queries.
+        again: whether the context goes on in a cache without sample queries, which were dropped once it was fitted.
     """
     policy = plan.policy
     assert policy is not None and policy.merging is not None
@@ -235,11 +233,6 @@ def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
         raise ValueError(
             f"{name!r}: {link!r} has fitted this cache once, and its sample queries are gone: hold the new text back "
             "with question=, or give policy=None, which evicts nothing more."
-        )
-    if not policy.allocation.even and (plan.when != "prompt" or plan.evict_every):
-        raise ValueError(
-            f"{name!r}: {link!r} fits plain caches, but {policy.allocation.name!r} has pages after the first eviction; "
-            "give when='prompt' and evict_every=0, or leave the allocation out."
         )
 
 

@@ -144,11 +144,6 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
                 f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way: give the policy that "
                 "the cache was made with, or none."
             )
-        if paged and policy.merging is not None and not policy.merging.biased:  # which only questions follow
-            raise ValueError(
-                f"{policy.name!r} merges values in plain caches, but this cache is paged: give the policy that it was "
-                "made with, or none."
-            )
         if (policy.heads == "query") != (config.num_kv_heads != K) and config.num_heads != config.num_kv_heads:
             raise ValueError(
                 f"the cache holds {K} heads per layer, but {policy.name!r} is for "

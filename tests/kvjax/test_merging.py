@@ -60,6 +60,34 @@ def test_rows_of_eight_bits_change_only_where_others_came_in():
     np.testing.assert_allclose(found, old + 1, atol=0.05)
 
 
+@pytest.mark.parametrize("name", ["h2o+cam+protect(sinks=1)", "h2o+match"])
+def test_in_pages_values_and_biases_are_those_of_slots(name):
+    policy, some = kvjax.parse(name), blocks(4, 3)
+
+    @jax.jit
+    def empty():
+        make = functools.partial(policy.state, G=G, D=D)
+        sizes = dict(batch=B, kv_heads=K, head_dim=D, pages=16, page_size=3, most=S)
+        cache = kvjax.PagedCache.init(**sizes, init_state=lambda B, K, S: make(B, K, S=S))
+        return cache.with_bias() if policy.merging.biased else cache
+
+    cache, run_block, after = empty(), step(name), run(name, some)[-1]
+    for rows in some:
+        cache = run_block(cache, rows)
+    order = lambda position: np.argsort(np.where(position < 0, 99, position), axis=-1)[..., :BUDGET]  # noqa: E731
+    here = jax.jit(lambda cache: cache.layer(None))(cache)
+    for read in (lambda x: x.position, lambda x: x.value, lambda x: x.bias):
+        found, expected = (read(x) for x in (here, after))
+        if found is not None or expected is not None:
+            found, expected = (
+                np.take_along_axis(
+                    np.asarray(x), order(np.asarray(of.position)).reshape(B, K, -1, *(1,) * (x.ndim - 3)), 2
+                )
+                for x, of in ((found, here), (expected, after))
+            )
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.matrix
 def test_derivatives_pass_and_vmap_maps():
     some, policy = blocks(6, 3), kvjax.parse("h2o+merge")
@@ -80,7 +108,6 @@ def test_derivatives_pass_and_vmap_maps():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("snapkv+merge@adakv", r"'snapkv\+merge@adakv': 'merge' merges values in plain caches, but 'adakv'"),
         ("h2o+merge+cam", r"'h2o\+merge\+cam' merges values twice, by merge and cam; keep one of them"),
         ("h2o+merge(similarity=-1.0)", r"merge: similarity is -1.0; give a cosine in \[0, 1\]"),
         ("h2o+cam(window=0)", r"cam: window is 0; give the number of tokens that share a value, an int from 1"),

@@ -126,12 +126,6 @@ def test_layers_that_gave_slots_away_grow_back_to_their_windows_in_a_long_answer
     assert np.asarray(cache.num_live)[:, 0].tolist() == [[250, 250], [63, 63]]
 
 
-def test_a_paged_cache_goes_on_without_merging():
-    cache = tiny.empty("h2o+caote", of_windows(8, None).config, budget=40)
-    with pytest.raises(ValueError, match=r"'h2o\+merge' merges values in plain caches, but this cache is paged"):
-        models.prefill(of_windows(8, None), TEXT[:, :20], cache=cache, policy="h2o+merge", budget=40, block=8)
-
-
 def assert_pages_are_whole(cache):
     """Every page is owned once or free; each head has the fewest pages that hold its tokens."""
     table, free = np.asarray(cache.table), np.asarray(cache.free)[: int(cache.num_free)]

@@ -46,14 +46,31 @@ def test_sample_queries_are_gone_behind_the_prompt_and_the_cache_goes_on(tmp_pat
         models.prefill(decoder(), DOCUMENT[:, :9], cache=again, **asked)
 
 
+def test_several_budgets_share_the_prompt_and_keep_no_samples_either():
+    policies = [(NAME, SETTINGS["budget"]), (NAME, 2 * SETTINGS["budget"])]
+    settings = {name: value for name, value in SETTINGS.items() if name != "budget"}
+    each = models.prefill_each(decoder(), DOCUMENT, policies=policies, question=4, **settings)
+    cache = next(each).cache
+    assert cache.nbytes == fitted().cache.nbytes
+    np.testing.assert_array_equal(cache.position, fitted().cache.position)
+
+
+def test_by_block_pages_hold_biases_too():
+    out = models.generate(
+        decoder(), DOCUMENT, policy="h2o+match@model(normalise=False)", when="block", evict_every=2, max_new_tokens=5,
+        **SETTINGS,
+    )  # fmt: skip
+    live = np.asarray(out.cache.position) >= 0
+    assert isinstance(out.cache, kvjax.PagedCache) and abs(np.asarray(out.cache.bias)[live]).max() > 0.1
+    assert np.isfinite(np.asarray(out.cache.value)[live]).all() and live.sum() <= out.cache.num_live.sum()
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (dict(model=SLIDING), r"'match' fits attention over all tokens, but this model has sliding windows"),
         (dict(policy="kvzip+match+positions"), r"but 'compact' positions turn them later; leave one of them out"),
-        (dict(when="block"), r"'match' fits plain caches, but 'model\(normalise=False\)' has pages .* when='prompt'"),
-        (dict(evict_every=4), r"has pages after the first eviction; give when='prompt' and evict_every=0"),
     ],
 )
 def test_where_it_cannot_work_a_sentence_says_so(change, message):
