@@ -59,34 +59,40 @@ def stacked[Rows: (Array, Array | None)](x: Rows, layer: Int[Array, ""] | int | 
     return x, jnp.asarray(layer, jnp.int32).reshape(1)
 
 
-class Rounded(NamedTuple):
-    """Tell whether keys, and values, are of eight bits; kernels get the scales of those that are, one after the other.
+class Beside(NamedTuple):
+    """Tell which floats there are per slot beside keys and values; kernels get an array of each, one after the other.
+
+    ``key_scale`` and ``value_scale`` are the scales of rows of eight bits, ``bias`` is added to a slot's logits.
 
     Example:
-        >>> from kernels_pallas.prepare import Rounded
-        >>> Rounded(key=False, value=True).split(["scales"])
-        ([], ['scales'])
+        >>> from kernels_pallas.prepare import Beside
+        >>> Beside(key_scale=False, value_scale=True).split(["scales"])
+        ([], ['scales'], [])
     """
 
-    key: bool
-    value: bool
+    key_scale: bool = False
+    value_scale: bool = False
+    bias: bool = False
 
-    def split(self, scales: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Split the given scales into those of the keys and those of the values, each none or one."""
-        return scales[: int(self.key)], scales[int(self.key) :]
+    def split(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Split the arrays into the keys' scales, the values' scales and the biases, each none or one."""
+        keys, values = int(self.key_scale), int(self.value_scale)
+        return arrays[:keys], arrays[keys : keys + values], arrays[keys + values :]
 
 
-def given_scales(key_scale: Array | None, value_scale: Array | None) -> tuple[list[Array], Rounded]:
-    """Return the scales that there are, and whose they are.
+def given_beside(
+    key_scale: Array | None, value_scale: Array | None, bias: Array | None = None
+) -> tuple[list[Array], Beside]:
+    """Return the arrays that there are beside keys and values, and which they are.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kernels_pallas.prepare import given_scales
-        >>> given_scales(None, jnp.ones(1))[1]
-        Rounded(key=False, value=True)
+        >>> from kernels_pallas.prepare import given_beside
+        >>> given_beside(None, jnp.ones(1))[1]
+        Beside(key_scale=False, value_scale=True, bias=False)
     """
-    scales = [scale for scale in (key_scale, value_scale) if scale is not None]
-    return scales, Rounded(key_scale is not None, value_scale is not None)
+    arrays = (key_scale, value_scale, bias)
+    return [x for x in arrays if x is not None], Beside(*(x is not None for x in arrays))
 
 
 def over_heads(

@@ -80,6 +80,8 @@ def join(
             between = (now["window_mean"] - old["window_mean"]) ** 2 * (m * n / both)
             deviations = old[name] * jnp.maximum(m - 1, 0) + now[name] * jnp.maximum(n - 1, 0) + between
             return deviations / jnp.maximum(both - 1, 1)
+        if name == "window_max":
+            return jnp.maximum(old[name], now[name])
         return old[name] + now[name]
 
     def chosen(name: str) -> Array:

@@ -47,7 +47,7 @@ def cache_attention(
             values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each row of eight bits is multiplied, shaped like the rows without D; None for
             floats. Logits and weights are multiplied by them, so that no copy of the rows as floats is needed.
-        bias: a float per slot that is added to its logits, after scale and cap; None for none. No kernel has it yet.
+        bias: a float per slot that is added to its logits, after scale and cap; None for none.
         statistics: names from ``STATISTICS``, or from ``ONLY_REFERENCE``, which only the reference computes; see
             :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.

@@ -31,7 +31,7 @@ from kernels_pallas.cache_attention.queries import (
     squared_changes,
 )
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
-from kernels_pallas.prepare import Rounded
+from kernels_pallas.prepare import Beside
 from kernels_pallas.softmax import of_parts, scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
@@ -66,8 +66,8 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
 
 
 def of_heads(
-    query, about, span, key, value, key_position, layer, *scales,
-    rounded, names, errors, scale, soft_cap, interpret,
+    query, about, span, key, value, key_position, layer, *floats,
+    beside, names, errors, scale, soft_cap, interpret,
 ):  # fmt: skip
     L, B, K, S, D = key.shape
     key, value = (x.reshape(L, B * K, S, D) for x in (key, value))
@@ -76,9 +76,9 @@ def of_heads(
         where=(pl.BlockSpec((1,), lambda *_: (0,)),),
         load=lambda ref, where, slot, width: _load(ref, slot, width, where[0]),
     )
-    options = dict(rounded=rounded, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    options = dict(beside=beside, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
     options |= dict(name="cache")
-    return attend_heads(query, about, span, key, value, key_position, scales, (layer,), storage, **options)
+    return attend_heads(query, about, span, key, value, key_position, floats, (layer,), storage, **options)
 
 
 def attend_heads(
@@ -88,11 +88,11 @@ def attend_heads(
     key: Array,
     value: Array,
     key_position: Int[Array, "B K S"],
-    scales: tuple[Float[Array, "B K S"], ...],
+    floats: tuple[Float[Array, "B K S"], ...],
     where: tuple[Array, ...],
     storage: Storage,
     *,
-    rounded: Rounded,
+    beside: Beside,
     names: tuple[str, ...],
     errors: bool,
     scale: float,
@@ -100,12 +100,16 @@ def attend_heads(
     interpret: bool,
     name: str,
 ) -> tuple[Array, ...]:
-    """Run the kernels on keys and values in a storage, and return the output and the named statistics, by group."""
+    """Run the kernels on keys and values in a storage, and return the output and the named statistics, by group.
+
+    Args:
+        floats: those per slot that are ``beside`` keys and values.
+    """
     B, K, G, T, D = query.shape
     S, H, R = key_position.shape[2], B * K, T * G
     query, key_position = query.swapaxes(2, 3).reshape(H, R, D), key_position.reshape(H, S)
-    scales = tuple(x.reshape(H, S) for x in scales)
-    key_scales, _ = rounded.split(scales)
+    floats = tuple(x.reshape(H, S) for x in floats)
+    key_scales, value_scales, biases = beside.split(floats)
     width = max(pl.next_power_of_2(D), 16)
     slots = 64 if width <= 128 else 32
     rows = min(max(pl.next_power_of_2(R), 16), 64)
@@ -123,7 +127,7 @@ def attend_heads(
     finishes = T == 1 and not errors
     one_query = finishes and bool(names)  # its logits take no more memory than the statistics, which follow from them
     acc, peak, total, *logits = pl.pallas_call(
-        functools.partial(_attend, storage, rounded=rounded, steps=steps, rows=rows, errors=errors, **options),
+        functools.partial(_attend, storage, beside=beside, steps=steps, rows=rows, errors=errors, **options),
         out_shape=[
             jax.ShapeDtypeStruct((H, splits, R, D), jnp.float32),
             *[jax.ShapeDtypeStruct((H, splits, R), jnp.float32)] * 2,
@@ -137,7 +141,7 @@ def attend_heads(
             *slot_specs,
             storage.array,
             *storage.where,
-            *[of_head(S)] * len(scales),
+            *[of_head(S)] * len(floats),
         ],
         out_specs=[
             pl.BlockSpec((None, None, R, D), lambda h, r, s: (h, s, 0, 0)),
@@ -147,7 +151,7 @@ def attend_heads(
         compiler_params=params,
         interpret=interpret,
         name=f"{name}_attention",
-    )(span, query, about, key, key_position, value, *where, *scales)
+    )(span, query, about, key, key_position, value, *where, *floats)
     heads = [1 if name == "window_group_square" else G for name in names]
     if finishes:
         size = min(FINISHED, max(pl.next_power_of_2(S), 16))
@@ -176,9 +180,11 @@ def attend_heads(
     if not names:
         return (out,)
     queries = min(max(pl.next_power_of_2(T), 16), 64)
-    used, of_errors = (scales, (outputs, value)) if errors else (key_scales, ())
+    of_errors = (outputs, value) if errors else ()
+    beside = beside._replace(value_scale=beside.value_scale and errors)
+    used = (*key_scales, *(value_scales if errors else ()), *biases)
     columns = pl.pallas_call(
-        functools.partial(_reduce, storage, names=names, rounded=rounded, errors=errors, queries=queries, **options),
+        functools.partial(_reduce, storage, names=names, beside=beside, errors=errors, queries=queries, **options),
         out_shape=[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in heads],
         grid=(H, pl.cdiv(S, slots)),
         in_specs=[
@@ -230,17 +236,17 @@ def _sees(span, own, position):
     return (position >= 0)[None, :] & (own >= 0)[:, None] & (age >= 0) & (age < span[0])
 
 
-def _scales_of(scales, slot):
-    """Load the scales of slots, of each array in ``scales``; 0 beyond the end."""
-    return [triton.load(ref.at[slot], mask=slot < ref.shape[0], other=0.0) for ref in scales]
+def _floats_of(arrays, slot):
+    """Load the floats of slots from each array; 0 beyond the end."""
+    return [triton.load(ref.at[slot], mask=slot < ref.shape[0], other=0.0) for ref in arrays]
 
 
 def _attend(
     storage, span, query, about, key, key_position, value, *refs,
-    rounded, errors, G, steps, rows, slots, width, scale, soft_cap,
+    beside, errors, G, steps, rows, slots, width, scale, soft_cap,
 ):  # fmt: skip
-    where, scales, refs = _split(refs, len(storage.where), sum(rounded))
-    key_scales, value_scales = rounded.split(scales)
+    where, floats, refs = _split(refs, len(storage.where), sum(beside))
+    key_scales, value_scales, biases = beside.split(floats)
     out, peaks, totals, *logits_out = refs
     like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (R, D), S = query.shape, key_position.shape[0]
@@ -259,9 +265,12 @@ def _attend(
         visible = _sees(span, own, position)
         k = widened(storage.load(key, where, slot, width), q.dtype)
         logits = _dot(q, k, ((1,), (1,)))
-        for of_slot in _scales_of(key_scales, slot):
+        for of_slot in _floats_of(key_scales, slot):
             logits = logits * of_slot[None, :]
-        logits = jnp.where(visible, scaled(logits, scale, soft_cap), UNSEEN)
+        logits = scaled(logits, scale, soft_cap)
+        for of_slot in _floats_of(biases, slot):
+            logits = logits + of_slot[None, :]
+        logits = jnp.where(visible, logits, UNSEEN)
         for ref in logits_out:
             there = (row < R)[:, None] & (slot < S)[None, :]
             triton.store(ref.at[row[:, None], slot[None, :]], logits, mask=there)
@@ -272,7 +281,7 @@ def _attend(
         if errors:  # small differences of outputs
             v = v.astype(jnp.float32)
         shrink, total = jnp.exp(peak - now), jnp.exp(peak - now) * total + jnp.sum(weights, axis=1)
-        for of_slot in _scales_of(value_scales, slot):
+        for of_slot in _floats_of(value_scales, slot):
             weights = jnp.where(visible, weights * of_slot[None, :], 0.0)
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, total, acc
@@ -328,18 +337,20 @@ def _finish(about, key_position, accs, peaks, totals, *refs, names, size, width)
 
 def _reduce(
     storage, span, first_query, query, about, key, key_position, peaks, totals, *refs,
-    names, rounded, errors, G, slots, queries, width, scale, soft_cap,
+    names, beside, errors, G, slots, queries, width, scale, soft_cap,
 ):  # fmt: skip
     of_errors, where, refs = _split(refs, 2 * errors, len(storage.where))
-    key_scales, value_scales, refs = _split(refs, int(rounded.key), int(rounded.value and errors))
+    floats, refs = refs[: sum(beside)], refs[sum(beside) :]
+    key_scales, value_scales, biases = beside.split(floats)
     T, S = about.shape[0], key_position.shape[0]
     slot = pl.program_id(1) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
-    k, of_slots = widened(storage.load(key, where, slot, width), query.dtype), _scales_of(key_scales, slot)
+    k = widened(storage.load(key, where, slot, width), query.dtype)
+    of_keys, added = _floats_of(key_scales, slot), _floats_of(biases, slot)
     position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
     if errors:  # the content of a free slot must not matter
         v = storage.load(of_errors[1], where, slot, width).astype(jnp.float32)
         v = jnp.where((position >= 0)[:, None], v, 0.0)
-        for of_slot in _scales_of(value_scales, slot):
+        for of_slot in _floats_of(value_scales, slot):
             v = v * jnp.where(position >= 0, of_slot, 0.0)[:, None]
     merges = "window_mean" in names or "window_variance" in names
     zero = jnp.zeros((slots,), jnp.float32)
@@ -363,22 +374,28 @@ def _reduce(
             if name in sums:
                 sums[name][g] += jnp.sum(what, axis=0)
 
+        def raise_to(name, g, what):
+            if name in sums:
+                sums[name][g] = jnp.maximum(sums[name][g], jnp.max(what, axis=0))
+
         for g in range(G):
             row = t * G + g
             peak = triton.load(peaks.at[row], mask=t < T, other=0.0)
             total = triton.load(totals.at[row], mask=t < T, other=1.0)
             logits = _dot(_load(query, row, width), k, ((1,), (1,)))
-            for of_slot in of_slots:
+            for of_slot in of_keys:
                 logits = logits * of_slot[None, :]
             logits = scaled(logits, scale, soft_cap)
+            for of_slot in added:
+                logits = logits + of_slot[None, :]
             w = jnp.where(visible, jnp.exp(jnp.where(visible, logits - peak[:, None], 0.0)) / total[:, None], 0.0)
             if errors:
                 w = squared_changes(w, _load(of_errors[0], row, width), v, jnp.sum(v * v, axis=1)[None, :])
             add("sum", g, w)
             add("last", g, jnp.where(is_last, w, 0.0))
-            if "max" in sums:
-                sums["max"][g] = jnp.maximum(sums["max"][g], jnp.max(w, axis=0))
+            raise_to("max", g, w)
             w = jnp.where(in_window, w, 0.0)
+            raise_to("window_max", g, w)
             group += w
             add("window_square", g, w * w)
             add("window_place", g, w * place)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Real
 from kernels_pallas.cache_attention.queries import describe, rows_entering
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.dispatch import of_layer
-from kernels_pallas.prepare import Rounded, given_scales, over_heads, stacked
+from kernels_pallas.prepare import Beside, given_beside, over_heads, stacked
 
 _FAR = 2**31 - 1
 
@@ -39,15 +39,16 @@ def on_heads(
     layer: int | Int[Array, ""] | None = None,
     key_scale: Float[Array, "*L B K S"] | None = None,
     value_scale: Float[Array, "*L B K S"] | None = None,
+    bias: Float[Array, "*L B K S"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.cache_attention`."""
     (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
     slots = "l b k s d"
-    of_slots = (scale if scale is None else of_layer(scale, layer) for scale in (key_scale, value_scale))
-    scales, rounded = given_scales(*of_slots)
-    arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number), *(("b k s", x) for x in scales)]
-    return in_groups(kernel, query, query_position, arrays, rounded, kv_heads=key.shape[2], **options)
+    of_slots = (x if x is None else of_layer(x, layer) for x in (key_scale, value_scale, bias))
+    floats, beside = given_beside(*of_slots)
+    arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number), *(("b k s", x) for x in floats)]
+    return in_groups(kernel, query, query_position, arrays, beside, kv_heads=key.shape[2], **options)
 
 
 def in_groups(
@@ -55,7 +56,7 @@ def in_groups(
     query: Float[Array, "B T N D"],
     query_position: Int[Array, "B T"],
     arrays: Sequence[tuple[str, Any]],
-    rounded: Rounded,
+    beside: Beside,
     *,
     kv_heads: int,
     statistics: frozenset[str],
@@ -65,7 +66,6 @@ def in_groups(
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
-    bias: Array | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on queries grouped by KV head.
 
@@ -73,31 +73,29 @@ def in_groups(
     a cache's dtype.
 
     Args:
-        kernel: ``(query [B, K, G, T, D], about, span, *arrays, rounded=, names=, errors=, scale=, soft_cap=)`` returns
+        kernel: ``(query [B, K, G, T, D], about, span, *arrays, beside=, names=, errors=, scale=, soft_cap=)`` returns
             the output, shaped like the queries, and each statistic in ``names`` as ``[B, K, heads, S]``. With
             ``errors`` its output does not matter.
         arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`. The last ones are
-            the scales of what is ``rounded``.
-        projection, bias: refused: no kernel multiplies by the one, or adds the other to its logits, yet.
+            those that are ``beside`` keys and values.
+        projection: refused: no kernel multiplies by it.
 
     Example:
         >>> import jax, numpy as np
         >>> from kernels_pallas.cache_attention.heads import in_groups
-        >>> from kernels_pallas.prepare import Rounded
+        >>> from kernels_pallas.prepare import Beside
         >>> q, position = np.ones((1, 3, 4, 8)), np.zeros((1, 3), int)
         >>> options = dict(
         ...     kv_heads=2, statistics=frozenset(), window=0, sliding_window=None,
         ...     scale=1.0
         ... )
-        >>> rest = (position, [], Rounded(False, False))
+        >>> rest = (position, [], Beside())
         >>> jax.eval_shape(
         ...     lambda: in_groups(lambda q, *_, **__: (q,), q, *rest, **options)
         ... )[0].shape
         (1, 3, 4, 8)
     """
     B, T, N, D = query.shape
-    if bias is not None:
-        raise NotImplementedError("no kernel adds a bias per slot to the logits; take implementation='reference'.")
     if projection is not None:
         raise NotImplementedError("no kernel measures errors behind W_O; take implementation='reference'.")
     if missing := statistics & set(ONLY_REFERENCE):
@@ -111,7 +109,7 @@ def in_groups(
         describe(query_position, window),
     )
     axes, given = zip(*arrays, strict=True) if arrays else ((), ())
-    inputs, options = ("b k g t d", "b t c", "w", *axes), dict(rounded=rounded, scale=scale, soft_cap=soft_cap)
+    inputs, options = ("b k g t d", "b t c", "w", *axes), dict(beside=beside, scale=scale, soft_cap=soft_cap)
 
     def run(query: Array, about: Array, names: tuple[str, ...], errors: bool) -> tuple[Array, ...]:
         on_device = functools.partial(kernel, names=names, errors=errors, **options)

@@ -38,10 +38,14 @@ _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # typ
 _NARROW = (plgpu.TilingTransform((8, 8)), plgpu.SwizzleTransform(32))  # type: ignore[abstract]
 
 
-def unsupported(query: Any, key: Any, value: Any, *_: Any, errors: bool = False, **__: Any) -> str | None:
+def unsupported(
+    query: Any, key: Any, value: Any, *_: Any, errors: bool = False, bias: Any = None, **__: Any
+) -> str | None:
     """Return why the kernels can't run with these arguments, or None."""
     if errors:
         return "statistics of errors are asked for, which these kernels do not compute"
+    if bias is not None:
+        return "a bias per slot is given, which these kernels do not add"
     if not hasattr(plgpu, "InterpretGPUParams"):
         return f"JAX is {jax.__version__}, whose Pallas cannot interpret kernels for Mosaic GPU; take 0.12"
     if (capability := compute_capability()) not in (None, 90):
@@ -62,10 +66,8 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any, errors: bool = False,
     return None
 
 
-def of_heads(
-    query, about, span, key, value, key_position, layer, *, rounded, names, errors, scale, soft_cap, interpret
-):
-    del rounded, errors  # no scales, no errors: both are refused
+def of_heads(query, about, span, key, value, key_position, layer, *, beside, names, errors, scale, soft_cap, interpret):
+    del beside, errors  # no scales, biases or errors: all are refused
     L, B, K, S, D = key.shape
     G, T = query.shape[2:4]
     H, R, tiles = B * K, G * T, pl.cdiv(S, TILE)
@@ -322,13 +324,17 @@ def _of_head(names):
         seen = jnp.where(nth > 0, weights, 0.0)
         terms = {
             "sum": lambda: weights,
+            "max": lambda: weights,
             "last": lambda: jnp.where(is_last, weights, 0.0),
+            "window_max": lambda: seen,
             "window_square": lambda: seen * seen,
             "window_log": lambda: seen * jnp.log(jnp.where(seen > 0, seen, 1.0)),
             "window_place": lambda: seen * nth.astype(jnp.float32),
         }
         sums = {
-            name: jnp.maximum(x, jnp.max(weights, axis=1)) if name == "max" else x + jnp.sum(terms[name](), axis=1)
+            name: jnp.maximum(x, jnp.max(terms[name](), axis=1))
+            if name in ("max", "window_max")
+            else x + jnp.sum(terms[name](), axis=1)
             for name, x in sums.items()
         }
         if merges:  # tile by tile (Chan et al.)

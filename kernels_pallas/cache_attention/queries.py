@@ -181,6 +181,7 @@ def of_weights(
         "last": jnp.where(is_last, weights, 0),
         "max": weights,
         "window_mean": seen,
+        "window_max": seen,
         "window_variance": jnp.zeros_like(weights),
         "window_square": seen**2,
         "window_log": jnp.where(seen > 0, seen * jnp.log(jnp.where(seen > 0, seen, 1)), 0),

@@ -18,6 +18,7 @@ STATISTICS = (
     "last",
     "max",
     "window_mean",
+    "window_max",
     "window_variance",
     "window_square",
     "window_log",
@@ -38,10 +39,10 @@ class ColumnStatistics(NamedTuple):
     of the last query; and ``max``, the largest weight.
 
     Over the last ``window`` valid queries of the block (over all of them where there are fewer), per query head: the
-    mean ``window_mean``; the unbiased variance ``window_variance``, 0 for a single query; the sum of squares
-    ``window_square``; the sum of ``a log a``, ``window_log``, with ``0 log 0 = 0``; and ``window_place``, the mean of
-    the weights times their queries' places, counted from the end (1 for the last). Per KV head ``[B, K, S]``:
-    ``window_group_square``, the sum of squares of the group's mean weight.
+    mean ``window_mean``; the largest ``window_max``; the unbiased variance ``window_variance``, 0 for a single query;
+    the sum of squares ``window_square``; the sum of ``a log a``, ``window_log``, with ``0 log 0 = 0``; and
+    ``window_place``, the mean of the weights times their queries' places, counted from the end (1 for the last). Per KV
+    head ``[B, K, S]``: ``window_group_square``, the sum of squares of the group's mean weight.
 
     And ``weights``, all of them, per query head ``[B, N, T, S]``, 0 for a padding query.
     """
@@ -50,6 +51,7 @@ class ColumnStatistics(NamedTuple):
     last: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     max: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_mean: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    window_max: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_variance: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_square: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_log: Float[Array, "*heads S"] = None  # type: ignore[assignment]
@@ -137,6 +139,8 @@ def _of_divided(
         columns["weights"] = weights
     if "max" in statistics:
         columns["max"] = jnp.max(weights, axis=3)
+    if "window_max" in statistics:
+        columns["window_max"] = jnp.max(jnp.where(seen[:, None, None, :, None], weights, 0), axis=3)
     if "window_variance" in statistics:  # around the mean: E[a^2] - E[a]^2 of small weights is all rounding
         deviations = _sum_of_rows((weights - sums["window_mean"][:, :, :, None]) ** 2, seen)
         others = (jnp.sum(seen, axis=1) - 1)[:, None, None, None]

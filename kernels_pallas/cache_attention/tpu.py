@@ -32,7 +32,7 @@ from kernels_pallas.cache_attention.queries import (
     squared_changes,
 )
 from kernels_pallas.eight_bits import unread
-from kernels_pallas.prepare import Rounded
+from kernels_pallas.prepare import Beside
 from kernels_pallas.softmax import scaled
 
 ROWS = 512  # of a block of queries, over all heads of a group
@@ -68,8 +68,8 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
 
 
 def of_heads(
-    query, about, span, key, value, key_position, layer, *scales,
-    rounded, names, errors, scale, soft_cap, interpret,
+    query, about, span, key, value, key_position, layer, *floats,
+    beside, names, errors, scale, soft_cap, interpret,
 ):  # fmt: skip
     S, width = key.shape[3:]
 
@@ -78,9 +78,9 @@ def of_heads(
         block = (None, None, None, slots, width), lambda b, k, c, layer: (layer[0], b, k, c, 0)
         return Storage(slots, (block,)), (layer,)
 
-    options = dict(rounded=rounded, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    options = dict(beside=beside, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
     options |= dict(name="cache")
-    return attend_heads(query, about, span, key, value, key_position, scales, stored, **options)
+    return attend_heads(query, about, span, key, value, key_position, floats, stored, **options)
 
 
 def attend_heads(
@@ -90,10 +90,10 @@ def attend_heads(
     key: Array,
     value: Array | None,
     key_position: Int[Array, "B K S"],
-    scales: tuple[Float[Array, "B K S"], ...],
+    floats: tuple[Float[Array, "B K S"], ...],
     stored: Callable[[int], tuple[Storage, tuple[Array, ...]]],
     *,
-    rounded: Rounded,
+    beside: Beside,
     names: tuple[str, ...],
     errors: bool,
     scale: float,
@@ -104,6 +104,7 @@ def attend_heads(
     """Run the kernels on keys and values in a storage, and return the output and the named statistics, by group.
 
     Args:
+        floats: those per slot that are ``beside`` keys and values.
         stored: (the most slots of a chunk) -> the storage, and the arrays ``where``, which are copied to scalar memory.
     """
     B, K, G, T, D = query.shape
@@ -121,8 +122,8 @@ def attend_heads(
     about = jnp.pad(about, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
     more = ((0, 0), (0, 0), (0, chunks * slots - S))
     key_position = jnp.pad(key_position, more, constant_values=-1)[:, :, None]
-    scales = tuple(jnp.pad(x, more)[:, :, None] for x in scales)
-    key_scales, _ = rounded.split(scales)
+    floats = tuple(jnp.pad(x, more)[:, :, None] for x in floats)
+    key_scales, value_scales, biases = beside.split(floats)
 
     def specs(order):
         """Return the specs of all inputs; ``order`` sorts a program's indices to (b, k, query block, chunk, *where)."""
@@ -141,7 +142,7 @@ def attend_heads(
 
     q_spec, about_spec, position_spec, row_spec, slot_specs = specs(straight)
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
-    options: dict[str, Any] = dict(storage=storage, scalars=len(where), rounded=rounded, per_head=per_head)
+    options: dict[str, Any] = dict(storage=storage, scalars=len(where), per_head=per_head)
     options |= dict(scale=scale, soft_cap=soft_cap)
     one_query = (
         T == 1 and bool(names) and not errors
@@ -149,7 +150,7 @@ def attend_heads(
     # Errors are small differences of outputs, of which the second kernel takes the last D lanes.
     out_spec = pl.BlockSpec((None, None, None, rows, width), q_spec.index_map) if errors else q_spec
     out, softmax, *logits = pl.pallas_call(
-        functools.partial(_attend, arrays=len(stores), errors=errors, **options),
+        functools.partial(_attend, arrays=len(stores), beside=beside, errors=errors, **options),
         out_shape=[
             jax.ShapeDtypeStruct((B, K, blocks, rows, width if errors else D), jnp.float32 if errors else query.dtype),
             jax.ShapeDtypeStruct((B, K, blocks, rows, 128), jnp.float32),
@@ -162,7 +163,7 @@ def attend_heads(
                 scalar,
                 q_spec,
                 about_spec,
-                *[position_spec] * (1 + len(scales)),
+                *[position_spec] * (1 + len(floats)),
                 *slot_specs * len(stores),
             ],
             out_specs=[
@@ -185,7 +186,7 @@ def attend_heads(
         ),
         interpret=interpret,
         name=f"{name}_attention",
-    )(*where, span, query, about, key_position, *scales, *[x for x in stores for _ in range(pieces)])
+    )(*where, span, query, about, key_position, *floats, *[x for x in stores for _ in range(pieces)])
 
     columns: tuple[Array, ...] = ()
     if one_query:
@@ -193,10 +194,14 @@ def attend_heads(
     elif names:
         q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda b, k, c, t, *where: (b, k, t, c, *where))
         out_spec = pl.BlockSpec((None, None, None, rows, width), q_spec.index_map)
-        read, used, of_errors = (stores, scales, (out,)) if errors else ([key], key_scales, ())
+        read, of_errors = (stores, (out,)) if errors else ([key], ())
+        beside = beside._replace(value_scale=beside.value_scale and errors)
+        used = (*key_scales, *(value_scales if errors else ()), *biases)
         heads = [1 if name == "window_group_square" else G for name in names]
         columns = pl.pallas_call(
-            functools.partial(_reduce, names=names, blocks=blocks, arrays=len(read), errors=errors, **options),
+            functools.partial(
+                _reduce, names=names, blocks=blocks, arrays=len(read), beside=beside, errors=errors, **options
+            ),
             out_shape=[jax.ShapeDtypeStruct((B, K, h, S), jnp.float32) for h in heads],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(where),
@@ -242,14 +247,14 @@ def _chunk(blocks, narrow_as=None):
     return rows.astype(narrow_as if dtype.itemsize == 1 else dtype)
 
 
-def _logits(span, query, about, key, key_position, key_scale=(), *, per_head, scale, soft_cap):
+def _logits(span, query, about, key, key_position, key_scales, biases, *, per_head, scale, soft_cap):
     """Compute the logits of a block [rows, slots], and a mask of those that a query sees."""
     wide = jnp.promote_types(query.dtype, key.dtype)
     logits = jax.lax.dot_general(
         query[...].astype(wide), key[:, : query.shape[1]].astype(wide), (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
     )  # fmt: skip
-    for ref in key_scale:
+    for ref in key_scales:
         logits = logits * ref[...]  # [1, slots]
     position, own = key_position[...], about[:, POSITION : POSITION + 1]  # [1, slots], [per_head, 1]
     age = own - position
@@ -257,7 +262,10 @@ def _logits(span, query, about, key, key_position, key_scale=(), *, per_head, sc
     repeats = query.shape[0] // per_head
     seen = jnp.where(visible, 1.0, 0.0)
     seen = jnp.concatenate([seen] * repeats, axis=0) if repeats > 1 else seen
-    return scaled(logits, scale, soft_cap), seen > 0
+    logits = scaled(logits, scale, soft_cap)
+    for ref in biases:
+        logits = logits + ref[...]  # [1, slots]
+    return logits, seen > 0
 
 
 def _when_held(storage, where, chunk, *conditions):
@@ -272,10 +280,10 @@ def _column(row):
     return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
-def _attend(*refs, arrays, errors, storage, scalars, rounded, per_head, scale, soft_cap):
+def _attend(*refs, arrays, errors, storage, scalars, beside, per_head, scale, soft_cap):
     where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
-    scales, others = others[: sum(rounded)], others[sum(rounded) :]
-    key_scales, value_scales = rounded.split(scales)
+    floats, others = others[: sum(beside)], others[sum(beside) :]
+    key_scales, value_scales, biases = beside.split(floats)
     pieces = len(storage.blocks)
     slots, (out, softmax, *logits_out, peak, total, acc) = others[: pieces * arrays], others[pieces * arrays :]
     keys, values = slots[:pieces], slots[-pieces:]  # the same where they are side by side
@@ -295,8 +303,9 @@ def _attend(*refs, arrays, errors, storage, scalars, rounded, per_head, scale, s
     def add():
         keys_here = _chunk(keys, query.dtype)
         logits, visible = _logits(
-            span, query, about, keys_here, key_position, key_scales, per_head=per_head, scale=scale, soft_cap=soft_cap
-        )
+            span, query, about, keys_here, key_position, key_scales, biases,
+            per_head=per_head, scale=scale, soft_cap=soft_cap,
+        )  # fmt: skip
         logits = jnp.where(visible, logits, UNSEEN)
         for ref in logits_out:
             ref[...] = logits
@@ -328,10 +337,10 @@ def _attend(*refs, arrays, errors, storage, scalars, rounded, per_head, scale, s
         softmax[...] = jnp.where(lane == 0, peak[...], jnp.maximum(total[...], tiny))
 
 
-def _reduce(*refs, storage, scalars, rounded, names, arrays, errors, per_head, scale, soft_cap, blocks):
+def _reduce(*refs, storage, scalars, beside, names, arrays, errors, per_head, scale, soft_cap, blocks):
     where, (span, first_query, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
-    scales = int(rounded.key) + int(rounded.value and errors)
-    (key_scales, value_scales), (softmax, *others) = rounded.split(others[:scales]), others[scales:]
+    key_scales, value_scales, biases = beside.split(others[: sum(beside)])
+    softmax, *others = others[sum(beside) :]
     outputs, pieces = others[: int(errors)], len(storage.blocks)
     slots, sums = others[len(outputs) :][: pieces * arrays], others[len(outputs) + pieces * arrays :]
     keys, values = slots[:pieces], slots[-pieces:]  # the same where they are side by side
@@ -348,8 +357,9 @@ def _reduce(*refs, storage, scalars, rounded, names, arrays, errors, per_head, s
     def observe():
         keys_here = _chunk(keys, query.dtype)
         logits, visible = _logits(
-            span, query, about, keys_here, key_position, key_scales, per_head=per_head, scale=scale, soft_cap=soft_cap
-        )
+            span, query, about, keys_here, key_position, key_scales, biases,
+            per_head=per_head, scale=scale, soft_cap=soft_cap,
+        )  # fmt: skip
         weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
         for out in outputs:
             value = keys_here if arrays == 1 else _chunk(values, query.dtype)
@@ -373,6 +383,11 @@ def _reduce(*refs, storage, scalars, rounded, names, arrays, errors, per_head, s
             if name in columns:
                 columns[name][g : g + 1, :] += jnp.sum(what, axis=0, keepdims=True)
 
+        def raise_to(name, g, what):
+            if name in columns:
+                largest = jnp.max(what, axis=0, keepdims=True)
+                columns[name][g : g + 1, :] = jnp.maximum(columns[name][g : g + 1, :], largest)
+
         before = count[:1, :1]
         here = jnp.sum(jnp.where(in_window, 1.0, 0.0), axis=0, keepdims=True)
         both = jnp.maximum(before + here, 1)
@@ -381,10 +396,9 @@ def _reduce(*refs, storage, scalars, rounded, names, arrays, errors, per_head, s
             w = weights[g * per_head : (g + 1) * per_head]  # [per_head, slots]
             add("sum", g, w)
             add("last", g, jnp.where(is_last, w, 0))
-            if "max" in columns:
-                largest = jnp.max(w, axis=0, keepdims=True)
-                columns["max"][g : g + 1, :] = jnp.maximum(columns["max"][g : g + 1, :], largest)
+            raise_to("max", g, w)
             w = jnp.where(in_window, w, 0)
+            raise_to("window_max", g, w)
             group += w
             add("window_square", g, w * w)
             add("window_place", g, w * place)

@@ -46,7 +46,7 @@ def paged_attention(
         key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot. Without
             values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each row of eight bits is multiplied; None for floats.
-        bias: a float per slot that is added to its logits; None for none. No kernel has it yet.
+        bias: a float per slot that is added to its logits; None for none.
         table: each head's pages; -1 where it has none, and nothing is read there.
         statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.

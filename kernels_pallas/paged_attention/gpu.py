@@ -24,8 +24,8 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
 
 
 def of_heads(
-    query, about, span, key, value, key_position, table, *scales,
-    rounded, names, errors, scale, soft_cap, interpret,
+    query, about, span, key, value, key_position, table, *floats,
+    beside, names, errors, scale, soft_cap, interpret,
 ):  # fmt: skip
     B, K, M = table.shape
     size = key.shape[1]
@@ -44,7 +44,7 @@ def of_heads(
         load=load,
         end=lambda where: where[1][0],
     )
-    options = dict(rounded=rounded, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    options = dict(beside=beside, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
     options |= dict(name="paged")
     where = (table.reshape(B * K, M), ends)
-    return attend_heads(query, about, span, key, value, key_position, scales, where, storage, **options)
+    return attend_heads(query, about, span, key, value, key_position, floats, where, storage, **options)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Real
 from kernels_pallas.cache_attention.heads import in_groups
 from kernels_pallas.cache_attention.reference import ColumnStatistics
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions
-from kernels_pallas.prepare import given_scales
+from kernels_pallas.prepare import given_beside
 
 
 def on_heads(
@@ -24,12 +24,13 @@ def on_heads(
     *,
     key_scale: Float[Array, "P page"] | None = None,
     value_scale: Float[Array, "P page"] | None = None,
+    bias: Float[Array, "P page"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.paged_attention`."""
     pool = "p z d"
-    of_slots = (scale if scale is None else laid_out(scale, table) for scale in (key_scale, value_scale))
-    scales, rounded = given_scales(*of_slots)
+    of_slots = (x if x is None else laid_out(x, table) for x in (key_scale, value_scale, bias))
+    floats, beside = given_beside(*of_slots)
     arrays = [(pool, key), (pool, value), ("b k s", slot_positions(position, table)), ("b k m", table)]
-    arrays += [("b k s", scale) for scale in scales]
-    return in_groups(kernel, query, query_position, arrays, rounded, kv_heads=table.shape[1], **options)
+    arrays += [("b k s", x) for x in floats]
+    return in_groups(kernel, query, query_position, arrays, beside, kv_heads=table.shape[1], **options)

@@ -37,7 +37,7 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | N
     return None
 
 
-def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap, interpret):
+def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, interpret):
     B, K, each, T, G, D = query.shape
     L, S, M = key.shape[0], key.shape[3], slots.shape[-1]
     H, R = B * K * each, T * G
@@ -57,7 +57,7 @@ def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap,
     scales = tuple(x.reshape(B * K, S) for x in scales)
     sums = pl.pallas_call(
         functools.partial(
-            _attend, rounded=rounded, steps=steps, step=step, rows=rows, width=width, scale=scale, soft_cap=soft_cap
+            _attend, beside=beside, steps=steps, step=step, rows=rows, width=width, scale=scale, soft_cap=soft_cap
         ),
         out_shape=[
             jax.ShapeDtypeStruct((H, parts, R, D), jnp.float32),
@@ -101,9 +101,9 @@ def _dot(a, b, dims):
     )  # fmt: skip
 
 
-def _attend(layer, query, key, value, slots, *refs, rounded, steps, step, rows, width, scale, soft_cap):
+def _attend(layer, query, key, value, slots, *refs, beside, steps, step, rows, width, scale, soft_cap):
     *scales, out, peaks, totals = refs
-    key_scales, value_scales = rounded.split(scales)
+    key_scales, value_scales, _ = beside.split(scales)
     like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (R, D), S, M = query.shape, key.shape[1], slots.shape[0]
     row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)

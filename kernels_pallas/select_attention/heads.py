@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.dispatch import of_layer
-from kernels_pallas.prepare import given_scales, over_heads, stacked
+from kernels_pallas.prepare import given_beside, over_heads, stacked
 
 
 def on_heads(
@@ -31,9 +31,9 @@ def on_heads(
     (_, H, M), K = slots.shape, key.shape[-3]
     grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
     rows = "b k h t g d"
-    scales, rounded = given_scales(*(s if s is None else of_layer(s, layer) for s in (key_scale, value_scale)))
+    scales, beside = given_beside(*(s if s is None else of_layer(s, layer) for s in (key_scale, value_scale)))
     run = over_heads(
-        functools.partial(kernel, rounded=rounded, scale=scale, soft_cap=soft_cap),
+        functools.partial(kernel, beside=beside, scale=scale, soft_cap=soft_cap),
         [rows, "l b k s d", "l b k s d", "b k h m", "u", *["b k s"] * len(scales)],
         [rows],
     )

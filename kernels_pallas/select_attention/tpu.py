@@ -50,7 +50,7 @@ def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str |
     return None
 
 
-def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap, interpret):
+def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, interpret):
     B, K, sets, T, G, D = query.shape
     stores = [key] if value is None else [key, value]
     (S, width), R, itemsize = key.shape[3:], sets * T * G, max(x.dtype.itemsize for x in stores)
@@ -75,7 +75,7 @@ def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap,
         (None, None, 1, size), lambda b, k, c, layer, here: (b, k, 0, here[(b * K + k) * chunks + c])
     )
     out = pl.pallas_call(
-        functools.partial(_attend, arrays=len(stores), rounded=rounded, size=size, scale=scale, soft_cap=soft_cap),
+        functools.partial(_attend, arrays=len(stores), beside=beside, size=size, scale=scale, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct((B, K, R, D), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -152,10 +152,10 @@ def _mask(slots, first, last, origin, size):
     return jnp.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
 
 
-def _attend(_, here, start, query, *refs, arrays, rounded, size, scale, soft_cap):
+def _attend(_, here, start, query, *refs, arrays, beside, size, scale, soft_cap):
     key, value = refs[0], refs[arrays - 1]  # the same where they are side by side
     slots, *scales, out, peak, total, acc = refs[arrays:]
-    key_scales, value_scales = rounded.split(scales)
+    key_scales, value_scales, _ = beside.split(scales)
     c = pl.program_id(2)
     R, sets = query.shape[0], start.shape[0]
 

@@ -83,11 +83,12 @@ def test_in_half_precision_and_in_pages_they_are_those_of_the_reference(name):
     given, size = case(3, B=2, T=6, N=6, K=2, S=40, D=64), 8
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in (2 * given.query, given.key, given.value)]
     options = options_of(given, statistics=frozenset({"max", "window_mean"}), window=4, errors=True)
-    expected = targets.compiled_run("cache_attention", "reference", **options)(*narrow, *given[3:])[1]
-    pool = [np.asarray(x).reshape(-1, size, *x.shape[3:]) for x in (*narrow[1:], given.key_position)]
-    table = np.arange(len(pool[0])).reshape(2, 2, -1)
-    in_pages = targets.compiled_run("paged_attention", name, **options)(narrow[0], *pool, table, given.query_position)
-    in_slots = targets.compiled_run("cache_attention", name, **options)(*narrow, *given[3:])
+    bias = np.random.default_rng(3).normal(size=given.key_position.shape).astype(np.float32)
+    expected = targets.compiled_run("cache_attention", "reference", **options)(*narrow, *given[3:], bias=bias)[1]
+    *pool, added = (np.asarray(x).reshape(-1, size, *x.shape[3:]) for x in (*narrow[1:], given.key_position, bias))
+    pages = dict(table=np.arange(len(added)).reshape(2, 2, -1), query_position=given.query_position, bias=added)
+    in_pages = targets.compiled_run("paged_attention", name, **options)(narrow[0], *pool, **pages)
+    in_slots = targets.compiled_run("cache_attention", name, **options)(*narrow, *given[3:], bias=bias)
     for _, found in (in_pages, in_slots):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
 

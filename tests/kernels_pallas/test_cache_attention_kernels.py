@@ -37,6 +37,8 @@ def check(
         fed = given._replace(key=np.where(free, np.nan, given.key), value=np.where(free, np.inf, given.value))
     if traced:
         more["sliding_window"] = options.pop("sliding_window")
+    if "bias" in options:
+        more["bias"] = span["bias"] = options.pop("bias")
     if "layer" in options:
         more["layer"] = options.pop("layer")
         stack = lambda x: np.stack([x * np.nan, x, x + 1])  # noqa: E731
@@ -64,9 +66,11 @@ def test_output_and_statistics_are_those_of_the_definition(name, seed):
     ),
     ids=str,
 )
-def test_any_size_is_accepted_and_logits_are_bent_to_the_soft_cap(name, sizes, options):
+def test_any_size_is_accepted_and_logits_are_bent_to_the_soft_cap_and_get_their_bias(name, sizes, options):
     given = case(2, **sizes)
-    check(name, given._replace(query=10 * given.query) if options else given, window=3, **options)
+    bias = np.random.default_rng(2).normal(size=given.key_position.shape).astype(np.float32)
+    bias[given.key_position < 0] = np.nan
+    check(name, given._replace(query=10 * given.query) if options else given, window=3, bias=bias, **options)
 
 
 @both

@@ -27,8 +27,9 @@ def few_pages(monkeypatch):
 
 
 def check(
-    name: str, sizes: dict, page: int, *, counts=None, seed: int = 0, change=lambda given: given, holes=(), **options
-):
+    name: str, sizes: dict, page: int, *, counts=None, seed: int = 0, change=lambda given: given, holes=(),
+    biased: bool = False, **options
+):  # fmt: skip
     """Compare with the definition; ``holes`` are pages of the table that are taken away, wherever they stand."""
     tolerance = {key: options.pop(key) for key in ("rtol", "atol", "half") if key in options}
     pages, held = paged(change(case(seed, **sizes)), page, counts, seed)
@@ -36,12 +37,14 @@ def check(
         pages.table[b, k, place] = held.key_position[b, k, place * page : (place + 1) * page] = -1
     options = options_of(pages, **options)
     names = options["statistics"]
-    result = compiled(name, **options)(*pages)
+    pool = np.random.default_rng(seed).normal(size=pages.position.shape).astype(np.float32)
+    bias = dict(bias=pool[pages.table].reshape(held.key_position.shape)) if biased else {}
+    result = compiled(name, **options)(*pages, **(dict(bias=pool) if biased else {}))
     assert result[0].dtype == pages.query.dtype
     assert {which for which in STATISTICS if getattr(result[1], which) is not None} == set(names)
     named = {"scale": options["scale"], "window": options["window"]}
     named |= {name: options[name] for name in ("sliding_window", "soft_cap") if options.get(name) is not None}
-    check_definition(result, held, names=names, **tolerance, **named)
+    check_definition(result, held, names=names, **tolerance, **named, **bias)
 
 
 LONG = dict(B=1, T=1, N=16, K=1, S=144, D=80)
@@ -75,12 +78,13 @@ def narrow(given, dtype="bfloat16"):
     ),
     ids=["the most", "wide pages"],  # a set prints otherwise in each process
 )
-def test_any_size_half_precision_and_soft_caps(name, sizes, page, options):
+def test_any_size_half_precision_soft_caps_and_biases(name, sizes, page, options):
     def change(given):
         given = given._replace(query=10 * given.query) if "soft_cap" in options else given
         return narrow(given) if "half" in options else given
 
-    check(name, sizes, page, seed=2, window=3, change=change, rtol=1e-4 if "half" in options else 2e-5, **options)
+    options |= dict(biased=True, rtol=1e-4 if "half" in options else 2e-5)
+    check(name, sizes, page, seed=2, window=3, change=change, **options)
 
 
 @matrix

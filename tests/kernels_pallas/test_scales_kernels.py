@@ -1,4 +1,4 @@
-"""The kernels on keys, values or both of eight bits: against the reference, lowered, and compiled for a TPU."""
+"""The kernels on rows of eight bits, beside biases: against the reference, lowered, and compiled for a TPU."""
 
 import functools
 from typing import Any
@@ -48,6 +48,7 @@ def case(operation: str, T: int, query_dtype: str, dtypes: tuple[str, str]) -> t
     position, own = np.int32(position), np.int32(20 - T + np.arange(T)[None])
     names = frozenset(["sum"] if T == 1 else STATISTICS)
     seen = dict(statistics=names, window=2, sliding_window=None, scale=scale) | scales
+    seen["bias"] = np.where(position < 0, np.nan, rng.normal(size=shape)).astype(np.float32)
     if operation == "cache_attention":
         return [query, key, value, position, own], seen
     if operation == "paged_attention":
@@ -114,7 +115,7 @@ def shapes(operation: str, dtypes: tuple[str, str]) -> tuple[Any, tuple[jax.Shap
     slots = (P, page) if operation == "paged_attention" else (B, K, S)
     key, value = (make((*slots, D), dtype) for dtype in dtypes)
     key_scale, value_scale = (make(slots, jnp.float32) if x.dtype.itemsize == 1 else None for x in (key, value))
-    position = make(slots, jnp.int32)
+    position, bias = make(slots, jnp.int32), make(slots, jnp.float32)
     if operation == "caote_topk":
 
         def call(weights, value, scale, position, **options):
@@ -122,8 +123,8 @@ def shapes(operation: str, dtypes: tuple[str, str]) -> tuple[Any, tuple[jax.Shap
 
         return call, (make((B, K, N // K, S), jnp.float32), value, value_scale, position)
     others = {
-        "cache_attention": dict(key_position=position, query_position=own),
-        "paged_attention": dict(position=position, table=make((B, K, M), jnp.int32), query_position=own),
+        "cache_attention": dict(key_position=position, query_position=own, bias=bias),
+        "paged_attention": dict(position=position, table=make((B, K, M), jnp.int32), query_position=own, bias=bias),
         "select_attention": dict(slots=make((B, K, S // 4), jnp.int32)),
     }[operation]
 

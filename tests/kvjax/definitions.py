@@ -78,6 +78,7 @@ def attention_weights(
     scale: float | None = None,
     soft_cap: float | None = None,
     sliding_window: int | None = None,
+    bias: np.ndarray | None = None,
 ) -> np.ndarray:
     """One query's weights over one head's slots: [D], [S, D], [S] -> [S]; all 0 where it sees nothing."""
     visible = (key_position >= 0) & (key_position <= query_position) & (query_position >= 0)
@@ -87,12 +88,18 @@ def attention_weights(
     if visible.any():
         logits = key[visible].astype(np.float64) @ query.astype(np.float64)
         logits = logits * (len(query) ** -0.5 if scale is None else scale)
-        weights[visible] = softmax(logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap))
+        logits = logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
+        weights[visible] = softmax(logits if bias is None else logits + bias[visible])
     return weights
 
 
 def block_weights(
-    query: np.ndarray, key: np.ndarray, key_position: np.ndarray, query_position: np.ndarray, **options: object
+    query: np.ndarray,
+    key: np.ndarray,
+    key_position: np.ndarray,
+    query_position: np.ndarray,
+    bias: np.ndarray | None = None,
+    **options: object,
 ) -> np.ndarray:
     """Weights of a block: [B, T, N, D], [B, K, S, D], [B, K, S], [B, T] -> [B, N, T, S]."""
     B, T, N, _ = query.shape
@@ -100,8 +107,9 @@ def block_weights(
     weights = np.zeros((B, N, T, S))
     for b, n, t in np.ndindex(B, N, T):
         k = n // (N // K)
+        own = None if bias is None else bias[b, k]
         weights[b, n, t] = attention_weights(
-            query[b, t, n], key[b, k], key_position[b, k], query_position[b, t], **options
+            query[b, t, n], key[b, k], key_position[b, k], query_position[b, t], bias=own, **options
         )
     return weights
 
@@ -120,7 +128,8 @@ def weighted_values(weights: np.ndarray, value: np.ndarray, key_position: np.nda
 
 def column_statistics(weights: np.ndarray, valid: np.ndarray, window: int, kv_heads: int) -> dict[str, np.ndarray]:
     """Of a block's weights [B, N, T, S] and which queries count [B, T]: each [B, N, S], or a group's own [B, K, S]."""
-    names = ("sum", "last", "max", "window_mean", "window_variance", "window_square", "window_log", "window_place")
+    names = ("sum", "last", "max", "window_mean", "window_max", "window_variance", "window_square", "window_log")
+    names += ("window_place",)
     B, N, _, S = weights.shape
     result = {name: np.zeros((B, N, S)) for name in names} | {"window_group_square": np.zeros((B, kv_heads, S))}
     for b in range(B):
@@ -132,6 +141,7 @@ def column_statistics(weights: np.ndarray, valid: np.ndarray, window: int, kv_he
         result["last"][b] = rows[:, -1]
         result["max"][b] = rows.max(1)
         result["window_mean"][b] = seen.mean(1)
+        result["window_max"][b] = seen.max(1)
         result["window_variance"][b] = seen.var(1, ddof=1) if seen.shape[1] > 1 else 0
         result["window_square"][b] = (seen**2).sum(1)
         result["window_place"][b] = (seen * np.arange(seen.shape[1], 0, -1)[:, None]).mean(1)

@@ -10,8 +10,6 @@ import scipy.optimize
 
 import kvjax
 from kernels_pallas import cache_attention, paged_attention
-from kernels_pallas.cache_attention.heads import in_groups
-from kernels_pallas.prepare import Rounded
 from kvjax import matching
 from kvjax.cache import floats_of
 
@@ -129,13 +127,6 @@ def test_a_token_that_comes_in_has_no_bias_and_one_that_moves_takes_its_own_alon
     np.testing.assert_array_equal(wider.bias[..., :BUDGET], small.bias)
     np.testing.assert_array_equal(wider.bias[..., BUDGET], 0)
     assert floats_of(wider).bias is not None and wider.nbytes == small.nbytes + B * K * (2 * D * 4 + 4 + 4)
-
-
-def test_a_kernel_has_no_bias_and_says_so():
-    query = np.ones((1, 1, 2, 4), np.float32)
-    options = dict(kv_heads=1, statistics=frozenset(), window=0, sliding_window=None, scale=1.0)
-    with pytest.raises(NotImplementedError, match=r"no kernel adds a bias per slot to the logits; take implementation"):
-        in_groups(lambda *_, **__: (), query, np.zeros((1, 1)), [], Rounded(False, False), bias=query, **options)
 
 
 # The link, in a run of blocks whose own queries are the sample.
