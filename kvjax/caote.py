@@ -27,6 +27,7 @@ def caote(
     target: Target = "value",
     cross: bool = True,
     per: Literal["head", "query"] = "head",
+    over: Literal["mean", "max"] = "mean",
 ) -> Policy:
     """Score a token by how its eviction changes the attention output (CAOTE over any score, arXiv 2504.14051, eq. 20).
 
@@ -38,7 +39,8 @@ def caote(
     score is the root of what it makes of them: over ``snapkv`` that of the window's mean, pooled; over ``h2o`` that of
     the sum over all queries so far; over ``kvzip`` the largest error while the prompt is repeated; over ``tova`` the
     last query's, which is what ``caote`` is there. A base score that takes no sum, mean or largest of weights is
-    refused. On a TPU or GPU kernels compute the squares, but for those behind W_O.
+    refused. ``over="max"`` takes the window's largest error in place of the mean: a token that one query needs counts
+    as much as one that all need. On a TPU or GPU kernels compute the squares, but for those behind W_O.
 
     Args:
         norm: the norm of the change, 1, 2 (the paper's, eq. 8) or "inf".
@@ -48,6 +50,8 @@ def caote(
             group "exact", and ``Context.projection``.
         cross: with target="output", whether heads count together, as W_O adds them, or each alone (cheaper).
         per: "head" for one error of a head, or "query" for those of its queries, which needs norm 2, and cross=True.
+        over: with per="query", whether a base score that reads a window's mean gets the "mean" of the queries' squared
+            errors or the largest ("max"); over others it is refused.
 
     Example:
         >>> import kvjax
@@ -59,7 +63,9 @@ def caote(
         'value'
     """
     if per == "query":
-        return _per_query(norm, group, fast, target, cross)
+        return _per_query(norm, group, fast, target, cross, over)
+    if over != "mean":
+        raise ValueError("caote: over='max' is the largest error of a window's queries; take it with per='query'.")
     if fast:
         return fast_caote(norm=norm, group=group, target=target, cross=cross)
     return _caote("caote", norm, group, target, cross)
@@ -118,7 +124,12 @@ def _caote(
 
 
 def _per_query(
-    norm: Literal[1, 2, "inf"], group: Literal["exact", "mean"], fast: bool, target: Target, cross: bool
+    norm: Literal[1, 2, "inf"],
+    group: Literal["exact", "mean"],
+    fast: bool,
+    target: Target,
+    cross: bool,
+    over: Literal["mean", "max"],
 ) -> Policy:
     """Have the base score read squared errors; what is left to do is to join those of a group."""
     if norm != 2 or fast or not cross:
@@ -129,14 +140,14 @@ def _per_query(
     _check_target(norm, group, target, cross)
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
-        over = jnp.sum if target == "value" and group == "exact" else jnp.mean
-        return root(over(scores, axis=2, keepdims=True)), state
+        join = jnp.sum if target == "value" and group == "exact" else jnp.mean
+        return root(join(scores, axis=2, keepdims=True)), state
 
     return Policy(
         "caote",
         no_state,
         update,
-        needs=Needs(errors=target, projections=frozenset({"factor"} if target == "output" else ())),
+        needs=Needs(errors=target, over=over, projections=frozenset({"factor"} if target == "output" else ())),
         needs_nonnegative=True,
         nonnegative=True,
         published=PUBLISHED,

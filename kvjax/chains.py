@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -129,7 +130,9 @@ def chain(*links: Policy) -> Policy:
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
     if needs.errors is not None:
-        _check_errors(name, links)
+        _check_errors(name, links, needs)
+    if needs.over == "max":
+        needs = dataclasses.replace(needs, statistics=needs.statistics - {"window_mean"} | {"window_max"})
     heads = {link.heads for link in links} - {"group"} or {"group"}
     positions = {link.positions for link in links} - {"absolute"} or {"absolute"}
     for what, choices in (("heads", heads), ("positions", positions)):
@@ -159,7 +162,9 @@ def chain(*links: Policy) -> Policy:
     def update(
         scores: Scores | Weights, state: PyTree, observation: Observation
     ) -> tuple[Scores | Weights | Marked, PyTree]:
-        states, marked = [], None
+        states, marked, columns = [], None, observation.columns
+        if needs.over == "max":
+            observation = observation._replace(columns=columns._replace(window_mean=columns.window_max))
         for link, link_state in zip(links, state, strict=True):
             if link.update is not unchanged:
                 given, link_state = update_link(link, as_scores(scores, observation), link_state, observation)
@@ -186,7 +191,7 @@ def chain(*links: Policy) -> Policy:
     )
 
 
-def _check_errors(name: str, links: tuple[Policy, ...]) -> None:
+def _check_errors(name: str, links: tuple[Policy, ...], needs: Needs) -> None:
     """Check that a base score can read squared errors in place of weights, and that no other link reads weights."""
     base, *others = links
     repeated = base.needs.reconstruction
@@ -200,6 +205,11 @@ def _check_errors(name: str, links: tuple[Policy, ...]) -> None:
         raise ValueError(
             f"{name!r}: with per='query' a base score reads squared errors of queries in place of their weights, but "
             f"{base.name!r} {what}; take another base score, such as 'snapkv', or per='head'."
+        )
+    if needs.over == "max" and read != {"window_mean"}:
+        raise ValueError(
+            f"{name!r}: over='max' takes the largest of a window's errors in place of their mean, but {base.name!r} "
+            "reads no such mean; take a base score that does, such as 'snapkv', or over='mean'."
         )
     if readers := [link.name for link in others if link.needs.statistics]:
         raise ValueError(

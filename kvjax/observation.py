@@ -48,6 +48,7 @@ class Needs:
         window: the observation window of the "window_" statistics, in queries.
         errors: take the statistics of each query's squared change of output without a token, in place of its weight:
             of the heads' outputs ("value"), or of a group's part of the layer's output, behind W_O ("output").
+        over: "max" takes the largest of a window's errors where a base score reads their mean.
         projections: parts of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: the rotary frequencies.
         predicted: fields of :class:`Prediction`, which a small network fills in.
@@ -62,6 +63,7 @@ class Needs:
     statistics: frozenset[str] = frozenset()
     window: int = 0
     errors: Literal["value", "output"] | None = None
+    over: Literal["mean", "max"] = "mean"
     projections: frozenset[str] = frozenset()
     rotary: bool = False
     predicted: frozenset[str] = frozenset()
@@ -75,6 +77,7 @@ class Needs:
             self.statistics | other.statistics,
             max(windows, default=0),
             self.errors if other.errors is None else other.errors,
+            "max" if "max" in (self.over, other.over) else "mean",
             self.projections | other.projections,
             self.rotary or other.rotary,
             self.predicted | other.predicted,
