@@ -223,8 +223,9 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
                 handles.setdefault(f"{name}, {held[0]:.0f} MiB", line)
                 continue
             number = numbers[name]
+            line = "-" if number < len(report.COLOURS) else ":"  # the second of a colour
             bars = axis.errorbar(
-                held, score, [score - low, high - score], color=report.colour(number), fmt=f"{MARKERS[number % 5]}-",
+                held, score, [score - low, high - score], color=report.colour(number), fmt=MARKERS[number % 5] + line,
                 markersize=4.5, linewidth=1.4, elinewidth=0.8, capsize=2,
             )  # fmt: skip
             handles.setdefault(name, bars)
