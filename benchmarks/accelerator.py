@@ -78,7 +78,7 @@ def machine() -> dict[str, Any]:
     return {"platform": jax.default_backend(), "memory": measure.free_bytes(), **provenance.environment()}
 
 
-def probed() -> dict[str, Any]:
+def probe() -> dict[str, Any]:
     """Return what :func:`machine` says in another process: a TPU belongs to one process, a GPU's memory to the first.
 
     Raises:
@@ -294,7 +294,7 @@ def page(document: Record) -> str:
     text = f"# {document['device']}\n\n"
     text += f"Made by `{document['command']}`, commit {document['commit']}, jax {document['versions']['jax']}.\n"
     text += f"\n{table(results).markdown()}\n\n{LEGEND}\n"
-    found = report.measured_in(document)
+    found = report.parts_of(document)
     on = ["cpu" if document["device"] == "cpu" else "gpu"]
     text += f"\n## Targets\n\n{report.targets(found, on).markdown()}\n" if found else ""
     measured = {part["file"]: report.section(part) for part in found}
@@ -334,7 +334,7 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError(f"--model is {flags.model!r}; expected a model's folder, or {', '.join(MODELS)}.")
     if flags.environment and os.sep in flags.environment:
         flags.environment = str(Path(flags.environment).absolute())  # a link stays one: it names the environment
-    here = probed()
+    here = probe()
     if here["platform"] == "cpu" and not flags.tiny:
         said = f" ({here['said'].splitlines()[-1]})" if here["said"] else ""
         raise ValueError(f"JAX sees no GPU and no TPU here{said}; give --tiny to try all parts on the CPU.")

@@ -21,7 +21,7 @@ STEPS: dict[str, Any] = {"batches": [1], "budgets": [512], "prompts": [1_000, 10
 FULL, FED = [1_000, 8_192, 32_768], [1_000, 100_000]  # prompts of full caches, and those fed to the embedded model
 
 
-def measured(
+def measurements(
     timing: measure.Timing, *, tiny: bool = False, on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None
 ) -> list[dict[str, Any]]:
     """Measure everything, the most important rows first.
@@ -42,7 +42,7 @@ def measured(
     shipped, _ = models.load("retriever", dtype=jnp.float32)
     setting = steps.Setting(shipped.config, POLICY, grid.budgets[0], block=grid.block)
     for prompt in [32, 64] if tiny else FED:
-        rows.append(prefill.fed_row(shipped, "retriever", setting, prompt))
+        rows.append(prefill.prompt_row(shipped, "retriever", setting, prompt))
         on_rows(rows)
     rows += decode.sweep("block", grid, timing, keep)
     rows += kernels.sweep([name], [1], sizes, timing, on_rows=keep)
@@ -86,12 +86,12 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.json])
     old = None if flags.against is None else older(flags.against)
     timing = measure.timing(flags)
-    made_of = fingerprints.fingerprints(models.load("retriever", dtype=jnp.float32)[0])
+    digests = fingerprints.fingerprints(models.load("retriever", dtype=jnp.float32)[0])
 
     def write(rows: list[dict[str, Any]]) -> None:
-        measure.write(flags, "cpu", timing.settings(), rows, made_of)
+        measure.write(flags, "cpu", timing.settings(), rows, digests)
 
-    results = measured(timing, tiny=flags.tiny, on_rows=write)
+    results = measurements(timing, tiny=flags.tiny, on_rows=write)
     measure.show(tables(results), flags.json)
     if old is not None:
         print(f"\nAgainst {flags.against}\n\n{measure.ratio_table(results, old)}")

@@ -73,13 +73,13 @@ def sweep(
         else:
             groups = [{policy: list(prompts), POSITION_ONLY: [prompts[0]], "none": [prompts[0]]}]
         for group in groups:
-            rows += _measured(kind, model, name, batch, budget, group, timing, block)
+            rows += _measurements(kind, model, name, batch, budget, group, timing, block)
             on_rows(rows)
     measure.check_some_ran(rows)
     return rows
 
 
-def _measured(
+def _measurements(
     kind: steps.Kind, model: Any, name: str, batch: int, budget: int | None, group: dict[str, list[int]],
     timing: measure.Timing, block: int,
 ) -> list[dict[str, Any]]:  # fmt: skip

@@ -59,7 +59,7 @@ def peak_bytes(model: models.Decoder, prompt: tuple[int, int], options: models.O
     return measure.program_bytes(program) - measure.tree_bytes((run.model, fed))
 
 
-def timed(model: models.Decoder, prompt: tuple[int, int], options: models.Options) -> dict[str, float]:
+def timing(model: models.Decoder, prompt: tuple[int, int], options: models.Options) -> dict[str, float]:
     """Feed rows of random tokens; return the seconds to their first tokens, and the bytes of their largest cache."""
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, prompt, np.int32)
     held, begun = [0], 0.0
@@ -101,7 +101,7 @@ def rows(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a policy that should choose once chooses by block, on purpose
                 named["peak_bytes"] = peak_bytes(model, prompt, options)
-                named |= timed(model, prompt, options) if prompt[1] <= longest else {}
+                named |= timing(model, prompt, options) if prompt[1] <= longest else {}
         except (ValueError, jax.errors.JaxRuntimeError) as reason:  # longer than the model's positions, or memory
             named["refused"] = measure.reason_of(reason)
         found.append(named)
@@ -164,10 +164,10 @@ def command(flags: argparse.Namespace) -> None:
     networks = load_networks(flags.networks, flags.model, model, wanted)
     like = models.Options(budget=flags.budget, block=flags.block, networks=networks)
     names = ("model", "policies", "when", "budget", "rows", "prompts", "longest", "block")
-    settings, made_of = {name: getattr(flags, name) for name in names}, fingerprints.fingerprints(model, tokenizer)
+    settings, digests = {name: getattr(flags, name) for name in names}, fingerprints.fingerprints(model, tokenizer)
 
     def write(found: list[dict[str, Any]]) -> None:
-        measure.write(flags, "fixed_memory", settings, found, made_of)
+        measure.write(flags, "fixed_memory", settings, found, digests)
 
     found = rows(model, policies, moments, prompts, flags.longest, like, write)
     measure.check_some_ran(found)

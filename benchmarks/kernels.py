@@ -40,7 +40,7 @@ all pairs, so its floor is its inputs and gradients; the products over all pairs
 class Case(NamedTuple):
     """One operation at one size; ``numbers_bytes`` and ``flops`` are its floor.
 
-    ``call(function, index, zero, *make())`` runs it, as :func:`benchmarks.measure.looped` needs it.
+    ``call(function, index, zero, *make())`` runs it, as :func:`benchmarks.measure.loop` needs it.
     """
 
     operation: str
@@ -280,7 +280,7 @@ def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> li
     return found
 
 
-def materialised(
+def direct_loss(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     predicted_query: Float[Array, "B T N F"],
@@ -303,7 +303,7 @@ def materialised(
 def function_of(operation: str, implementation: str, *, interpret: bool) -> Callable[..., Any]:
     """Return the function of an operation's implementation, to be called with all its options."""
     if implementation == "materialised":
-        return materialised
+        return direct_loss
     if interpret and implementation != "reference":
         kernel = _kernels(operation)[implementation]
         how: Any = True
@@ -320,7 +320,7 @@ def function_of(operation: str, implementation: str, *, interpret: bool) -> Call
     return functools.partial(getattr(api, operation), implementation=implementation)
 
 
-def measured(
+def measurement(
     case: Case, implementations: Sequence[str], timing: measure.Timing, *, interpret: bool = False
 ) -> list[dict[str, Any]]:
     """Time a case's implementations in turns on the same arrays; one that cannot run has a refusal in its row.
@@ -334,9 +334,9 @@ def measured(
     rows: list[dict[str, Any]] = []
     for name in implementations:
         function = functools.partial(case.call, function_of(case.operation, name, interpret=interpret))
-        program, what = measure.looped(function, timing.calls), f"{case.operation} ({case.case}, {name})"
+        program, what = measure.loop(function, timing.calls), f"{case.operation} ({case.case}, {name})"
         try:
-            programs[name] = measure.compiled(program, *shapes, what=what, free=timing.free)
+            programs[name] = measure.executable(program, *shapes, what=what, free=timing.free)
         except Exception as reason:  # one failing kernel does not stop the others
             if name == "reference" and not isinstance(reason, (NotImplementedError, measure.DoesNotFit)):
                 raise
@@ -396,7 +396,7 @@ def sweep(
     rows: list[dict[str, Any]] = []
     for name, batch, case in commands.progress_bar("case", over=settings):
         try:
-            found = measured(case, chosen[case.operation], timing, interpret=interpret)
+            found = measurement(case, chosen[case.operation], timing, interpret=interpret)
         except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:
             found = [{"implementation": chosen[case.operation][0], "refused": measure.reason_of(reason)}]
         for row in found:

@@ -108,7 +108,7 @@ def _summary(taken: Sequence[float], worked: Sequence[float]) -> Times:
     return Times(statistics.median(taken), min(taken), low, high, processor, len(taken))
 
 
-def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+def loop(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
     """Return a program that calls ``function(index, zero, *arguments)`` ``calls`` times and returns the last result.
 
     ``zero`` is an integer 0 that XLA cannot know to be 0, because it depends on the call before. Code that slices its
@@ -117,8 +117,8 @@ def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from benchmarks.measure import looped
-        >>> looped(lambda index, zero, x: x[zero] + index, 3)(jnp.ones((1, 2))).tolist()
+        >>> from benchmarks.measure import loop
+        >>> loop(lambda index, zero, x: x[zero] + index, 3)(jnp.ones((1, 2))).tolist()
         [3.0, 3.0]
     """
 
@@ -134,7 +134,7 @@ def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
     return program
 
 
-def compiled(
+def executable(
     function: Callable[..., Any], *shapes: Any, what: str, free: float, donate: Sequence[int] = ()
 ) -> jax.stages.Compiled:
     """Compile for abstract arguments, and check that they and the program fit in memory.
@@ -148,8 +148,8 @@ def compiled(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from benchmarks.measure import compiled, program_bytes
-        >>> program = compiled(
+        >>> from benchmarks.measure import executable, program_bytes
+        >>> program = executable(
         ...     jnp.negative, jax.ShapeDtypeStruct((256,), jnp.float32),
         ...     what="negation", free=1e6
         ... )
@@ -344,20 +344,20 @@ def write(
     benchmark: str,
     settings: Mapping[str, Any],
     results: Any,
-    made_of: Mapping[str, str] = MappingProxyType({}),
+    digests: Mapping[str, str] = MappingProxyType({}),
     *,
     done: bool = False,
 ) -> None:
     """Write a benchmark's results and their provenance, if a path was given.
 
     Args:
-        made_of: fingerprints of a model that was loaded; other weights are drawn at random from fixed keys.
+        digests: fingerprints of a model that was loaded; other weights are drawn at random from fixed keys.
         done: print the path, too.
     """
     if flags.json is not None:
         flags_of = {"XLA_FLAGS": os.environ["XLA_FLAGS"]} if os.environ.get("XLA_FLAGS") else {}
         found = {"benchmark": benchmark, "settings": {**settings, **flags_of}, "results": results}
-        provenance.write(flags, found, made_of)
+        provenance.write(flags, found, digests)
         if done:
             print(f"figures: {flags.json}")
 

@@ -14,7 +14,7 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.peer_timing import keep_to, peak_resident, serve, timed
+from benchmarks.peer_timing import keep_to, peak_resident, serve, timing
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
             tokens = torch.tensor([[token]], device=device)
             return int(model(tokens, past_key_values=cache, position_ids=position).logits[0, -1].argmax())
 
-        found = timed(begin, step, steps)
+        found = timing(begin, step, steps)
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_resident()
         return {**found, "held": cache.layers[0].keys.shape[2] - steps, "peak_bytes": peak}
 

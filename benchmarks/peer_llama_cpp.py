@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer_timing import keep_to, peak_resident, serve, timed
+from benchmarks.peer_timing import keep_to, peak_resident, serve, timing
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
 
     def run() -> dict[str, Any]:
         model.reset()
-        found = timed(lambda: best(prompt), lambda token: best([token]), steps)
+        found = timing(lambda: best(prompt), lambda token: best([token]), steps)
         return {**found, "held": model.n_tokens - steps, "peak_bytes": peak_resident()}
 
     serve(run, {"llama-cpp-python": version("llama-cpp-python")}, answers)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 
-def timed(begin: Callable[[], int], step: Callable[[int], int], steps: int) -> dict[str, Any]:
+def timing(begin: Callable[[], int], step: Callable[[int], int], steps: int) -> dict[str, Any]:
     """Time a prompt up to its first new token, and the mean of the steps after it, by the clock and the processor.
 
     Args:
@@ -23,8 +23,8 @@ def timed(begin: Callable[[], int], step: Callable[[int], int], steps: int) -> d
         The four times in seconds, and the tokens.
 
     Example:
-        >>> from benchmarks.peer_timing import timed
-        >>> timed(lambda: 1, lambda token: 2 * token, steps=3)["tokens"]
+        >>> from benchmarks.peer_timing import timing
+        >>> timing(lambda: 1, lambda token: 2 * token, steps=3)["tokens"]
         [1, 2, 4, 8]
     """
     started, worked = time.perf_counter(), time.process_time()

@@ -25,7 +25,7 @@ import numpy as np
 import kvjax
 import models
 from benchmarks import measure, steps
-from benchmarks.peer_timing import keep_to, peak_resident, serve, timed
+from benchmarks.peer_timing import keep_to, peak_resident, serve, timing
 from benchmarks.shapes import parameter_count, shape
 from evals import command_line, evaluator, report, tasks
 from models import commands, fingerprints, published
@@ -158,7 +158,7 @@ class Worker:
                 pipe.close()
 
 
-def measured(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repetitions: int) -> dict[str, Any]:
+def answers(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repetitions: int) -> dict[str, Any]:
     """Run all sides in turns, and return each side's versions and its answers of all repetitions."""
     with contextlib.ExitStack() as stack:
         workers = {}
@@ -174,7 +174,7 @@ def measured(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repe
     return found
 
 
-def summarised(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
+def summary(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
     """Return one row per side: median and quartiles of its times, and its figures compared with the first side's.
 
     Args:
@@ -273,7 +273,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.llama_cpp or (os.environ.get(LLAMA_CPP.variable) and flags.model):
         llama_cpp, gguf = checked_environment(flags.llama_cpp, LLAMA_CPP), _gguf(flags)
     with tempfile.TemporaryDirectory() as folder:
-        made = _made(flags, folder, processes=3 if llama_cpp is None else 4)
+        made = _inputs(flags, folder, processes=3 if llama_cpp is None else 4)
         _check_longer(len(made.prompt), budgets)
         given = {
             "folder": folder,
@@ -286,8 +286,8 @@ def command(flags: argparse.Namespace) -> None:
         for count in threads:
             for budget in budgets:
                 told = {**given, "threads": count, "budget": budget}
-                found = measured(told, kvpress, llama_cpp, flags.repetitions)
-                rows += [{"threads": count, "budget": budget, **row} for row in summarised(found, len(made.prompt))]
+                found = answers(told, kvpress, llama_cpp, flags.repetitions)
+                rows += [{"threads": count, "budget": budget, **row} for row in summary(found, len(made.prompt))]
     measure.show(tables(rows), None)
     settings = {key: value for key, value in given.items() if key not in ("folder", "gguf", "prompt")}
     settings |= {
@@ -300,18 +300,18 @@ def command(flags: argparse.Namespace) -> None:
     }
     settings |= {"policy": "snapkv", "keys_values": "not on the package index"}
     settings["load"] = os.getloadavg() if hasattr(os, "getloadavg") else None
-    measure.write(flags, "peers", settings, rows, made.made_of, done=True)
+    measure.write(flags, "peers", settings, rows, made.digests, done=True)
 
 
-class _Made(NamedTuple):
+class _Inputs(NamedTuple):
     """The inputs of all sides beside the checkpoint."""
 
     prompt: list[int]
     parameters: int
-    made_of: Mapping[str, str]
+    digests: Mapping[str, str]
 
 
-def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
+def _inputs(flags: argparse.Namespace, folder: str, processes: int) -> _Inputs:
     """Write the checkpoint that all sides load; random weights get a random prompt, a real model gets a text."""
     config = describe(flags.model)[0] if flags.model else shape(flags.shape or "small")
     needed = processes * np.dtype(flags.dtype).itemsize * parameter_count(config)
@@ -319,13 +319,13 @@ def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
     if flags.model:
         model, tokenizer = command_line.load_with_tokenizer(flags.model)
         prompt = tasks.needle(0, tokenizer, flags.prompt).tokens
-        made_of = evaluator.made_of(model, tokenizer)
+        digests = evaluator.digests(model, tokenizer)
     else:
         model = models.Decoder(config, steps.random_parameters(config, flags.dtype))
         prompt = np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist()
-        made_of = fingerprints.fingerprints(model)
+        digests = fingerprints.fingerprints(model)
     models.save(folder, model)
-    return _Made(prompt, parameter_count(config), made_of)
+    return _Inputs(prompt, parameter_count(config), digests)
 
 
 def _budgets(text: str) -> list[int | None]:
@@ -376,7 +376,7 @@ def _work() -> None:
             tokens, last[0] = next(stream)
             return int(tokens[0])
 
-        found = timed(token, lambda _: token(), steps)
+        found = timing(token, lambda _: token(), steps)
         peak = measure.peak_bytes()
         held = int((np.asarray(last[0].position)[0, 0, 0] >= 0).sum())
         grown = 0 if given.get("evict_every") else steps

@@ -37,14 +37,14 @@ def feed_all(
             if name != held_name:
                 model, held_name = None, ""  # free the last model's weights before the next are made
                 model, held_name = steps.random_model(config, dtype, free=free), name
-            rows.append(fed_row(model, name, setting, prompt))
+            rows.append(prompt_row(model, name, setting, prompt))
         except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:
             rows.append({**_named(name, setting, prompt), "refused": measure.reason_of(reason)})
         on_rows(rows)
     return rows
 
 
-def fed_row(model: Any, name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
+def prompt_row(model: Any, name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
     """Feed one prompt, and return its row."""
     fed = steps.feed(model, setting, prompt)
     return {

@@ -39,16 +39,16 @@ def command(flags: argparse.Namespace) -> None:
     """Run the benchmark."""
     commands.check_outputs([flags.json])
     model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype="float32")
-    document, questions, values = asked(tokenizer, flags.length, flags.questions, flags.seed)
+    document, questions, values = quiz(tokenizer, flags.length, flags.questions, flags.seed)
     rows = []
     for policy, budget in ((None, None), (flags.policy, flags.budget)):
-        rows += compared(model, tokenizer, document, questions, values, policy, budget, flags.repetitions)
+        rows += comparison(model, tokenizer, document, questions, values, policy, budget, flags.repetitions)
     print(table(rows), LEGEND, sep="\n\n")
     settings = {"model": flags.model, "document": len(document), "questions": len(questions), "new_tokens": NEW_TOKENS}
-    measure.write(flags, "questions", settings, rows, evaluator.made_of(model, tokenizer), done=True)
+    measure.write(flags, "questions", settings, rows, evaluator.digests(model, tokenizer), done=True)
 
 
-def asked(
+def quiz(
     tokenizer: models.Tokenizer, length: int, count: int, seed: int
 ) -> tuple[list[int], list[list[int]], list[str]]:
     """Make a document that states ``count`` facts, a question about each, and the values that answer them."""
@@ -61,7 +61,7 @@ def asked(
     return sample.tokens[: sample.context_end], questions, [fact.value for fact in facts]
 
 
-def compared(
+def comparison(
     model: models.Decoder,
     tokenizer: models.Tokenizer,
     document: list[int],

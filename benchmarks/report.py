@@ -78,7 +78,7 @@ def _memory(rows: Sequence[Row]) -> float | None:
     return _first(r["compiled_bytes"] / (r["weight_bytes"] + r["cache_bytes"]) for r in own)
 
 
-def _fed(rows: Sequence[Row]) -> float | None:
+def _prompt(rows: Sequence[Row]) -> float | None:
     own = [r for r in rows if r.get("kind") == "feed" and r["prompt"] == 131_072 and "milliseconds" in r]
     full = {r["shape"]: r["milliseconds"] for r in own if r["budget"] is None}
     return _first(full[r["shape"]] / r["milliseconds"] for r in own if r["budget"] == 8192 and r["shape"] in full)
@@ -102,7 +102,7 @@ def _fastest(rows: Iterator[Row]) -> float | None:
     return min((r["milliseconds"] for r in rows), default=None)
 
 
-def _selected(rows: Sequence[Row]) -> float | None:
+def _selection(rows: Sequence[Row]) -> float | None:
     own = [r for r in rows if r.get("shape") == LARGE and r.get("batch") == 1]
     dense = _fastest(_kernel(own, "cache_attention", "dense"))
     chosen = _fastest(_kernel(own, "select_attention", "25%, a set a KV head"))
@@ -130,9 +130,9 @@ TARGETS = (
     Target("caote_topk, S 8k, K 8, B 8: share of copy bandwidth", "gpu",
            _caote(lambda r: r["floor_milliseconds"] / r["milliseconds"]), least=0.8),
     Target("caote_topk, the same: times the reference", "gpu", _caote(lambda r: r["times_reference"] or 0), least=3),
-    Target("prefill of 128k, budget 8k: full cache's time over ours", "gpu", _fed, least=2),
+    Target("prefill of 128k, budget 8k: full cache's time over ours", "gpu", _prompt, least=2),
     Target("8B block: memory over weights, budget and block", "gpu", _memory, most=1.05),
-    Target("select_attention at 25% of 128k: dense attention's time over ours", "gpu", _selected, least=2.5),
+    Target("select_attention at 25% of 128k: dense attention's time over ours", "gpu", _selection, least=2.5),
     Target("loss at T 4k with gradients: materialised time over ours", "gpu", _loss, least=2),
     Target("small decode, budget 512: prompt 100k over 1k", "cpu", _of_parts("long_over_short", "decode", SMALL, 512),
            most=1.05),
@@ -156,7 +156,7 @@ def documents(folder: Path) -> list[Document]:
         try:
             document = json.loads(path.read_text())
             importlib.import_module(f"benchmarks.{document['benchmark']}")
-            found += measured_in({"file": path.name, **document, "results": document["results"]})
+            found += parts_of({"file": path.name, **document, "results": document["results"]})
         except (json.JSONDecodeError, KeyError, TypeError, ImportError) as error:
             raise ValueError(
                 f"{path} is no results file of a benchmark ({error}); make one with: python -m benchmarks NAME --json."
@@ -167,7 +167,7 @@ def documents(folder: Path) -> list[Document]:
     return sorted(found, key=lambda d: (known.get(d["benchmark"], len(known)), d["file"]))
 
 
-def measured_in(document: Document) -> list[Document]:
+def parts_of(document: Document) -> list[Document]:
     """Return a document, or the benchmarks' documents in one of `python -m benchmarks accelerator`, by their parts."""
     if document["benchmark"] != "accelerator":
         return [document]
@@ -298,7 +298,7 @@ def draw_kernels(document: Document, path: Path) -> None:
     report.save(figure, path)
 
 
-def drawn(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path], None], Document]]:
+def plots(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path], None], Document]]:
     """Return each plot with the first document that has rows for it, joined by those of its kind and device."""
     wanted: dict[str, tuple[Callable[[Document, Path], None], Callable[[Row], Any]]] = {
         "decode": (draw_decode, lambda r: r.get("kind") == "decode" and "milliseconds" in r),
@@ -325,8 +325,8 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([target, images / "performance-decode.png"])
     report.check_plot(images / "performance-decode.png")
     found = documents(flags.results)
-    plots = drawn(found)
-    text = page(found, list(plots))
-    for name, (draw, document) in plots.items():
+    pictures = plots(found)
+    text = page(found, list(pictures))
+    for name, (draw, document) in pictures.items():
         draw(document, images / f"performance-{name}.png")
     measure.write_page(target, text)

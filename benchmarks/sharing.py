@@ -45,14 +45,14 @@ def command(flags: argparse.Namespace) -> None:
     cells = needle.make_cells(
         tokenizer, lengths=[flags.length], depths=flags.samples, samples=1, facts=10, question="known", seed=flags.seed
     )
-    rows = compared(model, cells, settings)
+    rows = comparison(model, cells, settings)
     print(table(rows), LEGEND, sep="\n\n")
     chosen = {name: getattr(flags, name) for name in ("model", "length", "samples")}
     chosen |= {"policies": policies, "budgets": budgets}
-    measure.write(flags, "sharing", chosen, rows, evaluator.made_of(model, tokenizer), done=True)
+    measure.write(flags, "sharing", chosen, rows, evaluator.digests(model, tokenizer), done=True)
 
 
-def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Setting]) -> list[dict[str, Any]]:
+def comparison(model: models.Decoder, cells: list[needle.Cell], settings: list[Setting]) -> list[dict[str, Any]]:
     """Run the study both ways, and return the seconds of each, and whether the answers are the same.
 
     Each part of a study runs twice in a row: the first run compiles its programs, the second one uses them. Every

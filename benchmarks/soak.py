@@ -49,7 +49,7 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fed(model: models.Decoder, tokens: int, policy: str, budget: int, block: int) -> list[dict[str, Any]]:
+def prompt_parts(model: models.Decoder, tokens: int, policy: str, budget: int, block: int) -> list[dict[str, Any]]:
     """Feed one prompt of so many tokens, drawn at random, and return the figures of each part of it."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens), dtype=np.int32)
     rows: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ def fed(model: models.Decoder, tokens: int, policy: str, budget: int, block: int
     return rows
 
 
-def requested(
+def request_figures(
     model: models.Decoder, requests: int, rows: int, policy: str, budget: int, block: int
 ) -> list[dict[str, Any]]:
     """Send requests of random lengths through an Engine, cancel some at random, and return the figures of each part.
@@ -176,7 +176,7 @@ def fates(found: Sequence[str], expected: Sequence[str]) -> dict[str, int]:
     }
 
 
-def killed(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str, Any]]:
+def kill_figures(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str, Any]]:
     """Kill `models.batch` at random moments, start it again, and compare its answers with a run's that nothing killed.
 
     The moments are drawn over the time of the whole run, so most kills fall before the first answer or between answers.
@@ -277,11 +277,11 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, s
     if tokens := [row for row in results if row["run"] == "tokens"]:
         cells = [("tokens fed", "{done:,}"), ("ms a block", "{milliseconds:.2f}"), ("of processor", "{processor:.2f}")]
         table = report.table(tokens, [*cells, *held], left=0)
-        found["One prompt through one cache"] = (table, _said(tokens, "processor", "processor time of a block"))
+        found["One prompt through one cache"] = (table, _sentence(tokens, "processor", "processor time of a block"))
     if requests := [row for row in results if row["run"] == "requests"]:
         cells = [("requests", "{done:,}"), ("seconds", "{seconds:,.0f}")]
         table = report.table(requests, [*cells, *held, *((name, f"{{{name}:,}}") for name in COUNTED)], left=0)
-        found["Requests through one Engine"] = (table, _said(requests))
+        found["Requests through one Engine"] = (table, _sentence(requests))
     if kills := [row for row in results if row["run"] == "kills"]:
         last, busy = kills[-1], sum(row["there"] > 0 for row in kills)
         table = report.table([last], [(name, f"{{{name}:,}}") for name in FATES], left=0)
@@ -290,7 +290,7 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, s
     return found
 
 
-def _said(rows: Sequence[dict[str, Any]], name: str | None = None, what: str = "") -> str:
+def _sentence(rows: Sequence[dict[str, Any]], name: str | None = None, what: str = "") -> str:
     quarter = len(rows) // 4
     parts = [] if name is None else [f"{what} {flatness(rows, name):+.1%}"]
     parts.append(f"memory held {flatness(rows, 'resident_bytes'):+.1%}")
@@ -354,18 +354,18 @@ def command(flags: argparse.Namespace) -> None:
     model, _ = models.load(flags.model, dtype="float32")
     settings = {name: getattr(flags, name) for name in ("model", "policy", "budget", "block", "rows")}
     settings |= {"pool": POOL, "longest": LONGEST, "most": MOST, "load": os.getloadavg()[0]}
-    made_of = fingerprints.fingerprints(model)
+    digests = fingerprints.fingerprints(model)
     results: list[dict[str, Any]] = []
     if flags.tokens:
-        results += fed(model, flags.tokens, flags.policy, flags.budget, flags.block)
-        measure.write(flags, "soak", settings, results, made_of)
+        results += prompt_parts(model, flags.tokens, flags.policy, flags.budget, flags.block)
+        measure.write(flags, "soak", settings, results, digests)
     if flags.requests:
         budget, block = flags.budget // 8, min(flags.block, 32)
-        results += requested(model, flags.requests, flags.rows, flags.policy, budget, block)
-        measure.write(flags, "soak", settings, results, made_of)
+        results += request_figures(model, flags.requests, flags.rows, flags.policy, budget, block)
+        measure.write(flags, "soak", settings, results, digests)
     if flags.kills:
-        results += killed(flags)
-        measure.write(flags, "soak", settings, results, made_of)
+        results += kill_figures(flags)
+        measure.write(flags, "soak", settings, results, digests)
     measure.show(tables(results), flags.json)
     if flags.plot is not None:
         figure(results, flags.plot)

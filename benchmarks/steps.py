@@ -153,10 +153,10 @@ def check_fits(setting: Setting, prompt: int, free: float) -> None:
     """Raise :class:`benchmarks.measure.DoesNotFit` if weights and cache alone take more memory than is free."""
     made = shapes(setting, prompt)
     needed = measure.tree_bytes((made.run.model, made.cache))
-    measure.check_fits(needed, f"the weights and the cache of {described(setting, prompt)}", free)
+    measure.check_fits(needed, f"the weights and the cache of {description(setting, prompt)}", free)
 
 
-def described(setting: Setting, prompt: int) -> str:
+def description(setting: Setting, prompt: int) -> str:
     """Return a setting in words, for errors."""
     held = f"a full cache of {prompt:,}" if setting.budget is None else f"a budget of {setting.budget:,}"
     return f"{setting.config.num_layers} layers of width {setting.config.hidden_size:,}, batch {setting.batch}, {held}"
@@ -204,15 +204,15 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
         def body(_: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
             cache, logits = _step(kind, run, carry[0], tokens)
             if keeps and kind == "block":  # the cache has room for one block beyond what it holds
-                cache = restarted(cache, start)
+                cache = restart(cache, start)
             return cache, logits
 
         logits = jnp.zeros((setting.batch, config.vocab_size), jnp.float32)
         cache, logits = jax.lax.fori_loop(0, calls, body, (cache, logits))
-        return restarted(cache, start), logits
+        return restart(cache, start), logits
 
-    what = f"{kind} of {described(setting, prompt)}"
-    compiled = measure.compiled(loop, run, cache, tokens, what=what, free=free, donate=(1,))
+    what = f"{kind} of {description(setting, prompt)}"
+    compiled = measure.executable(loop, run, cache, tokens, what=what, free=free, donate=(1,))
     return Program(compiled, run, cache, tokens, calls, measure.program_bytes(compiled))
 
 
@@ -226,7 +226,7 @@ def _step(kind: Kind, run: Run, cache: Any, tokens: Int[Array, "B m"]) -> tuple[
     return state.cache, run.model.logits(hidden[:, -1])
 
 
-def restarted(cache: Any, start: Any) -> Any:
+def restart(cache: Any, start: Any) -> Any:
     """Return the cache with the positions that it started from; keys and values stay as they are."""
     return dataclasses.replace(cache, position=start.position, next_position=start.next_position)
 
@@ -340,7 +340,7 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
     return measure.take_turns(runs, repetitions, calls=calls)
 
 
-class Fed(NamedTuple):
+class PromptTimes(NamedTuple):
     """The seconds of a whole prompt through ``models.stream`` to its first token, the median of the following decode
     steps, and the number of compilations.
     """
@@ -350,7 +350,7 @@ class Fed(NamedTuple):
     compilations: int
 
 
-def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) -> Fed:
+def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) -> PromptTimes:
     """Feed a prompt of random tokens, after a single block of it has compiled all programs.
 
     Example:
@@ -377,4 +377,4 @@ def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) 
     run(min(prompt, setting.block), steps)
     with measure.compilations() as compiled:
         times = run(prompt, steps)
-    return Fed(*times, len(compiled))
+    return PromptTimes(*times, len(compiled))

@@ -75,7 +75,7 @@ def gpu_chip() -> Any:
         ) from error
 
 
-def compiled(program: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+def executable(program: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
     """Compile a program for chips that are not at hand, without JAX's cache, which could not read it back."""
     setting = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, setting)

@@ -27,7 +27,7 @@ import kvjax
 import models
 from benchmarks import measure
 from benchmarks.shapes import shape
-from benchmarks.targets import compiled, tpu_chips
+from benchmarks.targets import executable, tpu_chips
 from evals import command_line, report
 from kvjax.cache import Rows, empty_rows
 from kvjax.quantise import Dtypes
@@ -217,7 +217,7 @@ def describe(lower: Lower) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         lowered, arrays = lower()
-        program = compiled(lowered)
+        program = executable(lowered)
     except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
         return {"compiles": False, "reason": reason_of(error)}
     memory: Any = program.memory_analysis()
@@ -264,12 +264,12 @@ def counts(text: str) -> dict[str, Any]:
     return {"kernels": kernels, "collectives": {kind: found[kind] for kind in COLLECTIVES if found[kind]}}
 
 
-def taken(result: dict[str, Any]) -> float:
+def overhead(result: dict[str, Any]) -> float:
     """Return the bytes that a program takes over the bytes of its arrays.
 
     Example:
-        >>> from benchmarks.tpu_compile import taken
-        >>> taken(
+        >>> from benchmarks.tpu_compile import overhead
+        >>> overhead(
         ...     {
         ...         "argument_bytes": 10, "temporary_bytes": 4, "new_bytes": 1,
         ...         "array_bytes": 10
@@ -315,7 +315,7 @@ def table(results: list[dict[str, Any]]) -> report.Table:
                 f"{worst['temporary_bytes'] / 2**20:,.1f} MiB" if worst else "",
                 f"{len(good)} of {len(programs)}",
                 f"{max(r['array_bytes'] for r in steps) / 2**20:,.0f}" if steps else "",
-                *(f"{max(map(taken, some)):.3f}" if some else "" for some in (steps, blocks)),
+                *(f"{max(map(overhead, some)):.3f}" if some else "" for some in (steps, blocks)),
                 " ".join(f"{count} {kind}" for kind, count in most.items()) or ("none" if steps else ""),
             )
         )

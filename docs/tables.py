@@ -37,7 +37,7 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
 
 
-def judged(name: str) -> tuple[studies.Study, dict[str, Any], list[tuple[str, Any]]]:
+def judgement(name: str) -> tuple[studies.Study, dict[str, Any], list[tuple[str, Any]]]:
     """Return a study, its file, and its claims as they are judged by the file's scores."""
     found, data = studies.find(name), read(f"{name}.json")
     return found, data, study.judge(found, data["results"])
@@ -45,13 +45,13 @@ def judged(name: str) -> tuple[studies.Study, dict[str, Any], list[tuple[str, An
 
 def study_of(name: str) -> str:
     """Make a study's page."""
-    found, data, claims = judged(name)
+    found, data, claims = judgement(name)
     return study_page.markdown(found, data, claims, f"{name}.png")
 
 
 def all_claims() -> str:
     """Make the table of the claims of all studies."""
-    made = [judged(name) for name in STUDIES]
+    made = [judgement(name) for name in STUDIES]
     return study_page.claim_table([(found, claims) for found, _, claims in made])
 
 
@@ -191,7 +191,7 @@ CALIBRATED_POLICIES = {
 }  # fmt: skip
 
 
-def calibrated() -> str:
+def calibration() -> str:
     """Make the table of needles on SmolLM2 under methods that measure the model, the best of each column bold."""
     data = read(f"{REAL}/calibrated.json")
     recall = {(r["policy"], r["share"], r["question"]): r["recall"] for r in data["results"]}
@@ -210,7 +210,7 @@ def calibrated() -> str:
     return "\n".join(lines)
 
 
-def in_eight_bits() -> str:
+def eight_bits() -> str:
     """Make the table of recall and bytes on SmolLM2 by question, budget and dtype; "-" where none was run."""
     data = read(f"{REAL}/eight-bits.json")
     given = [r for r in data["results"] if r["cache_dtype"]]
@@ -229,7 +229,7 @@ def in_eight_bits() -> str:
     return "\n".join(lines)
 
 
-def seen() -> str:
+def needles() -> str:
     """Make the table of needles on the embedded model, bold where CAOTE is better than the same policy without it."""
     data = read("needle.json")
     protected = "+protect(recent=0.5)"
@@ -259,18 +259,18 @@ NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o": "h2o, token by token
          "two_levels(by='max')": "two levels, 20%, by the largest logit"}  # fmt: skip
 
 
-def named(select: str) -> str:
+def label(select: str) -> str:
     """Return the pages' name of a selection."""
     return NAMES.get(select, select.replace("_", " "))
 
 
-def foreseen(file: str) -> str:
+def predictions(file: str) -> str:
     """Make the table of how well each source predicts which tokens the heads attend to."""
     rows = sorted(read(file)["results"], key=lambda r: -r["hit_rate"])
     lines = ["| source | hit rate, all rows | last row (the paper's accuracy) | attention held |", f"|{' --- |' * 4}"]
     for r in rows:
         rate = f"{r['hit_rate']:.3f}"
-        cells = (named(r["select"]), f"**{rate}**" if r is rows[0] else rate)
+        cells = (label(r["select"]), f"**{rate}**" if r is rows[0] else rate)
         lines.append(f"| {' | '.join(cells)} | {r['token_accuracy']:.3f} | {r['mass']:.3f} |")
     return "\n".join(lines)
 
@@ -284,7 +284,7 @@ VARIANTS = {
 VARIED_ON = {"king-james-bible": "Bible, held out", "python-doc": "Python, held out", "debian-handbook": "handbook"}
 
 
-def varied(folder: str) -> str:
+def variants(folder: str) -> str:
     """Make the table of predictors by what they were trained on and what they read, on three texts."""
     lines = [f"| trained on, reads | {' | '.join(VARIED_ON.values())} |", f"|{' --- |' * (len(VARIED_ON) + 1)}"]
     for name, title in VARIANTS.items():
@@ -297,7 +297,7 @@ def varied(folder: str) -> str:
     return "\n".join(lines)
 
 
-def tuned() -> str:
+def tuning() -> str:
     """Make the table of fine-tuning on prompts with answers: held-out loss, and needles found, with each cache."""
     runs = {"trained under the policy": "finetune-answers", "trained with the full cache": "finetune-answers-control"}
     losses = {title: read(f"{REAL}/{name}.json") for title, name in runs.items()}
@@ -337,7 +337,7 @@ def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]],
     )
     lines = [f"| selection | {' | '.join(f'{share:.0%}' for share in shares)} |", f"|{' --- |' * (len(shares) + 1)}"]
     for select in order:
-        lines.append(f"| {named(select)} | {' | '.join(cell(found[select, share]) for share in shares)} |")
+        lines.append(f"| {label(select)} | {' | '.join(cell(found[select, share]) for share in shares)} |")
     return "\n".join(lines)
 
 
@@ -352,14 +352,14 @@ def perplexities(file: str) -> str:
     return f"{text}\n\n{by_sparsity(data['results'], lambda r: f'{r["increase"]:+.1%}', 'increase')}"
 
 
-def names_found(file: str, generated: str | None = None) -> str:
+def names(file: str, generated: str | None = None) -> str:
     """Make the table of co-reference by sparsity, and compare the predictor with each other on the same samples."""
     data = read(file)
     cell = lambda r: f"{r['accuracy']:.2f} / {r['coverage']:.2f}"  # noqa: E731
     full = next(r for r in data["results"] if r["select"] == "full")
     rows = [r | {"worse": (-r["accuracy"], -r["coverage"])} for r in data["results"] if r["select"] != "full"]
     sides = [
-        f"{named(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
+        f"{label(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
         for c in data["comparisons"]
         if c["sparsity"] == 0.5
     ]
@@ -372,14 +372,14 @@ def names_found(file: str, generated: str | None = None) -> str:
     )
     if generated is None:
         return text
-    said = [f"{named(r['select'])} {r['accuracy']:.2f}" for r in read(generated)["results"]]
+    said = [f"{label(r['select'])} {r['accuracy']:.2f}" for r in read(generated)["results"]]
     return (
         f"{text}\n\nGenerated instead of teacher-forced ([{generated}]({generated}), `--mode generate`, 50%; the "
         f"prompt is dense under sources, and evicted from under policies): {', '.join(said)}."
     )
 
 
-def chosen(file: str) -> str:
+def choice_tasks(file: str) -> str:
     """Make the table of choice tasks under selections, and compare the predictor with each other on all samples."""
     data = read(file)
     tasks = list(dict.fromkeys(r["task"] for r in data["results"]))
@@ -390,13 +390,13 @@ def chosen(file: str) -> str:
     lines = [f"| reads | {' | '.join(tasks)} | 95%, all |", f"|{' --- |' * (len(tasks) + 2)}"]
     for own in order:
         whole = own["all"]
-        reads = "everything" if whole["sparsity"] is None else f"{named(whole['select'])}, {1 - whole['sparsity']:.0%}"
+        reads = "everything" if whole["sparsity"] is None else f"{label(whole['select'])}, {1 - whole['sparsity']:.0%}"
         cells = " | ".join(f"{own[task]['accuracy']:.2f}" for task in tasks)
         lines.append(f"| {reads} | {cells} | [{whole['low']:.2f}, {whole['high']:.2f}] |")
     sides = [
         f"- {sparsity:.0%} left out: "
         + "; ".join(
-            f"{named(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
+            f"{label(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
             for c in data["comparisons"]
             if c["sparsity"] == sparsity
         )
@@ -411,7 +411,7 @@ def chosen(file: str) -> str:
     )
 
 
-def steps_foreseen() -> str:
+def decode_steps() -> str:
     """Make the table of the time of decode steps that read what the predictor foresees."""
     data = read("selection.json")
     found: dict[tuple[str, float | None], dict[int, dict[str, Any]]] = {}
@@ -589,7 +589,7 @@ def generations(file: str) -> str:
     for r in sorted(data["results"], key=lambda r: (r["budget"] or 0, -r["score"], r.get("increase", 0))):
         told = [f"{r['tasks'][task]['score']:.2f}" for task in ("facts", "results")]
         share = "" if r is full else f"{r['score'] / full['score']:.2f}"
-        more = f"{r['perplexity']:.1f}" if r is full else grown(r)
+        more = f"{r['perplexity']:.1f}" if r is full else growth(r)
         cells = (f"`{r['policy']}`", f"{r['budget'] or 'all'}", *told, share, more, f"{r['cache_bytes'] / 2**20:.0f}")
         lines.append(f"| {' | '.join(cells)} |")
     settings = data["settings"]
@@ -604,7 +604,7 @@ def generations(file: str) -> str:
 FULL_AND_FLOOR = ("full", None), (RECENCY, 0.25)
 
 
-def published() -> str:
+def evictions() -> str:
     """Make the table of when each paper evicts, as the links declare it, and of the default here."""
     lines = [
         "| short name | prompt, published | decode, published | source | decode here, by default |",
@@ -624,7 +624,7 @@ def published() -> str:
     return "\n".join(lines)
 
 
-def kept_and_asked() -> str:
+def kept_documents() -> str:
     """Make the table of what keeping a compressed document saves, from benchmarks/results/questions.json."""
     data = read("../../benchmarks/results/questions.json")
     settings, results = data["settings"], data["results"]
@@ -659,7 +659,7 @@ def roundings(file: str) -> str:
     for same in zip(*texts.values(), strict=True):
         if same[0]["key"] == "float32" == same[0]["value"]:
             continue
-        figures = [cell for r in same for cell in (grown(r), f"{r['kl']:.4f}" if r["kl"] < 0.1 else f"{r['kl']:.3f}")]
+        figures = [cell for r in same for cell in (growth(r), f"{r['kl']:.4f}" if r["kl"] < 0.1 else f"{r['kl']:.3f}")]
         lines.append(f"| {' | '.join((same[0]['key'], same[0]['value'], f'{same[0]["bytes"]:g}', *figures))} |")
     return (
         f"{counts} chunks of {data['settings']['chunk']} tokens of each text, {data['settings']['model']} in float32, "
@@ -667,7 +667,7 @@ def roundings(file: str) -> str:
     )
 
 
-def grown(r: dict[str, Any]) -> str:
+def growth(r: dict[str, Any]) -> str:
     """Return by how much the perplexity grew, with its interval if there is one."""
     bounds = r["increase_low"], r["increase_high"]
     form = "+.2f" if max(abs(x) for x in (r["increase"], *bounds) if x is not None) < 0.1 else "+.1f"
@@ -681,7 +681,7 @@ def parts_of(page: str) -> dict[str, Callable[[], str]]:
     return {name: functools.partial(globals()[function], *given) for name, (function, *given) in listed.items()}
 
 
-def filled(page: str) -> str:
+def page_text(page: str) -> str:
     """Return a page's text with new contents of its parts.
 
     Raises:
@@ -706,7 +706,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(check: bool) -> None:
-    made = {page: functools.partial(filled, page) for page in PAGES}
+    made = {page: functools.partial(page_text, page) for page in PAGES}
     made |= {f"results/{name}.md": functools.partial(study_of, name) for name in STUDIES}
     for page, make in made.items():
         text, path = make(), DOCS / page

@@ -170,7 +170,7 @@ def answers_each(
         >>> [(setting.budget, batch.tokens.shape) for setting, batch in found]
         [(32, (1, 4)), (64, (1, 4))]
     """
-    asked_of = _Asked(model, prompts, new_tokens, feed, end, width)
+    asked_of = _Job(model, prompts, new_tokens, feed, end, width)
     wanted = {setting: range(len(prompts)) if rows is None else rows[setting] for setting in settings}
     for together in sharing(settings):
         if asked := [setting for setting in together if asked_of.often(setting)]:
@@ -181,14 +181,14 @@ def answers_each(
         if len(together) == 1:
             (setting,) = together
             make_room()
-            for fed, clock, steps in asked_of.begun(setting, wanted[setting]):
-                yield setting, asked_of.taken(setting, fed, clock, steps)
+            for fed, clock, steps in asked_of.starts(setting, wanted[setting]):
+                yield setting, asked_of.answer(setting, fed, clock, steps)
             continue
         union = sorted(set().union(*(wanted[setting] for setting in together)))
-        for number, fed in enumerate(asked_of.fed(together, union)):
+        for number, fed in enumerate(asked_of.model_batches(together, union)):
             asked = [setting for setting in together if set(fed.rows) & set(wanted[setting])]
             begun = time.perf_counter()
-            each = asked_of.prefilled(asked, fed.tokens, fed.lengths, fed.questions)
+            each = asked_of.prefill(asked, fed.tokens, fed.lengths, fed.questions)
             seconds = 0.0
             for setting, prefilled in zip(asked, each, strict=True):
                 make_room()
@@ -202,7 +202,7 @@ def answers_each(
                     block=feed.block, max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
                     question=fed.questions, end=end, fit_prompt=True, **feed.drawn(fed.rows),
                 )  # fmt: skip
-                yield setting, asked_of.taken(setting, fed, clock, steps)
+                yield setting, asked_of.answer(setting, fed, clock, steps)
 
 
 def check_answers(
@@ -238,11 +238,11 @@ def check_answers(
     each = range(len(prompts))
     rows = {end(each, key=lambda row: size(prompts[row])) for size in sizes for end in (min, max)}
     feed = Feed(block, batch, aids)
-    for _ in _Asked(model, prompts, new_tokens, feed, (), width).begun(setting, sorted(rows)):
+    for _ in _Job(model, prompts, new_tokens, feed, (), width).starts(setting, sorted(rows)):
         pass
 
 
-class _Fed(NamedTuple):
+class _ModelBatch(NamedTuple):
     """One batch as the model is fed it: some rows of the prompts, and others that fill it up to its size."""
 
     rows: list[int]
@@ -256,7 +256,7 @@ class _Fed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _Job:
     """The prompts, and how they are answered under any setting; see :func:`answers_each`."""
 
     model: models.Decoder
@@ -329,7 +329,7 @@ class _Asked:
                     block=self.block, max_new_tokens=self.new_tokens, end=self.end, fit_prompt=True,
                     **self.feed.drawn(told),
                 )  # fmt: skip
-                yield setting, self.taken(setting, _Fed(told, questions, counts, None), clock, steps)
+                yield setting, self.answer(setting, _ModelBatch(told, questions, counts, None), clock, steps)
                 clock = _BatchClock(clock.prompt_tokens, len(told))
 
     def read(
@@ -337,7 +337,7 @@ class _Asked:
     ) -> Iterator[tuple[Setting, Cache]]:
         """Read contexts under settings that share them, and yield what each keeps."""
         if len(settings) > 1:
-            each = self.prefilled(settings, tokens, lengths, None)
+            each = self.prefill(settings, tokens, lengths, None)
             yield from ((setting, prefilled.cache) for setting, prefilled in zip(settings, each, strict=True))
             return
         (setting,) = settings
@@ -348,7 +348,7 @@ class _Asked:
         )  # fmt: skip
         yield setting, without_room(stacked_up(cache))
 
-    def prefilled(
+    def prefill(
         self, settings: Sequence[Setting], tokens: np.ndarray, lengths: np.ndarray, questions: np.ndarray | None
     ) -> Iterator[models.Prefilled]:
         """Run prompts once for settings that share them."""
@@ -358,7 +358,7 @@ class _Asked:
             cache_dtype=settings[0].cache_dtype,
         )  # fmt: skip
 
-    def fed(self, settings: Sequence[Setting], rows: Sequence[int]) -> Iterator[_Fed]:
+    def model_batches(self, settings: Sequence[Setting], rows: Sequence[int]) -> Iterator[_ModelBatch]:
         """Make the batches of rows for settings that hold back the same questions."""
         prompts, extremes = self.prompts, list[Prompt]()
         # Rows of similar length share a batch: leading empty blocks are skipped only for a whole batch.
@@ -373,13 +373,13 @@ class _Asked:
             fed = [prompts[row] for row in filled] + extremes
             counts = np.array([len(prompt.tokens) for prompt in fed])
             questions = np.array([_question_length(prompt) for prompt in fed]) if held_back else None
-            yield _Fed(chosen, padded([prompt.tokens for prompt in fed], self.longest), counts, questions)
+            yield _ModelBatch(chosen, padded([prompt.tokens for prompt in fed], self.longest), counts, questions)
 
-    def begun(
+    def starts(
         self, setting: Setting, rows: Sequence[int]
-    ) -> Iterator[tuple[_Fed, _BatchClock, Iterator[tuple[np.ndarray, Any]]]]:
+    ) -> Iterator[tuple[_ModelBatch, _BatchClock, Iterator[tuple[np.ndarray, Any]]]]:
         """Yield each batch, its clock, and its checked steps, none of which has run yet."""
-        for fed in self.fed([setting], rows):
+        for fed in self.model_batches([setting], rows):
             clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
             steps = models.stream(
                 self.model, fed.tokens, lengths=fed.lengths, policy=self.aids.policy(setting), budget=setting.budget,
@@ -390,7 +390,9 @@ class _Asked:
             )  # fmt: skip
             yield fed, clock, steps
 
-    def taken(self, setting: Setting, fed: _Fed, clock: _BatchClock, steps: Iterator[tuple[np.ndarray, Any]]) -> Batch:
+    def answer(
+        self, setting: Setting, fed: _ModelBatch, clock: _BatchClock, steps: Iterator[tuple[np.ndarray, Any]]
+    ) -> Batch:
         """Run the steps of one batch under one setting, and return what it answered."""
         generated = np.full((len(fed.tokens), self.new_tokens), -1, np.int32)
         for step, (token, kept) in enumerate(steps):

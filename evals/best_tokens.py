@@ -155,7 +155,7 @@ def _lowest(costs: Float[Array, "S"], count: Array) -> Bool[Array, "S"]:
 
 
 @jax.jit
-def improved(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array, "S"]:
+def improve(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array, "S"]:
     """Swap kept for evicted tokens while that lowers the error.
 
     A swap takes back the token that lowers it most and evicts the best other one; where that does not help, each of
@@ -166,7 +166,7 @@ def improved(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array
         >>> from evals import best_tokens
         >>> value = np.array([[5.0], [0.0], [0.1], [0.0]])
         >>> case = best_tokens.make_case(np.zeros((1, 1, 4)), value, 3)
-        >>> best_tokens.improved(case, np.array([False, True, False])).tolist()
+        >>> best_tokens.improve(case, np.array([False, True, False])).tolist()
         [True, False, False]
     """
     squares = _squares(case)
@@ -232,7 +232,7 @@ def best(case: Case, budget: int, starts: Bool[Array, "n S"] | None = None) -> B
 
     greedy = [~towards(jnp.full(S, first), S - budget) for first in (False, True)]
     every = jnp.stack([*greedy, *([] if starts is None else starts)])
-    every = jax.lax.map(lambda kept: improved(case, kept), every)
+    every = jax.lax.map(lambda kept: improve(case, kept), every)
     return every[jnp.argmin(jax.lax.map(lambda kept: error(case, kept), every))]
 
 
@@ -393,7 +393,7 @@ class _Search:
         lower, z = max(float(found), lower), np.asarray(z)
         rounded = np.ones(len(z), bool)
         rounded[np.argsort(-z, kind="stable")[: self.count]] = False
-        self.consider(np.asarray(improved(self.case, rounded)))
+        self.consider(np.asarray(improve(self.case, rounded)))
         if lower < self.error:
             heapq.heappush(self.open, (lower, self.opened, low, high, z))
 

@@ -374,7 +374,7 @@ def _answer(
     """Answer the samples that a store has no record of yet, as :func:`evals.evaluator.run` does for other tasks."""
     for group, together in itertools.product(groups, _of_one_moment(settings)):
         progress.set_description(f"{group.task}, {group.length}, {together[0].title()}")
-        about, missing = evaluator.unanswered(group, together, store, labels)
+        about, missing = evaluator.open_samples(group, together, store, labels)
         progress.update(group.size * len(together) - sum(map(len, missing.values())))
 
         def add(setting: Setting, row: int, record: dict[str, Any], about=about, missing=missing) -> None:

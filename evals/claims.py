@@ -32,7 +32,7 @@ Sample = tuple[Any, ...]
 Scores = Mapping[Sample, float]
 
 
-class Found(NamedTuple):
+class PolicyScores(NamedTuple):
     """The scores by sample of one policy in one place, with one model. ``place`` has the fields ``PLACE``."""
 
     model: str
@@ -68,7 +68,7 @@ class Claim:
     note: str = ""
 
 
-class Judged(NamedTuple):
+class Judgement(NamedTuple):
     """A claim's outcome in some places.
 
     Attributes:
@@ -187,7 +187,7 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
     ]
 
 
-def judge(claims: Sequence[Claim], found: Iterable[Found], models: Sequence[str]) -> list[Judged]:
+def judge(claims: Sequence[Claim], found: Iterable[PolicyScores], models: Sequence[str]) -> list[Judgement]:
     """Judge claims by the scores that a form of a model has.
 
     Args:
@@ -201,7 +201,7 @@ def judge(claims: Sequence[Claim], found: Iterable[Found], models: Sequence[str]
         >>> claim = claims.Claim("ours", "a better score", "tova", "recency")
         >>> place = ("needle", 512, 64, "prompt", "known")
         >>> found = [
-        ...     claims.Found(
+        ...     claims.PolicyScores(
         ...         "m", name, place, {("needle", i): score for i in range(50)}
         ...     )
         ...     for name, score in (("tova", 1.0), ("recency", 0.0))
@@ -234,7 +234,7 @@ def holm(chances: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _verdict(row: Judged) -> str:
+def _verdict(row: Judgement) -> str:
     beyond = {
         "better": row.difference < 0,
         "as good": row.low > MARGIN or row.high < -MARGIN,
@@ -245,7 +245,7 @@ def _verdict(row: Judged) -> str:
     return FAILS if beyond else HOLDS if row.corrected < LEVEL else NOISE
 
 
-def _rows(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]) -> list[Judged]:
+def _rows(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]) -> list[Judgement]:
     """Return a claim's rows, one for each value of its ``each`` among the places that both of its policies have."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for model, policy, values in table:
@@ -256,7 +256,9 @@ def _rows(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]) -> l
     return [_row(claim, places, table, models) for places in groups.values()]
 
 
-def _row(claim: Claim, places: Sequence[dict[str, Any]], table: Mapping[Any, Scores], models: Sequence[str]) -> Judged:
+def _row(
+    claim: Claim, places: Sequence[dict[str, Any]], table: Mapping[Any, Scores], models: Sequence[str]
+) -> Judgement:
     """Return a row whose p-value is not corrected yet, and whose verdict is empty unless nothing can be decided."""
     both = {claim.policy: places, claim.over: [place | dict(claim.over_at) for place in places]}
     one, other = (_means(table, models, policy, where) for policy, where in both.items())
@@ -275,7 +277,7 @@ def _row(claim: Claim, places: Sequence[dict[str, Any]], table: Mapping[Any, Sco
     chance = statistics.chance(one - other)
     if claim.expects != "better":
         chance = statistics.chance_beyond(one - other, MARGIN, both=claim.expects == "as good")
-    return Judged(
+    return Judgement(
         claim=claim,
         where={name: places[0][name] for name in claim.each},
         places=len(places),

@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def used(flags: argparse.Namespace) -> dict[str, Any]:
+def decisive_flags(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that decide the figures, in JSON's types, with digests of the files and folders they name."""
     plain: dict[str, Any] = {}
     for name, value in vars(flags).items():
@@ -202,7 +202,7 @@ def used(flags: argparse.Namespace) -> dict[str, Any]:
     return plain
 
 
-def written(flags: argparse.Namespace) -> str:
+def command_text(flags: argparse.Namespace) -> str:
     """Return the command line that reproduces these flags."""
     line = ["python", "-m", "evals", flags.name]
     for name, value in vars(flags).items():

@@ -207,7 +207,7 @@ def compare(results: Sequence[dict[str, Any]], against: Collection[str] = ()) ->
             continue
         told = {"select": r["select"], "against": other["select"], "mode": r["mode"], "sparsity": r["sparsity"]}
         accuracy, coverage = (
-            statistics.compared([ours - theirs for ours, theirs in zip(r[name], other[name], strict=True)])
+            statistics.comparison([ours - theirs for ours, theirs in zip(r[name], other[name], strict=True)])
             for name in ("correct", "covered")
         )
         of_coverage = {f"coverage_{name}": coverage[name] for name in ("difference", "low", "high")}
@@ -354,7 +354,7 @@ def command(flags: argparse.Namespace) -> None:
         "results": results,
         "comparisons": comparisons,
     }
-    report.write(flags, figures, evaluator.made_of(model, tokenizer, networks), lambda path: dots(results, path))
+    report.write(flags, figures, evaluator.digests(model, tokenizer, networks), lambda path: dots(results, path))
 
 
 def _evicts(row: Mapping[str, Any]) -> str:

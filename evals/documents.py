@@ -30,7 +30,7 @@ from models import commands, fingerprints
 OFFICIAL = Path("official")  # the value of --prompts for the published wording
 
 
-class Published(NamedTuple):
+class PublishedFile(NamedTuple):
     """A file that a project publishes beside its data: its address, and the SHA-256 of its content."""
 
     address: str
@@ -101,7 +101,7 @@ def make_sample(
     before, after = task.prompt.split("{context}", 1)
     known = before.format(**fields) + fields["context"]
     chat = chat and task.chat
-    known, text = written_out(tokenizer, known, after.format(**fields), task.answer.format(**fields), chat=chat)
+    known, text = prompt_text(tokenizer, known, after.format(**fields), task.answer.format(**fields), chat=chat)
     tokens = tokenizer.encode(text, add_special_tokens=not chat)
     context_end = common_prefix(tokenizer.encode(known, add_special_tokens=not chat), tokens)
     if length is not None:
@@ -109,7 +109,7 @@ def make_sample(
     return TextSample(tokens, context_end, tuple(task.references(record)), record)
 
 
-def written_out(
+def prompt_text(
     tokenizer: models.Tokenizer, known: str, question: str, answer: str = "", *, chat: bool = False
 ) -> tuple[str, str]:
     """Return a prompt as text, in a chat as the user's turn; ``answer`` follows the template and is in no turn.
@@ -135,7 +135,7 @@ def written_out(
         >>> tokenizer = Tokenizer(
         ...     tokenizers.Tokenizer(tokenizers.models.BPE()), None, template
         ... )
-        >>> documents.written_out(tokenizer, "A fox ran.", " Who?", "It was", chat=True)
+        >>> documents.prompt_text(tokenizer, "A fox ran.", " Who?", "It was", chat=True)
         ('[A fox ran.', '[A fox ran. Who?] It was')
     """
     if not chat:
@@ -267,7 +267,7 @@ def lines_of_hub(repository: str, file: str) -> Iterator[str]:
         raise ValueError(f"{path} is not UTF-8 ({error}); remove it, so that it is downloaded again.") from None
 
 
-def published_text(file: Published) -> str:
+def published_text(file: PublishedFile) -> str:
     """Return the text of a published file, downloaded once and then kept in the user's cache folder.
 
     Args:
@@ -283,7 +283,7 @@ def published_text(file: Published) -> str:
     Example:
         >>> from evals import documents
         >>> documents.published_text(
-        ...     documents.Published("file:/nowhere/prompts.json", "0" * 64)
+        ...     documents.PublishedFile("file:/nowhere/prompts.json", "0" * 64)
         ... )
         Traceback (most recent call last):
         ...

@@ -18,8 +18,8 @@ import kvjax
 import models
 from evals import prose, report, results
 from evals.answering import FEED, NO_AIDS, Aids, Batch, Feed, answers_each, check_answers
-from evals.command_line import check_least, load, networks_for, used, written
-from evals.run_settings import KNOWN_OR_NOT, PLACEMENTS, RECENCY, Setting, baseline, make_settings, saved
+from evals.command_line import check_least, command_text, decisive_flags, load, networks_for
+from evals.run_settings import KNOWN_OR_NOT, PLACEMENTS, RECENCY, Setting, baseline, make_settings, sharing_note
 from evals.summaries import compare, summarise, task_map
 from models import commands, fingerprints
 from models.commands import provenance
@@ -119,7 +119,7 @@ def run(
     """
     for group in groups:
         asked = [setting for setting in settings if setting.question in group.questions]
-        about, missing = unanswered(group, asked, store, labels or {})
+        about, missing = open_samples(group, asked, store, labels or {})
         progress.update(sum(group.size - len(rows) for rows in missing.values()))
         if not any(missing.values()):
             continue
@@ -137,7 +137,7 @@ def run(
             progress.update(len(new))
 
 
-def unanswered(
+def open_samples(
     group: Group, settings: Sequence[Setting], store: results.Results, labels: Mapping[str, Any]
 ) -> tuple[dict[Setting, dict[str, Any]], dict[Setting, list[int]]]:
     """Return the fields that all records of a setting share, and the samples that ``store`` does not hold yet."""
@@ -183,13 +183,13 @@ def command(
         notes: returns the lines below the table, such as the sources of the texts.
         short: the tasks' names in the table.
         answer: answers the groups in place of :func:`run`.
-        read: fingerprints of what the samples were made from, beside those of :func:`made_of`.
+        read: fingerprints of what the samples were made from, beside those of :func:`digests`.
     """
     settings = make_settings(flags, KNOWN_OR_NOT)
     check_least(flags, block=1, batch=1)
     check(flags)
     report.check_outputs(flags.json, flags.plot)
-    store = results.Results(flags.out, flags.name, used(flags), written(flags))
+    store = results.Results(flags.out, flags.name, decisive_flags(flags), command_text(flags))
     store.check()
     model, tokenizer = load(flags)
     groups = make_groups(flags, model.config, tokenizer)
@@ -198,15 +198,15 @@ def command(
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
         total = sum(group.size for group in groups) * len(settings)
-        fingerprints = made_of(model, tokenizer, aids.networks, groups) | dict(read or {})
-        store.check_made_of(labels, fingerprints)
+        fingerprints = digests(model, tokenizer, aids.networks, groups) | dict(read or {})
+        store.check_digests(labels, fingerprints)
         with commands.progress_bar("sample", total=total) as progress:
             (answer or run)(
                 model, tokenizer, groups, settings, store, labels=labels, progress=progress,
                 feed=feed_of(flags, aids),
             )  # fmt: skip
             progress.set_description("done")
-        together = None if answer else saved(settings, sum(group.size for group in groups))
+        together = None if answer else sharing_note(settings, sum(group.size for group in groups))
         remarks = [*notes(flags), *([] if together is None else [together])]
         rows, compared = summarise(store.records), compare(store.records, baseline(flags))
         told = report.task_table(rows, recency=RECENCY, short=short or {}, notes=remarks)
@@ -215,7 +215,7 @@ def command(
             **provenance.facts(flags.begun, flags.seed, fingerprints),
             "evaluation": flags.name,
             "title": title,
-            "settings": used(flags),
+            "settings": decisive_flags(flags),
             "notes": remarks,
             "results": rows,
             "comparisons": compared,
@@ -229,7 +229,7 @@ def command(
             print(f"picture: {flags.plot}")
 
 
-def made_of(
+def digests(
     model: models.Decoder,
     tokenizer: models.Tokenizer,
     networks: Sequence[Network] = (),
@@ -243,7 +243,7 @@ def made_of(
     Example:
         >>> import models
         >>> from evals import evaluator
-        >>> sorted(evaluator.made_of(*models.load("retriever")))
+        >>> sorted(evaluator.digests(*models.load("retriever")))
         ['config', 'kvjax', 'prose', 'tokenizer', 'weights']
     """
     found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **fingerprints.fingerprints(model, tokenizer)}

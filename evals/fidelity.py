@@ -222,7 +222,7 @@ def compare_errors(results: Sequence[dict[str, Any]], against: str) -> list[dict
         own, theirs = (np.array(r["by_sample"]["error"]).mean(axis=1) for r in (row, other))
         told = {name: row[name] for name in ("budget", "when", "evicts", "question")}
         told = {"policy": row["policy"], "against": other["policy"]} | told
-        rows.append(told | statistics.compared((theirs - own).tolist()))
+        rows.append(told | statistics.comparison((theirs - own).tolist()))
     return rows
 
 
@@ -371,7 +371,7 @@ def command(flags: argparse.Namespace) -> None:
         question: [
             tasks.needle(
                 flags.seed + 1_000 * index + sample, tokenizer, length, None, flags.facts,
-                needle.placed(question),
+                needle.placement(question),
             )
             for index, length in enumerate(lengths)
             for sample in range(flags.samples)
@@ -408,8 +408,8 @@ def command(flags: argparse.Namespace) -> None:
         "comparisons": errors,
         "results": results,
     }
-    made_of = evaluator.made_of(model, tokenizer, aids.networks)
-    report.write(flags, figures, made_of, lambda path: layer_lines(results, path, recency=needle.RECENCY))
+    digests = evaluator.digests(model, tokenizer, aids.networks)
+    report.write(flags, figures, digests, lambda path: layer_lines(results, path, recency=needle.RECENCY))
     if flags.heads is not None:
         head_map(results, flags.heads)
         print(f"picture: {flags.heads}")

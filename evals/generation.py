@@ -67,7 +67,8 @@ def draw(seed: int, tokenizer: Any, length: int, facts: int) -> list[tasks.Sampl
     stated: list[tasks.Fact] = []
     while len(stated) < 2 * facts:
         stated.append(tasks.random_fact(rng, stated, alike=0.3 if stated else 0.0))
-    told = [tasks.statement(fact) if number % 2 == 0 else _worked_out(rng, fact) for number, fact in enumerate(stated)]
+    state = (tasks.statement, functools.partial(_sum_statement, rng))
+    told = [state[number % 2](fact) for number, fact in enumerate(stated)]
     size = functools.partial(_size, tokenizer)
     room = length - 1 - sum(size(" " + sentence) for sentence in told)
     filler, drawn = list[str](), prose.draw(rng)
@@ -212,7 +213,7 @@ def run(
         of_length = list(together)
         drawn = [group.draw() for group in of_length]
         for setting in [one for one in settings if one.question == "unknown"]:
-            known = [evaluator.unanswered(group, [setting], store, labels) for group in of_length]
+            known = [evaluator.open_samples(group, [setting], store, labels) for group in of_length]
             missing = [rows[setting] for _, rows in known]
             progress.set_description(setting.title())
             progress.update(sum(group.size for group in of_length) - sum(map(len, missing)))
@@ -224,7 +225,7 @@ def run(
                      if sample.text == text]
                     for text in fed
                 ]  # fmt: skip
-                for new in _asked(model, tokenizer, of_length, drawn, setting, asked, feed):
+                for new in _questions(model, tokenizer, of_length, drawn, setting, asked, feed):
                     store.add(
                         {**known[number][0][setting], "sample": row, **record}
                         for number, row, record in new[: len(chosen)]
@@ -233,7 +234,7 @@ def run(
                     progress.update(sum(row in missing[number] for number, row, _ in new[: len(chosen)]))
 
 
-def _asked(
+def _questions(
     model: models.Decoder,
     tokenizer: models.Tokenizer,
     groups: Sequence[evaluator.Group],
@@ -283,7 +284,7 @@ def _size(tokenizer: Any, text: str) -> int:
     return len(tasks.ids(tokenizer, text)) - 1  # without BOS
 
 
-def _worked_out(rng: np.random.Generator, fact: tasks.Fact) -> str:
+def _sum_statement(rng: np.random.Generator, fact: tasks.Fact) -> str:
     """State a fact as the result of a sum."""
     first = int(rng.integers(int(fact.value) + 1))
     return (

@@ -391,7 +391,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     fingerprints: dict[str, dict[str, str]] = {}
     for text, arguments in zip(flags.model_args, given, strict=True):
         model = kind(**{"batch_size": flags.batch, **arguments})
-        fingerprints[text] = evaluator.made_of(model.model, model.text, model.networks)
+        fingerprints[text] = evaluator.digests(model.model, model.text, model.networks)
         if flags.out is not None:
             _check_answers(flags.out, text, fingerprints[text])
         try:
@@ -438,7 +438,7 @@ def compare(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, A
 
 
 def _difference(differences: Sequence[float]) -> dict[str, Any]:
-    told = statistics.compared(differences)
+    told = statistics.comparison(differences)
     return {name: told[name] for name in ("difference", "low", "high")}  # which way is better, a metric does not say
 
 
@@ -494,7 +494,7 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
     return report.table(results, cells, left=4)
 
 
-def _check_answers(folder: Path, text: str, made_of: Mapping[str, str]) -> None:
+def _check_answers(folder: Path, text: str, digests: Mapping[str, str]) -> None:
     """Check that a folder's answers come from the same model and tokenizer; each answer's key holds its question.
 
     Raises:
@@ -503,9 +503,9 @@ def _check_answers(folder: Path, text: str, made_of: Mapping[str, str]) -> None:
     header = folder / "header.json"
     known = documents.read_object(header) if header.exists() else {}
     if text in known or list(folder.glob(f"{_cache_name(text)}*")):
-        provenance.check_same(folder, known.get(text), made_of)
+        provenance.check_same(folder, known.get(text), digests)
     else:
-        commands.write_json(header, {**known, text: dict(made_of)})
+        commands.write_json(header, {**known, text: dict(digests)})
 
 
 def _cache_name(text: str) -> str:

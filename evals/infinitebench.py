@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from evals import documents, metrics
-from evals.documents import DataSet, Published, Task
+from evals.documents import DataSet, PublishedFile, Task
 from models import commands
 
 REPOSITORY = "xinrongzhang2022/InfiniteBench"
 # The wording is only in the project's repository; the commit and the digest pin it.
-PROMPTS = Published(
+PROMPTS = PublishedFile(
     "https://raw.githubusercontent.com/OpenBMB/InfiniteBench/88b3daa6989da2fbe0077170d7a3c84c25d5ae58/src/prompt.py",
     "d49a6891d6bc61522bb428d66a07b092a6bb6bc195aa0fe103eddd6bb39c7f10",
 )

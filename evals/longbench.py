@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from evals import documents, metrics
-from evals.documents import DataSet, Published, Task
+from evals.documents import DataSet, PublishedFile, Task
 
 REPOSITORY = "THUDM/LongBench"
 # The wording is only in the project's repository; the commit and the digests pin it.
 _CONFIG = "https://raw.githubusercontent.com/THUDM/LongBench/2e00731f8d0bff23dc4325161044d0ed8af94c1e/LongBench/config"
-PROMPTS = Published(
+PROMPTS = PublishedFile(
     f"{_CONFIG}/dataset2prompt.json", "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30"
 )
-LENGTHS = Published(
+LENGTHS = PublishedFile(
     f"{_CONFIG}/dataset2maxlen.json", "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022"
 )
 EXAMPLES = """examples:

@@ -71,7 +71,7 @@ def make_cells(
         drawn: list[list[tasks.Sample]] = [[] for _ in places]
         for text, (cell, index) in enumerate(itertools.product(range(len(places)), range(samples))):
             own, depth = seed + 1_000 * (len(cells) + cell) + index, float(places[cell])
-            for sample in tasks.needles(own, tokenizer, length, depth, facts, placed(question), asked=asked):
+            for sample in tasks.needles(own, tokenizer, length, depth, facts, placement(question), asked=asked):
                 at = cell if asked == 1 else int(np.argmin(np.abs(places - _depth(sample))))
                 drawn[at].append(sample._replace(text=text))
         cells += [Cell(length, float(depth), tuple(found)) for depth, found in zip(places, drawn, strict=True)]
@@ -83,10 +83,10 @@ def _depth(sample: tasks.Sample) -> float:
     return sample.prompt.index(f" {sample.answer}.") / len(sample.prompt)
 
 
-def placed(question: Question) -> tasks.Placement:
+def placement(question: Question) -> tasks.Placement:
     """Return where a prompt asks; "unknown" is held back until the prompt is compressed.
 
-    >>> placed("unknown"), placed("both")
+    >>> placed("unknown"), placement("both")
     ('after', 'both')
     """
     return "after" if question == "known" or question == "unknown" else question
@@ -173,7 +173,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = RECENCY) -> list[d
         own, theirs = ([hit for cell in r["cells"] for hit in cell["correct"]] for r in (row, other))
         told = {"policy": row["policy"], "against": other["policy"]}
         told |= {name: row[name] for name in ("budget", "when", "question")}
-        rows.append(told | statistics.compared([a - b for a, b in zip(own, theirs, strict=True)]))
+        rows.append(told | statistics.comparison([a - b for a, b in zip(own, theirs, strict=True)]))
     return rows
 
 
@@ -278,7 +278,7 @@ def command(flags: argparse.Namespace) -> None:
                 model, of_question, asked, block=flags.block, batch=flags.batch, progress=progress, aids=aids
             )
         progress.set_description("done")
-    comparisons, together = compare(results, run_settings.baseline(flags)), run_settings.saved(settings, each)
+    comparisons, together = compare(results, run_settings.baseline(flags)), run_settings.sharing_note(settings, each)
     told = "\n".join([table(results, recency=RECENCY), *([] if together is None else [together])])
     report.show(told, report.comparison_table(comparisons))
     figures = {
@@ -287,8 +287,8 @@ def command(flags: argparse.Namespace) -> None:
         "results": results,
         "comparisons": comparisons,
     }
-    made_of = evaluator.made_of(model, tokenizer, aids.networks)
-    report.write(flags, figures, made_of, lambda path: heat_map(results, path, recency=RECENCY))
+    digests = evaluator.digests(model, tokenizer, aids.networks)
+    report.write(flags, figures, digests, lambda path: heat_map(results, path, recency=RECENCY))
 
 
 def exact(tokens: Sequence[int], sample: tasks.Sample) -> bool:

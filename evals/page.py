@@ -41,7 +41,7 @@ def figures(folder: Path) -> dict[str, Any]:
     for row in rows:
         row["decode_milliseconds"] = times.get(tuple(row[name] for name in results.ROW))
         part = parts.get((row["model"], row["evaluation"]))
-        command = header["command"] if part is None else command_line.written(part.flags)
+        command = header["command"] if part is None else command_line.command_text(part.flags)
         of_any_length = part is not None and not hasattr(part.flags, "lengths")
         row["command"] = row_command(command, {**row, "length": None} if of_any_length else row)
         row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)

@@ -180,7 +180,7 @@ def policy_losses(
         ValueError: the policy evicts once and ``counted`` is None, so that all tokens would be predicted before it
             does.
     """
-    once, aids = _check_told(setting, counted), feed.aids
+    once, aids = _check_compression(setting, counted), feed.aids
     found = loglikelihood.predict(
         model, chunks.tolist(), [counted or 0] * len(chunks) if once else None, policy=aids.policy(setting),
         budget=setting.budget, block=feed.block, when=setting.when, batch=feed.batch, cache_dtype=setting.cache_dtype,
@@ -455,8 +455,8 @@ def command(flags: argparse.Namespace) -> None:
     model, tokenizer = command_line.load(flags)
     chunks = chunks_for(model, tokenizer, text, flags)
     aids = answering.Aids(tokenizer, command_line.networks_for(flags, [*chosen, *settings], model))
-    made_of = evaluator.made_of(model, tokenizer, aids.networks) | {"text": texts.digest(text)}
-    run(flags, "perplexity", made_of, model, chunks, settings, aids)
+    digests = evaluator.digests(model, tokenizer, aids.networks) | {"text": texts.digest(text)}
+    run(flags, "perplexity", digests, model, chunks, settings, aids)
 
 
 def make_settings(flags: argparse.Namespace) -> list[Setting]:
@@ -494,7 +494,7 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
         for when, budget, policy in itertools.product(dict.fromkeys(moments), budgets, policies)
     ]
     for setting in settings:
-        _check_told(setting, flags.stride)
+        _check_compression(setting, flags.stride)
     return [*eight_bits_alone, *settings]
 
 
@@ -532,7 +532,7 @@ TITLES = {"perplexity": "Perplexity", "oracles": "Oracles and simple signals"}
 def run(
     flags: argparse.Namespace,
     name: str,
-    made_of: Mapping[str, str],
+    digests: Mapping[str, str],
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
     settings: Sequence[Setting] = (),
@@ -572,10 +572,10 @@ def run(
     }
     title = f"{TITLES[name]} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
     of_budgets = [r for r in evicted if r["budget"] is not None]
-    report.write(flags, figures, made_of, lambda path: perplexity_lines(results, of_budgets, path, title=title))
+    report.write(flags, figures, digests, lambda path: perplexity_lines(results, of_budgets, path, title=title))
 
 
-def _check_told(setting: Setting, counted: int | None) -> bool:
+def _check_compression(setting: Setting, counted: int | None) -> bool:
     """Return whether a setting compresses once, before the last ``counted`` tokens of a chunk are predicted.
 
     Raises:

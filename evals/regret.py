@@ -234,7 +234,7 @@ class _Run:
         future = np.arange(sample.context_end, len(whole))
         rows = np.concatenate([np.arange(exact, exact + AFTER), future, np.full(self.rows - len(future), -1)])
         tokens = answering.padded([whole.tolist()], self.flags.length + self.rows)
-        logits, value = simulator.recorded(self.model, tokens, rows)
+        logits, value = simulator.attention_logits(self.model, tokens, rows)
         layers = np.array(self.layers)
         logits, value = np.asarray(logits[layers, 0]), np.asarray(value[layers, 0])  # [n, N, R, T], [n, K, T, D]
         n, _, _, T = logits.shape
@@ -546,13 +546,13 @@ def command(flags: argparse.Namespace) -> None:
     if flags.recall is not None:
         recall = read_recall(flags.recall, flags.model, commands.parse_budget(flags.budget))
     settings = _settings(flags, recall)
-    store = results.Results(flags.out, "regret", command_line.used(flags), command_line.written(flags))
+    store = results.Results(flags.out, "regret", command_line.decisive_flags(flags), command_line.command_text(flags))
     store.check()
     model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype=flags.dtype)
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
-    made_of = evaluator.made_of(model, tokenizer, aids.networks)
+    digests = evaluator.digests(model, tokenizer, aids.networks)
     with store:
-        store.check_made_of({"evaluation": "regret", "model": flags.model}, made_of)
+        store.check_digests({"evaluation": "regret", "model": flags.model}, digests)
         run = _Run(flags, model, tokenizer, settings, aids, store)
         with commands.progress_bar("policy", total=len(settings) * flags.samples) as progress:
             run.measure(progress)
@@ -576,4 +576,4 @@ def command(flags: argparse.Namespace) -> None:
         "correlations": correlated,
         "results": rows,
     }
-    report.write(flags, figures, made_of, lambda path: heat_map(rows, run.layers, path))
+    report.write(flags, figures, digests, lambda path: heat_map(rows, run.layers, path))

@@ -113,12 +113,12 @@ def check_outputs(figures: Path | None, *pictures: Path | None) -> None:
 def write(
     flags: argparse.Namespace,
     figures: Mapping[str, Any],
-    made_of: Mapping[str, Any],
+    digests: Mapping[str, Any],
     draw: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Write the JSON and draw the picture that a command's flags ask for, and print their paths."""
     if flags.json is not None:
-        provenance.write(flags, figures, made_of)
+        provenance.write(flags, figures, digests)
         print(f"figures: {flags.json}")
     if getattr(flags, "plot", None) is not None:
         draw(flags.plot)

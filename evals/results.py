@@ -40,7 +40,7 @@ class Results:
     Attributes:
         records: all records.
         environments: the devices, versions and commits that made them.
-        fingerprints: what the records are made of, as noted by :meth:`check_made_of`.
+        fingerprints: what the records are made of, as noted by :meth:`check_digests`.
 
     Raises:
         ValueError: the folder holds something else, other settings or a damaged file, or another run writes into it.
@@ -101,21 +101,21 @@ class Results:
         self.records += new
         self._keys |= {_key(record) for record in new}
 
-    def check_made_of(self, labels: Mapping[str, str], made_of: Mapping[str, str]) -> None:
+    def check_digests(self, labels: Mapping[str, str], digests: Mapping[str, str]) -> None:
         """Note what the records with these labels are made of, or check that it is the same as before.
 
         Args:
             labels: fields that those records share, such as the model's name.
-            made_of: fingerprints from :func:`evals.evaluator.made_of`.
+            digests: fingerprints from :func:`evals.evaluator.digests`.
 
         Raises:
             ValueError: the folder's records were made of something else, or have no fingerprints.
         """
         there = next((known["made of"] for known in self.fingerprints if known["labels"] == dict(labels)), None)
         if there is not None or any(labels.items() <= record.items() for record in self.records):
-            provenance.check_same(Path(self._folder or ""), there, made_of)
+            provenance.check_same(Path(self._folder or ""), there, digests)
             return
-        self.fingerprints.append({"labels": dict(labels), "made of": dict(made_of)})
+        self.fingerprints.append({"labels": dict(labels), "made of": dict(digests)})
         self._write_header()
 
     def check(self) -> dict[str, Any]:

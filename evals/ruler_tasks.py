@@ -178,7 +178,7 @@ def encoded(draft: Draft, tokenizer: Any, chat: bool) -> list[int]:
 
 
 def _written_out(draft: Draft, tokenizer: Any, chat: bool) -> tuple[str, str]:
-    return documents.written_out(tokenizer, draft.context, draft.question, draft.answer, chat=chat)
+    return documents.prompt_text(tokenizer, draft.context, draft.question, draft.answer, chat=chat)
 
 
 def check_fits(task: str, smallest: Sequence[int], length: int) -> None:

@@ -109,15 +109,15 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
     return list(together.values())
 
 
-def saved(settings: Sequence[Setting], samples: int) -> str | None:
+def sharing_note(settings: Sequence[Setting], samples: int) -> str | None:
     """Return a sentence that says how many prompts were saved by sharing, or None where none was.
 
     Args:
         samples: the number of samples per setting.
 
     Example:
-        >>> from evals.run_settings import Setting, saved
-        >>> saved(
+        >>> from evals.run_settings import Setting, sharing_note
+        >>> sharing_note(
         ...     [Setting("h2o", budget, "prompt", "known") for budget in (16, 32, 64)],
         ...     20,
         ... )

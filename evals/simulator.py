@@ -217,7 +217,7 @@ def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -
 
 
 @jax.jit
-def recorded(
+def attention_logits(
     model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"], rows: Int[Array | np.ndarray, "R"]
 ) -> tuple[Float[Array, "L B N R T"], Float[Array, "L B K T D"]]:
     """Return the attention logits of some rows, -inf for tokens that a row does not see, and the values of all tokens.
@@ -228,12 +228,14 @@ def recorded(
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> from evals.simulator import recorded
+        >>> from evals.simulator import attention_logits
         >>> config = models.Config(
         ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
         ... )
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> logits, value = recorded(model, jnp.arange(12)[None], jnp.array([2, 11]))
+        >>> logits, value = attention_logits(
+        ...     model, jnp.arange(12)[None], jnp.array([2, 11])
+        ... )
         >>> logits.shape, value.shape
         ((2, 1, 4, 2, 12), (2, 1, 2, 12, 8))
     """

@@ -66,12 +66,12 @@ def paired_interval(differences: Sequence[float] | Float[np.ndarray, "models sam
     return mean, low, high
 
 
-def compared(differences: Sequence[float]) -> dict[str, Any]:
+def comparison(differences: Sequence[float]) -> dict[str, Any]:
     """Return the mean of differences on the same samples as a row's fields, with its interval and verdict.
 
     Example:
-        >>> from evals.statistics import compared
-        >>> found = compared([1, 1, 1, 1, 1, 1, 0, 0])
+        >>> from evals.statistics import comparison
+        >>> found = comparison([1, 1, 1, 1, 1, 1, 0, 0])
         >>> found["difference"], round(found["low"], 2), found["better"]
         (0.75, 0.18, 'yes')
     """

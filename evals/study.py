@@ -89,7 +89,7 @@ def _results(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def judge(study: studies.Study, rows: studies.Rows) -> list[tuple[str, claims.Judged]]:
+def judge(study: studies.Study, rows: studies.Rows) -> list[tuple[str, claims.Judgement]]:
     """Judge a study's claims on each form of the model, by the rows of its JSON file."""
     found = list(studies.scores_of(rows, study.asked))
     return [
@@ -99,7 +99,7 @@ def judge(study: studies.Study, rows: studies.Rows) -> list[tuple[str, claims.Ju
     ]
 
 
-def as_row(form: str, row: claims.Judged) -> dict[str, Any]:
+def as_row(form: str, row: claims.Judgement) -> dict[str, Any]:
     """Return a judged claim in JSON's types."""
     told: dict[str, Any] = {
         "form": form,
@@ -113,7 +113,7 @@ def as_row(form: str, row: claims.Judged) -> dict[str, Any]:
     return told | {"scores": [round(score, 6) for score in row.scores]} | rounded
 
 
-def table(judged: Sequence[tuple[str, claims.Judged]]) -> str:
+def table(judged: Sequence[tuple[str, claims.Judgement]]) -> str:
     """Return the judged claims as a table in text."""
     rows = [as_row(form, row) for form, row in judged]
     bound = lambda name: lambda r: "n/a" if r[name] is None else f"{r[name]:.2f}"  # noqa: E731

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from evals import report, statistics, studies
-from evals.claims import HOLDS, Judged
+from evals.claims import HOLDS, Judgement
 
 MARKERS = "osv^D"
 PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
@@ -89,7 +89,7 @@ def _machine(environment: Mapping[str, Any]) -> str:
 
 
 def markdown(
-    study: studies.Study, data: Mapping[str, Any], judged: Sequence[tuple[str, Judged]], picture: str | None = None
+    study: studies.Study, data: Mapping[str, Any], judged: Sequence[tuple[str, Judgement]], picture: str | None = None
 ) -> str:
     """Write a study's page.
 
@@ -144,7 +144,7 @@ def table(study: studies.Study, rows: studies.Rows, panel: Panel) -> str:
     return "\n".join(lines)
 
 
-def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judged]]]]) -> str:
+def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judgement]]]]) -> str:
     """Return a table of the judged claims of studies: a row per claim, by paper, a column per form.
 
     A cell has a line for each study and place where the claim was judged.
@@ -159,7 +159,7 @@ def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judged
             key = row.claim.paper, row.claim.text
             says[key] = says.get(key) or row.claim.says
             texts.setdefault(key, []).append(row.samples)
-            line = f"{', '.join([study.name] * (len(judged) > 1) + where)}: {told(row)}"
+            line = f"{', '.join([study.name] * (len(judged) > 1) + where)}: {verdict_text(row)}"
             found.setdefault(key, {}).setdefault(form, []).append(line)
     forms = list(dict.fromkeys(form for own in found.values() for form in own))
     papers = sorted({paper for paper, _ in found}, key=lambda paper: (paper not in PAPERS, paper == "ours", paper))
@@ -179,7 +179,7 @@ def place(name: str, value: Any) -> str:
     return f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
-def told(row: Judged) -> str:
+def verdict_text(row: Judgement) -> str:
     """Return a verdict with its figures; :data:`CLAIM` says what they are."""
     verdict = f"**{row.verdict}**" if row.verdict == HOLDS else row.verdict
     bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (row.floor, row.ceiling))

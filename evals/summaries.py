@@ -76,7 +76,7 @@ def compare(records: Sequence[dict[str, Any]], against: str = RECENCY) -> list[d
         if both := [sample for sample in row["found"] if sample in other["found"]]:
             told = {"policy": row["policy"], "against": other["policy"]}
             told |= {name: row[name] for name in results.ROW if name != "policy"}
-            rows.append(told | statistics.compared([row["found"][s] - other["found"][s] for s in both]))
+            rows.append(told | statistics.comparison([row["found"][s] - other["found"][s] for s in both]))
     return rows
 
 

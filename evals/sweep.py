@@ -120,7 +120,7 @@ def command(flags: argparse.Namespace) -> None:
     answered.check()
 
 
-class Answered(NamedTuple):
+class SweepRun(NamedTuple):
     """A sweep that was run: its records, and the groups that failed, with their errors."""
 
     store: results.Results
@@ -134,7 +134,7 @@ class Answered(NamedTuple):
             raise ValueError(f"{count} of the sweep's groups failed, the others are done: {named}")
 
 
-def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) -> Answered:
+def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) -> SweepRun:
     """Check all of a sweep, then answer its samples, model by model and task by task; a killed run goes on.
 
     Args:
@@ -150,7 +150,7 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
     files = {
         f"{part.flags.name} {name}": value
         for part in parts
-        for name, value in command_line.used(part.flags).items()
+        for name, value in command_line.decisive_flags(part.flags).items()
         if name.endswith(" holds")
     }
     store = results.Results(flags.out, "sweep", {**content, **files}, written)
@@ -184,7 +184,7 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
             for part in own:
                 failed += _run(part, model, tokenizer, store, progress)
         progress.set_description("done")
-    return Answered(store, parts, failed)
+    return SweepRun(store, parts, failed)
 
 
 def show(rows: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]] = ()) -> None:
@@ -257,7 +257,7 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     groups = _groups(part, model.config, tokenizer)
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
     try:
-        store.check_made_of(labels, evaluator.made_of(model, tokenizer, aids.networks, groups))
+        store.check_digests(labels, evaluator.digests(model, tokenizer, aids.networks, groups))
     except ValueError as error:
         if hosts.several():
             raise

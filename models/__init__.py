@@ -1,7 +1,7 @@
 """Decoders that run under a KV budget: load, prefill, generate."""
 
 from models.asking import Answers, Watch, ask
-from models.batching import Engine, Made
+from models.batching import Engine, NewToken
 from models.butler import Butler, ButlerConfig, butler_input
 from models.calibration import head_scores, q_filters, query_centres
 from models.config import Config
@@ -34,7 +34,7 @@ __all__ = [
     "GateConfig",
     "Generation",
     "Hidden",
-    "Made",
+    "NewToken",
     "Options",
     "Prefilled",
     "Scorer",

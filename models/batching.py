@@ -41,7 +41,7 @@ from models.states import settled
 from models.steps import DecodeState, Run, decode_phase
 
 
-class Made(NamedTuple):
+class NewToken(NamedTuple):
     """One token of an answer; ``ended`` marks the last one."""
 
     handle: int
@@ -159,7 +159,9 @@ class Engine:
         self._rows: list[_Request | None] = [None] * rows
         self._waiting: collections.deque[_Request] = collections.deque()
         self._entering: tuple[_Request, Any] | None = None
-        self._unread: collections.deque[Made] = collections.deque()  # of the last step, where a loop over run() ended
+        self._unread: collections.deque[NewToken] = (
+            collections.deque()
+        )  # of the last step, where a loop over run() ended
         self._last_handle = -1
 
     def submit(
@@ -223,7 +225,7 @@ class Engine:
         """Tell whether no request and no token is left."""
         return not (self._waiting or self._unread or self._entering is not None or any(self._rows))
 
-    def run(self) -> Iterator[Made]:
+    def run(self) -> Iterator[NewToken]:
         """Yield tokens as they come until no request is left; a loop that was left goes on with the next token."""
         while not self.idle:
             if not self._unread:
@@ -231,7 +233,7 @@ class Engine:
             if self._unread:
                 yield self._unread.popleft()
 
-    def step(self) -> list[Made]:
+    def step(self) -> list[NewToken]:
         """Feed one block of the oldest waiting prompt if a row is free, and make one token in each row in use."""
         made = [*self._unread]
         self._unread.clear()
@@ -240,7 +242,7 @@ class Engine:
             made += self._decode()
         return made
 
-    def _feed(self) -> list[Made]:
+    def _feed(self) -> list[NewToken]:
         if self._entering is None and self._waiting and None in self._rows:
             request = self._waiting.popleft()
             self._entering = request, self._blocks(request)
@@ -272,7 +274,7 @@ class Engine:
             request.budget = int(run.rows.decode_budgets[0])
         return (yield from host_steps.feed_blocks(self._steps.of(run, sizes), prompt))
 
-    def _decode(self) -> list[Made]:
+    def _decode(self) -> list[NewToken]:
         """Feed each row's last token, and choose the next ones."""
         plan = self._steps.run.plan
         every, all_slots = plan.evict_every, self._state.cache.num_slots + 1
@@ -315,9 +317,9 @@ class Engine:
         chosen, finite = next_token(self.model, hidden, draw, request.sampling)
         return int(hosts.fetched(chosen)[0]), finite
 
-    def _note(self, request: _Request, token: int) -> Made:
+    def _note(self, request: _Request, token: int) -> NewToken:
         request.token, request.made = token, request.made + 1
-        return Made(request.handle, token, token in request.end or request.made == request.most)
+        return NewToken(request.handle, token, token in request.end or request.made == request.most)
 
     def _leave(self, row: int) -> None:
         self._rows[row] = None

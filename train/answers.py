@@ -27,7 +27,7 @@ FIELDS = ("prompt", "answer")
 Check = Callable[[int], None]
 
 
-class Fed(NamedTuple):
+class AnswerBatch(NamedTuple):
     """A batch as a model reads it: the last token of each row is predicted and not fed.
 
     Attributes:
@@ -55,13 +55,13 @@ def row_of(turns: Sequence[tuple[Sequence[int], Sequence[int]]], length: int) ->
     return np.array(tokens + [PADDING] * (length - len(tokens)), np.int32)
 
 
-def fed(rows: Int[np.ndarray, "B T"]) -> Fed:
+def model_batch(rows: Int[np.ndarray, "B T"]) -> AnswerBatch:
     """Return how rows of text, or of prompts and answers, are fed.
 
     Example:
         >>> import numpy as np
-        >>> from train.answers import fed, row_of
-        >>> batch = fed(np.stack([row_of([([1, 0, 7], [5, 2])], 6)]))
+        >>> from train.answers import model_batch, row_of
+        >>> batch = model_batch(np.stack([row_of([([1, 0, 7], [5, 2])], 6)]))
         >>> batch.tokens.tolist(), batch.lengths.tolist(), batch.answers.tolist()
         ([[1, 0, 7, 5, 2, 0]], [4], [2])
         >>> batch.learned.tolist()
@@ -71,7 +71,7 @@ def fed(rows: Int[np.ndarray, "B T"]) -> Fed:
     lengths = there.sum(axis=1)
     answers = np.where(learned[:, 0], 0, lengths - np.argmax(learned, axis=1))
     tokens = np.where(there, np.where(learned, rows, ~rows), 0)
-    return Fed(tokens.astype(np.int32), lengths - 1, answers, learned[:, 1:])
+    return AnswerBatch(tokens.astype(np.int32), lengths - 1, answers, learned[:, 1:])
 
 
 def are_answers(names: Sequence[str]) -> bool:

@@ -23,7 +23,7 @@ from train.loop import Options, Settings
 from train.text import Corpus, open_corpus
 
 
-class Loaded(NamedTuple):
+class FrozenModel(NamedTuple):
     """A frozen model on a mesh; whether it is the embedded one."""
 
     model: Decoder
@@ -82,7 +82,7 @@ def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
     commands.add_cache_flag(flags)
 
 
-def load(flags: argparse.Namespace) -> Loaded:
+def load(flags: argparse.Namespace) -> FrozenModel:
     """Check the run's flags, join the other processes, and load the model onto the mesh."""
     command_line.check_least(flags, save_every=1, keep=1, eval_every=0, log_every=1, eval_rows=1, stop_after=1)
     commands.check_folder(flags.out)
@@ -94,7 +94,7 @@ def load(flags: argparse.Namespace) -> Loaded:
     if flags.data is None and not embedded:
         raise ValueError("no data was named; give --data files, folders or a hub data set.")
     model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=mesh)
-    return Loaded(model, tokenizer, mesh, embedded)
+    return FrozenModel(model, tokenizer, mesh, embedded)
 
 
 def open_text(flags: argparse.Namespace, tokenizer: Tokenizer, settings: Settings) -> Corpus:
@@ -105,7 +105,7 @@ def open_text(flags: argparse.Namespace, tokenizer: Tokenizer, settings: Setting
     )  # fmt: skip
 
 
-def options_of(flags: argparse.Namespace, loaded: Loaded, command: str) -> Options:
+def options_of(flags: argparse.Namespace, loaded: FrozenModel, command: str) -> Options:
     """Return the options of :func:`train.loop.run` that the flags give; messages open with the command's name."""
 
     def say(text: str) -> None:
@@ -113,7 +113,7 @@ def options_of(flags: argparse.Namespace, loaded: Loaded, command: str) -> Optio
             print(f"{command}: {text}.", file=sys.stderr)
 
     return Options(
-        name=str(flags.model), begun=flags.begun, made_of=evaluator.made_of(loaded.model, loaded.tokenizer),
+        name=str(flags.model), begun=flags.begun, digests=evaluator.digests(loaded.model, loaded.tokenizer),
         mesh=loaded.mesh, resume=flags.resume == "auto", save_every=flags.save_every, keep=flags.keep,
         eval_every=flags.eval_every, log_every=flags.log_every, stop_after=flags.stop_after, measure=flags.measure,
         progress_bar=True, say=say,

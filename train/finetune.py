@@ -217,7 +217,7 @@ def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) ->
         >>> f"{finetune.loss_of(model, np.arange(40)[None], settings):.1f}"
         '4.2'
     """
-    fed = answers.fed(rows)
+    fed = answers.model_batch(rows)
     kept = _kept(settings, settings.policy)
     # The answer's last token is predicted and not fed; the others are fed after the prompt was compressed.
     question = fed.answers - 1 if kept["policy"] is not None and fed.answers.all() else None
@@ -296,7 +296,7 @@ def held_out_loss(model: Decoder, rows: Int[np.ndarray, "R T"], settings: Settin
         >>> f"{finetune.held_out_loss(model, rows, settings, 'full'):.1f}"
         '4.2'
     """
-    fed = answers.fed(rows)
+    fed = answers.model_batch(rows)
     kept = _kept(settings, policy)
     found = loglikelihood.predict(
         model,
@@ -408,7 +408,7 @@ def train(
         found = {
             "parameters": sum(math.prod(array.shape) for array in parameters.values()),
             "held_out_rows": len(corpus.held_out),
-            "held_out_tokens": int(answers.fed(corpus.held_out).learned.sum()),
+            "held_out_tokens": int(answers.model_batch(corpus.held_out).learned.sum()),
             "held_out_loss": losses,
         }
         return found, {f"{policy}/{when}": loss for policy, own in losses.items() for when, loss in own.items()}

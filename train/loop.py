@@ -109,7 +109,7 @@ class Options:
     Attributes:
         name: the model's name, for messages; an adapter names it as its base.
         begun: the command, for run.json and summary.json.
-        made_of: fingerprints of the model, its tokenizer and the built-in prose; a run resumes only with the same ones.
+        digests: fingerprints of the model, its tokenizer and the built-in prose; a run resumes only with the same ones.
         mesh: devices with axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
         resume: whether it starts from the newest whole checkpoint in its folder, if there is one.
         save_every, keep: the steps between two checkpoints, and how many checkpoints are kept.
@@ -123,7 +123,7 @@ class Options:
 
     name: str = "a model"
     begun: commands.Begun | None = None
-    made_of: Mapping[str, str] | None = None
+    digests: Mapping[str, str] | None = None
     mesh: Mesh | None = None
     resume: bool = True
     save_every: int = 200
@@ -280,8 +280,8 @@ def run(
         )
     first_process = jax.process_index() == 0
     begun = options.begun or commands.Begun(f"{trainer.command}.train(...)", time.monotonic())
-    made_of = fingerprints.fingerprints(model) if options.made_of is None else options.made_of
-    description = _description(trainer, model, options.name, corpus, settings, made_of)
+    digests = fingerprints.fingerprints(model) if options.digests is None else options.digests
+    description = _description(trainer, model, options.name, corpus, settings, digests)
     folders.check_run(folder, description, trainer.files, resume)
     steps = steps_of(settings)
     last = min(steps, options.stop_after or steps)
@@ -291,7 +291,7 @@ def run(
         if first_process:
             folder.mkdir(parents=True, exist_ok=True)
             commands.lock(stack.enter_context((folder / commands.LOCK_FILE).open("ab")), folder)
-        facts = provenance.facts(begun, settings.seed, dict(made_of))
+        facts = provenance.facts(begun, settings.seed, dict(digests))
         folders.begin_run(folder, description, trainer.files, resume, facts)
         checkpoints = Checkpoints(folder, options.keep, options.say)
         interrupts = stack.enter_context(Interrupts())
@@ -380,7 +380,7 @@ def run(
                     save()
                 checkpoints.close()
             raise interrupted(folder, checkpoints.newest(), begun, resume) from None
-        summary = provenance.facts(begun, settings.seed, dict(made_of)) | description
+        summary = provenance.facts(begun, settings.seed, dict(digests)) | description
         summary |= _summary(settings, progress, mesh) | found
         trainer.save(parameters)
         if first_process:
@@ -448,7 +448,7 @@ def _skipped(position: Any) -> int:
 
 
 def _description(
-    trainer: Trainer, model: Decoder, name: str, corpus: Corpus, settings: Settings, made_of: Mapping[str, str]
+    trainer: Trainer, model: Decoder, name: str, corpus: Corpus, settings: Settings, digests: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return what tells a run from others: a folder is resumed only by a run of the same description."""
     return {
@@ -460,7 +460,7 @@ def _description(
         "data": {
             "names": corpus.name,
             "held out": zlib.crc32(corpus.held_out.tobytes()),
-            **{what: made_of[what] for what in ("tokenizer", "prose") if what in made_of},
+            **{what: digests[what] for what in ("tokenizer", "prose") if what in digests},
         },
     }
 

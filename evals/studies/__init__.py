@@ -113,7 +113,7 @@ def packed(scores: Sequence[float]) -> str | list[float]:
     return [round(score, 4) for score in scores]
 
 
-def scores_of(rows: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[claims.Found]:
+def scores_of(rows: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[claims.PolicyScores]:
     """Yield the scores that claims are judged by, from the rows of a study's JSON file.
 
     Args:
@@ -127,7 +127,7 @@ def scores_of(rows: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[cla
             for task, found in row["scores"].items()
             for i in range(len(found) // each)
         }
-        yield claims.Found(row["model"], row["policy"], tuple(row[name] for name in claims.PLACE), scores)
+        yield claims.PolicyScores(row["model"], row["policy"], tuple(row[name] for name in claims.PLACE), scores)
 
 
 def samples(rows: Rows, asked: int) -> Float[np.ndarray, "models samples"]:

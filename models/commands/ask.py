@@ -126,14 +126,14 @@ def _ask(flags: argparse.Namespace) -> None:
             records.append({"question": question, "answer": answer.answers[0], "seconds": answer.answer_seconds[0]})
         found = found._replace(peak_cache_bytes=peak)
     if flags.json:
-        made_of = fingerprints.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
+        digests = fingerprints.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
         figures = {
             "model": flags.model, "document": flags.document or flags.load, "policy": name, "budget": budget,
             "when": flags.when, "document_tokens": found.document_tokens, "cache_bytes": found.cache_bytes,
             "full_cache_bytes": found.full_cache_bytes, "peak_cache_bytes": peak, "seconds": found.seconds,
             "answers": records,
         }  # fmt: skip
-        print(json.dumps(provenance.facts(flags.begun, flags.seed, made_of) | figures))
+        print(json.dumps(provenance.facts(flags.begun, flags.seed, digests) | figures))
     elif records:
         seconds = sum(record["seconds"] for record in records)
         screen.say(f"{len(records)} answer{'s' * (len(records) > 1)} in {seconds:.1f} s · cache {_sizes(found)}")

@@ -151,8 +151,8 @@ def _generate(flags: argparse.Namespace) -> None:
         if flags.prompts is not None:
             _answer_all(flags, loaded, requests)
         elif flags.json:
-            made_of = fingerprints.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
-            print(_json(flags, made_of, _answer(flags, loaded, requests[0])))
+            digests = fingerprints.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
+            print(_json(flags, digests, _answer(flags, loaded, requests[0])))
         else:
             figures = _answer(flags, loaded, requests[0], lambda piece: print(piece, end="", flush=True))
             print(flush=True)
@@ -162,14 +162,14 @@ def _generate(flags: argparse.Namespace) -> None:
 
 def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Request]) -> None:
     """Print one line of JSON per prompt as soon as it is done. A prompt that fails does not stop the others."""
-    made_of = fingerprints.fingerprints(loaded.model, loaded.tokenizer) | provenance.of_process(loaded.tokenizer)
+    digests = fingerprints.fingerprints(loaded.model, loaded.tokenizer) | provenance.of_process(loaded.tokenizer)
     failed, counted = 0, hosts.first() and sys.stderr.isatty()
     for done, request in enumerate(requests):
         make_room()
         if counted:
             print(f"\r{done} of {len(requests)} prompts", end="", file=sys.stderr, flush=True)
         try:
-            said = _json(flags, made_of, {"line": request.line} | _answer(flags, loaded, request))
+            said = _json(flags, digests, {"line": request.line} | _answer(flags, loaded, request))
         except ValueError as error:
             if hosts.several():  # the others may not have it, and wait for this process
                 raise
@@ -242,8 +242,8 @@ def _answer(
     }
 
 
-def _json(flags: argparse.Namespace, made_of: dict[str, str], figures: dict[str, Any]) -> str:
-    return json.dumps(provenance.facts(flags.begun, flags.seed, made_of) | figures)
+def _json(flags: argparse.Namespace, digests: dict[str, str], figures: dict[str, Any]) -> str:
+    return json.dumps(provenance.facts(flags.begun, flags.seed, digests) | figures)
 
 
 def _in_words(flags: argparse.Namespace, figures: dict[str, Any]) -> str:

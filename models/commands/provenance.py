@@ -37,7 +37,7 @@ ROOT = Path(kvjax.__file__).parent.parent
 CODE = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks", ":(exclude)benchmarks/results")
 
 
-def write(flags: argparse.Namespace, figures: Mapping[str, Any], made_of: Mapping[str, str]) -> None:
+def write(flags: argparse.Namespace, figures: Mapping[str, Any], digests: Mapping[str, str]) -> None:
     """Write a command's figures to ``flags.json``, after :func:`facts`.
 
     Example:
@@ -53,17 +53,17 @@ def write(flags: argparse.Namespace, figures: Mapping[str, Any], made_of: Mappin
         >>> sorted(json.loads(path.read_text()))
         ['command', 'commit', 'cores', 'device', 'fingerprints', 'results', 'seconds', 'seed', 'settings', 'versions']
     """
-    made = facts(flags.begun, getattr(flags, "seed", None), dict(made_of))
+    made = facts(flags.begun, getattr(flags, "seed", None), dict(digests))
     write_json(flags.json, {**made, **figures})
 
 
-def facts(begun: Begun, seed: int | None, made_of: Any) -> dict[str, Any]:
+def facts(begun: Begun, seed: int | None, digests: Any) -> dict[str, Any]:
     """Return the command line, its seed, the seconds since it began, fingerprints, and :func:`environment`.
 
     Args:
         begun: what :class:`models.commands.Parser` recorded.
         seed: the command's seed, None if it has none.
-        made_of: fingerprints by name, such as those of :func:`fingerprints`; none where weights are drawn at random.
+        digests: fingerprints by name, such as those of :func:`fingerprints`; none where weights are drawn at random.
 
     Example:
         >>> from models import commands
@@ -76,7 +76,7 @@ def facts(begun: Begun, seed: int | None, made_of: Any) -> dict[str, Any]:
         "command": begun.command,
         "seed": seed,
         "seconds": round(time.monotonic() - begun.time, 1),
-        "fingerprints": made_of,
+        "fingerprints": digests,
         **environment(),
     }
 

@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 import kvjax
 from benchmarks import measure
 from benchmarks.shapes import shape
-from benchmarks.targets import compiled, gpu_chip
+from benchmarks.targets import executable, gpu_chip
 from evals import command_line, report
 from models import commands
 from models.config import Config
@@ -117,14 +117,14 @@ def _of_computation(
             yield from _of_computation(computations, _called(i), layers, times * turns)
             continue
         if i.opcode.startswith("fusion"):
-            moved = _moved(computations[_called(i)])
+            moved = _traffic(computations[_called(i)])
         else:  # a kernel reads one of the stacked layers
             moved = sum(_bytes_of(x, layers) for x in (*(shapes[x] for x in i.operands), i.shape))
         metadata = re.search(r'op_name="[^"]*?([^"/]+)/pallas_call"', i.text)
         yield Launch(i.name, metadata[1] if metadata else None, times, times * moved)
 
 
-def _moved(fused: list[_Instruction]) -> int:
+def _traffic(fused: list[_Instruction]) -> int:
     """Return the bytes that a fusion reads and writes: of what it slices the slices, of what it updates the updates."""
     named = {i.name: i for i in fused}
 
@@ -191,7 +191,7 @@ def decode_layers(config: Config, policy: kvjax.Policy | None, batch: int, budge
     return run, (jax.eval_shape(make), jax.ShapeDtypeStruct((B, 1, N, D), jnp.bfloat16))
 
 
-def lowered(config: Config, policy: str, batch: int, budget: int, chip: Any = None) -> jax.stages.Lowered:
+def lowering(config: Config, policy: str, batch: int, budget: int, chip: Any = None) -> jax.stages.Lowered:
     """Lower a decode step's attention and eviction for a GPU; ``chip`` is needed to compile it."""
     run, given = decode_layers(config, kvjax.chains.policy_of(policy), batch, budget)
     if chip is not None:
@@ -241,8 +241,8 @@ def command(flags: argparse.Namespace) -> None:
     settings = {"batch": flags.batch, "budget": flags.budget, "device": chip.device_kind, "timed": False}
     for name in commands.split_list(flags.shapes):
         for policy in commands.split_list(flags.policies):
-            program = lowered(shape(name), policy, flags.batch, flags.budget, chip)
-            text = compiled(program, {"xla_gpu_autotune_level": 0}).as_text() or ""
+            program = lowering(shape(name), policy, flags.batch, flags.budget, chip)
+            text = executable(program, {"xla_gpu_autotune_level": 0}).as_text() or ""
             sizes = {"shape": name, "batch": flags.batch, "budget": flags.budget, "policy": policy}
             results.append({**sizes, "launches": launches(text, shape(name).num_layers)})
             measure.write(flags, "launches", settings, results)

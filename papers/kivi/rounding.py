@@ -275,5 +275,5 @@ def command(flags: argparse.Namespace) -> None:
         "chunks": {name: len(of_text) for name, of_text in chunks.items()},
         "results": results,
     }
-    made_of = evaluator.made_of(model, tokenizer) | {name: texts.digest(text) for name, text in named.items()}
-    report.write(flags, figures, made_of)
+    digests = evaluator.digests(model, tokenizer) | {name: texts.digest(text) for name, text in named.items()}
+    report.write(flags, figures, digests)

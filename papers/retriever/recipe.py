@@ -65,9 +65,12 @@ def read_recipe() -> tuple[Phase, ...]:
     >>> sum(phase.steps for phase in read_recipe())
     3160
     """
-    exact = lambda table: {name: tuple(v) if isinstance(v, list) else v for name, v in table.items()}  # noqa: E731
+
+    def exact(table: dict[str, Any]) -> dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+
     phases = sweep.read(Path(__file__).with_suffix(".toml"))["phases"]
-    return tuple(Phase(**exact(phase) | {"level": data.Level(**exact(phase["level"]))}) for phase in phases)
+    return tuple(Phase(**exact({**phase, "level": data.Level(**exact(phase["level"]))})) for phase in phases)
 
 
 def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:

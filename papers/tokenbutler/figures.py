@@ -93,7 +93,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
             continue
         ours, theirs = (np.array(x["by_sequence"]["hit_rate"]) for x in (lines[r["sparsity"]], r))
         told = {"select": against, "against": r["select"], "sparsity": r["sparsity"]}
-        rows.append({**told, **statistics.compared((ours - theirs).tolist())})
+        rows.append({**told, **statistics.comparison((ours - theirs).tolist())})
         if len(ours) < 2:
             rows[-1]["better"] = "one sequence"
     return rows
@@ -147,13 +147,15 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
 def accuracy_table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table of the share of the oracle's tokens that each source finds, over all layers but the first."""
     cells: list[tuple[str, report.Cell]] = [("select", "{select}"), ("sparsity", "{sparsity:g}")]
-    return report.table(results, [*cells, *_found("token_accuracy"), *_found("hit_rate"), *_found("mass")], left=1) + (
+    return report.table(
+        results, [*cells, *_columns("token_accuracy"), *_columns("hit_rate"), *_columns("mass")], left=1
+    ) + (
         "\ntoken accuracy: share of the oracle's tokens that are chosen, for the last query; hit rate: for all "
         "queries; mass: attention on the chosen tokens"
     )
 
 
-def _found(measure: str) -> list[tuple[str, report.Cell]]:
+def _columns(measure: str) -> list[tuple[str, report.Cell]]:
     """Return the columns of a measure and its interval."""
     bounds = lambda r: report.interval(r[f"{measure}_interval"], ".3f")  # noqa: E731
     return [(measure.replace("_", " "), f"{{{measure}:.3f}}"), ("95%", bounds)]
@@ -178,8 +180,8 @@ def layer_table(results: Sequence[dict[str, Any]]) -> str:
         ("select", "{select}"),
         ("sparsity", "{sparsity:g}"),
         ("layer", lambda r: str(r["layer"] + 1)),
-        *_found("token_accuracy"),
-        *_found("hit_rate"),
+        *_columns("token_accuracy"),
+        *_columns("hit_rate"),
         ("mass", "{mass:.3f}"),
     ]
     return report.table([r | layer for r in results for layer in r["layers"]], cells, left=1)
@@ -299,16 +301,16 @@ def command(flags: argparse.Namespace) -> None:
     command_line.check_least(flags, sequences=1)
     text = texts.read_text(flags.text)
     model, tokenizer, networks = selections.load(flags, chosen)
-    made_of = evaluator.made_of(model, tokenizer, networks)
+    digests = evaluator.digests(model, tokenizer, networks)
     figures: dict[str, Any]
     if flags.figure == "choices":
         figures = zero_shot.run(flags, text, model, tokenizer, chosen, sparsities, networks)
         told: dict[str, Any] = {"evaluation": "predictor choices", "settings": command_line.settings(flags)}
-        report.write(flags, told | figures, made_of, lambda path: zero_shot.dots(figures["results"], path))
+        report.write(flags, told | figures, digests, lambda path: zero_shot.dots(figures["results"], path))
         return
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
     if flags.figure == "oracles":
-        perplexity.run(flags, "oracles", made_of, model, chunks, aids=answering.Aids(networks=networks))
+        perplexity.run(flags, "oracles", digests, model, chunks, aids=answering.Aids(networks=networks))
         return
     if flags.figure == "agreement":
         figures = _agreement_of(model, chunks, flags.batch)
@@ -334,7 +336,7 @@ def command(flags: argparse.Namespace) -> None:
             source_lines(figures["results"], path)
 
     written = {name: value for name, value in figures.items() if name not in DRAWN}
-    report.write(flags, told | written, made_of, draw)
+    report.write(flags, told | written, digests, draw)
 
 
 def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 import models
 from benchmarks import floors, measure
-from benchmarks.kernels import materialised
+from benchmarks.kernels import direct_loss
 from benchmarks.shapes import shape
 from evals import command_line, report
 from kernels_pallas import cache_attention, mse_logits
@@ -317,11 +317,11 @@ def bytes_ratios(model: models.Config, predictor: ButlerConfig, share: float, sl
     floor = step_bytes(model, predictor, slots)
     dense = floor.weights + floor.cache
     unselected = sum(floor) - floor.cache * predictor.predicted_layers / model.num_layers  # layer 0 is read in full
-    numbers = selected_numbers(model, _kept(share, slots), slots)
+    numbers = selected_numbers(model, _tokens_read(share, slots), slots)
     return {name: (unselected + WIDTH * predictor.predicted_layers * n) / dense for name, n in numbers.items()}
 
 
-def _kept(share: float, slots: int) -> int:
+def _tokens_read(share: float, slots: int) -> int:
     return min(slots, math.ceil(share * slots) + SINKS)
 
 
@@ -335,10 +335,10 @@ def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
     added = network.flops + predicted * logits.flops
     selections = []
     for share in shares:
-        short = model_cost(model, 1, _kept(share, context))[1]
+        short = model_cost(model, 1, _tokens_read(share, context))[1]
         flops = dense + added - predicted * (layer.flops - short.flops)
         ratios = {"flops_ratio": flops / dense, "bytes_ratio": bytes_ratios(model, predictor, share, context)}
-        selections.append({"share": share, "tokens": _kept(share, context), "flops": flops, **ratios})
+        selections.append({"share": share, "tokens": _tokens_read(share, context), "flops": flops, **ratios})
     counted = Parts(rest.bytes, layer.bytes, network.bytes, logits.bytes)
     floor = floor_numbers(model, predictor, context)
     with_cache, with_keys = product_bytes(model, predictor, context)
@@ -382,7 +382,7 @@ def loss(tokens: int, causal: bool, repetitions: int) -> dict[str, Any]:
     result: dict[str, Any] = {"tokens": tokens, "causal": causal, "input_bytes": sum(x.nbytes for x in arrays)}
     programs: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    for name, function in (("linear", mse_logits), ("materialised", materialised)):
+    for name, function in (("linear", mse_logits), ("materialised", direct_loss)):
         run = jax.jit(jax.value_and_grad(functools.partial(function, causal=causal), argnums=(2, 3)))
         program = run.lower(*arrays).compile()
         memory: Any = program.memory_analysis()
@@ -545,8 +545,8 @@ def findings(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[str]]:
             f"{_spans(steps, 'accessed_over_floor', 2)}. A CPU's compiler makes copies (a cache with free slots "
             "blanked, k' transposed for its product); other machines' figures are not known from this.",
         ],
-        "reading": [_left(r) for r in tokens],
-        "loss": [_loss_found([r for r in results["loss"] if r["causal"] == causal]) for causal in (False, True)],
+        "reading": [_remainder(r) for r in tokens],
+        "loss": [_loss_findings([r for r in results["loss"] if r["causal"] == causal]) for causal in (False, True)],
     }
 
 
@@ -587,7 +587,7 @@ def _read(steps: list[dict[str, Any]], share: float) -> str:
     return f"{text}{same} where a group's heads agree and read once."
 
 
-def _left(tokens: dict[str, Any]) -> str:
+def _remainder(tokens: dict[str, Any]) -> str:
     config, own = MODELS[tokens["model"]], tokens["importance_key_numbers"] + tokens["own_attention_numbers"]
     dense, dim = tokens["key_value_numbers"], tokens["importance_key_numbers"] // config.num_heads
     return (
@@ -599,7 +599,7 @@ def _left(tokens: dict[str, Any]) -> str:
     )
 
 
-def _loss_found(rows: list[dict[str, Any]]) -> str:
+def _loss_findings(rows: list[dict[str, Any]]) -> str:
     slower = [f"{r['tokens']:,}" for r in rows if r["linear_milliseconds"] > r["materialised_milliseconds"]]
     text = f"{'Causal' if rows[0]['causal'] else 'All'} pairs: "
     text += f"slower at {', '.join(slower)} tokens" if slower else "faster at every length"

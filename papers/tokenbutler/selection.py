@@ -31,7 +31,7 @@ TITLES = {"dense": "dense", "predictor": "predictor", "separate": "one set per h
 BEFORE = 3  # calls that compile, before any is timed
 
 
-def timed(
+def timings(
     model: models.Decoder,
     butler: Butler,
     context: int,
@@ -128,11 +128,11 @@ def command(flags: argparse.Namespace) -> None:
     model, _ = models.load(flags.model, dtype="float32")
     (butler,) = load_networks(flags.networks, flags.model, model, [frozenset({"query", "key"})])
     assert isinstance(butler, Butler)
-    made_of = fingerprints.fingerprints(model)
-    made_of["butler"] = fingerprints.weights(butler, butler.shapes(butler.config))
+    digests = fingerprints.fingerprints(model)
+    digests["butler"] = fingerprints.weights(butler, butler.shapes(butler.config))
     model.config = unbounded(model.config)
     rows = []
     for context in contexts:
-        rows += timed(model, butler, context, groups, shares, flags.repetitions)
+        rows += timings(model, butler, context, groups, shares, flags.repetitions)
     print(table(rows), LEGEND, sep="\n\n")
-    measure.write(flags, "selection", {"model": flags.model}, rows, made_of, done=True)
+    measure.write(flags, "selection", {"model": flags.model}, rows, digests, done=True)

@@ -128,7 +128,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
         if other["select"] != against and other["sparsity"] in (None, line["sparsity"]):
             differences = [ours - theirs for ours, theirs in zip(line["correct"], other["correct"], strict=True)]
             told = {"select": against, "against": other["select"], "sparsity": line["sparsity"]}
-            rows.append(told | statistics.compared(differences))
+            rows.append(told | statistics.comparison(differences))
     return rows
 
 

@@ -29,7 +29,7 @@ def python(name: str, code: str, *words: str, seconds: int = 60) -> Part:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs parts, and returns the exit code and the names of those that really ran."""
-    monkeypatch.setattr(accelerator, "probed", lambda: HERE)
+    monkeypatch.setattr(accelerator, "probe", lambda: HERE)
 
     def of(found, *words):
         monkeypatch.setattr(accelerator, "parts", lambda here, flags: found)
@@ -120,7 +120,7 @@ def test_no_part_begins_when_the_time_is_over(run, tmp_path):
     ids=["no accelerator", "no such part", "no such model", "no time"],
 )
 def test_what_cannot_be_is_refused(here, words, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(accelerator, "probed", lambda: here)
+    monkeypatch.setattr(accelerator, "probe", lambda: here)
     assert benchmarks.main(["accelerator", "--out", str(tmp_path / "new"), *words]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
 

@@ -24,7 +24,7 @@ def rows_of(tmp_path):
 
 def test_the_facts_of_a_document_are_asked_for():
     _, tokenizer = models.load("retriever")
-    document, asked, values = questions.asked(tokenizer, 300, 4, seed=0)
+    document, asked, values = questions.quiz(tokenizer, 300, 4, seed=0)
     assert len(asked) == len(values) == 4 and len(document) < 300
     text = tokenizer.decode(document)
     for question, value in zip(asked, values, strict=True):
@@ -53,7 +53,7 @@ def test_a_run_against_an_older_one_prints_each_row_s_ratio(rows_of, tmp_path, m
     row |= {"policy": "none", "milliseconds": 2.0, "low": 2.0, "high": 2.0, "floor_milliseconds": 1.0}
     row |= {"compiled_bytes": 30, "weight_bytes": 10, "cache_bytes": 10}
     monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))
-    monkeypatch.setattr(cpu, "measured", lambda timing, *, tiny, on_rows: (on_rows([row]), [row])[1])
+    monkeypatch.setattr(cpu, "measurements", lambda timing, *, tiny, on_rows: (on_rows([row]), [row])[1])
     before = [{**row, "milliseconds": 4.0}, {"name": "gone", "milliseconds": 1.0}]
     (tmp_path / "old.json").write_text(json.dumps({"benchmark": "cpu", "results": before}))
     assert rows_of(f"cpu --tiny --against {tmp_path / 'old.json'}") == [row]

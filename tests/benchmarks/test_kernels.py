@@ -35,7 +35,7 @@ def test_the_command_writes_a_row_for_each_implementation(tmp_path, capsys):
 def test_a_case_that_does_not_fit_says_so_in_its_row(monkeypatch):
     fitting = measure.tree_bytes(jax.eval_shape(case("caote_topk", "block").make))
     timing = TIMING._replace(free=fitting + 2**10)  # the arrays, but not what the reference needs beside them
-    rows = kernels.measured(case("caote_topk", "block"), ["reference"], timing)
+    rows = kernels.measurement(case("caote_topk", "block"), ["reference"], timing)
     assert len(rows) == 1 and "GiB are free here" in rows[0]["refused"]
     table = kernels.table([{"operation": "caote_topk", "case": "block", "shape": "tiny", "batch": 1, **rows[0]}])
     assert "refused" in table and "GiB" in table
@@ -48,7 +48,7 @@ def test_what_an_implementation_cannot_do_is_a_row(by):
     def call(function, *rest):
         raise NotImplementedError("the head dim is 1000")
 
-    rows = kernels.measured(given._replace(call=call), [by], TIMING, interpret=True)
+    rows = kernels.measurement(given._replace(call=call), [by], TIMING, interpret=True)
     assert rows == [{"implementation": by, "refused": "the head dim is 1000"}]
 
 
@@ -61,7 +61,7 @@ def test_a_kernel_that_breaks_stops_no_other_and_a_broken_reference_is_loud():
             raise TypeError("no such block\nand more")
         return given.call(function, *rest)
 
-    rows = kernels.measured(given._replace(call=call), ["pallas_gpu", "reference"], TIMING, interpret=True)
+    rows = kernels.measurement(given._replace(call=call), ["pallas_gpu", "reference"], TIMING, interpret=True)
     assert rows[0] == {"implementation": "pallas_gpu", "refused": "TypeError: no such block"}
     assert rows[1]["milliseconds"] > 0
 
@@ -69,4 +69,4 @@ def test_a_kernel_that_breaks_stops_no_other_and_a_broken_reference_is_loud():
         raise TypeError("broken")
 
     with pytest.raises(TypeError, match="broken"):
-        kernels.measured(given._replace(call=broken), ["reference"], TIMING)
+        kernels.measurement(given._replace(call=broken), ["reference"], TIMING)

@@ -30,7 +30,7 @@ def test_a_loop_calls_as_often_as_it_says():
         return {"sum": x.sum(), "index": index}
 
     calls: list[tuple[int, int]] = []
-    out = jax.jit(measure.looped(call, 3))(jnp.ones(5))
+    out = jax.jit(measure.loop(call, 3))(jnp.ones(5))
     jax.effects_barrier()
     assert float(out["sum"]) == 5 and int(out["index"]) == 2 and sorted(calls) == [(0, 0), (1, 0), (2, 0)]
 
@@ -44,19 +44,19 @@ def products_outside_of_loops(program) -> int:
 def test_what_is_sliced_at_zero_stays_in_the_loop():
     """XLA takes what no turn changes out of a loop: a barrier does not stop it, an unknown index does."""
     x = jax.ShapeDtypeStruct((2, 32, 32), jnp.float32)
-    inside = measure.compiled(measure.looped(lambda i, zero, a: a[i % 2 + zero] @ a[zero], 7), x, what="", free=1e9)
+    inside = measure.executable(measure.loop(lambda i, zero, a: a[i % 2 + zero] @ a[zero], 7), x, what="", free=1e9)
     assert products_outside_of_loops(inside) == 0
-    outside = measure.compiled(measure.looped(lambda i, zero, a: a[0] @ a[1], 7), x, what="", free=1e9)
+    outside = measure.executable(measure.loop(lambda i, zero, a: a[0] @ a[1], 7), x, what="", free=1e9)
     assert products_outside_of_loops(outside) > 0
 
 
 def test_what_does_not_fit_is_refused_before_it_is_compiled():
     huge = jax.ShapeDtypeStruct((2**40,), jnp.float32)
     with pytest.raises(measure.DoesNotFit, match=r"the sum needs 4,096.00 GiB, but 1.00 GiB are free here"):
-        measure.compiled(jnp.sum, huge, what="the sum", free=2**30)
+        measure.executable(jnp.sum, huge, what="the sum", free=2**30)
 
 
 def test_what_a_program_needs_in_between_counts():
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     with pytest.raises(measure.DoesNotFit, match="two products"):
-        measure.compiled(lambda a: (a @ a) @ a, x, what="two products", free=2 * 64 * 64 * 4)
+        measure.executable(lambda a: (a @ a) @ a, x, what="two products", free=2 * 64 * 64 * 4)

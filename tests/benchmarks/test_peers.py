@@ -69,7 +69,7 @@ def test_rows_hold_medians_ratios_and_the_first_token_that_differs():
     ours = {"prefill_seconds": 0.1, "decode_seconds": 0.04, "tokens": [1, 2, 4]}
     runs = [{**RUN, **ours, "decode_seconds": seconds} for seconds in (0.03, 0.04, 0.09)]
     found = {peers.PEER: {"versions": {}, "runs": [RUN]}, "ours": {"versions": {}, "runs": runs}}
-    first, second = peers.summarised(found, prompt=50)
+    first, second = peers.summary(found, prompt=50)
     assert first["prefill_ratio"] is None and first["same_tokens"] == 3
     assert (second["prefill_ratio"], second["decode_ratio"]) == pytest.approx((2, 0.5))
     assert second["decode"]["milliseconds"] == pytest.approx(40) and second["decode"]["lowest"] == pytest.approx(30)
@@ -111,7 +111,7 @@ def test_kvpress_holds_what_we_hold_and_says_what_we_say(tmp_path):
 def test_times_are_those_of_the_prompt_and_of_a_step(monkeypatch):
     clock = iter([0.0, 2.0, 8.0])
     monkeypatch.setattr(peer_timing.time, "perf_counter", lambda: next(clock))
-    found = peer_timing.timed(lambda: 1, lambda token: token + 1, steps=3)
+    found = peer_timing.timing(lambda: 1, lambda token: token + 1, steps=3)
     assert (found["prefill_seconds"], found["decode_seconds"], found["tokens"]) == (2.0, 2.0, [1, 2, 3, 4])
 
 

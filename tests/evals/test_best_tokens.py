@@ -77,7 +77,7 @@ def test_the_search_is_within_a_tenth_of_enumeration_and_improves_what_it_is_giv
             assert kept.sum() == B
             assert errors.min() * (1 - 1e-9) <= float(best_tokens.error(case, kept)) <= 1.1 * errors.min()
             worst = SETS[errors.argmax()]
-            better = np.asarray(best_tokens.improved(case, worst))
+            better = np.asarray(best_tokens.improve(case, worst))
             assert better.sum() == B and float(best_tokens.error(case, better)) < errors.max()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evals import claims, report
-from evals.claims import Claim, Found
+from evals.claims import Claim, PolicyScores
 
 PLACE = ("needle", 512, 0.25, "prompt", "known")
 FULL = ("needle", 512, None, "block", "known")
@@ -16,7 +16,7 @@ rng = np.random.default_rng(0)
 def found(policy, share, model="m", place=PLACE, of=200):
     """Outcomes of which the first ``share`` are right, in an order of their own per policy."""
     hits = np.random.default_rng(len(policy)).permutation(np.arange(of) < round(share * of))
-    return Found(model, policy, place, {("needle", i): float(hit) for i, hit in enumerate(hits)})
+    return PolicyScores(model, policy, place, {("needle", i): float(hit) for i, hit in enumerate(hits)})
 
 
 def judged(one, other, expects="better", recency=0.2, full=0.9, **more):
@@ -62,13 +62,13 @@ def test_as_good_takes_more_than_no_difference():
     few = {key: value for key, value in same.items() if key[1] < 8}
     noisy = {key: float((key[1] // 2) % 2) for key in few}
     for one, other, verdict in ((same, same, "holds"), (few, noisy, "within noise")):
-        rows = [Found("m", "tova", PLACE, one), Found("m", "h2o", PLACE, other)]
+        rows = [PolicyScores("m", "tova", PLACE, one), PolicyScores("m", "h2o", PLACE, other)]
         assert claims.judge([Claim("ours", "", "tova", "h2o", expects="as good")], rows, ["m"])[0].verdict == verdict
 
 
 def test_a_paper_with_many_claims_needs_clearer_differences():
     wins = {("needle", i): float(i < 7) for i in range(50)}  # p = 1/64
-    rows = [Found("m", "tova", PLACE, wins), Found("m", "h2o", PLACE, dict.fromkeys(wins, 0.0))]
+    rows = [PolicyScores("m", "tova", PLACE, wins), PolicyScores("m", "h2o", PLACE, dict.fromkeys(wins, 0.0))]
     one = Claim("ours", "", "tova", "h2o")
     alone, *others = ([row.verdict for row in claims.judge([one] * count, rows, ["m"])] for count in (1, 3, 4))
     assert alone == ["holds"] and set(itertools.chain(*others)) == {"holds", "within noise"}
@@ -84,7 +84,7 @@ def test_samples_are_averaged_over_budgets_and_judged_for_each_question():
         for question in ("known", "unknown")
     }
     rows = [
-        Found("m", policy, place, {("needle", i): float(policy == "tova" and budget == 0.1) for i in range(20)})
+        PolicyScores("m", policy, place, {("needle", i): float(policy == "tova" and budget == 0.1) for i in range(20)})
         for policy in ("tova", "h2o")
         for (budget, _), place in places.items()
     ]
@@ -101,7 +101,7 @@ def test_samples_are_averaged_over_budgets_and_judged_for_each_question():
 
 def test_models_of_other_seeds_widen_an_interval():
     rows = [
-        Found(model, policy, PLACE, {("needle", i): gain * (policy == "tova") for i in range(100)})
+        PolicyScores(model, policy, PLACE, {("needle", i): gain * (policy == "tova") for i in range(100)})
         for model, gain in (("a", 0.0), ("b", 0.5), ("c", 1.0))
         for policy in ("tova", "h2o")
     ]

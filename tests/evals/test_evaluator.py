@@ -163,14 +163,14 @@ def test_the_written_command_gives_the_same_flags_again(tmp_path):
     line = ["--policies", "full,snapkv(window=8,kernel=7)", "--essays", str(file), "--qa", "a.json", "b.json"]
     flags = parser.parse_args([*line, "--json", "out.json"])
     flags.name = "ruler"
-    words = shlex.split(command_line.written(flags))
+    words = shlex.split(command_line.command_text(flags))
     assert words[:4] == ["python", "-m", "evals", "ruler"] and "--json" not in words
     again = parser.parse_args(words[4:])
     assert again.essays == file and again.qa == [Path("a.json"), Path("b.json")] and again.policies == flags.policies
-    used = command_line.used(flags)
+    used = command_line.decisive_flags(flags)
     assert used["essays"] == [str(file)] and used["qa holds"] == [None, None] and "json" not in used
     file.write_text("Other text.")
-    assert command_line.used(flags)["essays holds"] != used["essays holds"]
+    assert command_line.decisive_flags(flags)["essays holds"] != used["essays holds"]
 
 
 def test_compiled_programs_are_forgotten_before_the_system_runs_out_of_maps(monkeypatch):

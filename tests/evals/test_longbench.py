@@ -134,7 +134,7 @@ class Web:
         return io.BytesIO(self.files[address])
 
     def publish(self, text, name="prompts.json"):
-        file = documents.Published(f"https://example.org/{name}", hashlib.sha256(text.encode()).hexdigest())
+        file = documents.PublishedFile(f"https://example.org/{name}", hashlib.sha256(text.encode()).hexdigest())
         self.files[file.address] = text.encode()
         return file
 
@@ -163,7 +163,7 @@ def test_another_file_at_the_address_is_neither_used_nor_kept(web, tmp_path):
 
 
 def test_an_address_that_cannot_be_reached_is_named(web):
-    file = documents.Published("https://example.org/gone.json", "0" * 64)
+    file = documents.PublishedFile("https://example.org/gone.json", "0" * 64)
     with pytest.raises(FileNotFoundError, match=r"cannot get https://example.org/gone.json \(no route\); get it"):
         documents.published_text(file)
 

@@ -88,15 +88,15 @@ def test_two_runs_never_write_into_one_folder(tmp_path):
 
 
 def test_records_of_other_weights_are_refused(tmp_path):
-    about, made_of = {"model": "m"}, {"weights": "1", "prose": "2"}
+    about, digests = {"model": "m"}, {"weights": "1", "prose": "2"}
     with store(tmp_path) as first:
-        first.check_made_of(about, made_of)
+        first.check_digests(about, digests)
         first.add([record(0, model="m")])
     with store(tmp_path) as second:
-        second.check_made_of(about, made_of)
-        second.check_made_of({"model": "another"}, {"weights": "3"})
+        second.check_digests(about, digests)
+        second.check_digests({"model": "another"}, {"weights": "3"})
         with pytest.raises(ValueError, match=r"different weights \('1', now '2'\)"):
-            second.check_made_of(about, {"weights": "2", "prose": "2"})
+            second.check_digests(about, {"weights": "2", "prose": "2"})
     assert [known["labels"]["model"] for known in results.read_header(tmp_path)["fingerprints"]] == ["m", "another"]
 
 
@@ -104,7 +104,7 @@ def test_records_that_do_not_say_what_they_are_made_of_are_refused(tmp_path):
     with store(tmp_path) as first:
         first.add([record(0, model="m")])
     with store(tmp_path) as second, pytest.raises(ValueError, match="does not say what weights"):
-        second.check_made_of({"model": "m"}, {"weights": "1"})
+        second.check_digests({"model": "m"}, {"weights": "1"})
 
 
 def test_a_fingerprint_follows_the_content(tmp_path):

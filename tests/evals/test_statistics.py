@@ -17,9 +17,9 @@ def test_wilsons_interval_has_the_textbook_values(successes, trials, expected):
 
 
 def test_equal_outcomes_are_within_noise_and_a_worse_policy_is_called_so():
-    found = statistics.compared([0] * 20)
+    found = statistics.comparison([0] * 20)
     assert found["low"] < 0 < found["high"] and found["better"] == "within noise"
-    assert statistics.compared([-1] * 40)["better"] == "no"
+    assert statistics.comparison([-1] * 40)["better"] == "no"
 
 
 def test_a_difference_is_told_from_0_just_where_the_exact_sign_test_does():

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.targets import compiled, tpu_chips
+from benchmarks.targets import executable, tpu_chips
 from kernels_pallas.dispatch import Kernel
 from tests.tiers import first, nightly
 
@@ -109,4 +109,4 @@ def compiled_for_tpu(
         for x, spec in zip(shapes, specs or [PartitionSpec()] * len(shapes), strict=True)
     ]
     with on_device(AbstractDevice(devices[0].device_kind, 1, "tpu"), chips):
-        return compiled(jax.jit(function, donate_argnums=tuple(donate)).lower(*given))
+        return executable(jax.jit(function, donate_argnums=tuple(donate)).lower(*given))

@@ -56,7 +56,7 @@ def test_a_program_without_the_layers_loop_is_refused():
 @pytest.mark.parametrize(("policy", "kernels"), [("h2o+caote", 5), ("streaming", 2)])
 def test_a_decode_layer_has_five_kernels_on_a_gpu(policy, kernels):
     """Attention, its sums and statistics, and the eviction's three: outputs, scores, and the slot that is freed."""
-    text = launches.lowered(shape("tiny"), policy, batch=1, budget=64).as_text()
+    text = launches.lowering(shape("tiny"), policy, batch=1, budget=64).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == kernels
 
 

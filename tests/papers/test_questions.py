@@ -75,7 +75,7 @@ def test_the_command_writes_rows_that_training_reads(tmp_path, tokenizer, capsys
     assert f"{begun}{continued['answer']}" in TEXT
     assert all(len(tokenizer.encode(row["prompt"] + row["answer"])) <= 260 for row in read)
     data = answers.open_answers([str(out)], tokenizer, 264, eval_rows=2)
-    assert answers.fed(data.held_out).answers.min() > 0
+    assert answers.model_batch(data.held_out).answers.min() > 0
 
 
 @pytest.mark.parametrize(

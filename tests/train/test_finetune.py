@@ -53,7 +53,7 @@ def corpus(rows: np.ndarray) -> Corpus:
 
 def test_the_loss_of_a_batch_is_the_mean_likelihood_of_its_learned_tokens():
     rows = questions(2)
-    fed = answers.fed(rows)
+    fed = answers.model_batch(rows)
     found = loglikelihood.predict(
         model(), [row[: length + 1].tolist() for row, length in zip(fed.tokens, fed.lengths, strict=True)],
         fed.answers.tolist(), policy="h2o+caote", budget=8, block=8,
@@ -69,7 +69,7 @@ def test_the_loss_of_a_batch_is_the_mean_likelihood_of_its_learned_tokens():
 
 def test_with_the_full_cache_the_loss_of_text_and_its_gradient_are_the_dense_model_s():
     rows = TEXT[:2]
-    fed = answers.fed(rows)
+    fed = answers.model_batch(rows)
     parameters = finetune.parameters_of(model())
 
     def dense(parameters):
@@ -240,7 +240,7 @@ def test_the_model_that_is_trained_is_not_overwritten(folder, capsys):
 def test_rows_of_answers_are_the_prompt_the_answer_and_the_end_in_a_new_order_each_epoch(folder):
     _, tokenizer = models.load(folder / "base")
     data = answers.open_answers([str(folder / "qa.jsonl")], tokenizer, 48, eval_rows=2)
-    fed = answers.fed(data.held_out)
+    fed = answers.model_batch(data.held_out)
     prompt = tokenizer.encode("The code of the river is 0. The code is")
     answer = [*tokenizer.encode(" 0", add_special_tokens=False), tokenizer.eos]
     assert fed.tokens[0, : fed.lengths[0] + 1].tolist() == [*prompt, *answer]
