@@ -1,4 +1,4 @@
-"""The cost of TokenButler's predictor at published sizes, counted from compiled programs, and the time of its loss.
+"""The cost of TokenButler's predictor at published sizes, counted from compiled programs.
 
 No model runs: the programs are compiled for abstract arrays. XLA counts a loop's body once, whatever the loop's length.
 So a model's cost is that of the model without layers, plus the cost that one layer adds times the number of layers.
@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 import models
 from benchmarks import floors, measure
-from benchmarks.kernels import direct_loss
 from benchmarks.shapes import shape
-from evals import command_line, report
-from kernels_pallas import cache_attention, mse_logits
+from evals import report
+from kernels_pallas import cache_attention
 from kvjax.checks import check_names
 from models import butler, commands
 from models.butler import Butler, ButlerConfig
@@ -40,10 +38,7 @@ MODELS = {
 BLOCK = 128  # tokens of a prompt per step
 SINKS = 4  # read beside the share, as in the paper
 WIDTH = 2  # bytes per number in the floors: bfloat16, for the predictor as well
-BOUND = 0.02  # the largest share of FLOPs that the predictor may add
 UNUSED = ("unused_query", "unused_key", "unused_norm", "unused_norm_bias")  # in the published layout, but never read
-DRAWN_SHARES = (0.5, 0.1)
-LOSS_SIZES = {"N": 8, "K": 2, "D": 64, "F": 16}  # a quarter of a Llama-3.2-1B layer
 
 
 class Cost(NamedTuple):
@@ -128,45 +123,8 @@ def predictor_cost(config: ButlerConfig, tokens: int, slots: int) -> tuple[Cost,
     )
 
 
-def product_bytes(model: models.Config, predictor: ButlerConfig, slots: int) -> tuple[float, float]:
-    """Return the bytes, in float32, that a step's bare products access in one layer: with K and V, and with k'."""
-    K, G, D, N, F = (
-        model.num_kv_heads,
-        model.num_heads // model.num_kv_heads,
-        model.head_dim,
-        model.num_heads,
-        predictor.dim,
-    )
-
-    def attention(query, key, value):
-        weights = jax.nn.softmax(jnp.einsum("kgd,ksd->kgs", query, key))
-        return jnp.einsum("kgs,ksd->kgd", weights, value)
-
-    def logits(query, key):
-        return jnp.einsum("nf,nsf->ns", query, key)
-
-    return (
-        compiled_cost(attention, _abstract(K, G, D), _abstract(K, slots, D), _abstract(K, slots, D)).bytes,
-        compiled_cost(logits, _abstract(N, F), _abstract(N, slots, F)).bytes,
-    )
-
-
 def _abstract(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)  # a CPU's compiler would turn bfloat16 into float32 copies
-
-
-def hand_flops(model: models.Config, predictor: ButlerConfig, tokens: int, slots: int) -> Parts:
-    """Return the FLOPs of the matrix products alone, 2 m n k each, over all pairs of query and slot."""
-    E, N, r, H = model.hidden_size, model.num_heads, predictor.reduced, predictor.hidden
-    made = predictor.predicted_layers * N * predictor.dim
-    rest, layer = floors.product_flops(model, tokens, slots, tokens)
-    return Parts(
-        rest=rest,
-        layer=layer,
-        network=2 * tokens * (E * r + 3 * r * r + 2 * r * r + 2 * r * E + 2 * (E * H + H * made))
-        + 4 * tokens * slots * r,
-        logits=2 * tokens * slots * N * predictor.dim,
-    )
 
 
 def floor_numbers(model: models.Config, predictor: ButlerConfig, slots: int) -> Parts:
@@ -270,11 +228,6 @@ def prefill(name: str, tokens: int) -> dict[str, Any]:
     logits = sum(predictor_cost(predictor, *place)[1].flops for place in places)
     whole, whole_last = rest.flops + L * layer, last.flops + L * layer
     all_logits = predictor.predicted_layers * logits
-    of_blocks = [hand_flops(model, predictor, *place) for place in places]
-    by_hand = hand_flops(model, predictor, tokens, tokens)._replace(
-        layer=sum(part.layer for part in of_blocks), logits=sum(part.logits for part in of_blocks)
-    )
-    counted = Parts(rest.flops, layer, network.flops, logits)
     return {
         "model": name,
         "tokens": tokens,
@@ -286,7 +239,6 @@ def prefill(name: str, tokens: int) -> dict[str, Any]:
         "share": (network.flops + all_logits) / whole,
         "network_share_last_logits": network.flops / whole_last,
         "share_last_logits": (network.flops + all_logits) / whole_last,
-        "over_hand_count": {n: c / h for n, c, h in zip(Parts._fields, counted, by_hand, strict=True)},
     }
 
 
@@ -341,7 +293,6 @@ def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
         selections.append({"share": share, "tokens": _tokens_read(share, context), "flops": flops, **ratios})
     counted = Parts(rest.bytes, layer.bytes, network.bytes, logits.bytes)
     floor = floor_numbers(model, predictor, context)
-    with_cache, with_keys = product_bytes(model, predictor, context)
     return {
         "model": name,
         "context": context,
@@ -351,10 +302,6 @@ def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
         "bytes": step_bytes(model, predictor, context)._asdict(),
         "selections": selections,
         "accessed_over_floor": {n: c / (4 * f) for n, c, f in zip(Parts._fields, counted, floor, strict=True)},
-        "products_over_floor": {
-            "K and V": with_cache / (4 * _token_numbers(model) * context),
-            "k'": with_keys / (4 * floor.logits),
-        },
     }
 
 
@@ -371,27 +318,6 @@ def reading(name: str, shares: list[float]) -> dict[str, Any]:
         "largest_share": {r: largest_share(model, predictor, r) for r in readings},
         "break_even": [{"share": s, **{r: break_even(model, predictor, s, r) for r in readings}} for s in shares],
     }
-
-
-def loss(tokens: int, causal: bool, repetitions: int) -> dict[str, Any]:
-    """Time the loss and its gradients against the materialised loss; the two take turns."""
-    N, K, D, F = LOSS_SIZES.values()
-    shapes = ((1, tokens, N, D), (1, tokens, K, D), (1, tokens, N, F), (1, tokens, N, F))
-    rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes]
-    result: dict[str, Any] = {"tokens": tokens, "causal": causal, "input_bytes": sum(x.nbytes for x in arrays)}
-    programs: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for name, function in (("linear", mse_logits), ("materialised", direct_loss)):
-        run = jax.jit(jax.value_and_grad(functools.partial(function, causal=causal), argnums=(2, 3)))
-        program = run.lower(*arrays).compile()
-        memory: Any = program.memory_analysis()
-        result[f"{name}_temporary_bytes"] = memory.temp_size_in_bytes
-        programs[name], values[name] = functools.partial(program, *arrays), program(*arrays)
-    for name, taken in measure.take_turns(programs, repetitions).items():
-        result[f"{name}_milliseconds"], result[f"{name}_lowest"] = taken.milliseconds, taken.lowest
-    result["difference"] = abs(1 - float(values["linear"][0]) / float(values["materialised"][0]))
-    return result
 
 
 def prefill_table(results: list[dict[str, Any]]) -> report.Table:
@@ -465,29 +391,6 @@ def reading_table(results: list[dict[str, Any]]) -> report.Table:
     return report.table(results, cells, left=1)
 
 
-def loss_table(results: list[dict[str, Any]]) -> report.Table:
-    """Return a table of the time and memory of the loss with its gradients."""
-
-    def mib(name: str) -> report.Cell:
-        return lambda r: f"{r[f'{name}_bytes'] / 2**20:,.1f}"
-
-    def ratio(time: str) -> report.Cell:
-        return lambda r: f"{r[f'linear_{time}'] / r[f'materialised_{time}']:.3f}"
-
-    cells: list[tuple[str, report.Cell]] = [
-        ("pairs", lambda r: "causal" if r["causal"] else "all"),
-        ("tokens", "{tokens:,}"),
-        ("ms", "{linear_milliseconds:,.1f}"),
-        ("materialised", "{materialised_milliseconds:,.1f}"),
-        ("ratio", ratio("milliseconds")),
-        ("lowest", ratio("lowest")),
-        ("MiB", mib("linear_temporary")),
-        ("materialised", mib("materialised_temporary")),
-        ("MiB of inputs", mib("input")),
-    ]
-    return report.table(results, cells, left=1)
-
-
 LEGENDS = {
     "prefill": """What the predictor adds to the model's FLOPs. network: reduction, attention, feed-forward and the two
 projection networks; + logits: and q'.k' in all predicted layers; last: against a model that projects only the last
@@ -505,16 +408,12 @@ gathered once: if its heads choose the same .. if no two do).""",
 predictor's own attention, 2 r / (L - 1). largest share: below it selection saves bytes once a context is long enough;
 from: the shortest context that saves. Each query head gathers its own tokens (in parentheses: a group's heads choose
 the same tokens, gathered once).""",
-    "loss": """Loss and gradients in float32 of one layer, {N} query heads on {K} KV heads, D {D}, D' {F}; median, the
-two in turn. ratio: over the materialised one; lowest: that of the lowest times, which a busy machine disturbs less;
-MiB: temporary arrays of the compiled programs.""".format(**LOSS_SIZES),
 }
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], report.Table]]] = {
     "prefill": ("A forward", prefill_table),
     "decode_flops": ("FLOPs of a decode step", decode_flops_table),
     "decode_bytes": ("Bytes of a decode step", decode_bytes_table),
     "reading": ("Where selection saves bytes", reading_table),
-    "loss": ("The loss", loss_table),
 }
 
 
@@ -523,193 +422,32 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[report.T
     return {title: (table(results[n.split("_")[0]]), LEGENDS[n]) for n, (title, table) in TABLES.items()}
 
 
-def findings(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[str]]:
-    """Return sentences that sum up each table."""
-    forwards, steps, tokens = results["prefill"], results["decode"], results["reading"]
-    logits = [8 / (WIDTH * ButlerConfig.of(MODELS[r["model"]]).dim) for r in tokens]
-    return {
-        "prefill": [
-            _bound(forwards, "network_share", "The network"),
-            _bound(forwards, "share", "The network with its logits"),
-            _bound(forwards, "share_last_logits", "The same against a model that projects only the last token"),
-            "A dense prefill, as generation runs it, needs none of the logits; evicting by the predictor does.",
-            f"Compiled counts over hand counts of the matrix products alone: {_spans(forwards, 'over_hand_count', 3)}.",
-        ],
-        "decode_flops": [_cheapest(steps)],
-        "decode_bytes": [
-            *(_read(steps, selection["share"]) for selection in steps[0]["selections"]),
-            "Not counted: writing the logits and reading them again, in float32 8 bytes a head and token, beside "
-            f"2 D' bytes of k': {_spread(logits)} more.",
-            "Bytes that XLA counts on this machine, in float32, over these floors, for the bare products: "
-            f"{_spans(steps, 'products_over_floor', 2)}; for the programs as they are: "
-            f"{_spans(steps, 'accessed_over_floor', 2)}. A CPU's compiler makes copies (a cache with free slots "
-            "blanked, k' transposed for its product); other machines' figures are not known from this.",
-        ],
-        "reading": [_remainder(r) for r in tokens],
-        "loss": [_loss_findings([r for r in results["loss"] if r["causal"] == causal]) for causal in (False, True)],
-    }
-
-
-def _bound(forwards: list[dict[str, Any]], share: str, what: str) -> str:
-    worst = max(forwards, key=lambda r: r[share])
-    over = [f"{r['model']} at {r['tokens']:,} tokens ({r[share]:.2%})" for r in forwards if r[share] > BOUND]
-    if over:
-        return f"{what} misses {BOUND:.0%} for {', '.join(over)}."
-    return f"{what} meets {BOUND:.0%} everywhere; most is {worst[share]:.2%} ({worst['model']}, {worst['tokens']:,})."
-
-
-def _spans(results: list[dict[str, Any]], ratios: str, digits: int) -> str:
-    columns = {part: [r[ratios][part] for r in results] for part in results[0][ratios]}
-    return ", ".join(f"{part} {min(c):.{digits}f}..{max(c):.{digits}f}" for part, c in columns.items())
-
-
-def _spread(shares: list[float]) -> str:
-    low, high = f"{min(shares):.1%}", f"{max(shares):.1%}"
-    return low if low == high else f"{low} to {high}"
-
-
-def _cheapest(steps: list[dict[str, Any]]) -> str:
-    added = [(r["network_flops"] + r["importance_flops"]) / r["flops"] for r in steps]
-    dearer = [
-        f"{r['model']} at {r['context']:,} and {s['share']:.0%}"
-        for r in steps
-        for s in r["selections"]
-        if s["flops_ratio"] >= 1
-    ]
-    verdict = f"no FLOPs are saved for {', '.join(dearer)}" if dearer else "selection saves more FLOPs at every setting"
-    return f"The predictor adds {_spread(added)} to a dense step; {verdict}."
-
-
-def _read(steps: list[dict[str, Any]], share: float) -> str:
-    rows = [s["bytes_ratio"] for r in steps for s in r["selections"] if s["share"] == share]
-    own, same = (f"{min(r[n] for r in rows):.2f} to {max(r[n] for r in rows):.2f}" for n in ("heads", "same"))
-    text = f"At {share:.0%} a step reads {own} times a dense one's bytes where each head gathers its own tokens, "
-    return f"{text}{same} where a group's heads agree and read once."
-
-
-def _remainder(tokens: dict[str, Any]) -> str:
-    config, own = MODELS[tokens["model"]], tokens["importance_key_numbers"] + tokens["own_attention_numbers"]
-    dense, dim = tokens["key_value_numbers"], tokens["importance_key_numbers"] // config.num_heads
-    return (
-        f"{tokens['model']}: K and V of a token are 2 x {config.num_kv_heads} x {config.head_dim} = {dense:,} numbers "
-        f"in a layer, k' is {config.num_heads} x {dim} = {tokens['importance_key_numbers']:,}, as each query head has "
-        f"its own; with its own attention the predictor reads {own / dense:.0%} of what there is to save. In float32 "
-        f"beside a bfloat16 model it is {2 * own / dense:.0%}"
-        + (", and selection never saves a byte." if 2 * own >= dense else ".")
-    )
-
-
-def _loss_findings(rows: list[dict[str, Any]]) -> str:
-    slower = [f"{r['tokens']:,}" for r in rows if r["linear_milliseconds"] > r["materialised_milliseconds"]]
-    text = f"{'Causal' if rows[0]['causal'] else 'All'} pairs: "
-    text += f"slower at {', '.join(slower)} tokens" if slower else "faster at every length"
-    if len(rows) < 2:
-        return f"{text}."
-    tokens, linear, materialised = (
-        rows[-1][name] / rows[0][name] for name in ("tokens", "linear_temporary_bytes", "materialised_temporary_bytes")
-    )
-    return (
-        f"{text}; {tokens:.1f} times the tokens take {linear:.1f} times the memory (materialised: {materialised:.1f})."
-    )
-
-
-def page(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the tables and the sentences about them in Markdown."""
-    text = """# What TokenButler's predictor costs
-
-Made by `python -m papers flops`: counted from programs compiled for the models' shapes, no weights needed; the \
-loss is timed on a CPU.
-"""
-    said = findings(results)
-    for name, (title, table) in TABLES.items():
-        sentences = "\n".join(f"- {sentence}" for sentence in said[name])
-        shown = table(results[name.split("_")[0]]).markdown()
-        text += f"\n## {title}\n\n{sentences}\n\n{shown}\n\n{LEGENDS[name]}\n"
-    return text
-
-
-def figure(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw the FLOPs that the predictor adds to a forward over lengths, and a decode step's bytes over contexts."""
-    plt = report.pyplot()
-    drawing, axes = plt.subplots(1, 1 + len(DRAWN_SHARES), figsize=(13, 4.4), layout="constrained")
-    contexts = np.unique(np.geomspace(1024, 131_072, 60).astype(int))
-    for name, colour in zip(dict.fromkeys(r["model"] for r in results["prefill"]), report.COLOURS, strict=False):
-        forwards = sorted((r for r in results["prefill"] if r["model"] == name), key=lambda r: r["tokens"])
-        lengths = [r["tokens"] for r in forwards]
-        axes[0].plot(lengths, [100 * r["network_share"] for r in forwards], color=colour, marker="o", label=name)
-        axes[0].plot(lengths, [100 * r["share"] for r in forwards], color=colour, marker="o", linestyle="--")
-        model = MODELS[name]
-        for axis, share in zip(axes[1:], DRAWN_SHARES, strict=True):
-            ratios = [bytes_ratios(model, ButlerConfig.of(model), share, int(context)) for context in contexts]
-            own, same = ([r[reading] for r in ratios] for reading in ("heads", "same"))
-            axis.plot(contexts, own, color=colour, label=name)
-            axis.plot(contexts, same, color=colour, linestyle=":")
-            axis.fill_between(contexts, same, own, color=colour, alpha=0.08, linewidth=0)
-            axis.set_title(f"bytes of a decode step over a dense one, {share:.0%} selected", fontsize=9.5)
-    axes[0].axhline(100 * BOUND, color="#999999", linewidth=1)
-    axes[0].set_ylim(0, None)
-    axes[0].set_title("FLOPs added to a forward, %", fontsize=10)
-    for index, axis in enumerate(axes):
-        axis.set_xscale("log", base=2)
-        ticks = lengths if index == 0 else [1024, 4096, 16_384, 65_536, 131_072]
-        axis.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 4096 else f"{tick:,}" for tick in ticks])
-        axis.minorticks_off()
-        axis.set_xlabel("tokens", fontsize=9)
-        report.plain(axis)
-        axis.tick_params(labelsize="medium")
-        if index:
-            axis.axhline(1, color="#999999", linewidth=1)
-    handles, labels = axes[0].get_legend_handles_labels()
-    black = plt.Line2D([], [], color=report.GREY, linestyle="--")
-    axes[0].legend([*handles, black], [*labels, "with its logits"], fontsize=8, frameon=False)
-    lines = [plt.Line2D([], [], color=report.GREY, linestyle=style) for style in ("-", ":")]
-    axes[1].legend(lines, ["each head gathers its own", "a group agrees, read once"], fontsize=8, frameon=False)
-    report.save(drawing, path)
-
-
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--models", default=",".join(MODELS))
     flags.add_argument("--lengths", default="256,512,1024,2048", help="tokens of a forward")
     flags.add_argument("--contexts", default="8192,32768,131072", help="tokens before a decode step")
     flags.add_argument("--shares", default="0.5,0.25,0.1,0.05", help="shares of the tokens that a head reads")
-    flags.add_argument("--loss-lengths", default="512,1024,2048,4096")
-    flags.add_argument("--repetitions", type=int, default=7, help="repetitions of the loss")
     flags.add_argument("--json", type=Path, help="write all figures here")
-    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
-    flags.add_argument("--page", type=Path, help="write the tables and the findings as a Markdown page here")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Count, time the loss, print the tables, write JSON, picture and page."""
-    report.check_outputs(flags.json, flags.plot)
-    commands.check_outputs([flags.page])
+    """Count, print the tables, and write JSON."""
+    commands.check_outputs([flags.json])
     names = commands.listed("model", flags.models, f"--models {next(iter(MODELS))}")
     check_names("--models", names, MODELS)
     shares = measure.shares("--shares", flags.shares)
-    lengths, contexts, loss_lengths = (
-        sorted(measure.whole_numbers(flag, text))
-        for flag, text in (
-            ("--lengths", flags.lengths), ("--contexts", flags.contexts), ("--loss-lengths", flags.loss_lengths),
-        )
-    )  # fmt: skip
-    command_line.check_least(flags, repetitions=1)
+    lengths = sorted(measure.whole_numbers("--lengths", flags.lengths))
+    contexts = sorted(measure.whole_numbers("--contexts", flags.contexts))
     parts: dict[str, list[Callable[[], dict[str, Any]]]] = {
         "prefill": [functools.partial(prefill, name, length) for name in names for length in lengths],
         "decode": [functools.partial(decode, name, context, shares) for name in names for context in contexts],
         "reading": [functools.partial(reading, name, shares) for name in names],
-        "loss": [
-            functools.partial(loss, n, causal, flags.repetitions) for causal in (False, True) for n in loss_lengths
-        ],
     }
     settings = [(part, run) for part, runs in parts.items() for run in runs]
     results: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
     for part, run in commands.progress_bar("setting", over=settings):
         results[part].append(run())
-    said = findings(results)
-    for name, (title, table) in TABLES.items():
-        print("\n".join([f"{title}", table(results[name.split("_")[0]]), LEGENDS[name], *said[name], ""]))
-    described = {"benchmark": "butler", "loss_sizes": LOSS_SIZES, "sinks": SINKS}
-    report.write(flags, {**described, "results": results, "findings": said}, {}, lambda path: figure(results, path))
-    if flags.page is not None:
-        measure.write_page(flags.page, page(results))
+    for title, (table, legend) in tables(results).items():
+        print(title, table, legend, "", sep="\n")
+    report.write(flags, {"benchmark": "predictor", "sinks": SINKS, "results": results}, {})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import models
+from benchmarks import floors
 from models.butler import Butler, ButlerConfig, parameter_shapes
 from papers.__main__ import main
 from papers.tokenbutler import flops as benchmark
@@ -21,7 +22,12 @@ def test_compiled_counts_are_the_products_of_a_hand_count():
     rest, layer = benchmark.model_cost(SMALL, tokens, slots)
     network, logits = benchmark.predictor_cost(PREDICTOR, tokens, slots)
     counted = [part.flops for part in (rest, layer, network, logits)]
-    by_hand = benchmark.hand_flops(SMALL, PREDICTOR, tokens, slots)
+    E, N, r, H, D = PREDICTOR.hidden_size, SMALL.num_heads, PREDICTOR.reduced, PREDICTOR.hidden, PREDICTOR.dim
+    network_by_hand = 2 * (
+        E * r + 3 * r * r + 2 * r * r + 2 * r * E + 2 * (E * H + H * PREDICTOR.predicted_layers * N * D)
+    )
+    products = *floors.product_flops(SMALL, tokens, slots, tokens), network_by_hand + 4 * slots * r, 2 * slots * N * D
+    by_hand = np.array(products)  # 2 m n k for each product of matrices
     ratios = np.array(counted) / by_hand
     assert (ratios >= 1).all()  # beside the products there are sums, masks and norms
     np.testing.assert_allclose(ratios, 1, atol=0.05)
@@ -60,23 +66,14 @@ def test_break_even_is_where_the_bytes_of_a_step_cross(name, reading):
     assert ratios[0] > 1 > ratios[1]
 
 
-def test_the_materialised_loss_is_the_same_loss():
-    result = benchmark.loss(24, True, 1)
-    assert result["difference"] < 1e-5
-    assert result["materialised_milliseconds"] >= result["materialised_lowest"] > 0
-
-
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
-    out, page = tmp_path / "butler.json", tmp_path / "butler.md"
+    out = tmp_path / "counts.json"
     arguments = ["--models", "Llama-3.2-1B", "--lengths", "64", "--contexts", "256", "--shares", "0.1"]
-    arguments += ["--loss-lengths", "16", "--repetitions", "1", "--json", str(out), "--page", str(page)]
-    assert main(["flops", *arguments, "--plot", str(tmp_path / "butler.png")]) == 0
-    written = json.loads(out.read_text())
-    results, printed = written["results"], capsys.readouterr().out
-    assert {part: len(rows) for part, rows in results.items()} == {"prefill": 1, "decode": 1, "reading": 1, "loss": 2}
+    assert main(["flops", *arguments, "--json", str(out)]) == 0
+    results, printed = json.loads(out.read_text())["results"], capsys.readouterr().out
+    assert {part: len(rows) for part, rows in results.items()} == {"prefill": 1, "decode": 1, "reading": 1}
     forward, step = results["prefill"][0], results["decode"][0]
     added = forward["network_flops"] + forward["importance_flops"]
     assert forward["share"] == pytest.approx(added / forward["model_flops"])
     assert step["selections"][0]["tokens"] == 26 + 4
-    assert f"{forward['share']:.2%}" in printed and f"{forward['share']:.2%}" in page.read_text()
-    assert (tmp_path / "butler.png").stat().st_size > 10_000
+    assert f"{forward['share']:.2%}" in printed
