@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -217,35 +217,20 @@ def compare(results: Sequence[dict[str, Any]], against: Collection[str] = ()) ->
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per selection, mode and sparsity."""
-    cells: list[tuple[str, report.Cell]] = [
-        ("select", "{select}"),
-        ("mode", "{mode}"),
-        ("sparsity", lambda r: "none" if r["sparsity"] is None else f"{r['sparsity']:g}"),
-        ("evicts", _evicts),
-        ("accuracy", "{accuracy:.3f}"),
-        ("95%", "{low:.3f}..{high:.3f}"),
-        ("coverage", "{coverage:.3f}"),
-        ("95%", "{coverage_low:.3f}..{coverage_high:.3f}"),
-    ]
+    names = report.labels(results)
+    cells = [*names, *report.figure("accuracy", "accuracy"), *_coverage("coverage", ".3f")]
     note = "\naccuracy: names that are right as a whole; coverage: the mean share of a name's tokens that are right"
-    return report.table(results, cells, left=4) + note
+    return report.table(results, cells, left=len(names)) + note
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
     """Return a table of the comparisons; the verdict "better" is on accuracy."""
-    cells: list[tuple[str, report.Cell]] = [
-        ("select", "{select}"),
-        ("against", "{against}"),
-        ("mode", "{mode}"),
-        ("sparsity", "{sparsity:g}"),
-        ("evicts", _evicts),
-        ("accuracy", "{difference:+.3f}"),
-        ("95%", "{low:+.3f}..{high:+.3f}"),
-        ("coverage", "{coverage_difference:+.3f}"),
-        ("95%", "{coverage_low:+.3f}..{coverage_high:+.3f}"),
-        ("better", "{better}"),
-    ]
-    return report.table(comparisons, cells, left=5)
+    columns = [*report.figure("accuracy", "difference", "+.3f"), *_coverage("coverage_difference", "+.3f")]
+    return report.comparison_table(comparisons, columns)
+
+
+def _coverage(field: str, form: str) -> list[tuple[str, report.Cell]]:
+    return report.figure("coverage", field, form, "coverage_low", "coverage_high")
 
 
 def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
@@ -355,10 +340,6 @@ def command(flags: argparse.Namespace) -> None:
         "comparisons": comparisons,
     }
     report.write(flags, figures, evaluator.digests(model, tokenizer, networks), lambda path: dots(results, path))
-
-
-def _evicts(row: Mapping[str, Any]) -> str:
-    return "" if row["evicts"] is None else report.evicts({**row, "budget": row["sparsity"]})
 
 
 def _teacher_forced(model, samples, simulation, width) -> list[list[int]]:

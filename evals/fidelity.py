@@ -215,24 +215,15 @@ def compare_errors(results: Sequence[dict[str, Any]], against: str) -> list[dict
 
     The difference is the other's error minus the policy's: a positive one is closer to the full cache.
     """
-    rows = []
-    for row, other in report.pairs(results, against, ("question",)):
-        if other["budget"] is None:  # the full cache, which has no error
-            continue
-        own, theirs = (np.array(r["by_sample"]["error"]).mean(axis=1) for r in (row, other))
-        told = {name: row[name] for name in ("budget", "when", "evicts", "question")}
-        told = {"policy": row["policy"], "against": other["policy"]} | told
-        rows.append(told | statistics.comparison((theirs - own).tolist()))
-    return rows
+    errors = lambda row: (-np.array(row["by_sample"]["error"]).mean(axis=1)).tolist()  # noqa: E731
+    evicted = [row for row in results if row["budget"] is not None]  # the full cache has no error
+    return report.compare(evicted, against, errors, ("question",))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per setting: means over layers, tokens and samples, and the tokens per head."""
     cells: list[tuple[str, report.Cell]] = [
-        ("policy", "{policy}"),
-        ("budget", report.budget),
-        ("evicts", report.evicts),
-        ("question", "{question}"),
+        *report.labels(results),
         ("error", "{error:.3f}"),
         ("cosine", "{cosine:.3f}"),
         ("error W_O", "{output_error:.3f}"),
@@ -324,10 +315,8 @@ def head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_title(f"{r['policy'].replace('@', chr(10) + '@')}, {report.moment(report.group(r))}", fontsize=7.5)
         axis.set_xticks(range(heads), [str(head + 1) for head in range(heads)], fontsize=7)
         axis.set_yticks(range(layers), [str(layer + 1) for layer in range(layers)], fontsize=7)
-        axis.tick_params(length=0)
         axis.set_xlabel("KV head", fontsize=7.5)
-        for spine in axis.spines.values():
-            spine.set_visible(False)
+        report.frameless(axis)
         figure.colorbar(image, ax=axis, shrink=0.8, aspect=20).ax.tick_params(labelsize=6)
     for axis in axes[:, 0]:
         axis.set_ylabel("layer", fontsize=7.5)

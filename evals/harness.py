@@ -34,7 +34,6 @@ from evals import (
     run_settings,
     selections,
     simulator,
-    statistics,
 )
 from evals.loglikelihood import Predicted
 from kvjax import install
@@ -414,7 +413,9 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
             raise ValueError(f"the harness could not run {flags.tasks} ({type(error).__name__}: {error}).") from error
         results += [{**row, "model_args": text, **model.settings} for row in rows_of(found)]
     comparisons = compare(results, against)
-    report.show(_table(results), _comparison_table(comparisons))
+    report.show(
+        _table(results), report.comparison_table(comparisons, report.figure("difference", "difference", "+.4f"))
+    )
     figures = {
         "evaluation": "lm_eval",
         "tasks": tasks,
@@ -428,18 +429,8 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
 def compare(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:
     """Compare each model's figure of a task with those of :func:`evals.report.pairs`, on the same samples."""
     rows = [{"when": None, **row, "policy": _policy(row)} for row in results]
-    found = []
-    for row, other in report.pairs(rows, against, ("task", "metric")):
-        if row["by_sample"] and len(row["by_sample"]) == len(other["by_sample"]):
-            told = {name: row[name] for name in ("task", "metric", "budget")}
-            differences = [ours - theirs for ours, theirs in zip(row["by_sample"], other["by_sample"], strict=True)]
-            found.append({"policy": row["policy"], "against": other["policy"], **told, **_difference(differences)})
-    return found
-
-
-def _difference(differences: Sequence[float]) -> dict[str, Any]:
-    told = statistics.comparison(differences)
-    return {name: told[name] for name in ("difference", "low", "high")}  # which way is better, a metric does not say
+    found = report.compare(rows, against, lambda row: row["by_sample"], ("task", "metric"), ("budget",))
+    return [{name: value for name, value in row.items() if name != "better"} for row in found]  # a metric says no such
 
 
 def _policy(settings: Mapping[str, Any]) -> str:
@@ -466,19 +457,6 @@ def _by_sample(found: Any, task: str, metric: str, chosen: str) -> list[float]:
     own = [sample for sample in found.get("samples", {}).get(task, ()) if sample.get("filter", chosen) == chosen]
     values = [sample.get(metric) for sample in sorted(own, key=lambda sample: sample["doc_id"])]
     return [float(value) for value in values] if all(isinstance(value, int | float) for value in values) else []
-
-
-def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    cells: list[tuple[str, report.Cell]] = [
-        ("policy or selection", "{policy}"),
-        ("against", "{against}"),
-        ("budget", report.budget),
-        ("task", "{task}"),
-        ("metric", "{metric}"),
-        ("difference", "{difference:+.4f}"),
-        ("95%", report.between("+.4f")),
-    ]
-    return report.table(comparisons, cells, left=5)
 
 
 def _table(results: Sequence[dict[str, Any]]) -> str:

@@ -168,32 +168,25 @@ def _result(
 
 def compare(results: Sequence[dict[str, Any]], against: str = RECENCY) -> list[dict[str, Any]]:
     """Compare each policy with those of :func:`evals.report.pairs`, on the same samples."""
-    rows = []
-    for row, other in report.pairs(results, against, ("question",)):
-        own, theirs = ([hit for cell in r["cells"] for hit in cell["correct"]] for r in (row, other))
-        told = {"policy": row["policy"], "against": other["policy"]}
-        told |= {name: row[name] for name in ("budget", "when", "question")}
-        rows.append(told | statistics.comparison([a - b for a, b in zip(own, theirs, strict=True)]))
-    return rows
+    hits = lambda row: [hit for cell in row["cells"] for hit in cell["correct"]]  # noqa: E731
+    return report.compare(results, against, hits, ("question",))
 
 
 def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
     """Return a table with one row per policy, budget, moment and question; a minus marks recall below plain recency."""
     under = report.below(results, recency, "recall", ("budget", "when", "question"))
+    names = report.labels(results)
     text = report.table(
         results,
         [
-            ("policy", "{policy}"),
-            ("budget", report.budget),
-            ("evicts", report.evicts),
-            ("question", "{question}"),
+            *names,
             ("recall", lambda r: f"{r['recall']:.3f}{'-' if under(r) else ' '}"),
             ("95%", "{low:.3f}..{high:.3f}"),
             ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),
             ("prefill tok/s", lambda r: report.rate(r["prefill_tokens_per_second"])),
             ("decode tok/s", lambda r: report.rate(r["decode_tokens_per_second"])),
         ],
-        left=4,
+        left=len(names),
     )
     return text + ("\n'-': under plain recency" if any(map(under, results)) else "")
 
@@ -352,10 +345,9 @@ def _panel(axis: Any, found: Sequence[dict[str, Any]], length: int, recency: str
                       fontweight="bold")  # fmt: skip
     axis.set_xticks(range(len(depths) + 1), [*(f"{depth:.0%}" for depth in depths), "mean"], fontsize=8.5)
     axis.set_yticks(range(len(found)), ["recency" if r["policy"] == recency else r["policy"] for r in found])
-    axis.tick_params(length=0, colors=report.GREY, labelleft=named, labelsize=9)
+    axis.tick_params(colors=report.GREY, labelleft=named, labelsize=9)
     for label, result in zip(axis.get_yticklabels(), found, strict=False):  # without names there are no labels
         if result["recall"] < floor:
             label.set_color("#d1495b")
     axis.text(0, 1.02, f"{length:,} tokens", transform=axis.transAxes, fontsize=9.5)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    report.frameless(axis)

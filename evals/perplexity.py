@@ -312,56 +312,29 @@ def _larger(row: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with one row per selection and sparsity, compared with the dense model."""
+    """Return a table with one row per selection and sparsity, or policy and budget, compared with the dense model.
+
+    The difference of policies is as in CAOTE's tables.
+    """
 
     def unless_full(cell: Callable[[dict[str, Any]], str]) -> report.Cell:
-        return lambda r: "" if r["select"] == "full" else cell(r)
+        return lambda r: "" if r.get("select") == "full" else cell(r)
 
+    names = report.labels(results)
     cells: list[tuple[str, report.Cell]] = [
-        ("select", "{select}"),
-        ("sparsity", lambda r: "none" if r["select"] == "full" else f"{r['sparsity']:g}"),
-        ("perplexity", "{perplexity:.3f}"),
-        ("95%", report.between(".3f")),
+        *names,
+        *report.figure("perplexity", "perplexity"),
+        *([("difference", "{difference:+.3f}")] if any("policy" in r for r in results) else []),
         ("against full", unless_full("{increase:+.2%}".format_map)),
         ("95%", unless_full(report.between("+.2%", "increase_low", "increase_high"))),
         ("KL", "{kl:.4f}"),
     ]
-    return report.table(results, cells, left=1)
+    return report.table(results, cells, left=len(names))
 
 
 def ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of how much larger each selection's perplexity is than that of the one it is compared with."""
-    cells: list[tuple[str, report.Cell]] = [("select", "{select}"), ("against", "{against}")]
-    return report.table(comparisons, [*cells, ("sparsity", "{sparsity:g}"), *_LARGER], left=2)
-
-
-def policy_table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with one row per policy and budget; the difference to the dense model is as in CAOTE's tables."""
-    cells: list[tuple[str, report.Cell]] = [
-        ("policy", "{policy}"),
-        ("budget", report.budget),
-        ("evicts", report.evicts),
-        ("perplexity", "{perplexity:.3f}"),
-        ("95%", report.between(".3f")),
-        ("difference", "{difference:+.3f}"),
-        ("against full", "{increase:+.2%}"),
-        ("95%", report.between("+.2%", "increase_low", "increase_high")),
-        ("KL", "{kl:.4f}"),
-    ]
-    return report.table(results, cells, left=3)
-
-
-def policy_ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of how much larger each policy's perplexity is than that of those it is compared with."""
-    cells: list[tuple[str, report.Cell]] = [("policy", "{policy}"), ("against", "{against}"), ("budget", "{budget}")]
-    return report.table(comparisons, [*cells, ("evicts", report.evicts), *_LARGER], left=4)
-
-
-_LARGER: list[tuple[str, report.Cell]] = [
-    ("perplexity", "{increase:+.2%}"),
-    ("95%", report.between("+.2%")),
-    ("larger", "{larger}"),
-]
+    """Return a table of how much larger each row's perplexity is than that of the one it is compared with."""
+    return report.comparison_table(comparisons, report.figure("perplexity", "increase", "+.2%"))
 
 
 def perplexity_lines(
@@ -561,7 +534,7 @@ def run(
     named = getattr(flags, "against", None)
     of_selections = PREDICTOR if named is None or settings else str(selections.parse_selection(named))
     comparisons, gains = compare(results, of_selections), compare_policies(evicted, run_settings.baseline(flags))
-    report.show(table(results), ratio_table(comparisons), policy_table(evicted), policy_ratio_table(gains))
+    report.show(table(results), ratio_table(comparisons), table(evicted), ratio_table(gains))
     figures = {
         "evaluation": name,
         "settings": command_line.settings(flags),

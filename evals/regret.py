@@ -438,14 +438,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return report.table(
         shown,
         [
-            ("policy", "{policy}"),
-            ("budget", report.budget),
-            ("question", "{question}"),
-            ("regret", "{regret:.5f}"),
-            ("95%", report.between(".5f")),
+            *report.labels(shown),
+            *report.figure("regret", "regret", ".5f"),
             ("mass", "{mass:.3f}"),
         ],
-        left=3,
+        left=len(report.labels(shown)),
     ) + (
         "\nregret: error less the best found, relative to the outputs' squared distance from the mean value; best: its "
         "own error; mass: the attention that reaches what is kept"
@@ -485,11 +482,9 @@ def heat_map(rows: Sequence[dict[str, Any]], layers: Sequence[int], path: Path) 
         image = axis.imshow(grid, cmap="viridis_r", vmin=ends[0], vmax=ends[1], aspect="auto")
         axis.set_xticks(range(len(layers)), [str(layer + 1) for layer in layers], fontsize=7)
         axis.set_yticks(range(len(found)), [f"{r['policy']}  {r['regret']:.4f}" for r in found], fontsize=7)
-        axis.tick_params(length=0)
         axis.set_xlabel("layer", fontsize=8)
         axis.set_title(f"question {question}", fontsize=9)
-        for spine in axis.spines.values():
-            spine.set_visible(False)
+        report.frameless(axis)
     bar = figure.colorbar(image, ax=axes, shrink=0.8, aspect=30)
     bar.set_label("log10 of the regret", fontsize=7.5)
     bar.ax.tick_params(labelsize=7)

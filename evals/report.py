@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evals import statistics
 from kvjax import install
 from models import commands
 from models.commands import provenance
@@ -36,7 +37,7 @@ def task_table(
     where = ("model", "evaluation", "length", "budget", "when", "question")
     under = below(rows, recency, "score", where)
     tasks = list(dict.fromkeys(task for r in rows for task in r["tasks"]))
-    several = [name for name in ("model", "evaluation", "length") if len({r[name] for r in rows}) > 1]
+    names = labels(rows)
 
     def of_task(task: str) -> tuple[str, Cell]:
         return short.get(task, task), lambda r: f"{r['tasks'][task]['score']:.2f}" if task in r["tasks"] else ""
@@ -51,11 +52,7 @@ def task_table(
     text = table(
         rows,
         [
-            *((name, f"{{{name}}}") for name in several),
-            ("policy", "{policy}"),
-            ("budget", budget),
-            ("evicts", evicts),
-            ("question", "{question}"),
+            *names,
             ("mean", lambda r: f"{r['score']:.3f}{'-' if under(r) else ' '}"),
             ("95%", "{low:.3f}..{high:.3f}"),
             *map(of_task, tasks),
@@ -63,7 +60,7 @@ def task_table(
             ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),
             ("decode tok/s", lambda r: rate(r["decode_tokens_per_second"])),
         ],
-        left=len(several) + 4,
+        left=len(names),
     )
     marked = ["'-': under plain recency"] if any(map(under, rows)) else []
     return "\n".join([text, *marked, *notes])
@@ -77,25 +74,70 @@ def below(
     return lambda r: r[value] < floors.get(tuple(r[name] for name in where), r[value])
 
 
-def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of whether each policy is better than those that it is compared with (:func:`pairs`)."""
-    names = ("model", "evaluation", "length")
-    several = [name for name in names if len({c.get(name) for c in comparisons}) > 1]
-    return table(
-        comparisons,
-        [
-            *((name, f"{{{name}}}") for name in several),
-            ("policy", "{policy}"),
-            ("against", "{against}"),
-            ("budget", "{budget}"),
-            ("evicts", evicts),
-            ("question", "{question}"),
-            ("difference", "{difference:+.3f}"),
-            ("95%", "{low:+.3f}..{high:+.3f}"),
-            ("better", "{better}"),
-        ],
-        left=5 + len(several),
-    )
+def interval(bounds: Sequence[float | None] | None, form: str) -> str:
+    """Return an interval as text, or "n/a" where there is none."""
+    low, high = bounds or (None, None)
+    return "n/a" if low is None or high is None else f"{low:{form}}..{high:{form}}"
+
+
+def between(form: str, low: str = "low", high: str = "high") -> Callable[[Mapping[str, Any]], str]:
+    """Return the cell of an interval whose ends are two fields of a row."""
+    return lambda row: interval((row[low], row[high]), form)
+
+
+def labels(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Cell]]:
+    """Return the columns that tell rows apart: :data:`LABELS` that rows have, and :data:`IF_SEVERAL` that differ.
+
+    Example:
+        >>> from evals import report
+        >>> rows = [{"policy": "h2o", "budget": 64, "model": "retriever", "score": 0.5}]
+        >>> [head for head, _ in report.labels(rows)]
+        ['policy', 'budget']
+    """
+    there = [name for name in LABELS if any(name in row for row in rows)]
+    there = [name for name in there if name not in IF_SEVERAL or len({row.get(name) for row in rows}) > 1]
+    return [(name, LABELS[name]) for name in there]
+
+
+def figure(head: str, field: str, form: str = ".3f", low: str = "low", high: str = "high") -> list[tuple[str, Cell]]:
+    """Return the columns of a figure and of its 95% interval."""
+    return [(head, f"{{{field}:{form}}}"), ("95%", between(form, low, high))]
+
+
+DIFFERENCE = figure("difference", "difference", "+.3f")
+
+
+def comparison_table(comparisons: Sequence[dict[str, Any]], figures: Sequence[tuple[str, Cell]] = DIFFERENCE) -> Table:
+    """Return a table of rows that are compared with others, such as :func:`compare` makes: labels, figures, verdict."""
+    names = labels(comparisons)
+    verdict: list[tuple[str, Cell]] = [
+        (name, f"{{{name}}}") for name in ("better", "larger") if any(name in row for row in comparisons)
+    ]
+    return table(comparisons, [*names, *figures, *verdict], left=len(names))
+
+
+def compare(
+    rows: Sequence[Mapping[str, Any]],
+    against: str,
+    values: Callable[[Mapping[str, Any]], Sequence[float]],
+    where: Sequence[str] = (),
+    fields: Sequence[str] = ("budget", "when", "evicts"),
+) -> list[dict[str, Any]]:
+    """Compare each row with those of :func:`pairs`: the difference of their values of the same samples.
+
+    Args:
+        values: one number per sample of a row; rows with other numbers of samples are not compared.
+        where: see :func:`pairs`.
+        fields: those of a row that its comparisons have, too, beside ``where``.
+    """
+    found = []
+    for row, other in pairs(rows, against, where):
+        ours, theirs = values(row), values(other)
+        if len(ours) == len(theirs) > 0:
+            told = {"policy": row["policy"], "against": other["policy"]}
+            told |= {name: row[name] for name in (*fields, *where) if name in row}
+            found.append(told | statistics.comparison([a - b for a, b in zip(ours, theirs, strict=True)]))
+    return found
 
 
 def check_outputs(figures: Path | None, *pictures: Path | None) -> None:
@@ -158,10 +200,10 @@ def evicts(row: Mapping[str, Any]) -> str:
         >>> report.evicts({"budget": 64, "when": "published", "evicts": ["prompt", 0]})
         'prompt, then never'
     """
-    if row["budget"] is None or str(row.get("policy")).startswith(READS):
+    if row.get("budget", row.get("sparsity")) is None or str(row.get("policy")).startswith(READS):
         return "never"
-    if row.get("evicts") is None:  # a file of an earlier version, which evicted at every step of decode
-        return str(row["when"])
+    if row.get("evicts") is None:  # simulated; or a file of an earlier version, which evicted at every step of decode
+        return str(row.get("when") or "")
     prompt, every = row["evicts"]
     behind = {0: "never", 1: "every step"}.get(every, f"every {every}")
     return f"{prompt}, then {behind}"
@@ -174,6 +216,18 @@ def moment(group: tuple[str, str, Any]) -> str:
         return "full cache"
     unknown = ", question unknown" if question == "unknown" else ""
     return f"budget {budget}, {'by block' if when == 'block' else MOMENTS[when]}{unknown}"
+
+
+LABELS: dict[str, Cell] = {
+    **{name: f"{{{name}}}" for name in ("model", "evaluation", "length", "policy", "select", "against", "mode")},
+    "sparsity": lambda row: "none" if row["sparsity"] is None or row["select"] == "full" else f"{row['sparsity']:g}",
+    "budget": budget,
+    "evicts": evicts,
+    "question": "{question}",
+    "task": "{task}",
+    "metric": "{metric}",
+}
+IF_SEVERAL = ("model", "evaluation", "length")
 
 
 def without_caote(policy: str) -> str:
@@ -249,20 +303,16 @@ def rate(per_second: float | None) -> str:
     return "n/a" if per_second is None else f"{per_second:,.0f}"
 
 
-def interval(bounds: Sequence[float | None] | None, form: str) -> str:
-    """Return an interval as text, or "n/a" where there is none."""
-    low, high = bounds or (None, None)
-    return "n/a" if low is None or high is None else f"{low:{form}}..{high:{form}}"
-
-
-def between(form: str, low: str = "low", high: str = "high") -> Callable[[Mapping[str, Any]], str]:
-    """Return the cell of an interval whose ends are two fields of a row."""
-    return lambda row: interval((row[low], row[high]), form)
-
-
 def colour(index: int) -> str:
     """Return a line's colour; after the last colour comes the first again."""
     return COLOURS[index % len(COLOURS)]
+
+
+def frameless(axis: Any) -> None:
+    """Draw no frame and no ticks around a map."""
+    axis.tick_params(length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
 
 
 def plain(axis: Any, *, grid: str = "y") -> None:

@@ -106,9 +106,7 @@ def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: M
                 )  # fmt: skip
         axis.set_xticks(range(len(tasks) + 1), ["mean", *(short.get(task, task) for task in tasks)], fontsize=7)
         axis.set_yticks(range(len(found)), [_named(r) for r in found], fontsize=7)
-        axis.tick_params(length=0)
-        for spine in axis.spines.values():
-            spine.set_visible(False)
+        report.frameless(axis)
         length = "" if group[2] is None else f"{group[2]:,} tokens, "
         axis.set_title(f"{length}{report.moment(group[3:])}", fontsize=8.5)
     figure.suptitle(title, fontsize=11)

@@ -161,19 +161,6 @@ def _columns(measure: str) -> list[tuple[str, report.Cell]]:
     return [(measure.replace("_", " "), f"{{{measure}:.3f}}"), ("95%", bounds)]
 
 
-def hit_comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of whether the predictor finds more of the oracle's tokens than each other source."""
-    cells: list[tuple[str, report.Cell]] = [
-        ("select", "{select}"),
-        ("against", "{against}"),
-        ("sparsity", "{sparsity:g}"),
-        ("hit rate", "{difference:+.3f}"),
-        ("95%", "{low:+.3f}..{high:+.3f}"),
-        ("better", "{better}"),
-    ]
-    return report.table(comparisons, cells, left=2)
-
-
 def layer_table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table of each source's token accuracy and hit rate, one row per layer; layers are counted from 1."""
     cells: list[tuple[str, report.Cell]] = [
@@ -323,7 +310,8 @@ def command(flags: argparse.Namespace) -> None:
             progress.set_description("done")
         figures = {"results": results, "comparisons": compare(results)}
         if flags.figure == "accuracy":
-            report.show(accuracy_table(results), hit_comparison_table(figures["comparisons"]))
+            hits = report.figure("hit rate", "difference", "+.3f")
+            report.show(accuracy_table(results), report.comparison_table(figures["comparisons"], hits))
         else:
             print(layer_table(results))
     told = {"evaluation": f"predictor {flags.figure}", "settings": command_line.settings(flags)}

@@ -139,27 +139,14 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for key in dict.fromkeys((row["select"], row["sparsity"]) for row in results):
         own = {row["task"]: row for row in results if (row["select"], row["sparsity"]) == key}
         rows.append({**own["all"], **{task: own[task]["accuracy"] for task in tasks}})
+    names = ("select", "sparsity")
     cells: list[tuple[str, report.Cell]] = [
-        ("select", "{select}"),
-        ("sparsity", lambda row: "none" if row["sparsity"] is None else f"{row['sparsity']:g}"),
+        *((name, report.LABELS[name]) for name in names),
         *((task, f"{{{task}:.2f}}") for task in tasks),
         ("95%", "{low:.2f}..{high:.2f}"),
     ]
     note = f"\n{len(rows[0]['correct'])} samples; {choices.BY_CHANCE}"
-    return report.table(rows, cells, left=1) + note
-
-
-def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the predictor against each other selection."""
-    cells: list[tuple[str, report.Cell]] = [
-        ("select", "{select}"),
-        ("against", "{against}"),
-        ("sparsity", "{sparsity:g}"),
-        ("accuracy", "{difference:+.3f}"),
-        ("95%", "{low:+.3f}..{high:+.3f}"),
-        ("better", "{better}"),
-    ]
-    return report.table(comparisons, cells, left=2)
+    return report.table(rows, cells, left=2) + note
 
 
 def steps(samples: Mapping[str, Sequence[Sample]], chosen: Sequence[Method], sparsities: Sequence[float]) -> int:
@@ -184,7 +171,8 @@ def run(
         results = measure(model, samples, chosen, sparsities, like=like, batch=flags.batch, progress=progress)
         progress.set_description("done")
     comparisons = compare(results)
-    report.show(table(results), comparison_table(comparisons), *(f"{task}: {why}" for task, why in missing.items()))
+    accuracy = report.comparison_table(comparisons, report.figure("accuracy", "difference", "+.3f"))
+    report.show(table(results), accuracy, *(f"{task}: {why}" for task, why in missing.items()))
     return {"results": results, "comparisons": comparisons}
 
 
