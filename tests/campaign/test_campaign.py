@@ -81,7 +81,7 @@ def test_half_of_the_programs_of_a_way_have_a_policy_that_it_is_for():
 
 
 WAYS = (  # by layer, of which few programs are made
-    "by layer", "engine", "turns: turn, repeated", "rewound", "several", "select: oracle", "sampling: top_k",
+    "by layer", "engine", "turns: turn, repeated", "rewound", "several", "select: oracle",
     "scales: 1", "equal: heads", "dtypes: bfloat16",
 )  # fmt: skip
 

@@ -367,79 +367,6 @@ def _closest(wanted: np.ndarray, window: int | None) -> float:
     return found
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
-
-HOW = {"all": {}, "top_k": dict(top_k=6), "top_p": dict(top_p=0.8)}
-KEYS = 6
-
-
-def sampling(case: Case, asked: str) -> Outcome:
-    """A row's samples depend on its own prompt and the seed alone, streamed or not."""
-    if asked == "engine":
-        return _sampled_requests(case)
-    weights, texts, lengths = weights_of(case), case.prompts(), np.array(case.lengths)
-    model, B, rng = model_of(case, weights), len(lengths), _rng(case)
-    key = jax.random.key(case.seed)
-    settings = settings_of(case, max_new_tokens=case.new, evict_every=case.evict_every, end=(), temperature=2.0)
-    settings |= HOW[asked]
-
-    def drawn(texts: np.ndarray, lengths: np.ndarray, key: Any) -> tuple[list[list[int]], Held]:
-        out = models.generate(model, texts, lengths=lengths, key=key, **settings)
-        return answers(case, out), held_of(out.cache)
-
-    tokens, held = drawn(texts, lengths, key)
-    steps, last = streamed(model, texts, lengths=lengths, key=key, **settings)
-    outcomes = [_differs(steps != tokens, f"streamed {steps}, generated {tokens}")]
-    if steps == tokens:
-        outcomes.append(_other(last[-1], held, "streamed", rows=1e-3))
-    row = int(rng.integers(B))
-    others = rng.integers(0, cases.VOCABULARY, texts.shape)  # all but the row, and what stands behind its end
-    others[row, : lengths[row]] = texts[row, : lengths[row]]
-    beside, and_held = drawn(others, lengths, key)
-    outcomes.append(_differs(beside[row] != tokens[row], f"row {row} {tokens[row]}, beside others {beside[row]}"))
-    if beside[row] == tokens[row]:
-        outcomes.append(_other(and_held.row(row), held.row(row), "beside others", rows=1e-4))
-    alike = np.broadcast_to(texts[:1], texts.shape), np.full_like(lengths, lengths[0])
-    runs = [drawn(*alike, jax.random.key(case.seed + n))[0] for n in range(KEYS)]
-    if case.new > 3 and _is_open(case, weights, runs):
-        outcomes.append(_differs(all(run == runs[0] for run in runs), f"every seed draws {runs[0]}"))
-        if B > 1:
-            same = all(answer == run[0] for run in runs for answer in run)
-            outcomes.append(_differs(same, f"every row draws {runs[0][0]}"))
-    return worst(outcomes)
-
-
-def _is_open(case: Case, weights: dict[str, np.ndarray], runs: list[list[list[int]]]) -> bool:
-    """Return whether the first token of row 0 is far from certain: then many draws are not all alike by chance."""
-    prompt = case.prompts()[0, : case.lengths[0]]
-    run = reference.run(weights, case.config, prompt)
-    return float(reference.softmax(run.logits[-1] / 2).max()) < 0.5
-
-
-def _sampled_requests(case: Case) -> Outcome:
-    """Requests with keys of their own get the samples that they get alone, whoever is beside them."""
-    weights, texts, rng = weights_of(case), case.prompts(), _rng(case)
-    model, B = model_of(case, weights), len(case.lengths)
-    settings = settings_of(case, evict_every=case.evict_every)
-    batch = models.Engine(model, rows=max(2, B - 1), max_new_tokens=case.new, longest_prompt=case.width, **settings)
-    requests = [(texts[row, :n], jax.random.key(int(rng.integers(1000)))) for row, n in enumerate(case.lengths)]
-    requests += [(texts[0, : case.lengths[0]], jax.random.key(1000 + n)) for n in range(2)]
-    made: dict[int, list[int]] = {}
-    waiting = list(requests)
-    while waiting or not batch.idle:
-        while waiting and rng.random() < 0.5:
-            prompt, key = waiting.pop(0)
-            made[batch.submit(prompt, temperature=2.0, key=key, end=())] = []
-        for token in batch.step():
-            made[token.handle].append(token.token)
-    how = dict(max_new_tokens=case.new, end=(), temperature=2.0, **settings)
-    outcomes = []
-    for handle, (prompt, key) in enumerate(requests):
-        (alone,), _ = streamed(model, prompt[None], key=key, **how)
-        outcomes.append(_differs(alone != made[handle], f"request {handle} {made[handle]}, alone {alone}"))
-    return worst(outcomes)
-
-
 # --- scores on any scale ----------------------------------------------------------------------------------------------
 
 LEAST, MOST = 2.0**-20, 2.0**4
@@ -574,7 +501,6 @@ WAYS: dict[str, Way] = {
     "rewound": Way(rewound, _goes_on, changes=dict(question=None)),
     "several": Way(several, _shares, changes=dict(when="prompt")),
     "select": Way(select, _selects, SOURCES, changes=dict(question=None)),
-    "sampling": Way(sampling, _joins, [*HOW, "engine"], changes=dict(question=None)),
     "scales": Way(scales, lambda case: _one_device(case) and _has_no_scale(case), ("1", "2", "3"), wanted=_divides),
     "equal": Way(equal, _one_device, ("keys", "values", "both", "heads")),
     "dtypes": Way(dtypes, _one_device, (*LOSSES,), changes=dict(entry="stream", cache_dtype=None)),
