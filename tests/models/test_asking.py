@@ -13,6 +13,7 @@ import models
 from models.asking import _Form
 from models.commands import ask
 from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, tokenizer_of
+from tests.models.tiny import run
 from tests.tiers import first, nightly
 
 DOCUMENT, QUESTIONS = "The river was calm. " * 6, ["Who?", "Where was it?"]
@@ -30,9 +31,9 @@ def test_each_answer_is_that_of_the_whole_prompt(model, policy):
         head, tail = whole.split(DOCUMENT.strip())
         parts = [tokenizer.encode(text, add_special_tokens=False) for text in (head + DOCUMENT.strip(), tail)]
         assert found.document_tokens == len(parts[0])
-        settings = dict(question=len(parts[1]), evict_every=0, **made, **SETTINGS)
-        steps = [int(token[0]) for token, _ in models.stream(model, [parts[0] + parts[1]], **settings)]
-        assert answer == tokenizer.decode([token for token in steps if token not in CONFIG.eos])
+        settings = dict(question=len(parts[1]), evict_every=0, block=16, new_tokens=9, end=CONFIG.eos, **made)
+        expected = run(parts[0] + parts[1], CONFIG, **settings).tokens
+        assert answer == tokenizer.decode([token for token in expected if token not in CONFIG.eos])
     again = models.ask(model, tokenizer, found.cache, QUESTIONS[1], **SETTINGS)
     assert again.answers == found.answers[1:] and (again.seconds, again.cache_bytes) == (0, found.cache_bytes)
 
