@@ -64,6 +64,7 @@ def tiny() -> dict[str, Any]:
             bits = np.unpackbits(test_kvzip.fixture()[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1])
             found = test_kvzip.kept(cache, tokens.shape[1])[:, 0]
             parts.setdefault("kvzip", []).append(compared(found, bits.astype(bool)))
+    parts["decoding"] = [compared(*test_kvpress.decoded(press)) for press in test_kvpress.DECODING]
     parts["kvgrad"] = [compared(*test_kvgrad.kept_sets(scope)) for scope in test_kvgrad.COMPETE]
     return {press: added(*some) for press, some in parts.items()}
 

@@ -13,7 +13,10 @@ import kvjax
 import models
 from models.decoder import rope_frequencies
 from tests.models.make_kvpress import FOLDER, KEPT, T
+from tests.models.make_kvpress_decoding import EVERY, PROMPT
+from tests.models.make_kvpress_decoding import FILE as DECODED
 from tests.models.tiny import kept_tokens
+from tests.tiers import first
 
 BIG = np.finfo(np.float32).max
 
@@ -198,6 +201,24 @@ def merged():
 
 def test_values_are_merged_as_in_kvpress():
     np.testing.assert_allclose(merged(), fixture()["merged"], atol=1e-5)
+
+
+# Of DecodingPress over these, every 8 steps; see make_kvpress_decoding.py for why not over others.
+DECODING = {"KnormPress": "knorm", "KeyDiffPress": "keydiff", "TOVAPress": "tova", "QFilterPress": "q_filters"}
+
+
+def decoded(press):
+    """Which positions stay behind the last step, bool [L, K, T], here and in kvpress."""
+    with np.load(DECODED) as found:
+        tokens, kept = found["tokens"][None], np.unpackbits(found[press], axis=-1).astype(bool)
+    moments = dict(budget=KEPT[0], when="prompt", evict_every=EVERY, block=PROMPT)
+    cache, _ = models.teacher_forced(model(), tokens, prompt=PROMPT, policy=ANY_BUDGET[DECODING[press]], **moments)
+    return kept_tokens(cache, T)[:, 0], kept
+
+
+@pytest.mark.parametrize("press", first(2, DECODING))
+def test_steps_keep_what_kvpress_keeps_in_decode(press):
+    np.testing.assert_array_equal(*decoded(press))
 
 
 @functools.cache
