@@ -227,8 +227,10 @@ def _evict(
     excess: int | None,
     implementation: Implementation,
 ) -> KVCache | PagedCache:
-    # A block's statistics say nothing about a row without tokens in it: such a row keeps all.
-    budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots + 1)
+    # A block's statistics say nothing about a row without tokens in it: such a row keeps all. One more than the slots
+    # is as good as any larger budget, whose sum over the heads int32 may not hold.
+    most = cache.num_slots + 1
+    budget = jnp.where(evidence.entered > 0, jnp.minimum(jnp.asarray(budget, jnp.int32), most), most)
     position = cache.position if layer is None else cache.position[layer]
     if evidence.end is not None:  # in this layer only: the others are still to be evicted from
         rows = cache.batch_rows() if layer is None else cache.batch_rows()[0]
