@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+import math
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.cache import HeadState
-from kvjax.capacity import Demand, Layout, ModelSizes, capacity, check_sizes, in_pages
-from kvjax.chains import parse
+from kvjax.cache import KVCache
+from kvjax.capacity import ModelSizes
+from kvjax.chains import policy_of
 from kvjax.checks import check_count
+from kvjax.making import empty_cache
 from kvjax.policy import Policy
-from kvjax.policy_checks import check_budget
-from kvjax.quantise import DtypesLike, check_dtypes, is_quantised
-from kvjax.split import check_mesh
+from kvjax.quantise import DtypesLike
+from kvjax.split import HEADS, ROWS
 
 
 class Memory(NamedTuple):
     """Bytes of a cache. ``slots`` is the number of slots per head (the mean over heads, in a paged cache).
 
-    ``keys_values`` are the keys and values, with the scales of rows of eight bits; ``positions`` the position of each
-    slot; ``state`` the policy's state; ``pages`` the page table and the lists of a paged cache, 0 for a plain one.
+    ``keys_values`` are the keys and values, with the scales of rows of eight bits and a bias per slot where the policy
+    fits one; ``positions`` the position of each slot; ``state`` the policy's state; ``pages`` the page table and the
+    lists of a paged cache, 0 for a plain one.
     """
 
     slots: int
@@ -39,10 +40,10 @@ class Memory(NamedTuple):
 
 
 def memory(
+    policy: Policy | str | None = None,
     *,
     budget: int,
     block: int = 128,
-    policy: Policy | str | None = None,
     dtype: DtypesLike = jnp.bfloat16,
     page_size: int = 16,
     mesh: Mesh | AbstractMesh | None = None,
@@ -50,13 +51,14 @@ def memory(
 ) -> Memory:
     """Compute the bytes of a cache that holds ``budget`` tokens per head while blocks of ``block`` tokens come in.
 
-    For a full cache, give all tokens as the budget, a block of 0 and no policy. Otherwise the size does not depend on
-    the length of the prompt.
+    They are those of :func:`kvjax.empty_cache`, whose defaults are smaller: float32, and a block of one token. For a
+    full cache, give all tokens as the budget, a block of 0 and no policy. Otherwise the size does not depend on the
+    length of the prompt.
 
     Args:
+        policy: a policy or its short name, for its state and its allocation; None or "full" for neither.
         budget: tokens that each head keeps, on average where an allocation is uneven.
         block: tokens per step, which need slots in addition to the budget.
-        policy: a policy or its short name, for its state and its allocation; None for neither.
         dtype: of keys and values: floats, or "int8" or "float8_e4m3fn", with 4 bytes more per row for its scale; or a
             pair of both.
         page_size: slots per page, where the allocation is uneven or a window is smaller than the budget.
@@ -66,8 +68,7 @@ def memory(
             with a policy: a full cache keeps all tokens.
 
     Raises:
-        ValueError: if a size is below 1, the block is negative, the budget is below what the policy protects, the
-            dtype is unknown, there is not one window per layer, or the mesh does not divide the rows or the heads.
+        ValueError: if the block is negative, or :func:`kvjax.empty_cache` refuses the arguments.
 
     Example:
         >>> import kvjax
@@ -85,46 +86,23 @@ def memory(
         ... ).total / 2**20
         33.61...
     """
-    kv_heads, head_dim, query_heads, layers, batch, windows = check_sizes(**sizes)
-    budget = check_count("budget", budget, 1, "a cache needs at least 1")
-    page_size = check_count("page_size", page_size, 1, "a cache needs at least 1")
+    policy = policy_of(policy)
     block = check_count("block", block, 0, "give the tokens of a step, from 0")
-    if not isinstance(policy, Policy | str | None):
-        raise ValueError(f"policy is {policy!r}; give a policy, its short name, or None.")
-    of_row = sum(head_dim * jnp.dtype(name).itemsize + 4 * is_quantised(name) for name in check_dtypes(dtype))
-    policy = parse(policy) if isinstance(policy, str) else policy
-    ways = (1, 1) if mesh is None else check_mesh(mesh, batch, kv_heads)
-    of_all = np.full(batch, budget)
-    batch //= ways[0]
-    heads, rows = (layers or 1) * batch * kv_heads // ways[1], 4 * batch
-    a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, query_heads // kv_heads, head_dim)
-    if policy is not None:
-        check_budget(policy, budget)
-    most, pages = budget + block, 0
-    if policy is not None:
-        layout = Layout(kv_heads, windows, policy.allocation, page_size, ways)
-        most, pages = capacity(layout, Demand(of_all, block, block), in_pages(policy, budget, windows))
-    slots, extra = heads * most, 0
-    if pages:
-        slots = pages * page_size
-        table = heads * -(-most // page_size)
-        extra = 4 * (table + 2 * pages + 1)  # the table; owners and free list; the number of free pages
+    if policy is None:
+        budget, block = check_count("budget", budget, 1, "a cache needs at least 1") + block, 1
+    given: dict[str, Any] = dict(budget=budget, block=block, dtype=dtype, page_size=page_size, mesh=mesh)
+    cache = jax.eval_shape(lambda: empty_cache(policy, **given, **sizes))
+    data, tensor = (1, 1) if mesh is None else (mesh.shape[name] for name in (ROWS, HEADS))
+    parts = cache.each_part
+
+    def of_device(*leaves: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaves)) // (data * tensor)
+
+    copies = tensor if isinstance(parts, KVCache) else 1  # each device along "tensor" has the rows' next positions
     return Memory(
-        slots=slots // heads,
-        keys_values=slots * of_row,
-        positions=slots * 4 + rows,
-        state=slots * a_slot + heads * a_head,
-        pages=extra,
+        slots=parts.position.size // math.prod(cache.heads_shape),
+        keys_values=of_device(parts.rows),
+        positions=of_device(parts.position) + copies * of_device(parts.next_position),
+        state=of_device(parts.state),
+        pages=of_device(parts.table, parts.owner, parts.free, parts.num_free) if parts.paged else 0,
     )
-
-
-def _state_bytes(policy: Policy, G: int, D: int) -> tuple[int, int]:
-    """Return the bytes of a policy's state per slot, and per head."""
-    state = jax.eval_shape(lambda: policy.state(1, 1, G, 1, D))
-    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
-
-    def size(leaf) -> int:
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf))
-
-    of_heads = sum(size(leaf) for leaf in leaves if isinstance(leaf, HeadState))
-    return sum(map(size, leaves)) - of_heads, of_heads

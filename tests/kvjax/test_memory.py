@@ -12,6 +12,7 @@ import kvjax
 import models
 
 CONFIG = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+POLICIES = ["h2o+critical", "keydiff@layer", "h2o@pyramid", "sage(heads='query')", "kvzip+match"]
 SHAPE = dict(layers=3, kv_heads=2, head_dim=8, query_heads=4)
 
 
@@ -37,12 +38,12 @@ def test_a_window_counts_where_it_is_narrower_than_the_budget_and_not_in_a_full_
     assert kvjax.memory(**sizes, windows=windows).slots <= (28 + 56 + 40) / 3 + 3
     assert kvjax.memory(**sizes, windows=(40, None, 99)) == kvjax.memory(**sizes)
     full = sizes | dict(policy=None)  # keeps all tokens
-    assert kvjax.memory(**full, windows=windows) == kvjax.memory(**full)
+    assert kvjax.memory(**full, windows=windows) == kvjax.memory(**full) == kvjax.memory(**full | dict(policy="full"))
 
 
 @pytest.mark.parametrize("windows", [(None, None, None), (12, None, 24)])
 @pytest.mark.parametrize("dtype", ["float32", "int8", ("int8", "bfloat16")], ids=str)
-@pytest.mark.parametrize("policy", ["h2o+critical", "keydiff@layer", "h2o@pyramid"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_an_empty_cache_takes_is_predicted_with_the_scales_of_eight_bits(policy, dtype, windows):
     sizes = SHAPE | dict(budget=40, block=16, page_size=4, windows=windows, dtype=dtype)
     cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, **sizes))
