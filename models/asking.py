@@ -29,7 +29,7 @@ from models.tokenizer import Tokenizer
 
 # What answers like the full cache where no question is known (docs/results/fixed-memory.json).
 POLICY, BUDGET = "kvzip@model(normalise=False,cap=8)", 0.25
-OPTIONS = Options(policy=POLICY, max_new_tokens=128)
+OPTIONS = Options(max_new_tokens=128)
 BETWEEN = "\n\n"  # the document and a question
 MARK = "kvjaxtextstandshere"  # a placeholder that shows what a template puts around a message
 
@@ -96,8 +96,9 @@ def ask(
             without being read; what concerns the cache then changes nothing.
         questions: one question or several; none at all to read the document only.
         options, settings: what to keep, and how to answer; see :class:`Options`. By default at most 128 tokens of an
-            answer, and a policy that answers as the full cache does with a quarter of it, and reads each block of the
-            document twice (docs/how-to/choose-a-policy.md). A policy without a budget keeps a quarter.
+            answer, and, where neither names a policy, one that answers as the full cache does with a quarter of it, and
+            reads each block of the document twice (docs/how-to/choose-a-policy.md). A policy without a budget keeps a
+            quarter; "full" keeps all.
         system: the text of the system message; by default that of the template, if it has one.
             A tokenizer without a template (:meth:`models.Tokenizer.plain`) leaves the template out.
         key: draws the tokens of the answers where the temperature is above 0.
@@ -186,14 +187,14 @@ def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock
 def checked(
     policy: Policy | str | None, budget: int | float | None, block: int
 ) -> tuple[Policy | None, int | float | None]:
-    """Return a document's policy and budget, after all checks that need no document.
+    """Return a document's policy and budget, after all checks that need no document; None stands for the default.
 
     Example:
         >>> from models.asking import checked
         >>> checked("keydiff", None, block=128)[1], checked("full", None, block=128)
         (0.25, (None, None))
     """
-    policy = policy_of(policy)
+    policy = policy_of(POLICY if policy is None else policy)
     if policy is None:
         check_policy_given(policy, budget)
         return None, None

@@ -91,7 +91,7 @@ def _ask(flags: argparse.Namespace) -> None:
     networks = load_networks(flags.networks, flags.model, model, [wanted_by(policy)], dtype=flags.dtype)
     screen, settings = Screen(), run_settings(flags)
     asker = tokenizer.plain() if flags.plain else tokenizer
-    of_read: dict[str, Any] = dict(policy=policy, budget=budget, when=flags.when, networks=networks)
+    of_read: dict[str, Any] = dict(policy=policy or "full", budget=budget, when=flags.when, networks=networks)
     shared: dict[str, Any] = dict(system=flags.system, **settings)
     with warnings.catch_warnings(), screen.compiling():
         warnings.simplefilter("default")

@@ -38,6 +38,21 @@ def test_each_answer_is_that_of_the_whole_prompt(model, policy):
     assert again.answers == found.answers[1:] and (again.seconds, again.cache_bytes) == (0, found.cache_bytes)
 
 
+@pytest.mark.parametrize("given", [{}, dict(options=models.Options(budget=0.5)), dict(options=models.Options("full"))])
+def test_options_without_a_policy_keep_the_default_one(model, monkeypatch, given):
+    read = []
+
+    def stream(model, tokens, *, options, **settings):
+        read.append((options.policy and options.policy.name.split("(")[0], options.budget))
+        raise EOFError
+
+    monkeypatch.setattr(models, "stream", stream)
+    with pytest.raises(EOFError):
+        models.ask(model, tokenizer_of(CHATML), DOCUMENT, QUESTIONS, **given)
+    options = given.get("options", models.Options())
+    assert read == [(None, None) if options.policy else ("kvzip@model", options.budget or 0.25)]
+
+
 @pytest.mark.parametrize("template", [CHATML, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, None])
 @pytest.mark.parametrize("system", [None, "Be kind."])
 def test_document_and_question_are_the_text_of_the_template(template, system):
