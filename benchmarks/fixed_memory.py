@@ -159,7 +159,7 @@ def command(flags: argparse.Namespace) -> None:
     check_names("--when", moments, get_args(When))
     wanted = [wanted_by(policy_of(name)) for name in policies]
     sizes = (measure.whole_numbers(f"--{name}", getattr(flags, name)) for name in ("rows", "prompts"))
-    prompts = list(itertools.product(*sizes))
+    prompts = [(rows, tokens) for rows, tokens in itertools.product(*sizes)]
     model, tokenizer = models.load(flags.model)
     networks = load_networks(flags.networks, flags.model, model, wanted)
     like = models.Options(budget=flags.budget, block=flags.block, networks=networks)
