@@ -1,6 +1,12 @@
-"""The definition, in plain JAX: the pages of one head at a time are copied and attended over as slots of a cache."""
+"""The definition, in plain JAX: the pages of one head at a time are copied and attended over as slots of a cache.
+
+Where heads compete, the table is as wide as the most that one head may come to own, of which most heads own little. So a
+head is read at the narrowest of a few widths that holds its pages.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +14,9 @@ from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.reference import ColumnStatistics
-from kernels_pallas.paged_attention.pages import laid_out, slot_positions
+from kernels_pallas.paged_attention.pages import laid_out, slot_positions, table_ends
+
+NARROWEST = 256  # slots; below it a program for another width costs more to compile than it saves
 
 
 def paged_attention(
@@ -32,12 +40,16 @@ def paged_attention(
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.paged_attention.api.paged_attention`."""
     B, T, N, D = query.shape
-    K = table.shape[1]
+    K, M = table.shape[1:]
+    page = position.shape[1]
     grouped = query.reshape(B, T, K, N // K, D)
+    widths = [M]
+    while -(-widths[-1] // 2) * page >= NARROWEST:
+        widths.append(-(-widths[-1] // 2))
 
-    def of_head(head: Int[Array, ""]) -> tuple[Array, ColumnStatistics]:
-        pages = jax.lax.dynamic_slice_in_dim(table, head, 1, axis=1)
-        return reference.cache_attention(
+    def of_width(pages: Int[Array, "B 1 M"], head: Int[Array, ""], *, width: int) -> tuple[Array, ColumnStatistics]:
+        pages = pages[..., :width]
+        out, columns = reference.cache_attention(
             jax.lax.dynamic_index_in_dim(grouped, head, axis=2, keepdims=False),
             laid_out(key, pages),
             None if value is None else laid_out(value, pages),
@@ -56,6 +68,14 @@ def paged_attention(
             value_scale=None if value_scale is None else laid_out(value_scale, pages),
             bias=None if bias is None else laid_out(bias, pages),
         )
+        beyond = (M - width) * page
+        return out, jax.tree.map(lambda x: jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, beyond)]), columns)
+
+    def of_head(head: Int[Array, ""]) -> tuple[Array, ColumnStatistics]:
+        pages = jax.lax.dynamic_slice_in_dim(table, head, 1, axis=1)
+        wide_enough = jnp.array(widths) >= jnp.max(table_ends(pages))
+        branches = [functools.partial(of_width, width=width) for width in widths]
+        return jax.lax.switch(jnp.sum(wide_enough) - 1, branches, pages, head)
 
     out, columns = jax.lax.map(of_head, jnp.arange(K))  # [K, B, T, G, D], and each [K, B, G or 1, ...]
     columns = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:]), columns)

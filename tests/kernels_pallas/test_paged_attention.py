@@ -68,6 +68,14 @@ def test_a_single_query_reads_pages_of_one_slot():
     check_definition(compiled()(*pages), held)
 
 
+@pytest.mark.parametrize("most", [10, 48])
+def test_a_head_is_read_at_a_width_that_holds_its_pages(most):
+    given = case(5, S=768)
+    counts = np.random.default_rng(most).integers(most + 1, size=given.key.shape[:2])
+    pages, held = paged(given, 16, counts)
+    check_definition(compiled()(*pages), held)
+
+
 def test_a_slot_has_its_place_by_the_order_of_the_heads_pages():
     pages, held = paged(case(3, S=24), 3)
     out, columns = compiled()(*pages)
