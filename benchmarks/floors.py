@@ -21,16 +21,7 @@ class Parts(NamedTuple):
 
 
 def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False) -> int:
-    """Return the bytes of V: read twice for CAOTE, where |X - v| needs X first; once for FastCAOTE with cached norms.
-
-    Example:
-        >>> from benchmarks import floors
-        >>> (
-        ...     floors.caote_topk(1, 2, 10, 4, 2),
-        ...     floors.caote_topk(1, 2, 10, 4, 2, fast=True),
-        ... )
-        (320, 160)
-    """
+    """Return the bytes of V: read twice for CAOTE, whose |X - v| needs X first; once for FastCAOTE with cached norms."""
     return (1 if fast else 2) * B * K * S * D * width
 
 
@@ -88,14 +79,7 @@ def weight_numbers(config: Config) -> Parts:
 
 
 def step_bytes(config: Config, batch: int, tokens: int, width: int) -> tuple[int, int]:
-    """Return a step's bytes of weights, and of keys and values, with ``tokens`` cached tokens per head.
-
-    Example:
-        >>> from benchmarks import floors
-        >>> from benchmarks.shapes import shape
-        >>> [x / 1e9 for x in floors.step_bytes(shape("llama-3.1-8b"), 1, 8192, 2)]
-        [15.009..., 1.073...]
-    """
+    """Return a step's bytes of weights, and of keys and values, with ``tokens`` cached tokens per head."""
     rest, layer = weight_numbers(config)
     cache = keys_and_values(batch * config.num_kv_heads * tokens, config.head_dim, width)
     return (rest + config.num_layers * layer) * width, config.num_layers * cache

@@ -67,19 +67,7 @@ TINY = Sizes(budget=24, block=8, context=64, loss_tokens=16)
 
 
 def cases(config: Config, batch: int, sizes: Sizes, dtype: DTypeLike, operations: Sequence[str]) -> Iterator[Case]:
-    """Yield the cases of a model's shape.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from benchmarks import kernels
-        >>> from benchmarks.shapes import shape
-        >>> given = kernels.cases(
-        ...     shape("tiny"), 1, kernels.Sizes(8, 4, 16, 0.5, 8), jnp.float32,
-        ...     ["caote_topk"]
-        ... )
-        >>> [case.case for case in given]
-        ['block', 'block, fast', 'decode']
-    """
+    """Yield the cases of a model's shape."""
     if "caote_topk" in operations:
         yield _caote_topk(config, batch, sizes, dtype, "block")
         yield _caote_topk(config, batch, sizes, dtype, "block, fast")

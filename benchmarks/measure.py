@@ -79,13 +79,6 @@ def take_turns(
 
     Raises:
         ValueError: ``repetitions`` is below 1.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from benchmarks.measure import take_turns
-        >>> times = take_turns({"ones": lambda: jnp.ones(4)}, 3)["ones"]
-        >>> times.lowest <= times.milliseconds, times.repetitions
-        (True, 3)
     """
     if repetitions < 1:
         raise ValueError(f"{repetitions} repetitions were asked for; give at least 1.")
@@ -114,12 +107,6 @@ def loop(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
     ``zero`` is an integer 0 that XLA cannot know to be 0, because it depends on the call before. Code that slices its
     arguments at ``index % L + zero`` stays in the loop if L is at least 2; what depends on neither ``index`` nor
     ``zero`` may be computed once, before the loop.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from benchmarks.measure import loop
-        >>> loop(lambda index, zero, x: x[zero] + index, 3)(jnp.ones((1, 2))).tolist()
-        [3.0, 3.0]
     """
 
     def program(*arguments: Any) -> Any:
@@ -145,16 +132,6 @@ def executable(
 
     Raises:
         DoesNotFit: the arguments or the program need more than ``free``.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from benchmarks.measure import executable, program_bytes
-        >>> program = executable(
-        ...     jnp.negative, jax.ShapeDtypeStruct((256,), jnp.float32),
-        ...     what="negation", free=1e6
-        ... )
-        >>> program_bytes(program)
-        2048
     """
     check_fits(tree_bytes(shapes), what, free)
     program = jax.jit(function, donate_argnums=tuple(donate)).lower(*shapes).compile()

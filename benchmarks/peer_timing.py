@@ -21,11 +21,6 @@ def timing(begin: Callable[[], int], step: Callable[[int], int], steps: int) -> 
 
     Returns:
         The four times in seconds, and the tokens.
-
-    Example:
-        >>> from benchmarks.peer_timing import timing
-        >>> timing(lambda: 1, lambda token: 2 * token, steps=3)["tokens"]
-        [1, 2, 4, 8]
     """
     started, worked = time.perf_counter(), time.process_time()
     tokens = [begin()]

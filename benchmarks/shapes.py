@@ -54,11 +54,6 @@ def shape(name: str) -> models.Config:
 
     Raises:
         ValueError: the name is unknown.
-
-    Example:
-        >>> from benchmarks.shapes import shape
-        >>> shape("llama-3.1-8b").head_dim
-        128
     """
     check_names("shape", name, SHAPES)
     return SHAPES[name]
@@ -80,11 +75,5 @@ def names_of(flags: argparse.Namespace) -> list[str]:
 
 
 def parameter_count(config: models.Config) -> int:
-    """Return the number of a model's parameters.
-
-    Example:
-        >>> from benchmarks.shapes import parameter_count, shape
-        >>> parameter_count(shape("llama-3.1-8b"))
-        8030261248
-    """
+    """Return the number of a model's parameters."""
     return sum(math.prod(size) for size in parameter_shapes(config).values())

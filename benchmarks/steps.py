@@ -74,13 +74,6 @@ def random_model(config: Config, dtype: DTypeLike, *, free: float | None = None)
 
     Raises:
         benchmarks.measure.DoesNotFit: its weights take more memory than is free.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from benchmarks import steps
-        >>> from benchmarks.shapes import shape
-        >>> steps.random_model(shape("tiny"), jnp.bfloat16).embedding[...].dtype.name
-        'bfloat16'
     """
     needed = measure.tree_bytes(abstract_model(config, dtype))
     measure.check_fits(needed, "the model", measure.free_bytes() if free is None else free)
@@ -125,14 +118,6 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
 
     Raises:
         ValueError: the policy or the budget is invalid.
-
-    Example:
-        >>> from benchmarks import steps
-        >>> from benchmarks.shapes import shape
-        >>> steps.shapes(
-        ...     steps.Setting(shape("tiny"), None, None, block=8), 100
-        ... ).cache.position.shape
-        (2, 1, 2, 112)
     """
     keeps = setting.policy is None
     length = setting.held(prompt) if keeps else prompt
@@ -184,13 +169,6 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
     Raises:
         ValueError: the policy or the budget is invalid, or ``calls`` is larger than a block.
         benchmarks.measure.DoesNotFit: weights, cache and program take more memory than is free.
-
-    Example:
-        >>> from benchmarks import steps
-        >>> from benchmarks.shapes import shape
-        >>> setting = steps.Setting(shape("tiny"), "h2o+caote", budget=16, block=8)
-        >>> steps.program("decode", setting, 1_000_000, 2, free=2**30).cache.key.shape
-        (2, 1, 2, 24, 64)
     """
     if kind == "decode" and calls > setting.block:
         raise ValueError(f"{calls} decode steps per call were asked for; give at most {setting.block}, the block.")
@@ -240,21 +218,6 @@ def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) ->
     Args:
         shape: the abstract cache of a :class:`Program`.
         numbers: draw keys and values, or leave them out.
-
-    Example:
-        >>> import jax, kvjax
-        >>> from benchmarks import steps
-        >>> shape = jax.eval_shape(
-        ...     lambda: kvjax.KVCache.init(
-        ...         layers=1, batch=1, kv_heads=2, slots=6, head_dim=4
-        ...     )
-        ... )
-        >>> cache = steps.after_prompt(shape, prompt=100, held=4)
-        >>> (
-        ...     cache.num_live.tolist(), int(cache.next_position[0]),
-        ...     int(cache.position.max()) < 100
-        ... )
-        ([[[4, 4]]], 100, True)
     """
 
     @jax.jit
@@ -351,17 +314,7 @@ class PromptTimes(NamedTuple):
 
 
 def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) -> PromptTimes:
-    """Feed a prompt of random tokens, after a single block of it has compiled all programs.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from benchmarks import steps
-        >>> from benchmarks.shapes import shape
-        >>> model = steps.random_model(shape("tiny"), jnp.float32)
-        >>> setting = steps.Setting(shape("tiny"), "h2o+caote", budget=16, block=8)
-        >>> steps.feed(model, setting, 64, steps=2).prompt > 0
-        True
-    """
+    """Feed a prompt of random tokens, after a single block of it has compiled all programs."""
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (setting.batch, prompt), np.int32)
 
     def run(count: int, steps: int) -> tuple[float, float]:

@@ -55,25 +55,7 @@ class _Instruction(NamedTuple):
 
 
 def launches(text: str, layers: int) -> list[Launch]:
-    """Return the launches of one layer in a compiled program's text, whose layers run in a loop of that many turns.
-
-    Example:
-        >>> from papers.caote.launches import launches
-        >>> text = '''%turn (p: s32[2]) -> s32[2] {
-        ...   %p = s32[2]{0} parameter(0)
-        ...   ROOT %twice = s32[2]{0} fusion(%p), kind=kLoop, calls=%fused
-        ... }
-        ... %fused (q: s32[2]) -> s32[2] {
-        ...   %q = s32[2]{0} parameter(0)
-        ...   ROOT %add = s32[2]{0} add(%q, %q)
-        ... }
-        ... ENTRY %main (x: s32[2]) -> s32[2] {
-        ...   %x = s32[2]{0} parameter(0)
-        ...   ROOT %loop = s32[2]{0} while(%x), condition=%c, body=%turn, backend_config={"known_trip_count":{"n":"3"}}
-        ... }'''
-        >>> launches(text, 3)
-        [Launch(name='twice', kernel=None, times=1, numbers_bytes=16)]
-    """
+    """Return the launches of one layer in a compiled program's text, whose layers run in a loop of that many turns."""
     computations = _computations(text)
     for instruction in computations["ENTRY"]:
         if instruction.opcode == "while" and _turns(instruction) == layers:

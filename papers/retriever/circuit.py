@@ -34,16 +34,6 @@ def init_parameters(config: Config, key: Array) -> dict[str, Array]:
     """Return random parameters with the circuit in layers 0 and 1. Nothing else writes to the residual stream.
 
     The config must have query and key norms, at least two layers, and a head_dim of at least 16.
-
-    Example:
-        >>> import jax
-        >>> from models.config import Config
-        >>> config = Config(
-        ...     64, 32, 32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
-        ...     query_key_norm=True, architecture="qwen3", tie_embeddings=True
-        ... )
-        >>> init_parameters(config, jax.random.key(0))["layers.query"].shape
-        (2, 32, 2, 16)
     """
     return _parameters(config, key)
 

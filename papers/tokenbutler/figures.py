@@ -106,13 +106,6 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
         ``correlation`` and ``overlap`` [L N, L N], means over sequences; ``consensus`` and ``common``, their means over
         pairs of different heads, with 95% intervals over sequences; and ``layers``, the same means within each layer
         and between it and the next.
-
-    Example:
-        >>> import numpy as np
-        >>> from papers.tokenbutler.figures import agreement
-        >>> one = np.array([3.0, 1.0, 2.0, 0.0])
-        >>> agreement(np.stack([one, -one])[None, None])["consensus"]
-        -1.0
     """
     L, B, N, T = logits.shape
     if L * N < 2 or T < 2:

@@ -145,13 +145,6 @@ def selected_numbers(model: models.Config, tokens: float, slots: int) -> dict[st
     ``heads``: every query head gathers its own tokens, as published. The others read the tokens of a group once:
     ``same`` if all heads of the group choose the same tokens, ``apart`` if no two heads share one, ``chance`` if they
     choose independently.
-
-    Example:
-        >>> from papers.tokenbutler import flops
-        >>> # 1,024 numbers a token
-        >>> numbers = flops.selected_numbers(flops.MODELS["Llama-3.2-1B"], 100, 1000)
-        >>> numbers["heads"] // 1024, numbers["same"] // 1024
-        (400, 100)
     """
     token, group = _token_numbers(model), model.num_heads // model.num_kv_heads
     return {
@@ -168,15 +161,7 @@ def _token_numbers(model: models.Config) -> int:
 
 
 def break_even(model: models.Config, predictor: ButlerConfig, share: float, reading: str) -> int | None:
-    """Return the shortest context at which a decode step reads fewer bytes with the predictor, or None if none does.
-
-    Example:
-        >>> from papers.tokenbutler import flops
-        >>> model = flops.MODELS["Llama-3.2-1B"]
-        >>> predictor = flops.ButlerConfig.of(model)
-        >>> flops.break_even(model, predictor, 0.5, "heads") is None
-        True
-    """
+    """Return the shortest context at which a decode step reads fewer bytes with the predictor, or None if none does."""
 
     def saved(slots: int) -> float:
         floor = floor_numbers(model, predictor, slots)

@@ -49,27 +49,6 @@ def measure(
     Returns:
         Rows of ``task`` ("all" for all tasks together), ``select``, ``sparsity``, the ``accuracy`` with its Wilson
         interval, and per sample whether it is ``correct``.
-
-    Example:
-        >>> import models
-        >>> from evals import choices, selections
-        >>> from papers.tokenbutler import zero_shot
-        >>> model, tokenizer = models.load("retriever")
-        >>> text = " ".join(
-        ...     f"A boat that had a crew of {i} men went by the old town of {i}."
-        ...     for i in range(9, 200)
-        ... )
-        >>> drawn = [
-        ...     choices.draw(
-        ...         "continuation", 0, choices.read_corpus(text), tokenizer, 256
-        ...     )
-        ... ]
-        >>> rows = zero_shot.measure(
-        ...     model, {"continuation": drawn}, [selections.parse_selection("full")],
-        ...     [0.5]
-        ... )
-        >>> [(row["task"], row["sparsity"], len(row["correct"])) for row in rows]
-        [('continuation', None, 1), ('all', None, 1)]
     """
     rows = []
     for selection in chosen:
