@@ -21,7 +21,7 @@ class Parts(NamedTuple):
 
 
 def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False) -> int:
-    """Return the bytes of V: read twice for CAOTE, whose |X - v| needs X first; once for FastCAOTE with cached norms."""
+    """Return the bytes of V: read twice for CAOTE, whose |X - v| needs X first; once for FastCAOTE, with norms kept."""
     return (1 if fast else 2) * B * K * S * D * width
 
 
