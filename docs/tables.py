@@ -12,7 +12,7 @@ import functools
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,11 @@ def all_claims() -> str:
     return study_page.claim_table([(found, claims) for found, _, claims in made])
 
 
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
+
+
 COLUMNS = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
 
 
@@ -64,7 +69,7 @@ def choice(name: str, question: str) -> str:
     Where the best policy holds far more than the full cache, the best of the others follows.
     """
     found, data = studies.find(name), read(f"{name}.json")
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+    rows = []
     fulls = {}
     for panel in study_page.panels(found, data["results"]):
         if panel.question != question:
@@ -73,18 +78,18 @@ def choice(name: str, question: str) -> str:
         full = fulls[form] = cells["full", None]
         for budget in sorted({budget for _, budget in cells if budget is not None}):
             own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
-            best, line = best_of(own, full, f"{form}, {budget:.0%}")
-            lines.append(line)
+            best, row = best_of(own, full, f"{form}, {budget:.0%}")
+            rows.append(row)
             if own[best].held > MORE * full.held:
                 fits = {policy: cell for policy, cell in own.items() if cell.held <= MORE * full.held}
-                lines.append(best_of(fits, full, f"{form}, {budget:.0%}")[1])
+                rows.append(best_of(fits, full, f"{form}, {budget:.0%}")[1])
     scores = ", ".join(f"{full.scores.mean():.2f} ({form})" for form, full in fulls.items())
     texts = next(iter(fulls.values())).scores.shape[1]
     text = f"From [{name}](../results/{name}.md): {texts} texts; the full cache has {scores}. {found.note}"
-    return "\n".join([text, "", *lines])
+    return f"{text}\n\n{markdown(COLUMNS, rows)}"
 
 
-def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: str) -> tuple[str, str]:
+def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: str) -> tuple[str, tuple[str, ...]]:
     """Return the best of some policies under a budget, and its row of such a table."""
     # Among equals the simplest comes first.
     ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
@@ -98,7 +103,7 @@ def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: st
         f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
         f"{cell.held:.0f} of {full.held:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
     )  # fmt: skip
-    return best, f"| {' | '.join(row)} |"
+    return best, row
 
 
 def as_good(cell: study_page.Cell, best: study_page.Cell) -> bool:
@@ -121,7 +126,7 @@ README_COLUMNS = {
 def readme() -> str:
     """Make README's table: a row per study, question and budget, a column per method, and the bytes held at most."""
     heads = ("model, question, evicted, budget", "full cache", *README_COLUMNS, "held at most")
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    rows = []
     for name, form, question, budget in README_ROWS:
         found, data = studies.find(name), read(f"{name}.json")
         cells = study_page.cells(found, data["results"], study_page.Panel(form, question))
@@ -140,8 +145,8 @@ def readme() -> str:
         when = report.MOMENTS[found.content["when"]]
         row = [f"{form}, {question}, {when}, {budget:.0%}", share(full, 0)]
         row += ["-" if cell is None else share(cell, most) for cell in own]
-        lines.append(f"| {' | '.join((*row, f'{between} of {full.held:.0f} MiB'))} |")
-    return "\n".join(lines)
+        rows.append([*row, f"{between} of {full.held:.0f} MiB"])
+    return markdown(heads, rows)
 
 
 def share(cell: study_page.Cell, most: float) -> str:
@@ -162,23 +167,19 @@ def selections(chosen: Sequence[str]) -> str:
         value = next((v for (found, s), v in table.items() if found.split("(")[0] == name and s == share), None)
         return "" if value is None else format(value, form)
 
-    head = " | ".join(
-        [f"perplexity, {1 - share:.0%} read" for share in shares]
-        + [f"co-reference, {1 - share:.0%} read" for share in shares]
-    )
-    lines = [f"| read | {head} |", f"| --- |{' --- |' * 2 * len(shares)}"]
+    heads = [f"{what}, {1 - share:.0%} read" for what in ("perplexity", "co-reference") for share in shares]
+    rows = []
     for name in chosen:
         labels = dict.fromkeys(s for s, _ in [*increase, *named] if s.split("(")[0] == name)
-        cells = [cell(increase, name, share, "+.1%") for share in shares] + [
-            cell(named, name, share, ".2f") for share in shares
-        ]
-        lines.append(f"| {', then '.join(f'`{label}`' for label in labels)} | {' | '.join(cells)} |")
+        cells = [cell(increase, name, share, "+.1%") for share in shares]
+        cells += [cell(named, name, share, ".2f") for share in shares]
+        rows.append([", then ".join(f"`{label}`" for label in labels), *cells])
     full = next(r["accuracy"] for r in coref["results"] if r["select"] == "full")
     text = (
         "From [perplexity.json](../results/perplexity.json) (increase over all tokens) and "
         f"[coref.json](../results/coref.json) (names found; all tokens: {full:.2f})."
     )
-    return "\n".join([text, "", *lines])
+    return f"{text}\n\n{markdown(['read', *heads], rows)}"
 
 
 FILTERS, HEADS = (f"file='docs/results/{REAL}/{name}.npy'" for name in ("q-filters", "heads"))
@@ -198,16 +199,14 @@ def calibration() -> str:
     shares = sorted({share for _, share, _ in recall if share is not None})
     settings = [(share, question) for question in ("known", "unknown") for share in shares]
     most = {s: max(recall[policy, *s] for policy in CALIBRATED_POLICIES.values()) for s in settings}
-    lines = [
-        f"| policy | {' | '.join(f'{share:.0%}, {question}' for share, question in settings)} |",
-        f"|{' --- |' * (len(settings) + 1)}",
-    ]
+    rows = []
     for name, policy in CALIBRATED_POLICIES.items():
         found = [(recall[policy, *s], most[s]) for s in settings]
-        lines.append(f"| {name} | {' | '.join(f'**{x:.2f}**' if x == best else f'{x:.2f}' for x, best in found)} |")
+        rows.append([name, *(f"**{x:.2f}**" if x == best else f"{x:.2f}" for x, best in found)])
+    table = markdown(["policy", *(f"{share:.0%}, {question}" for share, question in settings)], rows)
     full = recall["full", None, "known"]
-    lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens; the full cache has {full:.2f}."]
-    return "\n".join(lines)
+    note = f"{data['samples']} prompts of {data['settings']['length']} tokens; the full cache has {full:.2f}."
+    return f"{table}\n\n{note}"
 
 
 def eight_bits() -> str:
@@ -219,14 +218,14 @@ def eight_bits() -> str:
         (r["question"], r["budget"], r["cache_dtype"]): f"{r['recall']:.2f}, {r['cache_bytes'] / 2**20:.2f} MiB"
         for r in given
     }
-    lines = [f"| slots per head, question | {' | '.join(dtypes)} |", f"|{' --- |' * (len(dtypes) + 1)}"]
+    rows = []
     for question in ("known", "unknown"):
         for budget in sorted({r["budget"] for r in given}, key=lambda budget: budget or float("inf")):
             cells = [found.get((question, budget, dtype), "-") for dtype in dtypes]
-            lines.append(f"| {budget or 'all'}, {question} | {' | '.join(cells)} |")
+            rows.append([f"{budget or 'all'}, {question}", *cells])
     policy = next(r["policy"] for r in given if r["budget"])
-    lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."]
-    return "\n".join(lines)
+    note = f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."
+    return f"{markdown(['slots per head, question', *dtypes], rows)}\n\n{note}"
 
 
 def needles() -> str:
@@ -244,13 +243,13 @@ def needles() -> str:
         for c in data["comparisons"]
         if c["better"] == "yes" and c["against"] == report.without_caote(c["policy"])
     }
-    lines = [f"| budget | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
+    rows = []
     for when, named in (("block", "after every block"), ("prompt", "once after the prompt")):
         for budget in sorted({b for _, b, w in recall if b is not None and w == when}):
             keys = [(policy, budget, when) for policy in columns.values()]
             cells = [f"**{recall[key]:.2f}**" if key in better else f"{recall[key]:.2f}" for key in keys]
-            lines.append(f"| {budget}, {named} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append([f"{budget}, {named}", *cells])
+    return markdown(["budget", *columns], rows)
 
 
 NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o": "h2o, token by token", "quest": "quest, page 16",
@@ -267,12 +266,12 @@ def label(select: str) -> str:
 def predictions(file: str) -> str:
     """Make the table of how well each source predicts which tokens the heads attend to."""
     rows = sorted(read(file)["results"], key=lambda r: -r["hit_rate"])
-    lines = ["| source | hit rate, all rows | last row (the paper's accuracy) | attention held |", f"|{' --- |' * 4}"]
+    lines = []
     for r in rows:
         rate = f"{r['hit_rate']:.3f}"
         cells = (label(r["select"]), f"**{rate}**" if r is rows[0] else rate)
-        lines.append(f"| {' | '.join(cells)} | {r['token_accuracy']:.3f} | {r['mass']:.3f} |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{r['token_accuracy']:.3f}", f"{r['mass']:.3f}"])
+    return markdown(("source", "hit rate, all rows", "last row (the paper's accuracy)", "attention held"), lines)
 
 
 VARIANTS = {
@@ -286,15 +285,15 @@ VARIED_ON = {"king-james-bible": "Bible, held out", "python-doc": "Python, held 
 
 def variants(folder: str) -> str:
     """Make the table of predictors by what they were trained on and what they read, on three texts."""
-    lines = [f"| trained on, reads | {' | '.join(VARIED_ON.values())} |", f"|{' --- |' * (len(VARIED_ON) + 1)}"]
+    rows = []
     for name, title in VARIANTS.items():
         (found,) = zip(*(read(f"{folder}/{name}-{text}.json")["results"] for text in VARIED_ON), strict=True)
         cells = [
             f"{r['hit_rate']:.3f} [{', '.join(f'{x:.3f}' for x in r['hit_rate_interval'])}], {r['token_accuracy']:.3f}"
             for r in found
         ]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([title, *cells])
+    return markdown(["trained on, reads", *VARIED_ON.values()], rows)
 
 
 def tuning() -> str:
@@ -324,7 +323,7 @@ def tuning() -> str:
         (title, *loss("after", data["held_out_loss"]), *found(runs[title].replace("finetune", "needle")))
         for title, data in losses.items()
     ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
+    return markdown(head, rows)
 
 
 def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str], rank: str) -> str:
@@ -335,10 +334,8 @@ def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]],
     order = sorted(
         {select for select, share in found if share == middle}, key=lambda select: (found[select, middle][rank], select)
     )
-    lines = [f"| selection | {' | '.join(f'{share:.0%}' for share in shares)} |", f"|{' --- |' * (len(shares) + 1)}"]
-    for select in order:
-        lines.append(f"| {label(select)} | {' | '.join(cell(found[select, share]) for share in shares)} |")
-    return "\n".join(lines)
+    lines = [[label(select), *(cell(found[select, share]) for share in shares)] for select in order]
+    return markdown(["selection", *(f"{share:.0%}" for share in shares)], lines)
 
 
 def perplexities(file: str) -> str:
@@ -387,12 +384,12 @@ def choice_tasks(file: str) -> str:
     for r in data["results"]:
         found.setdefault((r["select"], r["sparsity"]), {})[r["task"]] = r
     order = sorted(found.values(), key=lambda own: (own["all"]["sparsity"] or 0, -own["all"]["accuracy"]))
-    lines = [f"| reads | {' | '.join(tasks)} | 95%, all |", f"|{' --- |' * (len(tasks) + 2)}"]
+    rows = []
     for own in order:
         whole = own["all"]
         reads = "everything" if whole["sparsity"] is None else f"{label(whole['select'])}, {1 - whole['sparsity']:.0%}"
-        cells = " | ".join(f"{own[task]['accuracy']:.2f}" for task in tasks)
-        lines.append(f"| {reads} | {cells} | [{whole['low']:.2f}, {whole['high']:.2f}] |")
+        cells = [f"{own[task]['accuracy']:.2f}" for task in tasks]
+        rows.append([reads, *cells, f"[{whole['low']:.2f}, {whole['high']:.2f}]"])
     sides = [
         f"- {sparsity:.0%} left out: "
         + "; ".join(
@@ -405,7 +402,7 @@ def choice_tasks(file: str) -> str:
     return (
         f"[{Path(file).name}]({file}): {len(order[0]['all']['correct'])} samples of {data['settings']['chunk']} "
         "tokens; by chance 0.25, of section 0.50.\n\n"
-        + "\n".join(lines)
+        + markdown(["reads", *tasks, "95%, all"], rows)
         + "\n\nThe predictor less each other, on the same samples:\n\n"
         + "\n".join(sides)
     )
@@ -418,23 +415,20 @@ def decode_steps() -> str:
     for row in data["results"]:
         found.setdefault((row["step"], row["share"]), {})[row["context"]] = row
     contexts = sorted(found["dense", None])
-    lines = [
-        f"| step | reads | {' | '.join(f'{c:,} tokens' for c in contexts)} |",
-        f"|{' --- |' * (len(contexts) + 2)}",
-    ]
+    rows = []
     for (step, share), own in found.items():
         cells = [
             f"{own[c]['milliseconds']:.1f} ms" + ("" if step == "dense" else f" ({own[c]['ratio']:.2f})")
             for c in contexts
         ]
         reads = "all" if step == "dense" else "its own" if share is None else f"{share:.0%}"
-        lines.append(f"| {STEPS.get(step, step)} | {reads} | {' | '.join(cells)} |")
+        rows.append([STEPS.get(step, step), reads, *cells])
     bytes_of = [r for r in data["results"] if r["share"] == 0.5 and r["context"] == contexts[-1]]
     counted = ", ".join(f"{STEPS[r['step']]} {r['bytes_ratio']:.2f}" for r in bytes_of)
     return (
         "`python -m papers selection` (docs/results/selection.json): one sequence, median of "
         f"{data['results'][0]['repetitions']} steps in turns, over the dense step in brackets.\n\n"
-        + "\n".join(lines)
+        + markdown(["step", "reads", *(f"{c:,} tokens" for c in contexts)], rows)
         + f"\n\nBytes counted over the dense step's, at 50% of {contexts[-1]:,} tokens: {counted}."
     )
 
@@ -491,16 +485,13 @@ def presses(kind: str) -> str:
     """Make the table of kvpress' presses: the policy here, and how many kept sets are equal."""
     data = read("parity.json")
     compared = any(press.compared for press in PRESSES[kind])
-    lines = (
-        ["| press | here | same kept sets |", f"|{' --- |' * 3}"] if compared else ["| press | here |", "| --- | --- |"]
-    )
+    rows = []
     for press in PRESSES[kind]:
         values = [f"values to {data['values'][name]:.0e}" for name in press.compared if name in data["values"]]
         sets = equal(data["tiny"], press.compared, ""), equal(data["smollm2"], press.compared, " in SmolLM2")
         here = "; ".join(filter(None, [press.here or "not here", press.note]))
-        same = f" {', '.join([*values, *sets[0], *sets[1]])} |" if compared else ""
-        lines.append(f"| `{press.name}` | {here} |{same}")
-    return "\n".join(lines)
+        rows.append([f"`{press.name}`", here, *([", ".join([*values, *sets[0], *sets[1]])] if compared else [])])
+    return markdown(("press", "here", "same kept sets")[: 2 + compared], rows)
 
 
 DIFFERENT = {
@@ -516,24 +507,22 @@ def same_questions() -> str:
     data, found = read("kvpress-answers.json"), studies.find("once")
     rows = {row["policy"]: row for row in read("once.json")["results"]
             if (row["model"], row["question"]) == (REAL, "unknown")}  # fmt: skip
-    lines = ["| policy | right, kvpress | right, kvjax | the same | where they differ |", f"|{' --- |' * 5}"]
+    lines = []
     for policy, theirs in data["answers"].items():
         of_all = rows[full_name(policy)]["scores"]["needle"]
         texts = range(0, len(of_all), data["every"] * found.asked)
         ours = "".join(of_all[first : first + found.asked] for first in texts)
         same = sum(a == b for a, b in zip(theirs, ours, strict=True))
         note = "" if same == len(ours) else DIFFERENT[policy]
-        lines.append(f"| `{policy}` | {theirs.count('1')} | {ours.count('1')} | {same} | {note} |")
-    return "\n".join(lines)
+        lines.append([f"`{policy}`", theirs.count("1"), ours.count("1"), same, note])
+    return markdown(("policy", "right, kvpress", "right, kvjax", "the same", "where they differ"), lines)
 
 
 def peers() -> str:
     """Make the table of times beside kvpress and transformers, from benchmarks/results/peers-smollm2.json."""
     data = read("../../benchmarks/results/peers-smollm2.json")
-    lines = [
-        "| threads | budget | side | prompt, s | x | token, ms | x | peak, MiB | same tokens |",
-        f"|{' --- |' * 9}",
-    ]
+    head = ("threads", "budget", "side", "prompt, s", "x", "token, ms", "x", "peak, MiB", "same tokens")
+    rows = []
     for r in data["results"]:
         if "llama.cpp" in r["side"]:
             continue
@@ -542,12 +531,12 @@ def peers() -> str:
             ratio = r[f"{part}_ratio"]
             cells += [format(r[part]["milliseconds"] / unit, form), "" if ratio is None else f"{ratio:.2f}"]
         cells += [f"{r['peak_bytes'] / 2**20:,.0f}", f"{r['same_tokens']} of {r['tokens']}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        rows.append(cells)
     settings = data["settings"]
     return (
         f"SmolLM2-135M-Instruct (Q4_1), a prompt of {settings['prompt']:,} tokens, `snapkv`, {settings['dtype']}, "
         f"{data['cores']} CPU cores; medians of {data['results'][0]['repetitions']} runs that took turns "
-        f"(`{data['command']}`).\n\n" + "\n".join(lines)
+        f"(`{data['command']}`).\n\n{markdown(head, rows)}"
     )
 
 
@@ -556,12 +545,12 @@ def families() -> str:
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for name, golden in read("parity.json")["families"].items():
         found.setdefault(golden["config"], []).append((name, golden))
-    lines = ["| transformers' class | golden files | largest logit | largest difference |", "| --- | --- | --- | --- |"]
+    rows = []
     for config, files in sorted(found.items()):
         names = ", ".join(f"`{name}`" for name, _ in files)
         worst = max(files, key=lambda file: file[1]["error"])[1]
-        lines.append(f"| `{config}` | {names} | {worst['largest']:.1f} | {worst['error']:.1e} |")
-    return "\n".join(lines)
+        rows.append([f"`{config}`", names, f"{worst['largest']:.1f}", f"{worst['error']:.1e}"])
+    return markdown(("transformers' class", "golden files", "largest logit", "largest difference"), rows)
 
 
 def methods(kind: str) -> str:
@@ -569,35 +558,35 @@ def methods(kind: str) -> str:
     found, data = studies.find("once"), read("once.json")
     cells = {q: study_page.cells(found, data["results"], study_page.Panel("base", q)) for q in ("known", "unknown")}
     head = ("short name", "paper", "equation, or what it is", "file", "run as", "25%, known", "25%, unknown")
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    rows = []
     for m in METHODS[kind]:
         there = m.run and all((full_name(m.run), 0.25) in cells[q] for q in cells)
         scores = [f"{cells[q][full_name(m.run), 0.25].scores.mean():.2f}" if there else "" for q in cells]
         run = f"`{m.run}`" if there else m.note
-        lines.append(f"| {' | '.join((f'`{m.name}`', m.paper, m.where, f'`{m.file}`', run, *scores))} |")
+        rows.append([f"`{m.name}`", m.paper, m.where, f"`{m.file}`", run, *scores])
     full, floor = (" and ".join(f"{cells[q][key].scores.mean():.2f}" for q in cells) for key in FULL_AND_FLOOR)
     known = "with the question known and unknown"
-    lines += ["", f"The full cache has {full} {known}, the newest tokens {floor} ([every figure](results/once.md))."]
-    return "\n".join(lines)
+    note = f"The full cache has {full} {known}, the newest tokens {floor} ([every figure](results/once.md))."
+    return f"{markdown(head, rows)}\n\n{note}"
 
 
 def generations(file: str) -> str:
     """Make the table of what a text's facts and results are worth behind its last token, and of its perplexity."""
     data = read(file)
     full = next(r for r in data["results"] if r["policy"] == "full")
-    lines = ["| policy | budget | facts | results | of full, both | perplexity | MiB |", f"|{' --- |' * 7}"]
+    head, rows = ("policy", "budget", "facts", "results", "of full, both", "perplexity", "MiB"), []
     for r in sorted(data["results"], key=lambda r: (r["budget"] or 0, -r["score"], r.get("increase", 0))):
         told = [f"{r['tasks'][task]['score']:.2f}" for task in ("facts", "results")]
         share = "" if r is full else f"{r['score'] / full['score']:.2f}"
         more = f"{r['perplexity']:.1f}" if r is full else growth(r)
         cells = (f"`{r['policy']}`", f"{r['budget'] or 'all'}", *told, share, more, f"{r['cache_bytes'] / 2**20:.0f}")
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     settings = data["settings"]
     return (
         f"{settings['samples']} texts of {settings['lengths']} tokens, {settings['facts']} facts and as many results "
         f"each, {settings['model']} (`{data['command']}`; every figure is in [{Path(file).name}](../results/{file})). "
         "Perplexity is that of the full cache, and by how much it grows, with a 95% interval over texts; bytes are "
-        "those of one text's buffers.\n\n" + "\n".join(lines)
+        f"those of one text's buffers.\n\n{markdown(head, rows)}"
     )
 
 
@@ -606,10 +595,8 @@ FULL_AND_FLOOR = ("full", None), (RECENCY, 0.25)
 
 def evictions() -> str:
     """Make the table of when each paper evicts, as the links declare it, and of the default here."""
-    lines = [
-        "| short name | prompt, published | decode, published | source | decode here, by default |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    head = ("short name", "prompt, published", "decode, published", "source", "decode here, by default")
+    rows = []
     prompt = {"block": "after every block", "prompt": "once, when it is in"}
     steps = {0: "never", 1: "at every step", 128: "every 128 steps"}
     for name, make in LINKS.items():
@@ -620,8 +607,8 @@ def evictions() -> str:
         _, every = moments(link, "block", None) if link.base else ("", None)
         here = "like the score before it" if every is None else steps.get(every, f"every {every} steps")
         when = link.published
-        lines.append(f"| {own} | {prompt[when.prompt]} | {steps[when.decode]} | {when.source} | {here} |")
-    return "\n".join(lines)
+        rows.append([own, prompt[when.prompt], steps[when.decode], when.source, here])
+    return markdown(head, rows)
 
 
 def kept_documents() -> str:
@@ -629,22 +616,18 @@ def kept_documents() -> str:
     data = read("../../benchmarks/results/questions.json")
     settings, results = data["settings"], data["results"]
     ways = {"scratch": "each from scratch", "kept": "on a kept cache", "at once": "at once, `repeat`"}
-    lines = [
-        "| cache | questions | seconds for all | cache of a row, MiB | in a file, MiB | right |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ("cache", "questions", "seconds for all", "cache of a row, MiB", "in a file, MiB", "right")
+    rows = []
     for r in results:
         budget = "full" if r["budget"] is None else f"`{r['policy']}`, {r['budget']:,}"
         sizes = (r["milliseconds"] / 1000, r["cache_bytes"] / 2**20, r["file_bytes"] / 2**20)
-        lines.append(
-            f"| {budget} | {ways[r['way']]} | {sizes[0]:.1f} | {sizes[1]:.1f} | {sizes[2]:.1f} | {r['right']} |"
-        )
+        rows.append([budget, ways[r["way"]], *(f"{size:.1f}" for size in sizes), r["right"]])
     same = all(r["same_as_scratch"] for r in results)
     return (
         f"{settings['questions']} questions on one document of {settings['document']:,} tokens, answers of "
         f"{settings['new_tokens']} tokens, {settings['model']} in float32 on {data['cores']} CPU cores, programs "
         f"compiled before (`{data['command']}`). The answers {'are' if same else 'are not all'} those from scratch, "
-        "token by token. The questions are not known when the document is compressed.\n\n" + "\n".join(lines)
+        "token by token. The questions are not known when the document is compressed.\n\n" + markdown(head, rows)
     )
 
 
@@ -655,15 +638,15 @@ def roundings(file: str) -> str:
     titles = [text.replace("-", " ").title() for text in texts]
     counts = " and ".join(str(count) for count in sorted(set(data["chunks"].values())))
     head = ("keys", "values", "bytes", *(cell for title in titles for cell in (title, "KL")))
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    rows = []
     for same in zip(*texts.values(), strict=True):
         if same[0]["key"] == "float32" == same[0]["value"]:
             continue
         figures = [cell for r in same for cell in (growth(r), f"{r['kl']:.4f}" if r["kl"] < 0.1 else f"{r['kl']:.3f}")]
-        lines.append(f"| {' | '.join((same[0]['key'], same[0]['value'], f'{same[0]["bytes"]:g}', *figures))} |")
+        rows.append([same[0]["key"], same[0]["value"], f"{same[0]['bytes']:g}", *figures])
     return (
         f"{counts} chunks of {data['settings']['chunk']} tokens of each text, {data['settings']['model']} in float32, "
-        f"D {data['head_dim']} (`{data['command']}`).\n\n" + "\n".join(lines)
+        f"D {data['head_dim']} (`{data['command']}`).\n\n{markdown(head, rows)}"
     )
 
 

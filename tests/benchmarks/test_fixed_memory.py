@@ -17,4 +17,4 @@ def test_under_a_budget_the_peak_is_the_same_for_all_prompts():
     assert len(set(peaks["recency"])) == 1
     assert [r["seconds"] is not None for r in found] == [True] * 2 + [False] * 4
     lines = fixed_memory.table(found).splitlines()
-    assert lines[2].split()[:2] == ["full", "1"] and "the model has 256" in lines[-2]
+    assert lines[2].split()[:2] == ["full", "1"] and "the model has 256" in lines[-1]
