@@ -7,7 +7,7 @@ from papers import remake
 from papers.caote import launches
 from papers.debian import texts
 from papers.kivi import rounding
-from papers.tokenbutler import figures, flops, selection
+from papers.predictor import figures, flops, selection
 
 EXPERIMENTS = {
     "predictor": figures, "flops": flops, "selection": selection, "rounding": rounding, "launches": launches,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from papers.tokenbutler import figures
+from papers.predictor import figures
 
 
 def test_agreement_by_hand():

@@ -11,7 +11,7 @@ import models
 from benchmarks import floors
 from models.butler import Butler, ButlerConfig, parameter_shapes
 from papers.__main__ import main
-from papers.tokenbutler import flops as benchmark
+from papers.predictor import flops as benchmark
 
 SMALL = models.Config(512, 128, 384, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
 PREDICTOR = ButlerConfig(128, num_layers=5, num_heads=4, hidden=96, dim=16)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evals import choices, loglikelihood, selections, simulator
-from papers.tokenbutler import zero_shot
+from papers.predictor import zero_shot
 
 TEXT = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
 

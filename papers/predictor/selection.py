@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,11 @@ import models
 from benchmarks import measure
 from benchmarks.steps import unbounded
 from evals import report
+from kvjax import sources
+from kvjax.sources import PREDICTOR
 from models import commands, fingerprints
-from models.butler import Butler, ButlerCache, importance
-from models.networks import load_networks
-from papers.tokenbutler import flops
+from models.networks import LooksAhead, load_networks
+from papers.predictor import flops
 
 LEGEND = """ms: median of a step of `models.stream`, all ways in turns; over dense: that of the context's dense step.
 predictor: its own step and the logits of all tokens in all predicted layers, without a selection. bytes: counted, over
@@ -33,7 +34,7 @@ BEFORE = 3  # calls that compile, before any is timed
 
 def timings(
     model: models.Decoder,
-    butler: Butler,
+    network: LooksAhead,
     context: int,
     groups: Sequence[str],
     shares: Sequence[float],
@@ -42,7 +43,7 @@ def timings(
     """Time steps of one sequence after a random prompt; the dense step, the predictor and each selection take turns.
 
     Args:
-        groups: how the query heads of a group choose; see :func:`kvjax.sources.butler`.
+        groups: how the query heads of a group choose; see :data:`kvjax.sources.Group`.
         shares: of the tokens so far that a step reads.
     """
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, context))
@@ -54,41 +55,40 @@ def timings(
         return lambda: next(stream)[0]
 
     asked = list(itertools.product(groups, shares))
-    programs = {"dense": steps(), "predictor": alone(model, butler, context)}
+    programs = {"dense": steps(), "predictor": alone(model, network, context)}
     for group, part in asked:
-        programs[f"{group} {part}"] = steps(select=f"butler(group={group!r})", budget=part, networks=butler)
+        programs[f"{group} {part}"] = steps(select=f"{PREDICTOR}(group={group!r})", budget=part, networks=network)
     times = measure.take_turns(programs, repetitions, progress=True)
     rows = []
     rows_of: list[tuple[str, float | None]] = [("dense", None), ("predictor", None), *asked]
     for (name, share), own in zip(rows_of, times.values(), strict=True):
-        ratios = {} if share is None else flops.bytes_ratios(model.config, butler.config, share, context)
+        ratios = {} if share is None else flops.bytes_ratios(model.config, network.config, share, context)
         row = {"context": context, "step": name, "share": share, **own._asdict()}
         row["ratio"] = own.milliseconds / times["dense"].milliseconds
         rows.append({**row, "bytes_ratio": ratios.get("heads" if name == "separate" else "same")})
     return rows
 
 
-def alone(model: models.Decoder, butler: Butler, context: int) -> Callable[[], Array]:
+def alone(model: models.Decoder, network: LooksAhead, context: int) -> Callable[[], Array]:
     """Return a step of the predictor after ``context`` tokens, with the logits of every predicted layer."""
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def step(butler: Butler, cache: ButlerCache, x: Array, position: Int[Array, "1 1"]) -> tuple[Array, ButlerCache]:
-        query, cache = butler.step(cache, x, position)
-        layers = jnp.arange(1, butler.config.num_layers)
-        logits = jax.lax.map(
-            lambda layer: importance(
-                query, cache.importance_key, layer, position=position, key_position=cache.position
-            ).max(),
-            layers,
-        )
-        return logits, cache
+    def step(network: LooksAhead, memory: Any, x: Array, position: Int[Array, "1 1"]) -> tuple[Array, Any]:
+        said, memory = network.look_ahead(memory, x, position, importance_keys=True)
+        seen = (memory.position >= 0) & (memory.position <= position)
+
+        def largest(layer: Array) -> Array:
+            predicted: Any = network.predict(layer, x, said, memory)
+            return jnp.max(jnp.where(seen, sources.logits(predicted.query, predicted.key), -jnp.inf))
+
+        return jax.lax.map(largest, jnp.arange(1, model.config.num_layers)), memory
 
     places = jnp.arange(context + 1).at[-1].set(-1)[None].astype(jnp.int32)
-    held = [dataclasses.replace(butler.init_cache(1, context + 1), position=places)]
+    held = [dataclasses.replace(network.init_cache(1, context + 1), position=places)]
     x, position = jnp.ones((1, 1, model.config.hidden_size)), jnp.full((1, 1), context)
 
     def run() -> Array:
-        logits, held[0] = step(butler, held[0], x, position)
+        logits, held[0] = step(network, held[0], x, position)
         return logits
 
     return run
@@ -126,13 +126,12 @@ def command(flags: argparse.Namespace) -> None:
     groups = commands.split_list(flags.groups)
     shares = measure.shares("--shares", flags.shares)
     model, _ = models.load(flags.model, dtype="float32")
-    (butler,) = load_networks(flags.networks, flags.model, model, [frozenset({"query", "key"})])
-    assert isinstance(butler, Butler)
+    (network,) = load_networks(flags.networks, flags.model, model, [frozenset({"query", "key"})])
     digests = fingerprints.fingerprints(model)
-    digests["butler"] = fingerprints.weights(butler, butler.shapes(butler.config))
+    digests[network.name] = fingerprints.weights(network, network.shapes(network.config))
     model.config = unbounded(model.config)
     rows = []
     for context in contexts:
-        rows += timings(model, butler, context, groups, shares, flags.repetitions)
+        rows += timings(model, cast(LooksAhead, network), context, groups, shares, flags.repetitions)
     print(table(rows), LEGEND, sep="\n\n")
     measure.write(flags, "selection", {"model": flags.model}, rows, digests, done=True)

@@ -1,4 +1,4 @@
-"""Figures on TokenButler's predictor as in its paper: its accuracy, and why each head needs its own prediction.
+"""Figures on the predictor of arXiv 2503.07518: its accuracy, and why each head needs its own prediction.
 
 accuracy, layers: the share of the oracle's tokens that a source chooses, too, while the model runs dense (figure 3):
 over all layers but the first, and layer by layer. "token accuracy" is that of each sequence's last query: the paper's
@@ -13,7 +13,7 @@ common is reported as well; it is 0.5 by chance.
 oracles: perplexity against sparsity for the oracle, the oracle with eviction, the first layer's logits, the previous
 layer's logits, and a random choice (figure 9); see `python -m evals perplexity`.
 
-choices: the right ones found in choice tasks made from the text; see papers/tokenbutler/zero_shot.py.
+choices: the right ones found in choice tasks made from the text; see papers/predictor/zero_shot.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from tqdm import tqdm
 import models
 from evals import answering, command_line, evaluator, perplexity, report, selections, simulator, statistics, texts
 from evals.selections import Method
+from kvjax.sources import PREDICTOR
 from models import commands
 from models.networks import Networks
-from papers.tokenbutler import zero_shot
+from papers.predictor import zero_shot
 
 FIGURES = ("accuracy", "layers", "agreement", "oracles", "choices")
-SOURCES = "butler,quest,first_layer,previous_layer,streaming,random"
+SOURCES = f"{PREDICTOR},quest,first_layer,previous_layer,streaming,random"
 ORACLES = "oracle,oracle_eviction,first_layer,previous_layer,random"
 MEASURES = ("token_accuracy", "hit_rate", "mass")
 TOP = 0.5
@@ -84,7 +85,7 @@ def accuracies(
     return results
 
 
-def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
+def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
     """Compare the predictor's hit rate with each other source's at the same sparsity, by paired sequences."""
     lines = {r["sparsity"]: r for r in results if r["select"] == against}
     rows = []

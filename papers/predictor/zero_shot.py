@@ -1,6 +1,6 @@
 """Choices under selections: the choice tasks of :mod:`evals.choices`, each token reading what a selection keeps.
 
-TokenButler's table 1 has zero-shot choice tasks under token sparsity. Here the tasks are made from a text. Nothing is
+Table 1 of arXiv 2503.07518 has zero-shot choice tasks under token sparsity. Here a text makes the tasks. Nothing is
 evicted: each row of the prompt and of a choice reads what the selection keeps of all rows before it, as in
 `python -m evals coref`. A choice is judged by the log-probability of its tokens, as in `python -m evals choices`.
 """
@@ -21,11 +21,12 @@ from evals import choices, evaluator, loglikelihood, report, simulator, statisti
 from evals.choices import Sample
 from evals.selections import Method
 from evals.simulator import Simulation
+from kvjax.sources import PREDICTOR
 from models import commands
 from models.commands.programs import make_room
 from models.networks import Networks
 
-SELECT = "full,oracle,butler,quest,h2o,snapkv,streaming,random"
+SELECT = f"full,oracle,{PREDICTOR},quest,h2o,snapkv,streaming,random"
 
 
 def measure(
@@ -99,7 +100,7 @@ def draw(
     return found, missing
 
 
-def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
+def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
     """Compare the predictor with each other selection on the same samples, over all tasks, at the same sparsity."""
     rows = []
     together = [row for row in results if row["task"] == "all"]

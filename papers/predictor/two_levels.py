@@ -1,11 +1,11 @@
-"""Two levels under TokenButler's predictor, simulated: pages first, and logits only for the tokens of the best pages.
+"""Two levels under a predictor, simulated: pages first, and logits only for the tokens of the best pages.
 
 The predictor's logits grow with the length of the text. One key per page, the mean of its tokens' predicted keys, would
 take a page's worth fewer: its logit is the mean of the page's logits, by which this source ranks pages. All logits are
 computed here, so it saves nothing; it shows what the tokens that are chosen that way are worth.
 
-    python -m papers predictor accuracy --import papers.tokenbutler.two_levels --sparsity 0.9 \\
-        --select "butler,two_levels(pages=0.2)"
+    python -m papers predictor accuracy --import papers.predictor.two_levels --sparsity 0.9 \\
+        --select "quest,two_levels(pages=0.2)"
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def two_levels(*, pages: float = 0.2, page_size: int = 16, by: Literal["mean", "
     Example:
         >>> import jax
         >>> import numpy as np
-        >>> from papers.tokenbutler.two_levels import two_levels
+        >>> from papers.predictor.two_levels import two_levels
         >>> from kvjax.sources import Reading
         >>> given = np.array([[[[1.0, 2.0, 9.0, -9.0, 3.0, 3.0]]]], np.float32)
         >>> query, place = np.ones((1, 1, 1, 2), np.float32), np.arange(6)[None, None]

@@ -1,4 +1,4 @@
-"""The cost of TokenButler's predictor at published sizes, counted from compiled programs.
+"""The cost of a predictor at published sizes, counted from compiled programs.
 
 No model runs: the programs are compiled for abstract arrays. XLA counts a loop's body once, whatever the loop's length.
 So a model's cost is that of the model without layers, plus the cost that one layer adds times the number of layers.
@@ -24,12 +24,14 @@ from benchmarks import floors, measure
 from benchmarks.shapes import shape
 from evals import report
 from kernels_pallas import cache_attention
+from kvjax import sources
 from kvjax.checks import check_names
-from models import butler, commands
-from models.butler import Butler, ButlerConfig
+from models import commands
 from models.host_steps import filled_slots
+from models.networks import kinds_for
 from models.parameters import parameter_shapes as model_shapes
 
+KIND: Any = kinds_for(frozenset({"query", "key"}))[0]
 MODELS = {
     "Llama-3.2-1B": shape("llama-3.2-1b"),
     "Llama-3.2-3B": shape("llama-3.2-3b"),
@@ -53,7 +55,7 @@ def compiled_cost(function: Callable, *arguments: Any, donate: tuple[int, ...] =
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from papers.tokenbutler.flops import compiled_cost
+        >>> from papers.predictor.flops import compiled_cost
         >>> a, b = (
         ...     jax.ShapeDtypeStruct((8, 16), jnp.float32),
         ...     jax.ShapeDtypeStruct((16, 32), jnp.float32),
@@ -104,22 +106,19 @@ def _forward(model: models.Decoder, tokens: Array, cache: list[Array]) -> tuple[
 
 
 @functools.cache
-def predictor_cost(config: ButlerConfig, tokens: int, slots: int) -> tuple[Cost, Cost]:
+def predictor_cost(config: Any, tokens: int, slots: int) -> tuple[Cost, Cost]:
     """Return the costs of the predictor without logits and of one layer's logits, as in :func:`model_cost`."""
-    abstract = {name: _abstract(*sizes) for name, sizes in butler.parameter_shapes(config).items()}
-    predictor = jax.eval_shape(functools.partial(Butler, config), abstract)
+    abstract = {name: _abstract(*sizes) for name, sizes in KIND.shapes(config).items()}
+    predictor = jax.eval_shape(functools.partial(KIND, config), abstract)
     cache = jax.eval_shape(lambda predictor: predictor.init_cache(1, slots), predictor)
 
     def network(predictor, cache, x):
         return predictor.step(cache, x, jnp.arange(slots - tokens, slots)[None])
 
-    def logits(query, key):
-        return butler.importance(query, key, 1)
-
-    query = _abstract(1, 1, tokens, config.num_heads, config.dim)
+    query = _abstract(1, tokens, config.num_heads, config.dim)
     return (
         compiled_cost(network, predictor, cache, _abstract(1, tokens, config.hidden_size), donate=(1,)),
-        compiled_cost(logits, query, _abstract(1, 1, config.num_heads, slots, config.dim)),
+        compiled_cost(sources.logits, query, _abstract(1, config.num_heads, slots, config.dim)),
     )
 
 
@@ -127,10 +126,10 @@ def _abstract(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)  # a CPU's compiler would turn bfloat16 into float32 copies
 
 
-def floor_numbers(model: models.Config, predictor: ButlerConfig, slots: int) -> Parts:
+def floor_numbers(model: models.Config, predictor: Any, slots: int) -> Parts:
     """Return how many numbers a decode step reads, each once: weights, and the caches of ``slots`` tokens."""
     rest, layer = floors.weight_numbers(model)
-    own = {name: math.prod(size) for name, size in butler.parameter_shapes(predictor).items()}
+    own = {name: math.prod(size) for name, size in KIND.shapes(predictor).items()}
     return Parts(
         rest=rest,
         layer=layer + floors.keys_and_values(model.num_kv_heads * slots, model.head_dim, 1),
@@ -160,7 +159,7 @@ def _token_numbers(model: models.Config) -> int:
     return 2 * model.num_kv_heads * model.head_dim
 
 
-def break_even(model: models.Config, predictor: ButlerConfig, share: float, reading: str) -> int | None:
+def break_even(model: models.Config, predictor: Any, share: float, reading: str) -> int | None:
     """Return the shortest context at which a decode step reads fewer bytes with the predictor, or None if none does."""
 
     def saved(slots: int) -> float:
@@ -177,7 +176,7 @@ def break_even(model: models.Config, predictor: ButlerConfig, share: float, read
     return low
 
 
-def largest_share(model: models.Config, predictor: ButlerConfig, reading: str) -> float:
+def largest_share(model: models.Config, predictor: Any, reading: str) -> float:
     """Return the share below which selection saves bytes at contexts where the predictor's weights do not matter."""
     group = model.num_heads // model.num_kv_heads
     own = model.num_heads * predictor.dim + 2 * predictor.reduced / predictor.predicted_layers
@@ -190,7 +189,7 @@ def blocks_of(tokens: int) -> list[tuple[int, int]]:
     """Return the tokens of each block of a prompt, and the slots that its attention reads.
 
     Example:
-        >>> from papers.tokenbutler.flops import blocks_of
+        >>> from papers.predictor.flops import blocks_of
         >>> blocks_of(512)
         [(128, 256), (128, 256), (128, 512), (128, 512)]
     """
@@ -205,7 +204,7 @@ def prefill(name: str, tokens: int) -> dict[str, Any]:
     The prompt comes in blocks, as in generation: attention and logits are over the slots that are filled so far.
     """
     model = MODELS[name]
-    predictor = ButlerConfig.of(model)
+    predictor = KIND.Config.of(model)
     rest, network = model_cost(model, tokens, tokens)[0], predictor_cost(predictor, tokens, tokens)[0]
     last, L = model_cost(model, 1, tokens)[0], model.num_layers
     places = blocks_of(tokens)
@@ -237,7 +236,7 @@ class StepBytes(NamedTuple):
     importance_keys: int
 
 
-def step_bytes(model: models.Config, predictor: ButlerConfig, slots: int) -> StepBytes:
+def step_bytes(model: models.Config, predictor: Any, slots: int) -> StepBytes:
     """Return the bytes that a dense decode step at ``slots`` tokens reads, and those that the predictor reads."""
     floor, weights = floor_numbers(model, predictor, slots), floor_numbers(model, predictor, 0)
     return StepBytes(
@@ -249,7 +248,7 @@ def step_bytes(model: models.Config, predictor: ButlerConfig, slots: int) -> Ste
     )
 
 
-def bytes_ratios(model: models.Config, predictor: ButlerConfig, share: float, slots: int) -> dict[str, float]:
+def bytes_ratios(model: models.Config, predictor: Any, share: float, slots: int) -> dict[str, float]:
     """Return a selecting decode step's bytes over a dense one's, for each reading of :func:`selected_numbers`."""
     floor = step_bytes(model, predictor, slots)
     dense = floor.weights + floor.cache
@@ -265,7 +264,7 @@ def _tokens_read(share: float, slots: int) -> int:
 def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
     """Count FLOPs and bytes of a decode step of one sequence at a context: dense, and with predictor and selection."""
     model = MODELS[name]
-    predictor = ButlerConfig.of(model)
+    predictor = KIND.Config.of(model)
     predicted = predictor.predicted_layers
     (rest, layer), (network, logits) = model_cost(model, 1, context), predictor_cost(predictor, 1, context)
     dense = rest.flops + model.num_layers * layer.flops
@@ -293,7 +292,7 @@ def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
 def reading(name: str, shares: list[float]) -> dict[str, Any]:
     """Return a model's numbers per token and predicted layer, and the contexts from which selection saves bytes."""
     model = MODELS[name]
-    predictor = ButlerConfig.of(model)
+    predictor = KIND.Config.of(model)
     readings = ("heads", "same", "chance", "apart")
     return {
         "model": name,

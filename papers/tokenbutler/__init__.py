@@ -1,1 +1,0 @@
-"""The experiments of TokenButler (arXiv 2503.07518): what its predictor finds, what it costs, what it saves."""
