@@ -113,18 +113,6 @@ def answers(
     Args:
         rows: the prompts to answer, all by default.
         options: see :func:`answers_each`.
-
-    Example:
-        >>> import models
-        >>> from evals import answering, run_settings, tasks
-        >>> model, tokenizer = models.load("retriever")
-        >>> setting = run_settings.Setting("tova", 64, "block", "known")
-        >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
-        >>> found = answering.answers(
-        ...     model, prompts, setting, new_tokens=4, feed=answering.Feed(block=32)
-        ... )
-        >>> [batch.tokens.shape for batch in found]
-        [(1, 4)]
     """
     chosen = None if rows is None else {setting: rows}
     return (batch for _, batch in answers_each(model, prompts, [setting], rows=chosen, **options))
@@ -154,21 +142,6 @@ def answers_each(
 
     Returns:
         Each batch with its setting. The prefill seconds of a shared prompt are those of all its settings together.
-
-    Example:
-        >>> import models
-        >>> from evals import answering, run_settings, tasks
-        >>> model, tokenizer = models.load("retriever")
-        >>> settings = [
-        ...     run_settings.Setting("tova", budget, "prompt", "known")
-        ...     for budget in (32, 64)
-        ... ]
-        >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
-        >>> found = answering.answers_each(
-        ...     model, prompts, settings, new_tokens=4, feed=answering.Feed(block=32)
-        ... )
-        >>> [(setting.budget, batch.tokens.shape) for setting, batch in found]
-        [(32, (1, 4)), (64, (1, 4))]
     """
     asked_of = _Job(model, prompts, new_tokens, feed, end, width)
     wanted = {setting: range(len(prompts)) if rows is None else rows[setting] for setting in settings}

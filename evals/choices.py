@@ -88,15 +88,6 @@ def read_corpus(text: str) -> Corpus:
 
     Raises:
         ValueError: the text has fewer than 100 sentences.
-
-    Example:
-        >>> from evals import choices
-        >>> corpus = choices.read_corpus(
-        ...     "== One ==\\n\\n"
-        ...     + "The river was calm again. It ran down to the sea. " * 60
-        ... )
-        >>> corpus.sentences[1], corpus.sections
-        ('It ran down to the sea.', (('One', 0, 120),))
     """
     found: list[str] = []
     places: list[tuple[str, int, int]] = []
@@ -123,20 +114,6 @@ def draw(task: str, index: int, corpus: Corpus, tokenizer: Any, length: int, *, 
 
     Raises:
         ValueError: the task is unknown, or cannot be made from this text at this length.
-
-    Example:
-        >>> import models
-        >>> from evals import choices
-        >>> _, tokenizer = models.load("retriever")
-        >>> text = " ".join(
-        ...     f"A boat that had a crew of {i} men went by the old town of {i}."
-        ...     for i in range(9, 200)
-        ... )
-        >>> sample = choices.draw(
-        ...     "continuation", 0, choices.read_corpus(text), tokenizer, 256
-        ... )
-        >>> len(sample.choices), len(sample.tokens) < 256
-        (4, True)
     """
     check_names("task", task, TASKS)
     rng = np.random.default_rng([seed, index, length, list(TASKS).index(task)])
@@ -244,24 +221,6 @@ def answer(
     Returns:
         For each setting one record per sample: the ``score`` (1 where the right choice is the likeliest), the index
         that was ``chosen``, the ``log_probability`` of each choice, and the cache's bytes.
-
-    Example:
-        >>> import models
-        >>> from evals import choices
-        >>> from evals.run_settings import Setting
-        >>> model, tokenizer = models.load("retriever")
-        >>> text = " ".join(
-        ...     f"A boat that had a crew of {i} men went by the old town of {i}."
-        ...     for i in range(9, 200)
-        ... )
-        >>> sample = choices.draw(
-        ...     "continuation", 0, choices.read_corpus(text), tokenizer, 256
-        ... )
-        >>> record = choices.answer(
-        ...     model, [sample], [Setting("tova", 64, "block", "unknown", 0)]
-        ... )[0][0]
-        >>> record["score"] in (0.0, 1.0), len(record["log_probability"])
-        (True, 4)
     """
     make_room()
     given = [samples[row] for row in (range(len(samples)) if rows is None else rows)]

@@ -135,14 +135,6 @@ def read(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None =
 
     Raises:
         ValueError: a field is unknown or missing, or a policy cannot be read.
-
-    Example:
-        >>> from evals import claims
-        >>> (claim,) = claims.read(
-        ...     [{"paper": "CAOTE", "link": "caote", "to": ["tova"]}]
-        ... )
-        >>> claim.text, claim.policy, claim.over
-        ('caote improves tova', 'tova+caote', 'tova')
     """
     names = names or {}
     return [claim for entry in entries for claim in _of_entry(entry, names)]
@@ -195,20 +187,6 @@ def judge(claims: Sequence[Claim], found: Iterable[PolicyScores], models: Sequen
 
     Returns:
         The rows in the order of the claims. A claim whose policies were not run has none.
-
-    Example:
-        >>> from evals import claims
-        >>> claim = claims.Claim("ours", "a better score", "tova", "recency")
-        >>> place = ("needle", 512, 64, "prompt", "known")
-        >>> found = [
-        ...     claims.PolicyScores(
-        ...         "m", name, place, {("needle", i): score for i in range(50)}
-        ...     )
-        ...     for name, score in (("tova", 1.0), ("recency", 0.0))
-        ... ]
-        >>> (row,) = claims.judge([claim], found, ["m"])
-        >>> row.difference, row.verdict
-        (1.0, 'holds')
     """
     table = {(one.model, one.policy, one.place): one.scores for one in found}
     rows = [row for claim in claims for row in _rows(claim, table, models)]

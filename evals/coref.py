@@ -95,14 +95,6 @@ def make_settings(
 
     Raises:
         ValueError: a selection, mode or moment is unknown, or a selection for "generate" can only be simulated.
-
-    Example:
-        >>> from evals.coref import make_settings
-        >>> [
-        ...     setting.title()
-        ...     for setting in make_settings("full,quest", [0.5], ["teacher"])
-        ... ]
-        ['full, teacher', 'quest(page_size=4), sparsity 0.5, teacher']
     """
     check_names("--mode", modes, get_args(Mode))
     check_names("--when", moments, get_args(When))

@@ -101,20 +101,6 @@ def sample(seed: int, tokenizer: Any, split: Split = "test") -> CorefSample:
 
     Raises:
         ValueError: the split is neither "train" nor "test", or the seed is below 0.
-
-    Example:
-        >>> from evals import coref_task
-        >>> class Words:
-        ...     encode = staticmethod(
-        ...         lambda text: [0, *(hash(word.strip(".")) for word in text.split())]
-        ...     )
-        >>> sample = coref_task.sample(0, Words)
-        >>> sample.prompt.count(sample.name), sample.prompt[-1]
-        (1, ':')
-        >>> sample.tokens[sample.stated_at :][
-        ...     : len(sample.answer_tokens)
-        ... ] == sample.answer_tokens
-        True
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}; expected 0 or more.")

@@ -83,19 +83,6 @@ def make_sample(
     Raises:
         KeyError: the record lacks a field that the prompt needs.
         ValueError: ``chat`` is asked of a tokenizer without a chat template.
-
-    Example:
-        >>> import models
-        >>> from evals import documents
-        >>> task = documents.Task(
-        ...     "Read.\\n{context}\\nWho?", 4, None, lambda record: [record["answer"]]
-        ... )
-        >>> _, tokenizer = models.load("retriever")
-        >>> found = documents.make_sample(
-        ...     task, {"context": "A fox ran.", "answer": "fox"}, tokenizer, 100
-        ... )
-        >>> tokenizer.decode(found.tokens[found.context_end :]), found.references
-        ('\\nWho?', ('fox',))
     """
     fields = {name: str(value) for name, value in task.fields(record).items()}
     before, after = task.prompt.split("{context}", 1)
@@ -175,19 +162,7 @@ def cut_middle(tokens: Sequence[int], context_end: int, length: int) -> tuple[li
 
 
 def score(task: Task, answer: Answer, sample: TextSample) -> float:
-    """Return the best score of an answer over the references.
-
-    Example:
-        >>> from evals import documents
-        >>> from evals.evaluator import Answer, TextSample
-        >>> task = documents.Task(
-        ...     "{context}", 4, lambda said, right, record: float(said == right), None
-        ... )
-        >>> documents.score(
-        ...     task, Answer([], "fox"), TextSample([], 0, ("owl", "fox"), {})
-        ... )
-        1.0
-    """
+    """Return the best score of an answer over the references."""
     text = answer.text.lstrip("\n").split("\n")[0] if task.first_line else answer.text
     return max((task.metric(text, reference, sample.extra) for reference in sample.references), default=0.0)
 
@@ -206,16 +181,6 @@ def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) ->
     Raises:
         FileNotFoundError: the folder or file does not exist.
         ValueError: a line is no JSON object, or the file is no CSV.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from evals import documents
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (folder / "test.csv").write_text(
-        ...     'chapter,summary\\n"One,\\ntwo.",Short.\\n'
-        ... )
-        >>> list(documents.read_records(str(folder), "test.csv", iter))
-        [{'chapter': 'One,\\ntwo.', 'summary': 'Short.'}]
     """
     lines = hub(file) if source == "hub" else _lines(Path(source), file)
     if file.endswith(".csv"):

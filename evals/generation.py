@@ -52,16 +52,6 @@ def draw(seed: int, tokenizer: Any, length: int, facts: int) -> list[tasks.Sampl
 
     Raises:
         ValueError: the length does not hold the facts.
-
-    Example:
-        >>> import models
-        >>> from evals import generation
-        >>> _, tokenizer = models.load("retriever")
-        >>> fact, result = generation.draw(0, tokenizer, 200, facts=1)
-        >>> fact.tokens[: fact.context_end] == result.tokens[: result.context_end]
-        True
-        >>> fact.context_end <= 200, f"make {result.answer}, the" in result.prompt
-        (True, True)
     """
     rng = np.random.default_rng([seed, length, facts])
     stated: list[tasks.Fact] = []
@@ -179,15 +169,6 @@ def read(
 
     Args:
         reserve: slots of the full cache for what is asked afterwards.
-
-    Example:
-        >>> import models
-        >>> from evals import answering, generation, run_settings
-        >>> model, tokenizer = models.load("retriever")
-        >>> text = tokenizer.encode("The river was calm. The river was calm.")
-        >>> setting = run_settings.Setting("h2o", 8, "block", "unknown")
-        >>> generation.read(model, [text], setting, answering.FEED).loss.shape
-        (1,)
     """
     tokens, lengths = answering.padded(texts), np.array([len(text) for text in texts])
     given: dict[str, Any] = dict(block=feed.block, cache_dtype=setting.cache_dtype, networks=feed.aids.of(setting))

@@ -70,18 +70,6 @@ def predict(
 
     Raises:
         ValueError: a sequence has fewer than two tokens, or :func:`models.prefill` fails.
-
-    Example:
-        >>> import models
-        >>> from evals import loglikelihood
-        >>> model, tokenizer = models.load("retriever")
-        >>> found = loglikelihood.predict(
-        ...     model, [tokenizer.encode("The river was calm.")], block=8
-        ... )
-        >>> found[0].log_probability.shape == (
-        ...     len(tokenizer.encode("The river was calm.")) - 1,
-        ... )
-        True
     """
     whole = settings.get("policy") in (None, "full")
     asked = [0] * len(sequences) if held_back is None or whole else list(held_back)
@@ -120,18 +108,6 @@ def simulate(
 
     Raises:
         ValueError: a sequence has fewer than two tokens.
-
-    Example:
-        >>> import models
-        >>> from evals import loglikelihood
-        >>> from evals.simulator import Simulation
-        >>> from evals.selections import parse_selection
-        >>> model, tokenizer = models.load("retriever")
-        >>> sequence = tokenizer.encode("The river was calm.")
-        >>> what = Simulation(parse_selection("streaming"), 0.5)
-        >>> found = loglikelihood.simulate(model, [sequence], what, block=8)
-        >>> found[0].greedy.shape == (len(sequence) - 1,)
-        True
     """
 
     def fed_through(fed: list[int]) -> tuple[np.ndarray, Array]:
@@ -186,24 +162,6 @@ def endings(
     Raises:
         ValueError: ``ends`` is not as long as ``prompts``, the prompts differ in their number of endings, or an ending
             is empty.
-
-    Example:
-        >>> import models
-        >>> from evals import loglikelihood
-        >>> model, tokenizer = models.load("retriever")
-        >>> prompt = tokenizer.encode(
-        ...     "The code of amber falcon is 4719. The code of amber falcon is"
-        ... )
-        >>> ends = [
-        ...     tokenizer.encode(text, add_special_tokens=False)
-        ...     for text in (" 4719", " 2650")
-        ... ]
-        >>> each = loglikelihood.endings(
-        ...     model, [prompt], [ends], policies=[("full", None), ("tova", 16)],
-        ...     block=32
-        ... )
-        >>> [rows[0].log_probability.argmax().item() for rows in each][0], len(each)
-        (0, 2)
     """
     counts = {len(row) for row in ends}
     if len(ends) != len(prompts) or len(counts) > 1 or not all(row and all(row) for row in ends):

@@ -87,15 +87,7 @@ def plain(answer: str) -> str:
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Return whether two answers are the same text after normalisation, the same number, or the same numbers in order.
-
-    Example:
-        >>> from evals.mathematics import equal
-        >>> equal("0.5", r"\\frac{1}{2}"), equal("073", "73"), equal("5", "-5")
-        (True, True, False)
-        >>> equal("(1, 0.5)", "(1,1/2)")
-        True
-    """
+    """Return whether two answers are, after normalisation, one text, one number, or the same numbers in order."""
     one, other = plain(answer), plain(reference)
     if not one or not other:
         return False

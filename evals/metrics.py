@@ -56,16 +56,6 @@ def longbench_rouge_l(answer: str, reference: str) -> float:
 
     Raises:
         ImportError: rouge is not installed.
-
-    Example:
-        >>> from evals import metrics
-        >>> round(
-        ...     metrics.longbench_rouge_l(
-        ...         "the cat sat on the mat", "the cat lay on the mat"
-        ...     ),
-        ...     6,
-        ... )
-        0.8
     """
     try:
         return float(_rouge().get_scores([answer], [reference], avg=True)["rouge-l"]["f"])
@@ -192,16 +182,7 @@ def last_integer(answer: str, reference: int) -> float:
 
 
 def word(answer: str, reference: str, *, upper: bool = False) -> float:
-    """Return 1 if the reference is a word of an answer, which ``upper`` puts in capitals first, and 0 otherwise.
-
-    Example:
-        >>> from evals import metrics
-        >>> (
-        ...     metrics.word('The value is "ab-12".', "ab-12"),
-        ...     metrics.word("Anna?", "ANNA", upper=True),
-        ... )
-        (1.0, 1.0)
-    """
+    """Return 1 if the reference is a word of an answer, which ``upper`` puts in capitals first, and 0 otherwise."""
     found = _words(answer, "\n:\"'.,?!{}")
     return float(reference in ([part.upper() for part in found] if upper else found))
 
@@ -227,14 +208,6 @@ def choice(answer: str, letter: str, text: str) -> float:
 
     The choice is the answer's first letter if that is A to D, the whole answer if it is an option's text, what follows
     "answer is", "answer:" or "option is", or the first letter that stands alone.
-
-    Example:
-        >>> from evals import metrics
-        >>> [
-        ...     metrics.choice(said, "B", "the fox")
-        ...     for said in ("B", "B. the fox", "The answer is: B", "I say A or B")
-        ... ]
-        [1.0, 1.0, 1.0, 0.0]
     """
     answer = answer.strip()
     if answer[:1] and answer[0] in "ABCD":

@@ -129,14 +129,6 @@ def render(template: Path, title: str, data: Mapping[str, Any]) -> str:
 
     Raises:
         KeyError: the template has another name between double braces.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> from evals import page
-        >>> template = pathlib.Path(tempfile.mkdtemp()) / "t.html"
-        >>> _ = template.write_text("<title>{{title}}</title><script>{{data}}</script>")
-        >>> page.render(template, "{{data}} & b", {"x": "</script>"})
-        '<title>{{data}} &amp; b</title><script>{"x": "\\\\u003c/script>"}</script>'
     """
     content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     content = content.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

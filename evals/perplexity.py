@@ -88,18 +88,6 @@ def make_chunks(
     Raises:
         ValueError: the length is below 2, the stride is below 1 or larger than a sequence, or the text does not fill
             one sequence.
-
-    Example:
-        >>> from evals.perplexity import make_chunks
-        >>> class Letters:
-        ...     bos = 0
-        ...
-        ...     def encode(self, text, add_special_tokens=True):
-        ...         return [ord(letter) for letter in text]
-        >>> make_chunks(Letters(), "abcde", 3).tolist()
-        [[0, 97, 98], [0, 99, 100]]
-        >>> make_chunks(Letters(), "abcde", 4, stride=1).tolist()
-        [[0, 97, 98, 99], [0, 98, 99, 100], [0, 99, 100, 101]]
     """
     if length < 2:
         raise ValueError(f"a chunk of {length} tokens predicts nothing; give at least 2.")
@@ -442,15 +430,6 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     Raises:
         ValueError: a moment is unknown or needs ``--stride``, or :func:`parse_policies` or
             :func:`evals.run_settings.check_budgets` fails.
-
-    Example:
-        >>> import argparse
-        >>> from evals.perplexity import make_settings
-        >>> flags = argparse.Namespace(
-        ...     policies="snapkv", budgets="64", when="published", stride=32
-        ... )
-        >>> [(one.policy, one.moments) for one in make_settings(flags)]
-        [('recency', ('block', 0)), ('snapkv', ('prompt', 0))]
     """
     against = run_settings.baseline(flags)
     if against.startswith(report.READS):

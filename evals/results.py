@@ -44,20 +44,6 @@ class Results:
 
     Raises:
         ValueError: the folder holds something else, other settings or a damaged file, or another run writes into it.
-
-    Example:
-        >>> import tempfile
-        >>> from evals.results import Results
-        >>> folder = tempfile.mkdtemp()
-        >>> with Results(
-        ...     folder, "ruler", {"seed": 0}, "python -m evals ruler"
-        ... ) as store:
-        ...     store.add([{"task": "vt", "sample": 0, "score": 1.0}])
-        >>> with Results(
-        ...     folder, "ruler", {"seed": 0}, "python -m evals ruler"
-        ... ) as store:
-        ...     store.holds({"task": "vt", "sample": 0}), len(store.records)
-        (True, 1)
     """
 
     def __init__(self, folder: str | Path | None, evaluation: str, settings: Mapping[str, Any], command: str) -> None:

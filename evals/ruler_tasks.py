@@ -145,17 +145,6 @@ def sample(
     Raises:
         ValueError: the task is unknown, the length cannot hold it, a QA task has no documents, or ``chat`` is asked of
             a tokenizer without a chat template.
-
-    Example:
-        >>> import models
-        >>> from evals import ruler_tasks
-        >>> _, tokenizer = models.load("retriever")
-        >>> found = ruler_tasks.sample("niah_single_1", 0, tokenizer, 512)
-        >>> (
-        ...     len(found.tokens) <= 512 - 128, len(found.references),
-        ...     len(found.references[0])
-        ... )
-        (True, 1, 7)
     """
     check_names("task", task, TASKS)
     sources = Sources() if sources is None else sources

@@ -53,18 +53,6 @@ def simulate(
 
     Returns:
         Logits in float32.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> import models
-        >>> from evals.simulator import simulate
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> simulate(model, jnp.arange(12)[None], "oracle", 0.5).shape
-        (1, 12, 64)
     """
     return _logits(model, hidden_states(model, tokens, selection, sparsity, **options))
 
@@ -169,18 +157,6 @@ def hits(
 
     Raises:
         ValueError: see :func:`simulate`; or the selection is no source.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> import models
-        >>> from evals.simulator import hits
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> float(hits(model, jnp.arange(12)[None], "oracle", 0.5).share.min())
-        1.0
     """
     tokens, selection, network = _checked(model, tokens, selection, sparsity, networks, 0, chunk)
     if selection.source is None:
@@ -195,19 +171,6 @@ def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -
     """Return the true attention logits ``q.k / sqrt(D)`` of each sequence's last query, in every layer and head.
 
     They are those before a model's soft cap.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> import models
-        >>> from evals.simulator import last_logits
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> last_logits(
-        ...     models.Decoder(config, rngs=nnx.Rngs(0)), jnp.arange(12)[None]
-        ... ).shape
-        (2, 1, 4, 12)
     """
 
     def of_layer(layer):

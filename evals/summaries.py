@@ -18,20 +18,6 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The interval is Wilson's over all samples; for scores between 0 and 1 it is conservative. Where records have a
     text's "loss", rows have the "perplexity" of the texts, and its "increase" over the full cache's on the same texts.
-
-    Example:
-        >>> from evals import summaries
-        >>> rows = [
-        ...     dict(
-        ...         task="vt", length=64, policy="full", budget=None, when="block",
-        ...         question="known", sample=i, score=score, cache_bytes=8,
-        ...         peak_cache_bytes=8, prefill=[0, 0], decode=[6, 2.0]
-        ...     )
-        ...     for i, score in enumerate([1.0, 0.5])
-        ... ]
-        >>> row = summaries.summarise(rows)[0]
-        >>> row["score"], row["tasks"], row["decode_tokens_per_second"]
-        (0.75, {'vt': {'score': 0.75, 'samples': 2}}, 3.0)
     """
     collected: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:

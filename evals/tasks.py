@@ -145,16 +145,6 @@ def needle(
 
     Raises:
         ValueError: the depth is outside [0, 1], ``facts`` is below 1, or the length cannot hold the facts.
-
-    Example:
-        >>> from evals import tasks
-        >>> class Words:
-        ...     encode = staticmethod(
-        ...         lambda text: [0, *(hash(word) for word in text.split())]
-        ...     )
-        >>> sample = tasks.needle(0, Words, length=200, depth=0.5, facts=3)
-        >>> sample.prompt.count(f" {sample.answer}."), len(sample.tokens) <= 200
-        (1, True)
     """
     return needles(seed, tokenizer, length, depth, facts, question, haystack)[0]
 
@@ -177,18 +167,6 @@ def needles(
 
     Raises:
         ValueError: see :func:`needle`; or ``asked`` is no number of facts.
-
-    Example:
-        >>> from evals import tasks
-        >>> class Words:
-        ...     encode = staticmethod(
-        ...         lambda text: [0, *(hash(word) for word in text.split())]
-        ...     )
-        >>> found = tasks.needles(0, Words, length=200, facts=3, asked=3)
-        >>> len({sample.answer for sample in found})
-        3
-        >>> len({tuple(sample.tokens[: sample.context_end]) for sample in found})
-        1
     """
     if depth is not None and not 0 <= depth <= 1:
         raise ValueError(f"depth is {depth}; expected a number from 0 (the beginning) to 1 (the end).")

@@ -67,22 +67,7 @@ class Trace:
 
 
 def held_tokens(cache: AnyCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
-    """Return which of a single sequence's tokens each layer and head holds.
-
-    Example:
-        >>> import jax
-        >>> import numpy as np
-        >>> import kvjax
-        >>> from evals import view
-        >>> rows = np.ones((1, 2, 1, 1), np.float32)
-        >>> def filled():
-        ...     cache = kvjax.KVCache.init(
-        ...         batch=1, kv_heads=1, slots=3, head_dim=1, layers=1
-        ...     )
-        ...     return kvjax.insert(cache, rows, rows, layer=0)
-        >>> view.held_tokens(jax.jit(filled)(), 4).tolist()
-        [[[True, True, False, False]]]
-    """
+    """Return which of a single sequence's tokens each layer and head holds."""
     L, _, K = cache.heads_shape
     found = np.zeros((L * K, tokens + 1), bool)  # the last column takes free slots
     position = np.asarray(_positions(cache)).reshape(L * K, -1)

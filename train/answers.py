@@ -56,17 +56,7 @@ def row_of(turns: Sequence[tuple[Sequence[int], Sequence[int]]], length: int) ->
 
 
 def model_batch(rows: Int[np.ndarray, "B T"]) -> AnswerBatch:
-    """Return how rows of text, or of prompts and answers, are fed.
-
-    Example:
-        >>> import numpy as np
-        >>> from train.answers import model_batch, row_of
-        >>> batch = model_batch(np.stack([row_of([([1, 0, 7], [5, 2])], 6)]))
-        >>> batch.tokens.tolist(), batch.lengths.tolist(), batch.answers.tolist()
-        ([[1, 0, 7, 5, 2, 0]], [4], [2])
-        >>> batch.learned.tolist()
-        [[False, False, True, True, False]]
-    """
+    """Return how rows of text, or of prompts and answers, are fed."""
     there, learned = rows != PADDING, rows >= 0
     lengths = there.sum(axis=1)
     answers = np.where(learned[:, 0], 0, lengths - np.argmax(learned, axis=1))

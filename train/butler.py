@@ -87,19 +87,6 @@ def settings_of(model: Config, *, embedded: bool = False, **changes: Any) -> Set
 
     Raises:
         ValueError: a setting is out of range.
-
-    Example:
-        >>> import models
-        >>> from train.butler import settings_of
-        >>> llama = models.Config(
-        ...     128256, 4096, 14336, num_layers=32, num_heads=32, num_kv_heads=8,
-        ...     max_positions=8192
-        ... )
-        >>> (
-        ...     settings_of(llama, tokens=10**6).seq_len,
-        ...     settings_of(llama, tokens=10**6).steps,
-        ... )
-        (1024, 977)
     """
     base = EMBEDDED if embedded else Settings(seq_len=1024 if model.hidden_size >= 4096 else 2048)
     settings = base._replace(**{name: value for name, value in changes.items() if value is not None})
@@ -108,17 +95,7 @@ def settings_of(model: Config, *, embedded: bool = False, **changes: Any) -> Set
 
 
 def butler_config_of(model: Config, *, embedded: bool = False, **changes: Any) -> ButlerConfig:
-    """Return the predictor's shape for a model; for the model that ships, it is larger than a share of 1%.
-
-    Example:
-        >>> import models
-        >>> from train.butler import butler_config_of
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2
-        ... )
-        >>> butler_config_of(config, hidden=24).hidden
-        24
-    """
+    """Return the predictor's shape for a model; for the model that ships, it is larger than a share of 1%."""
     base = ButlerConfig.of(model)
     if embedded:
         base = dataclasses.replace(base, hidden=256, dim=32)
@@ -134,19 +111,6 @@ def loss_of(
     """Return the published loss (TokenButler, section 3.2): the logits' mean squared error, a mean over layers.
 
     A model's soft cap is left out of its logits: it does not change their order, by which tokens are chosen.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from flax import nnx
-        >>> import models
-        >>> from train.butler import loss_of
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> bool(jax.jit(loss_of)(model, butler, jnp.arange(8)[None]) > 0)
-        True
     """
     config, T = butler.config, tokens.shape[1]
     position = jnp.broadcast_to(jnp.arange(T), tokens.shape)
@@ -203,21 +167,6 @@ def measure(
     (evals.simulator.hits). ``hit_rate`` is the share of the oracle's tokens that the source chose too, a mean over
     all queries; ``token_accuracy`` is the same for the last query of each row, the paper's figure; ``mass`` is the true
     attention that the chosen tokens hold.
-
-    Example:
-        >>> import numpy as np
-        >>> from flax import nnx
-        >>> import models
-        >>> from train.butler import measure
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> measure(model, butler, np.arange(8)[None], "oracle", 0.5)[
-        ...     "hit_rate"
-        ... ].tolist()
-        [1.0, 1.0]
     """
     made = []
     together = max(1, TOKENS_AT_ONCE // rows.shape[1])

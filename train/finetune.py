@@ -166,20 +166,7 @@ def _checked_policy(settings: Settings, name: str) -> kvjax.Policy | None:
 
 
 def parameters_of(model: Decoder) -> Parameters:
-    """Return a model's parameters by path.
-
-    Example:
-        >>> from flax import nnx
-        >>> import models
-        >>> from train import finetune
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> finetune.parameters_of(models.Decoder(config, rngs=nnx.Rngs(0)))[
-        ...     "layers.key"
-        ... ].shape
-        (2, 32, 2, 8)
-    """
+    """Return a model's parameters by path."""
     found: dict[str, Any] = {n: functools.reduce(getattr, n.split("."), model) for n in parameter_shapes(model.config)}
     return {name: parameter[...] for name, parameter in found.items()}
 
@@ -202,20 +189,6 @@ def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) ->
 
     Raises:
         ValueError: the policy, the budget or a token does not fit; see :func:`models.prefill`.
-
-    Example:
-        >>> import numpy as np
-        >>> from flax import nnx
-        >>> import models
-        >>> from train import finetune
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> settings = finetune.Settings(policy="h2o+caote", budget=16, block=8)
-        >>> # log(64) = 4.2
-        >>> f"{finetune.loss_of(model, np.arange(40)[None], settings):.1f}"
-        '4.2'
     """
     fed = answers.model_batch(rows)
     kept = _kept(settings, settings.policy)
@@ -280,22 +253,7 @@ def _mean_loss(
 
 
 def held_out_loss(model: Decoder, rows: Int[np.ndarray, "R T"], settings: Settings, policy: str) -> float:
-    """Compute the mean loss of the learned tokens of held-out rows under a policy, in nats.
-
-    Example:
-        >>> import numpy as np
-        >>> from flax import nnx
-        >>> import models
-        >>> from train import finetune
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> settings = finetune.Settings(budget=16, block=8)
-        >>> rows = np.arange(40)[None]
-        >>> f"{finetune.held_out_loss(model, rows, settings, 'full'):.1f}"
-        '4.2'
-    """
+    """Compute the mean loss of the learned tokens of held-out rows under a policy, in nats."""
     fed = answers.model_batch(rows)
     kept = _kept(settings, policy)
     found = loglikelihood.predict(

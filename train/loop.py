@@ -176,16 +176,7 @@ def check_settings(settings: Settings, model: Config) -> None:
 
 
 def rate_schedule(settings: Settings) -> optax.Schedule:
-    """Return the learning rate by step.
-
-    Example:
-        >>> import jax
-        >>> from train.scorer import Settings
-        >>> from train.loop import rate_schedule
-        >>> rate = jax.jit(rate_schedule(Settings(tokens=100 * 1024, lr=1.0)))
-        >>> [round(float(rate(step)), 3) for step in (0, 5, 10, 55, 100)]
-        [0.0, 0.5, 1.0, 0.5, 0.0]
-    """
+    """Return the learning rate by step."""
     steps = steps_of(settings)
     warmup = round(settings.warmup * steps)
     return optax.warmup_cosine_decay_schedule(0.0, settings.lr, warmup, max(steps, warmup + 1))

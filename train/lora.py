@@ -25,34 +25,12 @@ SCALE = 2.0  # alpha / r
 
 
 def projections(config: Config) -> list[str]:
-    """Return the names of a model's projections (:func:`models.adapters.projections`), without "layers.".
-
-    Example:
-        >>> import models
-        >>> from train import lora
-        >>> lora.projections(
-        ...     models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        ... )
-        ['query', 'key', 'value', 'output', 'gate', 'up', 'down']
-    """
+    """Return the names of a model's projections (:func:`models.adapters.projections`), without "layers."."""
     return [path.removeprefix("layers.") for path in adapters.projections(config)]
 
 
 def init(config: Config, rank: int, on: Sequence[str], seed: int) -> dict[str, Array]:
-    """Return A [L, r, inputs], drawn at random, and B [L, outputs, r], zeros, for each of the projections.
-
-    Example:
-        >>> import models
-        >>> from train import lora
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> {
-        ...     name: array.shape
-        ...     for name, array in lora.init(config, 3, ["key"], seed=0).items()
-        ... }
-        {'key.A': (2, 3, 32), 'key.B': (2, 16, 3)}
-    """
+    """Return A [L, r, inputs], drawn at random, and B [L, outputs, r], zeros, for each of the projections."""
     made = {}
     for number, name in enumerate(on):
         layers, outputs, inputs = _sizes(config, name)

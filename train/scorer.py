@@ -138,15 +138,6 @@ def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
 
     Raises:
         ValueError: a setting is out of range.
-
-    Example:
-        >>> import models
-        >>> from train.scorer import settings_of
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256
-        ... )
-        >>> settings_of(config, seq_len=100, tokens=1000).target
-        'kvzip'
     """
     settings = Settings()._replace(**{name: value for name, value in changes.items() if value is not None})
     if settings.target not in TARGETS:
@@ -251,20 +242,6 @@ def loss_of(
     """Return the network's loss on the scores, a mean over layers, heads and tokens.
 
     A row's last token is left out: no later query scores it for the target "future".
-
-    Example:
-        >>> import jax
-        >>> import numpy as np
-        >>> from flax import nnx
-        >>> import models
-        >>> from train.scorer import loss_of
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> bool(jax.jit(loss_of)(model, scorer, np.arange(8)[None]) > 0)
-        True
     """
 
     def of_layer(layer, x, score):
@@ -286,19 +263,6 @@ def measure(
     ``error`` is the mean squared error of the logarithm of the score. ``explained`` is the share of the logarithms'
     variance over a head's tokens that is explained (R squared). ``hit_rate`` is the share of the best tokens by the
     target that are also among the best by the network, where a head keeps the share ``budget`` of its tokens.
-
-    Example:
-        >>> import numpy as np
-        >>> from flax import nnx
-        >>> import models
-        >>> from train.scorer import measure
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> sorted(measure(model, scorer, np.arange(8)[None], 0.5))
-        ['error', 'explained', 'hit_rate']
     """
     parameters = parameters_of(network)
     made = []

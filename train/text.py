@@ -110,15 +110,6 @@ def open_corpus(
         FileNotFoundError: a name is not a file, folder or data set.
         ValueError: a file cannot be read (the message says where), there is too little text, or the tokenizer has no
             end token.
-
-    Example:
-        >>> import models
-        >>> from train.text import open_corpus
-        >>> _, tokenizer = models.load("retriever")
-        >>> corpus = open_corpus(["python"], tokenizer, 64, eval_rows=2)
-        >>> row, position = next(corpus.rows(None))
-        >>> row.shape, corpus.held_out.shape, sorted(position)
-        ((64,), (2, 64), ['epoch', 'place', 'skip'])
     """
     if length < 2:
         raise ValueError(f"the sequence length is {length}; expected at least 2 tokens per row.")
