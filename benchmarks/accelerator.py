@@ -381,7 +381,7 @@ def _run_all(
     def write() -> None:
         kept = before | records
         document = {
-            "command": flags.begun.command, **facts, "benchmark": NAME, "settings": {"memory": here["memory"]},
+            "command": flags.invocation.command, **facts, "benchmark": NAME, "settings": {"memory": here["memory"]},
             "results": [kept[name] for name in keys if name in kept],
         }  # fmt: skip
         commands.write_json(path, document)

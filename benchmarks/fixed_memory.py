@@ -62,12 +62,12 @@ def peak_bytes(model: models.Decoder, prompt: tuple[int, int], options: models.O
 def timing(model: models.Decoder, prompt: tuple[int, int], options: models.Options) -> dict[str, float]:
     """Feed rows of random tokens; return the seconds to their first tokens, and the bytes of their largest cache."""
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, prompt, np.int32)
-    held, begun = [0], 0.0
+    held, start = [0], 0.0
     for _ in range(2):  # the first one compiles
-        begun = time.perf_counter()
+        start = time.perf_counter()
         note = lambda done, total, cache: held.append(cache.nbytes)  # noqa: E731
         list(models.stream(model, tokens, options=options, max_new_tokens=1, on_block=note))
-    return {"seconds": time.perf_counter() - begun, "cache_bytes": max(held)}
+    return {"seconds": time.perf_counter() - start, "cache_bytes": max(held)}
 
 
 def rows(

@@ -39,7 +39,7 @@ def feed_all(
                 model, held_name = steps.random_model(config, dtype, free=free), name
             rows.append(prompt_row(model, name, setting, prompt))
         except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:
-            rows.append({**_named(name, setting, prompt), "refused": measure.reason_of(reason)})
+            rows.append({**_labels(name, setting, prompt), "refused": measure.reason_of(reason)})
         on_rows(rows)
     return rows
 
@@ -48,7 +48,7 @@ def prompt_row(model: Any, name: str, setting: steps.Setting, prompt: int) -> di
     """Feed one prompt, and return its row."""
     fed = steps.feed(model, setting, prompt)
     return {
-        **_named(name, setting, prompt),
+        **_labels(name, setting, prompt),
         "milliseconds": 1e3 * fed.prompt,
         "step_milliseconds": 1e3 * fed.step,
         "repetitions": 1,
@@ -57,7 +57,7 @@ def prompt_row(model: Any, name: str, setting: steps.Setting, prompt: int) -> di
     }
 
 
-def _named(name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
+def _labels(name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
     where = "full cache" if setting.budget is None else f"budget {setting.budget:,}"
     policy = setting.policy or "none"
     return {

@@ -66,11 +66,11 @@ def comparison(model: models.Decoder, cells: list[needle.Cell], settings: list[S
 
     def study(way: str, together: list[Setting]) -> None:
         for turn in range(2):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             feed = answering.Feed(batch=len(prompts))
             each = answering.answers_each(model, prompts, together, new_tokens=new, feed=feed)
             answers = [(setting, batch.tokens.tolist()) for setting, batch in each]
-            seconds[way][turn] += time.perf_counter() - begun
+            seconds[way][turn] += time.perf_counter() - start
         found[way] += answers
 
     half = len(settings) // 2

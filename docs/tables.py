@@ -80,8 +80,8 @@ def choice(name: str, question: str) -> str:
             own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
             best, row = best_of(own, full, f"{form}, {budget:.0%}")
             rows.append(row)
-            if own[best].held > MORE * full.held:
-                fits = {policy: cell for policy, cell in own.items() if cell.held <= MORE * full.held}
+            if own[best].peak > MORE * full.peak:
+                fits = {policy: cell for policy, cell in own.items() if cell.peak <= MORE * full.peak}
                 rows.append(best_of(fits, full, f"{form}, {budget:.0%}")[1])
     scores = ", ".join(f"{full.scores.mean():.2f} ({form})" for form, full in fulls.items())
     texts = next(iter(fulls.values())).scores.shape[1]
@@ -101,7 +101,7 @@ def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: st
     row = (
         where, f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
         f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
-        f"{cell.held:.0f} of {full.held:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
+        f"{cell.peak:.0f} of {full.peak:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
     )  # fmt: skip
     return best, row
 
@@ -140,12 +140,12 @@ def readme() -> str:
             for policies in README_COLUMNS.values()
         ]
         most = max(cell.scores.mean() for cell in own if cell is not None)
-        held = [cell.held for cell in own if cell is not None]
+        held = [cell.peak for cell in own if cell is not None]
         between = " to ".join(dict.fromkeys(f"{most:.0f}" for most in (min(held), max(held))))
         when = report.MOMENTS[found.content["when"]]
         row = [f"{form}, {question}, {when}, {budget:.0%}", share(full, 0)]
         row += ["-" if cell is None else share(cell, most) for cell in own]
-        rows.append([*row, f"{between} of {full.held:.0f} MiB"])
+        rows.append([*row, f"{between} of {full.peak:.0f} MiB"])
     return markdown(heads, rows)
 
 

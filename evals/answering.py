@@ -160,14 +160,14 @@ def answers_each(
         union = sorted(set().union(*(wanted[setting] for setting in together)))
         for number, fed in enumerate(asked_of.model_batches(together, union)):
             asked = [setting for setting in together if set(fed.rows) & set(wanted[setting])]
-            begun = time.perf_counter()
+            start = time.perf_counter()
             each = asked_of.prefill(asked, fed.tokens, fed.lengths, fed.questions)
             seconds = 0.0
             for setting, prefilled in zip(asked, each, strict=True):
                 make_room()
                 clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
                 prefilled.logits.block_until_ready()
-                seconds = seconds or time.perf_counter() - begun  # the prompt runs before the first setting's result
+                seconds = seconds or time.perf_counter() - start  # the prompt runs before the first setting's result
                 if number:  # the first batch may compile
                     clock.prefill = (float(fed.prompt_tokens), seconds)
                 steps = models.stream(
@@ -289,11 +289,11 @@ class _Job:
             counts = np.array([len(contexts[text]) for text in filled])
             questions = padded([tails[row] for row in rows], widest)
             clock = _BatchClock(int(counts[: len(chosen)].sum()), len(told))
-            begun, seconds = time.perf_counter(), 0.0
+            start, seconds = time.perf_counter(), 0.0
             for setting, kept in self.read(asked, fed, counts, clock):
                 make_room()
                 jax.block_until_ready(kept)
-                seconds = seconds or time.perf_counter() - begun  # the text is read before the first setting's result
+                seconds = seconds or time.perf_counter() - start  # the text is read before the first setting's result
                 if number:  # the first batch may compile
                     clock.prefill = (float(clock.prompt_tokens), seconds)
                 cache = kvjax.repeat(kept, each)

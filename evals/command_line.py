@@ -17,7 +17,7 @@ from models.load import describe as read_description
 from models.networks import Network, load_networks
 
 # Flags that may change when a run is resumed: where it writes, what it runs on, and what is compared.
-FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh", "against")
+FREE = ("name", "invocation", "out", "json", "plot", "batch", "mesh", "against")
 
 
 def add_model_flags(flags: argparse.ArgumentParser) -> None:
@@ -178,7 +178,7 @@ def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer
 
 def settings(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the flags in JSON's types."""
-    given = {name: value for name, value in vars(flags).items() if name != "begun"}
+    given = {name: value for name, value in vars(flags).items() if name != "invocation"}
     return {name: _plain(value) for name, value in given.items()}
 
 
@@ -206,7 +206,7 @@ def command_text(flags: argparse.Namespace) -> str:
     """Return the command line that reproduces these flags."""
     line = ["python", "-m", "evals", flags.name]
     for name, value in vars(flags).items():
-        if name in ("name", "begun", "out", "json", "plot") or value is None or value is False:
+        if name in ("name", "invocation", "out", "json", "plot") or value is None or value is False:
             continue
         line.append(f"--{name.replace('_', '-')}")
         if value is not True:

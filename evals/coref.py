@@ -33,7 +33,7 @@ from tqdm import tqdm
 import models
 from evals import answering, command_line, coref_task, evaluator, report, selections, simulator, statistics
 from evals.coref_task import CorefSample
-from evals.selections import Method
+from evals.selections import Selection
 from evals.simulator import Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When, moments
@@ -58,7 +58,7 @@ EXAMPLES = """examples:
 class Setting:
     """One row of the table. "full" has no sparsity, and only a policy in "generate" has a moment of eviction."""
 
-    selection: Method
+    selection: Selection
     sparsity: float | None
     mode: Mode
     when: When | None = None
@@ -163,7 +163,7 @@ def measure(
             simulation = like._replace(selection=setting.selection, sparsity=setting.sparsity or 0.0)
             found = _teacher_forced(model, fed, simulation, widest + most)
         else:
-            found = _generated(model, fed, setting, widest, most, like, block)
+            found = _generation(model, fed, setting, widest, most, like, block)
         guessed += [row[: len(sample.answer_tokens)] for row, sample in zip(found[: len(rows)], fed, strict=False)]
         progress.update(len(rows))
     judged = [outcomes(row, sample.answer_tokens) for row, sample in zip(guessed, samples, strict=True)]
@@ -348,7 +348,7 @@ def _likeliest(model: models.Decoder, hidden: Float[Array, "B T E"], places: Int
     return jnp.argmax(model.logits(jnp.take_along_axis(hidden, places[..., None], axis=1)), axis=-1)
 
 
-def _generated(model, samples, setting, width, most, like, block) -> list[list[int]]:
+def _generation(model, samples, setting, width, most, like, block) -> list[list[int]]:
     tokens = answering.padded([sample.tokens for sample in samples], width)
     lengths = np.array([len(sample.tokens) for sample in samples])
     selection, given = setting.selection, dict[str, Any]()

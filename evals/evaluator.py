@@ -212,7 +212,7 @@ def command(
         told = report.task_table(rows, recency=RECENCY, short=short or {}, notes=remarks)
         report.show(told, report.comparison_table(compared))
         figures = {
-            **provenance.facts(flags.begun, flags.seed, fingerprints),
+            **provenance.facts(flags.invocation, flags.seed, fingerprints),
             "evaluation": flags.name,
             "title": title,
             "settings": decisive_flags(flags),

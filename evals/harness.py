@@ -35,7 +35,7 @@ from evals import (
     selections,
     simulator,
 )
-from evals.loglikelihood import Predicted
+from evals.loglikelihood import TokenPredictions
 from kvjax import install
 from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
@@ -157,7 +157,7 @@ def model_class() -> type:
             bar = tqdm(total=len(requests), disable=disable_tqdm or None, desc="likelihoods", file=sys.stderr)
             answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
 
-            def keep(row: int, found: Predicted) -> None:
+            def keep(row: int, found: TokenPredictions) -> None:
                 end = found.log_probability[-counts[row] :], found.greedy[-counts[row] :]
                 answers[row] = (float(end[0].sum()), bool(end[1].all()))
                 if requests[row][0] is not None:
@@ -184,7 +184,7 @@ def model_class() -> type:
                 answers.append(total)
             return answers
 
-        def _predict(self, sequences: Any, counts: Any = None, on_row: Any = None) -> list[Predicted]:
+        def _predict(self, sequences: Any, counts: Any = None, on_row: Any = None) -> list[TokenPredictions]:
             if self.selection is not None:
                 sparsity, sinks = round(1 - self.settings["budget"], 6), self.settings["sinks"]
                 simulation = simulator.Simulation(self.selection, sparsity, self.networks, sinks)

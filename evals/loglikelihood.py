@@ -31,7 +31,7 @@ BLOCK = Options().block
 LOGITS_BYTES = 2**26
 
 
-class Predicted(NamedTuple):
+class TokenPredictions(NamedTuple):
     """For each token of a sequence but the first: its log-probability, and whether it was the most likely one.
 
     ``divergence`` is the Kullback-Leibler divergence of the model's distribution from the reference's, in nats; None
@@ -53,9 +53,9 @@ def predict(
     batch: int = 8,
     reference: Sequence[Float[np.ndarray, "T E"]] | None = None,
     keep_hidden: bool = False,
-    on_row: Callable[[int, Predicted], Any] | None = None,
+    on_row: Callable[[int, TokenPredictions], Any] | None = None,
     **settings: Unpack[PromptSettings],
-) -> list[Predicted]:
+) -> list[TokenPredictions]:
     """Predict each token of sequences from the tokens before it that a policy has kept.
 
     Args:
@@ -84,7 +84,7 @@ def predict(
         _, hidden = models.hidden_states(model, tokens[:, :-1], lengths, question=question, **settings)
         return tokens, hidden
 
-    return _collected(model, sequences, batch, fed_through, reference, keep_hidden, on_row)
+    return _collect(model, sequences, batch, fed_through, reference, keep_hidden, on_row)
 
 
 def simulate(
@@ -96,8 +96,8 @@ def simulate(
     batch: int = 8,
     reference: Sequence[Float[np.ndarray, "T E"]] | None = None,
     keep_hidden: bool = False,
-    on_row: Callable[[int, Predicted], Any] | None = None,
-) -> list[Predicted]:
+    on_row: Callable[[int, TokenPredictions], Any] | None = None,
+) -> list[TokenPredictions]:
     """Predict each token when every row reads only what a selection keeps (see evals/selections.py).
 
     Args:
@@ -115,7 +115,7 @@ def simulate(
         tokens = padded([sequences[row] for row in fed], -(-longest // block) * block)
         return tokens, simulation.hidden_states(model, tokens)[:, :-1]
 
-    return _collected(model, sequences, batch, fed_through, reference, keep_hidden, on_row)
+    return _collect(model, sequences, batch, fed_through, reference, keep_hidden, on_row)
 
 
 class Behind(NamedTuple):
@@ -191,7 +191,7 @@ def endings(
             following = padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
             counted = np.array([len(end) for row in fed for end in ends[row]])
             for number, (cache, last) in zip(together, each, strict=True):
-                sums = _told_after(model, cache, last, following, counted, count, block)
+                sums = _ending_log_probabilities(model, cache, last, following, counted, count, block)
                 size, slots = cache.nbytes // len(fed), cache.position.size
                 policy = policies[number][0]
                 once = policy == "full" or moments(policy_of(policy), when, 0)[0] == "prompt"
@@ -204,7 +204,7 @@ def endings(
     return [[behind for behind in rows if behind is not None] for rows in found]
 
 
-def _told_after(
+def _ending_log_probabilities(
     model: models.Decoder,
     cache: Cache,
     last: Float[Array, "B V"],
@@ -214,7 +214,7 @@ def _told_after(
     block: int,
 ) -> Float[np.ndarray, "B n"]:
     """Return the log-probability of each row's ``count`` endings after a cache whose next logits are ``last``."""
-    parts = [_first_told(last, following[:, :1], count)]
+    parts = [_first_counted(last, following[:, :1], count)]
     longest = following.shape[1]
     if longest > 1:
         _, hidden = models.hidden_states(model, following, counted, cache=kvjax.repeat(cache, count), block=block)
@@ -223,15 +223,15 @@ def _told_after(
     return np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)
 
 
-def _collected(
+def _collect(
     model: models.Decoder,
     sequences: Sequence[Sequence[int]],
     batch: int,
     fed_through: Callable[[list[int]], tuple[Int[np.ndarray, "B T1"], Float[Array, "B T E"]]],
     reference: Sequence[Float[np.ndarray, "T E"]] | None,
     keep_hidden: bool,
-    on_row: Callable[[int, Predicted], Any] | None,
-) -> list[Predicted]:
+    on_row: Callable[[int, TokenPredictions], Any] | None,
+) -> list[TokenPredictions]:
     """Return the predictions of all sequences, batch by batch.
 
     Args:
@@ -243,7 +243,7 @@ def _collected(
         raise ValueError(
             "the reference is of other sequences; give the hidden states of these sequences in their order."
         )
-    collected: dict[int, Predicted] = {}
+    collected: dict[int, TokenPredictions] = {}
     for rows, fed in batches(model, _longest_first([len(sequence) for sequence in sequences]), batch):
         tokens, hidden = fed_through(fed)
         against = None
@@ -255,7 +255,7 @@ def _collected(
         states = hosts.fetched(hidden) if keep_hidden else None
         for place, row in enumerate(rows):
             own = slice(None, len(sequences[row]) - 1)
-            collected[row] = Predicted(
+            collected[row] = TokenPredictions(
                 chosen[place, own],
                 greedy[place, own],
                 divergence[0][place, own] if divergence else None,
@@ -324,7 +324,7 @@ def _in_parts(
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def _first_told(last: Float[Array, "B V"], following: Int[Array, "Bn 1"], count: int) -> Float[Array, "Bn 1"]:
+def _first_counted(last: Float[Array, "B V"], following: Int[Array, "Bn 1"], count: int) -> Float[Array, "Bn 1"]:
     return _chosen(jnp.repeat(last, count, axis=0)[:, None], following)[0]
 
 

@@ -44,7 +44,7 @@ from evals import (
     texts,
 )
 from evals.run_settings import Setting
-from evals.selections import Method
+from evals.selections import Selection
 from evals.simulator import Simulation
 from kvjax.checks import check_names
 from kvjax.schedule import When
@@ -177,7 +177,7 @@ def policy_losses(
     return _losses(found, counted)
 
 
-def _losses(found: Sequence[loglikelihood.Predicted], counted: int | None) -> Losses:
+def _losses(found: Sequence[loglikelihood.TokenPredictions], counted: int | None) -> Losses:
     own = slice(None if counted is None else -counted, None)
     return Losses(
         np.array([-np.mean(row.log_probability[own], dtype=np.float64) for row in found]),
@@ -186,7 +186,7 @@ def _losses(found: Sequence[loglikelihood.Predicted], counted: int | None) -> Lo
     )
 
 
-def _divergence(row: loglikelihood.Predicted, own: slice) -> float:
+def _divergence(row: loglikelihood.TokenPredictions, own: slice) -> float:
     if row.hidden is not None:  # the reference itself
         return 0.0
     return math.nan if row.divergence is None else float(np.mean(row.divergence[own], dtype=np.float64))
@@ -196,7 +196,7 @@ def measure(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
     full: Losses,
-    chosen: Sequence[Method],
+    chosen: Sequence[Selection],
     sparsities: Sequence[float],
     *,
     like: Simulation = simulator.DENSE,
@@ -262,7 +262,7 @@ def measure_policies(
     return results
 
 
-def steps(chosen: Sequence[Method], sparsities: Sequence[float], chunks: int, settings: int = 0) -> int:
+def steps(chosen: Sequence[Selection], sparsities: Sequence[float], chunks: int, settings: int = 0) -> int:
     """Count the chunks that the dense model, :func:`measure` and :func:`measure_policies` run."""
     named = [selection for selection in chosen if selection.name != "full"]
     return chunks * (1 + len(named) * sum(sparsity > 0 for sparsity in sparsities) + settings)
@@ -542,7 +542,7 @@ def _check_compression(setting: Setting, counted: int | None) -> bool:
     return once
 
 
-def _row(selection: Method, sparsity: float, found: Losses, full: Losses) -> dict[str, Any]:
+def _row(selection: Selection, sparsity: float, found: Losses, full: Losses) -> dict[str, Any]:
     return {"select": str(selection), "sparsity": sparsity, **against(found, full)}
 
 

@@ -87,7 +87,7 @@ def rolling_snapkv(*, window: int = 32, kernel: int = 7, pooling: Literal["avg",
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class Selection:
     """A method to simulate: a source that selects, or a policy that evicts.
 
     ``name`` is the resolved name. "full" and "oracle_eviction" have neither source nor policy.
@@ -107,7 +107,7 @@ class Method:
 
 
 @functools.cache
-def parse_selection(name: str, *, page_size: int = 16) -> Method:
+def parse_selection(name: str, *, page_size: int = 16) -> Selection:
     """Parse the short name of a selection.
 
     Args:
@@ -127,7 +127,7 @@ def parse_selection(name: str, *, page_size: int = 16) -> Method:
     """
     name = name.strip()
     if name in ("full", ORACLE_EVICTION):
-        return Method(name)
+        return Selection(name)
     if name == "quest":
         name = f"quest(page_size={page_size})"
     if name == "snapkv":
@@ -136,10 +136,10 @@ def parse_selection(name: str, *, page_size: int = 16) -> Method:
     if not {"+", "@"} & set(name) and sources.SOURCES.find(first) is not None:
         try:
             source = sources.parse_source(name)
-            return Method(source.name, source=source)
+            return Selection(source.name, source=source)
         except ValueError:
             with contextlib.suppress(ValueError):  # a policy of the same name, such as streaming(sinks=8)
-                return Method(name, policy=kvjax.parse(name))
+                return Selection(name, policy=kvjax.parse(name))
             raise
     if first in _MADE:
         try:
@@ -158,10 +158,10 @@ def parse_selection(name: str, *, page_size: int = 16) -> Method:
             f"{policy.name!r} lets layers compete, but here each layer is run by itself, token by token; give another "
             "allocation, or none."
         )
-    return Method(policy.name, policy=policy)
+    return Selection(policy.name, policy=policy)
 
 
-def parse_selections(text: str, *, page_size: int = 16) -> list[Method]:
+def parse_selections(text: str, *, page_size: int = 16) -> list[Selection]:
     """Parse the selections of a command line, several by comma, each once.
 
     Raises:
@@ -262,7 +262,7 @@ def check_flags(flags: argparse.Namespace) -> None:
     report.check_outputs(flags.json, flags.plot)
 
 
-def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[models.Decoder, Any, tuple[Network, ...]]:
+def load(flags: argparse.Namespace, selections: Sequence[Selection]) -> tuple[models.Decoder, Any, tuple[Network, ...]]:
     """Load the model of a command line, its tokenizer, and the networks that --networks names or selections read.
 
     Raises:

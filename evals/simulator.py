@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
-from evals.selections import ORACLE_EVICTION, Heads, Method, kept_tokens, parse_selection
+from evals.selections import ORACLE_EVICTION, Heads, Selection, kept_tokens, parse_selection
 from kernels_pallas.softmax import scaled
 from kvjax import sources
 from models.decoder import frequencies, rope_of_layer
@@ -42,7 +42,7 @@ class Hits(NamedTuple):
 def simulate(
     model: models.Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
-    selection: str | Method,
+    selection: str | Selection,
     sparsity: float,
     **options: Any,
 ) -> Float[Array, "B T V"]:
@@ -60,7 +60,7 @@ def simulate(
 def hidden_states(
     model: models.Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
-    selection: str | Method,
+    selection: str | Selection,
     sparsity: float,
     *,
     networks: Networks = None,
@@ -99,7 +99,7 @@ def hidden_states(
         >>> simulator.hidden_states(model, jnp.arange(12)[None], "oracle", 0.5).shape
         (1, 12, 32)
     """
-    tokens, selection, network = _checked(model, tokens, selection, sparsity, networks, sinks, chunk)
+    tokens, selection, network = _check(model, tokens, selection, sparsity, networks, sinks, chunk)
     if heads not in ("query", "group"):
         raise ValueError(f"heads is {heads!r}; expected 'query' or 'group'.")
     kept = kept_tokens(tokens.shape[1], sparsity)
@@ -120,7 +120,7 @@ def hidden_states(
 class Simulation(NamedTuple):
     """A selection at a sparsity, and what it reads beside the model; see :func:`hidden_states`."""
 
-    selection: Method
+    selection: Selection
     sparsity: float = 0.0
     networks: Networks = None
     sinks: int = 4
@@ -138,7 +138,7 @@ DENSE = Simulation(parse_selection("full"))
 def hits(
     model: models.Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
-    selection: str | Method,
+    selection: str | Selection,
     sparsity: float,
     *,
     networks: Networks = None,
@@ -158,7 +158,7 @@ def hits(
     Raises:
         ValueError: see :func:`simulate`; or the selection is no source.
     """
-    tokens, selection, network = _checked(model, tokens, selection, sparsity, networks, 0, chunk)
+    tokens, selection, network = _check(model, tokens, selection, sparsity, networks, 0, chunk)
     if selection.source is None:
         raise ValueError(
             f"{selection.name!r} is not a source of importance; expected one of {', '.join(sources.SOURCES.names())}."
@@ -225,7 +225,7 @@ def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
     return kvjax.chain(*(policy.links or (policy,)), kvjax.protect(sinks=sinks)) @ policy.allocation
 
 
-def _checked(model, tokens, selection, sparsity, networks, sinks, chunk) -> tuple[Array, Method, LooksAhead | None]:
+def _check(model, tokens, selection, sparsity, networks, sinks, chunk) -> tuple[Array, Selection, LooksAhead | None]:
     if not 0 <= sparsity < 1:
         raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a row does not read, in [0, 1).")
     selection = parse_selection(selection) if isinstance(selection, str) else selection

@@ -52,7 +52,7 @@ def command(flags: argparse.Namespace) -> None:
     sweep.show(rows)
     print(table(judged))
     if flags.json is not None:
-        facts = provenance.facts(flags.begun, study.content.get("seed", 0), answered.store.fingerprints)
+        facts = provenance.facts(flags.invocation, study.content.get("seed", 0), answered.store.fingerprints)
         made = {name: facts[name] for name in ("command", "seed", "fingerprints")}  # this process may have run nothing
         figures: dict[str, Any] = {
             "evaluation": "study",

@@ -24,14 +24,14 @@ CLAIM = (
 class Cell(NamedTuple):
     """A policy's scores under a budget, and the means of the bytes that a prompt's cache takes, in MiB.
 
-    ``held`` is the most that it took, ``kept`` what is left behind the answer. ``grown`` is by how much its perplexity
-    is above the full cache's, the models' mean; None where it was not measured.
+    ``peak`` is the most that it took, ``size`` what is left behind the answer. ``increase`` is by how much its
+    perplexity is above the full cache's, the models' mean; None where it was not measured.
     """
 
     scores: Float[np.ndarray, "models samples"]
-    held: float
-    kept: float
-    grown: float | None = None
+    peak: float
+    size: float
+    increase: float | None = None
 
 
 class Panel(NamedTuple):
@@ -126,14 +126,14 @@ def table(study: studies.Study, rows: studies.Rows, panel: Panel) -> str:
     def told(policy: str, budget: Any) -> str:
         if (policy, budget) not in found:
             return ""
-        scores, held, kept, grown = found[policy, budget]
+        scores, peak, kept, increase = found[policy, budget]
         mean, low, high = statistics.mean_interval(scores)
         text = f"{mean:.2f}"
         if budget is not None:
             _, _, above = statistics.paired_interval(scores - found[best[budget], budget].scores)
             text = f"**{text}**" if above >= 0 else text
-        more = "" if grown is None else f", perplexity {grown:+.1%}"
-        size = f"{kept:.0f} of {held:.0f}" if evicts_once(study) else f"{held:.0f}"
+        more = "" if increase is None else f", perplexity {increase:+.1%}"
+        size = f"{kept:.0f} of {peak:.0f}" if evicts_once(study) else f"{peak:.0f}"
         return f"{text} [{low:.2f}, {high:.2f}], {size} MiB{more}"
 
     heads = [f"{budget:.0%}" if isinstance(budget, float) else f"{budget} slots" for budget in budgets]
@@ -210,7 +210,7 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
         for policy in study.drawn:
             name = study.names.get(policy, policy)
             own = sorted(
-                (c.kept if evicts_once(study) else c.held, *statistics.mean_interval(c.scores))
+                (c.size if evicts_once(study) else c.peak, *statistics.mean_interval(c.scores))
                 for (p, _), c in found.items()
                 if p == policy
             )

@@ -91,7 +91,7 @@ def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: M
                     color="black" if value > 0.6 else "white", fontweight="bold" if column == 0 else "normal",
                 )  # fmt: skip
         axis.set_xticks(range(len(tasks) + 1), ["mean", *(short.get(task, task) for task in tasks)], fontsize=7)
-        axis.set_yticks(range(len(found)), [_named(r) for r in found], fontsize=7)
+        axis.set_yticks(range(len(found)), [_label(r) for r in found], fontsize=7)
         report.frameless(axis)
         length = "" if group[2] is None else f"{group[2]:,} tokens, "
         axis.set_title(f"{length}{report.moment(group[3:])}", fontsize=8.5)
@@ -118,6 +118,6 @@ def _perplexity(losses: Mapping[int, float], full: Mapping[int, float]) -> dict[
     return told | dict(increase=mean, increase_low=low if several else None, increase_high=high if several else None)
 
 
-def _named(row: Mapping[str, Any]) -> str:
+def _label(row: Mapping[str, Any]) -> str:
     more = "" if "increase" not in row or row["budget"] is None else f", perplexity {row['increase']:+.1%}"
     return f"{row['policy']}{more}"

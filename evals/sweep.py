@@ -113,7 +113,7 @@ def command(flags: argparse.Namespace) -> None:
     compared = summaries.compare(answered.store.records, run_settings.baseline(answered.parts[0].flags))
     if rows := summaries.summarise(answered.store.records):
         figures = {"evaluation": "sweep", "settings": content, "results": rows, "comparisons": compared}
-        made = provenance.facts(flags.begun, content.get("seed", 0), answered.store.fingerprints)
+        made = provenance.facts(flags.invocation, content.get("seed", 0), answered.store.fingerprints)
         commands.write_json(flags.out / "figures.json", {**made, **figures})
     show(rows, compared)
     print(f"results: {flags.out}; a page of them: python -m evals report {flags.out}")
@@ -274,7 +274,7 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
         except ValueError as error:
             if hosts.several():
                 raise
-            failed.append(_named(flags, together[0], error))
+            failed.append(_label(flags, together[0], error))
     return failed
 
 
@@ -304,11 +304,11 @@ def _cannot_be(parts: Sequence[Part]) -> list[str]:
             try:
                 group.few()
             except ValueError as error:
-                wrong.append(_named(flags, group, error))
+                wrong.append(_label(flags, group, error))
     return wrong
 
 
-def _named(flags: argparse.Namespace, group: evaluator.Group, error: ValueError) -> str:
+def _label(flags: argparse.Namespace, group: evaluator.Group, error: ValueError) -> str:
     where = "" if group.length is None else f" at {group.length}"
     return f"{flags.model}, {group.task}{where}: {error}"
 

@@ -216,7 +216,7 @@ def command(flags: argparse.Namespace) -> None:
         "pieces": pieces(tokenizer, tokens),
         "question": question,
         "traces": traces,
-        **provenance.facts(flags.begun, flags.seed, evaluator.digests(model, tokenizer, networks)),
+        **provenance.facts(flags.invocation, flags.seed, evaluator.digests(model, tokenizer, networks)),
     }
     with commands.replacing(flags.html) as temporary:
         temporary.write_text(page.render(TEMPLATE, data["title"], data), encoding="utf-8")

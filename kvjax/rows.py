@@ -65,7 +65,7 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
         raise ValueError(
             f"the row has {one.num_slots} slots per head, but the batch {cache.num_slots}; compact the row first."
         )
-    return cache.map(_joined, (row, SAME), (one.each_part, PARTS))
+    return cache.map(_write, (row, SAME), (one.each_part, PARTS))
 
 
 def _laid_out_otherwise(cache: KVCache | PagedCache) -> KVCache | PagedCache:
@@ -74,7 +74,7 @@ def _laid_out_otherwise(cache: KVCache | PagedCache) -> KVCache | PagedCache:
 
 
 @functools.singledispatch
-def _joined(cache: Any, row: int | Int[Array, ""], one: KVCache) -> Any:
+def _write(cache: Any, row: int | Int[Array, ""], one: KVCache) -> Any:
     """Write a sequence's slots to a row of the batch's cache."""
     axis = len(cache.heads_shape) - 2
 
@@ -119,11 +119,11 @@ def leave[C: AnyKind](cache: C, row: int | Int[Array, ""]) -> C:
         [[[-1, -1]], [[0, -1]]]
     """
     row = _checked_row(cache, row)
-    return cache.map(_left, (row, SAME))
+    return cache.map(_free, (row, SAME))
 
 
 @functools.singledispatch
-def _left(cache: Any, row: int | Int[Array, ""]) -> Any:
+def _free(cache: Any, row: int | Int[Array, ""]) -> Any:
     """Free a row's slots."""
     axis = len(cache.heads_shape) - 2
     nothing = jnp.full_like(jax.lax.index_in_dim(cache.position, 0, axis), -1)
@@ -131,8 +131,8 @@ def _left(cache: Any, row: int | Int[Array, ""]) -> Any:
     return dataclasses.replace(cache, position=position, next_position=cache.next_position.at[row].set(0))
 
 
-@_left.register(PagedCache)
-def _left_pages(cache: PagedCache, row: int | Int[Array, ""]) -> PagedCache:
+@_free.register(PagedCache)
+def _free_pages(cache: PagedCache, row: int | Int[Array, ""]) -> PagedCache:
     """Free a row's pages."""
     B, K = cache.heads_shape[-2:]
     mine = (cache.owner >= 0) & (cache.owner // K % B == row)
@@ -155,12 +155,12 @@ def _put(whole: Array, part: Array, row: int | Int[Array, ""], axis: int) -> Arr
     return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), row, axis)
 
 
-@_joined.register(PagedCache)
-def _joined_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) -> PagedCache:
+@_write.register(PagedCache)
+def _write_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) -> PagedCache:
     """Copy the pages in use of a sequence's pool to free pages of the batch's pool."""
     if one.page_size != cache.page_size:
         raise ValueError(f"the row has pages of {one.page_size} slots, but the batch of {cache.page_size}.")
-    cache = _left_pages(cache, row)
+    cache = _free_pages(cache, row)
     *L, B, K = cache.heads_shape
     P = cache.owner.shape[0]
     source = one.table  # [*L, 1, K, M']

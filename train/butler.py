@@ -220,7 +220,7 @@ def train(
 
     trainer = loop.Trainer(
         command="train.butler",
-        trained={"butler": dataclasses.asdict(config)},
+        configuration={"butler": dataclasses.asdict(config)},
         init=functools.partial(init_state, config, settings, mesh),
         step=make_step(config, settings, mesh),
         save=lambda parameters: save_network(folder, Butler(config, parameters), model, options.name),

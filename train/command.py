@@ -113,7 +113,7 @@ def options_of(flags: argparse.Namespace, loaded: FrozenModel, command: str) -> 
             print(f"{command}: {text}.", file=sys.stderr)
 
     return Options(
-        name=str(flags.model), begun=flags.begun, digests=evaluator.digests(loaded.model, loaded.tokenizer),
+        name=str(flags.model), invocation=flags.invocation, digests=evaluator.digests(loaded.model, loaded.tokenizer),
         mesh=loaded.mesh, resume=flags.resume == "auto", save_every=flags.save_every, keep=flags.keep,
         eval_every=flags.eval_every, log_every=flags.log_every, stop_after=flags.stop_after, measure=flags.measure,
         progress_bar=True, say=say,

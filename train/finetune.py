@@ -191,11 +191,11 @@ def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) ->
         ValueError: the policy, the budget or a token does not fit; see :func:`models.prefill`.
     """
     fed = answers.model_batch(rows)
-    kept = _kept(settings, settings.policy)
+    kept = _arguments(settings, settings.policy)
     # The answer's last token is predicted and not fed; the others are fed after the prompt was compressed.
     question = fed.answers - 1 if kept["policy"] is not None and fed.answers.all() else None
     _, hidden = models.hidden_states(model, fed.tokens[:, :-1], fed.lengths, question=question, **kept)
-    places = _learned_places(fed.learned)
+    places = _places(fed.learned)
     return _mean_loss(
         model,
         jnp.take_along_axis(hidden, places[..., None], axis=1),
@@ -205,14 +205,14 @@ def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) ->
     )
 
 
-def _learned_places(learned: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B P"]:
+def _places(learned: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B P"]:
     """Return the places whose logits are needed: the learned ones, and others up to a power of two that all have."""
     most = int(learned.sum(axis=1).max())
     count = min(1 << max(most - 1, 0).bit_length(), learned.shape[1])
     return np.argsort(~learned, axis=1, kind="stable")[:, :count]
 
 
-def _kept(settings: Settings, name: str) -> dict[str, Any]:
+def _arguments(settings: Settings, name: str) -> dict[str, Any]:
     """Return a policy's arguments of :func:`models.hidden_states`."""
     policy, same = policy_of(name), dict(block=settings.block, cache_dtype=settings.cache_dtype)
     if policy is None:
@@ -255,7 +255,7 @@ def _mean_loss(
 def held_out_loss(model: Decoder, rows: Int[np.ndarray, "R T"], settings: Settings, policy: str) -> float:
     """Compute the mean loss of the learned tokens of held-out rows under a policy, in nats."""
     fed = answers.model_batch(rows)
-    kept = _kept(settings, policy)
+    kept = _arguments(settings, policy)
     found = loglikelihood.predict(
         model,
         [tokens[: length + 1].tolist() for tokens, length in zip(fed.tokens, fed.lengths, strict=True)],
@@ -373,7 +373,7 @@ def train(
 
     trainer = loop.Trainer(
         command="train.finetune",
-        trained={"evaluated": evaluated},
+        configuration={"evaluated": evaluated},
         init=functools.partial(init_state, model, settings, options.mesh),
         step=make_step(settings),
         save=save,

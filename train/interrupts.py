@@ -49,17 +49,17 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def interrupted(folder: Path, step: int | None, begun: commands.Begun, resume: bool) -> KeyboardInterrupt:
+def interrupted(folder: Path, step: int | None, invocation: commands.Invocation, resume: bool) -> KeyboardInterrupt:
     """Return the error that ends an interrupted run, with its checkpoint and the command that resumes it.
 
     Args:
         folder: where the checkpoints are.
         step: that of the newest checkpoint, None without one.
-        begun: the command.
+        invocation: the command.
         resume: whether the command resumes as it stands.
     """
     if step is None:
         return KeyboardInterrupt("interrupted before the first checkpoint")
     path = folder / "checkpoints" / str(step)
-    command = begun.command + ("" if resume else " --resume auto")
+    command = invocation.command + ("" if resume else " --resume auto")
     return KeyboardInterrupt(f"interrupted; the checkpoint of step {step} is {path}. To resume: {command}")

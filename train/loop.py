@@ -82,7 +82,7 @@ class Trainer(NamedTuple):
 
     Attributes:
         command: the module that is run, such as "train.scorer".
-        trained: the configuration of what is trained, by its name, for run.json.
+        configuration: that of what is trained, by its name, for run.json.
         init: () -> the first State.
         step: (model, state, rows [B, T] on the mesh, step from 0) -> state, loss, the gradient's norm before clipping.
             Nothing may be donated, as Ctrl-C saves the last state that was reached.
@@ -93,7 +93,7 @@ class Trainer(NamedTuple):
     """
 
     command: str
-    trained: dict[str, Any]
+    configuration: dict[str, Any]
     init: Callable[[], State]
     step: Callable[[Decoder, State, Array, int], tuple[State, Array, Array]]
     save: Callable[[Parameters], None]
@@ -108,7 +108,7 @@ class Options:
 
     Attributes:
         name: the model's name, for messages; an adapter names it as its base.
-        begun: the command, for run.json and summary.json.
+        invocation: the command, for run.json and summary.json.
         digests: fingerprints of the model, its tokenizer and the built-in prose; a run resumes only with the same ones.
         mesh: devices with axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
         resume: whether it starts from the newest whole checkpoint in its folder, if there is one.
@@ -122,7 +122,7 @@ class Options:
     """
 
     name: str = "a model"
-    begun: commands.Begun | None = None
+    invocation: commands.Invocation | None = None
     digests: Mapping[str, str] | None = None
     mesh: Mesh | None = None
     resume: bool = True
@@ -270,7 +270,7 @@ def run(
             f"a step of {settings.batch} rows cannot be spread over data={mesh.shape['data']}; make --batch a multiple."
         )
     first_process = jax.process_index() == 0
-    begun = options.begun or commands.Begun(f"{trainer.command}.train(...)", time.monotonic())
+    invocation = options.invocation or commands.Invocation(f"{trainer.command}.train(...)", time.monotonic())
     digests = fingerprints.fingerprints(model) if options.digests is None else options.digests
     description = _description(trainer, model, options.name, corpus, settings, digests)
     folders.check_run(folder, description, trainer.files, resume)
@@ -282,7 +282,7 @@ def run(
         if first_process:
             folder.mkdir(parents=True, exist_ok=True)
             commands.lock(stack.enter_context((folder / commands.LOCK_FILE).open("ab")), folder)
-        facts = provenance.facts(begun, settings.seed, dict(digests))
+        facts = provenance.facts(invocation, settings.seed, dict(digests))
         folders.begin_run(folder, description, trainer.files, resume, facts)
         checkpoints = Checkpoints(folder, options.keep, options.say)
         interrupts = stack.enter_context(Interrupts())
@@ -370,8 +370,8 @@ def run(
                     note()
                     save()
                 checkpoints.close()
-            raise interrupted(folder, checkpoints.newest(), begun, resume) from None
-        summary = provenance.facts(begun, settings.seed, dict(digests)) | description
+            raise interrupted(folder, checkpoints.newest(), invocation, resume) from None
+        summary = provenance.facts(invocation, settings.seed, dict(digests)) | description
         summary |= _summary(settings, progress, mesh) | found
         trainer.save(parameters)
         if first_process:
@@ -445,7 +445,7 @@ def _description(
     return {
         "version": kvjax.__version__,
         "model": {"name": name, "dtype": model.embedding[...].dtype.name, **fingerprint(model)},
-        **trainer.trained,
+        **trainer.configuration,
         "settings": settings._asdict(),
         "jax": provenance.settings(),
         "data": {

@@ -33,7 +33,7 @@ class Meter:
         self.say = say if show and not bar else None
         self.bar = tqdm(total=total, initial=done, disable=not bar, dynamic_ncols=True, file=sys.stderr)
         self.first = done + 1  # which compiles, so the time per step is that of the others
-        self.begun = self.said = time.monotonic()
+        self.start = self.said = time.monotonic()
         if self.say and done < total:
             self.say(f"compiling step {self.first:,} of {total:,}")
 
@@ -60,11 +60,11 @@ class Meter:
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
         self.bar.update()
         if self.done == self.first:
-            self.begun = now
+            self.start = now
         if self.say is None or not (self.done in (self.first, self.total) or now - self.said >= SECONDS):
             return
         self.said, line = now, f"step {self.done:,} of {self.total:,}, loss {loss:.4f}"
         if self.done > self.first + AHEAD:  # those before were done while the first was waited for
-            each = (now - self.begun) / (self.done - self.first)
+            each = (now - self.start) / (self.done - self.first)
             line += f", {each:.3g} s per step, {tqdm.format_interval(each * (self.total - self.done))} left"
         self.say(line)

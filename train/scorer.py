@@ -371,7 +371,7 @@ def train(
 
     trainer = loop.Trainer(
         command="train.scorer",
-        trained={kind.name: dataclasses.asdict(config), "words": list(words)},
+        configuration={kind.name: dataclasses.asdict(config), "words": list(words)},
         init=init,
         step=loop.make_step(objective, settings, mesh),
         save=lambda parameters: save_network(folder, kind(config, parameters), model, options.name),

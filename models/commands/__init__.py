@@ -1,7 +1,7 @@
 """The command lines of `models`, and what those of other packages share with them; the library imports none of it."""
 
 from models.commands.arguments import (
-    Begun,
+    Invocation,
     Parser,
     add_cache_dtype_flag,
     add_cache_flag,
@@ -41,7 +41,7 @@ from models.files import (
 
 __all__ = [
     "LOCK_FILE",
-    "Begun",
+    "Invocation",
     "Parser",
     "add_cache_dtype_flag",
     "add_cache_flag",

@@ -39,7 +39,7 @@ def shell_line(words: Iterable[str]) -> str:
     )
 
 
-class Begun(NamedTuple):
+class Invocation(NamedTuple):
     """A command line, and the time.monotonic() at which it began."""
 
     command: str
@@ -47,14 +47,14 @@ class Begun(NamedTuple):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports an error on one line. The flags that it returns have a :class:`Begun` as ``begun``."""
+    """A parser that reports an error on one line. Its flags have an :class:`Invocation` as ``invocation``."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._asked(parsed).error(f"unrecognized arguments: {' '.join(unknown)}")
         words = sys.argv[1:] if args is None else args
-        parsed.begun = Begun(f"{self.prog} {shell_line(words)}".rstrip(), time.monotonic())
+        parsed.invocation = Invocation(f"{self.prog} {shell_line(words)}".rstrip(), time.monotonic())
         return parsed
 
     def _asked(self, parsed: argparse.Namespace) -> argparse.ArgumentParser:

@@ -133,7 +133,7 @@ def _ask(flags: argparse.Namespace) -> None:
             "full_cache_bytes": found.full_cache_bytes, "peak_cache_bytes": peak, "seconds": found.seconds,
             "answers": records,
         }  # fmt: skip
-        print(json.dumps(provenance.facts(flags.begun, flags.seed, digests) | figures))
+        print(json.dumps(provenance.facts(flags.invocation, flags.seed, digests) | figures))
     elif records:
         seconds = sum(record["seconds"] for record in records)
         screen.say(f"{len(records)} answer{'s' * (len(records) > 1)} in {seconds:.1f} s · cache {_sizes(found)}")

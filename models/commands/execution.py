@@ -79,7 +79,7 @@ def call(parser: argparse.ArgumentParser, command: Callable[[Any], None], name: 
         ...     flags, lambda given: print(sorted(vars(given))), "evals",
         ...     ["--compilation-cache", "off"]
         ... )
-        ['begun']
+        ['invocation']
         0
     """
     flags = parser.parse_args(arguments)

@@ -243,7 +243,7 @@ def _answer(
 
 
 def _json(flags: argparse.Namespace, digests: dict[str, str], figures: dict[str, Any]) -> str:
-    return json.dumps(provenance.facts(flags.begun, flags.seed, digests) | figures)
+    return json.dumps(provenance.facts(flags.invocation, flags.seed, digests) | figures)
 
 
 def _in_words(flags: argparse.Namespace, figures: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import kvjax
-from models.commands.arguments import Begun
+from models.commands.arguments import Invocation
 from models.files import write_json
 from models.tokenizer import Tokenizer
 
@@ -53,29 +53,29 @@ def write(flags: argparse.Namespace, figures: Mapping[str, Any], digests: Mappin
         >>> sorted(json.loads(path.read_text()))
         ['command', 'commit', 'cores', 'device', 'fingerprints', 'results', 'seconds', 'seed', 'settings', 'versions']
     """
-    made = facts(flags.begun, getattr(flags, "seed", None), dict(digests))
+    made = facts(flags.invocation, getattr(flags, "seed", None), dict(digests))
     write_json(flags.json, {**made, **figures})
 
 
-def facts(begun: Begun, seed: int | None, digests: Any) -> dict[str, Any]:
+def facts(invocation: Invocation, seed: int | None, digests: Any) -> dict[str, Any]:
     """Return the command line, its seed, the seconds since it began, fingerprints, and :func:`environment`.
 
     Args:
-        begun: what :class:`models.commands.Parser` recorded.
+        invocation: what :class:`models.commands.Parser` recorded.
         seed: the command's seed, None if it has none.
         digests: fingerprints by name, such as those of :func:`fingerprints`; none where weights are drawn at random.
 
     Example:
         >>> from models import commands
         >>> from models.commands import provenance
-        >>> begun = commands.Parser(prog="python -m tool").parse_args([]).begun
-        >>> provenance.facts(begun, 0, {})["command"]
+        >>> invocation = commands.Parser(prog="python -m tool").parse_args([]).invocation
+        >>> provenance.facts(invocation, 0, {})["command"]
         'python -m tool'
     """
     return {
-        "command": begun.command,
+        "command": invocation.command,
         "seed": seed,
-        "seconds": round(time.monotonic() - begun.time, 1),
+        "seconds": round(time.monotonic() - invocation.time, 1),
         "fingerprints": digests,
         **environment(),
     }

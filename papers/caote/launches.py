@@ -59,7 +59,7 @@ def launches(text: str, layers: int) -> list[Launch]:
     computations = _computations(text)
     for instruction in computations["ENTRY"]:
         if instruction.opcode == "while" and _turns(instruction) == layers:
-            return list(_of_computation(computations, _called(instruction), layers, 1))
+            return list(_of_computation(computations, _callee(instruction), layers, 1))
     raise ValueError(f"the program has no loop over {layers} layers.")
 
 
@@ -81,7 +81,7 @@ def _turns(instruction: _Instruction) -> int | None:
     return int(found[1]) if found else None
 
 
-def _called(instruction: _Instruction) -> str:
+def _callee(instruction: _Instruction) -> str:
     found = re.search(r"(?:body|to_apply|calls)=%?([\w.\-]+)", instruction.text)
     assert found is not None
     return found[1]
@@ -96,10 +96,10 @@ def _of_computation(
             continue
         if i.opcode in ("while", "call"):
             turns = _turns(i) or 1
-            yield from _of_computation(computations, _called(i), layers, times * turns)
+            yield from _of_computation(computations, _callee(i), layers, times * turns)
             continue
         if i.opcode.startswith("fusion"):
-            moved = _traffic(computations[_called(i)])
+            moved = _traffic(computations[_callee(i)])
         else:  # a kernel reads one of the stacked layers
             moved = sum(_bytes_of(x, layers) for x in (*(shapes[x] for x in i.operands), i.shape))
         metadata = re.search(r'op_name="[^"]*?([^"/]+)/pallas_call"', i.text)

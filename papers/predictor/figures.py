@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import models
 from evals import answering, command_line, evaluator, perplexity, report, selections, simulator, statistics, texts
-from evals.selections import Method
+from evals.selections import Selection
 from kvjax.sources import PREDICTOR
 from models import commands
 from models.networks import Networks
@@ -46,7 +46,7 @@ DRAWN = ("correlation", "overlap")  # a number for each two heads, which the pic
 def accuracies(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    chosen: Sequence[Method],
+    chosen: Sequence[Selection],
     sparsities: Sequence[float],
     *,
     networks: Networks = None,

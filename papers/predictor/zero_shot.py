@@ -19,7 +19,7 @@ from tqdm import tqdm
 import models
 from evals import choices, evaluator, loglikelihood, report, simulator, statistics
 from evals.choices import Sample
-from evals.selections import Method
+from evals.selections import Selection
 from evals.simulator import Simulation
 from kvjax.sources import PREDICTOR
 from models import commands
@@ -32,7 +32,7 @@ SELECT = f"full,oracle,{PREDICTOR},quest,h2o,snapkv,streaming,random"
 def measure(
     model: models.Decoder,
     samples: Mapping[str, Sequence[Sample]],
-    chosen: Sequence[Method],
+    chosen: Sequence[Selection],
     sparsities: Sequence[float],
     *,
     like: Simulation = simulator.DENSE,
@@ -129,7 +129,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return report.table(rows, cells, left=2) + note
 
 
-def steps(samples: Mapping[str, Sequence[Sample]], chosen: Sequence[Method], sparsities: Sequence[float]) -> int:
+def steps(samples: Mapping[str, Sequence[Sample]], chosen: Sequence[Selection], sparsities: Sequence[float]) -> int:
     """Return how many sequences :func:`measure` feeds."""
     sequences = sum(len(sample.choices) for drawn in samples.values() for sample in drawn)
     return sequences * sum(1 if selection.name == "full" else len(sparsities) for selection in chosen)
@@ -140,7 +140,7 @@ def run(
     text: str,
     model: models.Decoder,
     tokenizer: models.Tokenizer,
-    chosen: Sequence[Method],
+    chosen: Sequence[Selection],
     sparsities: Sequence[float],
     networks: Networks,
 ) -> dict[str, Any]:

@@ -383,8 +383,8 @@ def train(
     parameters, first = init_parameters(config, jax.random.key(seed)), 0
     if begin is not None:
         parameters, first = _read_model(begin, config)
-    begun, resume = (
-        options.begun or commands.Begun("papers.retriever.recipe.train(...)", time.monotonic()),
+    invocation, resume = (
+        options.invocation or commands.Invocation("papers.retriever.recipe.train(...)", time.monotonic()),
         options.resume,
     )
     run = {"config": dataclasses.asdict(config), "seed": seed, "first": first, "jax": provenance.settings()}
@@ -470,7 +470,7 @@ def train(
             meter.close()
             with contextlib.suppress(KeyboardInterrupt):
                 save()
-            raise interrupted(folder, newest_step(checkpoints), begun, resume) from None
+            raise interrupted(folder, newest_step(checkpoints), invocation, resume) from None
     return parameters
 
 
@@ -524,7 +524,7 @@ def _make(options: argparse.Namespace) -> None:
     tokenizer = data.train_tokenizer()
     config = make_config(tokenizer)
     resume = options.resume == "auto"
-    run = dataclasses.replace(OFTEN, begun=options.begun, resume=resume, stop_after=options.stop_after)
+    run = dataclasses.replace(OFTEN, invocation=options.invocation, resume=resume, stop_after=options.stop_after)
     recipe = read_recipe()
     parameters = train(options.work, config, tokenizer, recipe, seed=options.seed, begin=options.begin, options=run)
     if options.keep:

@@ -57,7 +57,7 @@ def run(place, corpus=None, *, settings=SETTINGS, step=None, of=None, **options)
     compiled, start = step_and_start(settings)
     trainer = loop.Trainer(
         command="train.mean",
-        trained={"mean": {"size": 4}},
+        configuration={"mean": {"size": 4}},
         init=lambda: start,
         step=step or compiled,
         save=lambda parameters: (place / "mean.txt").write_text(str(parameters["mean"].tolist())),
@@ -210,15 +210,15 @@ def test_ctrl_c_saves_what_was_learned_and_says_how_to_resume(tmp_path, whole, c
             ctrl_c()
         return compiled(model, state, rows, number)
 
-    begun = commands.Begun("python -m train.mean --resume never", 0.0)
+    invocation = commands.Invocation("python -m train.mean --resume never", 0.0)
     with pytest.raises(KeyboardInterrupt) as caught:
-        run(tmp_path, step=step, begun=begun, resume=False, log_every=3)
+        run(tmp_path, step=step, invocation=invocation, resume=False, log_every=3)
     if kept is None:
         assert str(caught.value) == "interrupted before the first checkpoint"
     else:
         path = tmp_path / "checkpoints" / str(kept)
         assert path.is_dir() and str(caught.value) == (
-            f"interrupted; the checkpoint of step {kept} is {path}. To resume: {begun.command} --resume auto"
+            f"interrupted; the checkpoint of step {kept} is {path}. To resume: {invocation.command} --resume auto"
         )
     run(tmp_path)
     assert (tmp_path / "mean.txt").read_text() == (whole[0] / "mean.txt").read_text()
