@@ -231,25 +231,31 @@ def _rows(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]) -> l
         counts = (model, policy) == (models[0], claim.policy) and all(place[name] == value for name, value in claim.at)
         if counts and _there(table, models, claim.over, place | dict(claim.over_at)):
             groups.setdefault(tuple(place[name] for name in claim.each), []).append(place)
-    return [_row(claim, places, table, models) for places in groups.values()]
+    return [row for places in groups.values() if (row := _row(claim, places, table, models)) is not None]
 
 
 def _row(
     claim: Claim, places: Sequence[dict[str, Any]], table: Mapping[Any, Scores], models: Sequence[str]
-) -> Judgement:
-    """Return a row whose p-value is not corrected yet, and whose verdict is empty unless nothing can be decided."""
+) -> Judgement | None:
+    """Return a row whose p-value is not corrected yet, and whose verdict is empty unless nothing can be decided.
+
+    None if the policies have no sample in common.
+    """
     both = {claim.policy: places, claim.over: [place | dict(claim.over_at) for place in places]}
-    one, other = (_means(table, models, policy, where) for policy, where in both.items())
+    paired = _paired(table, models, *both.items())
+    if not paired.size:
+        return None
+    one, other = paired
     difference, low, high = statistics.paired_interval(one - other)
     bounds: dict[str, float | None] = {}
     undecided = False
     for bound in (RECENCY, "full"):
         near = []
-        for side, where in zip((one, other), both.values(), strict=True):
-            if all(_there(table, models, bound, place) for place in where):
-                at = _means(table, models, bound, where)
-                _, below, above = statistics.paired_interval(side - at)
-                near.append((float(at.mean()), below <= 0 <= above))
+        for policy, where in both.items():
+            there = all(_there(table, models, bound, place) for place in where)
+            if there and (pair := _paired(table, models, (policy, where), (bound, where))).size:
+                _, below, above = statistics.paired_interval(pair[0] - pair[1])
+                near.append((float(pair[1].mean()), below <= 0 <= above))
         bounds[bound] = near[0][0] if near else None
         undecided |= bound not in both and len(near) == 2 and all(noise for _, noise in near)
     chance = statistics.chance(one - other)
@@ -284,13 +290,19 @@ def _there(table: Mapping[Any, Scores], models: Sequence[str], policy: str, plac
     return all(_key(model, policy, place) in table for model in models)
 
 
-def _means(
-    table: Mapping[Any, Scores], models: Sequence[str], policy: str, places: Sequence[Mapping[str, Any]]
-) -> Float[np.ndarray, "models samples"]:
-    """Return the mean score of each sample over the places, model by model."""
-    collected: list[dict[Sample, list[float]]] = [{} for _ in models]
-    for model, of_model in zip(models, collected, strict=True):
-        for place in places:
-            for sample, score in table[_key(model, policy, place)].items():
-                of_model.setdefault((place["evaluation"], place["length"], *sample), []).append(score)
-    return np.array([[np.mean(scores) for _, scores in sorted(of_model.items())] for of_model in collected])
+def _paired(
+    table: Mapping[Any, Scores], models: Sequence[str], *sides: tuple[str, Sequence[Mapping[str, Any]]]
+) -> Float[np.ndarray, "sides models samples"]:
+    """Return the mean score of each sample over the places, without the samples that a side lacks with some model.
+
+    A side is a policy and its places, in the order of the other sides' places.
+    """
+    collected: dict[Sample, list[list[list[float]]]] = {}
+    for places in zip(*(places for _, places in sides), strict=True):
+        each = list(zip((policy for policy, _ in sides), places, strict=True))
+        found = [[table[_key(model, policy, place)] for model in models] for policy, place in each]
+        for sample in set.intersection(*(set(scores) for side in found for scores in side)):
+            number = (places[0]["evaluation"], places[0]["length"], *sample)
+            collected.setdefault(number, []).append([[scores[sample] for scores in side] for side in found])
+    means = [np.mean(scores, axis=0) for _, scores in sorted(collected.items())]
+    return np.stack(means, axis=-1) if means else np.zeros((len(sides), len(models), 0))

@@ -87,7 +87,7 @@ def find(name: str) -> Study:
 def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of :func:`evals.summaries.summarise`, each with its scores: by task, in the order of the samples.
 
-    Scores are :func:`packed`.
+    Scores are :func:`packed`, with None for a sample that a run has left out.
     """
     rows = summaries.summarise(records)
     by_row: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
@@ -96,21 +96,23 @@ def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         of_row.setdefault(record["task"], {})[record["sample"]] = record["score"]
     for row in rows:
         found = by_row[tuple(row[name] for name in results.ROW)]
-        row["scores"] = {task: packed([value for _, value in sorted(scores.items())]) for task, scores in found.items()}
+        row["scores"] = {
+            task: packed([scores.get(sample) for sample in range(max(scores) + 1)]) for task, scores in found.items()
+        }
     return rows
 
 
-def packed(scores: Sequence[float]) -> str | list[float]:
-    """Return scores as a text of digits if each is 0 or 1, else rounded to four digits.
+def packed(scores: Sequence[float | None]) -> str | list[float | None]:
+    """Return scores as a text of digits if each is 0 or 1, else rounded to four digits; ``-`` or None for none.
 
     Example:
         >>> from evals import studies
-        >>> studies.packed([1.0, 0.0, 1.0]), studies.packed([0.5, 1.0])
-        ('101', [0.5, 1.0])
+        >>> studies.packed([1.0, 0.0, None, 1.0]), studies.packed([0.5, None, 1.0])
+        ('10-1', [0.5, None, 1.0])
     """
-    if set(scores) <= {0, 1}:
-        return "".join(str(int(score)) for score in scores)
-    return [round(score, 4) for score in scores]
+    if set(scores) <= {0, 1, None}:
+        return "".join("-" if score is None else str(int(score)) for score in scores)
+    return [None if score is None else round(score, 4) for score in scores]
 
 
 def scores_of(rows: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[claims.PolicyScores]:
@@ -118,24 +120,28 @@ def scores_of(rows: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[cla
 
     Args:
         asked: how many questions a task asks about each text (:attr:`Study.asked`). One text is one sample, whose score
-            is their mean: answers from one cache are not independent.
+            is their mean: answers from one cache are not independent. A text that lacks an answer is left out.
     """
     for row in rows:
         each = asked if row["evaluation"] in ("needle", "generation") else 1
         scores = {
-            (task, i): float(np.mean([float(score) for score in found[i * each : (i + 1) * each]]))
+            (task, i): float(np.mean([float(score) for score in of_text]))
             for task, found in row["scores"].items()
             for i in range(len(found) // each)
+            if not {"-", None}.intersection(of_text := found[i * each : (i + 1) * each])
         }
         yield claims.PolicyScores(row["model"], row["policy"], tuple(row[name] for name in claims.PLACE), scores)
 
 
 def samples(rows: Rows, asked: int) -> Float[np.ndarray, "models samples"]:
-    """Return the score of each sample, with each of the models that the rows have."""
-    by_model: dict[str, list[float]] = {}
+    """Return the score of each sample that was run with all of the models that the rows have."""
+    by_model: dict[str, dict[Any, float]] = {}
     for one in scores_of(rows, asked):
-        by_model.setdefault(one.model, []).extend(score for _, score in sorted(one.scores.items()))
-    return np.array(list(by_model.values()))
+        of_model = by_model.setdefault(one.model, {})
+        of_model |= {(one.policy, one.place, sample): score for sample, score in sorted(one.scores.items())}
+    first, *others = by_model.values()
+    shared = [key for key in first if all(key in other for other in others)]
+    return np.array([[of_model[key] for key in shared] for of_model in by_model.values()])
 
 
 def forms(study: Study, rows: Rows) -> dict[str, list[str]]:

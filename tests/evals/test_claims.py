@@ -99,6 +99,17 @@ def test_samples_are_averaged_over_budgets_and_judged_for_each_question():
     assert (more.places, more.difference) == (2, 1.0)
 
 
+def test_only_samples_that_both_policies_have_are_compared():
+    """One that a run has left out moves no other."""
+    scores = {("needle", i): float(i % 3 == 0) for i in range(40)}
+    one, other = (PolicyScores("m", name, PLACE, dict(scores)) for name in ("tova", "h2o"))
+    del one.scores["needle", 4], other.scores["needle", 9], other.scores["needle", 12]
+    (row,) = claims.judge([Claim("ours", "", "tova", "h2o")], [one, other], ["m"])
+    assert (row.samples, row.difference, row.scores) == (37, 0, (12 / 37, 12 / 37))
+    apart = other._replace(scores={("needle", 99): 1.0})
+    assert claims.judge([Claim("ours", "", "tova", "h2o")], [one, apart], ["m"]) == []
+
+
 def test_models_of_other_seeds_widen_an_interval():
     rows = [
         PolicyScores(model, policy, PLACE, {("needle", i): gain * (policy == "tova") for i in range(100)})

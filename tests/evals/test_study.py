@@ -96,3 +96,5 @@ def test_answers_from_one_text_are_one_sample():
     assert found.scores == {("needle", 0): 2 / 3, ("needle", 1): 1 / 3}
     (found,) = studies.scores_of([row | {"evaluation": "ruler"}], asked=3)
     assert len(found.scores) == 6
+    (found,) = studies.scores_of([row | {"scores": {"needle": "1-0001"}}], asked=3)
+    assert found.scores == {("needle", 1): 1 / 3}
