@@ -40,7 +40,7 @@ hypothesis.settings.register_profile("default", derandomize=True, deadline=None,
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("default")
 
-# `python -m models.ask` and its like run these; imported, two would stand where the functions do.
+# `python -m models.ask` and its like run these, and there is no more to them.
 collect_ignore = [f"models/{name}.py" for name in ("ask", "batch", "calibrate", "chat", "generate", "get")]
 
 # KVJAX_TYPECHECK=1 checks every annotated shape and dtype at each call. A test that passes wrong shapes on purpose, to

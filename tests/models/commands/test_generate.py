@@ -1,5 +1,6 @@
 """`python -m models.generate` as a user types it, on the embedded model."""
 
+import importlib
 import json
 import re
 import runpy
@@ -191,9 +192,12 @@ def test_each_flag_says_its_default(command):
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_the_module_runs_and_the_function_keeps_its_name(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["generate", "--help"])
+@pytest.mark.parametrize("name", ["ask", "generate"])
+def test_the_module_runs_and_the_function_keeps_its_name(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("models.generate", run_name="__main__")
+        runpy.run_module(f"models.{name}", run_name="__main__")
     assert "--policy" in capsys.readouterr().out
-    assert callable(models.generate)
+    with pytest.raises(ImportError, match=f"models.{name} is a function and a command: `import models`, or run"):
+        importlib.import_module(f"models.{name}")
+    assert isinstance(getattr(models, name), types.FunctionType)
