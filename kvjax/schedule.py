@@ -393,6 +393,9 @@ def answer_copies(
 ) -> tuple[Any, Any, Any]:
     """Return the tokens, positions and part of a step that copies the last tokens of an answer.
 
+    They are asked for as the first part of a text is: the tokens before them may be in no cache any more, so the copy
+    cannot be said to start with those.
+
     Args:
         answer: the tokens, which lie right before the positions ``end``.
         idle: the rows for which nothing is repeated.
@@ -409,7 +412,7 @@ def answer_copies(
         (array([[12, 13]], dtype=int32), array([[10, 12, 12]], dtype=int32))
     """
     ask, (B, n) = wanted.prompt, answer.shape
-    words = numpy.asarray((*ask.following, *ask.suffix), numpy.int32)
+    words = numpy.asarray((*ask.first, *ask.suffix), numpy.int32)
     tokens = numpy.concatenate([numpy.broadcast_to(words, (B, len(words))), answer], axis=1).astype(numpy.int32)
     places = end[:, None] + numpy.arange(tokens.shape[1])
     part = numpy.stack([end - n, end, end], axis=1)

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 import models
-from kvjax.schedule import Text, moments, repeats_of, schedule
+from kvjax.schedule import Text, answer_copies, moments, repeats_of, schedule
 from models import engine, host_steps, one_program, prompts, published, repeating
 from models.by_layer import LayerSteps
 from tests.models.make_kvpress import FOLDER
@@ -181,6 +181,13 @@ def test_memory_does_not_grow_with_the_prompt(policy, slots):
 def test_cake_cannot_measure_a_repeated_prompt():
     with pytest.raises(ValueError, match=r"'kvzip@cake': 'cake' measures the attention of the text's last queries"):
         kvjax.parse("kvzip@cake")
+
+
+def test_the_copy_of_an_answer_follows_whole_words():
+    """Those of a later part would end before the tokens that the copy starts with."""
+    wanted = ASKING.needs.reconstruction
+    (tokens,), (places,), _ = answer_copies(wanted, np.array([[7, 8]]), np.array([12]), np.array([False]))
+    assert (tokens.tolist(), places.tolist()) == ([1, 2, 4, 7, 8], [12, 13, 14, 15, 16])
 
 
 def test_it_evicts_after_each_block_or_once_as_published():
