@@ -24,7 +24,7 @@ from models.commands import provenance
 HEADER, SAMPLES = "header.json", "samples.jsonl"
 ROW = ("model", "evaluation", "length", "policy", "budget", "when", "question")
 KEY = (*ROW, "task", "sample")
-GROWING = ("models", "policies", "budgets", "when", "question")  # settings that each record names
+GROWING = ("models", "policies", "budgets", "when", "question", "allocations")  # settings that each record names
 
 
 class Results:
@@ -124,6 +124,7 @@ class Results:
             commands.write_json(folder / HEADER, header)
         self._file = (folder / SAMPLES).open("ab")
         commands.lock(self._file, folder)
+        header = self.check()  # again: a run that held the lock until now may have written to it
         self.records, whole = _read(folder / SAMPLES)
         self._file.truncate(whole)
         if header != read_header(folder):

@@ -6,6 +6,7 @@ import pytest
 
 from evals import results
 from evals.results import Results
+from models import commands
 
 
 def record(sample, **more):
@@ -61,9 +62,9 @@ def test_other_settings_are_refused_and_what_differs_is_listed(tmp_path):
 
 
 def test_the_models_and_policies_of_a_run_may_grow(tmp_path):
-    with store(tmp_path, {"seed": 0, "models": ["a"], "policies": ["full", "tova"]}) as first:
+    with store(tmp_path, {"seed": 0, "models": ["a"], "policies": ["full", "tova"], "allocations": []}) as first:
         first.add([record(0, model="a")])
-    more = {"seed": 0, "models": ["a", "b"], "policies": ["full", "h2o", "tova"]}
+    more = {"seed": 0, "models": ["a", "b"], "policies": ["full", "h2o", "tova"], "allocations": ["layer"]}
     with store(tmp_path, more) as second:
         assert len(second.records) == 1
     assert results.read_header(tmp_path)["settings"] == more
@@ -85,6 +86,21 @@ def test_a_run_that_was_killed_before_its_first_sample_goes_on(tmp_path):
 def test_two_runs_never_write_into_one_folder(tmp_path):
     with store(tmp_path), pytest.raises(ValueError, match="another run writes into"), store(tmp_path):
         pass
+
+
+def test_a_run_that_ends_while_another_waits_for_its_lock_loses_nothing(tmp_path, monkeypatch):
+    first, lock = store(tmp_path), commands.lock
+
+    def late(file, folder):
+        first.check_digests({"model": "m"}, {"weights": "1"})
+        first.__exit__(None, None, None)
+        lock(file, folder)
+
+    with first:
+        monkeypatch.setattr(commands, "lock", late)
+        with store(tmp_path) as second:
+            assert second.fingerprints == [{"labels": {"model": "m"}, "made of": {"weights": "1"}}]
+    assert results.read_header(tmp_path)["fingerprints"] == second.fingerprints
 
 
 def test_records_of_other_weights_are_refused(tmp_path):
