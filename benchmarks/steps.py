@@ -197,10 +197,8 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
 def _step(kind: Kind, run: Run, cache: Any, tokens: Int[Array, "B m"]) -> tuple[Any, Array]:
     """Feed each row's next tokens, and return the cache and the logits after the last of them."""
     position = cache.next_position[:, None] + jnp.arange(tokens.shape[1])
-    phase, budgets = Phase(evicts=run.plan.policy is not None), run.rows.budgets
-    if kind == "decode":
-        phase, budgets = decode_phase(run.plan, 1), run.rows.decode_budgets
-    hidden, state = forward(run, DecodeState(cache), tokens, position, budgets, phase)
+    phase = Phase(evicts=run.plan.policy is not None) if kind == "block" else decode_phase(run.plan, 1)
+    hidden, state = forward(run, DecodeState(cache), tokens, position, phase)
     return state.cache, run.model.logits(hidden[:, -1])
 
 

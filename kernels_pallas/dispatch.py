@@ -89,25 +89,28 @@ def dispatch(
         >>> dispatch("auto", abs, {}, -1)
         1
     """
-    here = platform()
-    able = [name for name, kernel in kernels.items() if kernel.platform == here]
-    if implementation == "auto":
-        for name in (name for name in able if name not in BY_NAME_ONLY):
+    if implementation not in ("auto", "reference"):
+        return _by_name(implementation, kernels).run(*args, **options)
+    for name, kernel in kernels.items() if implementation == "auto" else ():
+        if kernel.platform == platform() and name not in BY_NAME_ONLY:
             try:
-                return kernels[name].run(*args, **options)
+                return kernel.run(*args, **options)
             except NotImplementedError:
                 pass
-        return reference(*args, **options)
-    if implementation == "reference":
-        return reference(*args, **options)
+    return reference(*args, **options)
+
+
+def _by_name(implementation: str, kernels: Mapping[str, Kernel]) -> Kernel:
+    """Return the kernel of this name, after a check that it runs on this platform."""
     check_names("implementation", implementation, ["auto", "reference", *kernels])
-    if implementation not in able:
-        others = ", ".join(["auto", "reference", *able])
+    kernel, here = kernels[implementation], platform()
+    if kernel.platform != here:
+        able = ["auto", "reference", *(name for name, other in kernels.items() if other.platform == here)]
         raise ValueError(
-            f"implementation {implementation!r} runs on a {kernels[implementation].platform}, but this is a {here}; "
-            f"expected one of {others}."
+            f"implementation {implementation!r} runs on a {kernel.platform}, but this is a {here}; expected one of "
+            f"{', '.join(able)}."
         )
-    return kernels[implementation].run(*args, **options)
+    return kernel
 
 
 def check_layer(what: str, ndim: int, layer: Any) -> None:

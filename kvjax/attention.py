@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.checks import check_soft_cap
 from kvjax.attention_pages import observe_pages, observe_parts
 from kvjax.block_checks import check_shapes, checked_budget
 from kvjax.cache import put_back
@@ -194,6 +195,7 @@ def _checked(
     if policy is not None:
         check_policy(policy, cache.arrays, N // K)
         check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.all_heads)
+    check_soft_cap(context.soft_cap)
     layer = layer_index(cache, context)
     key, value, position, _ = checked_block(cache, key, value, position, layer, query_heads=N)
     return LayerBlock(query, key, value, position)

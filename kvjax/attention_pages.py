@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import ColumnStatistics, paged_attention
+from kernels_pallas import ColumnStatistics
+from kernels_pallas.paged_attention.api import paged_attention_unchecked
 from kvjax.cache import HeadState
 from kvjax.eviction import Budget, Evidence
 from kvjax.insertion import within
@@ -57,7 +58,8 @@ def observe_pages(
     columns = ColumnStatistics()
     if not turned:
         table = cache.layer_table(layer)
-        attention = functools.partial(paged_attention, query, **cache.rows, table=table, query_position=position)
+        given: Any = dict(table=table, query_position=position)
+        attention = functools.partial(paged_attention_unchecked, query, **cache.rows, **given)
         out, columns = attended(lambda slots, **options: attention(position=slots, **options), cache, needs, context)
         if policy is None:
             return out, cache, None

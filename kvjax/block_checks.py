@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.capacity import Layout
 from kvjax.chains import policy_of
-from kvjax.checks import check_tokens, is_known, plain
+from kvjax.checks import check_count, check_tokens, is_known, plain
 from kvjax.eviction import Budget
 from kvjax.insertion import Cache, check_cache, check_fits
 from kvjax.observation import Context
@@ -66,6 +66,8 @@ def checked_budget(
 ) -> tuple[Policy | None, Any]:
     """Return the policy and the budget (int32) of a block, after checks that they are valid and that the block fits."""
     policy, T = policy_of(policy), query.shape[1]
+    if context.excess is not None:
+        check_count("excess", context.excess, 0, "give a number of tokens, or None")
     if len(cache.heads_shape) == 3 and context.layer is None:
         raise ValueError("the cache stacks layers; give the number of one with context=kvjax.Context(layer=...).")
     known = is_known(cache.position, position, context.layer)

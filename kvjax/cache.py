@@ -287,13 +287,15 @@ class KVCache(Stored):
                     f"the state has an array of shape {given}, but this cache's start with {lead}, {axes}: "
                     "make the cache with kvjax.empty_cache."
                 )
-        return cls(
-            rows=empty_rows(shape, head_dim, dtypes),
-            position=jnp.full(shape, -1, jnp.int32),
-            next_position=jnp.zeros(shape[-3], jnp.int32),
-            state=state,
-            positions=positions,
-        )
+        return cls.blank(shape, head_dim, dtypes, state, positions)
+
+    @classmethod
+    def blank(
+        cls, shape: tuple[int, ...], head_dim: int, dtypes: Dtypes, state: PyTree, positions: Positions
+    ) -> KVCache:
+        """Make an empty cache with slots of a shape, ``(*L, B, K, S)``, to which its state is known to fit."""
+        rows, position = empty_rows(shape, head_dim, dtypes), jnp.full(shape, -1, jnp.int32)
+        return cls(None, None, position, jnp.zeros(shape[-3], jnp.int32), state, positions, rows=rows)
 
     @property
     def num_slots(self) -> int:
@@ -349,15 +351,9 @@ class KVCache(Stored):
         if index is None:
             return self
 
-        def take(leaf: Array) -> Array:
-            return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
-
-        return dataclasses.replace(
-            self,
-            rows=map_rows(take, self),
-            position=take(self.position),
-            state=jax.tree.map(take, self.state),
-        )
+        take = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+        rows, position, state = jax.tree.map(take, (self.rows, self.position, self.state))
+        return dataclasses.replace(self, rows=rows, position=position, state=state)
 
 
 @jax.jit
@@ -559,8 +555,11 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
         >>> jax.jit(floats_of)(jax.jit(kvjax.insert)(cache, rows, rows)).key.tolist()
         [[[[127.0, -3.0]]]]
     """
-    if cache.key_scale is None and cache.value_scale is None and not cache.side_by_side:
-        return cache
+    plain = cache.key_scale is None and cache.value_scale is None and not cache.side_by_side
+    return cache if plain else _with_floats(cache)
+
+
+def _with_floats[Cache: Any](cache: Cache) -> Cache:
     rows = rows_apart(cache)
     floats = {
         name: rows[name] if (scale := rows.get(f"{name}_scale")) is None else dequantise(rows[name], scale)

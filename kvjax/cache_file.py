@@ -37,7 +37,7 @@ from kvjax.capacity import Capacity
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
 from kvjax.insertion import Cache
-from kvjax.making import Heads, blank
+from kvjax.making import Heads, checked_blank
 from kvjax.memory import memory
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
@@ -323,7 +323,7 @@ def _expected(
     pages, page_size = position.shape if paged else (0, 1)
     shape = Heads(layers[0] if layers else None, batch, kv_heads, query_heads, key.shape[-1])
     held, positions = Capacity(last * page_size, pages), described["positions"]
-    make = functools.partial(blank, policy, shape, held, dtype=dtypes, positions=positions, page_size=page_size)
+    make = functools.partial(checked_blank, policy, shape, held, dtype=dtypes, positions=positions, page_size=page_size)
     tree: list[Any] = []
 
     def leaves() -> list[Array]:

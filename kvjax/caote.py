@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -97,30 +98,35 @@ def _caote(
     cross: bool,
 ) -> Policy:
     _check_target(norm, group, target, cross)
-    kind, fast = "factor" if cross else "gram", name == "fast_caote"
+    fast = name == "fast_caote"
+    if target == "output":
+        return _behind_output(name, fast, cross)
 
-    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores | Weights, Any]:
-        weights = shares(scores, o)
-        if target == "value":
-            return Weights(weights, fast, norm, group), state
-        # W_O tells the heads of a group apart, even where their scores do not.
-        G = o.query.shape[2] // o.position.shape[1]
-        weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
-        joined = eviction_error(
-            weights, o.value, fast=fast, norm=norm, group=group, mask=o.live, cross=cross,
-            projection=OutputProjection(**{kind: part_of(o.context.projection, kind)}),
-        )  # fmt: skip
-        return joined[:, :, None], state
+    def update(scores: Scores, state: Any, o: Observation) -> tuple[Weights, Any]:
+        return Weights(shares(scores, o), fast, norm, group), state
 
+    return _link(name, update, Needs())
+
+
+def _link(name: str, update: Callable[..., Any], needs: Needs) -> Policy:
     return Policy(
-        name,
-        no_state,
-        update,
-        needs=Needs(projections=frozenset({kind} if target == "output" else ())),
-        needs_nonnegative=True,
-        nonnegative=True,
-        published=PUBLISHED,
-    )
+        name, no_state, update, needs, needs_nonnegative=True, nonnegative=True, published=PUBLISHED
+    )  # fmt: skip
+
+
+def _behind_output(name: str, fast: bool, cross: bool) -> Policy:
+    """Measure the change of the layer's output, behind W_O."""
+    kind = "factor" if cross else "gram"
+
+    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
+        # W_O tells the heads of a group apart, even where their scores do not.
+        weights, G = shares(scores, o), o.query.shape[2] // o.position.shape[1]
+        weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
+        behind = OutputProjection(**{kind: part_of(o.context.projection, kind)})
+        given: Any = dict(fast=fast, group="exact", mask=o.live, cross=cross, projection=behind)
+        return eviction_error(weights, o.value, **given)[:, :, None], state
+
+    return _link(name, update, Needs(projections=frozenset({kind})))
 
 
 def _per_query(
@@ -143,15 +149,8 @@ def _per_query(
         join = jnp.sum if target == "value" and group == "exact" else jnp.mean
         return root(join(scores, axis=2, keepdims=True)), state
 
-    return Policy(
-        "caote",
-        no_state,
-        update,
-        needs=Needs(errors=target, over=over, projections=frozenset({"factor"} if target == "output" else ())),
-        needs_nonnegative=True,
-        nonnegative=True,
-        published=PUBLISHED,
-    )
+    projections = frozenset({"factor"} if target == "output" else ())
+    return _link("caote", update, Needs(errors=target, over=over, projections=projections))
 
 
 def _check_target(norm: Literal[1, 2, "inf"], group: Literal["exact", "mean"], target: Target, cross: bool) -> None:

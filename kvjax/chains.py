@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from kernels_pallas import ONLY_REFERENCE, STATISTICS
 from kvjax.allocation import parse_allocation
@@ -115,16 +116,14 @@ def chain(*links: Policy) -> Policy:
     if not links or not links[0].base:
         first = f"{links[0].name!r} comes first" if links else "nothing was given"
         raise ValueError(f"a policy starts with a base score ({', '.join(_base_names())}), but {first}.")
-    nonnegative = True
-    for index, link in enumerate(links):
-        if index and link.base:
+    nonnegative = links[0].nonnegative
+    for link in links[1:]:
+        if link.base:
             raise ValueError(f"{name!r} has two base scores, {links[0].name!r} and {link.name!r}; keep one of them.")
         if link.needs_nonnegative and not nonnegative:
-            raise ValueError(
-                f"{link.name!r} needs non-negative scores, which {links[0].name!r} does not give; "
-                "put 'normalise' between."
-            )
-        nonnegative = link.nonnegative or (nonnegative and not link.base)
+            said = f"which {links[0].name!r} does not give; put 'normalise' between."
+            raise ValueError(f"{link.name!r} needs non-negative scores, {said}")
+        nonnegative = nonnegative or link.nonnegative
     try:
         needs = functools.reduce(operator.or_, (link.needs for link in links))
     except ValueError as error:
@@ -133,28 +132,18 @@ def chain(*links: Policy) -> Policy:
         _check_errors(name, links, needs)
     if needs.over == "max":
         needs = dataclasses.replace(needs, statistics=needs.statistics - {"window_mean"} | {"window_max"})
-    heads = {link.heads for link in links} - {"group"} or {"group"}
-    positions = {link.positions for link in links} - {"absolute"} or {"absolute"}
-    for what, choices in (("heads", heads), ("positions", positions)):
-        if len(choices) > 1:
-            raise ValueError(f"{name!r} asks for {what} {' and '.join(sorted(choices))}; a policy has one of them.")
-
+    chosen: dict[str, Any] = {}
+    for what, usual in (("heads", "group"), ("positions", "absolute")):
+        asked = {getattr(link, what) for link in links} - {usual}
+        if len(asked) > 1:
+            raise ValueError(f"{name!r} asks for {what} {' and '.join(sorted(asked))}; a policy has one of them.")
+        chosen[what] = asked.pop() if asked else usual
     mergings = [link.merging for link in links if link.merging is not None]
     if len(mergings) > 1:
         both = " and ".join(merging.name for merging in mergings[:2])
         raise ValueError(f"{name!r} merges values twice, by {both}; keep one of them.")
-
-    turned = positions - {"absolute"}
-    if turned and needs.rotary:
-        raise ValueError(
-            f"{name!r} turns queries back by their positions in the text, but the cache's are {turned.pop()!r}; "
-            "leave the link 'positions' out."
-        )
-    if turned and needs.reconstruction is not None and needs.reconstruction.loss is not None:
-        raise ValueError(
-            f"{name!r} takes the gradient of a loss over keys at their positions in the text, but the cache's are "
-            f"{turned.pop()!r}; leave the link 'positions' out."
-        )
+    if chosen["positions"] != "absolute":
+        _check_turned(name, chosen["positions"], needs)
 
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)
@@ -184,11 +173,22 @@ def chain(*links: Policy) -> Policy:
         links=links,
         base=True,
         nonnegative=nonnegative,
-        heads=heads.pop(),
-        positions=positions.pop(),
         published=next((link.published for link in reversed(links) if link.published is not None), None),
         merging=mergings[0] if mergings else None,
+        **chosen,
     )
+
+
+def _check_turned(name: str, positions: str, needs: Needs) -> None:
+    """Check that no link reads keys at their positions in the text, where a cache turns them to others."""
+    what = "turns queries back by" if needs.rotary else None
+    if needs.reconstruction is not None and needs.reconstruction.loss is not None:
+        what = "takes the gradient of a loss over keys at"
+    if what is not None:
+        raise ValueError(
+            f"{name!r} {what} their positions in the text, but the cache's are {positions!r}; leave the link "
+            "'positions' out."
+        )
 
 
 def _check_errors(name: str, links: tuple[Policy, ...], needs: Needs) -> None:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import caote_topk
+from kernels_pallas.caote_topk.api import caote_topk_unchecked
 from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 from kvjax.cache import KVCache, with_layer
-from kvjax.checks import check_tokens, plain, real_array
+from kvjax.checks import check_count, check_tokens, plain, real_array
 from kvjax.insertion import Cache, check_cache
 from kvjax.merging import Merging, folded
 from kvjax.observation import Weights
@@ -186,6 +186,8 @@ def evict(
     """
     layer = plain(layer)
     check_cache(cache)
+    if excess is not None:
+        excess = check_count("excess", excess, 0, "give a number of tokens, or None")
     budget = check_tokens(budget, cache.heads_shape[-2:-1])
     if isinstance(scores, Evidence):
         if allocation is not UNIFORM:
@@ -232,38 +234,40 @@ def _evict(
     most = cache.num_slots + 1
     budget = jnp.where(evidence.entered > 0, jnp.minimum(jnp.asarray(budget, jnp.int32), most), most)
     position = cache.position if layer is None else cache.position[layer]
-    if evidence.end is not None:  # in this layer only: the others are still to be evicted from
-        rows = cache.batch_rows() if layer is None else cache.batch_rows()[0]
-        position = jnp.where(position >= evidence.end[rows][..., None], -1, position)
-        cache = dataclasses.replace(cache, next_position=jnp.minimum(cache.next_position, evidence.end))
-    whole = evidence.spares(budget, cache.num_slots)
+    if evidence.end is not None:
+        cache, position = _without_copies(cache, position, evidence.end, layer)
     begins = ~evidence.waits(budget, cache.num_slots)
     cache = dataclasses.replace(cache, state=begin_anew(cache.state, begins, layer))
     if isinstance(evidence.scores, Weights):
-        after = caote_topk(
-            evidence.scores.weights,
-            jax.lax.stop_gradient(cache.rows["key" if cache.side_by_side else "value"]),
-            position,
-            budget,
-            value_scale=cache.value_scale,
-            head_dim=cache.head_dim,
-            protected=evidence.protected,
-            fast=evidence.scores.fast,
-            norm=evidence.scores.norm,
-            group=evidence.scores.group,
-            excess=excess,
-            layer=layer,
+        value = jax.lax.stop_gradient(cache.rows["key" if cache.side_by_side else "value"])
+        after = caote_topk_unchecked(
+            evidence.scores.weights, value, position, budget, evidence.protected, **evidence.scores.kind,
+            excess=excess, with_scores=False, head_dim=cache.head_dim, layer=layer, value_scale=cache.value_scale,
             implementation=implementation,
-        ).position
+        ).position  # fmt: skip
     elif evidence.allocation.even and not cache.paged:
         after = jnp.where(keep_mask(evidence.scores, position, budget, excess=excess), position, -1)
     else:
-        contest = _contest(cache, evidence, position, budget, layer)
-        stays = evidence.allocation.keep(contest) | (contest.live & whole[contest.batch][..., None])
-        after = jnp.where(stays, position, -1)
+        after = _winners(_contest(cache, evidence, position, budget, layer), evidence, budget, cache.num_slots)
     if evidence.merging is not None:
         cache = folded(evidence.merging, cache, position, after, layer, None if cache.paged else excess)
     return dataclasses.replace(cache, position=with_layer(cache.position, after, layer)).released()
+
+
+def _without_copies(
+    cache: Any, position: Int[Array, "*slots"], end: Int[Array, "B"], layer: int | Int[Array, ""] | None
+) -> tuple[Any, Int[Array, "*slots"]]:
+    """Return the cache and its positions without copies, in this layer only: the others are yet to be evicted from."""
+    rows = cache.batch_rows() if layer is None else cache.batch_rows()[0]
+    position = jnp.where(position >= end[rows][..., None], -1, position)
+    return dataclasses.replace(cache, next_position=jnp.minimum(cache.next_position, end)), position
+
+
+def _winners(contest: Contest, evidence: Evidence, budget: Budget, slots: int) -> Int[Array, "*slots"]:
+    """Return the positions of the tokens that stay where heads compete; rows that are spared keep all."""
+    whole = evidence.spares(budget, slots)
+    stays = evidence.allocation.keep(contest) | (contest.live & whole[contest.batch][..., None])
+    return jnp.where(stays, contest.position, -1)
 
 
 def _check_layer(cache: Cache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> None:

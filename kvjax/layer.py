@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import ColumnStatistics, cache_attention
+from kernels_pallas import ColumnStatistics
+from kernels_pallas.cache_attention.api import cache_attention_unchecked
 from kernels_pallas.dispatch import platform
 from kvjax.cache import KVCache, floats_of, insert_plain, put_back
 from kvjax.eviction import Budget, Evidence
@@ -35,22 +36,27 @@ class LayerBlock(NamedTuple):
 
 def prepared(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> tuple[LayerBlock, Context]:
     """Return a block as insertion and attention take it, and the context."""
-    query, key, value, position = block
-    N, K = query.shape[2], cache.heads_shape[-1]
-    if key.shape[2] != K and K == N:  # a cache for each query head
-        key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
-    if cache.positions != "absolute" and context.frequency is None:
+    N, K = block.query.shape[2], cache.heads_shape[-1]
+    if block.key.shape[2] != K and K == N:  # a cache for each query head
+        key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (block.key, block.value))
+        block = block._replace(key=key, value=value)
+    if context.frequency is not None:
+        context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
+    return (block if cache.positions == "absolute" else _turned(cache, block, context)), context
+
+
+def _turned(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> LayerBlock:
+    """Return a block with the rotations at which it is stored, for a cache that turns keys."""
+    if context.frequency is None:
         raise ValueError(
             f"positions={cache.positions!r} turn keys, but no rotary frequencies were given; hand over "
             "Context(frequency=...), or take positions='absolute' for a model without rotary positions."
         )
-    if context.frequency is not None:
-        context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
-    if cache.positions == "index":
-        query, key = turn_to_index(
-            next_index(layer_of(cache, context), position, context), query, key, position, context
-        )
-    return LayerBlock(query, key, value, position), context
+    if cache.positions != "index":
+        return block
+    first = next_index(layer_of(cache, context), block.position, context)
+    query, key = turn_to_index(first, block.query, block.key, block.position, context)
+    return block._replace(query=query, key=key)
 
 
 def shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
@@ -113,21 +119,30 @@ def attend_heads(
     """
     stack = None if cache is None or layer_index(cache, context) is None else cache
     if here.positions == "compact":
-        here, stack = floats_of(here), None
-        query, key = turn_to_rank(here, query, position, context)
-        here = dataclasses.replace(here, rows=here.rows | {"key": key})
+        (here, query), stack = turn_to_rank(floats_of(here), query, position, context), None
+    if stack is None and context.filled is not None and context.reconstructed is None:
+        return *_attend_first(here, query, position, needs, context, context.filled), query, here
     source, layer = (here, None) if stack is None else (stack, context.layer)
-    S, filled = here.num_slots, context.filled
-    if filled is None or filled >= S or stack is not None or context.reconstructed is not None:
-        attention = functools.partial(cache_attention, query, **source.rows, query_position=position, layer=layer)
-        out, columns = attended(lambda slots, **options: attention(key_position=slots, **options), here, needs, context)
-        return out, columns, query, here
+    given: Any = dict(query_position=position, layer=layer)
+    attention = functools.partial(cache_attention_unchecked, query, **source.rows, **given)
+    out, columns = attended(lambda slots, **options: attention(key_position=slots, **options), here, needs, context)
+    return out, columns, query, here
+
+
+def _attend_first(
+    here: KVCache,
+    query: Float[Array, "B T heads D"],
+    position: Int[Array, "B T"],
+    needs: Needs,
+    context: Context,
+    filled: int,
+) -> tuple[Float[Array, "B T heads D"], ColumnStatistics]:
+    """Attend over the first slots of a layer, where the others are free: their statistics are 0."""
     rows, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (here.rows, here.position))
-    out, columns = cache_attention(
-        query, **rows, key_position=slot_position, query_position=position, **attention_options(needs, context)
-    )
-    padded = lambda column: jnp.pad(column, [(0, 0)] * (column.ndim - 1) + [(0, S - filled)])  # noqa: E731
-    return out, jax.tree.map(padded, columns), query, here
+    given: Any = dict(key_position=slot_position, query_position=position)
+    out, columns = cache_attention_unchecked(query, **rows, **given, **attention_options(here, needs, context))
+    spare = max(here.num_slots - filled, 0)
+    return out, jax.tree.map(lambda column: jnp.pad(column, [(0, 0)] * (column.ndim - 1) + [(0, spare)]), columns)
 
 
 def attended(
@@ -142,13 +157,13 @@ def attended(
         attention: attention over the slots of the given positions, -1 where a slot is left out.
     """
     if context.reconstructed is None or context.reconstructed.sinks is None:
-        return attention(cache.position, **attention_options(needs, context))
-    out, _ = attention(cache.position, **attention_options(Needs(), context))
+        return attention(cache.position, **attention_options(cache, needs, context))
+    out, _ = attention(cache.position, **attention_options(cache, Needs(), context))
     visible = context.reconstructed.visible(cache.position, cache.batch_rows())
-    return out, attention(visible, **attention_options(needs, context))[1]
+    return out, attention(visible, **attention_options(cache, needs, context))[1]
 
 
-def attention_options(needs: Needs, context: Context) -> dict[str, Any]:
+def attention_options(cache: KVCache | PagedCache, needs: Needs, context: Context) -> dict[str, Any]:
     """Return the arguments that attention over slots and attention over pages share."""
     statistics = needs.statistics | observed(needs.statistics)
     if needs.reconstruction is not None and context.reconstructed is not None:
@@ -159,7 +174,7 @@ def attention_options(needs: Needs, context: Context) -> dict[str, Any]:
         errors=needs.errors is not None,
         projection=part_of(context.projection, "factor") if needs.errors == "output" else None,
         sliding_window=context.sliding_window,
-        scale=context.scale,
+        scale=cache.head_dim**-0.5 if context.scale is None else context.scale,
         soft_cap=context.soft_cap,
         implementation=context.implementation,
     )
@@ -217,7 +232,7 @@ def ask(
         protected=observation.protected,
         stays=stays,
         measured=None if measure is None else measure(observation),
-        end=None if context.reconstructed is None else context.reconstructed.end,
+        end=context.end,
         window=None if context.sliding_window is None else jnp.asarray(context.sliding_window, jnp.int32),
         allocation=policy.allocation,
         merging=policy.merging,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_rows
+from kvjax.cache import HeadState, KVCache, Positions, PyTree, check_heads, map_rows
 from kvjax.capacity import Capacity, Demand, Layout, ModelSizes, capacity, check_sizes, in_pages
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
@@ -24,7 +25,7 @@ from kvjax.insertion import Cache, check_cache
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, fits_biases
 from kvjax.policy_checks import check_block, check_budget, check_measured, check_state
-from kvjax.quantise import DtypesLike, check_dtypes
+from kvjax.quantise import Dtypes, DtypesLike, check_dtypes
 from kvjax.split import SplitCache, check_mesh, on_mesh
 
 
@@ -87,13 +88,13 @@ def empty_cache(
     ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
     shape, made = Heads(layers, batch, heads, group, head_dim), dict[str, Any](dtype=check_dtypes(dtype), mesh=mesh)
     if policy is None:
-        return blank(None, shape, Capacity(budget), **made)
+        return checked_blank(None, shape, Capacity(budget), **made)
     check_budget(policy, budget)
     check_block(policy, block)
     layout = Layout(heads, windows, policy.allocation, page_size, ways)
     paged = in_pages(policy, budget, windows)
     held = capacity(layout, Demand(np.full(batch, budget), block, block), paged)
-    return blank(policy, shape, held, positions=policy.positions, page_size=page_size, **made)
+    return checked_blank(policy, shape, held, positions=policy.positions, page_size=page_size, **made)
 
 
 def repeat(cache: Cache, n: int) -> Cache:
@@ -175,12 +176,27 @@ class Heads(NamedTuple):
     head_dim: int
 
 
+def checked_blank(policy: Policy | None, shape: Heads, held: Capacity, **stored: Any) -> Cache:
+    """Run :func:`blank` after a check of its sizes.
+
+    Raises:
+        ValueError: a size is below 1 or beyond int32, or the policy does not fit the heads.
+    """
+    layers, batch, kv_heads, group, head_dim = shape
+    check_heads(batch, kv_heads, head_dim, layers)
+    check_count("slots", held.slots, 1, "a cache needs at least 1")
+    check_measured(policy, layers, kv_heads)
+    if policy is not None:
+        check_state(policy, head_dim, kv_heads, group)
+    return blank(policy, shape, held, **stored)
+
+
 def blank(
     policy: Policy | None,
     shape: Heads,
     held: Capacity,
     *,
-    dtype: DtypesLike,
+    dtype: Dtypes,
     positions: Positions = "absolute",
     page_size: int = 1,
     mesh: Mesh | AbstractMesh | None = None,
@@ -191,29 +207,40 @@ def blank(
         >>> import kvjax
         >>> from kvjax.capacity import Capacity
         >>> from kvjax.making import Heads, blank
+        >>> from kvjax.quantise import check_dtypes
         >>> shape = Heads(None, batch=1, kv_heads=2, group=3, head_dim=4)
-        >>> cache = blank(kvjax.h2o(), shape, Capacity(slots=8), dtype="float32")
+        >>> dtype = check_dtypes("float32")
+        >>> cache = blank(kvjax.h2o(), shape, Capacity(slots=8), dtype=dtype)
         >>> len(cache.state)
         3
     """
-    layers, batch, kv_heads, group, head_dim = shape
-    check_measured(policy, layers, kv_heads)
-    if policy is not None:
-        check_state(policy, head_dim, kv_heads, group)
 
     def state(B: int, K: int, S: int) -> PyTree:
-        return () if policy is None else policy.state(B, K, group, S, head_dim)
+        return () if policy is None else policy.state(B, K, shape.group, S, shape.head_dim)
 
-    sizes: dict[str, Any] = dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
-    sizes |= dict(dtype=dtype, positions=positions)
     if held.pages:
-        sizes |= dict(pages=held.pages, page_size=page_size, most=held.slots, init_state=state)
-        if mesh is not None:
-            return SplitCache.init(mesh=mesh, **sizes)
-        pages = PagedCache.init(**sizes)
-        return pages.with_bias() if fits_biases(policy) else pages
-    stack, remembered = () if layers is None else (layers,), state(batch, kv_heads, held.slots)
-    remembered = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), remembered)
-    cache = KVCache.init(slots=held.slots, state=remembered, **sizes)
+        stored = dict[str, Any](dtype=dtype, positions=positions, page_size=page_size, mesh=mesh)
+        return _blank_pages(shape, held, state, fits_biases(policy), **stored)
+    stack = () if shape.layers is None else (shape.layers,)
+    slots = (*stack, shape.batch, shape.kv_heads, held.slots)
+    remembered = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state(*slots[-3:]))
+    cache = KVCache.blank(slots, shape.head_dim, dtype, remembered, positions)
     cache = cache.with_bias() if fits_biases(policy) else cache
     return cache if mesh is None else on_mesh(cache, mesh)
+
+
+def _blank_pages(
+    shape: Heads,
+    held: Capacity,
+    state: Callable[[int, int, int], PyTree],
+    biased: bool,
+    mesh: Mesh | AbstractMesh | None,
+    **stored: Any,
+) -> Cache:
+    layers, batch, kv_heads, _, head_dim = shape
+    stored |= dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
+    stored |= dict(pages=held.pages, most=held.slots, init_state=state)
+    if mesh is not None:
+        return SplitCache.init(mesh=mesh, **stored)
+    pages = PagedCache.init(**stored)
+    return pages.with_bias() if biased else pages

@@ -133,6 +133,11 @@ class Context:
     excess: int | None = _static(None)
     implementation: Implementation = _static("auto")
 
+    @property
+    def end(self) -> Int[Array, "B"] | None:
+        """Return the position from which on tokens are taken back; None where none are."""
+        return None if self.reconstructed is None else self.reconstructed.end
+
 
 class Observation(NamedTuple):
     """One block in one layer, as a score sees it after its T tokens were inserted.
@@ -186,3 +191,8 @@ class Weights:
     fast: bool = _static(False)
     norm: Literal[1, 2, "inf"] = _static(2)
     group: Literal["exact", "mean"] = _static("exact")
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """Return how the errors are measured, as arguments of an operation."""
+        return dict(fast=self.fast, norm=self.norm, group=self.group)

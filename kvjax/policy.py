@@ -324,9 +324,7 @@ def scores_of_weights(
     protected: Bool[Array, "B K S"] | None,
 ) -> Float[Array, "B K S"]:
     """Compute CAOTE's scores from their weights; ``+inf`` where a slot is protected."""
-    errors = eviction_error(
-        weights.weights, value, fast=weights.fast, norm=weights.norm, group=weights.group, mask=live
-    )
+    errors = eviction_error(weights.weights, value, **weights.kind, mask=live)
     return errors if protected is None else jnp.where(protected, jnp.inf, errors)
 
 

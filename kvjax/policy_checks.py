@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from kernels_pallas.cache_attention.api import check_statistics
 from kvjax.cache import HeadState, KVCache, is_emptied
 from kvjax.checks import check_count
 from kvjax.paged import PagedCache
@@ -96,7 +97,7 @@ or protect fewer.
 
 @functools.cache
 def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
-    """Check that each link's state has an entry per slot, or per head.
+    """Check that each link's state has an entry per slot, or per head, and that the statistics exist.
 
     Example:
         >>> import jax.numpy as jnp
@@ -110,6 +111,7 @@ def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
         ValueError: the state of 'sums' has an array of shape (4, 5), where B, K, G, S, D = (4, 3, 2, 5, 8); its \
 arrays start with [B, K, S], or with [B, K] inside a kvjax.HeadState.
     """
+    check_statistics(policy.needs.statistics, policy.needs.window)
     sizes = B, K, G, S, head_dim = (K + 1, K, G, K + 2, head_dim)  # no two of B, K, S alike
 
     def check(link: Policy, leaf: Any) -> None:

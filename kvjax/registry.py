@@ -66,20 +66,8 @@ class Registry[Thing](dict[str, Thing]):
         entries = [entry for entry in _entries(self.group) if entry.name == name and not _is_of(entry, known)]
         if len(offers := [*known, *map(_package, entries)]) > 1:
             raise self._twice(name, *offers[:2])
-        if entries:
-            (entry,) = entries
-            try:
-                thing = entry.load()
-            except Exception as error:  # whatever a stranger's module raises
-                raise ImportError(
-                    f"the {self.kind} {name!r} is from {_package(entry)}, whose {entry.value!r} cannot be imported "
-                    f"({type(error).__name__}: {error}); update or uninstall that package."
-                ) from error
-            if name not in self:  # the module itself may have added it
-                try:
-                    self.add(name, thing, source=entry.module)
-                except ValueError as error:
-                    raise ValueError(f"{_package(entry)} offers no {self.kind}: {error}") from None
+        for entry in entries:
+            self._import(name, entry)
         return self.get(name)
 
     def names(self) -> list[str]:
@@ -89,6 +77,21 @@ class Registry[Thing](dict[str, Thing]):
     def package(self, name: str) -> str | None:
         """Return the installed package that offers a name, with its version; None if none does."""
         return next((_package(entry) for entry in _entries(self.group) if entry.name == name), None)
+
+    def _import(self, name: str, entry: EntryPoint) -> None:
+        """Add the thing that another package offers."""
+        try:
+            thing = entry.load()
+        except Exception as error:  # whatever a stranger's module raises
+            raise ImportError(
+                f"the {self.kind} {name!r} is from {_package(entry)}, whose {entry.value!r} cannot be imported "
+                f"({type(error).__name__}: {error}); update or uninstall that package."
+            ) from error
+        if name not in self:  # the module itself may have added it
+            try:
+                self.add(name, thing, source=entry.module)
+            except ValueError as error:
+                raise ValueError(f"{_package(entry)} offers no {self.kind}: {error}") from None
 
     def _twice(self, name: str, first: str, second: str) -> ValueError:
         return ValueError(f"the {self.kind} {name!r} is in {first} and in {second}; rename it in one of them.")

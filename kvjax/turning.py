@@ -48,8 +48,8 @@ def turn_to_index(
 
 def turn_to_rank(
     here: KVCache, query: Float[Array, "B T heads D"], position: Int[Array, "B T"], context: Context
-) -> tuple[Float[Array, "B T heads D"], Float[Array, "B K S D"]]:
-    """Rotate queries and keys as if the tokens of each head had consecutive positions."""
+) -> tuple[KVCache, Float[Array, "B T heads D"]]:
+    """Return the layer and queries as if the tokens of each head had consecutive positions."""
     assert context.frequency is not None
     K = here.position.shape[1]
     frequency = context.frequency[:, None, None]
@@ -62,4 +62,4 @@ def turn_to_rank(
     start, end = (jnp.where(valid[..., None], x, 0) for x in (position[..., None], own))
     grouped = query.reshape(*query.shape[:2], K, -1, query.shape[-1])
     grouped = move(grouped, start[..., None], end[..., None], frequency[:, None])
-    return grouped.reshape(query.shape), key
+    return dataclasses.replace(here, rows=here.rows | {"key": key}), grouped.reshape(query.shape)

@@ -74,15 +74,9 @@ def join(
     def together(name: str) -> Array:
         if name == "window_mean":
             return (m * old[name] + n * now[name]) / both
-        if name == "window_place":  # the new queries come behind the old ones, whose places they raise
-            return (m * (old[name] + n * old["window_mean"]) + n * now[name]) / both
-        if name == "window_variance":  # Chan et al., "Updating formulae and a pairwise algorithm", 1979
-            between = (now["window_mean"] - old["window_mean"]) ** 2 * (m * n / both)
-            deviations = old[name] * jnp.maximum(m - 1, 0) + now[name] * jnp.maximum(n - 1, 0) + between
-            return deviations / jnp.maximum(both - 1, 1)
         if name == "window_max":
             return jnp.maximum(old[name], now[name])
-        return old[name] + now[name]
+        return _MORE[name](old, now, m, n, both) if name in _MORE else old[name] + now[name]
 
     def chosen(name: str) -> Array:
         joined = jnp.where(alone[:, :, None, None], now[name], together(name))
@@ -91,6 +85,21 @@ def join(
     joined = {name: chosen(name) for name in old}
     kept = {name: tuple(jnp.moveaxis(column, 2, 0)) for name, column in joined.items()}
     return columns._replace(**joined), Window(HeadState(count), kept)
+
+
+def _places(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array, both: Array) -> Array:
+    """Join the places; the new queries come behind the old ones, whose places they raise."""
+    return (m * (old["window_place"] + n * old["window_mean"]) + n * now["window_place"]) / both
+
+
+def _variances(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array, both: Array) -> Array:
+    """Join the variances (Chan et al., "Updating formulae and a pairwise algorithm", 1979)."""
+    between = (now["window_mean"] - old["window_mean"]) ** 2 * (m * n / both)
+    own, new = old["window_variance"] * jnp.maximum(m - 1, 0), now["window_variance"] * jnp.maximum(n - 1, 0)
+    return (own + new + between) / jnp.maximum(both - 1, 1)
+
+
+_MORE = {"window_place": _places, "window_variance": _variances}
 
 
 def begin_anew(state: Any, rows: Bool[Array, "B"], layer: int | Int[Array, ""] | None = None) -> Any:

@@ -27,11 +27,12 @@ from kernels_pallas import cache_attention
 from kvjax import Policy, Prediction, rotate, sources
 from kvjax.checks import check_count, check_fields, check_names, plain
 from models.config import Config, Rope
-from models.decoder import Decoder, along_last, attention_input, embed, rope_frequencies
+from models.decoder import Decoder, along_last, attention_input, embed
 from models.dense import attention_in_chunks
 from models.networks import register_network
 from models.parameters import check_rngs, drawn
 from models.parameters import parameter_shapes as model_shapes
+from models.rotary import rope_frequencies
 
 Source = Literal["layer0_output", "attention_input"]
 SOURCES = ("layer0_output", "attention_input")

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import Evidence, KVCache
 from kvjax.checks import is_known
+from kvjax.layer import LayerBlock
 from kvjax.merging import Merging, folded
 from kvjax.schedule import HostOrDevice, Phase
 from models import selecting
@@ -38,7 +39,6 @@ from models.steps import (
     Run,
     at_layer,
     attend,
-    block_budgets,
     block_of,
     decode_phase,
     decode_positions,
@@ -99,7 +99,7 @@ class LayerSteps:
         run = self.run
         x, block = _enter(
             run.model.config, run.plan, run.model.embedding[...], tokens, position, run.rows.lengths,
-            block_budgets(run.rows, phase), part,
+            run.rows.budgets_in(phase), part,
         )  # fmt: skip
         if part is not None:
             state = _fresh(state, position)
@@ -237,7 +237,7 @@ def _run_layer(
         carry = selecting.predicted(network, carry, layer.place.number, attention_input(config, layer.weights, x))
 
     def attend_here(query, key, value):
-        return *attend(plan, phase, block, layer.place, carry, (query, key, value)), None
+        return *attend(plan, phase, block, layer.place, carry, LayerBlock(query, key, value, block.position)), None
 
     x, carry, _ = run_layer(config, layer.weights, x, block.waves, attend_here)
     return x, carry

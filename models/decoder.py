@@ -9,7 +9,6 @@ carry, which XLA updates in place; as scanned inputs and outputs it would exist 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from kernels_pallas.prepare import mesh_of
 from kvjax import rotate
 from models.config import Config, Rope
 from models.parameters import check_rngs, drawn, expert_axes, layers_with, parameter_shapes
+from models.rotary import rope_frequencies
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
@@ -141,7 +141,9 @@ class Decoder(nnx.Module):
         """
         config = self.config
         waves = rotation(config, position, lengths)
-        everywhere, feeds = _by_kind(config, self.layers.arrays())
+        everywhere, feeds = self.layers.arrays(), None
+        if config.dense_sizes and config.sparse_layers:
+            everywhere, feeds = _by_kind(config, everywhere)
 
         def step(state, scanned):
             x, carry = state
@@ -149,7 +151,7 @@ class Decoder(nnx.Module):
             if before_attention is not None:
                 carry = before_attention(carry, index, attention_input(config, weights, x))
             here = rope_of_layer(config, index, waves)
-            feed = partial(_feed_forward_of, config, feeds, index) if feeds else None
+            feed = None if feeds is None else partial(_feed_forward_of, config, feeds, index)
             x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, index, window), feed, moved)
             return (x, carry), output
 
@@ -157,18 +159,10 @@ class Decoder(nnx.Module):
             step = jax.checkpoint(step, prevent_cse=False)
         scanned = (everywhere, jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config), shift)
         state = embed(config, self.embedding[...], tokens), carry
-        if after_first is None:
-            (x, carry), outputs = jax.lax.scan(step, state, scanned)
-            return x, carry, outputs
-
-        def step_of(state, index):  # by index: a slice of the scanned arrays would be a copy of all layers
-            return step(state, jax.tree.map(lambda array: array[index], scanned))
-
-        (x, carry), first = step_of(state, 0)
-        (x, carry), rest = jax.lax.scan(
-            step_of, (x, after_first(x, carry)), jnp.arange(1, config.num_layers, dtype=jnp.int32)
-        )
-        return x, carry, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
+        if after_first is not None:
+            return _first_apart(step, state, scanned, after_first)
+        (x, carry), outputs = jax.lax.scan(step, state, scanned)
+        return x, carry, outputs
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
         """Apply the last norm and the projection to the vocabulary, in float32."""
@@ -180,6 +174,18 @@ class Decoder(nnx.Module):
             logits = jnp.einsum("...e,ev->...v", hidden, self.head[...], preferred_element_type=accumulate)
         logits, cap = _times(logits, 1 / self.config.logits_scaling), self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _first_apart(step: Callable[..., Any], state: Any, scanned: Any, after_first: Callable[..., Any]) -> Any:
+    """Run layer 0, then ``after_first``, then scan the other layers; see :meth:`Decoder.run`."""
+
+    def step_of(state, index):  # by index: a slice of the scanned arrays would be a copy of all layers
+        return step(state, jax.tree.map(lambda array: array[index], scanned))
+
+    (x, carry), first = step_of(state, 0)
+    others = jnp.arange(1, len(scanned[1]), dtype=jnp.int32)
+    (x, carry), rest = jax.lax.scan(step_of, (x, after_first(x, carry)), others)
+    return x, carry, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
 
 
 def check_decoder(model: object) -> None:
@@ -329,10 +335,8 @@ def _experts(
 
 def _by_kind(
     config: Config, layers: dict[str, Array]
-) -> tuple[dict[str, Array], tuple[dict[str, Array], dict[str, Array]] | None]:
-    """Separate what all layers have from what only those without experts and those with them have; None for no mix."""
-    if not config.dense_sizes or not config.sparse_layers:
-        return layers, None
+) -> tuple[dict[str, Array], tuple[dict[str, Array], dict[str, Array]]]:
+    """Separate what all layers have from what only those without experts and those with them have."""
     numbers = {name: layers_with(config, f"layers.{name}") for name in layers}
 
     def of(wanted: Sequence[int]) -> dict[str, Array]:
@@ -407,84 +411,6 @@ def along_last(array: Float[Array, "*last"], x: Float[Array, "*rest"]) -> Float[
     return array.reshape((1,) * (x.ndim - array.ndim) + array.shape)
 
 
-def rope_frequencies(
-    rope: Rope, head_dim: int, lengths: Int[Array, "B"] | None = None
-) -> tuple[Float[Array, "rows half"], float]:
-    """Return the angle per position for each pair of a head's elements, and the factor on cos and sin.
-
-    Args:
-        lengths: the sequences' full lengths, read by "dynamic" and "longrope" only.
-
-    Returns:
-        Frequencies with one row for all sequences (for "dynamic" and "longrope", one per sequence), and the amplitude
-        (1 except for yarn and longrope). Elements that are not rotated have frequency 0.
-
-    Example:
-        >>> from models.config import Rope
-        >>> from models.decoder import rope_frequencies
-        >>> rope_frequencies(Rope(theta=100.0), 4)[0].round(3).tolist()
-        [[1.0, 0.10000000149011612]]
-    """
-    if rope.partial_rotary_factor != 1:
-        whole, rotated = dataclasses.replace(rope, partial_rotary_factor=1.0), rope.rotated(head_dim)
-        found, amplitude = rope_frequencies(whole, rotated, lengths) if rotated else (jnp.zeros((1, 0)), 1.0)
-        return jnp.pad(found, ((0, 0), (0, (head_dim - rotated) // 2))), amplitude
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    plain = 1.0 / rope.theta**exponent
-    if rope.type == "linear":
-        return plain[None] / rope.factor, 1.0
-    if rope.type == "dynamic":
-        length = jnp.maximum(jnp.zeros(1, jnp.int32) if lengths is None else lengths, rope.original_positions)
-        length = length.astype(jnp.float32)
-        growth = rope.factor * length / rope.original_positions - (rope.factor - 1)
-        base = rope.theta * growth ** (head_dim / (head_dim - 2))
-        return 1.0 / base[:, None] ** exponent[None], 1.0
-    if rope.type == "llama3":
-        wavelength = 2 * math.pi / plain
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        smooth = jnp.clip((rope.original_positions / wavelength - low) / (high - low), 0, 1)
-        return (plain * (smooth + (1 - smooth) / rope.factor))[None], 1.0
-    if rope.type == "longrope":
-        longer = (jnp.zeros(1, jnp.int32) if lengths is None else lengths) > rope.original_positions
-        factors = jnp.where(longer[:, None], jnp.array(rope.long_factor), jnp.array(rope.short_factor))
-        return plain / factors, _longrope_amplitude(rope)
-    if rope.type == "yarn":
-        return _yarn_frequencies(rope, head_dim, plain)[None], _yarn_amplitude(rope)
-    return plain[None], 1.0
-
-
-def _yarn_frequencies(rope: Rope, head_dim: int, plain: Float[Array, "half"]) -> Float[Array, "half"]:
-    def dimension_of(rotations: float) -> float:
-        turns = rope.original_positions / (rotations * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
-
-    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001
-    stretched = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
-    return plain * (1 - stretched) + plain / rope.factor * stretched
-
-
-def _yarn_amplitude(rope: Rope) -> float:
-    def scale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)
-
-
-def _longrope_amplitude(rope: Rope) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_positions))
-
-
 def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
     """Compute queries [B, T, N, D], keys and values [B, T, K, D], before rotation."""
     query = jnp.einsum("bte,end->btnd", x, weights["query"])
@@ -496,14 +422,15 @@ def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]
     if config.query_key_norm:
         query, key = _norm(config, query, weights["query_norm"]), _norm(config, key, weights["key_norm"])
     if config.wide_query_key_norm:
-
-        def normed(x: Array, weight: Array) -> Array:
-            return _norm(config, x.reshape(*x.shape[:2], -1), weight.reshape(-1)).reshape(x.shape)
-
-        query, key = normed(query, weights["wide_query_norm"]), normed(key, weights["wide_key_norm"])
+        query = _norm_of_all_heads(config, query, weights["wide_query_norm"])
+        key = _norm_of_all_heads(config, key, weights["wide_key_norm"])
     if config.attention_multiplier is not None:
         query = _times(query, config.attention_multiplier * math.sqrt(config.head_dim))
     return query, key, value
+
+
+def _norm_of_all_heads(config: Config, x: Float[Array, "B T N D"], weight: Float[Array, "N D"]) -> Array:
+    return _norm(config, x.reshape(*x.shape[:2], -1), weight.reshape(-1)).reshape(x.shape)
 
 
 def _random_parameter(

@@ -98,7 +98,7 @@ def _forced(
         step, state, out = loop
         token = jax.lax.dynamic_slice_in_dim(made, step - 1, 1, axis=1)
         position = decode_positions(token[:, 0] < 0, state.cache.next_position)
-        hidden, state = forward(run, state, jnp.maximum(token, 0), position, run.rows.decode_budgets, phase)
+        hidden, state = forward(run, state, jnp.maximum(token, 0), position, phase)
         return step + 1, state, jax.lax.dynamic_update_slice_in_dim(out, hidden, step, axis=1)
 
     def repeated(loop: Any) -> Any:

@@ -13,9 +13,9 @@ from kvjax.checks import shown
 from models.built_in import TRAITS
 from models.checkpoint import Tensor
 from models.config import NO_ROPE, Config, Rope
-from models.decoder import rope_frequencies
 from models.gguf_header import needed, optional, positive, size_of
 from models.gguf_tokenizer import ends_of_turn, id_of
+from models.rotary import rope_frequencies
 
 # llama.cpp's architectures, and ours; a "llama" with experts is our "mixtral".
 ARCHITECTURES = {

@@ -21,7 +21,7 @@ from models.one_program import Choice, newest, next_step, split_key
 from models.plan import Sizes
 from models.sampling import Sampling, sample
 from models.states import settled, shrink, shrinks, start
-from models.steps import DecodeState, Run, block_budgets, decode_phase, forward
+from models.steps import DecodeState, Run, decode_phase, forward
 
 OnBlock = Callable[[int, int, AnyCache], None]  # takes the tokens done, those of the prompt, and the cache
 
@@ -35,7 +35,7 @@ def block_step(
     phase: Phase,
     part: Int[Array, "B 3"] | None = None,
 ) -> tuple[Float[Array, "B T E"], DecodeState]:
-    return forward(run, state, tokens, position, block_budgets(run.rows, phase), phase, part)
+    return forward(run, state, tokens, position, phase, part)
 
 
 token_step = jax.jit(next_step, static_argnames=("phase", "sampling"), donate_argnames="state")

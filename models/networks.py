@@ -258,14 +258,19 @@ def network_of(
         True
     """
     given, wanted = several(networks), wanted_by(policy, source)
+    return _fitting(given, wanted, config, policy, source) if given or wanted else None
+
+
+def _fitting(
+    given: tuple[Network, ...], wanted: frozenset[str], config: Config, policy: Policy | None, source: Source | None
+) -> Network:
+    """Return the one network that predicts what is wanted, after a check that it is of the model."""
     if not wanted:
-        if given:
-            said = ", ".join(f"{network.name} ({', '.join(sorted(network.predicts))})" for network in given)
-            raise ValueError(
-                f"networks={said} was given, but nothing reads what it predicts; give a policy or a selection that "
-                "does, such as 'zap', or leave networks out."
-            )
-        return None
+        said = ", ".join(f"{network.name} ({', '.join(sorted(network.predicts))})" for network in given)
+        raise ValueError(
+            f"networks={said} was given, but nothing reads what it predicts; give a policy or a selection that "
+            "does, such as 'zap', or leave networks out."
+        )
     fitting = read_by(given, policy, source)
     asks = f"select={source.name!r}" if source is not None else f"the policy {policy.name if policy else None!r}"
     if len(fitting) != 1:

@@ -17,7 +17,7 @@ from models.options import Options
 from models.plan import Plan, Sizes
 from models.sampling import Sampling, check_end, check_sampling, sample
 from models.states import shrink, start
-from models.steps import DecodeState, Run, block_budgets, decode_phase, decode_positions, forward
+from models.steps import DecodeState, Run, decode_phase, decode_positions, forward
 
 
 class Choice(NamedTuple):
@@ -73,8 +73,7 @@ def _over_rounds(run: Run, stage: Stage, carry: Any, every: bool) -> tuple[Any, 
     def round(carry, arrays):
         (state, last), of_text = carry, None
         for step, (tokens, position, part) in zip(stage.steps, arrays, strict=True):
-            budgets = block_budgets(run.rows, step.phase)
-            hidden, state = forward(run, state, tokens, position, budgets, step.phase, part)
+            hidden, state = forward(run, state, tokens, position, step.phase, part)
             if part is None:
                 last, of_text = newest(position, hidden, last), hidden
         return (state, last), of_text if every else None
@@ -179,7 +178,7 @@ def repeat_answer(run: Run, state: DecodeState, answer: Int[Array, "B n"], ended
     assert run.plan.repeats is not None
     tokens, position, part = answer_copies(run.plan.repeats, answer, state.cache.next_position, ended, jnp)
     phase = Phase(evicts=True, compressed=True)
-    return forward(run, state, tokens, position, run.rows.decode_budgets, phase, part)[1]
+    return forward(run, state, tokens, position, phase, part)[1]
 
 
 def next_step(
@@ -192,7 +191,7 @@ def next_step(
     sampling: Sampling,
 ) -> tuple[Int[Array, "B"], DecodeState]:
     position = decode_positions(finished, state.cache.next_position)
-    hidden, state = forward(run, state, token[:, None], position, run.rows.decode_budgets, phase)
+    hidden, state = forward(run, state, token[:, None], position, phase)
     return sample(run.model.logits(hidden[:, 0]), key, sampling), state
 
 

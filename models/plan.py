@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 from kvjax import Policy, Reconstruction
 from kvjax.cache import Positions
 from kvjax.quantise import Dtypes
+from kvjax.schedule import Phase
 from models.options import PAGE_SIZE
 from models.prompts import ways_of
 from models.selecting import Selection
@@ -67,3 +68,7 @@ class Rows(NamedTuple):
     lengths: Int[Array, "B"]
     budgets: Int[Array, "B"] | None = None
     decode_budgets: Int[Array, "B"] | None = None
+
+    def budgets_in(self, phase: Phase) -> Int[Array, "B"] | None:
+        """Return the budgets of a block; behind the context they have room for the question's tokens as well."""
+        return self.decode_budgets if phase.compressed else self.budgets

@@ -20,6 +20,7 @@ from kvjax import Context, Evidence, Policy, Prediction, sources
 from kvjax.cache import floats_of
 from kvjax.checks import check_count, check_share_or_tokens
 from kvjax.insertion import Cache
+from kvjax.layer import LayerBlock
 from kvjax.selection import share_of_tokens
 from kvjax.sources import Source
 from models.networks import LooksAhead, Network, remembers
@@ -92,12 +93,11 @@ def attend(
     selection: Selection,
     cache: Cache,
     carry: LayerCarry,
-    rows: tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]],
-    position: Int[Array, "B T"],
+    own: LayerBlock,
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], Cache, LayerCarry]:
     """Compute one layer's attention: over the chosen slots in a decode step, dense in the prompt and in layer 0."""
-    source, layer, (query, key, value) = selection.source, context.layer, rows
+    source, layer, (query, key, value, position) = selection.source, context.layer, own
     assert layer is not None
     stacked = len(cache.heads_shape) == 3
     memory = source.insert(carry.source, key, position, layer)

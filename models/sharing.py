@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Context, Evidence, KVCache, Policy
+from kvjax import Evidence, KVCache, Policy
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
+from kvjax.layer import LayerBlock
 from kvjax.policy import fits_biases
 from kvjax.reconstruction import Reconstruction
 from kvjax.schedule import HostOrDevice
@@ -209,25 +210,15 @@ def _block(
         block = with_gradient(model, of_whom, cache, block, tokens, part, lengths)
     states, shares = cache.state, [budget for budget in budgets if budget is not None]
     windows = sliding_windows(model.config)
-    end = None if block.repeats is None else block.repeats.end
-    empty = (Evidence.of_layers(cache, p.allocation, end, windows, p.merging) for p in policies)
+    empty = (Evidence.of_layers(cache, p.allocation, block.context.end, windows, p.merging) for p in policies)
     whole = tuple(empty) if asks else ()
 
     def attend_at(carry, index, window, query, key, value):
         cache, said = carry
-        here = at_layer(model.config, block, index)
-        context = Context(
-            layer=index,
-            sliding_window=window,
-            frequency=here.frequency,
-            soft_cap=here.soft_cap,
-            projection=None if projection is None else projection.layer(index),
-            reconstructed=here.repeats,
-            tokens=here.tokens,
-            gradient=here.gradient,
-            compressed=False,
-        )
-        rows = (*rounded_rows(plans[0], query, key, value), position)
+        own = None if projection is None else projection.layer(index)
+        here = at_layer(model.config, block, index).context
+        context = dataclasses.replace(here, layer=index, sliding_window=window, projection=own, compressed=False)
+        rows = rounded_rows(plans[0], LayerBlock(query, key, value, position))
         if not policies:
             out, cache, _ = kvjax.observe(cache, *rows, policy=None, context=context)
             return out, (cache, said), None

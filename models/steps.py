@@ -75,19 +75,13 @@ class Run:
 class Block:
     """A block, as all layers share it; ``position`` is -1 for padding, ``budgets`` None where nothing is evicted.
 
-    ``waves`` and ``frequency`` may differ between layers: see :func:`at_layer`. ``repeats`` is the part of the text
-    that it repeats, None for a block of the text. ``tokens`` are given where the policy has the model repeat them,
-    ``gradient`` where it reads a loss's derivatives with respect to all layers' attention outputs.
+    ``waves`` and the context's frequencies and gradient may differ between layers: see :func:`at_layer`.
     """
 
     position: Int[Array, "B T"]
     budgets: Int[Array, "B"] | None
     waves: tuple[Array, Array]
-    frequency: Float[Array, "*ropes rows half"] | None
-    repeats: Reconstructed | None = None
-    tokens: Int[Array, "B T"] | None = None
-    gradient: Float[Array, "*L B T E"] | None = None
-    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    context: Context
 
 
 class Place(NamedTuple):
@@ -103,7 +97,6 @@ def forward(
     state: DecodeState,
     tokens: Int[Array, "B T"],
     position: Int[Array, "B T"],
-    budgets: Int[Array, "B"] | None,
     phase: Phase,
     part: Int[Array, "B 3"] | None = None,
 ) -> tuple[Float[Array, "B T E"], DecodeState]:
@@ -111,14 +104,13 @@ def forward(
 
     Args:
         position: -1 for padding.
-        budgets: one per row; None where nothing is evicted.
         part: for a block that repeats a part of the text, see :class:`kvjax.schedule.Step`.
 
     Returns:
         The hidden states before the last norm, and the new state.
     """
     model, plan, network = run.model, run.plan, run.network
-    block = block_of(model.config, plan, tokens, position, run.rows.lengths, budgets, part)
+    block = block_of(model.config, plan, tokens, position, run.rows.lengths, run.rows.budgets_in(phase), part)
     if part is not None:
         state = fresh(state, position)
         block = with_gradient(model, plan, state.cache, block, tokens, part, run.rows.lengths)
@@ -126,7 +118,7 @@ def forward(
     def attend_at(carry, index, window, query, key, value):
         place = Place(index, window, None if run.projection is None else run.projection.layer(index))
         here = at_layer(model.config, block, index)
-        return *attend(plan, phase, here, place, carry, (query, key, value)), None
+        return *attend(plan, phase, here, place, carry, LayerBlock(query, key, value, position)), None
 
     hook = None
     if run.pauses(phase):
@@ -141,8 +133,8 @@ def forward(
     )
     cache = carry.cache
     if carry.evidence is not None:
-        assert budgets is not None
-        cache = evict_by(cache, carry.evidence, budgets)
+        assert block.budgets is not None
+        cache = evict_by(cache, carry.evidence, block.budgets)
     return hidden, DecodeState(cache, carry.memory, carry.source)
 
 
@@ -157,14 +149,13 @@ def block_of(
 ) -> Block:
     """Return the block that all layers share; with rotary frequencies, and tokens, only where they are read."""
     read = plan.positions != "absolute" or (plan.policy is not None and plan.policy.needs.rotary)
-    frequency = frequencies(config, lengths) if read else None
-    repeats = None
-    if part is not None:
-        assert plan.policy is not None
-        repeats = Reconstructed.of(part, plan.policy)
-    waves = rotation(config, position, lengths)
-    read_again = tokens if plan.repeats is not None and part is None else None
-    return Block(position, budgets, waves, frequency, repeats, read_again, soft_cap=config.attention_soft_cap)
+    context = Context(
+        frequency=frequencies(config, lengths) if read else None,
+        reconstructed=None if part is None or plan.policy is None else Reconstructed.of(part, plan.policy),
+        tokens=tokens if plan.repeats is not None and part is None else None,
+        soft_cap=config.attention_soft_cap,
+    )
+    return Block(position, budgets, rotation(config, position, lengths), context)
 
 
 def fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
@@ -179,11 +170,11 @@ def first_of(position: Int[Array, "B T"]) -> Int[Array, "B"]:
 
 def at_layer(config: Config, block: Block, layer: Int[Array, ""]) -> Block:
     """Return the block with the rotary embedding, and the gradient, of one layer."""
-    waves, frequency = rope_of_layer(config, layer, (block.waves, block.frequency))
-    gradient = block.gradient
-    if gradient is not None:
-        gradient = jax.lax.dynamic_index_in_dim(gradient, layer, keepdims=False)
-    return dataclasses.replace(block, waves=waves, frequency=frequency, gradient=gradient)
+    waves, frequency = rope_of_layer(config, layer, (block.waves, block.context.frequency))
+    of_layer = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
+    gradient = jax.tree.map(of_layer, block.context.gradient)
+    context = dataclasses.replace(block.context, frequency=frequency, gradient=gradient)
+    return dataclasses.replace(block, waves=waves, context=context)
 
 
 def with_gradient(
@@ -204,7 +195,7 @@ def with_gradient(
         return block
     dtypes = Dtypes(*(b or a for a, b in zip(plan.cache_dtype, plan.rounded_to, strict=True)))
     found = loss_gradient(model, plan.repeats.loss, stacked(cache), tokens, block.position, part, lengths, dtypes)
-    return dataclasses.replace(block, gradient=found)
+    return dataclasses.replace(block, context=dataclasses.replace(block.context, gradient=found))
 
 
 def evicts_together(plan: Plan, phase: Phase, cache: AnyCache) -> bool:
@@ -219,54 +210,37 @@ def shared_evidence(config: Config, plan: Plan, phase: Phase, block: Block, cach
     if not evicts_together(plan, phase, cache):
         return None
     assert plan.policy is not None
-    end = None if block.repeats is None else block.repeats.end
-    return Evidence.of_layers(cache, plan.policy.allocation, end, sliding_windows(config), plan.policy.merging)
+    return Evidence.of_layers(
+        cache, plan.policy.allocation, block.context.end, sliding_windows(config), plan.policy.merging
+    )
 
 
 def attend(
-    plan: Plan,
-    phase: Phase,
-    block: Block,
-    place: Place,
-    carry: LayerCarry,
-    rows: tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]],
+    plan: Plan, phase: Phase, block: Block, place: Place, carry: LayerCarry, own: LayerBlock
 ) -> tuple[Float[Array, "B T N D"], LayerCarry]:
     """Compute one layer's attention over its part of ``carry.cache``, and let the policy observe or evict."""
-    policy, budgets, cache = plan.policy, block.budgets, carry.cache
-    context = Context(
-        layer=place.number,
-        sliding_window=place.window,
-        frequency=block.frequency,
-        projection=place.projection,
-        predicted=carry.predicted,
-        reconstructed=block.repeats,
-        tokens=block.tokens,
-        gradient=block.gradient,
-        soft_cap=block.soft_cap,
-        compressed=phase.compressed,
-        filled=phase.filled,
-        excess=phase.excess,
-    )
-    evidence, rows = carry.evidence, rounded_rows(plan, *rows)
+    policy, budgets, cache, evidence = plan.policy, block.budgets, carry.cache, carry.evidence
+    context = dataclasses.replace(
+        block.context, layer=place.number, sliding_window=place.window, projection=place.projection,
+        predicted=carry.predicted, compressed=phase.compressed, filled=phase.filled, excess=phase.excess,
+    )  # fmt: skip
+    own = rounded_rows(plan, own)
     if plan.selection is not None:
-        out, cache, carry = selecting.attend(plan.selection, cache, carry, rows, block.position, context)
+        out, cache, carry = selecting.attend(plan.selection, cache, carry, own, context)
     elif policy is None or (phase.evicts and evidence is None):
-        out, cache = attend_unchecked(cache, LayerBlock(*rows, block.position), policy, budgets, context)
+        out, cache = attend_unchecked(cache, own, policy, budgets, context)
     else:
-        out, cache, said = observe_unchecked(cache, LayerBlock(*rows, block.position), policy, budgets, context)
+        out, cache, said = observe_unchecked(cache, own, policy, budgets, context)
         if evidence is not None:
             assert said is not None
             evidence = evidence.with_layer(cache, place.number, said)
     return out, dataclasses.replace(carry, cache=cache, evidence=evidence, predicted=None)
 
 
-def rounded_rows(
-    plan: Plan, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"]
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+def rounded_rows(plan: Plan, own: LayerBlock) -> LayerBlock:
     """Round a block's keys and values to eight bits where they are stored as floats for the sake of a derivative."""
-    of_key, of_value = plan.rounded_to
-    key = key if of_key is None else kvjax.straight_through(key, of_key)
-    return query, key, value if of_value is None else kvjax.straight_through(value, of_value)
+    rounded = zip(("key", "value"), plan.rounded_to, strict=True)
+    return own._replace(**{name: kvjax.straight_through(getattr(own, name), to) for name, to in rounded if to})
 
 
 def decode_positions(finished: Array, next_position: Int[Array, "B"]) -> Int[Array, "B 1"]:
@@ -279,8 +253,3 @@ def decode_phase(plan: Plan, step: int) -> Phase:
     every = plan.evict_every
     due = every > 0 and step % every == 0 and plan.repeats is None
     return Phase(evicts=due, compressed=True, excess=1 if every == 1 else None)
-
-
-def block_budgets(rows: Rows, phase: Phase) -> Int[Array, "B"] | None:
-    """Return the budgets of a block; after the context, they have room for the question's tokens as well."""
-    return rows.decode_budgets if phase.evicts and phase.compressed else rows.budgets

@@ -97,10 +97,7 @@ def cache_attention(
         )
     check_bias(bias, key.shape[:-1])
     check_projection(projection, errors, (key.shape[-3], N // key.shape[-3], D))
-    return dispatch(
-        implementation,
-        reference.cache_attention,
-        KERNELS,
+    return cache_attention_unchecked(
         query,
         key,
         value,
@@ -117,7 +114,13 @@ def cache_attention(
         key_scale=key_scale,
         value_scale=value_scale,
         bias=bias,
+        implementation=implementation,
     )
+
+
+def cache_attention_unchecked(*arrays: Any, implementation: Implementation, **options: Any) -> Any:
+    """Run :func:`cache_attention` on arguments that fit: statistics are a set, and the scale is given."""
+    return dispatch(implementation, reference.cache_attention, KERNELS, *arrays, **options)
 
 
 def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
@@ -89,6 +91,10 @@ def caote_topk(
         excess = check_count("excess", excess, 0, "give a number of tokens, or None")
     options = dict(fast=fast, norm=norm, group=group, excess=excess, with_scores=with_scores, layer=layer)
     options |= dict(value_scale=value_scale, head_dim=head_dim)
-    return dispatch(
-        implementation, reference.caote_topk, KERNELS, weights, value, position, budget, protected, **options
-    )
+    arrays = weights, value, position, budget, protected
+    return caote_topk_unchecked(*arrays, implementation=implementation, **options)
+
+
+def caote_topk_unchecked(*arrays: Any, implementation: Implementation, **options: Any) -> Kept:
+    """Run :func:`caote_topk` on arguments that fit, with a budget for each row."""
+    return dispatch(implementation, reference.caote_topk, KERNELS, *arrays, **options)

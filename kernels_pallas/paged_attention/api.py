@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from jaxtyping import Array, Float, Int, Real
 
@@ -96,10 +97,7 @@ def paged_attention(
     check_projection(projection, errors, (table.shape[1], N // table.shape[1], D))
     if query_position.shape != (B, T):
         raise ValueError(f"query positions {query_position.shape} do not fit: expected {(B, T)}.")
-    return dispatch(
-        implementation,
-        reference.paged_attention,
-        KERNELS,
+    return paged_attention_unchecked(
         query,
         key,
         value,
@@ -116,4 +114,10 @@ def paged_attention(
         key_scale=key_scale,
         value_scale=value_scale,
         bias=bias,
+        implementation=implementation,
     )
+
+
+def paged_attention_unchecked(*arrays: Any, implementation: Implementation, **options: Any) -> Any:
+    """Run :func:`paged_attention` on arguments that fit: statistics are a set, and the scale is given."""
+    return dispatch(implementation, reference.paged_attention, KERNELS, *arrays, **options)

@@ -50,9 +50,8 @@ def test_a_program_is_so_many_of_the_decoder_s_steps(model):
     state = DecodeState(make())
     for _ in range(3):
         hidden, state = forward(
-            run, state, program.tokens, state.cache.next_position[:, None], run.rows.decode_budgets,
-            decode_phase(run.plan, 1),
-        )  # fmt: skip
+            run, state, program.tokens, state.cache.next_position[:, None], decode_phase(run.plan, 1)
+        )
     expected, cache = model.logits(hidden[:, 0]), state.cache
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(after.position, make().position)  # started anew

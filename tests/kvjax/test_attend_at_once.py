@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kernels_pallas import caote_topk
+from kernels_pallas.caote_topk.api import caote_topk_unchecked
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
@@ -34,7 +34,9 @@ TURNED = kvjax.Context(frequency=FREQUENCY)
 def test_one_operation_scores_and_evicts_where_caote_has_the_last_word(name, monkeypatch):
     policy, calls = kvjax.parse(name), []
     monkeypatch.setattr(
-        kvjax.eviction, "caote_topk", lambda *x, **options: calls.append(x) or caote_topk(*x, **options)
+        kvjax.eviction,
+        "caote_topk_unchecked",
+        lambda *x, **options: calls.append(x) or caote_topk_unchecked(*x, **options),
     )
     attend = functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=TURNED)
     jax.eval_shape(lambda *block: attend(kvjax.empty_cache(policy, **SIZES), *block), *ROWS)

@@ -11,8 +11,9 @@ import pytest
 import models
 from evals.simulator import simulate
 from models.config import Rope
-from models.decoder import rms_norm, rope_frequencies
+from models.decoder import rms_norm
 from models.parameters import parameter_shapes
+from models.rotary import rope_frequencies
 from models.steps import at_layer, block_of
 from tests.models import reference
 from tests.models.make_golden import GOLDEN, MODELS
@@ -130,7 +131,7 @@ def test_keys_are_turned_by_the_rotary_embedding_of_their_layer():
     def at(layers):
         block = block_of(config, plan, np.zeros((1, 3), int), jnp.arange(3)[None], jnp.array([3]), None)
         found = [at_layer(config, block, layer) for layer in layers]
-        return [(layer.frequency, layer.waves[1]) for layer in found]
+        return [(layer.context.frequency, layer.waves[1]) for layer in found]
 
     (frequency, wave), (none, no_wave) = at([0, 3])
     assert (np.asarray(frequency)[0, :2] > 0).all() and np.asarray(wave).any()

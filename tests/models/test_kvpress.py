@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 import models
-from models.decoder import rope_frequencies
+from models.rotary import rope_frequencies
 from tests.models.make_kvpress import FOLDER, KEPT, T
 from tests.models.make_kvpress_decoding import EVERY, PROMPT
 from tests.models.make_kvpress_decoding import FILE as DECODED
