@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.checks import check_soft_cap
 from kvjax.attention_pages import observe_pages, observe_parts
 from kvjax.block_checks import check_shapes, checked_budget
 from kvjax.cache import put_back
@@ -28,6 +27,7 @@ from kvjax.layer import (
     layer_of,
     of_layer,
     prepared,
+    promises_room,
     shares_of,
     updated,
     with_scores,
@@ -109,22 +109,17 @@ def attend(
 
 
 def attend_unchecked(
-    cache: Any,
-    block: LayerBlock,
-    policy: Policy | None,
-    budget: Budget | None,
-    context: Context,
+    cache: Any, block: LayerBlock, policy: Policy | None, budget: Budget | None, context: Context
 ) -> tuple[Float[Array, "B T N D"], Any]:
     """Run :func:`attend` without its checks, for callers that have made the cache for the policy and the block."""
-    room = policy is not None and budget is not None and context.excess is not None
-    out, cache, evidence = observe_unchecked(cache, block, policy, budget, context, room)
+    out, cache, evidence = observe_unchecked(cache, block, policy, budget, context)
     if evidence is None or budget is None:
         return out, cache
     if cache.paged:
         empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
         evidence = empty.with_layer(cache, None, evidence)
-    options: Any = dict(layer=layer_index(cache, context), excess=context.excess)
-    return out, evict_by(cache, evidence, budget, **options, implementation=context.implementation)
+    layer, how = layer_index(cache, context), context.implementation
+    return out, evict_by(cache, evidence, budget, layer=layer, excess=context.excess, implementation=how)
 
 
 def observe(
@@ -195,7 +190,6 @@ def _checked(
     if policy is not None:
         check_policy(policy, cache.arrays, N // K)
         check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.all_heads)
-    check_soft_cap(context.soft_cap)
     layer = layer_index(cache, context)
     key, value, position, _ = checked_block(cache, key, value, position, layer, query_heads=N)
     return LayerBlock(query, key, value, position)
@@ -203,26 +197,17 @@ def _checked(
 
 @functools.singledispatch
 def observe_unchecked(
-    cache: Any,
-    block: LayerBlock,
-    policy: Policy | None,
-    budget: Budget | None,
-    context: Context,
-    room: bool = False,
+    cache: Any, block: LayerBlock, policy: Policy | None, budget: Budget | None, context: Context
 ) -> tuple[Float[Array, "B T N D"], Any, Evidence | None]:
-    """Run :func:`observe` without its checks; an even allocation's scores may still be :class:`kvjax.Weights`.
-
-    Args:
-        room: a promise that the block fits.
-    """
+    """Run :func:`observe` without its checks; an even allocation's scores may still be :class:`kvjax.Weights`."""
     block, context = prepared(cache, block, context)
-    needs, position = Needs() if policy is None else policy.needs, block.position
-    cache, taken = inserted(cache, block, context, room)
-    out, columns, query, here = attend_heads(taken, block.query, position, needs, context, cache)
+    needs = Needs() if policy is None else policy.needs
+    cache, taken = inserted(cache, block, context, promises_room(policy, budget, context))
+    out, columns, block, here = attend_heads(taken, block, needs, context, cache)
     if policy is None:
         return out, put_back(cache, taken, layer_index(cache, context)), None
     here, K = choosable(here, context), cache.heads_shape[-1]
-    evidence, state = ask(policy, here, query, position, columns, jnp.arange(K), shares_of(cache, budget), context)
+    evidence, state = ask(policy, here, block, columns, jnp.arange(K), shares_of(cache, budget), context)
     evidence = of_layer(policy, evidence, K)
     if not policy.allocation.even:
         evidence = with_scores(evidence, here)

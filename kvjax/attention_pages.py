@@ -26,6 +26,7 @@ from kvjax.layer import (
     layer_index,
     of_layer,
     prepared,
+    promises_room,
     shares_of,
     with_scores,
 )
@@ -37,12 +38,7 @@ from kvjax.topk import summed
 
 
 def observe_pages(
-    cache: PagedCache,
-    block: LayerBlock,
-    policy: Policy | None,
-    budget: Budget | None,
-    context: Context,
-    room: bool = False,
+    cache: PagedCache, block: LayerBlock, policy: Policy | None, budget: Budget | None, context: Context
 ) -> tuple[Float[Array, "B T N D"], PagedCache, Evidence | None]:
     """Observe a block in a paged cache, whose pages attention reads in place.
 
@@ -51,7 +47,8 @@ def observe_pages(
     block, context = prepared(cache, block, context)
     query, key, value, position = block
     (B, T, N, _), K, layer = query.shape, cache.heads_shape[-1], layer_index(cache, context)
-    cache, shares = cache.insert(key, value, position, layer, room), shares_of(cache, budget)
+    shares = shares_of(cache, budget)
+    cache = cache.insert(key, value, position, layer, promises_room(policy, budget, context))
     needs = Needs() if policy is None else policy.needs
     turned = cache.positions == "compact"
     out: Any = None
@@ -75,12 +72,12 @@ def observe_pages(
 
     def of_head(head: Int[Array, ""]) -> tuple[Array | None, Any, Evidence | None]:
         own_columns: ColumnStatistics
-        here, mine = cache.layer(layer, head), heads_of(query, 2, head)
+        here, mine = cache.layer(layer, head), block._replace(query=heads_of(query, 2, head))
         own = dataclasses.replace(
             context, projection=heads_of(context.projection, 0, head), predicted=heads_of(context.predicted, 2, head)
         )
         if turned:
-            out, own_columns, mine, here = attend_heads(here, mine, position, needs, own, None)
+            out, own_columns, mine, here = attend_heads(here, mine, needs, own, None)
             if policy is None:
                 return out, (), None
         else:
@@ -88,7 +85,7 @@ def observe_pages(
         assert policy is not None
         # XLA copies only those parts of ``here`` that the policy reads.
         here, number = choosable(here, own), (cache.first_head + head)[None]
-        evidence, state = ask(policy, here, mine, position, own_columns, number, shares, own)
+        evidence, state = ask(policy, here, mine, own_columns, number, shares, own)
         return out, state, with_scores(evidence, here)
 
     heads_out, state, evidence = jax.lax.map(of_head, jnp.arange(K))
@@ -117,14 +114,11 @@ def observe_pages(
 
 
 def observe_parts(
-    cache: SplitCache,
-    block: LayerBlock,
-    policy: Policy | None,
-    budget: Budget | None,
-    context: Context,
-    room: bool = False,
+    cache: SplitCache, block: LayerBlock, policy: Policy | None, budget: Budget | None, context: Context
 ) -> tuple[Float[Array, "B T N D"], SplitCache, Evidence | None]:
     """Observe a block on each device of a mesh, for its own rows and heads."""
+    if budget is None:  # nothing is evicted, but shares refer to all slots
+        budget, context = cache.num_slots, dataclasses.replace(context, excess=None)
     of_text = context.frequency is None or context.frequency.shape[0] == 1  # one row of frequencies for all
     axes: Any = dict(
         layer=SAME, sliding_window=SAME, frequency=SAME if of_text else OF_ROWS, projection=PartitionSpec(HEADS),
@@ -133,7 +127,7 @@ def observe_parts(
     of_block: Any = LayerBlock(OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_ROWS)
     given = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}
     out, parts, evidence = cache.read(
-        lambda part, block, budget, context: observe_pages(part, block, policy, budget, context, room),
+        lambda part, block, budget, context: observe_pages(part, block, policy, budget, context),
         (block, of_block),
         (shares_of(cache, budget), OF_ROWS),
         (context, dataclasses.replace(context, **given)),

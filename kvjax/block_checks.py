@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.checks import check_soft_cap
 from kvjax.capacity import Layout
 from kvjax.chains import policy_of
 from kvjax.checks import check_count, check_tokens, is_known, plain
@@ -66,6 +67,7 @@ def checked_budget(
 ) -> tuple[Policy | None, Any]:
     """Return the policy and the budget (int32) of a block, after checks that they are valid and that the block fits."""
     policy, T = policy_of(policy), query.shape[1]
+    check_soft_cap(context.soft_cap)
     if context.excess is not None:
         check_count("excess", context.excess, 0, "give a number of tokens, or None")
     if len(cache.heads_shape) == 3 and context.layer is None:

@@ -235,15 +235,9 @@ class KVCache(Stored):
         Raises:
             ValueError: if, without ``rows``, there are no keys, values, positions or next positions.
         """
-        if rows is None and any(array is None for array in (key, value, position, next_position)):
-            raise ValueError(
-                "a cache needs key, value, position and next_position; kvjax.KVCache.init makes an empty one."
-            )
-        given = {name: array for name, array in dict(key=key, value=value).items() if array is not None}
-        rows = given if rows is None else with_rows(rows, given) if given else rows
-        fields = dict(position=position, next_position=next_position, state=state, positions=positions)
-        for name, field in dict(rows=rows, **fields).items():
-            object.__setattr__(self, name, field)
+        if rows is None or key is not None or value is not None:
+            rows = _given_rows(key, value, position, next_position, rows)
+        vars(self).update(rows=rows, position=position, next_position=next_position, state=state, positions=positions)
 
     @classmethod
     def init(
@@ -367,6 +361,14 @@ def count_live(position: Int[Array, "*rows S"]) -> Int[Array, "*rows"]:
         [2]
     """
     return jnp.sum(position >= 0, axis=-1, dtype=jnp.int32)
+
+
+def _given_rows(key: Any, value: Any, position: Any, next_position: Any, rows: Rows | None) -> Rows:
+    """Return the rows of a cache that is made of keys and values, or ``rows`` with those that are given."""
+    if rows is None and any(array is None for array in (key, value, position, next_position)):
+        raise ValueError("a cache needs key, value, position and next_position; kvjax.KVCache.init makes an empty one.")
+    given = {name: array for name, array in dict(key=key, value=value).items() if array is not None}
+    return given if rows is None else with_rows(rows, given)
 
 
 def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -500,14 +502,11 @@ def as_stored(cache: Stored, key: Float[Array, "*rows D"], value: Float[Array, "
 
 def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Rows:
     """Return the rows of an empty cache with slots of this shape, as programs for this platform store them."""
-
-    def rows() -> Rows:
-        named = dtypes._asdict().items()
-        arrays = {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in named}
-        scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name, dtype in named if is_quantised(dtype)}
-        return laid_out_for_platform(arrays | scales)
-
-    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(rows))  # each made once
+    scaled = [name for name, dtype in dtypes._asdict().items() if is_quantised(dtype)]
+    scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name in scaled}
+    if _fills_lanes(head_dim, *dtypes):
+        return scales | {"key": jnp.zeros((*slots, 2 * head_dim), dtypes.key), "value": None}
+    return scales | {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in dtypes._asdict().items()}
 
 
 def laid_out_for_platform(rows: Rows) -> Rows:
@@ -518,8 +517,11 @@ def laid_out_for_platform(rows: Rows) -> Rows:
     where they have one dtype.
     """
     key, value = rows["key"], rows["value"]
-    fills = 2 * key.shape[-1] == LANES and key.dtype == value.dtype
-    return rows_together(rows) if fills and platform() == "tpu" else rows
+    return rows_together(rows) if _fills_lanes(key.shape[-1], key.dtype, value.dtype) else rows
+
+
+def _fills_lanes(head_dim: int, key: Any, value: Any) -> bool:
+    return 2 * head_dim == LANES and key == value and platform() == "tpu"
 
 
 def dtypes_of(cache: Stored) -> Dtypes:

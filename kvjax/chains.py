@@ -116,14 +116,12 @@ def chain(*links: Policy) -> Policy:
     if not links or not links[0].base:
         first = f"{links[0].name!r} comes first" if links else "nothing was given"
         raise ValueError(f"a policy starts with a base score ({', '.join(_base_names())}), but {first}.")
-    nonnegative = links[0].nonnegative
-    for link in links[1:]:
+    for index, link in enumerate(links[1:], 1):
         if link.base:
             raise ValueError(f"{name!r} has two base scores, {links[0].name!r} and {link.name!r}; keep one of them.")
-        if link.needs_nonnegative and not nonnegative:
+        if link.needs_nonnegative and not any(before.nonnegative for before in links[:index]):
             said = f"which {links[0].name!r} does not give; put 'normalise' between."
             raise ValueError(f"{link.name!r} needs non-negative scores, {said}")
-        nonnegative = nonnegative or link.nonnegative
     try:
         needs = functools.reduce(operator.or_, (link.needs for link in links))
     except ValueError as error:
@@ -172,7 +170,7 @@ def chain(*links: Policy) -> Policy:
         protections=sum((link.protections for link in links), ()),
         links=links,
         base=True,
-        nonnegative=nonnegative,
+        nonnegative=any(link.nonnegative for link in links),
         published=next((link.published for link in reversed(links) if link.published is not None), None),
         merging=mergings[0] if mergings else None,
         **chosen,
@@ -234,14 +232,8 @@ def parse(name: str) -> Policy:
         >>> str(kvjax.parse("snapkv(window=16) + fast_caote @ layer"))
         'snapkv(window=16)+fast_caote@layer'
     """
-    whole = name
-    name, at, behind = name.partition("@")
-    allocation = None
-    if at:
-        try:
-            allocation = parse_allocation(behind.strip())
-        except ValueError as error:
-            raise ValueError(f"{whole!r}: {error}") from None
+    if "@" in name:
+        return _parse_allocated(name)
     try:
         tree = ast.parse(name.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -254,8 +246,16 @@ def parse(name: str) -> Policy:
         tree = tree.left
     links.append(called(tree, LINKS, name, f"write links joined by '+', like {_EXAMPLE}"))
     links.reverse()
-    policy = chain(*links) if len(links) > 1 or not links[0].base else links[0]
-    return policy if allocation is None else allocated(policy, allocation)
+    return chain(*links) if len(links) > 1 or not links[0].base else links[0]
+
+
+def _parse_allocated(whole: str) -> Policy:
+    name, _, behind = whole.partition("@")
+    try:
+        allocation = parse_allocation(behind.strip())
+    except ValueError as error:
+        raise ValueError(f"{whole!r}: {error}") from None
+    return allocated(parse(name), allocation)
 
 
 def policy_of(policy: Policy | str | None) -> Policy | None:

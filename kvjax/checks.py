@@ -175,14 +175,9 @@ def _fitted(value: Any, annotation: Any) -> Any:
                 return _fitted(value, part)
         raise _Misfit
     if kind is Literal:
-        for option in parts:  # True == 1, but is none of the numbers
-            if isinstance(value, type(option)) and value == option and not isinstance(value, bool):
-                return option
-        raise _Misfit
+        return _fitted_to_literal(value, parts)
     if kind in (list, tuple) and (kind is list or parts[1:] == (...,)):
-        if not isinstance(value, list | tuple):
-            raise _Misfit
-        return kind(_fitted(plain(part), parts[0]) for part in value)
+        return kind(_fitted(plain(part), parts[0]) for part in _fitted(value, list | tuple))
     if annotation in (int, float):
         fits = isinstance(value, int | annotation) and not isinstance(value, bool)
         if not fits or (annotation is float and not _is_finite(value)):
@@ -192,6 +187,13 @@ def _fitted(value: Any, annotation: Any) -> Any:
     if known and not isinstance(value, annotation):
         raise _Misfit
     return value
+
+
+def _fitted_to_literal(value: Any, options: tuple[Any, ...]) -> Any:
+    for option in options:  # True == 1, but is none of the numbers
+        if isinstance(value, type(option)) and value == option and not isinstance(value, bool):
+            return option
+    raise _Misfit
 
 
 def _is_finite(value: int | float) -> bool:

@@ -207,17 +207,9 @@ def evict(
     return evict_by(cache, evidence, budget, layer=layer, excess=excess, implementation=implementation)
 
 
-def evict_by(
-    cache: Cache,
-    evidence: Evidence,
-    budget: Budget,
-    *,
-    layer: int | Int[Array, ""] | None = None,
-    excess: int | None = None,
-    implementation: Implementation = "auto",
-) -> Cache:
-    """Run :func:`evict` by a policy's evidence, without its checks."""
-    evict = functools.partial(_evict, layer=layer, excess=excess, implementation=implementation)
+def evict_by(cache: Cache, evidence: Evidence, budget: Budget, **options: Any) -> Cache:
+    """Run :func:`evict` by a policy's evidence, without its checks; with its ``layer``, ``excess``, implementation."""
+    evict = functools.partial(_evict, **options)
     return cache.map(evict, (evidence, PARTS), (budget, OF_ROWS if np.ndim(budget) else SAME))
 
 
@@ -225,9 +217,9 @@ def _evict(
     cache: Any,
     evidence: Evidence,
     budget: Budget,
-    layer: int | Int[Array, ""] | None,
-    excess: int | None,
-    implementation: Implementation,
+    layer: int | Int[Array, ""] | None = None,
+    excess: int | None = None,
+    implementation: Implementation = "auto",
 ) -> KVCache | PagedCache:
     # A block's statistics say nothing about a row without tokens in it: such a row keeps all. One more than the slots
     # is as good as any larger budget, whose sum over the heads int32 may not hold.

@@ -65,6 +65,11 @@ def shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
     return jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,))
 
 
+def promises_room(policy: Policy | None, budget: Budget | None, context: Context) -> bool:
+    """Return whether the caller promises that the block fits; see ``Context.excess``."""
+    return policy is not None and budget is not None and context.excess is not None
+
+
 def layer_index(cache: Cache, context: Context) -> int | Int[Array, ""] | None:
     """Return the context's layer if the cache stacks layers, else None."""
     return context.layer if len(cache.heads_shape) == 3 else None
@@ -106,41 +111,32 @@ def choosable(here: KVCache, context: Context) -> KVCache:
 
 
 def attend_heads(
-    here: KVCache,
-    query: Float[Array, "B T heads D"],
-    position: Int[Array, "B T"],
-    needs: Needs,
-    context: Context,
-    cache: KVCache | None,
-) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, Float[Array, "B T heads D"], KVCache]:
-    """Attend over some heads of a layer; also return the queries and keys with the rotations that attention used.
+    here: KVCache, block: LayerBlock, needs: Needs, context: Context, cache: KVCache | None
+) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, LayerBlock, KVCache]:
+    """Attend over some heads of a layer; also return the block and the layer with the rotations that attention used.
 
     Where ``cache`` stacks layers, kernels read keys and values from the stacked arrays: a layer taken out is a copy.
     """
     stack = None if cache is None or layer_index(cache, context) is None else cache
     if here.positions == "compact":
-        (here, query), stack = turn_to_rank(floats_of(here), query, position, context), None
+        (here, query), stack = turn_to_rank(floats_of(here), block.query, block.position, context), None
+        block = block._replace(query=query)
     if stack is None and context.filled is not None and context.reconstructed is None:
-        return *_attend_first(here, query, position, needs, context, context.filled), query, here
+        return *_attend_first(here, block, needs, context, context.filled), block, here
     source, layer = (here, None) if stack is None else (stack, context.layer)
-    given: Any = dict(query_position=position, layer=layer)
-    attention = functools.partial(cache_attention_unchecked, query, **source.rows, **given)
+    given: Any = dict(query_position=block.position, layer=layer)
+    attention = functools.partial(cache_attention_unchecked, block.query, **source.rows, **given)
     out, columns = attended(lambda slots, **options: attention(key_position=slots, **options), here, needs, context)
-    return out, columns, query, here
+    return out, columns, block, here
 
 
 def _attend_first(
-    here: KVCache,
-    query: Float[Array, "B T heads D"],
-    position: Int[Array, "B T"],
-    needs: Needs,
-    context: Context,
-    filled: int,
+    here: KVCache, block: LayerBlock, needs: Needs, context: Context, filled: int
 ) -> tuple[Float[Array, "B T heads D"], ColumnStatistics]:
     """Attend over the first slots of a layer, where the others are free: their statistics are 0."""
     rows, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (here.rows, here.position))
-    given: Any = dict(key_position=slot_position, query_position=position)
-    out, columns = cache_attention_unchecked(query, **rows, **given, **attention_options(here, needs, context))
+    given: Any = dict(key_position=slot_position, query_position=block.position)
+    out, columns = cache_attention_unchecked(block.query, **rows, **given, **attention_options(here, needs, context))
     spare = max(here.num_slots - filled, 0)
     return out, jax.tree.map(lambda column: jnp.pad(column, [(0, 0)] * (column.ndim - 1) + [(0, spare)]), columns)
 
@@ -183,8 +179,7 @@ def attention_options(cache: KVCache | PagedCache, needs: Needs, context: Contex
 def ask(
     policy: Policy,
     here: KVCache,
-    query: Float[Array, "B T heads D"],
-    position: Int[Array, "B T"],
+    block: LayerBlock,
     columns: ColumnStatistics,
     head: Int[Array, "K"],
     budget: Int[Array, "B"],
@@ -197,7 +192,7 @@ def ask(
     """
     here = floats_of(here)
     B, K = here.position.shape[:2]
-    entered = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    entered = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     columns = jax.tree.map(lambda column: column.reshape(B, K, -1, *column.shape[2:]), columns)
     remembered = here.state
     if observed(policy.needs.statistics):
@@ -207,18 +202,8 @@ def ask(
         budget = jnp.minimum(budget, context.sliding_window)
         live = lambda column: jnp.expand_dims(here.live, tuple(range(2, column.ndim - 1)))  # noqa: E731
         columns = jax.tree.map(lambda column: jnp.where(live(column), column, 0), columns)
-    observation = Observation(
-        columns=columns,
-        query=query,
-        query_position=position,
-        key=here.key,
-        value=here.value,
-        position=here.position,
-        next_position=here.next_position,
-        budget=budget,
-        head=head,
-        context=context,
-    )
+    of_cache = here.key, here.value, here.position, here.next_position
+    observation = Observation(columns, block.query, block.position, *of_cache, budget, head=head, context=context)
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.
     state, observation = jax.lax.stop_gradient((remembered, mark_protected(policy, observation)))
     scores, stays, new = update_scores(policy, state, observation)

@@ -44,13 +44,13 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
             arguments = inspect.signature(make).bind(*args, **kwargs).arguments
             return dataclasses.replace(thing, name=written(make, **arguments))
 
-        @functools.wraps(make)
-        def made_of(*args: Any, **kwargs: Any) -> Any:
-            if reads and kwargs.get("file") is not None:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("file") is not None:
                 kwargs["content"] = checked_content(name, kwargs["file"], kwargs.get("content"))
             return named(*args, **kwargs)
 
-        return typed(made_of)  # before the cache, as an argument of a wrong type may not be hashable
+        # Checked before the cache, as an argument of a wrong type may not be hashable.
+        return typed(functools.update_wrapper(read if reads else named, make))
 
     return Registry(kind, group, prepare)
 

@@ -318,10 +318,7 @@ def as_scores(scores: Scores | Weights, observation: Observation) -> Scores:
 
 
 def scores_of_weights(
-    weights: Weights,
-    value: Float[Array, "B K S D"],
-    live: Bool[Array, "B K S"],
-    protected: Bool[Array, "B K S"] | None,
+    weights: Weights, value: Float[Array, "B K S D"], live: Bool[Array, "B K S"], protected: Bool[Array, "B K S"] | None
 ) -> Float[Array, "B K S"]:
     """Compute CAOTE's scores from their weights; ``+inf`` where a slot is protected."""
     errors = eviction_error(weights.weights, value, **weights.kind, mask=live)

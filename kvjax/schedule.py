@@ -222,8 +222,6 @@ def schedule(
     if text.start.any() and text.context.any():  # a turn is short: a large block would mostly be padding
         size = min(block, power_of_two(int(text.context.max())))
     context = _cut(text, np.zeros_like(text.context), text.context, size)
-    question = _cut(text, text.context, text.lengths, max(1, min(block, question_room(text.questions))))
-    question = dataclasses.replace(question, phase=Phase(evicts=False, compressed=True))
     first: list[Stage] = []
     rest: list[Stage] = []
     again: list[Stage] = []
@@ -234,9 +232,14 @@ def schedule(
     elif text.context.any():
         first = _but_last(context, exact)
     if text.questions.any():
-        evicts = overfull and (wanted is None or wanted.pseudo > 0)
-        rest = _but_last(question, exact) if evicts else [_stage(exact, question)]
+        rest = _question(text, block, overfull and (wanted is None or wanted.pseudo > 0), exact)
     return Schedule(tuple(first), (*rest, *again))
+
+
+def _question(text: Text, block: int, evicts: bool, exact: bool) -> list[Stage]:
+    question = _cut(text, text.context, text.lengths, max(1, min(block, question_room(text.questions))))
+    question = dataclasses.replace(question, phase=Phase(evicts=False, compressed=True))
+    return _but_last(question, exact) if evicts else [_stage(exact, question)]
 
 
 def _with_copies(

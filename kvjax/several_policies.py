@@ -95,19 +95,18 @@ def observe_each(
         cache, key, value, position, layer_index(cache, context), query_heads=query.shape[2]
     )
     block, context = prepared(cache, LayerBlock(query, key, value, position), context)
-    query = block.query
     cache, taken = inserted(cache, block, context)
     together: dict[Any, Needs] = {}
     largest = max(policy.needs.window for policy in chosen)
     for policy in chosen:  # a policy that observes no window joins any
         kind = _observed(policy, largest)
         together[kind] = together.get(kind, Needs()) | policy.needs
-    seen = {kind: attend_heads(taken, query, position, needs, context, cache) for kind, needs in together.items()}
+    seen = {kind: attend_heads(taken, block, needs, context, cache) for kind, needs in together.items()}
     said, states, heads = [], [], jnp.arange(cache.heads_shape[-1])
     for policy, state, budget in zip(chosen, taken.state, of_shares, strict=True):
         _, columns, turned, here = seen[_observed(policy, largest)]
         own = dataclasses.replace(choosable(here, context), state=state)
-        evidence, state = ask(policy, own, turned, position, columns, heads, shares_of(cache, budget), context)
+        evidence, state = ask(policy, own, turned, columns, heads, shares_of(cache, budget), context)
         said.append(with_scores(of_layer(policy, evidence, len(heads)), own))
         states.append(state)
     return next(iter(seen.values()))[0], updated(cache, taken, own.position, tuple(states), context), tuple(said)

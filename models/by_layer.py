@@ -88,12 +88,7 @@ class LayerSteps:
         return _start(self.run, self.sizes, batch, cache)
 
     def block(
-        self,
-        state: DecodeState,
-        tokens: np.ndarray,
-        position: np.ndarray,
-        phase: Phase,
-        part: np.ndarray | None = None,
+        self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase, part: np.ndarray | None = None
     ) -> tuple[Float[Array, "B T E"], DecodeState]:
         """Feed a block of the prompt; the given state is donated."""
         run = self.run

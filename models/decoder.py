@@ -419,18 +419,24 @@ def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]
     if config.attention_bias:
         biases = weights["query_bias"], weights["key_bias"], weights["value_bias"]
         query, key, value = (x + along_last(bias, x) for x, bias in zip((query, key, value), biases, strict=True))
-    if config.query_key_norm:
-        query, key = _norm(config, query, weights["query_norm"]), _norm(config, key, weights["key_norm"])
-    if config.wide_query_key_norm:
-        query = _norm_of_all_heads(config, query, weights["wide_query_norm"])
-        key = _norm_of_all_heads(config, key, weights["wide_key_norm"])
+    if config.query_key_norm or config.wide_query_key_norm:
+        query, key = _normed_heads(config, weights, query, key)
     if config.attention_multiplier is not None:
         query = _times(query, config.attention_multiplier * math.sqrt(config.head_dim))
     return query, key, value
 
 
-def _norm_of_all_heads(config: Config, x: Float[Array, "B T N D"], weight: Float[Array, "N D"]) -> Array:
-    return _norm(config, x.reshape(*x.shape[:2], -1), weight.reshape(-1)).reshape(x.shape)
+def _normed_heads(config: Config, weights: dict[str, Array], query: Array, key: Array) -> tuple[Array, Array]:
+    """Return queries and keys after their norm: of each head alone, or of all heads of a token together."""
+    if config.query_key_norm:
+        query, key = _norm(config, query, weights["query_norm"]), _norm(config, key, weights["key_norm"])
+    if config.wide_query_key_norm:
+
+        def normed(x: Array, weight: Array) -> Array:
+            return _norm(config, x.reshape(*x.shape[:2], -1), weight.reshape(-1)).reshape(x.shape)
+
+        query, key = normed(query, weights["wide_query_norm"]), normed(key, weights["wide_key_norm"])
+    return query, key
 
 
 def _random_parameter(

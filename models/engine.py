@@ -357,12 +357,7 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
 
 
 def _generate_by_layer(
-    steps: LayerSteps,
-    prompt: Schedule,
-    cache: AnyCache | None,
-    logits: Array | None,
-    choice: Choice,
-    key: Array | None,
+    steps: LayerSteps, prompt: Schedule, cache: AnyCache | None, logits: Array | None, choice: Choice, key: Array | None
 ) -> Generation:
     run = steps.run
     B, pad = run.rows.lengths.shape[0], pad_of(run)

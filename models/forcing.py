@@ -19,7 +19,7 @@ from kvjax.schedule import HostOrDevice, Phase, Schedule
 from models.decoder import Decoder
 from models.engine import Hidden, prepare
 from models.layer_caches import stacked_up
-from models.one_program import over_steps, prefill_at_once, repeat_answer
+from models.one_program import over_steps, prefill_at_once
 from models.options import EngineSettings, Options, options_of
 from models.plan import Sizes
 from models.prompts import Tokens, check_prompt
@@ -101,12 +101,8 @@ def _forced(
         hidden, state = forward(run, state, jnp.maximum(token, 0), position, phase)
         return step + 1, state, jax.lax.dynamic_update_slice_in_dim(out, hidden, step, axis=1)
 
-    def repeated(loop: Any) -> Any:
-        step, state, out = advance(loop, Phase(evicts=False, compressed=True))
-        every = run.plan.evict_every
-        newest = jax.lax.dynamic_slice_in_dim(made, step - 1 - every, every, axis=1)
-        ended = newest[:, -1] < 0
-        return step, repeat_answer(run, state, jnp.maximum(newest, 0), ended), out
+    def given(before: Any, after: Any) -> tuple[Array, Array]:
+        return jnp.maximum(made, 0), made[:, before[0] - 1] < 0
 
-    _, state, out = over_steps(run.plan, n + 1, more, advance, repeated, (jnp.int32(1), state, out))
+    _, state, out = over_steps(run, n + 1, more, advance, given, (jnp.int32(1), state, out))
     return state, out

@@ -61,12 +61,7 @@ class ProgramSteps:
         return _start(self.run, self.sizes, batch, cache)
 
     def block(
-        self,
-        state: DecodeState,
-        tokens: np.ndarray,
-        position: np.ndarray,
-        phase: Phase,
-        part: np.ndarray | None = None,
+        self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase, part: np.ndarray | None = None
     ) -> tuple[Float[Array, "B T E"], DecodeState]:
         return block_step(self.run, state, tokens, position, phase._replace(filled=None), part)
 

@@ -257,14 +257,16 @@ def network_of(
         >>> network_of(None, config, kvjax.h2o()) is None
         True
     """
-    given, wanted = several(networks), wanted_by(policy, source)
-    return _fitting(given, wanted, config, policy, source) if given or wanted else None
+    wanted = wanted_by(policy, source)
+    return None if networks is None and not wanted else _fitting(several(networks), wanted, config, policy, source)
 
 
 def _fitting(
     given: tuple[Network, ...], wanted: frozenset[str], config: Config, policy: Policy | None, source: Source | None
-) -> Network:
+) -> Network | None:
     """Return the one network that predicts what is wanted, after a check that it is of the model."""
+    if not given and not wanted:
+        return None
     if not wanted:
         said = ", ".join(f"{network.name} ({', '.join(sorted(network.predicts))})" for network in given)
         raise ValueError(

@@ -14,7 +14,7 @@ from kvjax.schedule import HostOrDevice, Phase, Schedule, Stage, answer_copies
 from models.decoder import Decoder
 from models.layer_caches import AnyCache, stacked
 from models.options import Options
-from models.plan import Plan, Sizes
+from models.plan import Sizes
 from models.sampling import Sampling, check_end, check_sampling, sample
 from models.states import shrink, start
 from models.steps import DecodeState, Run, decode_phase, decode_positions, forward
@@ -79,16 +79,20 @@ def _over_rounds(run: Run, stage: Stage, carry: Any, every: bool) -> tuple[Any, 
         return (state, last), of_text if every else None
 
     arrays = jax.tree.map(jnp.asarray, tuple(step.arrays for step in stage.steps))
-    if stage.used is None and len(stage.steps[0].tokens) == 1:
-        carry, hidden = round(carry, jax.tree.map(lambda x: x[0], arrays))
-        return carry, None if hidden is None else hidden[None]
     if stage.used is None:
-        return jax.lax.scan(jax.checkpoint(round, prevent_cse=False), carry, arrays)
+        return _over_all(round, carry, arrays)
 
     def body(index, carry):
         return round(carry, jax.tree.map(lambda x: x[index], arrays))[0]
 
     return jax.lax.fori_loop(0, stage.used, body, carry), None
+
+
+def _over_all(round: Callable[..., Any], carry: Any, arrays: Any) -> Any:
+    if len(jax.tree.leaves(arrays)[0]) != 1:
+        return jax.lax.scan(jax.checkpoint(round, prevent_cse=False), carry, arrays)
+    carry, hidden = round(carry, jax.tree.map(lambda x: x[0], arrays))
+    return carry, None if hidden is None else hidden[None]
 
 
 def newest(
@@ -133,44 +137,42 @@ def generate_at_once(
         finished = finished | jnp.isin(token, jnp.array(choice.end, jnp.int32))
         return step + 1, state, key, token, finished, out, count
 
-    def repeated(loop):
-        _, _, _, _, ended, _, _ = loop
-        step, state, *others = advance(loop, Phase(evicts=False, compressed=True))
-        out = others[-2]
-        answer = jax.lax.dynamic_slice_in_dim(out, step - 1 - run.plan.evict_every, run.plan.evict_every, axis=1)
-        return step, repeat_answer(run, state, answer, ended), *others
-
     loop = (jnp.int32(1), state, key, token, finished, out, jnp.ones(B, jnp.int32))
-    _, state, _, _, _, out, count = over_steps(run.plan, choice.most, more, advance, repeated, loop)
+    made = lambda before, after: (after[5], before[4])  # noqa: E731
+    _, state, _, _, _, out, count = over_steps(run, choice.most, more, advance, made, loop)
     return state, out, count, jnp.isfinite(logits).all()
 
 
 def over_steps(
-    plan: Plan,
-    most: int,
-    more: Callable[[Any], Array],
-    advance: Callable[..., Any],
-    repeated: Callable[[Any], Any],
-    loop: Any,
+    run: Run, most: int, more: Callable[[Any], Array], advance: Callable[..., Any], made: Callable[..., Any], loop: Any
 ) -> Any:
-    """Loop over the decode steps, which the first entry of ``loop`` counts; those that evict are a separate loop.
+    """Loop over the decode steps; ``loop`` begins with the number of the next step, from 1, and the state.
 
     Args:
-        repeated: a step after which the last tokens are repeated, and the policy evicts.
+        made: returns the tokens so far, [B, n], and which rows have ended, from ``loop`` before and after a step.
     """
-    every = plan.evict_every
-    observe, evict = decode_phase(plan, every + 1), decode_phase(plan, every)
-    if not every or every >= most or (every == 1 and not plan.repeats):
-        phase = evict if every == 1 else observe
-        return jax.lax.while_loop(more, functools.partial(advance, phase=phase), loop)
+    every = run.plan.evict_every
+    if not every or every >= most or (every == 1 and not run.plan.repeats):
+        return jax.lax.while_loop(more, functools.partial(advance, phase=decode_phase(run.plan, 1)), loop)
+    return jax.lax.while_loop(more, functools.partial(_to_eviction, run, more, advance, made), loop)
 
-    def round(loop):  # a branch would copy the cache
-        due = lambda loop: loop[0] % every == 0  # noqa: E731
-        last = repeated if plan.repeats else functools.partial(advance, phase=evict)
-        loop = jax.lax.while_loop(lambda loop: more(loop) & ~due(loop), functools.partial(advance, phase=observe), loop)
-        return jax.lax.while_loop(lambda loop: more(loop) & due(loop), last, loop)
 
-    return jax.lax.while_loop(more, round, loop)
+def _to_eviction(
+    run: Run, more: Callable[[Any], Array], advance: Callable[..., Any], made: Callable[..., Any], loop: Any
+) -> Any:
+    """Loop over the steps up to one that evicts, and that one: two loops, as a branch would copy the cache."""
+    every = run.plan.evict_every
+    observe, evict = (functools.partial(advance, phase=decode_phase(run.plan, step)) for step in (every + 1, every))
+    due = lambda loop: loop[0] % every == 0  # noqa: E731
+
+    def repeated(before: Any) -> Any:
+        step, state, *others = after = observe(before)
+        tokens, ended = made(before, after)
+        newest = jax.lax.dynamic_slice_in_dim(tokens, step - 1 - every, every, axis=1)
+        return step, repeat_answer(run, state, newest, ended), *others
+
+    loop = jax.lax.while_loop(lambda loop: more(loop) & ~due(loop), observe, loop)
+    return jax.lax.while_loop(lambda loop: more(loop) & due(loop), repeated if run.plan.repeats else evict, loop)
 
 
 def repeat_answer(run: Run, state: DecodeState, answer: Int[Array, "B n"], ended: Bool[Array, "B"]) -> DecodeState:

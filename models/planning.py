@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -78,16 +78,12 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
     heads = cache_heads(config, policy)
     check_state(policy, config.head_dim, heads, config.num_heads // heads)  # before anything is compiled
     budgets = budgets_of(policy, options, seen)
-    if not prompt.fed and every > 0:
-        _check_held(policy, kept, budgets + questions)
     if policy.published is not None and policy.published.final:
         _warn_of_choices(policy, max(int((lengths - questions).max()), 0), options.block, when, kept is not None)
-    plan = Plan(
-        policy, when, every, mesh, heads=heads if kept is None else kept.heads,
-        positions=policy.positions if kept is None else kept.positions,
-        overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
-        cache_dtype=dtype, rounded_to=rounded_to,
-    )  # fmt: skip
+    stored: Any = dict(cache_dtype=dtype, rounded_to=rounded_to)
+    plan = Plan(policy, when, every, mesh, heads=heads, positions=policy.positions, **stored)
+    if kept is not None:
+        plan = _continued(plan, policy, prompt, kept, budgets)
     if fits_biases(policy):
         _check_fitted(config, plan, kept is not None and kept.spent and bool((lengths > questions).any()))
     sizes = sized(config, plan, prompt, options, budgets, traced)
@@ -198,16 +194,21 @@ def _check_kept(
         )
 
 
-def _check_held(policy: Policy, kept: Kept | None, room: np.ndarray) -> None:
-    """Check that an answer has the prompt's budget: a step evicts one token, so it cannot reach a smaller budget."""
-    assert kept is not None
-    held = held_of(policy, kept)
-    if (held > room).any():
+def _continued(plan: Plan, policy: Policy, prompt: CheckedPrompt, kept: Kept, budgets: np.ndarray) -> Plan:
+    """Return the plan of a run that goes on in a cache: whether a row that gets only a question is above its budget.
+
+    An answer must have the prompt's budget: a step evicts one token, so it cannot reach a smaller one.
+    """
+    held, room, evicts = held_of(policy, kept), budgets + prompt.questions, plan.evict_every > 0
+    if not prompt.fed and evicts and (held > room).any():
         row = int(np.argmax(held - room))
         raise ValueError(
             f"the cache holds {int(held[row])} tokens per head, but budget and question sum to {int(room[row])}: give "
             "the same policy, budget and question as to prefill, or evict_every=0."
         )
+    above = bool(((prompt.lengths == prompt.questions) & (held > budgets)).any())
+    overfull = prompt.fed and evicts and above
+    return dataclasses.replace(plan, heads=kept.heads, positions=kept.positions, overfull=overfull)
 
 
 def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
@@ -260,11 +261,6 @@ def _check_frequencies(rope: Rope, prompt: CheckedPrompt, seen: Int[np.ndarray, 
             f"frequencies change beyond {most} tokens: let at most {most - seen[late].max()} follow, or give a longer "
             "prompt."
         )
-
-
-def _is_overfull(policy: Policy, kept: Kept | None, budgets: np.ndarray, only_asked: np.ndarray) -> bool:
-    """Return whether the cache holds more than the budget in a row that gets only a question."""
-    return kept is not None and bool((only_asked & (held_of(policy, kept) > budgets)).any())
 
 
 def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_on: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -182,20 +182,24 @@ def _of_a_head(cache: AnyCache, layer: int) -> tuple[Array, Array, Array]:
 
 def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, HostOrDevice | None]:
     """Return rows of tokens as one array, and their lengths."""
-    if isinstance(tokens, list | tuple) and lengths is None and all(np.ndim(row) == 1 for row in tokens):
-        counts = np.array([len(row) for row in tokens])
-        if len(counts) and (counts != counts[0]).any():
-            kinds = [np.asarray(row).dtype for row in tokens if len(row)]  # an empty row would be float64
-            padded = np.zeros((len(counts), counts.max()), np.result_type(*kinds))
-            for row, count, own in zip(padded, counts, tokens, strict=True):
-                row[:count] = own
-            return padded, counts
+    listed = isinstance(tokens, list | tuple) and lengths is None and all(np.ndim(row) == 1 for row in tokens)
+    if listed and len({len(row) for row in tokens}) > 1:
+        return _rows_of_a_list(tokens)
     try:
         return np.asarray(tokens), lengths
     except ValueError:
         raise ValueError(
             "tokens are rows of different lengths; give a list of rows, or pad them on the right and give lengths=."
         ) from None
+
+
+def _rows_of_a_list(tokens: Any) -> tuple[np.ndarray, np.ndarray]:
+    counts = np.array([len(row) for row in tokens])
+    kinds = [np.asarray(row).dtype for row in tokens if len(row)]  # an empty row would be float64
+    padded = np.zeros((len(counts), counts.max()), np.result_type(*kinds))
+    for row, count, own in zip(padded, counts, tokens, strict=True):
+        row[:count] = own
+    return padded, counts
 
 
 def check_prompt(
@@ -217,12 +221,7 @@ def check_prompt(
     """
     check_decoder(model)
     if isinstance(tokens, Prefilled):
-        if not answers:
-            raise ValueError(
-                "these tokens are in a cache already, as prefill returned it: make the answer with models.generate or "
-                "stream, or feed more tokens with cache=prefilled.cache."
-            )
-        return _check_prefilled(model, tokens, lengths, question, cache, policy)
+        return _check_prefilled(model, tokens, lengths, question, cache, policy, answers)
     if not is_known(*jax.tree.leaves((tokens, lengths, question))):
         raise ValueError(
             "the prompt is traced (by jax.jit, vmap or grad), but it is cut into blocks on the host: call prefill, "
@@ -242,15 +241,19 @@ def check_prompt(
     if counted.min() < 0 or counted.max() >= vocabulary:
         wrong = counted.min() if counted.min() < 0 else counted.max()
         raise ValueError(f"token {wrong} is outside the vocabulary of {vocabulary}; was it made by another tokenizer?")
-    questions = np.broadcast_to(np.asarray(0 if question is None else question), (B,))
     kept = None if cache is None else kept_of(model, cache, policy_of(policy), B)
-    most = counts - 1 if kept is None else counts
+    questions = _checked_questions(question, counts, counts - 1 if kept is None else counts)
+    return CheckedPrompt(host.astype(np.int32), counts.astype(np.int32), questions, kept)
+
+
+def _checked_questions(question: int | HostOrDevice | None, prompts: np.ndarray, most: np.ndarray) -> np.ndarray:
+    questions = np.broadcast_to(np.asarray(0 if question is None else question), prompts.shape)
     if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > most).any():
         raise ValueError(
-            f"questions of {questions.tolist()} tokens were given for prompts of {counts.tolist()}; a question is the "
+            f"questions of {questions.tolist()} tokens were given for prompts of {prompts.tolist()}; a question is the "
             "last part of its prompt, and some context must come before it."
         )
-    return CheckedPrompt(host.astype(np.int32), counts.astype(np.int32), questions.astype(np.int32), kept)
+    return questions.astype(np.int32)
 
 
 def _check_prefilled(
@@ -260,8 +263,14 @@ def _check_prefilled(
     question: int | HostOrDevice | None,
     cache: AnyCache | None,
     policy: Policy | str | None,
+    answers: bool,
 ) -> CheckedPrompt:
     """Check prompts that are in a cache already, and the lengths of their questions that were held back."""
+    if not answers:
+        raise ValueError(
+            "these tokens are in a cache already, as prefill returned it: make the answer with models.generate or "
+            "stream, or feed more tokens with cache=prefilled.cache."
+        )
     if cache is not None or lengths is not None:
         raise ValueError("the result of prefill has its own cache and lengths; leave cache= and lengths= out.")
     logits = given.logits
@@ -272,11 +281,5 @@ def _check_prefilled(
             f"the logits are {np.shape(logits)}; expected those of each row's last token, "
             f"{(B, model.config.vocab_size)}, as models.prefill returns them for outputs='last'."
         )
-    questions = np.broadcast_to(np.asarray(0 if question is None else question), (B,))
-    if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > kept.start).any():
-        raise ValueError(
-            f"questions of {questions.tolist()} tokens were given for prompts of {kept.start.tolist()}; a question is "
-            "the last part of its prompt."
-        )
-    nothing = np.zeros((B, 0), np.int32)
-    return CheckedPrompt(nothing, np.zeros(B, np.int32), questions.astype(np.int32), kept)
+    questions = _checked_questions(question, kept.start, kept.start)
+    return CheckedPrompt(np.zeros((B, 0), np.int32), np.zeros(B, np.int32), questions, kept)

@@ -88,14 +88,20 @@ def check_end(config: Config, end: tuple[int, ...] | None) -> tuple[int, ...]:
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: Array | None) -> Sampling:
     given = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     sampling = Sampling(**check_types(given, get_type_hints(Sampling)))
+    if sampling != Sampling() or key is not None:
+        _check_draws(sampling, key)
+    return sampling
+
+
+def _check_draws(sampling: Sampling, key: Array | None) -> None:
+    """Check how tokens are drawn, and with what."""
     if sampling.temperature < 0:
-        raise ValueError(f"temperature is {temperature}; give 0 for the most likely token, or more to draw.")
+        raise ValueError(f"temperature is {sampling.temperature}; give 0 for the most likely token, or more to draw.")
     if sampling.top_k is not None:
         check_count("top_k", sampling.top_k, 1, "draw from at least 1 token")
     if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; give a share in (0, 1].")
+        raise ValueError(f"top_p is {sampling.top_p}; give a share in (0, 1].")
     if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise ValueError(f"key is a {type(key).__name__}; give a random key, such as jax.random.key(0).")
     if sampling.temperature > 0 and key is None:
         raise ValueError("temperature is above 0 but no key was given; pass key=jax.random.key(0), for example.")
-    return sampling

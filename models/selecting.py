@@ -90,11 +90,7 @@ def predicted(network: Network, carry: LayerCarry, layer: Int[Array, ""], x: Flo
 
 
 def attend(
-    selection: Selection,
-    cache: Cache,
-    carry: LayerCarry,
-    own: LayerBlock,
-    context: Context,
+    selection: Selection, cache: Cache, carry: LayerCarry, own: LayerBlock, context: Context
 ) -> tuple[Float[Array, "B T N D"], Cache, LayerCarry]:
     """Compute one layer's attention: over the chosen slots in a decode step, dense in the prompt and in layer 0."""
     source, layer, (query, key, value, position) = selection.source, context.layer, own
@@ -180,12 +176,7 @@ def check_memory_is_kept(policy: Policy, instead: str) -> None:
 
 
 def checked_selection(
-    select: Source | str | None,
-    policy: Policy | None,
-    budget: int | float | None,
-    sinks: int,
-    prompt: int,
-    answer: int,
+    select: Source | str | None, policy: Policy | None, budget: int | float | None, sinks: int, prompt: int, answer: int
 ) -> Selection | None:
     """Check a run's arguments for selection, and return the selection, None without ``select``.
 

@@ -123,13 +123,8 @@ def sized(
         more = prompt.most - int(prompt.questions.min()) + copied(policy, prompt.most)
         before = rounded(more, options, whole=True)
     layout = layout_of(config, plan, options.page_size)
-    if kept is not None:  # it may hold more than the budget until its first eviction
-        context = int(prompt.text.context.max())
-        entering = min(options.block, power_of_two(context)) + copies if context else 0  # a question is not repeated
-        if (prompt.lengths == prompt.questions).any():
-            entering = max(entering, asked + decode_room)
-        resized = _resized_pages if kept.pages else _resized_slots
-        return resized(plan, layout, prompt, options, demand, before, entering)
+    if kept is not None:
+        return _resized(plan, layout, prompt, options, demand, before, (copies, asked + decode_room))
     plain = policy.allocation.even and (plan.several is not None or traced)
     slots, pages = capacity(layout, demand, not plain and in_pages(policy, int(budgets.max()), config.sliding_windows))
     if by_ratio or slots >= limit:  # then it follows the prompt's length
@@ -145,6 +140,29 @@ def _pages(layout: Layout, demand: Demand, options: Options) -> int:
     assert demand.limit is not None
     follows = isinstance(options.budget, float) or (demand.held + demand.room).max() >= demand.limit
     return rounded(pages, options) if follows else pages
+
+
+def _resized(
+    plan: Plan,
+    layout: Layout,
+    prompt: CheckedPrompt,
+    options: Options,
+    demand: Demand,
+    before: int,
+    more: tuple[int, int],
+) -> Sizes:
+    """Size the buffers of a run that continues in a cache, which may hold more than the budget until it evicts.
+
+    Args:
+        more: the tokens that come in with a block, and those of a question and an answer, before the first eviction.
+    """
+    assert prompt.kept is not None
+    context = int(prompt.text.context.max())
+    entering = min(options.block, power_of_two(context)) + more[0] if context else 0  # a question is not repeated
+    if (prompt.lengths == prompt.questions).any():
+        entering = max(entering, more[1])
+    resized = _resized_pages if prompt.kept.pages else _resized_slots
+    return resized(plan, layout, prompt, options, demand, before, entering)
 
 
 def _resized_slots(

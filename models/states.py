@@ -26,15 +26,19 @@ from models.steps import DecodeState, Run
 
 def start(run: Run, sizes: Sizes, batch: int, cache: AnyCache | None = None) -> DecodeState:
     """Build the first state: an empty cache, or a kept one resized for the run, and empty memories."""
-    plan, config = run.plan, run.model.config
+    plan = run.plan
     cache = _empty_cache(run.model, plan, sizes, batch) if cache is None else _with_room(cache, plan, sizes)
-    memory, source = None, ()
-    slots = sizes.memory_slots
-    if slots and plan.selection is not None:
+    return DecodeState(cache, *(_memories(run, batch, sizes.memory_slots) if sizes.memory_slots else ()))
+
+
+def _memories(run: Run, batch: int, slots: int) -> tuple[Any, Any]:
+    """Return the empty memory of a network that looks ahead, and the empty state of a selection's source."""
+    plan, config, memory, source = run.plan, run.model.config, None, ()
+    if plan.selection is not None:
         source = plan.selection.source.init(batch, plan.heads, slots, config.head_dim, layers=config.num_layers)
-    if slots and run.ahead is not None:  # a policy keeps the importance keys with its tokens, to evict them together
+    if run.ahead is not None:  # a policy keeps the importance keys with its tokens, to evict them together
         memory = run.ahead.init_cache(batch, slots, importance_keys=plan.selection is not None)
-    return DecodeState(cache, memory, source)
+    return memory, source
 
 
 def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> Cache:
@@ -72,17 +76,15 @@ def settled(cache: AnyCache, plan: Plan) -> AnyCache:
 
 def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
     """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
-    state = dataclasses.replace(state, cache=settled(state.cache, plan))
-    cache: Any = state.cache
-    if not shrinks(cache, sizes):
-        return state
-    if sizes.pages:
-        given: Any = dict(pages=sizes.pages, page_size=sizes.page_size, most=sizes.slots)
-        mesh = plan.several
-        cache = kvjax.pack(cache, **given) if mesh is None else SplitCache.pack(cache, mesh=mesh, **given)
-    else:
-        cache = kvjax.compact(cache, sizes.slots)
+    cache: Any = settled(state.cache, plan)
+    if shrinks(cache, sizes):
+        cache = _packed(cache, plan, sizes) if sizes.pages else kvjax.compact(cache, sizes.slots)
     return dataclasses.replace(state, cache=cache)
+
+
+def _packed(cache: KVCache, plan: Plan, sizes: Sizes) -> PagedCache | SplitCache:
+    given: Any = dict(pages=sizes.pages, page_size=sizes.page_size, most=sizes.slots)
+    return kvjax.pack(cache, **given) if plan.several is None else SplitCache.pack(cache, mesh=plan.several, **given)
 
 
 @functools.singledispatch

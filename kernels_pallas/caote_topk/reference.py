@@ -108,8 +108,7 @@ def eviction_error(
         if not fast:
             ratio = jnp.where(dominant, weight, ratio)
             point = jnp.where(dominant[..., None], (rest_output / rest_weight)[..., None, :], point)
-        direction = jnp.broadcast_to(point - V[..., None, :, :], (*ratio.shape, V.shape[-1]))
-        change = join(ratio, direction)
+        change = join(ratio, jnp.broadcast_to(point - V[..., None, :, :], (*ratio.shape, V.shape[-1])))
     else:
         changes = ratio * length(point - V[..., None, :, :], norm)
         if not fast:
