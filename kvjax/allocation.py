@@ -526,11 +526,7 @@ def duo(
 
 @register
 def simlayer(
-    *,
-    threshold: float = 0.9,
-    sinks: int | float = 4,
-    recent: int | float = 1024,
-    cap: int | float | None = CAP,
+    *, threshold: float = 0.9, sinks: int | float = 4, recent: int | float = 1024, cap: int | float | None = CAP
 ) -> Allocation:
     """Let lazy layers stream, and give their slots to the others (SimLayerKV, arXiv 2410.13846).
 

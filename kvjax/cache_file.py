@@ -143,11 +143,7 @@ def save_cache(
 
 @typed
 def load_cache(
-    path: str | Path,
-    *,
-    policy: Policy | str | None = None,
-    budget: int | float | None = None,
-    model: str | None = None,
+    path: str | Path, *, policy: Policy | str | None = None, budget: int | float | None = None, model: str | None = None
 ) -> KVCache | PagedCache:
     """Read a cache that :func:`save_cache` wrote.
 

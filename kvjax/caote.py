@@ -91,11 +91,7 @@ def fast_caote(
 
 
 def _caote(
-    name: str,
-    norm: Literal[1, 2, "inf"],
-    group: Literal["exact", "mean"],
-    target: Target,
-    cross: bool,
+    name: str, norm: Literal[1, 2, "inf"], group: Literal["exact", "mean"], target: Target, cross: bool
 ) -> Policy:
     _check_target(norm, group, target, cross)
     fast = name == "fast_caote"

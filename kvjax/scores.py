@@ -547,12 +547,7 @@ def expected_attention(
 
 
 @register
-def kvzip(
-    *,
-    chunk: int = 2048,
-    sinks: int = 4,
-    visible: Literal["part", "cache"] = "part",
-) -> Policy:
+def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"] = "part") -> Policy:
     """Score a token by the attention that it gets when the model repeats its prompt (KVzip, arXiv 2505.23416).
 
     The model is asked to repeat the prompt, ``chunk`` tokens at a time. A token's score is the largest weight that a

@@ -32,10 +32,7 @@ def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> 
         >>> sorted(fingerprints.fingerprints(models.Decoder(config, rngs=nnx.Rngs(0))))
         ['config', 'weights']
     """
-    found = {
-        "config": digest(described(model.config)),
-        "weights": weights(model, parameter_shapes(model.config)),
-    }
+    found = {"config": digest(described(model.config)), "weights": weights(model, parameter_shapes(model.config))}
     if tokenizer is not None:
         parts = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]
         found["tokenizer"] = digest(parts)

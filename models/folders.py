@@ -14,10 +14,7 @@ from models import published
 from models.checkpoint import Checkpoint, Tensor, arranged, refuse_pointer
 from models.config import Config
 from models.config_json import family_of, from_hugging_face
-from models.parameters import (
-    FUSED,
-    tensor_names,
-)
+from models.parameters import FUSED, tensor_names
 from models.tokenizer import Tokenizer, read_object
 
 # Folders inside the package. The adapters of smollm2 differ in their seed.

@@ -67,7 +67,7 @@ FUSED = {
     "phi3": {
         "blk.{}.attn_qkv.weight": ("layers.query", "layers.key", "layers.value"),
         "blk.{}.ffn_up.weight": ("layers.gate", "layers.up"),
-    },
+    }
 }
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 

@@ -141,11 +141,7 @@ def _bpe(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], **opt
 
 
 def _surround(
-    backend: tokenizers.Tokenizer,
-    metadata: Mapping[str, Any],
-    config: Config,
-    tokens: Sequence[str],
-    by_default: bool,
+    backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], config: Config, tokens: Sequence[str], by_default: bool
 ) -> None:
     """Add BOS before a text and EOS after it if the file says so."""
     parts: list[str] = ["$A"]

@@ -25,11 +25,7 @@ from models.config import Config
 from models.decoder import Decoder
 from models.folders import find, open_folder
 from models.gguf import open_file, read_sampling
-from models.parameters import (
-    PARAMETERS,
-    parameter_shapes,
-    tensor_of,
-)
+from models.parameters import PARAMETERS, parameter_shapes, tensor_of
 from models.placing import checked_mesh, place, progress_of
 from models.sampling import Sampling, check_sampling
 from models.tokenizer import Tokenizer, read_object

@@ -121,7 +121,7 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "phi3": {
         _LAYER + "self_attn.qkv_proj.weight": ("layers.query", "layers.key", "layers.value"),
         _LAYER + "mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
-    },
+    }
 }
 ROTATED = ("layers.query", "layers.key")
 

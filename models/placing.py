@@ -16,11 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import hosts
 from models.checkpoint import Checkpoint, Tensor, file_shape
 from models.config import Config
-from models.parameters import (
-    PARAMETERS,
-    partition,
-    tensor_of,
-)
+from models.parameters import PARAMETERS, partition, tensor_of
 
 CHUNK_BYTES = 1 << 23
 TILE = 128

@@ -58,10 +58,7 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
         )
     tensors = _tensors(model)
     config = to_hugging_face(model.config) | {"torch_dtype": str(tensors["model.norm.weight"].dtype)}
-    files = {
-        "model.safetensors": to_safetensors(tensors, metadata={"format": "pt"}),
-        "config.json": _json(config),
-    }
+    files = {"model.safetensors": to_safetensors(tensors, metadata={"format": "pt"}), "config.json": _json(config)}
     if tokenizer is not None:
         tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
         files["tokenizer.json"] = tokenizer.backend.to_str(pretty=False).encode()

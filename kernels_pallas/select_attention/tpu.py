@@ -82,9 +82,7 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
             grid=(B, K, chunks),
             in_specs=[
                 pl.BlockSpec(
-                    (None, None, sets, chunks + 1),
-                    lambda b, k, c, layer, here: (b, k, 0, 0),
-                    memory_space=pltpu.SMEM,
+                    (None, None, sets, chunks + 1), lambda b, k, c, layer, here: (b, k, 0, 0), memory_space=pltpu.SMEM
                 ),
                 of_rows,
                 *[of_slots] * len(stores),
