@@ -1,7 +1,7 @@
 """The definition, in plain JAX: the pages of one head at a time are copied and attended over as slots of a cache.
 
-Where heads compete, the table is as wide as the most that one head may come to own, of which most heads own little. So a
-head is read at the narrowest of a few widths that holds its pages.
+Where heads compete, the table is as wide as the most that one head may come to own, of which most own little. So a head
+is read at the narrowest of a few widths that holds its pages.
 """
 
 from __future__ import annotations
