@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -330,8 +330,9 @@ def run(
                 checkpoints.wait()
                 saved, logged = progress.step, time.monotonic()
 
+        batches = prefetch(_batches(corpus, settings, progress, last))
         try:
-            for batch, position in prefetch(_batches(corpus, settings, progress, last)):
+            for batch, position in batches:
                 if isinstance(batch, Exception):
                     note()
                     save()
@@ -371,6 +372,8 @@ def run(
                     save()
                 checkpoints.close()
             raise interrupted(folder, checkpoints.newest(), invocation, resume) from None
+        finally:
+            batches.close()
         summary = provenance.facts(invocation, settings.seed, dict(digests)) | description
         summary |= _summary(settings, progress, mesh) | found
         trainer.save(parameters)
@@ -380,26 +383,40 @@ def run(
     return parameters, summary
 
 
-def prefetch(items: Iterator, size: int = 8) -> Iterator:
-    """Yield the items of an iterator, prepared ahead in a thread; an exception in the thread is raised here."""
-    ready: queue.Queue = queue.Queue(size)
+def prefetch(items: Iterator, size: int = 8) -> Generator[Any]:
+    """Yield the items of an iterator, prepared ahead in a thread; an exception in the thread is raised here.
 
-    def work():
+    The thread ends with the generator, also where its consumer stops early.
+    """
+    ready: queue.Queue = queue.Queue(size)
+    stopped = threading.Event()
+
+    def put(item: Any, error: Exception | None) -> None:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                return ready.put((item, error), timeout=0.1)
+
+    def work() -> None:
         try:
             for item in items:
-                ready.put((item, None))
-            ready.put((None, StopIteration()))
+                put(item, None)
+                if stopped.is_set():
+                    return
+            put(None, StopIteration())
         except Exception as error:
-            ready.put((None, error))
+            put(None, error)
 
     threading.Thread(target=work, daemon=True).start()
-    while True:
-        item, error = ready.get()
-        if isinstance(error, StopIteration):
-            return
-        if error is not None:
-            raise error
-        yield item
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stopped.set()
 
 
 def _batches(corpus: Corpus, settings: Settings, progress: Progress, last: int) -> Iterator[tuple[Any, Any]]:

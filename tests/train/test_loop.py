@@ -1,9 +1,11 @@
 """The loop that the trainers share, with a trainer of four numbers: it resumes bit for bit and writes what it says."""
 
 import functools
+import itertools
 import json
 import shutil
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -321,6 +323,15 @@ def test_what_fails_while_prefetching_is_raised():
     with pytest.raises(OSError, match="no more"):
         next(made)
     assert list(loop.prefetch(iter("abc"), size=1)) == ["a", "b", "c"]
+
+
+def test_a_thread_that_prefetches_ends_with_its_consumer():
+    before, made = set(threading.enumerate()), loop.prefetch(itertools.count(), size=1)
+    assert next(made) == 0
+    (thread,) = set(threading.enumerate()) - before
+    made.close()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("trainer", [butler, scorer, finetune], ids=lambda module: module.__name__)
