@@ -40,8 +40,11 @@ def command(flags: argparse.Namespace) -> None:
     study = studies.find(flags.study)
     report.check_outputs(flags.json, flags.plot)
     if flags.judge is not None:
-        rows = _results(flags.judge)
-        print(table(judge(study, rows)))
+        content = _content(flags.judge)
+        rows = content["results"]
+        judged = judge(study, rows)
+        print(table(judged))
+        _write(content, judged, flags.json)
         _draw(study, rows, flags.plot)
         return
     if flags.out is None:
@@ -51,21 +54,25 @@ def command(flags: argparse.Namespace) -> None:
     judged = judge(study, rows)
     sweep.show(rows)
     print(table(judged))
-    if flags.json is not None:
-        facts = provenance.facts(flags.invocation, study.content.get("seed", 0), answered.store.fingerprints)
-        made = {name: facts[name] for name in ("command", "seed", "fingerprints")}  # this process may have run nothing
-        figures: dict[str, Any] = {
-            "evaluation": "study",
-            "study": study.name,
-            "title": study.title,
-            "settings": study.content,
-            "environments": answered.store.environments,
-        }
-        told = {"results": rows, "claims": [as_row(form, row) for form, row in judged]}
-        commands.write_json(flags.json, {**made, **figures, **told})
-        print(f"figures: {flags.json}")
+    facts = provenance.facts(flags.invocation, study.content.get("seed", 0), answered.store.fingerprints)
+    made = {name: facts[name] for name in ("command", "seed", "fingerprints")}  # this process may have run nothing
+    figures: dict[str, Any] = {
+        "evaluation": "study",
+        "study": study.name,
+        "title": study.title,
+        "settings": study.content,
+        "environments": answered.store.environments,
+        "results": rows,
+    }
+    _write(made | figures, judged, flags.json)
     _draw(study, rows, flags.plot)
     answered.check()
+
+
+def _write(content: dict[str, Any], judged: Sequence[tuple[str, claims.Judgement]], path: Path | None) -> None:
+    if path is not None:
+        commands.write_json(path, content | {"claims": [as_row(form, row) for form, row in judged]})
+        print(f"figures: {path}")
 
 
 def _draw(study: studies.Study, rows: studies.Rows, path: Path | None) -> None:
@@ -74,19 +81,19 @@ def _draw(study: studies.Study, rows: studies.Rows, path: Path | None) -> None:
         print(f"picture: {path}")
 
 
-def _results(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a study's JSON file.
+def _content(path: Path) -> dict[str, Any]:
+    """Read a study's JSON file.
 
     Raises:
         FileNotFoundError: it does not exist.
         ValueError: it is no such file.
     """
     try:
-        found = json.loads(commands.read_text(path, "study's JSON"))["results"]
-        next(iter(studies.scores_of(found)), None)
+        content = json.loads(commands.read_text(path, "study's JSON"))
+        next(iter(studies.scores_of(content["results"])), None)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{path} is no JSON file of a study; name one that `python -m evals study` wrote.") from None
-    return found
+    return content
 
 
 def judge(study: studies.Study, rows: studies.Rows) -> list[tuple[str, claims.Judgement]]:

@@ -57,6 +57,10 @@ class GateConfig:
         check_fields(self)
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "dim", "sinks"):
             check_count(name, getattr(self, name), 1, "it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads is {self.num_heads} for {self.num_kv_heads} KV heads; give a multiple of num_kv_heads."
+            )
 
     @classmethod
     def of(cls, model: Config, hidden: int | None = None) -> GateConfig:

@@ -45,9 +45,10 @@ def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
     assert [claim["claim"] for claim in data["claims"]] == ["caote improves tova", "tova is not worse than full"]
     assert {row["policy"] for row in data["results"]} == {"full", "recency", "tova", "tova+caote"}
     assert all(len(row["scores"]["needle"]) == 4 for row in data["results"])
-    assert main(["study", str(file), "--judge", str(figures)]) == 0
-    again = capsys.readouterr().out
-    assert again.strip() and again.strip() in printed
+    again = tmp_path / "again.json"
+    assert main(["study", str(file), "--judge", str(figures), "--json", str(again)]) == 0
+    said = capsys.readouterr().out.partition("figures: ")[0].strip()
+    assert said and said in printed and json.loads(again.read_text()) == data
 
 
 def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
