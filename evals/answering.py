@@ -326,8 +326,9 @@ class _Job:
     ) -> Iterator[models.Prefilled]:
         """Run prompts once for settings that share them."""
         return models.prefill_each(
-            self.model, tokens, lengths, policies=[(self.aids.policy(setting), setting.budget) for setting in settings],
-            when="prompt", block=self.block, question=questions, networks=self.aids.networks,
+            self.model, tokens, lengths=lengths, when="prompt",
+            policies=[(self.aids.policy(setting), setting.budget) for setting in settings],
+            block=self.block, question=questions, networks=self.aids.networks,
             cache_dtype=settings[0].cache_dtype,
         )  # fmt: skip
 

@@ -150,13 +150,13 @@ def measure(
         said = np.array([len(sample.answer_tokens) for sample in fed])
         position = np.where(np.arange(most) < said[:, None], lengths[:, None] + np.arange(most), -1).astype(np.int32)
         questions = np.array([len(sample.tokens) - sample.context_end for sample in fed])
-        cache = models.prefill(model, tokens, lengths, block=block, reserve=most).cache
+        cache = models.prefill(model, tokens, lengths=lengths, block=block, reserve=most).cache
         full = jax.tree.map(hosts.fetched, outputs(model, cache, answers, position, lengths))
         for setting, found in zip(settings, collected, strict=True):
             make_room()
             progress.set_description(setting.title())
             cache = models.prefill(
-                model, tokens, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
+                model, tokens, lengths=lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
                 when=setting.when, question=questions if setting.question == "unknown" else None, reserve=most,
                 cache_dtype=setting.cache_dtype, networks=aids.of(setting),
             ).cache  # fmt: skip

@@ -173,10 +173,10 @@ def read(
     tokens, lengths = answering.padded(texts), np.array([len(text) for text in texts])
     given: dict[str, Any] = dict(block=feed.block, cache_dtype=setting.cache_dtype, networks=feed.aids.of(setting))
     if setting.evicting is None:
-        cache, hidden = models.hidden_states(model, tokens, lengths, reserve=reserve, **given)
+        cache, hidden = models.hidden_states(model, tokens, lengths=lengths, reserve=reserve, **given)
     else:
         cache, hidden = models.teacher_forced(
-            model, tokens, lengths, policy=feed.aids.policy(setting), budget=setting.budget,
+            model, tokens, lengths=lengths, policy=feed.aids.policy(setting), budget=setting.budget,
             evict_every=setting.moments[1], **given,
         )  # fmt: skip
     chosen = hosts.fetched(loglikelihood.log_probabilities(model, hidden[:, :-1], tokens[:, 1:], None)[0])

@@ -81,7 +81,7 @@ def predict(
         block = settings.get("block", BLOCK)
         width = _few(int(lengths.max()), int(questions.min()), block, model.config.max_positions)
         tokens, question = padded([sequences[row] for row in fed], width + 1), questions if questions.any() else None
-        _, hidden = models.hidden_states(model, tokens[:, :-1], lengths, question=question, **settings)
+        _, hidden = models.hidden_states(model, tokens[:, :-1], lengths=lengths, question=question, **settings)
         return tokens, hidden
 
     return _collect(model, sequences, batch, fed_through, reference, keep_hidden, on_row)
@@ -183,7 +183,7 @@ def endings(
         for rows, fed in batches(model, _longest_first(sizes), batch) if together else ():
             lengths, questions = np.array([sizes[row] for row in fed]), np.array([asked[row] for row in fed])
             each = models.prefill_each(
-                model, padded([prompts[row] for row in fed], fed_width), lengths,
+                model, padded([prompts[row] for row in fed], fed_width), lengths=lengths,
                 policies=[policies[number] for number in together],
                 question=questions if questions.any() else None,
                 **settings | EachSettings(reserve=longest if together == full[:1] else 0),
@@ -217,7 +217,9 @@ def _ending_log_probabilities(
     parts = [_first_counted(last, following[:, :1], count)]
     longest = following.shape[1]
     if longest > 1:
-        _, hidden = models.hidden_states(model, following, counted, cache=kvjax.repeat(cache, count), block=block)
+        _, hidden = models.hidden_states(
+            model, following, lengths=counted, cache=kvjax.repeat(cache, count), block=block
+        )
         parts.append(log_probabilities(model, hidden[:, :-1], following[:, 1:], None)[0])
     told = np.concatenate([hosts.fetched(part).astype(np.float64) for part in parts], axis=1)
     return np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)

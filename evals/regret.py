@@ -155,14 +155,14 @@ def held_tokens(
             (setting,) = together
             caches = [
                 models.prefill(
-                    model, fed, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
+                    model, fed, lengths=lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
                     when=setting.when, networks=aids.of(setting),
                 )
             ]  # fmt: skip
         else:
             chosen = [(aids.policy(setting), setting.budget) for setting in together]
             caches = models.prefill_each(
-                model, fed, lengths, policies=chosen, when=together[0].when, block=block,
+                model, fed, lengths=lengths, policies=chosen, when=together[0].when, block=block,
                 networks=aids.networks,
             )  # fmt: skip
         for setting, prefilled in zip(together, caches, strict=True):

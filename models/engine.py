@@ -55,8 +55,8 @@ class Generation(NamedTuple):
 def prefill(
     model: Decoder,
     tokens: Tokens,
-    lengths: Int[HostOrDevice, "B"] | None = None,
     *,
+    lengths: Int[HostOrDevice, "B"] | None = None,
     options: Options | None = None,
     cache: AnyCache | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
@@ -114,8 +114,8 @@ def prefill(
 def hidden_states(
     model: Decoder,
     tokens: Tokens,
-    lengths: Int[HostOrDevice, "B"] | None = None,
     *,
+    lengths: Int[HostOrDevice, "B"] | None = None,
     options: Options | None = None,
     cache: AnyCache | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,

@@ -29,8 +29,8 @@ from models.steps import DecodeState, Run, decode_positions, forward
 def teacher_forced(
     model: Decoder,
     tokens: Tokens,
-    lengths: Int[HostOrDevice, "B"] | None = None,
     *,
+    lengths: Int[HostOrDevice, "B"] | None = None,
     prompt: int = 1,
     options: Options | None = None,
     **settings: Unpack[EngineSettings],

@@ -66,8 +66,8 @@ class _Arm(NamedTuple):
 def prefill_each(
     model: Decoder,
     tokens: Tokens,
-    lengths: Int[HostOrDevice, "B"] | None = None,
     *,
+    lengths: Int[HostOrDevice, "B"] | None = None,
     policies: Sequence[Asked],
     options: Options | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
@@ -140,7 +140,7 @@ def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterato
     for number, arm in enumerate(arms):
         together = groups.get(arm.group, []) if arm.shares(asked) else []
         if len(together) < 2:
-            yield prefill(model, given.tokens, given.lengths, options=arm.options, question=given.questions)
+            yield prefill(model, given.tokens, lengths=given.lengths, options=arm.options, question=given.questions)
             continue
         if arm.group not in seen:
             seen[arm.group] = _observe(model, given, [arms[index] for index in together])

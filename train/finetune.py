@@ -194,7 +194,7 @@ def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) ->
     kept = _arguments(settings, settings.policy)
     # The answer's last token is predicted and not fed; the others are fed after the prompt was compressed.
     question = fed.answers - 1 if kept["policy"] is not None and fed.answers.all() else None
-    _, hidden = models.hidden_states(model, fed.tokens[:, :-1], fed.lengths, question=question, **kept)
+    _, hidden = models.hidden_states(model, fed.tokens[:, :-1], lengths=fed.lengths, question=question, **kept)
     places = _places(fed.learned)
     return _mean_loss(
         model,

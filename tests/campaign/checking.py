@@ -229,7 +229,7 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[Row]:
     steps: list[Held] = []
     if case.entry in ("prefill", "prefill all"):
         outputs = "all" if case.entry == "prefill all" else "last"
-        cache, logits = models.prefill(model, case.prompts(), lengths, outputs=outputs, **settings)
+        cache, logits = models.prefill(model, case.prompts(), lengths=lengths, outputs=outputs, **settings)
         logits = np.asarray(logits, np.float64)
         if outputs == "all":
             logits = [logits[row, :n] for row, n in enumerate(lengths)]

@@ -197,7 +197,7 @@ def turns(case: Case, asked: str) -> Outcome:
     repeated = "repeated" in asked
     if repeated:
         texts, lengths = texts[:1], lengths[:1]
-    kept = models.prefill(model, texts, lengths, **settings).cache
+    kept = models.prefill(model, texts, lengths=lengths, **settings).cache
     before, state = held_of(kept), [np.asarray(leaf) for leaf in jax.tree.leaves(kept)]
     cache = _loaded(kept, case)
     outcomes = [
@@ -251,15 +251,15 @@ def rewound(case: Case, _: str) -> Outcome:
     case = _in_slots(case)
     rng, weights = _rng(case), weights_of(case)
     model, texts, B = model_of(case, weights), case.prompts(), len(case.lengths)
-    kept = models.prefill(model, texts, np.array(case.lengths), **settings_of(case)).cache
+    kept = models.prefill(model, texts, lengths=np.array(case.lengths), **settings_of(case)).cache
     before = held_of(kept)
     count = rng.integers(1, QUESTION + 1, B)
     questions = rng.integers(0, cases.VOCABULARY, (2, B, QUESTION))
     more = dict(block=case.block)
-    first, logits = models.prefill(model, questions[0], count, cache=kept, **more)
+    first, logits = models.prefill(model, questions[0], lengths=count, cache=kept, **more)
     wrong, _ = models.prefill(model, questions[1], cache=kept, **more)
     back = _rewind(models.stacked(wrong), np.asarray(before.following, np.int32))
-    again, same = models.prefill(model, questions[0], count, cache=back, **more)
+    again, same = models.prefill(model, questions[0], lengths=count, cache=back, **more)
     error = abs(np.asarray(logits) - np.asarray(same)).max()
     return worst(
         [
@@ -283,7 +283,7 @@ def several(case: Case, _: str) -> Outcome:
         asked.insert(1, (policy, budget + 3 if isinstance(budget, int) else min(1.0, budget + 0.1)))
     question = None if case.question is None else np.array(case.question)
     each = models.prefill_each(
-        model_of(case, weights), case.prompts(), lengths, policies=asked, question=question, **settings
+        model_of(case, weights), case.prompts(), lengths=lengths, policies=asked, question=question, **settings
     )
     outcomes = []
     for (name, own), (cache, logits) in zip(asked, each, strict=True):

@@ -46,7 +46,9 @@ def test_attention_outputs_are_those_of_numpy_over_the_tokens_that_are_left():
     lengths = np.array([len(s.tokens) for s in samples])
     answers = np.array([s.answer_tokens[:2] for s in samples])
     position = lengths[:, None] + np.arange(2)
-    cache = models.prefill(model, tokens, lengths, policy=policy, budget=12, block=16, when="prompt", reserve=2).cache
+    cache = models.prefill(
+        model, tokens, lengths=lengths, policy=policy, budget=12, block=16, when="prompt", reserve=2
+    ).cache
     got = jax.tree.map(np.asarray, fidelity.outputs(model, cache, answers, position, lengths))
     weight = {name.removeprefix("layers."): array for name, array in reference.parameters(model.config).items()}
     angle, _ = reference.inverse_frequencies(model.config, longest)

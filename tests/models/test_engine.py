@@ -20,7 +20,7 @@ END = tuple(range(0, tiny.VOCABULARY, 9))  # so many that the rows stop at diffe
 
 def test_fifty_blocks_keep_the_references_tokens_and_give_its_logits():
     settings = dict(policy="h2o+caote", budget=14, block=4)
-    out = models.prefill(decoder(), tiny.LONG, tiny.LONG_LENGTHS, outputs="all", **settings)
+    out = models.prefill(decoder(), tiny.LONG, lengths=tiny.LONG_LENGTHS, outputs="all", **settings)
     assert out.cache.next_position.tolist() == tiny.LONG_LENGTHS.tolist()
     for row, length in enumerate(tiny.LONG_LENGTHS):
         expected = run(tiny.LONG[row, :length], **settings)

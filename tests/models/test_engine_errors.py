@@ -67,8 +67,8 @@ def test_a_prompt_beyond_the_models_positions_is_fine_where_tokens_are_evicted(m
 
 def test_padding_outside_the_vocabulary_does_no_harm(model):
     tokens = np.where(np.arange(40) < 30, TOKENS, -1)
-    with_padding = models.prefill(model, tokens, np.array([30]), block=16).logits
-    np.testing.assert_allclose(with_padding, models.prefill(model, TOKENS, np.array([30]), block=16).logits)
+    with_padding = models.prefill(model, tokens, lengths=np.array([30]), block=16).logits
+    np.testing.assert_allclose(with_padding, models.prefill(model, TOKENS, lengths=np.array([30]), block=16).logits)
 
 
 SAMPLING = {
@@ -105,7 +105,9 @@ def test_a_ratio_is_rounded_up_once_from_the_exact_product(model):
 def test_every_rows_budget_must_hold_what_is_protected(model):
     tokens, lengths = np.zeros((2, 64), np.int32), np.array([4, 64])
     with pytest.raises(ValueError, match=r"the budget is 16 tokens, but .* always keeps 8 first and 9 last"):
-        models.prefill(model, tokens, lengths, policy="tova+protect(sinks=0.5,recent=0.6)", budget=0.25, block=8)
+        models.prefill(
+            model, tokens, lengths=lengths, policy="tova+protect(sinks=0.5,recent=0.6)", budget=0.25, block=8
+        )
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

@@ -42,7 +42,7 @@ def held(cache) -> np.ndarray:
 
 
 def test_a_budget_that_holds_every_window_gives_the_logits_of_the_full_cache():
-    result = models.prefill(model(), TOKENS, LENGTHS, policy="keydiff", outputs="all", **AMPLE)
+    result = models.prefill(model(), TOKENS, lengths=LENGTHS, policy="keydiff", outputs="all", **AMPLE)
     for row, length in enumerate(LENGTHS):
         np.testing.assert_allclose(np.asarray(result.logits)[row, :length], full(row).logits[:length], atol=1e-4)
     assert isinstance(result.cache, PagedCache)

@@ -15,7 +15,7 @@ def test_what_was_made_is_made_again(policy):
     out = models.generate(decoder(), prompt, max_new_tokens=22, end=(), **settings)
     made = np.asarray(out.tokens)
     text, lengths = np.concatenate([prompt, made[:, :-1]], axis=1), np.array([41, 33])
-    cache, hidden = models.teacher_forced(decoder(), text, lengths, prompt=20, **settings)
+    cache, hidden = models.teacher_forced(decoder(), text, lengths=lengths, prompt=20, **settings)
     said = np.asarray(decoder().logits(hidden)).argmax(-1)
     np.testing.assert_array_equal(said[0], made[0])
     np.testing.assert_array_equal(said[1, : 33 - 20 + 1], made[1, : 33 - 20 + 1])

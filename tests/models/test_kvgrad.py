@@ -110,7 +110,7 @@ def test_one_program_and_single_layers_agree():
     run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
     state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
     expected, _ = models.prefill(
-        decoder(), TOKENS, LENGTHS, policy=ASKING, budget=10, block=8, question=3, when="prompt"
+        decoder(), TOKENS, lengths=LENGTHS, policy=ASKING, budget=10, block=8, question=3, when="prompt"
     )
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
 
@@ -118,9 +118,11 @@ def test_one_program_and_single_layers_agree():
 @pytest.mark.matrix
 def test_budgets_share_a_prompt_and_its_gradients():
     asked, settings = [(ASKING, 10), (ASKING, 14)], dict(block=8, question=3)
-    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, **settings)
+    each = models.prefill_each(decoder(), TOKENS, lengths=LENGTHS, policies=asked, **settings)
     for (policy, budget), (cache, _) in zip(asked, each, strict=True):
-        alone = models.prefill(decoder(), TOKENS, LENGTHS, policy=policy, budget=budget, when="prompt", **settings)
+        alone = models.prefill(
+            decoder(), TOKENS, lengths=LENGTHS, policy=policy, budget=budget, when="prompt", **settings
+        )
         np.testing.assert_array_equal(kept(cache, 40), kept(alone.cache, 40))
 
 

@@ -89,7 +89,7 @@ def test_one_program_and_single_layers_agree():
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
     run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
     state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
-    expected, _ = models.prefill(decoder(), TOKENS, LENGTHS, **RUN)
+    expected, _ = models.prefill(decoder(), TOKENS, lengths=LENGTHS, **RUN)
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
     assert state.cache.next_position.tolist() == LENGTHS.tolist()
 
@@ -145,7 +145,7 @@ def pending(cache):
 
 
 def test_what_fits_is_repeated_when_more_comes():
-    cache, _ = models.prefill(decoder(), TOKENS[:, :20], LENGTHS[::-1] // 2, **FITS)  # of 11 and 20 tokens
+    cache, _ = models.prefill(decoder(), TOKENS[:, :20], lengths=LENGTHS[::-1] // 2, **FITS)  # of 11 and 20 tokens
     np.testing.assert_array_equal(pending(cache)[0], TOKENS[0, :11])
     cache, _ = models.prefill(decoder(), TOKENS[:, 20:32], cache=cache, **FITS)
     live = np.stack(positions(cache)) >= 0
@@ -155,7 +155,7 @@ def test_what_fits_is_repeated_when_more_comes():
 
 @pytest.mark.matrix
 def test_an_answer_is_to_be_repeated_by_the_next_turn():
-    cache, _ = models.prefill(decoder(), TOKENS[:, :20], LENGTHS[::-1] // 2, **FITS)
+    cache, _ = models.prefill(decoder(), TOKENS[:, :20], lengths=LENGTHS[::-1] // 2, **FITS)
     cache, _ = models.prefill(decoder(), TOKENS[:, 20:32], cache=cache, **FITS)
     answered = models.generate(decoder(), TOKENS[:, 32:34], cache=cache, max_new_tokens=8, end=(), **FITS)
     assert [row.tolist() for row in pending(answered.cache)] == answered.tokens[:, :-1].tolist()

@@ -52,7 +52,9 @@ def test_layer_by_layer_the_same_tokens_stay():
     options = models.Options("zap", 10, 8, "block", 1, networks=scorer())
     run, sizes, prompt = engine.prepare(decoder(), given, options)
     state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
-    alone = models.prefill(decoder(), TOKENS, LENGTHS, policy="zap", budget=10, block=8, networks=scorer()).cache
+    alone = models.prefill(
+        decoder(), TOKENS, lengths=LENGTHS, policy="zap", budget=10, block=8, networks=scorer()
+    ).cache
     np.testing.assert_array_equal(np.sort(state.cache.position), np.sort(alone.position))
 
 

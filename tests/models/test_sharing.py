@@ -39,7 +39,9 @@ def passes(monkeypatch) -> list[int]:
 def test_each_result_is_that_of_the_reference(asked_of_each, way, run_by_layer, passes) -> None:
     run_by_layer(way == "layers")
     settings = dict(block=BLOCK, when="prompt")
-    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked_of_each, question=HELD_BACK, **settings)
+    each = models.prefill_each(
+        decoder(), TOKENS, lengths=LENGTHS, policies=asked_of_each, question=HELD_BACK, **settings
+    )
     for asked, ours in zip(asked_of_each, each, strict=True):
         assert_is_the_references(ours, asked, HELD_BACK, when="prompt")
         assert ours.cache.next_position.tolist() == LENGTHS.tolist()
@@ -48,7 +50,7 @@ def test_each_result_is_that_of_the_reference(asked_of_each, way, run_by_layer, 
 
 def test_what_is_fed_again_is_fed_once_for_all_that_observe_it(passes) -> None:
     asked = (("kvzip(chunk=30)", 16), ("kvzip(chunk=30)", 24))
-    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, block=BLOCK)
+    each = models.prefill_each(decoder(), TOKENS, lengths=LENGTHS, policies=asked, block=BLOCK)
     for one, ours in zip(asked, each, strict=True):
         assert_is_the_references(ours, one, when="prompt")
     # The prompt, then two parts of 30 tokens, the second behind the words before it.
@@ -58,14 +60,14 @@ def test_what_is_fed_again_is_fed_once_for_all_that_observe_it(passes) -> None:
 @pytest.mark.matrix
 def test_pseudo_tokens_are_fed_once_too(passes) -> None:
     asked = (("dapq(window=4)", 16), ("dapq(window=4)", 24))
-    assert len(list(models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, block=BLOCK))) == 2
+    assert len(list(models.prefill_each(decoder(), TOKENS, lengths=LENGTHS, policies=asked, block=BLOCK))) == 2
     assert len(passes) == 4 + 1
 
 
 @pytest.mark.parametrize(("asked", "when"), first(1, [(STATE, "block"), ("streaming+positions", "prompt")]))
 def test_what_has_nobody_to_share_with_runs_by_itself(asked, when, passes) -> None:
     settings = dict(block=BLOCK, when=when)
-    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=(asked, "full"), budget=24, **settings)
+    each = models.prefill_each(decoder(), TOKENS, lengths=LENGTHS, policies=(asked, "full"), budget=24, **settings)
     assert_is_the_references(next(each), (asked, 24), when=when)
     assert not passes
 
@@ -73,7 +75,7 @@ def test_what_has_nobody_to_share_with_runs_by_itself(asked, when, passes) -> No
 def test_a_result_is_made_when_its_turn_comes_and_may_be_used_up_before_the_next(monkeypatch) -> None:
     made, whole = [], sharing._compressed
     monkeypatch.setattr(sharing, "_compressed", lambda *given: made.append(1) or whole(*given))
-    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=[(STATE, 24)] * 2, block=BLOCK)
+    each = models.prefill_each(decoder(), TOKENS, lengths=LENGTHS, policies=[(STATE, 24)] * 2, block=BLOCK)
     assert made == []
     found = []
     for number, ours in enumerate(each, start=1):
@@ -106,7 +108,7 @@ def test_what_cannot_be_is_refused_before_the_model_runs(policies, said) -> None
 )
 def test_an_answer_to_what_was_prefilled_is_that_of_the_reference(settings, evict_every) -> None:
     settings, more = settings | dict(block=BLOCK), dict(max_new_tokens=9, end=(), evict_every=evict_every)
-    prefilled = models.prefill(decoder(), TOKENS, LENGTHS, **settings)
+    prefilled = models.prefill(decoder(), TOKENS, lengths=LENGTHS, **settings)
     out = models.generate(decoder(), prefilled, **settings, **more)
     questions = settings.pop("question", np.zeros(3, int))
     for row, length in enumerate(LENGTHS):
@@ -119,7 +121,7 @@ def test_an_answer_to_what_was_prefilled_is_that_of_the_reference(settings, evic
 
 @pytest.fixture(scope="module")
 def prefilled() -> models.Prefilled:
-    return models.prefill(decoder(), TOKENS, LENGTHS, policy=STATE, budget=24, block=BLOCK, question=HELD_BACK)
+    return models.prefill(decoder(), TOKENS, lengths=LENGTHS, policy=STATE, budget=24, block=BLOCK, question=HELD_BACK)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_logits_of_all_tokens_are_no_start_of_an_answer(prefilled) -> None:
 
 def test_hidden_states_make_the_logits_of_all_tokens() -> None:
     settings = dict(policy=STATE, budget=24, block=BLOCK)
-    hidden = models.hidden_states(decoder(), TOKENS, LENGTHS, question=HELD_BACK, **settings).hidden
+    hidden = models.hidden_states(decoder(), TOKENS, lengths=LENGTHS, question=HELD_BACK, **settings).hidden
     logits = np.asarray(jax.jit(type(decoder()).logits)(decoder(), hidden))
     for row, length in enumerate(LENGTHS):
         expected = run(TOKENS[row, :length], question=HELD_BACK[row], **settings).logits
