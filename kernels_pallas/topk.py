@@ -34,6 +34,7 @@ def keep_mask(
         >>> jax.jit(keep_mask)(np.float32([1, 3, 2]), np.array([0, 1, 2]), 2).tolist()
         [False, True, True]
     """
+    scores, position = jnp.asarray(scores), jnp.asarray(position)
     if scores.shape != position.shape:
         raise ValueError(f"scores {scores.shape} do not fit the slots: expected {position.shape}.")
     live = position >= 0

@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from kvjax.allocation import UNIFORM, Allocation
 from kvjax.cache import check_heads
-from kvjax.checks import check_count
+from kvjax.checks import check_count, nearest
 from kvjax.paged import pages_for
 from kvjax.policy import Policy
 
@@ -173,26 +173,30 @@ class Checked(NamedTuple):
     windows: tuple[int | None, ...]
 
 
-def check_sizes(
-    *,
-    kv_heads: int,
-    head_dim: int,
-    query_heads: int | None = None,
-    layers: int | None = None,
-    batch: int = 1,
-    windows: Windows | None = None,
-) -> Checked:
-    """Check the sizes of a model, and fill in those that were not given.
+def check_sizes(function: str, sizes: ModelSizes) -> Checked:
+    """Check the sizes of a model that a function was given, and fill in those that were not.
 
     Raises:
+        TypeError: a size is unknown, or the KV heads or their dimension are missing.
         ValueError: a size is below 1, the KV heads do not divide the query heads, or there is not one window per layer.
 
     Example:
         >>> from kvjax.capacity import check_sizes
-        >>> check_sizes(kv_heads=2, head_dim=8).query_heads
+        >>> check_sizes("empty_cache", dict(kv_heads=2, head_dim=8)).query_heads
         2
+        >>> check_sizes("empty_cache", dict(kv_head=2, head_dim=8))
+        Traceback (most recent call last):
+        ...
+        TypeError: empty_cache() takes no argument 'kv_head'. Did you mean 'kv_heads'?
     """
-    batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
+    for name in sizes:
+        if name not in (known := ModelSizes.__annotations__):
+            raise TypeError(f"{function}() takes no argument {name!r}.{nearest(name, known=known)}")
+    if missing := {"kv_heads", "head_dim"} - set(sizes):
+        raise TypeError(f"{function}() needs {' and '.join(sorted(missing))}, of the model's keys and values.")
+    layers, windows = sizes.get("layers"), sizes.get("windows")
+    batch, kv_heads, head_dim, layers = check_heads(sizes.get("batch", 1), sizes["kv_heads"], sizes["head_dim"], layers)
+    query_heads = sizes.get("query_heads")
     query_heads = kv_heads if query_heads is None else check_count("query_heads", query_heads, 1, "give at least 1")
     if query_heads % kv_heads:
         raise ValueError(

@@ -78,6 +78,7 @@ def score(
         [0.0, 0.6667, 0.6667]
     """
     A, V = real_array("A", A), real_array("V", V)
+    mask = None if mask is None else real_array("mask", mask)
     heads = A.shape if group is None else (*A.shape[:-2], *A.shape[-1:])
     if V.ndim < 2 or heads != V.shape[:-1] or A.ndim != V.ndim - (group is None):
         expected = "weights [*batch, S]" if group is None else "weights [*batch, G, S]"

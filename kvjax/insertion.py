@@ -104,6 +104,7 @@ def checked_block(
         [[0, 1]]
     """
     key, value = real_array("key", key), real_array("value", value)
+    position = None if position is None else real_array("position", position)
     K = cache.heads_shape[-1]
     repeats = query_heads == K and key.ndim == 4 and not K % max(key.shape[2], 1)
     layer = check_rows(cache, key, value, position, layer, key.shape[2] if repeats else K)
@@ -180,7 +181,10 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
     left a layer's sliding window.
 
     Args:
-        position: one per row; a row whose ``next_position`` is not larger keeps all.
+        position: one per row, or one for all; a row whose ``next_position`` is not larger keeps all.
+
+    Raises:
+        ValueError: if ``cache`` is not a cache, or there is not one integer per row.
 
     Example:
         >>> import jax, numpy as np
@@ -193,7 +197,13 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
         >>> cache.position.tolist(), cache.next_position.tolist()
         ([[[0, 1, -1, -1]]], [2])
     """
-    return cache.map(lambda part, end: up_to(part, end).released(), (jnp.asarray(position), OF_ROWS))
+    if not isinstance(cache, AnyKind):
+        check_cache(cache)
+    position, rows = real_array("position", position), cache.heads_shape[-2]
+    if position.shape not in ((), (rows,)) or not jnp.issubdtype(position.dtype, jnp.integer):
+        raise ValueError(f"position is {position.dtype} {position.shape}; expected integers ({rows},), one per row.")
+    end = jnp.broadcast_to(position, rows)
+    return cache.map(lambda part, end: up_to(part, end).released(), (end, OF_ROWS))
 
 
 def up_to[C: (KVCache, PagedCache)](cache: C, end: Int[Array, "B"]) -> C:

@@ -79,7 +79,7 @@ def empty_cache(
         (9, 16, 8)
     """
     policy = policy_of(policy)
-    kv_heads, head_dim, query_heads, layers, batch, windows = check_sizes(**sizes)
+    kv_heads, head_dim, query_heads, layers, batch, windows = check_sizes("empty_cache", sizes)
     page_size = check_count("page_size", page_size, 1, "a cache needs at least 1")
     budget = check_count("the budget", budget, 1, "give tokens per head, an int from 1")
     block = check_count("block", block, 1, "a block has at least 1 token")

@@ -81,13 +81,18 @@ def called(node: ast.expr, registry: Registry[Callable[..., Any]], whole: str, h
     """
     kind = registry.kind
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name) or call.args or any(keyword.arg is None for keyword in call.keywords):
+    if not isinstance(call.func, ast.Name) or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError(f"the {kind} {whole!r} is malformed; {how}.")
     name = call.func.id
     make = registry.find(name)
     if make is None:
         near = nearest(name, known=registry.names())
         raise ValueError(f"unknown {kind} {name!r} in {whole!r}; expected one of {', '.join(registry.names())}.{near}")
+    if call.args:
+        first = next(iter(inspect.signature(make).parameters), None)
+        value = ast.unparse(call.args[0])
+        expected = f"{name!r} takes none" if first is None else f"write {name}({first}={value})"
+        raise ValueError(f"{whole!r}: {value} has no name, but arguments are given by name: {expected}.")
     try:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except ValueError:

@@ -35,13 +35,13 @@ class OutputProjection(NamedTuple):
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self)
 
 
-def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: Iterable[str]) -> OutputProjection:
+def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: str | Iterable[str]) -> OutputProjection:
     """Compute the parts of W_O that a policy asks for (``policy.needs.projections``).
 
     Args:
         weight: the output projection, one block ``[D, E]`` per query head.
         kv_heads: K; query head n belongs to KV head ``n // (N / K)``.
-        kinds: names from "weight", "gram", "factor"; see :class:`OutputProjection`.
+        kinds: one name or several, of "weight", "gram", "factor"; see :class:`OutputProjection`.
 
     Raises:
         ValueError: if a kind is unknown, or K does not divide the number of query heads.
@@ -52,7 +52,7 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: It
         >>> output_projection(jnp.ones((4, 3, 16)), 2, ["gram", "factor"]).factor.shape
         (2, 2, 3, 6)
     """
-    kinds = frozenset(kinds)
+    kinds = frozenset([kinds] if isinstance(kinds, str) else kinds)
     check_names("kind", kinds, KINDS)
     if weight.ndim < 3:
         raise ValueError(f"W_O {weight.shape} does not fit: expected [N, D, E], one block per query head.")

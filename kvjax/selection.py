@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import nth_true
-from kvjax.checks import check_count, check_share_or_tokens, check_tokens, plain
+from kvjax.checks import check_count, check_share_or_tokens, check_tokens, plain, real_array
 from kvjax.topk import keep_mask, share_of
 
 Budget = int | float | Array
@@ -65,6 +65,7 @@ def select(
         >>> jax.jit(one_of_four)(importance, position).tolist()
         [[[1, -1, -1]]]
     """
+    importance = real_array("importance", importance)
     if importance.ndim != 3:
         raise ValueError(f"importance {importance.shape} does not fit: expected [B, H, S], one decode step's.")
     budget = plain(budget)
@@ -108,6 +109,8 @@ def selected_mask(
         ... ).tolist()
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
     """
+    importance, position = real_array("importance", importance), real_array("position", position)
+    query_position = None if query_position is None else real_array("query_position", query_position)
     budget, sinks = _checked(importance, position, budget, sinks, query_position)
     B, H, *T, S = importance.shape
     K, ones = position.shape[1], (1,) * len(T)
@@ -176,8 +179,6 @@ def _checked(
         raise ValueError(f"importance {importance.shape} has {T[0]} queries; give their positions, query_position=.")
     if query_position is not None and query_position.shape != (B, *T):
         raise ValueError(f"query_position {query_position.shape} does not fit: expected {(B, *T)}, one per query.")
-    if jnp.issubdtype(importance.dtype, jnp.complexfloating):
-        raise ValueError(f"importance has the dtype {importance.dtype}; expected an array of real numbers.")
     sinks = check_count("sinks", sinks, 0, "give a number of first tokens, from 0")
     budget = plain(budget)
     if not isinstance(budget, float):

@@ -228,10 +228,11 @@ def check_prompt(
             "generate and stream outside, as they are compiled anyway; inside, use kvjax.attend in model.run."
         )
     host, lengths = _padded(tokens, lengths)
-    if host.ndim != 2 or not np.issubdtype(host.dtype, np.integer):
-        raise ValueError(f"tokens are {host.dtype} {host.shape}; expected integers [B, T].")
     if host.size == 0:
         raise ValueError(f"the prompt is empty (tokens {host.shape}); give at least 1 token per row.")
+    if host.ndim != 2 or not np.issubdtype(host.dtype, np.integer):
+        row = "; give a list of rows, such as [tokens]" if host.ndim == 1 else ""
+        raise ValueError(f"tokens are {host.dtype} {host.shape}; expected integers [B, T]{row}.")
     B, T = host.shape
     counts = np.full(B, T) if lengths is None else np.asarray(lengths)
     if not np.issubdtype(counts.dtype, np.integer) or counts.shape != (B,) or counts.min() < 1 or counts.max() > T:

@@ -102,6 +102,7 @@ def _check_draws(sampling: Sampling, key: Array | None) -> None:
     if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p is {sampling.top_p}; give a share in (0, 1].")
     if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise ValueError(f"key is a {type(key).__name__}; give a random key, such as jax.random.key(0).")
+        old = " of the old kind (jax.random.PRNGKey)" if getattr(key, "dtype", None) == np.uint32 else ""
+        raise ValueError(f"key is a {type(key).__name__}{old}; give a random key, such as jax.random.key(0).")
     if sampling.temperature > 0 and key is None:
         raise ValueError("temperature is above 0 but no key was given; pass key=jax.random.key(0), for example.")

@@ -1,6 +1,7 @@
 """Arrays, numbers and names that no function can use: each is refused in one sentence of ours."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -147,7 +148,8 @@ POLICIES = {
         "", " ", "h2oo", "h2o+", "+h2o", "h2o+(", "h2o()()", "h2o(1)", "h2o(x=1)", "h2o(accumulate=open)", "caote",
         "h2o+tova", "key_norm+caote", "h2o@", "h2o@modle", "@layer", "h2o@layer@model", "h2o@layer(cap=0)",
         "h2o@adakv(safeguard=nan)", "snapkv(window=0)", "snapkv(window=-1)", "snapkv(window=2.5)", "snapkv(kernel=2)",
-        "snapkv(pooling='mean')", "laprox(target='x')", "laprox(gqa=1)", "tova(heads='all')",
+        "snapkv(pooling='mean')", "snapkv(16)", "h2o+fast_caote(1)", "laprox(target='x')", "laprox(gqa=1)",
+        "tova(heads='all')",
         "sage(split='no')", "cake(gamma=-1)", "cake(gamma=1e999)", "cake(window=1)", "lava(window=None)",
         "random(seed=-1)", "random(seed=0.5)", "butler(dim=0)", "expected_attention(future=0)", "streaming(sinks=-1)",
         "h2o+protect(recent=1.5)", "h2o+protect(sinks=-1)", "h2o+protect(recent='x')", "h2o+caote(norm=3)",
@@ -177,6 +179,9 @@ POLICIES |= {
     "output_projection: unknown kind": lambda: kvjax.output_projection(zeros(4, 4, 8), 2, ["norm"]),
     "output_projection: heads not divided": lambda: kvjax.output_projection(zeros(4, 4, 8), 3, ["gram"]),
     "output_projection: a flat matrix": lambda: kvjax.output_projection(zeros(4, 4), 2, ["gram"]),
+    "rewind: not a cache": lambda: kvjax.rewind("x", [2]),
+    "rewind: positions of other rows": lambda: kvjax.rewind(cache(), [2, 2]),
+    "rewind: a fraction": lambda: kvjax.rewind(cache(), 2.5),
     "rotate: an odd head": lambda: kvjax.rotate(zeros(3), zeros(1), zeros(1)),
     "rotate: angles of other length": lambda: kvjax.rotate(zeros(4), zeros(3), zeros(3)),
     "turn: frequencies of other length": lambda: kvjax.turn(zeros(4), jnp.ones(()), zeros(3)),
@@ -282,3 +287,36 @@ CASES = SCORE | CACHE | POLICIES | ATTEND | GENERATE | ATTENDING
 @pytest.mark.parametrize("call", CASES.values(), ids=[name[:60] for name in CASES])
 def test_is_refused_in_one_sentence(call):
     assert refused(call)
+
+
+SLIPS = {
+    "write snapkv(window=16).": lambda: kvjax.parse("snapkv(16)"),
+    "write quest(page_size=16).": lambda: kvjax.parse_source("quest(16)"),
+    "empty_cache() takes no argument 'kv_head'. Did you mean 'kv_heads'?": lambda: kvjax.empty_cache(
+        "h2o", budget=4, kv_head=8, head_dim=4
+    ),
+    "give a list of rows, such as [tokens].": lambda: run(tokens=[1, 2, 3]),
+    "the prompt is empty (tokens (0,))": lambda: run(tokens=[]),
+    "the prompt is empty (tokens (1, 0))": lambda: run(tokens=[[]]),
+    "of the old kind (jax.random.PRNGKey); give": lambda: run(key=jax.random.PRNGKey(0), max_new_tokens=4),
+}
+
+
+@pytest.mark.parametrize("sentence", SLIPS)
+def test_a_likely_slip_is_told_what_to_write(sentence):
+    with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
+        SLIPS[sentence]()
+
+
+def test_lists_and_single_names_will_do():
+    """Of shapes alone, so that nothing is compiled."""
+    rows = np.ones((1, 2, 2, 4)).tolist()
+
+    def given() -> Any:
+        held = kvjax.insert(cache(), rows, rows, position=[[0, 1]])
+        chosen = kvjax.select([[[1.0, 2.0]]], [[[0, 1]]], 1), kvjax.keep_mask([1.0, 2.0], [0, 1], 1)
+        gram = kvjax.output_projection(jnp.ones((4, 3, 16)), 2, "gram")
+        return kvjax.rewind(held, 2), chosen, kvjax.score(A, V, mask=[[True] * 4] * 2), gram
+
+    held, *_, gram = jax.eval_shape(given)
+    assert held.next_position.shape == (1,) and (gram.gram.shape, gram.weight) == ((2, 2, 3, 3), None)
