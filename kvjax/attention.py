@@ -81,10 +81,9 @@ def attend(
     Example:
         >>> import functools, jax, kvjax
         >>> import numpy as np
-        >>> policy = kvjax.parse("h2o+caote")
-        >>> cache = kvjax.KVCache.init(
-        ...     batch=1, kv_heads=1, slots=6, head_dim=4,
-        ...     state=policy.init(1, 1, 2, 6, 4)
+        >>> policy = "h2o+caote"
+        >>> cache = kvjax.empty_cache(
+        ...     policy, budget=4, block=2, kv_heads=1, query_heads=2, head_dim=4
         ... )
         >>> attend = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=4))
         >>> # of 2 tokens, of which 4 in all stay

@@ -252,9 +252,10 @@ class KVCache(Stored):
         state: PyTree = (),
         positions: Positions = "absolute",
     ) -> KVCache:
-        """Make an empty cache. ``state`` is what a policy's ``init`` returned for the same shape.
+        """Make an empty cache; :func:`kvjax.empty_cache` makes one for a policy.
 
         Args:
+            state: what a policy's ``state`` returned for the same shape.
             dtype: of keys and values: floats, or eight bits, "int8" or "float8_e4m3fn", to which rows are rounded when
                 they enter (:func:`kvjax.quantise`). A pair, such as ("int8", "bfloat16"), is that of the keys and that
                 of the values. On a TPU keys and values of one dtype and 64 numbers are stored side by side in one

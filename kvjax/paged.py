@@ -111,7 +111,7 @@ class PagedCache(Stored):
             pages: the total number of pages; see :func:`pages_for`.
             page_size: slots per page.
             most: the most slots that one head can hold; it sets the width of the page table.
-            init_state: ``init_state(B, K, S)``, a policy's ``init`` for one group size and head dim.
+            init_state: ``init_state(B, K, S)``, a policy's ``state`` for one group size and head dim.
             dtype, positions: see :meth:`kvjax.KVCache.init`.
             heads: ``batch``, ``kv_heads``, ``head_dim`` and, for several of them, ``layers``; likewise.
 

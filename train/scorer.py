@@ -205,7 +205,8 @@ def run_layers(
     """Run a frozen model over rows and collect what a function returns of each layer.
 
     Args:
-        words: the token ids that ask the model to repeat a row, for the target kvzip.
+        words: the token ids that ask the model to repeat a row, for the target kvzip; the command asks with KVzip's
+            own (:func:`models.with_repeat_prompt`). Without any the row is fed again unasked, and scores are others.
         of_layer: ``of_layer(layer, x, score)`` gets the input of the layer's attention and the tokens' scores.
 
     Returns:
