@@ -24,7 +24,6 @@ def caote(
     *,
     norm: Literal[1, 2, "inf"] = 2,
     group: Literal["exact", "mean"] = "exact",
-    fast: bool = False,
     target: Target = "value",
     cross: bool = True,
     per: Literal["head", "query"] = "head",
@@ -46,7 +45,6 @@ def caote(
     Args:
         norm: the norm of the change, 1, 2 (the paper's, eq. 8) or "inf".
         group: how the query heads of a KV head are joined, which the paper does not define; see :func:`kvjax.score`.
-        fast: use FastCAOTE; the link ``fast_caote`` is this with True.
         target: "value" measures the heads' outputs, "output" the layer's output after W_O. The latter needs norm 2,
             group "exact", and ``Context.projection``.
         cross: with target="output", whether heads count together, as W_O adds them, or each alone (cheaper).
@@ -64,11 +62,9 @@ def caote(
         'value'
     """
     if per == "query":
-        return _per_query(norm, group, fast, target, cross, over)
+        return _per_query(norm, group, target, cross, over)
     if over != "mean":
         raise ValueError("caote: over='max' is the largest error of a window's queries; take it with per='query'.")
-    if fast:
-        return fast_caote(norm=norm, group=group, target=target, cross=cross)
     return _caote("caote", norm, group, target, cross)
 
 
@@ -128,16 +124,15 @@ def _behind_output(name: str, fast: bool, cross: bool) -> Policy:
 def _per_query(
     norm: Literal[1, 2, "inf"],
     group: Literal["exact", "mean"],
-    fast: bool,
     target: Target,
     cross: bool,
     over: Literal["mean", "max"],
 ) -> Policy:
     """Have the base score read squared errors; what is left to do is to join those of a group."""
-    if norm != 2 or fast or not cross:
+    if norm != 2 or not cross:
         raise ValueError(
-            f"caote: norm is {norm!r}, fast {fast} and cross {cross}, but per='query' measures the length of each "
-            "query's exact change: take norm=2, fast=False and cross=True, or per='head'."
+            f"caote: norm is {norm!r} and cross {cross}, but per='query' measures the length of each query's exact "
+            "change: take norm=2 and cross=True, or per='head'."
         )
     _check_target(norm, group, target, cross)
 

@@ -39,7 +39,7 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
             thing: Any = make(*args, **kwargs)
             if not issubclass(type(thing), made):
                 raise ValueError(f"{name} returned {shown(thing)}; expected a {made.__name__}.")
-            if thing.name != name:  # another maker made and named it: caote(fast=True) is a fast_caote()
+            if thing.name != name:  # another maker made and named it: snapkv_tuned() is a snapkv(kernel=13)
                 return thing
             arguments = inspect.signature(make).bind(*args, **kwargs).arguments
             return dataclasses.replace(thing, name=written(make, **arguments))

@@ -185,32 +185,6 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
     return dataclasses.replace(policy, name=name, allocation=allocation, needs=needs)
 
 
-def retention_scores(policy: Policy, state: PyTree, observation: Observation) -> tuple[Float[Array, "B K S"], PyTree]:
-    """Run a policy on a block: return one score per slot, ``+inf`` where it is protected, and the new state.
-
-    Example:
-        >>> import functools, jax, numpy as np
-        >>> import kvjax
-        >>> from kernels_pallas import ColumnStatistics
-        >>> one = np.ones((1, 1, 3, 2))
-        >>> seen = kvjax.Observation(
-        ...     ColumnStatistics(), one.swapaxes(1, 2), np.array([[0, 1, 2]]), one, one,
-        ...     np.array([[[0, 1, 2]]]), np.array([3]), np.array([2])
-        ... )
-        >>> scores = jax.jit(
-        ...     functools.partial(kvjax.retention_scores, kvjax.streaming(sinks=1))
-        ... )
-        >>> scores((), seen)[0].tolist()
-        [[[inf, 1.0, 2.0]]]
-    """
-    observation = mark_protected(policy, observation)
-    scores, stays, state = update_scores(policy, state, observation)
-    assert observation.protected is not None
-    if isinstance(scores, Weights):
-        return scores_of_weights(scores, observation.value, observation.live, observation.protected), state
-    return joined(policy, scores, stays, observation.protected, scores.shape[1]), state
-
-
 def update_scores(
     policy: Policy, state: PyTree, observation: Observation
 ) -> tuple[Float[Array, "B K S"] | Weights, Bool[Array, "B K S"] | None, PyTree]:

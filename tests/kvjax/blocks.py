@@ -10,6 +10,7 @@ import numpy as np
 import kvjax
 from kernels_pallas import ColumnStatistics
 from kvjax import Observation, Policy
+from kvjax.policy import joined, mark_protected, scores_of_weights, update_scores
 from kvjax.projection import KINDS
 from tests.kvjax import definitions
 
@@ -84,9 +85,18 @@ def in_context(observation: Observation, **changes) -> Observation:
     return observation._replace(context=dataclasses.replace(observation.context, **changes))
 
 
+def retention_scores(policy: Policy, state, observation: Observation):
+    """One score per slot, +inf where it is protected, and the new state."""
+    observation = mark_protected(policy, observation)
+    scores, stays, state = update_scores(policy, state, observation)
+    if isinstance(scores, kvjax.Weights):
+        return scores_of_weights(scores, observation.value, observation.live, observation.protected), state
+    return joined(policy, scores, stays, observation.protected, scores.shape[1]), state
+
+
 @functools.cache
 def compiled(policy: Policy):
-    return jax.jit(functools.partial(kvjax.retention_scores, policy))
+    return jax.jit(functools.partial(retention_scores, policy))
 
 
 @functools.cache

@@ -117,7 +117,7 @@ def test_of_a_single_query_both_kinds_of_errors_are_the_same():
         ),
         ("snapkv+caote(per='query')+cam", "'cam' reads the attention that tokens get, but the policy's statistics are"),
         ("dropkv@cake", "'cake' measures the attention of queries, but 'dropkv' has statistics of their errors"),
-        ("h2o+caote(per='query',norm=1)", "norm is 1, fast False and cross True, but per='query' measures the length"),
+        ("h2o+caote(per='query',norm=1)", "norm is 1 and cross True, but per='query' measures the length"),
     ],
 )
 def test_what_has_no_errors_of_queries_is_refused(name, why):

@@ -105,7 +105,7 @@ def test_a_share_of_a_link_is_the_same_object_however_it_is_written():
 
 MISTYPED = {
     "h2o(accumulate='False')": "h2o: accumulate is 'False'; expected True or False",
-    "h2o+caote(fast='no')": "caote: fast is 'no'; expected True or False",
+    "h2o+caote(cross='no')": "caote: cross is 'no'; expected True or False",
     "snapkv(window=True)": "snapkv: window is True; expected an integer",
     "h2o+protect(recent=True)": "protect: recent is True; expected a finite number",
     "cake(gamma='1')": "cake: gamma is '1'; expected a finite number",

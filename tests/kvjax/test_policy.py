@@ -36,7 +36,7 @@ def test_a_chain_writes_itself_as_its_short_name(name):
         ("h2o()+caote()", "h2o+caote"),
         ("snapkv( window = 16 )\t+ caote", "snapkv(window=16)+caote"),
         ("snapkv(window=32,kernel=5)", "snapkv"),
-        ("h2o+caote(fast=True)", "h2o+fast_caote"),
+        ("snapkv_tuned+caote", "snapkv(kernel=13)+caote"),
         ("h2o+protect(recent=1.0)", "h2o+protect(recent=1.0)"),
     ],
 )

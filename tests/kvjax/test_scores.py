@@ -336,7 +336,7 @@ def test_equal_keys_have_one_norm_wherever_they_are_rotated_to():
         seen = kvjax.Observation(
             None, none, np.array([[S - 1]]), turned, turned, position, np.array([S]), np.array([4])
         )
-        return kvjax.retention_scores(kvjax.key_norm(), (), seen)[0]
+        return blocks.retention_scores(kvjax.key_norm(), (), seen)[0]
 
     assert len(np.unique(norms(key))) == 1
 
