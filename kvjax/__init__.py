@@ -9,7 +9,6 @@ from kvjax.allocation import Allocation
 from kvjax.attention import attend, observe
 from kvjax.cache import HeadState, KVCache, compact
 from kvjax.cache_file import cache_info, load_cache, save_cache
-from kvjax.cache_transforms import merge
 from kvjax.caote import caote, fast_caote
 from kvjax.chains import base_score, chain, no_state, parse, register
 from kvjax.eviction import Evidence, evict
@@ -56,7 +55,7 @@ from kvjax.several_policies import observe_each
 from kvjax.sources import Source, parse_source
 from kvjax.split import SplitCache
 from kvjax.topk import keep_mask
-from kvjax.transforms import cam, chunks, critical, match, normalise, pool, positions, protect
+from kvjax.transforms import cam, chunks, critical, match, merge, normalise, pool, positions, protect
 
 __version__ = "0.2.0"
 __all__ = [

@@ -152,8 +152,8 @@ def merge(*, similarity: float = 0.0) -> Policy:
 
     Scores pass unchanged, and so does the choice of the tokens that leave. Each of them goes to the token of its head
     whose key has the largest cosine ``s`` with its own; that value becomes ``(v + sum w u) / (1 + sum w)`` over the
-    values u that go there, with kvpress' weights ``w = s |u| / (|u| + |v|)``. In Python the link is
-    ``kvjax.transforms.merge()``; :func:`kvjax.merge` does the same to a cache before and after an eviction.
+    values u that go there, with kvpress' weights ``w = s |u| / (|u| + |v|)``. Keys stay as they are;
+    D2O merges them, too.
 
     All heads keep the same number of tokens, in a plain cache. An eviction after a block, or after several steps, takes
     O(S^2) time and memory, one head at a time; after every step, when one token leaves, O(S) and a copy of the values.

@@ -14,6 +14,7 @@ import kvjax
 from kernels_pallas import STATISTICS
 from kernels_pallas.dispatch import Kernel
 from kvjax.cache import rows_apart, rows_together
+from kvjax.merging import folded
 from kvjax.split import on_mesh
 from tests.kernels_pallas.targets import compiled_for_tpu
 from tests.tiers import first, nightly
@@ -120,7 +121,7 @@ def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
         lambda whole, part: kvjax.repeat(kvjax.pack(whole, **sizes), 2),
         lambda whole, part: kvjax.join(whole, 1, part),
         lambda whole, part: dataclasses.replace(whole, key=whole.value, value=whole.key),
-        lambda whole, part: kvjax.merge(whole, dataclasses.replace(evicted, rows=whole.rows)),
+        lambda whole, part: folded(kvjax.merge().merging, whole, whole.position, evicted.position),
     )
     changed = jax.jit(lambda whole, part: [change(whole, part) for change in changes])
     for found, expected in zip(changed(together(cache), together(one)), changed(cache, one), strict=True):

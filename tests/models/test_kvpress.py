@@ -193,8 +193,9 @@ def test_scores_of_heads_are_those_of_kvpress():
 def merged():
     """Layer 1's values [K, 40, D], in the order of positions, after SnapKV has evicted and the others were merged."""
     scores, cache = observed(made(CASES["snapkv", 40]))
-    merge = jax.jit(lambda cache, scores: kvjax.merge(cache, kvjax.evict(cache, scores, jnp.array(KEPT))))
-    after, row = merge(cache, scores), KEPT.index(40)
+    entered = np.full(len(KEPT), 40, np.int32)
+    evidence = kvjax.Evidence(scores, entered, merging=kvjax.merge().merging)
+    after, row = jax.jit(kvjax.evict)(cache, evidence, np.array(KEPT)), KEPT.index(40)
     live, value = (np.asarray(part)[1, row] for part in (after.live, after.value))
     return np.stack([value[k, live[k]] for k in range(len(live))])  # slot is position
 
