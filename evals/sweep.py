@@ -167,11 +167,11 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
         for own in by_model.values():
             try:
                 model, tokenizer = command_line.load(own[0].flags)
-                for part in own:
+                aids_of_each = [evaluator.load_aids(part.flags, part.settings, model, tokenizer) for part in own]
+                for part, aids in zip(own, aids_of_each, strict=True):
                     evaluator.check_groups(
                         model, _groups(part, model.config, tokenizer), part.settings,
-                        block=part.flags.block, batch=part.flags.batch,
-                        aids=evaluator.load_aids(part.flags, part.settings, model, tokenizer),
+                        block=part.flags.block, batch=part.flags.batch, aids=aids,
                     )  # fmt: skip
             except ValueError as error:
                 if progress is None or hosts.several():  # of several processes only this one may have it
@@ -181,8 +181,8 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
             if progress is None:  # only now, so that nothing is printed before an error
                 stack.enter_context(store)
                 progress = stack.enter_context(commands.progress_bar("sample", total=0))
-            for part in own:
-                failed += _run(part, model, tokenizer, store, progress)
+            for part, aids in zip(own, aids_of_each, strict=True):
+                failed += _run(part, aids, model, tokenizer, store, progress)
         progress.set_description("done")
     return SweepRun(store, parts, failed)
 
@@ -249,13 +249,14 @@ def _flag(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]
     raise ValueError(f"{option} is {value!r}; give a text, a number, or a list of these.")
 
 
-def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progress: tqdm) -> list[str]:
+def _run(
+    part: Part, aids: evaluator.Aids, model: Any, tokenizer: Any, store: results.Results, progress: tqdm
+) -> list[str]:
     """Answer a part's groups, and return which of them failed and why."""
     flags, settings = part
     labels = {"model": flags.model, "evaluation": flags.name}
     failed = []
     groups = _groups(part, model.config, tokenizer)
-    aids = evaluator.load_aids(flags, settings, model, tokenizer)
     try:
         store.check_digests(labels, evaluator.digests(model, tokenizer, aids.networks, groups))
     except ValueError as error:

@@ -155,7 +155,7 @@ def merge(*, similarity: float = 0.0) -> Policy:
     values u that go there, with kvpress' weights ``w = s |u| / (|u| + |v|)``. Keys stay as they are;
     D2O merges them, too.
 
-    All heads keep the same number of tokens, in a plain cache. An eviction after a block, or after several steps, takes
+    It works in slots and in pages, so with any allocation. An eviction after a block, or after several steps, takes
     O(S^2) time and memory, one head at a time; after every step, when one token leaves, O(S) and a copy of the values.
 
     Args:
