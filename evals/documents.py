@@ -306,29 +306,6 @@ def lines_of_zip(path: Path, name: str) -> Iterator[str]:
         raise ValueError(f"{path} is damaged ({error}); remove it, so that it is downloaded again.") from None
 
 
-def add_flags(flags: argparse.ArgumentParser, tasks: Sequence[str], prompts: str) -> None:
-    """Add the flags of an evaluation on published data.
-
-    Args:
-        flags: the command's parser.
-        tasks: the names of the tasks.
-        prompts: the help text of ``--prompts``.
-    """
-    command_line.add_model_flags(flags)
-    command_line.add_setting_flags(flags, budgets="256", when="prompt")
-    flags.add_argument("--data", help="the folder with the published files, one per task, or 'hub'")
-    flags.add_argument("--tasks", default="all", help=f"{', '.join(tasks)}; several by comma")
-    flags.add_argument("--samples", type=int, help="use only the first so many samples of each task")
-    flags.add_argument(
-        "--length",
-        type=int,
-        help="most tokens per prompt; the middle of longer ones is left out (default: what the model takes)",
-    )
-    flags.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
-    flags.add_argument("--prompts", type=Path, help=prompts)
-    flags.add_argument("--out", type=Path, help="a folder for the results; a killed run is resumed there")
-
-
 def check(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[str], str]) -> None:
     """Check the flags, and that the folder has each task's file.
 
@@ -348,12 +325,6 @@ def check(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[st
             raise FileNotFoundError(
                 f"{flags.data} has no {', '.join(missing)}; name the tasks whose files are there with --tasks."
             )
-
-
-def present(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[str], str]) -> list[str]:
-    """Return the chosen tasks whose files are in the folder, or on the hub all chosen tasks."""
-    chosen = command_line.choose("--tasks", flags.tasks, list(tasks))
-    return [t for t in chosen if flags.data == "hub" or (Path(flags.data) / file_of(t)).is_file()]
 
 
 def make_groups(
@@ -381,7 +352,9 @@ def make_groups(
     """
     groups = []
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]
-    for name in present(flags, tasks, file_of):
+    for name in command_line.choose("--tasks", flags.tasks, list(tasks)):
+        if flags.data != "hub" and not (Path(flags.data) / file_of(name)).is_file():
+            continue  # of all tasks, those whose files are there
         task = tasks[name]
         length = (flags.length or config.max_positions - task.new_tokens) if cut else None
         if length is not None and length < 2:
@@ -430,7 +403,18 @@ class DataSet(NamedTuple):
 
     def add_flags(self, flags: argparse.ArgumentParser) -> None:
         """Add the command's flags."""
-        add_flags(flags, list(self.tasks), self.prompts)
+        command_line.add_model_flags(flags)
+        command_line.add_setting_flags(flags, budgets="256", when="prompt")
+        flags.add_argument("--data", help="the folder with the published files, one per task, or 'hub'")
+        flags.add_argument("--tasks", default="all", help=f"{', '.join(self.tasks)}; several by comma")
+        flags.add_argument("--samples", type=int, help="use only the first so many samples of each task")
+        flags.add_argument(
+            "--length", type=int,
+            help="most tokens per prompt; the middle of longer ones is left out (default: what the model takes)",
+        )  # fmt: skip
+        flags.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
+        flags.add_argument("--prompts", type=Path, help=self.prompts)
+        flags.add_argument("--out", type=Path, help="a folder for the results; a killed run is resumed there")
 
     def check(self, flags: argparse.Namespace) -> None:
         """Check the flags before any work."""

@@ -109,7 +109,7 @@ def digest() -> str:
 def _lines(part: Part) -> tuple[tuple[str, ...], ...]:
     """Return the sentences of each line of a part."""
     check_names("part of the haystack", part, ("train", "test"))
-    return tuple(_written_out(line) for i, line in enumerate(_file()) if (i % 4 == 0) == (part == "train"))
+    return tuple(_choices(line) for i, line in enumerate(_file()) if (i % 4 == 0) == (part == "train"))
 
 
 @functools.cache
@@ -117,7 +117,7 @@ def _file() -> tuple[str, ...]:
     return tuple(HAYSTACK_FILE.read_text(encoding="utf-8").splitlines())
 
 
-def _written_out(line: str) -> tuple[str, ...]:
+def _choices(line: str) -> tuple[str, ...]:
     """Return the sentences that a line stands for: every choice of one of the words in each pair of braces."""
     texts = re.split(r"[{}]", line)  # every second one was in braces
     choices = [text.split("|") if place % 2 else [text] for place, text in enumerate(texts)]

@@ -156,17 +156,17 @@ def sample(
     check_fits(task, encoded(build(least), tokenizer, chat), length)
     units = most_that_fits(lambda units: len(encoded(build(units), tokenizer, chat)), room, least)
     draft = build(least if units is None else units)
-    known, _ = _written_out(draft, tokenizer, chat)
+    known, _ = _prompt_text(draft, tokenizer, chat)
     tokens = encoded(draft, tokenizer, chat)
     known_tokens = tokenizer.encode(known, add_special_tokens=not chat)
     return TextSample(tokens, documents.common_prefix(known_tokens, tokens), draft.references)
 
 
 def encoded(draft: Draft, tokenizer: Any, chat: bool) -> list[int]:
-    return tokenizer.encode(_written_out(draft, tokenizer, chat)[1], add_special_tokens=not chat)
+    return tokenizer.encode(_prompt_text(draft, tokenizer, chat)[1], add_special_tokens=not chat)
 
 
-def _written_out(draft: Draft, tokenizer: Any, chat: bool) -> tuple[str, str]:
+def _prompt_text(draft: Draft, tokenizer: Any, chat: bool) -> tuple[str, str]:
     return documents.prompt_text(tokenizer, draft.context, draft.question, draft.answer, chat=chat)
 
 

@@ -33,7 +33,7 @@ def test_the_sentences_are_many_plain_and_no_facts():
 
 
 def test_a_line_stands_for_every_choice_of_its_words():
-    assert prose._written_out("The {cow|old ox} ate {hay|corn}.") == (
+    assert prose._choices("The {cow|old ox} ate {hay|corn}.") == (
         "The cow ate hay.", "The cow ate corn.", "The old ox ate hay.", "The old ox ate corn.",
     )  # fmt: skip
     assert len(prose._lines("train")) + len(prose._lines("test")) == len(LINES)
