@@ -335,6 +335,7 @@ def refitted(
     How many tokens stay is known only when it runs: the smallest of a few static sizes is taken.
     """
     S, G, D = query.shape
+    seen_from = jnp.where(position >= 0, seen_from, 0)  # a free slot may have that of a token that has left
     most = min(S, queries)
     count, place = jnp.sum(seen_from > 0), jnp.arange(most)
     rank = 1 + jnp.where(count > most, place * count // most, place)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from kvjax.chains import LINKS
-from kvjax.policy import fits_biases
 from models.config import NO_ROPE, Config, Rope
 from tests.models import reference
 
@@ -60,9 +59,8 @@ SHARE = 0.15  # of the programs whose caches are in eight bits
 POLICIES = 300  # are drawn until one is found that is wanted
 BIASED = ("llama", "qwen3", "olmo2", "granite")
 
-# One maker is another name of SnapKV, and writes itself so. A link that fits biases is compared in
-# tests/kvjax/test_matching.py: the reference here has none.
-LINK_NAMES = {str(link).partition("(")[0] for make in LINKS.values() if not fits_biases(link := make())}
+# One maker is another name of SnapKV, and writes itself so.
+LINK_NAMES = {str(make()).partition("(")[0] for make in LINKS.values()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +295,8 @@ def draw(
     )
     capped = "attention_soft_cap" in FAMILIES[family]
     some = (
-        _policy(d, block, (layers, kv_heads, group), meshed=mesh is not None, capped=capped) for _ in range(POLICIES)
+        _policy(d, block, (layers, kv_heads, group), meshed=mesh is not None, capped=capped, windowed=any(windows))
+        for _ in range(POLICIES)
     )
     policy = next((policy for policy in some if wanted(policy)), "h2o")
     asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
@@ -327,7 +326,7 @@ def draw(
 OF_QUERIES = ("h2o", "tova", "snapkv", "dropkv", "dapq", "finch", "sage", "lava", "kvzip")  # may read their errors
 
 
-def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, capped: bool) -> str:
+def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, capped: bool, windowed: bool) -> str:
     """A chain that the library takes, and an allocation that fits it."""
     layers, kv_heads, group = heads
     window = d.one(*[w for w in (1, 2, 3, 4) if w <= block])
@@ -415,18 +414,19 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
             case "critical":
                 links.append(d.link("critical", safe=(0.0, 0.25, 0.7, 1.0), epsilon=(0.0, 0.01)))
             case "caote":
-                links.append(_caote(d, name in OF_QUERIES))
+                links.append(_caote(d, name))
             case "protect":
                 links.append(d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7))
     if d.maybe(0.15) and name not in ("expected_attention", "kvgrad", "rkv", "triattention"):
         links.append(d.link("positions", kind=("compact", "index", "absolute")))
-    merges = d.maybe(0.12)  # in plain caches
+    merges = d.maybe(0.12)
     errors = name == "dropkv" or any("per='query'" in link for link in links)  # no link or allocation reads attention
     if merges:
-        merging = "merge" if errors else d.one("merge", "cam")
-        links.append(
-            d.link(merging, **{"merge": dict(similarity=(0.0, 0.3, 0.7)), "cam": dict(window=(1, 2, 5))}[merging])
-        )
+        turned = any(link.startswith("positions") for link in links)
+        fitted = [] if meshed or capped or windowed or turned else ["match"]
+        merging = d.one("merge", *fitted, *([] if errors else ["cam"]))
+        options: dict[str, Any] = dict(merge=dict(similarity=(0.0, 0.3, 0.7)), cam=dict(window=(1, 2, 5)), match={})
+        links.append(d.link(merging, **options[merging]))
     chain = "+".join([base, *links])
     caps = (None, 1.0, 1.5, 3)
     allocations = {"pyramid": dict(beta=(1, 2.0, 20.0))}
@@ -443,7 +443,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     allocations["threshold"] = dict(least=(0.0, 0.013, 0.37, -0.9), cap=caps)
     if nonnegative:
         allocations["lava"] = dict(cap=caps)
-    if one_set or merges or d.maybe(0.4):
+    if one_set or d.maybe(0.4):
         return chain
     of_query_heads = "heads='query'" in base  # which a file of KV heads does not fit
     which = d.one(*[name for name in allocations if not of_query_heads or name not in ("headkv", "duo")])
@@ -458,9 +458,10 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     return f"{chain}@{allocation}"
 
 
-def _caote(d: _Draw, per_query: bool) -> str:
-    if per_query and d.maybe(0.3):
-        return f"caote(per='query'{d.one('', ",group='mean'", ",target='output'")})"
+def _caote(d: _Draw, base: str) -> str:
+    if base in OF_QUERIES and d.maybe(0.3):
+        over = d.one("", ",over='max'") if base in ("snapkv", "dropkv", "dapq", "lava") else ""
+        return f"caote(per='query'{d.one('', ",group='mean'", ",target='output'")}{over})"
     name = d.one("caote", "caote", "fast_caote")
     if d.one("norm", "norm", "norm", "output") == "output":
         return f"{name}(target='output'{d.one('', ',cross=False')})"

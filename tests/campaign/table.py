@@ -41,7 +41,7 @@ LINKS_OF = {
     **dict.fromkeys(("pool", "chunks", "normalise"), "shape"),
     **dict.fromkeys(("critical", "protect"), "order"),
     "positions": "turned",
-    **dict.fromkeys(("merge", "cam"), "merged"),
+    **dict.fromkeys(("merge", "cam", "match"), "merged"),
 }
 ALLOCATIONS_OF = {
     "uniform": "even",

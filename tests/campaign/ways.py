@@ -471,7 +471,13 @@ def _begins_windows(policy: str) -> bool:
 
 
 def _goes_on(case: Case) -> bool:
-    return _one_device(case) and case.base != "butler" and case.rope not in ("dynamic", "longrope", "longrope_beyond")
+    fixed = case.rope in ("dynamic", "longrope", "longrope_beyond")
+    return _is_exact(case) and case.base != "butler" and not fixed
+
+
+def _is_exact(case: Case) -> bool:
+    """Return whether rounding stays small: a fit makes much of it, and is made once where the prompt is held."""
+    return _one_device(case) and "match" not in case.links
 
 
 def _joins(case: Case) -> bool:
@@ -502,6 +508,6 @@ WAYS: dict[str, Way] = {
     "several": Way(several, _shares, changes=dict(when="prompt")),
     "select": Way(select, _selects, SOURCES, changes=dict(question=None)),
     "scales": Way(scales, lambda case: _one_device(case) and _has_no_scale(case), ("1", "2", "3"), wanted=_divides),
-    "equal": Way(equal, _one_device, ("keys", "values", "both", "heads")),
-    "dtypes": Way(dtypes, _one_device, (*LOSSES,), changes=dict(entry="stream", cache_dtype=None)),
+    "equal": Way(equal, _is_exact, ("keys", "values", "both", "heads")),
+    "dtypes": Way(dtypes, _is_exact, (*LOSSES,), changes=dict(entry="stream", cache_dtype=None)),
 }  # fmt: skip

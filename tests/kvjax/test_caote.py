@@ -73,9 +73,9 @@ def test_in_pages_each_head_is_measured_through_its_own_groups_part_of_the_proje
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("target", ["value", "output"])
-def test_per_query_it_is_the_root_of_the_mean_of_squared_errors(target):
-    policy = kvjax.parse(f"snapkv(window=2,kernel=1)+caote(per='query',target='{target}')")
+@pytest.mark.parametrize(("target", "over"), [("value", "mean"), ("output", "mean"), ("value", "max")])
+def test_per_query_it_is_the_root_of_the_mean_or_of_each_heads_largest_squared_error(target, over):
+    policy = kvjax.parse(f"snapkv(window=2,kernel=1)+caote(per='query',target='{target}',over='{over}')")
     rng = np.random.default_rng(4)
     T = 6
     q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (N, K, K))
@@ -86,12 +86,14 @@ def test_per_query_it_is_the_root_of_the_mean_of_squared_errors(target):
     _, cache, evidence = observe(cache, q, k, v, context=context)
     for b, h in np.ndindex(B, K):
         at = np.asarray(cache.position[b, h])
-        squares, group = np.zeros(T - 2), slice(h * G, (h + 1) * G)
+        group, squares = slice(h * G, (h + 1) * G), []
         for t in (T - 2, T - 1):
-            own = [attention_weights(q[b, t, n], k[b, :, h], np.arange(T), t) for n in range(N)[group]]
+            own = np.stack([attention_weights(q[b, t, n], k[b, :, h], np.arange(T), t) for n in range(N)[group]])
             projected = weight[group] if target == "output" else None
-            squares += layer_errors(np.stack(own), v[b, :, h], projected)[: T - 2] ** 2 / 2
-        for token, expected in enumerate(np.sqrt(squares)):
+            heads = [own] if over == "mean" else own[:, None]
+            squares.append([layer_errors(head, v[b, :, h], projected)[: T - 2] ** 2 for head in heads])
+        joined = np.mean(squares, axis=0) if over == "mean" else np.max(squares, axis=0)
+        for token, expected in enumerate(np.sqrt(joined.sum(axis=0))):
             np.testing.assert_allclose(np.asarray(evidence.scores[b, h])[at == token], expected, rtol=2e-4)
 
 
@@ -117,6 +119,11 @@ def test_of_a_single_query_both_kinds_of_errors_are_the_same():
         ),
         ("snapkv+caote(per='query')+cam", "'cam' reads the attention that tokens get, but the policy's statistics are"),
         ("dropkv@cake", "'cake' measures the attention of queries, but 'dropkv' has statistics of their errors"),
+        (
+            "h2o+caote(per='query',over='max')",
+            "over='max' takes the largest of a window's errors in place of their mean",
+        ),
+        ("snapkv+caote(over='max')", "over='max' is the largest error of a window's queries; take it with per='query'"),
         ("h2o+caote(per='query',norm=1)", "norm is 1 and cross True, but per='query' measures the length"),
     ],
 )

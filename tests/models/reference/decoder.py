@@ -185,6 +185,9 @@ class _Model:
         self.kept = np.zeros((L, K, room), bool)
         self.seen = np.zeros((L, K, room, room), bool)
         self.received = np.zeros((L, K, N // K, room))
+        self.bias = np.zeros((L, K, room))  # is added to a token's logits
+        # Beside each token a query, times the scale, and the first position that it does not see.
+        self.sampled, self.since = np.zeros((L, K, N // K, room, D)), np.zeros((L, room), int)
         self.query = np.zeros((L, K, N // K, room, D))  # before rotation
         self.key = np.zeros((L, K, room, D))  # as the last block's queries met them
         self.weights: list[np.ndarray] = []
@@ -249,6 +252,8 @@ class _Model:
                 visible = visible & (np.arange(P) > at[:, None] - config.sliding_windows[layer])
             self.seen[layer][:, at, :P] = visible
             scores = capped(np.einsum("kgtd,kpd->kgtp", query, key) / math.sqrt(D), config.attention_soft_cap)
+            scores = scores + self.bias[layer][:, None, None, :P]
+            self.sampled[layer][:, :, at], self.since[layer][at] = of_16_bits(query / math.sqrt(D)), at + 1
             weights = softmax(np.where(visible[:, None], scores, -np.inf))
             self.weights.append(weights)
             noticed = weights
@@ -373,6 +378,8 @@ class _Model:
             fed = [*text[max(start - OVERLAP, first) : start], *text[start:stop]]
             other.feed(fed)
             felt = gradients.of_loss(other, fed, loss, stop - start) if loss else None
+            own, copy = np.arange(start, stop), np.arange(P, P + stop - start)  # not of the copied token, but as many
+            self.sampled[:, :, :, own], self.since[:, own] = other.sampled[:, :, :, copy], copy + 1
             at = np.arange(other.length)
             counted = (at < sinks) | np.isin(at, part) | (at >= P) | (visible == "cache")
             for layer, weights in enumerate(other.weights):
@@ -470,7 +477,10 @@ class _Model:
             kept, received = self.kept[layer, k, :P], self.received[layer][k, :, :P].mean(axis=0)
             gone = np.flatnonzero(before[layer, k] & ~kept)
             value = self.value[layer, k, :P].copy()
-            merged = policy.merged(Leaving(key, value, received, gone, np.flatnonzero(kept), self.choices))
+            samples = self.sampled[layer, k, :, :P], self.since[layer, :P], self.bias[layer, k, :P]
+            merged = policy.merged(Leaving(key, value, received, gone, np.flatnonzero(kept), self.choices, *samples))
+            if isinstance(merged, tuple):
+                merged, self.bias[layer, k, :P] = merged
             new = np.flatnonzero((merged != value).any(axis=-1))
             known = self.known[1][layer, k, new]
             self.value[layer, k, new] = rounded(merged[new], self.dtypes[1], self.choices, known)
@@ -482,6 +492,12 @@ def alike(key: np.ndarray, kept: np.ndarray) -> np.ndarray:
     apart = abs(key[:, :, None] - key[:, None]).max(axis=-1, initial=0)
     pairs = (apart <= 1e-9 * size[:, None]) & kept[:, :, None] & kept[:, None] & ~np.eye(key.shape[1], dtype=bool)
     return pairs.any(axis=-1) & (size > 0)
+
+
+def of_16_bits(x: np.ndarray) -> np.ndarray:
+    """Round to bfloat16: the upper half of a float32's bits, of two as near the even one."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
 def norm(x: np.ndarray, weight: np.ndarray, epsilon: float, axis: int | tuple[int, ...] = -1) -> np.ndarray:

@@ -6,6 +6,7 @@ Scores are [K, G, P], or [K, 1, P] where they are the same for the group; P coun
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,6 +66,9 @@ class Leaving(NamedTuple):
     gone: np.ndarray  # positions
     kept: np.ndarray  # positions
     choices: Choices
+    sampled: np.ndarray  # [G, P, D], a query beside each token, times the scale
+    since: np.ndarray  # [P], the first position that it does not see
+    bias: np.ndarray  # [P]
 
 
 class Link(NamedTuple):
@@ -79,10 +83,12 @@ class Link(NamedTuple):
     window: int = 0
     # "value" or "output": squared changes of each query's output without a token are seen in place of its attention.
     errors: str | None = None
+    largest: bool = False  # whether the largest of the window's counts, as if it had been the only one
     # How many tokens at a time, how many first ones are seen with each, whether only those and the "part" are, and
     # that the largest "weight" counts; or how the derivative of which loss does.
     repeats: tuple[int, int, str, str, str] | None = None
-    merged: Callable[[Leaving], np.ndarray] | None = None  # the values [P, D] behind an eviction
+    # The values [P, D] behind an eviction, or these and the biases [P].
+    merged: Callable[[Leaving], np.ndarray | tuple[np.ndarray, np.ndarray]] | None = None
     pseudo: tuple[int, str] | None = None  # how many of the prompt's "last" or "first" tokens follow it, for a moment
     whole: bool = False  # whether scores are whole numbers, which float32 does not round
 
@@ -118,7 +124,7 @@ class Policy(NamedTuple):
         return self.links[0].repeats
 
     @property
-    def merged(self) -> Callable[[Leaving], np.ndarray] | None:
+    def merged(self) -> Callable[[Leaving], np.ndarray | tuple[np.ndarray, np.ndarray]] | None:
         """Return what becomes of a head's values in an eviction, None where they stay as they are."""
         return next((link.merged for link in self.links if link.merged is not None), None)
 
@@ -141,6 +147,8 @@ class Policy(NamedTuple):
     def scores(self, seen: Seen) -> np.ndarray:
         """[K, P]: the chain's, averaged over the group, or over the whole layer."""
         scores, certain = np.zeros(0), np.zeros(seen.kept.shape, bool)
+        if any(link.largest for link in self.links):
+            seen = seen._replace(observed=seen.observed.max(axis=2, keepdims=True))
         for link in self.links:
             given = link.score(scores, seen)
             scores, own = given if isinstance(given, tuple) else (given, np.zeros_like(certain))
@@ -663,7 +671,7 @@ def merge(*, similarity: float = 0.0) -> Link:
     def merged(head: Leaving) -> np.ndarray:
         unit = head.key / np.linalg.norm(head.key, axis=-1, keepdims=True)
         taken: dict[int, list[tuple[float, np.ndarray]]] = {}
-        for p in head.gone:
+        for p in head.gone if len(head.kept) else ():
             cosine = unit[head.kept] @ unit[p]
             nearest = head.choices.best(cosine, head.kept, 1, noise=np.full(len(cosine), 1e-6), open_ties=True)[0]
             near, target = float(cosine[nearest]), int(head.kept[nearest])
@@ -695,6 +703,61 @@ def cam(*, window: int = 32) -> Link:
     return Link(merged=merged)
 
 
+def match() -> Link:
+    """What stays gets the mass and the outputs that sample queries had of all (arXiv 2602.16284, equations 3 and 4)."""
+
+    def merged(head: Leaving) -> tuple[np.ndarray, np.ndarray]:
+        value, bias = head.value.copy(), head.bias.copy()
+        if len(head.gone) and len(head.kept):
+            there = np.sort(np.concatenate([head.gone, head.kept]))
+            logits = head.sampled[:, there] @ head.key[there].T + bias[there]  # [G, n, n]
+            logits = np.where(there < head.since[there, None], logits, -np.inf).reshape(-1, len(there))
+            weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            chosen = weights[:, np.searchsorted(there, head.kept)]
+            factor = _masses(chosen, bias[head.kept])
+            share = chosen * factor
+            total = share.sum(axis=1, keepdims=True)
+            share /= np.where(total > 0, total, 1)
+            missing = np.where(total > 0, weights @ value[there] - share @ value[head.kept], 0)
+            system, length = _in_units(share)
+            value[head.kept] += np.linalg.solve(system, share.T @ missing / length[:, None]) / length[:, None]
+            bias[head.kept] += np.log(factor)
+            if abs(value[head.kept]).max() > 100 * abs(head.value[there]).max():  # of tokens of little weight
+                head.choices.blur()
+        return value, bias
+
+    return Link(merged=merged)
+
+
+def _masses(weights: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """The factors for which the mass of the chosen [n, t] is nearest 1, near 1 and with a bias within 3 of 0.
+
+    By 128 steps of Nesterov's gradient, begun anew where they lead uphill: so many do not always reach the optimum.
+    """
+    system, length = _in_units(weights)
+    low, high = (length * np.exp(np.clip(end - bias, -10, 10)) for end in (-3, 3))
+    low, high = np.minimum(low, length), np.maximum(high, length)
+    wanted = weights.sum(axis=0) / length + 1e-3 * length
+    found = ahead = np.clip(np.linalg.solve(system, wanted), low, high)
+    momentum = 1.0
+    for _ in range(128):
+        new = np.clip(ahead - (system @ ahead - wanted) / abs(system).sum(axis=0).max(), low, high)
+        uphill = (ahead - new) @ (new - found) > 0
+        momentum = 1.0 if uphill else momentum
+        grown = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
+        ahead = new if uphill else new + (momentum - 1) / grown * (new - found)
+        found, momentum = new, 1.0 if uphill else grown
+    return np.where(weights.any(axis=0), found / length, 1)
+
+
+def _in_units(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The normal equations' matrix with a ridge, where each column [n, t] has the length 1, and the lengths."""
+    squares = (columns**2).sum(axis=0)
+    length = np.sqrt(squares + 1e-8 * squares.max(initial=0) + np.finfo(np.float32).tiny)
+    return columns.T @ columns / length[:, None] / length + 1e-3 * np.eye(len(length)), length
+
+
 def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Link:
     """The best stay; the others count by |v W_O|_1 as well (CriticalKV)."""
 
@@ -719,10 +782,12 @@ def caote(
     target: str = "value",
     cross: bool = True,
     per: str = "head",
+    over: str = "mean",
 ) -> Link:
     """Theorem 3.2: how far the outputs of the group's heads, or the layer's, move when a token goes."""
     if per == "query":
-        return _root_of_squares("sum" if (target, group) == ("value", "exact") else "mean", target)
+        joined = _root_of_squares("sum" if (target, group) == ("value", "exact") else "mean", target)
+        return joined._replace(largest=over == "max")
 
     def errors(weights: np.ndarray, k: int, there: np.ndarray, seen: Seen, before: np.ndarray) -> np.ndarray:
         """Of the tokens that are there, whose weights [G, n] need not sum to 1; ``before`` is the weights' noise."""
@@ -777,7 +842,7 @@ LINKS: dict[str, Callable[..., Link]] = {
     for make in (
         h2o, tova, snapkv, dropkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap,
         kvzip, kvgrad, recency, keydiff, key_norm, q_filters, curdkv, lagkv, rkv, triattention, random, normalise,
-        pool, chunks, protect, positions, merge, cam, critical, caote, fast_caote,
+        pool, chunks, protect, positions, merge, cam, match, critical, caote, fast_caote,
     )
 }  # fmt: skip
 
