@@ -93,7 +93,7 @@ def attend(
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
-    check_shapes(cache, query, key, value)
+    query, key, value = check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, context)
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and not cache.paged)
@@ -166,7 +166,7 @@ def observe(
         >>> cache.num_live.sum().item()
         12
     """
-    check_shapes(cache, query, key, value)
+    query, key, value = check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, context)
     block = _checked(cache, query, key, value, position, policy, context)
     out, cache, evidence = observe_unchecked(cache, block, policy, budget, context)

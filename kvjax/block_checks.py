@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.checks import check_soft_cap
 from kvjax.capacity import Layout
 from kvjax.chains import policy_of
-from kvjax.checks import check_count, check_tokens, is_known, plain
+from kvjax.checks import check_count, check_tokens, is_known, plain, real_array
 from kvjax.eviction import Budget
 from kvjax.insertion import Cache, check_cache, check_fits
 from kvjax.observation import Context
@@ -21,8 +21,8 @@ from kvjax.policy_checks import check_budget, check_policy_given
 
 def check_shapes(
     cache: Cache, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"]
-) -> None:
-    """Check that a block's queries, keys and values fit each other and the cache.
+) -> tuple[Array, Array, Array]:
+    """Return a block's queries, keys and values as arrays, after a check that they fit each other and the cache.
 
     Raises:
         ValueError: if they do not.
@@ -43,6 +43,7 @@ def check_shapes(
     check_cache(cache)
     B, K = cache.heads_shape[-2:]
     D = cache.arrays.head_dim
+    query, key, value = real_array("query", query), real_array("key", key), real_array("value", value)
     shapes = query.shape, key.shape, value.shape
     fit = all(len(shape) == 4 and shape[0] == B and shape[3] == D for shape in shapes)
     if not fit or key.shape != value.shape or query.shape[1] != key.shape[1]:
@@ -55,6 +56,7 @@ def check_shapes(
             f"the block has {query.shape[2]} query heads, which the cache's {K} heads cannot share: expected a "
             f"multiple of {K}."
         )
+    return query, key, value
 
 
 def checked_budget(
