@@ -115,13 +115,15 @@ def adding(link: str, policy: str) -> str:
         >>> claims.adding("caote", "h2o+protect(recent=0.5)@layer")
         'h2o+caote+protect(recent=0.5)@layer'
     """
-    chain, at, allocation = policy.partition("@")
-    links = chain.split("+")
+    whole = kvjax.parse(policy)
+    base = kvjax.parse(whole.chain_name)
+    links = [link.name for link in base.links or (base,)]
     name, *_ = link.split("(")
     if name in [part.split("(")[0] for part in links]:
         raise ValueError(f"{policy!r} has the link {name!r} already; name the policy without it.")
     behind = next((i for i, part in enumerate(links) if part.startswith(("protect", "positions"))), len(links))
-    return str(kvjax.parse("+".join([*links[:behind], link, *links[behind:]]) + at + allocation))
+    allocation = whole.name.removeprefix(whole.chain_name)
+    return str(kvjax.parse("+".join([*links[:behind], link, *links[behind:]]) + allocation))
 
 
 def read(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None = None) -> list[Claim]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -236,8 +237,7 @@ def without_caote(policy: str) -> str:
     >>> without_caote("h2o+caote(norm=1)+protect(recent=0.5)@layer")
     'h2o+protect(recent=0.5)@layer'
     """
-    chain, at, allocation = policy.partition("@")
-    return "+".join(link for link in chain.split("+") if link.split("(")[0] not in CAOTE_LINKS) + at + allocation
+    return re.sub(rf"\+({'|'.join(CAOTE_LINKS)})(\([^()]*\))?(?=[+@]|$)", "", policy)
 
 
 def variants(policy: str) -> list[str]:

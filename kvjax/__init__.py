@@ -19,8 +19,8 @@ from kvjax.matching import match_attention
 from kvjax.memory import Memory, memory
 from kvjax.observation import Context, Needs, Observation, Prediction, Weights
 from kvjax.paged import PagedCache, pack, pages_for
-from kvjax.policy import Moments, Policy, Protection, protected
-from kvjax.policy_checks import check_block, check_budget
+from kvjax.policy import Moments, Policy, Protection
+from kvjax.policy_checks import check_block, check_budget, protected
 from kvjax.projection import OutputProjection, output_projection
 from kvjax.quantise import Quantised, dequantise, quantise, straight_through
 from kvjax.reconstruction import Reconstructed, Reconstruction, RepeatPrompt

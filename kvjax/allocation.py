@@ -8,7 +8,6 @@ page, and the same code serves both.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.calibration import read_array
 from kvjax.checks import check_count, typed
-from kvjax.names import called, check_number, check_protected, makers, registered
+from kvjax.names import called, check_number, check_protected, makers, read, registered
 from kvjax.observation import Observation
 from kvjax.topk import best_of_groups, share_of, summed
 
@@ -581,14 +580,8 @@ def parse_allocation(name: str | Allocation) -> Allocation:
     """
     if isinstance(name, Allocation):
         return name
-    if not isinstance(name, str):
-        raise ValueError(f"{name!r} is not an allocation; give one of kvjax.allocation, or its short name.")
     how = "write it like 'model' or 'adakv(safeguard=0.2)'"
-    try:
-        tree = ast.parse(name.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"the allocation {name!r} is malformed; {how}.") from None
-    return called(tree, ALLOCATIONS, name.strip(), how)
+    return called(read(name, "allocation", how), ALLOCATIONS, name.strip(), how)
 
 
 def _keep_in_layer(safeguard: int | float, cap: int | float | None, c: Contest) -> Array:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels_pallas import ONLY_REFERENCE, STATISTICS
-from kvjax.allocation import parse_allocation
-from kvjax.checks import check_count, check_names, typed
-from kvjax.names import called, makers, registered
+from kvjax.allocation import ALLOCATIONS
+from kvjax.checks import check_count, check_names, shown, typed
+from kvjax.names import called, makers, read, registered
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.policy import (
     Marked,
@@ -93,7 +93,6 @@ def base_score(
     )
 
 
-@functools.cache
 def chain(*links: Policy) -> Policy:
     """Chain a base score and links that change its scores; the same links give the same object, as in :func:`parse`.
 
@@ -111,7 +110,15 @@ def chain(*links: Policy) -> Policy:
         'h2o+caote+protect(sinks=4,recent=0.5)'
     """
     if wrong := [link for link in links if not isinstance(link, Policy)]:
-        raise ValueError(f"{wrong[0]!r} is no link of a policy; give links such as kvjax.h2o(), or kvjax.parse a name.")
+        raise ValueError(
+            f"{shown(wrong[0])} is no link of a policy; give one link after the other, chain(kvjax.h2o(), "
+            "kvjax.caote()), or kvjax.parse a name."
+        )
+    return _chain(links)
+
+
+@functools.cache
+def _chain(links: tuple[Policy, ...]) -> Policy:
     name = "+".join(link.name for link in links)
     if not links or not links[0].base:
         first = f"{links[0].name!r} comes first" if links else "nothing was given"
@@ -232,30 +239,17 @@ def parse(name: str) -> Policy:
         >>> str(kvjax.parse("snapkv(window=16) + fast_caote @ layer"))
         'snapkv(window=16)+fast_caote@layer'
     """
-    if "@" in name:
-        return _parse_allocated(name)
-    try:
-        tree = ast.parse(name.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(
-            f"the policy {name[:80]!r} is malformed; write links joined by '+', like {_EXAMPLE}."
-        ) from None
-    links = []
+    tree, parts = read(name, "policy", _HOW), []
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
-        links.append(called(tree.right, LINKS, name, f"write links joined by '+', like {_EXAMPLE}"))
+        parts.append(tree.right)
         tree = tree.left
-    links.append(called(tree, LINKS, name, f"write links joined by '+', like {_EXAMPLE}"))
-    links.reverse()
-    return chain(*links) if len(links) > 1 or not links[0].base else links[0]
-
-
-def _parse_allocated(whole: str) -> Policy:
-    name, _, behind = whole.partition("@")
-    try:
-        allocation = parse_allocation(behind.strip())
-    except ValueError as error:
-        raise ValueError(f"{whole!r}: {error}") from None
-    return allocated(parse(name), allocation)
+    parts.append(tree)
+    last, allocation = parts[0], None  # Python's @ belongs to the last link, and here to the whole chain
+    if isinstance(last, ast.BinOp) and isinstance(last.op, ast.MatMult):
+        parts[0], allocation = last.left, called(last.right, ALLOCATIONS, name, _HOW)
+    links = [called(part, LINKS, name, _HOW) for part in reversed(parts)]
+    policy = chain(*links) if len(links) > 1 or not links[0].base else links[0]
+    return policy if allocation is None else allocated(policy, allocation)
 
 
 def policy_of(policy: Policy | str | None) -> Policy | None:
@@ -276,7 +270,7 @@ def policy_of(policy: Policy | str | None) -> Policy | None:
     return policy
 
 
-_EXAMPLE = "'snapkv(window=16)+caote+protect(sinks=4)'"
+_HOW = "write it like 'snapkv(window=16)+caote+protect(sinks=4)' or 'h2o+caote@layer'"
 
 
 LINKS = makers("policy", "kvjax.policies", Policy)

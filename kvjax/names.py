@@ -68,6 +68,28 @@ def written(make: Any, **arguments: Any) -> str:
     return f"{make.__name__}({','.join(changed)})" if changed else make.__name__
 
 
+def read(text: str, kind: str, how: str) -> ast.expr:
+    """Read a short name as an expression of Python's, which :func:`called` takes.
+
+    Args:
+        kind: what it names, for messages; ``how`` says how to write it.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> from kvjax.names import read
+        >>> read("h2o(", "policy", "write it like 'h2o+caote'")
+        Traceback (most recent call last):
+        ...
+        ValueError: the policy 'h2o(' is malformed; write it like 'h2o+caote'.
+    """
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"the {kind} {text[:80]!r} is malformed; {how}.") from None
+
+
 def called(node: ast.expr, registry: Registry[Callable[..., Any]], whole: str, how: str) -> Any:
     """Make the object that ``name`` or ``name(argument=value, ...)`` stands for.
 

@@ -123,6 +123,19 @@ class Policy:
         names = observed(self.needs.statistics)
         return (Window.init(names, B, K, G, S), links) if names else links
 
+    def protected(self, budget: Any) -> tuple[Any, Any]:
+        """Return how many first and last tokens always stay under a budget; see :func:`kvjax.protected`."""
+        sinks, recent = 0, 0
+        for protection in self.protections:
+            more_sinks, more_recent = protection.counts(budget)
+            sinks, recent = _larger(sinks, more_sinks), _larger(recent, more_recent)
+        return sinks, recent
+
+    @property
+    def chain_name(self) -> str:
+        """Return the name without the allocation."""
+        return self.name.removesuffix(f"@{self.allocation.name}")
+
     def __matmul__(self, allocation: Allocation | str) -> Policy:
         """Return the policy with another allocation, as ``@`` in a short name."""
         return allocated(self, parse_allocation(allocation))
@@ -152,7 +165,7 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
         >>> str(kvjax.h2o() @ "layer")
         'h2o@layer'
     """
-    plain = policy.name.split("@")[0]
+    plain = policy.chain_name
     name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"
     if not allocation.even and policy.heads == "layer":
         raise ValueError(
@@ -301,28 +314,11 @@ def scores_of_weights(
 
 def mark_protected(policy: Policy, observation: Observation) -> Observation:
     """Return the observation with ``protected`` filled in: the first and last tokens that the policy always keeps."""
-    sinks, recent = protected(policy, observation.budget)
+    sinks, recent = policy.protected(observation.budget)
     position = observation.position
     oldest_recent = observation.next_position - recent
     stays = (position < jnp.reshape(sinks, (-1, 1, 1))) | (position >= jnp.reshape(oldest_recent, (-1, 1, 1)))
     return observation._replace(protected=stays & observation.live)
-
-
-def protected(policy: Policy, budget: Any) -> tuple[Any, Any]:
-    """Return how many first and last tokens a policy always keeps under a budget (an int, or one per row).
-
-    Example:
-        >>> import kvjax
-        >>> kvjax.protected(
-        ...     kvjax.parse("snapkv(window=16)+protect(sinks=4,recent=0.5)"), 100
-        ... )
-        (4, 50)
-    """
-    sinks, recent = 0, 0
-    for protection in policy.protections:
-        more_sinks, more_recent = protection.counts(budget)
-        sinks, recent = _larger(sinks, more_sinks), _larger(recent, more_recent)
-    return sinks, recent
 
 
 def _larger(a: Any, b: Any) -> Any:

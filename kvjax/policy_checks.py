@@ -9,9 +9,10 @@ import jax
 
 from kernels_pallas.cache_attention.api import check_statistics
 from kvjax.cache import HeadState, KVCache, is_emptied
+from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.paged import PagedCache
-from kvjax.policy import Policy, protected
+from kvjax.policy import Policy
 
 
 def check_measured(policy: Policy | None, layers: int | None, kv_heads: int) -> None:
@@ -36,7 +37,7 @@ def check_measured(policy: Policy | None, layers: int | None, kv_heads: int) -> 
             )
 
 
-def check_block(policy: Policy, block: int) -> None:
+def check_block(policy: Policy | str | None, block: int) -> None:
     """Check that a block is large enough for the policy's observation window.
 
     Raises:
@@ -44,14 +45,14 @@ def check_block(policy: Policy, block: int) -> None:
 
     Example:
         >>> import kvjax
-        >>> kvjax.check_block(kvjax.parse("snapkv"), 16)
+        >>> kvjax.check_block("snapkv", 16)
         Traceback (most recent call last):
             ...
         ValueError: 'snapkv' observes the last 32 queries, but a block has 16: give a block of at least 32, or a \
 smaller window (window=16 in its name).
     """
-    block = check_count("block", block, 1, "a block has at least 1 token")
-    if policy.needs.window > block:
+    policy, block = policy_of(policy), check_count("block", block, 1, "a block has at least 1 token")
+    if policy is not None and policy.needs.window > block:
         raise ValueError(
             f"{policy.name!r} observes the last {policy.needs.window} queries, but a block has {block}: give a block "
             f"of at least {policy.needs.window}, or a smaller window (window={block} in its name)."
@@ -72,7 +73,19 @@ def check_policy_given(policy: Policy | None, budget: Any) -> None:
         raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'.")
 
 
-def check_budget(policy: Policy, budget: int) -> None:
+def protected(policy: Policy | str | None, budget: Any) -> tuple[Any, Any]:
+    """Return how many first and last tokens a policy always keeps under a budget (an int, or one per row).
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.protected("snapkv(window=16)+protect(sinks=4,recent=0.5)", 100)
+        (4, 50)
+    """
+    policy = policy_of(policy)
+    return (0, 0) if policy is None else policy.protected(budget)
+
+
+def check_budget(policy: Policy | str | None, budget: int) -> None:
     """Check that a budget is large enough for the tokens that the policy protects.
 
     Raises:
@@ -80,15 +93,16 @@ def check_budget(policy: Policy, budget: int) -> None:
 
     Example:
         >>> import kvjax
-        >>> kvjax.check_budget(kvjax.parse("snapkv"), 16)
+        >>> kvjax.check_budget("snapkv", 16)
         Traceback (most recent call last):
             ...
         ValueError: the budget is 16 tokens, but 'snapkv' always keeps 0 first and 32 last ones: give at least 32, \
 or protect fewer.
     """
     budget = check_count("the budget", budget, 1, "at least 1 token must stay")
+    policy = policy_of(policy)
     sinks, recent = protected(policy, budget)
-    if sinks + recent > budget:
+    if policy is not None and sinks + recent > budget:
         raise ValueError(
             f"the budget is {budget} tokens, but {policy.name!r} always keeps {sinks} first and {recent} last ones: "
             f"give at least {sinks + recent}, or protect fewer."

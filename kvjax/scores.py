@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, UInt
 
 from kernels_pallas import cache_attention
 from kvjax.cache import HeadState
-from kvjax.chains import base_score, chain, no_state, register
+from kvjax.chains import base_score, chain, no_state, parse, register
 from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
@@ -736,7 +736,7 @@ def zap() -> Policy:
     )
 
 
-def fit_predictor(policy: Policy, dim: int) -> Policy:
+def fit_predictor(policy: Policy | str, dim: int) -> Policy:
     """Return the policy with the width of a predictor's keys filled in, if its base score reads them.
 
     Args:
@@ -747,15 +747,15 @@ def fit_predictor(policy: Policy, dim: int) -> Policy:
 
     Example:
         >>> import kvjax
-        >>> str(kvjax.fit_predictor(kvjax.parse("butler+caote@layer"), dim=16))
+        >>> str(kvjax.fit_predictor("butler+caote@layer", dim=16))
         'butler(dim=16)+caote@layer'
     """
+    policy = parse(policy) if isinstance(policy, str) else policy
     if "key" not in policy.needs.predicted:
         return policy
     first, *others = policy.links or (policy,)
-    name = first.name.split("@")[0]
     fitted = butler(dim=dim)
-    if name not in (butler().name, fitted.name):
+    if first.chain_name not in (butler().name, fitted.name):
         raise ValueError(f"{policy.name!r} was made for another predictor: this one's keys have a width of {dim}.")
     return allocated(chain(fitted, *others), policy.allocation)
 

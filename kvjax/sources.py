@@ -24,7 +24,6 @@ The importance of free slots and of tokens after a query does not count: ``selec
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -36,7 +35,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.softmax import grouped_logits, scaled
 from kvjax.cache import write_rows
 from kvjax.checks import check_count, typed
-from kvjax.names import called, check_number, makers, registered
+from kvjax.names import called, check_number, makers, read, registered
 from kvjax.scores import mix_bits
 
 PyTree = Any
@@ -129,11 +128,7 @@ def parse_source(name: str) -> Source:
         'quest(page_size=4)'
     """
     how = "write it like 'oracle' or 'quest(page_size=4)'"
-    try:
-        tree = ast.parse(name.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"the source {name!r} is malformed; {how}.") from None
-    return called(tree, SOURCES, name.strip(), how)
+    return called(read(name, "source", how), SOURCES, name.strip(), how)
 
 
 def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Float[Array, "B N T S"]:

@@ -166,6 +166,7 @@ POLICIES = {
 }  # fmt: skip
 POLICIES |= {
     "chain: nothing": lambda: kvjax.chain(),
+    "chain: a list of links": lambda: kvjax.chain([kvjax.h2o(), kvjax.caote()]),
     "chain: names in place of links": lambda: kvjax.chain("h2o", "caote"),
     "chain: a link that is none": lambda: kvjax.chain(kvjax.h2o(), None),
     "allocation: unknown cap": lambda: allocation.layer(cap="x"),
@@ -314,6 +315,7 @@ def test_lists_and_single_names_will_do():
 
     def given() -> Any:
         held = kvjax.insert(cache(), rows, rows, position=[[0, 1]])
+        _, held = kvjax.attend(held, rows, rows, rows)
         chosen = kvjax.select([[[1.0, 2.0]]], [[[0, 1]]], 1), kvjax.keep_mask([1.0, 2.0], [0, 1], 1)
         gram = kvjax.output_projection(jnp.ones((4, 3, 16)), 2, "gram")
         return kvjax.rewind(held, 2), chosen, kvjax.score(A, V, mask=[[True] * 4] * 2), gram

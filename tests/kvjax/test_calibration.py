@@ -19,8 +19,9 @@ L = 3
 @pytest.fixture
 def filters(tmp_path):
     array = np.random.default_rng(0).normal(size=(L, K, D)).astype(np.float32)
-    np.save(tmp_path / "filters.npy", array)
-    return array, str(tmp_path / "filters.npy")
+    file = str(tmp_path / "filters@1.npy")  # a name may have what short names are made of
+    np.save(file, array)
+    return array, file
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -45,8 +46,12 @@ def test_a_head_alone_has_its_own_filter(filters):
 
 
 def test_a_short_name_names_the_file(filters):
-    named = str(kvjax.parse(f"q_filters(file={filters[1]!r})+normalise+caote"))
-    assert re.fullmatch(rf"q_filters\(file={filters[1]!r},content='[0-9a-f]{{8}}'\)\+normalise\+caote", named)
+    policy = kvjax.parse(f"q_filters(file={filters[1]!r})+normalise+caote")
+    alone = rf"q_filters\(file={filters[1]!r},content='[0-9a-f]{{8}}'\)\+normalise\+caote"
+    assert re.fullmatch(alone, policy.name)
+    competing = policy @ "layer"
+    assert re.fullmatch(f"{alone}@layer", competing.name) and kvjax.parse(competing.name) is competing
+    assert (competing @ "model").name == f"{policy.name}@model"
 
 
 @pytest.mark.bad_input
