@@ -1,12 +1,14 @@
 """The definition, in plain JAX: the pages of one head at a time are copied and attended over as slots of a cache.
 
 Where heads compete, the table is as wide as the most that one head may come to own, of which most own little. So a head
-is read at the narrowest of a few widths that holds its pages.
+is read at the narrowest of a few widths that holds its pages: of one row at a time for a block, and of all rows together
+for one query, where a step of the loop costs more than what it reads.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,14 +49,17 @@ def paged_attention(
     while -(-widths[-1] // 2) * page >= NARROWEST:
         widths.append(-(-widths[-1] // 2))
 
-    def of_width(pages: Int[Array, "B 1 M"], head: Int[Array, ""], *, width: int) -> tuple[Array, ColumnStatistics]:
+    rows = B if T == 1 else 1  # that are read together
+
+    def of_width(pages: Int[Array, "rows 1 M"], head: Int[Array, ""], first: Int[Array, ""], *, width: int) -> Any:
         pages = pages[..., :width]
+        own = jax.lax.dynamic_slice_in_dim(grouped, first, rows)
         out, columns = reference.cache_attention(
-            jax.lax.dynamic_index_in_dim(grouped, head, axis=2, keepdims=False),
+            jax.lax.dynamic_index_in_dim(own, head, axis=2, keepdims=False),
             laid_out(key, pages),
             None if value is None else laid_out(value, pages),
             slot_positions(position, pages),
-            query_position,
+            jax.lax.dynamic_slice_in_dim(query_position, first, rows),
             statistics=statistics,
             window=window,
             errors=errors,
@@ -71,12 +76,16 @@ def paged_attention(
         beyond = (M - width) * page
         return out, jax.tree.map(lambda x: jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, beyond)]), columns)
 
-    def of_head(head: Int[Array, ""]) -> tuple[Array, ColumnStatistics]:
-        pages = jax.lax.dynamic_slice_in_dim(table, head, 1, axis=1)
+    def of_head(place: Int[Array, ""]) -> Any:
+        head, first = place // (B // rows), place % (B // rows) * rows
+        pages = jax.lax.dynamic_slice(table, (first, head, 0), (rows, 1, M))
         wide_enough = jnp.array(widths) >= jnp.max(table_ends(pages))
         branches = [functools.partial(of_width, width=width) for width in widths]
-        return jax.lax.switch(jnp.sum(wide_enough) - 1, branches, pages, head)
+        return jax.lax.switch(jnp.sum(wide_enough) - 1, branches, pages, head, first)
 
-    out, columns = jax.lax.map(of_head, jnp.arange(K))  # [K, B, T, G, D], and each [K, B, G or 1, ...]
+    found = jax.lax.map(of_head, jnp.arange(K * B // rows))
+    out, columns = jax.tree.map(
+        lambda x: x.reshape(K, B, *x.shape[2:]), found
+    )  # each of the columns [K, B, G or 1, ...]
     columns = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:]), columns)
     return jnp.moveaxis(out, 0, 2).reshape(B, T, N, D), columns
