@@ -93,17 +93,8 @@ def probe() -> dict[str, Any]:
     return {**json.loads(done.stdout.splitlines()[-1]), "said": done.stderr.strip()}
 
 
-def largest_shape(memory: float, names: Sequence[str] = SHAPES, copies: int = 1) -> str:
-    """Return the first shape whose weights in bfloat16, times ``copies``, leave 4 GiB free; else the last.
-
-    Example:
-        >>> from benchmarks.accelerator import largest_shape
-        >>> (
-        ...     largest_shape(80e9), largest_shape(16e9), largest_shape(80e9, copies=3),
-        ...     largest_shape(8e9)
-        ... )
-        ('llama-3.1-8b', 'llama-3.2-3b', 'llama-3.1-8b', 'llama-3.2-1b')
-    """
+def _largest_shape(memory: float, names: Sequence[str] = SHAPES, copies: int = 1) -> str:
+    """Return the first shape whose weights in bfloat16, times ``copies``, leave 4 GiB free; else the last."""
     needed = {name: 2 * copies * parameter_count(shape(name)) + 2**32 for name in names}
     return next((name for name in names if needed[name] <= memory), names[-1])
 
@@ -116,7 +107,7 @@ def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
         flags: the command's flags: ``tiny``, ``model``, ``environment``.
     """
     platform, tiny = here["platform"], ["--tiny"] if flags.tiny else []
-    one = "tiny" if flags.tiny else largest_shape(here["memory"])
+    one = "tiny" if flags.tiny else _largest_shape(here["memory"])
 
     def tests(name: str, seconds: int, *words: str) -> Part:
         pytest = ["-m", "pytest", "-q", "--maxfail", "5", "-m", "accelerator", "-p", "no:cacheprovider", *words]
@@ -139,15 +130,15 @@ def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
         bench("prefill", 100, "prefill", *steps, "--full", "131072", "--feed", "131072"),
     ]
     if platform == "gpu":
-        found.append(bench("decode-cublas", 60, "decode", *steps, "--full", "8192", XLA_FLAGS=flags_with(CUBLAS)))
+        found.append(bench("decode-cublas", 60, "decode", *steps, "--full", "8192", XLA_FLAGS=_flags_with(CUBLAS)))
     python = flags.environment or os.environ.get(peers.KVPRESS.variable)
     if platform != "tpu" and not python and (torch := with_torch()):
-        found.append(Part("kvpress", 90, ["bash", "-c", environment_beside(*torch)]))
+        found.append(Part("kvpress", 90, ["bash", "-c", _environment_beside(*torch)]))
         python = "peers/bin/python"
     if platform != "tpu" and python:
         size = ["--prompt", "8192", "--budget", "2048", "--dtype", "bfloat16", "--threads", "8", "--repetitions", "3"]
         few = ["--prompt", "200", "--budget", "80", "--new-tokens", "4", "--threads", "1", "--repetitions", "1"]
-        each = "tiny" if tiny else largest_shape(here["memory"], copies=3)
+        each = "tiny" if tiny else _largest_shape(here["memory"], copies=3)
         side = ["--environment", python, "--device", platform, "--shape", each, *(few if tiny else size)]
         # The parent only writes the checkpoint, and leaves the device's memory to the sides.
         found.append(bench("peers", 150, "peers", *side, JAX_PLATFORMS="cpu"))
@@ -172,7 +163,7 @@ def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
     return found
 
 
-def flags_with(flag: str) -> str:
+def _flags_with(flag: str) -> str:
     """Return the caller's flags of XLA, and one more."""
     return f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
@@ -187,13 +178,8 @@ def with_torch() -> tuple[str, str] | None:
     return python, str(Path(found.stdout.strip()).parent)
 
 
-def environment_beside(python: str, packages: str) -> str:
-    """Return the shell command that installs kvpress into the folder ``peers``, and reads PyTorch where it is.
-
-    Args:
-        python: the interpreter that has PyTorch.
-        packages: the folder that it has PyTorch in.
-    """
+def _environment_beside(python: str, packages: str) -> str:
+    """Return the shell command that installs kvpress into the folder ``peers``, and reads PyTorch where it is."""
     here = f"echo {shlex.quote(packages)} >$(echo peers/lib/python*/site-packages)/torch.pth"
     return f"{shlex.quote(python)} -m venv peers && {here} && peers/bin/pip install -q {peers.KVPRESS.packages}"
 
@@ -239,7 +225,7 @@ def run(part: Part, folder: Path, here: dict[str, Any], seconds: float) -> Recor
     return {
         "result": "done" if status == 0 else "cut off" if status is None else f"failed with exit code {status}",
         "seconds": round(time.monotonic() - began, 1),
-        "output": last_lines(log),
+        "output": _last_lines(log),
         "document": document,
     }
 
@@ -262,7 +248,7 @@ def _progress(name: str, limit: float, log: Path) -> Iterator[Callable[[float], 
         if seconds - shown[0] < (1 if terminal else OFTEN):
             return
         shown[0] = seconds
-        line = (last_lines(log, bars=True) or [""])[-1]
+        line = (_last_lines(log, bars=True) or [""])[-1]
         text = f"{name}: {seconds:.0f} s of at most {limit:.0f}: {line}"
         width = shutil.get_terminal_size().columns - 1
         line, end = (f"\r{text[:width]:{width}}", "") if terminal else (f"    {text}", "\n")
@@ -273,7 +259,7 @@ def _progress(name: str, limit: float, log: Path) -> Iterator[Callable[[float], 
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def last_lines(log: Path, *, bars: bool = False) -> list[str]:
+def _last_lines(log: Path, *, bars: bool = False) -> list[str]:
     """Return the last lines of a file, without progress bars unless they are asked for."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 2**16))

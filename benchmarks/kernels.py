@@ -226,14 +226,8 @@ def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
     return Case("mse_logits", case, make, call, numbers_bytes)
 
 
-def implementations_here(operation: str) -> list[str]:
-    """Return the reference, the kernel that "auto" takes on this device, and for the loss the materialised form.
-
-    Example:
-        >>> from benchmarks import kernels
-        >>> kernels.implementations_here("mse_logits")
-        ['reference', 'materialised']
-    """
+def _implementations_here(operation: str) -> list[str]:
+    """Return the reference, the kernel that "auto" takes on this device, and for the loss the materialised form."""
     able = [n for n, kernel in _kernels(operation).items() if kernel.platform == platform() and n not in BY_NAME_ONLY]
     return ["reference", *able, *(["materialised"] if operation == "mse_logits" else [])]
 
@@ -248,7 +242,7 @@ def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> li
     Raises:
         ValueError: an implementation does not exist, or cannot run on this device.
     """
-    here = implementations_here(operation)
+    here = _implementations_here(operation)
     if asked == "auto":
         return here
     found = []
@@ -288,7 +282,7 @@ def direct_loss(
     return jnp.sum(jnp.where(jnp.tril(jnp.ones((T, T), bool)), square, 0)) / pairs
 
 
-def function_of(operation: str, implementation: str, *, interpret: bool) -> Callable[..., Any]:
+def _function_of(operation: str, implementation: str, *, interpret: bool) -> Callable[..., Any]:
     """Return the function of an operation's implementation, to be called with all its options."""
     if implementation == "materialised":
         return direct_loss
@@ -321,7 +315,7 @@ def measurement(
     programs: dict[str, jax.stages.Compiled] = {}
     rows: list[dict[str, Any]] = []
     for name in implementations:
-        function = functools.partial(case.call, function_of(case.operation, name, interpret=interpret))
+        function = functools.partial(case.call, _function_of(case.operation, name, interpret=interpret))
         program, what = measure.loop(function, timing.calls), f"{case.operation} ({case.case}, {name})"
         try:
             programs[name] = measure.executable(program, *shapes, what=what, free=timing.free)

@@ -37,14 +37,8 @@ LONGEST, MOST = 256, 16  # tokens of a request's prompt and answer, at most
 CANCELLED = 0.05  # the chance, at each step, that some request is cancelled
 
 
-def resident_bytes() -> int:
-    """Return the bytes of memory that this process holds.
-
-    Example:
-        >>> from benchmarks.soak import resident_bytes
-        >>> resident_bytes() > 2**20
-        True
-    """
+def _resident_bytes() -> int:
+    """Return the bytes of memory that this process holds."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -69,7 +63,7 @@ def prompt_parts(model: models.Decoder, tokens: int, policy: str, budget: int, b
                 rows.append(
                     {
                         "run": "tokens", "done": done, "milliseconds": statistics.median(walls),
-                        "processor": statistics.median(works), "resident_bytes": resident_bytes(),
+                        "processor": statistics.median(works), "resident_bytes": _resident_bytes(),
                         "compilations": len(compiled),
                     }
                 )  # fmt: skip
@@ -143,7 +137,7 @@ def request_figures(
                 seconds = time.perf_counter() - started
                 found.append(
                     {
-                        "run": "requests", "done": done, "seconds": seconds, "resident_bytes": resident_bytes(),
+                        "run": "requests", "done": done, "seconds": seconds, "resident_bytes": _resident_bytes(),
                         "compilations": len(compiled), **{name: counts[name] for name in COUNTED},
                     }
                 )  # fmt: skip
@@ -157,15 +151,8 @@ COUNTED = ("ended", "cancelled", "tokens", "wrong", "lost")
 FATES = ("answers", "lost", "twice", "wrong")
 
 
-def fates(found: Sequence[str], expected: Sequence[str]) -> dict[str, int]:
-    """Count a file's answers, those that were lost, those that are there more than once, and those that differ.
-
-    Example:
-        >>> from benchmarks.soak import fates
-        >>> one, two = '{"line": 1, "text": "a"}', '{"line": 2, "text": "b"}'
-        >>> fates([one, one], [one, two])
-        {'answers': 2, 'lost': 1, 'twice': 1, 'wrong': 0}
-    """
+def _fates(found: Sequence[str], expected: Sequence[str]) -> dict[str, int]:
+    """Count a file's answers, those that were lost, those that are there more than once, and those that differ."""
     lines = [json.loads(line)["line"] for line in found]
     wanted = {json.loads(line)["line"] for line in expected}
     return {
@@ -211,7 +198,7 @@ def kill_figures(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str
             return time.monotonic() - started
 
         def compare() -> None:
-            counts.update(fates(out.read_text().splitlines(), expected))
+            counts.update(_fates(out.read_text().splitlines(), expected))
 
         finish(whole)
         expected = whole.read_text().splitlines()
@@ -249,18 +236,8 @@ def _until_end(tokens: Sequence[int], end: Sequence[int]) -> list[int]:
     return list(tokens[: places[0] + 1] if places else tokens)
 
 
-def flatness(rows: Sequence[dict[str, Any]], name: str) -> float:
-    """Return how much larger the last quarter's median is than the second quarter's, as a share; 0.0 is flat.
-
-    The first quarter is left out: programs are compiled, and caches of the machine filled, in it.
-
-    Example:
-        >>> from benchmarks.soak import flatness
-        >>> round(
-        ...     flatness([{"ms": 9.0}, {"ms": 4.0}, {"ms": 4.0}, {"ms": 4.1}], "ms"), 3
-        ... )
-        0.025
-    """
+def _flatness(rows: Sequence[dict[str, Any]], name: str) -> float:
+    """Return how much larger the last quarter's median is than the second quarter's, as a share; 0.0 is flat."""
     quarter = len(rows) // 4
     early, late = rows[quarter : 2 * quarter], rows[-quarter:]
     first, last = (statistics.median(row[name] for row in part) for part in (early, late))
@@ -292,8 +269,8 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, s
 
 def _sentence(rows: Sequence[dict[str, Any]], name: str | None = None, what: str = "") -> str:
     quarter = len(rows) // 4
-    parts = [] if name is None else [f"{what} {flatness(rows, name):+.1%}"]
-    parts.append(f"memory held {flatness(rows, 'resident_bytes'):+.1%}")
+    parts = [] if name is None else [f"{what} {_flatness(rows, name):+.1%}"]
+    parts.append(f"memory held {_flatness(rows, 'resident_bytes'):+.1%}")
     later = sum(row["compilations"] for row in rows[quarter:])
     return f"Last quarter against the second: {', '.join(parts)}. Programs compiled after the first quarter: {later}."
 

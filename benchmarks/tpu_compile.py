@@ -264,19 +264,8 @@ def counts(text: str) -> dict[str, Any]:
     return {"kernels": kernels, "collectives": {kind: found[kind] for kind in COLLECTIVES if found[kind]}}
 
 
-def overhead(result: dict[str, Any]) -> float:
-    """Return the bytes that a program takes over the bytes of its arrays.
-
-    Example:
-        >>> from benchmarks.tpu_compile import overhead
-        >>> overhead(
-        ...     {
-        ...         "argument_bytes": 10, "temporary_bytes": 4, "new_bytes": 1,
-        ...         "array_bytes": 10
-        ...     }
-        ... )
-        1.5
-    """
+def _overhead(result: dict[str, Any]) -> float:
+    """Return the bytes that a program takes over the bytes of its arrays."""
     return sum(result[f"{name}_bytes"] for name in ("argument", "temporary", "new")) / result["array_bytes"]
 
 
@@ -315,7 +304,7 @@ def table(results: list[dict[str, Any]]) -> report.Table:
                 f"{worst['temporary_bytes'] / 2**20:,.1f} MiB" if worst else "",
                 f"{len(good)} of {len(programs)}",
                 f"{max(r['array_bytes'] for r in steps) / 2**20:,.0f}" if steps else "",
-                *(f"{max(map(overhead, some)):.3f}" if some else "" for some in (steps, blocks)),
+                *(f"{max(map(_overhead, some)):.3f}" if some else "" for some in (steps, blocks)),
                 " ".join(f"{count} {kind}" for kind, count in most.items()) or ("none" if steps else ""),
             )
         )

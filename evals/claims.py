@@ -104,17 +104,8 @@ def better(low: float, high: float) -> str:
     return HOLDS if low > 0 else FAILS if high < 0 else NOISE
 
 
-def adding(link: str, policy: str) -> str:
-    """Return a policy with a link added behind what scores, before what protects and before the allocation.
-
-    Raises:
-        ValueError: the policy has that link.
-
-    Example:
-        >>> from evals import claims
-        >>> claims.adding("caote", "h2o+protect(recent=0.5)@layer")
-        'h2o+caote+protect(recent=0.5)@layer'
-    """
+def _adding(link: str, policy: str) -> str:
+    """Return a policy with a link added behind what scores, before what protects and before the allocation."""
     whole = kvjax.parse(policy)
     base = kvjax.parse(whole.chain_name)
     links = [link.name for link in base.links or (base,)]
@@ -155,7 +146,9 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
     pairs: Iterable[tuple[str, str, str]]
     if kinds[0]:
         link = entry["link"]
-        pairs = [(adding(link, base), base, f"{names.get(link, link)} improves {called(base)}") for base in entry["to"]]
+        pairs = [
+            (_adding(link, base), base, f"{names.get(link, link)} improves {called(base)}") for base in entry["to"]
+        ]
     else:
         both = itertools.product(entry["policies"], entry["over"])
         pairs = [(one, other, f"{called(one)} {EXPECTS[expects]} {called(other)}") for one, other in both]

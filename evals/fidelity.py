@@ -210,11 +210,8 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def compare_errors(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:
-    """Compare the mean relative error of each policy with those of :func:`evals.report.pairs`, on the same samples.
-
-    The difference is the other's error minus the policy's: a positive one is closer to the full cache.
-    """
+def _compare_errors(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:
+    """Compare the mean relative error of each policy with those of :func:`evals.report.pairs`, on the same samples."""
     errors = lambda row: (-np.array(row["by_sample"]["error"]).mean(axis=1)).tolist()  # noqa: E731
     evicted = [row for row in results if row["budget"] is not None]  # the full cache has no error
     return report.compare(evicted, against, errors, ("question",))
@@ -238,7 +235,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
+def _layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
     """Draw error and cosine over layers, before and after W_O: one line per policy, one row per budget and moment."""
     plt = report.pyplot()
     groups = list(dict.fromkeys(map(report.group, results)))
@@ -286,11 +283,8 @@ def layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) 
     report.save(figure, path)
 
 
-def head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the tokens that each layer and head retains: the mean over samples as colour, mean and range as numbers.
-
-    Results in which all heads hold equally many tokens are left out, unless all results do.
-    """
+def _head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the tokens that each layer and head retains: the mean over samples as colour, mean and range as numbers."""
     plt = report.pyplot()
     shown = [r for r in results if r["budget"] is not None and np.ptp(r["retained"]["mean"]) > 0] or list(results)
     layers, heads = np.array(shown[0]["retained"]["mean"]).shape
@@ -379,7 +373,7 @@ def command(flags: argparse.Namespace) -> None:
             chosen = [setting for setting in settings if setting.question == question]
             results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress, aids=aids)
         progress.set_description("done")
-    compared, errors = compare(results), compare_errors(results, run_settings.baseline(flags))
+    compared, errors = compare(results), _compare_errors(results, run_settings.baseline(flags))
     note = "\ndifference of the mean relative errors; positive: closer to the full cache" if errors else ""
     told = "\n".join(
         f"{row['paper']}: {row['claim']}: {row['verdict']} "
@@ -398,9 +392,9 @@ def command(flags: argparse.Namespace) -> None:
         "results": results,
     }
     digests = evaluator.digests(model, tokenizer, aids.networks)
-    report.write(flags, figures, digests, lambda path: layer_lines(results, path, recency=needle.RECENCY))
+    report.write(flags, figures, digests, lambda path: _layer_lines(results, path, recency=needle.RECENCY))
     if flags.heads is not None:
-        head_map(results, flags.heads)
+        _head_map(results, flags.heads)
         print(f"picture: {flags.heads}")
 
 

@@ -128,7 +128,7 @@ def model_class() -> type:
         @classmethod
         def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> Any:
             more = {name: value for name, value in (additional_config or {}).items() if value is not None}
-            return cls(**parse_arguments(arg_string), **more)
+            return cls(**_parse_arguments(arg_string), **more)
 
         @property
         def eot_token_id(self) -> int:
@@ -239,7 +239,7 @@ def model_class() -> type:
                         said[row].append(one)
                 if until and step % 8 == 7 and all(any(u in self.text.decode(x) for u in until) for x in said):
                     break
-            return [cut_at(self.text.decode(row), until) for row in said]
+            return [_cut_at(self.text.decode(row), until) for row in said]
 
     register_model("kvjax")(KvjaxLM)
     return KvjaxLM
@@ -290,19 +290,8 @@ def check_settings(
     return {"policy": str(parsed), "budget": slots, "block": block, "when": when, **dtype}
 
 
-def parse_arguments(text: str) -> dict[str, Any]:
-    """Split ``name=value`` pairs at commas outside parentheses, and return them with numbers as numbers.
-
-    Raises:
-        ValueError: a part has no name, no "=" or no value.
-
-    Example:
-        >>> from evals import harness
-        >>> harness.parse_arguments(
-        ...     "policy=snapkv(window=8,kernel=7),budget=0.5,block=64"
-        ... )
-        {'policy': 'snapkv(window=8,kernel=7)', 'budget': 0.5, 'block': 64}
-    """
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Split ``name=value`` pairs at commas outside parentheses, and return them with numbers as numbers."""
     found: dict[str, Any] = {}
     for part in commands.split_list(text):
         name, equals, value = part.partition("=")
@@ -313,14 +302,8 @@ def parse_arguments(text: str) -> dict[str, Any]:
     return found
 
 
-def cut_at(text: str, until: Iterable[str]) -> str:
-    """Return a text up to the first occurrence of any of some strings.
-
-    Example:
-        >>> from evals import harness
-        >>> harness.cut_at("4719. And", [".", "And"])
-        '4719'
-    """
+def _cut_at(text: str, until: Iterable[str]) -> str:
+    """Return a text up to the first occurrence of any of some strings."""
     return text[: min((text.find(stop) for stop in until if stop and stop in text), default=len(text))]
 
 
@@ -356,7 +339,7 @@ def command(flags: argparse.Namespace) -> None:
 
 def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     command_line.check_least(flags, limit=1, batch=1)
-    given = [parse_arguments(text) for text in flags.model_args]
+    given = [_parse_arguments(text) for text in flags.model_args]
     against, named = run_settings.baseline(flags), []
     for arguments in given:
         checked = check_settings(

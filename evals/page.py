@@ -37,13 +37,13 @@ def figures(folder: Path) -> dict[str, Any]:
         content = {name: value for name, value in header["settings"].items() if not name.endswith(" holds")}
         parts = {(part.flags.model, part.flags.name): part for part in sweep.plan(content)}
     rows = summaries.summarise(records)
-    times = decode_times(records)
+    times = _decode_times(records)
     for row in rows:
         row["decode_milliseconds"] = times.get(tuple(row[name] for name in results.ROW))
         part = parts.get((row["model"], row["evaluation"]))
         command = header["command"] if part is None else command_line.command_text(part.flags)
         of_any_length = part is not None and not hasattr(part.flags, "lengths")
-        row["command"] = row_command(command, {**row, "length": None} if of_any_length else row)
+        row["command"] = _row_command(command, {**row, "length": None} if of_any_length else row)
         row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
         row["kind"] = {"full": "full", run_settings.RECENCY: "recency"}.get(row["policy"], "policy")
     short: dict[str, str] = {}
@@ -59,19 +59,8 @@ def figures(folder: Path) -> dict[str, Any]:
     }
 
 
-def decode_times(records: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], tuple[float, float, float]]:
-    """Return the milliseconds of a decoded token for each setting: the mean over batches, with its 95% interval.
-
-    Settings with fewer than ``LEAST_BATCHES`` timed batches are left out. The records of a batch share its time.
-
-    Example:
-        >>> from evals import page
-        >>> of_task = {"policy": "tova", "task": "vt"}
-        >>> rows = [of_task | {"decode": [2.0, 0.002 * ms]} for ms in (4, 4, 5, 6)]
-        >>> (times,) = page.decode_times(rows).values()
-        >>> [tuple(round(x, 1) for x in times)]
-        [(5.0, 4.0, 6.0)]
-    """
+def _decode_times(records: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], tuple[float, float, float]]:
+    """Return the milliseconds of a decoded token for each setting: the mean over batches, with its 95% interval."""
     batches: dict[tuple[Any, ...], set[tuple[str, float]]] = {}
     for record in records:
         tokens, seconds = record["decode"]
@@ -85,21 +74,8 @@ def decode_times(records: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], 
     }
 
 
-def row_command(command: str, row: Mapping[str, Any]) -> str:
-    """Return the command line of one row, from that of the whole run.
-
-    Example:
-        >>> from evals import page
-        >>> row = {
-        ...     "policy": "tova", "budget": 64, "when": "prompt", "question": "known",
-        ...     "length": None
-        ... }
-        >>> page.row_command(
-        ...     "python -m evals ruler --policies full,tova --budgets 64,128 --seed 0",
-        ...     row,
-        ... )
-        'python -m evals ruler --policies tova --budgets 64 --seed 0 --when prompt --question known'
-    """
+def _row_command(command: str, row: Mapping[str, Any]) -> str:
+    """Return the command line of one row, from that of the whole run."""
     words = shlex.split(command)
     wanted = {"--policies": row["policy"], "--when": row["when"], "--question": row["question"]}
     if row["budget"] is not None:

@@ -428,13 +428,13 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     Nothing is decoded, and no setting evicts after the prompt: the tokens held back are not evicted from.
 
     Raises:
-        ValueError: a moment is unknown or needs ``--stride``, or :func:`parse_policies` or
+        ValueError: a moment is unknown or needs ``--stride``, or :func:`_parse_policies` or
             :func:`evals.run_settings.check_budgets` fails.
     """
     against = run_settings.baseline(flags)
     if against.startswith(report.READS):
         raise ValueError(f"--against is {against}; policies are compared with a policy here: give one such as snapkv.")
-    policies = list(dict.fromkeys(parse_policies(against) + parse_policies(flags.policies)))
+    policies = list(dict.fromkeys(_parse_policies(against) + _parse_policies(flags.policies)))
     budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
     moments: Any = commands.listed("moment", flags.when, "--when prompt")
     check_names("--when", moments, get_args(When))
@@ -450,17 +450,8 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     return [*eight_bits_alone, *settings]
 
 
-def parse_policies(text: str) -> list[str]:
-    """Parse the policies of a command line, several by comma, each once; "full" is left out, as it is always measured.
-
-    Raises:
-        ValueError: no policy is given, or :func:`kvjax.parse` fails.
-
-    Example:
-        >>> from evals.perplexity import parse_policies
-        >>> parse_policies("full, h2o+caote, h2o+caote")
-        ['h2o+caote']
-    """
+def _parse_policies(text: str) -> list[str]:
+    """Parse the policies of a command line, several by comma, each once; "full", always measured, is left out."""
     names = commands.listed("policy", text, "--policies snapkv,snapkv+caote")
     return list(dict.fromkeys(str(kvjax.parse(name)) for name in names if name != "full"))
 

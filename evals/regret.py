@@ -184,14 +184,8 @@ def projections(model: models.Decoder, target: str) -> Float[np.ndarray, "L N D 
     return np.asarray(jax.lax.map(each, model.layers.output[...]))[:, :, 0]
 
 
-def chosen_layers(count: int, layers: int) -> list[int]:
-    """Return so many layers, evenly spaced from the first to the last.
-
-    Example:
-        >>> from evals import regret
-        >>> regret.chosen_layers(4, 30), regret.chosen_layers(10, 2)
-        ([0, 10, 19, 29], [0, 1])
-    """
+def _chosen_layers(count: int, layers: int) -> list[int]:
+    """Return so many layers, evenly spaced from the first to the last."""
     return sorted({round(x) for x in np.linspace(0, layers - 1, min(count, layers))})
 
 
@@ -200,7 +194,7 @@ class _Run:
 
     def __init__(self, flags, model, tokenizer, settings, aids, store):
         self.flags, self.model, self.settings, self.aids, self.store = flags, model, settings, aids, store
-        self.layers = chosen_layers(flags.layers, model.config.num_layers)
+        self.layers = _chosen_layers(flags.layers, model.config.num_layers)
         self.samples = [
             tasks.needle(flags.seed + sample, tokenizer, flags.length, None, flags.facts)
             for sample in range(flags.samples)
@@ -375,26 +369,8 @@ def summarise(records: Sequence[dict[str, Any]], layers: Sequence[int]) -> list[
     return rows
 
 
-def correlations(rows: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
-    """Correlate, over the policies of each question, recall with small regret and with the attention mass kept.
-
-    ``median`` takes the median over layers in place of the mean, and ``layers`` each layer alone.
-
-    Args:
-        recall: by question and policy, as :func:`read_recall` returns it.
-
-    Example:
-        >>> from evals import regret
-        >>> rows = [
-        ...     {"model": "m", "question": "known", "policy": name}
-        ...     | dict(regret=x, mass=x, layers=[x])
-        ...     for name, x in (("a", 0.1), ("b", 0.2), ("c", 0.3))
-        ... ]
-        >>> recall = {("known", "a"): 0.9, ("known", "b"): 0.5, ("known", "c"): 0.1}
-        >>> told = regret.correlations(rows, recall)
-        >>> told[0]["regret"], told[0]["mass"], told[0]["policies"]
-        (1.0, -1.0, 3)
-    """
+def _correlations(rows: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    """Correlate, over the policies of each question, recall with small regret and with the attention mass kept."""
     told = []
     for question in dict.fromkeys(row["question"] for row in rows):
         both = [row for row in rows if row["question"] == question and (question, row["policy"]) in recall]
@@ -449,7 +425,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def bracket_lines(rows: Sequence[dict[str, Any]]) -> str:
+def _bracket_lines(rows: Sequence[dict[str, Any]]) -> str:
     """Say how far the search may be from the best: the certified gaps of exact and of long cases."""
     lines = []
     for row in rows:
@@ -553,7 +529,7 @@ def command(flags: argparse.Namespace) -> None:
             run.measure(progress)
             progress.set_description("done")
         rows = summarise(store.records, run.layers)
-    correlated = correlations([row for row in rows if row["policy"] != BEST], recall)
+    correlated = _correlations([row for row in rows if row["policy"] != BEST], recall)
     told = "\n".join(
         f"rank correlation with recall, question {row['question']}, {row['policies']} policies: "
         f"{row['regret']:+.2f} for small regret (median over layers {row['median']:+.2f}, one layer alone "
@@ -562,7 +538,7 @@ def command(flags: argparse.Namespace) -> None:
     )
     heads = model.config.num_kv_heads
     taken = f"{flags.samples} prompts, layers {', '.join(str(x + 1) for x in run.layers)}, {heads} KV heads in each"
-    report.show(table(rows), taken, bracket_lines(rows), told)
+    report.show(table(rows), taken, _bracket_lines(rows), told)
     figures = {
         "evaluation": "regret",
         "title": "Regret: the error of future attention outputs beyond the best that could be kept",

@@ -196,13 +196,13 @@ def check(flags: argparse.Namespace) -> None:
         return
     command_line.check_least(flags, samples=1)
     _lengths(flags)
-    read = read_sources(flags)
+    read = _read_sources(flags)
     missing = [task for task in _tasks(flags) if task in QA and task not in read.documents]
     if missing:
         raise ValueError(f"{', '.join(missing)}: no file of questions and documents was named; name it with --qa.")
 
 
-def read_sources(flags: argparse.Namespace) -> Sources:
+def _read_sources(flags: argparse.Namespace) -> Sources:
     """Read the files that the flags name."""
     return Sources(
         WORDING if flags.prompts is None else read_wording(flags.prompts),
@@ -215,7 +215,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
     """Make one group per task and length, or per task of the samples that ``--data`` names."""
     if flags.data is not None:
         return documents.make_groups(flags, config, tokenizer, PUBLISHED, _file, _no_hub, cut=False)
-    sources = read_sources(flags)
+    sources = _read_sources(flags)
     return [_group(task, length, flags, tokenizer, sources) for length in _lengths(flags) for task in _tasks(flags)]
 
 

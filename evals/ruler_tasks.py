@@ -154,7 +154,7 @@ def sample(
     room = length - NEW_TOKENS[task]
 
     check_fits(task, encoded(build(least), tokenizer, chat), length)
-    units = most_that_fits(lambda units: len(encoded(build(units), tokenizer, chat)), room, least)
+    units = _most_that_fits(lambda units: len(encoded(build(units), tokenizer, chat)), room, least)
     draft = build(least if units is None else units)
     known, _ = _prompt_text(draft, tokenizer, chat)
     tokens = encoded(draft, tokenizer, chat)
@@ -179,17 +179,8 @@ def check_fits(task: str, smallest: Sequence[int], length: int) -> None:
         )
 
 
-def most_that_fits(count: Callable[[int], int], room: int, least: int) -> int | None:
-    """Find the largest n >= ``least`` with ``count(n) <= room``, where ``count`` grows about linearly.
-
-    Returns:
-        n, or None where not even ``least`` fits.
-
-    Example:
-        >>> from evals import ruler_tasks
-        >>> ruler_tasks.most_that_fits(lambda n: 10 + 3 * n, 100, 1)
-        30
-    """
+def _most_that_fits(count: Callable[[int], int], room: int, least: int) -> int | None:
+    """Find the largest n >= ``least`` with ``count(n) <= room``, where ``count`` grows about linearly."""
     low, cost = least, count(least)
     if cost > room:
         return None

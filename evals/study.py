@@ -71,7 +71,7 @@ def command(flags: argparse.Namespace) -> None:
 
 def _write(content: dict[str, Any], judged: Sequence[tuple[str, claims.Judgement]], path: Path | None) -> None:
     if path is not None:
-        commands.write_json(path, content | {"claims": [as_row(form, row) for form, row in judged]})
+        commands.write_json(path, content | {"claims": [_as_row(form, row) for form, row in judged]})
         print(f"figures: {path}")
 
 
@@ -106,7 +106,7 @@ def judge(study: studies.Study, rows: studies.Rows) -> list[tuple[str, claims.Ju
     ]
 
 
-def as_row(form: str, row: claims.Judgement) -> dict[str, Any]:
+def _as_row(form: str, row: claims.Judgement) -> dict[str, Any]:
     """Return a judged claim in JSON's types."""
     told: dict[str, Any] = {
         "form": form,
@@ -122,7 +122,7 @@ def as_row(form: str, row: claims.Judgement) -> dict[str, Any]:
 
 def table(judged: Sequence[tuple[str, claims.Judgement]]) -> str:
     """Return the judged claims as a table in text."""
-    rows = [as_row(form, row) for form, row in judged]
+    rows = [_as_row(form, row) for form, row in judged]
     bound = lambda name: lambda r: "n/a" if r[name] is None else f"{r[name]:.2f}"  # noqa: E731
     return report.table(
         rows,

@@ -77,7 +77,7 @@ def panels(study: studies.Study, rows: studies.Rows) -> list[Panel]:
     ]
 
 
-def evicts_once(study: studies.Study) -> bool:
+def _evicts_once(study: studies.Study) -> bool:
     """Return whether all policies hold the whole prompt, so that what they keep tells them apart."""
     return study.content.get("when") == "prompt"
 
@@ -107,7 +107,7 @@ def markdown(
         f"{study.note} Models: {models}. Made by `{data['command']}` on "
         f"{machines}; every score is in [{study.name}.json]({study.name}.json).",
         *([] if picture is None else [f"![Scores against the bytes of a prompt's cache]({picture})"]),
-        f"Means with 95% intervals over texts, and {'the bytes that one prompt keeps, with ' * evicts_once(study)}the "
+        f"Means with 95% intervals over texts, and {'the bytes that one prompt keeps, with ' * _evicts_once(study)}the "
         "most bytes that one prompt's cache took. Bold: not worse than the column's best, on the same texts.",
     ]
     for panel in panels(study, rows):
@@ -133,7 +133,7 @@ def table(study: studies.Study, rows: studies.Rows, panel: Panel) -> str:
             _, _, above = statistics.paired_interval(scores - found[best[budget], budget].scores)
             text = f"**{text}**" if above >= 0 else text
         more = "" if increase is None else f", perplexity {increase:+.1%}"
-        size = f"{kept:.0f} of {peak:.0f}" if evicts_once(study) else f"{peak:.0f}"
+        size = f"{kept:.0f} of {peak:.0f}" if _evicts_once(study) else f"{peak:.0f}"
         return f"{text} [{low:.2f}, {high:.2f}], {size} MiB{more}"
 
     heads = [f"{budget:.0%}" if isinstance(budget, float) else f"{budget} slots" for budget in budgets]
@@ -159,7 +159,7 @@ def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judgem
             key = row.claim.paper, row.claim.text
             says[key] = says.get(key) or row.claim.says
             texts.setdefault(key, []).append(row.samples)
-            line = f"{', '.join([study.name] * (len(judged) > 1) + where)}: {verdict_text(row)}"
+            line = f"{', '.join([study.name] * (len(judged) > 1) + where)}: {_verdict_text(row)}"
             found.setdefault(key, {}).setdefault(form, []).append(line)
     forms = list(dict.fromkeys(form for own in found.values() for form in own))
     papers = sorted({paper for paper, _ in found}, key=lambda paper: (paper not in PAPERS, paper == "ours", paper))
@@ -179,7 +179,7 @@ def place(name: str, value: Any) -> str:
     return f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
-def verdict_text(row: Judgement) -> str:
+def _verdict_text(row: Judgement) -> str:
     """Return a verdict with its figures; :data:`CLAIM` says what they are."""
     verdict = f"**{row.verdict}**" if row.verdict == HOLDS else row.verdict
     bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (row.floor, row.ceiling))
@@ -210,7 +210,7 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
         for policy in study.drawn:
             name = study.names.get(policy, policy)
             own = sorted(
-                (c.size if evicts_once(study) else c.peak, *statistics.mean_interval(c.scores))
+                (c.size if _evicts_once(study) else c.peak, *statistics.mean_interval(c.scores))
                 for (p, _), c in found.items()
                 if p == policy
             )
@@ -238,7 +238,7 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
     lowest = slice(max(0, len(drawn) - across), len(drawn))  # the lowest panel of each column
     for (study, *_), axis in zip(drawn[lowest], axes.flat[lowest], strict=True):
         axis.tick_params(labelbottom=True)
-        most = "take behind the answer" if evicts_once(study) else "take at most"
+        most = "take behind the answer" if _evicts_once(study) else "take at most"
         axis.set_xlabel(f"MiB that a prompt's keys and values {most}", fontsize=9)
     for axis in axes[:, 0]:
         axis.set_ylabel("score", fontsize=9)

@@ -117,21 +117,13 @@ def template_sentence(rng: np.random.Generator) -> str:
             return f"{who} counted {count} steps from {thing()} to {thing()}."
 
 
-def filler_sentence(rng: np.random.Generator) -> str:
-    """Draw a sentence without facts: two thirds come from templates, one third from :func:`evals.prose.sentences`.
-
-    >>> filler_sentence(np.random.default_rng(3))[-1]
-    '.'
-    """
+def _filler_sentence(rng: np.random.Generator) -> str:
+    """Draw a sentence without facts: two thirds come from templates, one third from :func:`evals.prose.sentences`."""
     return tasks.pick(rng, prose.sentences("train")) if rng.random() < 1 / 3 else template_sentence(rng)
 
 
-def invented_name(rng: np.random.Generator) -> str:
-    """Return a name for a place from random syllables; never one that the co-reference task tests with.
-
-    >>> invented_name(np.random.default_rng(0))
-    'Scickdriexui'
-    """
+def _invented_name(rng: np.random.Generator) -> str:
+    """Return a name for a place from random syllables; never one that the co-reference task tests with."""
     while True:
         word = "".join(
             tasks.pick(rng, _ONSETS) * (i > 0 or rng.random() < 0.8)
@@ -304,7 +296,7 @@ class _Row:
 
     def add_filler(self) -> None:
         self.maybe_jump()
-        self.add(filler_sentence(self.rng))
+        self.add(_filler_sentence(self.rng))
 
     def add_prose(self) -> None:
         if self.level.library and self.rng.random() < self.level.library:
@@ -430,7 +422,7 @@ class _Row:
         if self.level.pieces and rng.random() < self.level.pieces:
             name = self.writer.pieced_name(rng)
         else:
-            name = story.name if rng.random() < 0.3 else invented_name(rng)
+            name = story.name if rng.random() < 0.3 else _invented_name(rng)
         short = self.level.length < 512 or rng.random() < 0.5
         self.maybe_jump()
         self.add("The place is:" if short and rng.random() < 0.5 else story.introduction)
@@ -440,7 +432,7 @@ class _Row:
             self.add(distraction)
         self.maybe_jump()
         if self.level.cues and rng.random() < self.level.cues:
-            self.add(f"{filler_sentence(rng)[:-1]}:")
+            self.add(f"{_filler_sentence(rng)[:-1]}:")
         else:
             self.add(f"{story.tie_back}:")
         self.add_name(name, stated=True)
@@ -457,7 +449,7 @@ class _Row:
                 case 0:
                     yield tasks.pick(self.rng, _SENTENCE_END.split(tasks.pick(self.rng, story.distractions)))
                 case 1:
-                    yield filler_sentence(self.rng)
+                    yield _filler_sentence(self.rng)
                 case _:
                     self.add_fact()
 

@@ -123,7 +123,7 @@ def check_settings(settings: Settings, config: models.Config, *, text: bool) -> 
             "that gives all heads the same budget, or --when prompt with prompts and answers."
         )
     if text:
-        check_row(settings, [settings.policy], settings.seq_len - 1)
+        _check_row(settings, [settings.policy], settings.seq_len - 1)
     if text and evicts == "prompt":
         raise ValueError(
             f"{policy.name!r} evicts once, after the last token of a text, which changes nothing that is learned; take "
@@ -131,15 +131,8 @@ def check_settings(settings: Settings, config: models.Config, *, text: bool) -> 
         )
 
 
-def check_row(settings: Settings, names: Sequence[str], fed: int) -> None:
-    """Raise ValueError if a ratio of a row's ``fed`` tokens, prompt and answer, is too few slots for a policy.
-
-    Example:
-        >>> from train import finetune
-        >>> finetune.check_row(
-        ...     finetune.Settings(budget=0.25), ["full", "snapkv+caote"], 512
-        ... )
-    """
+def _check_row(settings: Settings, names: Sequence[str], fed: int) -> None:
+    """Raise ValueError if a ratio of a row's ``fed`` tokens, prompt and answer, is too few slots for a policy."""
     for policy in map(policy_of, names):
         if policy is not None and isinstance(settings.budget, float):
             kvjax.check_budget(policy, share_of_tokens(settings.budget, fed))
@@ -480,7 +473,7 @@ def _run(flags: argparse.Namespace) -> None:
             eval_rows=flags.eval_rows,
             chat=flags.chat,
             seed=settings.seed,
-            check=functools.partial(check_row, settings, [settings.policy, *named]),
+            check=functools.partial(_check_row, settings, [settings.policy, *named]),
         )
     else:
         if flags.chat:

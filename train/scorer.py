@@ -104,15 +104,8 @@ def kind_named(name: str) -> type[Scoring]:
     return cast(type[Scoring], kind)
 
 
-def kind_of(config: Any) -> type[Scoring]:
-    """Return the kind of network that has a config.
-
-    Example:
-        >>> import models
-        >>> from train.scorer import kind_of
-        >>> kind_of(models.ScorerConfig(64, num_layers=3, num_kv_heads=2)).name
-        'scorer'
-    """
+def _kind_of(config: Any) -> type[Scoring]:
+    """Return the kind of network that has a config."""
     return kind_named(next(name for name, kind in NETWORKS.items() if kind.Config is type(config)))
 
 
@@ -292,7 +285,7 @@ def measure(
 
 @functools.partial(jax.jit, static_argnames=("config", "target", "words"))
 def _predicted_and_true(model, parameters, tokens, config, target, words):
-    network = kind_of(config)(config, parameters)
+    network = _kind_of(config)(config, parameters)
 
     def both(layer, x, score):
         return network.predict(layer, x).score, logarithm(score)
@@ -310,7 +303,7 @@ def mean_logarithms(
 
 def init_state(config: Any, settings: Settings, mean: Float[Array, "L K"], mesh: Mesh) -> State:
     """Return the parameters that training starts from, and a new optimizer's state, on every device."""
-    kind, host = kind_of(config), np.asarray(mean)  # not closed over as a device's array, which may be on another mesh
+    kind, host = _kind_of(config), np.asarray(mean)  # not closed over as a device's array, which may be on another mesh
 
     def make() -> Parameters:
         return kind.started(parameters_of(kind(config, rngs=nnx.Rngs(settings.seed))), jnp.asarray(host))
@@ -348,7 +341,7 @@ def train(
     mesh = options.mesh or loop.one_device()
     if not 0 < budget <= 1:
         raise ValueError(f"--budget is {budget}; give the share of its tokens that a head keeps, in (0, 1].")
-    kind, target = kind_of(config), settings.target
+    kind, target = _kind_of(config), settings.target
     words = words if target == "kvzip" else ()
 
     def objective(model, parameters, tokens, key):

@@ -144,12 +144,8 @@ def _bytes_of(text: str, layers: int | None = None) -> int:
     return total
 
 
-def decode_layers(config: Config, policy: kvjax.Policy | None, batch: int, budget: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return a function that runs a decode step's attention and eviction in all layers, and its arguments' shapes.
-
-    There is nothing else in a layer: the attention's output is the next layer's query, and its first heads are its key
-    and its value.
-    """
+def _decode_layers(config: Config, policy: kvjax.Policy | None, batch: int, budget: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return a function that runs a decode step's attention and eviction in all layers, and its arguments' shapes."""
     L, B, K, N, D = config.num_layers, batch, config.num_kv_heads, config.num_heads, config.head_dim
     S = budget + 1
 
@@ -175,7 +171,7 @@ def decode_layers(config: Config, policy: kvjax.Policy | None, batch: int, budge
 
 def lowering(config: Config, policy: str, batch: int, budget: int, chip: Any = None) -> jax.stages.Lowered:
     """Lower a decode step's attention and eviction for a GPU; ``chip`` is needed to compile it."""
-    run, given = decode_layers(config, kvjax.chains.policy_of(policy), batch, budget)
+    run, given = _decode_layers(config, kvjax.chains.policy_of(policy), batch, budget)
     if chip is not None:
         own = SingleDeviceSharding(chip)
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), given)

@@ -48,29 +48,15 @@ class Rounding(NamedTuple):
     block: int | None = None
 
 
-def by_steps(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
-    """Round to multiples of a float32 scale, at which the largest magnitude along an axis is the largest number.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from papers.kivi.rounding import by_steps
-        >>> by_steps(jnp.array([7.0, -3.2, 0.4]), 4, -1).tolist()
-        [7.0, -3.0, 0.0]
-    """
+def _by_steps(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
+    """Round to multiples of a float32 scale, at which the largest magnitude along an axis is the largest number."""
     largest = 2 ** (bits - 1) - 1
     scale = jnp.max(jnp.abs(rows), axis=axis, keepdims=True) / largest
     return jnp.round(rows / jnp.where(scale > 0, scale, 1)) * scale
 
 
-def from_smallest(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
-    """Round to the smallest number along an axis and equal steps above it, both stored in float16.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from papers.kivi.rounding import from_smallest
-        >>> from_smallest(jnp.array([1.0, 1.6, 4.0]), 2, -1).tolist()
-        [1.0, 2.0, 4.0]
-    """
+def _from_smallest(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
+    """Round to the smallest number along an axis and equal steps above it, both stored in float16."""
     largest = 2**bits - 1
     smallest = _through(jnp.min(rows, axis=axis, keepdims=True), "float16")
     step = _through((jnp.max(rows, axis=axis, keepdims=True) - smallest) / largest, "float16")
@@ -80,7 +66,7 @@ def from_smallest(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Arra
 def in_groups(rows: Rows) -> Rows:
     """Round each :data:`GROUP` channels of a row to four bits; rows that they do not divide have smaller groups."""
     D = rows.shape[-1]
-    return from_smallest(rows.reshape(*rows.shape[:-1], -1, math.gcd(GROUP, D)), 4, -1).reshape(rows.shape)
+    return _from_smallest(rows.reshape(*rows.shape[:-1], -1, math.gcd(GROUP, D)), 4, -1).reshape(rows.shape)
 
 
 def by_channel(rows: Rows, how: Callable[..., Array], bits: int) -> Rows:
@@ -101,12 +87,12 @@ ROUNDINGS: dict[str, Rounding] = {
     "int8": Rounding(partial(kvjax.straight_through, dtype="int8"), lambda D: D + 4),
     "float8_e4m3fn": Rounding(partial(kvjax.straight_through, dtype="float8_e4m3fn"), lambda D: D + 4),
     f"int8, a scale per channel and {SLOTS} slots": Rounding(
-        partial(by_channel, how=by_steps, bits=8), lambda D: D + 4 * D / SLOTS, SLOTS
+        partial(by_channel, how=_by_steps, bits=8), lambda D: D + 4 * D / SLOTS, SLOTS
     ),
-    "4 bits": Rounding(partial(by_steps, bits=4, axis=-1), lambda D: D / 2 + 4),
+    "4 bits": Rounding(partial(_by_steps, bits=4, axis=-1), lambda D: D / 2 + 4),
     f"4 bits, groups of {GROUP}": Rounding(in_groups, lambda D: D / 2 + 4 * D / math.gcd(GROUP, D)),
     f"4 bits per channel and {SLOTS} slots": Rounding(
-        partial(by_channel, how=from_smallest, bits=4), lambda D: D / 2 + 4 * D / SLOTS, SLOTS
+        partial(by_channel, how=_from_smallest, bits=4), lambda D: D / 2 + 4 * D / SLOTS, SLOTS
     ),
 }
 _CHANNEL8, _GROUPS, _CHANNEL4 = (list(ROUNDINGS)[i] for i in (5, 7, 8))

@@ -50,19 +50,8 @@ class Cost(NamedTuple):
     bytes: float
 
 
-def compiled_cost(function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Cost:
-    """Compile a function for abstract arguments and return XLA's count; bodies of loops are counted once.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from papers.predictor.flops import compiled_cost
-        >>> a, b = (
-        ...     jax.ShapeDtypeStruct((8, 16), jnp.float32),
-        ...     jax.ShapeDtypeStruct((16, 32), jnp.float32),
-        ... )
-        >>> compiled_cost(jnp.matmul, a, b).flops == 2 * 8 * 16 * 32
-        True
-    """
+def _compiled_cost(function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Cost:
+    """Compile a function for abstract arguments and return XLA's count; bodies of loops are counted once."""
     analysis: Any = jax.jit(function, donate_argnums=donate).lower(*arguments).compile().cost_analysis()
     return Cost(analysis["flops"], analysis["bytes accessed"])
 
@@ -87,7 +76,7 @@ def model_cost(config: models.Config, tokens: int, slots: int) -> tuple[Cost, Co
         abstract = {name: _abstract(*sizes) for name, sizes in model_shapes(short).items()}
         model = jax.eval_shape(functools.partial(models.Decoder, short), abstract)
         cache = [_abstract(1, config.num_kv_heads, slots, config.head_dim) for _ in range(2)]
-        whole.append(compiled_cost(_forward, model, jax.ShapeDtypeStruct((1, tokens), jnp.int32), cache, donate=(2,)))
+        whole.append(_compiled_cost(_forward, model, jax.ShapeDtypeStruct((1, tokens), jnp.int32), cache, donate=(2,)))
     return whole[0], Cost(*(one - none for none, one in zip(*whole, strict=True)))
 
 
@@ -117,8 +106,8 @@ def predictor_cost(config: Any, tokens: int, slots: int) -> tuple[Cost, Cost]:
 
     query = _abstract(1, tokens, config.num_heads, config.dim)
     return (
-        compiled_cost(network, predictor, cache, _abstract(1, tokens, config.hidden_size), donate=(1,)),
-        compiled_cost(sources.logits, query, _abstract(1, config.num_heads, slots, config.dim)),
+        _compiled_cost(network, predictor, cache, _abstract(1, tokens, config.hidden_size), donate=(1,)),
+        _compiled_cost(sources.logits, query, _abstract(1, config.num_heads, slots, config.dim)),
     )
 
 
@@ -185,14 +174,8 @@ def largest_share(model: models.Config, predictor: Any, reading: str) -> float:
     return shares[reading]
 
 
-def blocks_of(tokens: int) -> list[tuple[int, int]]:
-    """Return the tokens of each block of a prompt, and the slots that its attention reads.
-
-    Example:
-        >>> from papers.predictor.flops import blocks_of
-        >>> blocks_of(512)
-        [(128, 256), (128, 256), (128, 512), (128, 512)]
-    """
+def _blocks_of(tokens: int) -> list[tuple[int, int]]:
+    """Return the tokens of each block of a prompt, and the slots that its attention reads."""
     block = min(BLOCK, tokens)
     fed = range(tokens % block or block, tokens + 1, block)  # the first block is the short one
     return [(min(block, end), filled_slots(end, tokens) or tokens) for end in fed]
@@ -207,7 +190,7 @@ def prefill(name: str, tokens: int) -> dict[str, Any]:
     predictor = KIND.Config.of(model)
     rest, network = model_cost(model, tokens, tokens)[0], predictor_cost(predictor, tokens, tokens)[0]
     last, L = model_cost(model, 1, tokens)[0], model.num_layers
-    places = blocks_of(tokens)
+    places = _blocks_of(tokens)
     layer = sum(model_cost(model, *place)[1].flops for place in places)
     logits = sum(predictor_cost(predictor, *place)[1].flops for place in places)
     whole, whole_last = rest.flops + L * layer, last.flops + L * layer
