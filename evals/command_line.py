@@ -20,16 +20,28 @@ from models.networks import Network, load_networks
 FREE = ("name", "invocation", "out", "json", "plot", "batch", "mesh", "against")
 
 
-def add_model_flags(flags: argparse.ArgumentParser) -> None:
-    """Add the flags of every evaluation: the model, and how it is run."""
-    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
-    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step")
-    flags.add_argument("--batch", type=int, default=16, help="samples answered at once")
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's")
+FLAGS: dict[str, dict[str, Any]] = {
+    "model": dict(default="retriever", help="'retriever', a Hugging Face folder, or a hub name"),
+    "block": dict(type=int, default=128, help="prompt tokens per step"),
+    "batch": dict(type=int, default=16, help="samples answered at once"),
+    "seed": dict(type=int, default=0),
+    "dtype": dict(help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's"),
+    "json": dict(type=Path, help="write all figures here"),
+    "plot": dict(type=Path, help="write the picture here (.png, .svg or .pdf)"),
+}
+
+
+def add_shared_flags(flags: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
+    """Add some of the flags that evaluations share (:data:`FLAGS`), with other defaults where they are given."""
+    for name in names:
+        given = {"default": defaults[name]} if name in defaults else {}
+        flags.add_argument(f"--{name}", **FLAGS[name] | given)
+
+
+def add_model_flags(flags: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add the flags of every evaluation that runs policies: all of :data:`FLAGS`, and how a model is spread."""
+    add_shared_flags(flags, *FLAGS, **defaults)
     run_flags.add_mesh_flags(flags)
-    flags.add_argument("--json", type=Path, help="write all figures here")
-    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
 
 
 def add_setting_flags(

@@ -289,8 +289,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "observation window)",
     )
     flags.add_argument("--samples", type=int, default=100)
-    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step (with --mode generate)")
-    flags.add_argument("--seed", type=int, default=0)
+    command_line.add_shared_flags(flags, "block", "seed")
     run_flags.add_mesh_flags(flags)
 
 

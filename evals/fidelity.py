@@ -25,7 +25,6 @@ import models
 from evals import answering, claims, command_line, evaluator, needle, report, run_settings, statistics, tasks
 from kvjax.insertion import Cache
 from models import commands, hosts
-from models.commands import run_flags
 from models.commands.programs import make_room
 from models.decoder import frequencies, rope_of_layer
 
@@ -320,7 +319,6 @@ def _head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all tokens")
     flags.add_argument(
         "--budgets", "--budget", default="0.1", help="slots per head, or ratios of the prompt; several by comma"
@@ -332,13 +330,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
     command_line.add_against_flag(flags)
     commands.add_networks_flag(flags)
-    flags.add_argument("--block", type=int, default=128)
-    flags.add_argument("--batch", type=int, default=20)
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
-    run_flags.add_mesh_flags(flags)
-    flags.add_argument("--json", type=Path, help="write all figures here")
-    flags.add_argument("--plot", type=Path, help="write error and cosine over layers here (.png, .svg or .pdf)")
+    command_line.add_model_flags(flags, batch=20)
     flags.add_argument("--heads", type=Path, help="write the heat map of retained tokens per head here")
 
 

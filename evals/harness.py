@@ -326,8 +326,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--num_fewshot", type=int, help="examples per prompt (default: the task's)")
     flags.add_argument("--limit", type=int, help="use only the first so many samples of each task")
     flags.add_argument("--batch", type=int, default=8, help="requests answered at once")
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--json", type=Path, help="write all figures here")
+    command_line.add_shared_flags(flags, "seed", "json")
     flags.add_argument("--out", type=Path, help="a folder for answers; a killed run is resumed there")
 
 

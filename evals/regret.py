@@ -470,7 +470,6 @@ def heat_map(rows: Sequence[dict[str, Any]], layers: Sequence[int], path: Path) 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument("--policies", help="several by comma; by default those of --recall, else a few")
     flags.add_argument("--budget", default="0.25", help="slots per head, or a ratio of what is compressed")
     flags.add_argument("--question", default="known,unknown", help="known, unknown; several by comma")
@@ -485,12 +484,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--exact", type=int, default=24, help="tokens of a case that is solved exactly; 0 for none")
     flags.add_argument("--recall", type=Path, help="a study's JSON file, whose recall is correlated with the regret")
     commands.add_networks_flag(flags)
-    flags.add_argument("--block", type=int, default=128)
-    flags.add_argument("--seed", type=int, default=100_000, help="that of the first prompt; studies start at 0")
-    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    command_line.add_shared_flags(flags, "model", "block", "seed", "dtype", "json", "plot", seed=100_000)
     flags.add_argument("--out", type=Path, help="the folder of its records; a killed run is resumed")
-    flags.add_argument("--json", type=Path, help="write all figures here")
-    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
 
 
 def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]) -> list[run_settings.Setting]:

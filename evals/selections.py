@@ -25,7 +25,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -231,7 +230,6 @@ def parse_sparsities(text: str) -> list[float]:
 
 def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: str, batch: int) -> None:
     """Add the flags of every command that measures selections."""
-    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument(
         "--select", default=select, help="sources of importance, eviction policies, oracle_eviction, full; by comma"
     )
@@ -246,10 +244,7 @@ def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: s
         default="query",
         help="under a simulated policy, tokens are kept per query head, as published, or per group of query heads",
     )
-    flags.add_argument("--batch", type=int, default=batch)
-    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
-    flags.add_argument("--json", type=Path, help="write all figures here")
-    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
+    command_line.add_shared_flags(flags, "model", "batch", "dtype", "json", "plot", batch=batch)
 
 
 def check_flags(flags: argparse.Namespace) -> None:

@@ -145,7 +145,6 @@ def pieces(tokenizer: models.Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument("--prompt-file", type=Path, help="a UTF-8 text (default: facts in prose and a question)")
     flags.add_argument("--question", help="text after the prompt that is not known when the prompt is compressed")
     flags.add_argument(
@@ -159,11 +158,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         help="evict after every block, once, or as in the policy's paper (default %(default)s)",
     )
     commands.add_networks_flag(flags)
-    flags.add_argument("--block", type=int, default=64)
+    command_line.add_shared_flags(flags, "model", "block", "seed", "dtype", block=64)
     flags.add_argument("--max-new-tokens", type=int, default=8)
     flags.add_argument("--length", type=int, default=384, help="tokens of the default prompt")
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
     flags.add_argument("--html", type=Path, required=True, help="write the page here")
 
 

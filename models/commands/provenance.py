@@ -68,8 +68,8 @@ def facts(invocation: Invocation, seed: int | None, digests: Any) -> dict[str, A
     Example:
         >>> from models import commands
         >>> from models.commands import provenance
-        >>> invocation = commands.Parser(prog="python -m tool").parse_args([]).invocation
-        >>> provenance.facts(invocation, 0, {})["command"]
+        >>> flags = commands.Parser(prog="python -m tool").parse_args([])
+        >>> provenance.facts(flags.invocation, 0, {})["command"]
         'python -m tool'
     """
     return {

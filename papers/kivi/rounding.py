@@ -17,7 +17,6 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -229,13 +228,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument(
         "--text", nargs="+", help="files, or texts of `python -m papers texts`; the library's own sentences by default"
     )
     flags.add_argument("--chunk", type=int, default=512, help="tokens per sequence")
     flags.add_argument("--sequences", type=int, help="use at most so many of each text's chunks")
-    flags.add_argument("--json", type=Path, help="write all figures here")
+    command_line.add_shared_flags(flags, "model", "json")
 
 
 def command(flags: argparse.Namespace) -> None:
