@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import KVCache, as_stored, by_position, floats_of, nth_true, rows_apart, with_rows
+from kvjax.cache import as_stored, by_position, floats_of, nth_true, rows_apart, with_rows
 from kvjax.matching import Queries, refitted, samples_of
-from kvjax.paged import PagedCache
 
 SMALL = 1e-6  # added to lengths, as in kvpress
 TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
@@ -64,45 +63,51 @@ class Received:
     attention: Float[Array, "*L B K S"]
 
 
-def folded(
+def folded[Part: Any](
     merging: Merging,
-    cache: KVCache | PagedCache,
+    cache: Part,
     before: Int[Array, "*slots"],
     after: Int[Array, "*slots"],
     layer: int | Int[Array, ""] | None = None,
     most: int | None = None,
-) -> KVCache | PagedCache:
+) -> Part:
     """Return the cache with the values of the tokens that leave merged into those that stay, layer by layer.
 
     Args:
+        cache: a plain or a paged one.
         before, after: the positions before and after the eviction, of all slots or of those of one layer.
         layer: that layer, in a plain cache that stacks them.
         most: the largest number of tokens that leave a head; None where any number may.
 
     Raises:
-        ValueError: if the merging fits biases, and a cache of several layers, or in pages, has none.
+        ValueError: if the merging fits biases, but the cache has none.
     """
     if layer is not None:
         return _folded_layer(merging, cache, before, after, layer, most)
 
     def of_layer(index: Int[Array, ""] | None, cache: Any) -> Any:
-        own = (dataclasses.replace(cache, position=slots).layer(index).position for slots in (before, after))
-        return _folded_layer(merging, cache, *own, index, most)
+        was, left = (dataclasses.replace(cache, position=slots).layer(index).position for slots in (before, after))
+        return _folded_layer(merging, cache, was, left, index, most)
 
     *stack, _, _ = cache.heads_shape
     return jax.lax.fori_loop(0, stack[0], of_layer, cache) if stack else of_layer(None, cache)
 
 
-def _folded_layer(
+def _folded_layer[Part: Any](
     merging: Merging,
-    cache: KVCache | PagedCache,
+    cache: Part,
     before: Int[Array, "B K S"],
     after: Int[Array, "B K S"],
     layer: int | Int[Array, ""] | None,
     most: int | None,
-) -> KVCache | PagedCache:
+) -> Part:
     """Run :func:`folded` on one layer; a paged cache's is copied to slots, and what is new is written to its pages."""
     here = cache.layer(layer)
+    if merging.biased and here.bias is None:
+        raise ValueError(
+            f"{merging.name!r} fits a bias per slot, but the cache has none; make it with kvjax.empty_cache, or with "
+            "its with_bias()."
+        )
     wide, gone = floats_of(here), (before >= 0) & (after < 0)
     S = before.shape[-1]
     count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
@@ -125,19 +130,9 @@ def _folded_layer(
         return jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored, old)
 
     changed = {name: put(stored[name], old) for name, old in apart.rows.items() if name.startswith(("value", "bias"))}
-    if biases and here.bias is None:
-        if layer is not None or cache.paged:
-            raise ValueError(
-                f"{merging.name!r} fits a bias per slot, but the cache has none; make it with kvjax.empty_cache, or "
-                "with its with_bias()."
-            )
-        changed["bias"] = jnp.where(new, stored["bias"], 0)
     rows = with_rows(here.rows, changed)
-    written = {
-        name: cache.write_layer(cache.rows.get(name), part, layer)
-        for name, part in rows.items()
-        if part is not here.rows.get(name)
-    }
+    new_rows = {name: part for name, part in rows.items() if part is not here.rows[name]}
+    written = {name: cache.write_layer(cache.rows[name], part, layer) for name, part in new_rows.items()}
     return dataclasses.replace(cache, rows=cache.rows | written)
 
 
