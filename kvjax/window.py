@@ -109,10 +109,7 @@ def begin_anew(state: Any, rows: Bool[Array, "B"], layer: int | Int[Array, ""] |
         if not isinstance(part, Window):
             return part
         queries = part.queries.value
-        if layer is None:
-            queries = jnp.where(rows[:, None], 0, queries)
-        else:
-            queries = queries.at[layer].set(jnp.where(rows[:, None], 0, queries[layer]))
-        return dataclasses.replace(part, queries=HeadState(queries))
+        left = jnp.where(rows[:, None], 0, queries if layer is None else queries[layer])
+        return dataclasses.replace(part, queries=HeadState(left if layer is None else queries.at[layer].set(left)))
 
     return jax.tree.map(forget, state, is_leaf=lambda part: isinstance(part, Window))

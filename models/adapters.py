@@ -142,9 +142,7 @@ def save(
         >>> import numpy as np
         >>> import models
         >>> from models import adapters
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
+        >>> config = models.Decoder.tiny().config
         >>> pair = {"key.A": np.ones((2, 3, 32)), "key.B": np.ones((2, 16, 3))}
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> adapters.save(folder, config, pair, base="retriever", scale=2.0)
@@ -216,9 +214,7 @@ def sizes(config: Config, path: str) -> tuple[list[int], list[int]]:
     Example:
         >>> import models
         >>> from models import adapters
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
+        >>> config = models.Decoder.tiny().config
         >>> adapters.sizes(config, "layers.query")
         ([4, 8], [32])
     """

@@ -83,12 +83,8 @@ class Engine:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> engine = models.Engine(model, rows=2, policy="h2o", budget=16, block=8)
         >>> handles = [
         ...     engine.submit(range(length), max_new_tokens=3) for length in (40, 9, 21)

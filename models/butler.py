@@ -512,12 +512,8 @@ def butler_input(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> jax.jit(models.butler_input)(model, jnp.array([[1, 2, 3]])).shape
         (1, 3, 32)
     """

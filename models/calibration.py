@@ -36,12 +36,8 @@ def q_filters(model: Decoder, tokens: Int[HostOrDevice, "B T"]) -> Float[np.ndar
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> models.q_filters(model, jnp.arange(60).reshape(2, 30)).shape
         (2, 2, 8)
     """
@@ -72,12 +68,8 @@ def query_centres(model: Decoder, tokens: Int[HostOrDevice, "B T"]) -> Float[np.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> models.query_centres(model, jnp.arange(60).reshape(2, 30)).shape
         (2, 2, 2, 12)
     """
@@ -113,12 +105,8 @@ def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> models.head_scores(model, jnp.arange(60).reshape(2, 30), length=100).shape
         (2, 2)
     """

@@ -93,6 +93,17 @@ class Decoder(nnx.Module):
         prefix = "layers."
         self.layers = Layers({n.removeprefix(prefix): a for n, a in parameters.items() if n.startswith(prefix)})
 
+    @classmethod
+    def tiny(cls) -> Decoder:
+        """Make a decoder of two layers, a vocabulary of 64 tokens and random weights, to try things on.
+
+        Example:
+            >>> import models
+            >>> models.Decoder.tiny().config.head_dim
+            8
+        """
+        return cls(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), rngs=nnx.Rngs(0))
+
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Compute the logits of whole sequences by dense causal attention, in float32."""
         T = tokens.shape[1]

@@ -88,12 +88,8 @@ def prefill(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> cache, logits = models.prefill(
         ...     model, jnp.arange(40)[None], policy="h2o+caote", budget=16, block=8
         ... )
@@ -127,12 +123,8 @@ def hidden_states(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> cache, hidden = models.hidden_states(
         ...     model, jnp.arange(40)[None], policy="h2o", budget=16, block=8
         ... )
@@ -170,12 +162,8 @@ def generate(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> out = models.generate(
         ...     model, jnp.arange(40)[None], policy="snapkv(window=8)", budget=16,
         ...     block=8, max_new_tokens=4
@@ -225,12 +213,8 @@ def stream(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> prompt = jnp.arange(40)[None]
         >>> steps = list(
         ...     models.stream(
@@ -265,12 +249,8 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
     Every run computes it again unless it is given: N D^2 E multiplications per layer, the cost of a few tokens.
 
     Example:
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> models.output_projection(model, "laprox@model").gram.shape
         (2, 2, 2, 8, 8)
     """

@@ -26,9 +26,7 @@ def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> 
         >>> from flax import nnx
         >>> import models
         >>> from models import fingerprints
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
+        >>> config = models.Decoder.tiny().config
         >>> sorted(fingerprints.fingerprints(models.Decoder(config, rngs=nnx.Rngs(0))))
         ['config', 'weights']
     """
@@ -45,9 +43,7 @@ def fingerprint(model: decoder.Decoder) -> str:
     Example:
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
+        >>> config = models.Decoder.tiny().config
         >>> len(models.fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
         16
     """

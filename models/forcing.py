@@ -55,12 +55,8 @@ def teacher_forced(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> cache, hidden = models.teacher_forced(
         ...     model, jnp.arange(40)[None], prompt=8, policy="h2o", budget=16, block=8
         ... )

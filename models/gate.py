@@ -68,9 +68,7 @@ class GateConfig:
 
         Example:
             >>> import models
-            >>> config = models.Config(
-            ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-            ... )
+            >>> config = models.Decoder.tiny().config
             >>> models.GateConfig.of(config).num_kv_heads
             2
         """

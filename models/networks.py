@@ -251,9 +251,7 @@ def network_of(
         >>> import kvjax
         >>> import models
         >>> from models.networks import network_of
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
+        >>> config = models.Decoder.tiny().config
         >>> network_of(None, config, kvjax.h2o()) is None
         True
     """
@@ -353,10 +351,8 @@ def save_network(folder: str | Path, network: Network, model: Decoder, name: str
         >>> import tempfile
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
+        >>> config = model.config
         >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     models.save_network(folder, scorer, model, "a small one")
@@ -389,9 +385,7 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     Example:
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
+        >>> config = models.Decoder.tiny().config
         >>> models.load_network(
         ...     "no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0))
         ... )
@@ -512,9 +506,7 @@ def fingerprint(model: Decoder) -> dict[str, Any]:
         >>> from flax import nnx
         >>> import models
         >>> from models.networks import fingerprint
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
+        >>> config = models.Decoder.tiny().config
         >>> sorted(fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
         ['config', 'weights']
     """

@@ -121,12 +121,8 @@ class Options:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> options = models.Options(policy="h2o", budget=16, block=8, max_new_tokens=4)
         >>> prefilled = models.prefill(model, jnp.arange(40)[None], options=options)
         >>> models.generate(model, prefilled, options=options).tokens.shape

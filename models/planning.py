@@ -44,8 +44,6 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
         options,
         policy=policy,
         budget=plain(options.budget),
-        when=when,
-        evict_every=every,
         reserve=check_count("reserve", options.reserve, 0, "give a number of slots, from 0"),
         page_size=check_count("page_size", options.page_size, 1, "a page has at least 1 slot"),
         fit_prompt=options.fit_prompt is not False,

@@ -56,9 +56,7 @@ class ScorerConfig:
 
         Example:
             >>> import models
-            >>> config = models.Config(
-            ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-            ... )
+            >>> config = models.Decoder.tiny().config
             >>> models.ScorerConfig.of(config).hidden
             4
         """

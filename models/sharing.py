@@ -95,12 +95,8 @@ def prefill_each(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> model = models.Decoder.tiny()
         >>> asked = ["full", "h2o", ("h2o", 0.25), "snapkv(window=8)+caote"]
         >>> each = models.prefill_each(
         ...     model, jnp.arange(40)[None], policies=asked, budget=16, block=8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 from jaxtyping import Int
@@ -105,9 +106,14 @@ def sized(
         room = options.block + copies + plan.evict_every - 1  # so that another turn fits
     # A layer with a window that gave slots away grows back to its window while the others keep what they took.
     step = min(max(options.block + copies, 1 + later), asked + room) if policy.allocation.even else asked + room
+    # A budget is a number of the run, like a length: near ones share all their sizes, and so their programs.
+    few = 4 if not by_ratio else 8 if options.fit_prompt else 2
+    held = np.array([rounded_up(int(budget), few, beside=asked + room) for budget in budgets])
     # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
     # Where heads compete by a ratio, or without a cap, they follow it by powers of two: a head is read at that width.
     all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
+    if isinstance(options.budget, float) and not options.fit_prompt:
+        all_tokens = math.ceil(int(held.max()) / options.budget)
     limit = all_tokens + options.reserve + max(copies, later)
     largest = int(budgets.max())
     widest = policy.allocation.most(config.num_layers, config.num_kv_heads, largest)
@@ -115,8 +121,6 @@ def sized(
         limit = power_of_two(limit)
     elif not options.fit_prompt:
         limit = max(power_of_two(prompt.most + options.reserve), config.max_positions)
-    # A budget in slots is a number of the run, like a length: near ones share their sizes, and so their programs.
-    held = budgets if by_ratio else np.full_like(budgets, rounded_up(int(budgets[0]), 4, beside=asked + room))
     demand = Demand(held + asked, room, step, limit)
     before = 0  # slots for the whole prompt and its copies
     if whole and (prompt.lengths > prompt.questions).any():
@@ -127,7 +131,7 @@ def sized(
         return _resized(plan, layout, prompt, options, demand, before, (copies, asked + decode_room))
     plain = policy.allocation.even and (plan.several is not None or traced)
     slots, pages = capacity(layout, demand, not plain and in_pages(policy, int(budgets.max()), config.sliding_windows))
-    if by_ratio or slots >= limit:  # then it follows the prompt's length
+    if slots >= limit:  # then it follows the prompt's length
         slots = rounded(slots, options)
     if pages:
         return Sizes(slots, before, _pages(layout, demand, options), options.page_size)
@@ -138,8 +142,7 @@ def _pages(layout: Layout, demand: Demand, options: Options) -> int:
     """Return the pages of each device, rounded where they follow the prompt's length."""
     pages = capacity(layout, demand, paged=True).pages
     assert demand.limit is not None
-    follows = isinstance(options.budget, float) or (demand.held + demand.room).max() >= demand.limit
-    return rounded(pages, options) if follows else pages
+    return rounded(pages, options) if (demand.held + demand.room).max() >= demand.limit else pages
 
 
 def _resized(
@@ -178,7 +181,7 @@ def _resized_slots(
     assert kept is not None and demand.limit is not None
     if not prompt.fed:  # the size that one call for both prompt and answer would have made
         slots = min(max(int(demand.held.max()), kept.most) + demand.room, demand.limit)
-    if isinstance(options.budget, float) or slots >= demand.limit:
+    if slots >= demand.limit:
         slots = rounded(slots, options)
     if not prompt.fed:
         slots = max(kept.slots, slots)
@@ -208,7 +211,7 @@ def _resized_pages(
         return with_pages(layout, Sizes(0, before), options, kept, slots, np.maximum(together, usual))
     # The size that one call for both prompt and answer would have made.
     slots = min(max(most, kept.most + demand.room), demand.limit)
-    slots = rounded(slots, options) if isinstance(options.budget, float) or slots >= demand.limit else slots
+    slots = rounded(slots, options) if slots >= demand.limit else slots
     full = demand._replace(held=np.maximum(demand.held, held_of(policy, kept).astype(int)))
     limits = np.repeat([np.inf if window is None else window + demand.step for window in layout.windows], layout.heads)
     grown = np.maximum(kept.held + min(demand.room, 1), np.minimum(kept.held + demand.room, limits)).astype(int)

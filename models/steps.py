@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -120,10 +121,7 @@ def forward(
         here = at_layer(model.config, block, index)
         return *attend(plan, phase, here, place, carry, LayerBlock(query, key, value, position)), None
 
-    hook = None
-    if run.pauses(phase):
-        entered = None if run.ahead is None else run.ahead.entered(model, tokens)
-        hook = functools.partial(selecting.looked_ahead, plan.selection is not None, run.ahead, position, entered)
+    hook = _after_first(run, tokens, position) if run.pauses(phase) else None
     cache: Any = state.cache  # not of layers apart, which models/by_layer.py calls
     evidence = shared_evidence(model.config, plan, phase, block, cache)
     carry = LayerCarry(cache, evidence, state.memory, state.source)
@@ -136,6 +134,14 @@ def forward(
         assert block.budgets is not None
         cache = evict_by(cache, carry.evidence, block.budgets)
     return hidden, DecodeState(cache, carry.memory, carry.source)
+
+
+def _after_first(
+    run: Run, tokens: Int[Array, "B T"], position: Int[Array, "B T"]
+) -> Callable[[Float[Array, "B T E"], LayerCarry], LayerCarry]:
+    """Return what happens to a block between layer 0 and the others."""
+    entered = None if run.ahead is None else run.ahead.entered(run.model, tokens)
+    return functools.partial(selecting.looked_ahead, run.plan.selection is not None, run.ahead, position, entered)
 
 
 def block_of(

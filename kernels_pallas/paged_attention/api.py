@@ -46,16 +46,9 @@ def paged_attention(
     Args:
         key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot. Without
             values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
-        key_scale, value_scale: by which each row of eight bits is multiplied; None for floats.
-        bias: a float per slot that is added to its logits; None for none.
         table: each head's pages; -1 where it has none, and nothing is read there.
-        statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
-        window: the observation window of the "window_" statistics, in queries.
-        errors, projection: those of :func:`kernels_pallas.cache_attention`.
-        sliding_window: how many positions a query sees, itself included; None for all.
-        scale: factor of the logits, D ** -0.5 by default.
-        soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
-        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
+
+    All other arguments are those of :func:`kernels_pallas.cache_attention`; scales and biases are shaped like the pool.
 
     Returns:
         The output in the queries' dtype, and the statistics of M * page slots in float32 (float64 for float64 inputs).
