@@ -1,8 +1,8 @@
 """The definition, in plain JAX: the pages of one head at a time are copied and attended over as slots of a cache.
 
 Where heads compete, the table is as wide as the most that one head may come to own, of which most own little. So a head
-is read at the narrowest of a few widths that holds its pages: of one row at a time for a block, and of all rows together
-for one query, where a step of the loop costs more than what it reads.
+is read at the narrowest of a few widths that holds its pages: one row at a time for a block, all rows together for one
+query, where a step of the loop costs more than what it reads.
 """
 
 from __future__ import annotations
