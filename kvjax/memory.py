@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.cache import KVCache
 from kvjax.capacity import ModelSizes
@@ -90,6 +90,8 @@ def memory(
     block = check_count("block", block, 0, "give the tokens of a step, from 0")
     if policy is None:
         budget, block = check_count("budget", budget, 1, "a cache needs at least 1") + block, 1
+    if mesh is not None:  # of which only the sizes count
+        mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
     given: dict[str, Any] = dict(budget=budget, block=block, dtype=dtype, page_size=page_size, mesh=mesh)
     cache = jax.eval_shape(lambda: empty_cache(policy, **given, **sizes))
     data, tensor = (1, 1) if mesh is None else (mesh.shape[name] for name in (ROWS, HEADS))
