@@ -74,8 +74,8 @@ class Policy:
 
     Attributes:
         name: its short name, as on a command line.
-        init: ``init(B, K, G, S, D) -> state``, a pytree of zeros whose leaves start with ``[B, K, S]``, or with
-            ``[B, K]`` inside a :class:`kvjax.HeadState`.
+        init: ``init(B, K, G, S, D) -> state`` of the links, a pytree of zeros whose leaves start with ``[B, K, S]``, or
+            with ``[B, K]`` inside a :class:`kvjax.HeadState`; :meth:`state` is that of a cache.
         update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``. A link may
             return :class:`kvjax.policy.Marked` scores. The last link may return :class:`kvjax.Weights`, from which an
             eviction computes CAOTE's scores.
