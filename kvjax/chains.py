@@ -11,7 +11,7 @@ from typing import Any
 
 from kernels_pallas import ONLY_REFERENCE, STATISTICS
 from kvjax.allocation import ALLOCATIONS
-from kvjax.checks import check_count, check_names, shown, typed
+from kvjax.checks import check_count, check_names, typed
 from kvjax.names import called, makers, read, registered
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.policy import (
@@ -110,8 +110,9 @@ def chain(*links: Policy) -> Policy:
         'h2o+caote+protect(sinks=4,recent=0.5)'
     """
     if wrong := [link for link in links if not isinstance(link, Policy)]:
+        given = repr(wrong[0]) if isinstance(wrong[0], str) else f"a {type(wrong[0]).__name__}"
         raise ValueError(
-            f"{shown(wrong[0])} is no link of a policy; give one link after the other, chain(kvjax.h2o(), "
+            f"{given} is no link of a policy; give one link after the other, chain(kvjax.h2o(), "
             "kvjax.caote()), or kvjax.parse a name."
         )
     return _chain(links)
