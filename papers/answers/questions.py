@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float
 
 import models
-from evals import command_line, prose, tasks
+from evals import command_line, prose, sweep, tasks
 from models import commands
 from models.load import describe
 
@@ -29,31 +29,9 @@ EXAMPLES = """examples:
   python -m papers.answers.questions --tokenizer smollm2 --rows 2400 --lengths 256,512 --out questions.jsonl
   python -m papers.answers.questions --tokenizer smollm2 --text king-james.txt --out questions.jsonl
 """
-# How a fact is stated, asked for, and how its answer begins.
-WORDINGS = (
-    (
-        "The {attribute} of {key} is {value}.",
-        "Question: what is the {attribute} of {key}?\nAnswer: the {attribute} of {key} is",
-    ),
-    ("{key} has the {attribute} {value}.", "What {attribute} does {key} have?\nAnswer:"),
-    (
-        "Write down {value} as the {attribute} of {key}.",
-        "Which {attribute} was written down for {key}?\nIt is",
-    ),
-    (
-        "One of the special numbers for {key}, its {attribute}, is: {value}.",
-        "What is the special {attribute} for {key}?\nThe special {attribute} for {key} is",
-    ),
-    ("[{key}] {attribute} = {value}", "[{key}] {attribute} ="),
-)
-EVENTS = (
-    "The bell rang.",
-    "A door closed.",
-    "Someone laughed.",
-    "The dog barked.",
-    "A train passed.",
-    "The lamp went out.",
-)
+CONTENT = sweep.read(Path(__file__).with_suffix(".toml"))
+WORDINGS = [(wording["stated"], wording["asked"]) for wording in CONTENT["wordings"]]
+EVENTS = CONTENT["events"]
 COUNTS = "no one two three four five six seven eight nine".split()
 SENTENCE = re.compile(r"[A-Z][^.?!\n]{40,160}[.?!](?=\s)")
 

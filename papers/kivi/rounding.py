@@ -17,6 +17,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import command_line, evaluator, perplexity, report, texts
+from evals import command_line, evaluator, perplexity, report, sweep, texts
 from evals.perplexity import Losses
 from models import commands
 
@@ -94,23 +95,7 @@ ROUNDINGS: dict[str, Rounding] = {
         partial(by_channel, how=_from_smallest, bits=4), lambda D: D / 2 + 4 * D / SLOTS, SLOTS
     ),
 }
-_CHANNEL8, _GROUPS, _CHANNEL4 = (list(ROUNDINGS)[i] for i in (5, 7, 8))
-PAIRS = (  # of keys and values, as the table has them
-    ("bfloat16", "bfloat16"),
-    ("float16", "float16"),
-    ("int8", "int8"),
-    ("int8", "bfloat16"),
-    ("bfloat16", "int8"),
-    ("float8_e4m3fn", "float8_e4m3fn"),
-    ("float8_e4m3fn", "bfloat16"),
-    ("bfloat16", "float8_e4m3fn"),
-    (_CHANNEL8, "int8"),
-    ("4 bits", "4 bits"),
-    (_GROUPS, _GROUPS),
-    (_GROUPS, "int8"),
-    ("int8", _GROUPS),
-    (_CHANNEL4, _GROUPS),
-)
+PAIRS = tuple((key, value) for key, value in sweep.read(Path(__file__).with_suffix(".toml"))["pairs"])
 
 
 def attention(
