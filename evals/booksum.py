@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping
-from pathlib import Path
 
 from evals import documents, metrics
 from evals.documents import DataSet, Task
@@ -32,27 +30,6 @@ TASKS = {
 }
 
 
-def read_tasks(path: Path | None) -> Mapping[str, Task]:
-    """Return the task with the prompt of a JSON file.
-
-    Args:
-        path: a file with an object that holds the prompt under "booksum"; None for our own wording.
-
-    Returns:
-        The task by its name.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file has another format.
-
-    Example:
-        >>> from evals import booksum
-        >>> list(booksum.read_tasks(None))
-        ['booksum']
-    """
-    return TASKS if path is None else documents.with_prompts(TASKS, documents.read_object(path), {}, path)
-
-
 def notes(flags: argparse.Namespace) -> list[str]:
     """Return the notes below the table about prompts and metrics."""
     prompts = "kvjax's own; none is published" if flags.prompts is None else flags.prompts
@@ -61,7 +38,7 @@ def notes(flags: argparse.Namespace) -> list[str]:
 
 DATA = DataSet(
     "Booksum: ROUGE-L", TASKS, 'a JSON file: {"booksum": "... {context} ..."}',
-    lambda flags: read_tasks(flags.prompts), notes, functools.partial(documents.lines_of_hub, REPOSITORY),
-    lambda task: "test.csv",
+    lambda flags: documents.read_tasks(TASKS, flags.prompts), notes,
+    functools.partial(documents.lines_of_hub, REPOSITORY), lambda task: "test.csv",
 )  # fmt: skip
 add_flags, check, make_groups, command = DATA.add_flags, DATA.check, DATA.make_groups, DATA.command

@@ -455,6 +455,16 @@ def with_prompts(
     return found
 
 
+def read_tasks(tasks: Mapping[str, Task], path: Path | None) -> Mapping[str, Task]:
+    """Return the tasks with the prompts of a JSON file; without one, as they are.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file has another format; see :func:`with_prompts`.
+    """
+    return tasks if path is None else with_prompts(tasks, read_object(path), {}, path)
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file.
 

@@ -144,26 +144,16 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
         path: JSON with prompts by task, or a copy of the published prompt.py; "official" for the published prompts;
             None for our own wording.
 
-    Returns:
-        The tasks by name.
-
     Raises:
         FileNotFoundError: the file does not exist, or the published one cannot be reached.
         ValueError: the file has another format.
-
-    Example:
-        >>> from evals import infinitebench
-        >>> infinitebench.read_tasks(None)["passkey"].new_tokens
-        6
     """
-    if path is None:
-        return TASKS
     if path == documents.OFFICIAL:
         prompts = _assigned(documents.published_text(PROMPTS), PROMPTS.address)
         return documents.with_prompts(TASKS, prompts, {}, PROMPTS.address)
-    if path.suffix == ".py":
+    if path is not None and path.suffix == ".py":
         return documents.with_prompts(TASKS, _assigned(commands.read_text(path, "prompts"), path), {}, path)
-    return documents.with_prompts(TASKS, documents.read_object(path), {}, path)
+    return documents.read_tasks(TASKS, path)
 
 
 def notes(flags: argparse.Namespace) -> list[str]:

@@ -122,17 +122,9 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
     Args:
         path: the folder; "official" for the published files; None for our own wording.
 
-    Returns:
-        The tasks by name.
-
     Raises:
         FileNotFoundError: dataset2prompt.json does not exist, or the published one cannot be reached.
         ValueError: a file has another format.
-
-    Example:
-        >>> from evals import longbench
-        >>> longbench.read_tasks(None)["trec"].new_tokens
-        64
     """
     if path is None:
         return TASKS

@@ -130,9 +130,7 @@ TASKS = {
 
 def read_tasks(flags: argparse.Namespace) -> Mapping[str, Task]:
     """Return the tasks with the wording and the length of an answer that the flags ask for."""
-    found = TASKS
-    if flags.prompts is not None:
-        found = documents.with_prompts(TASKS, documents.read_object(flags.prompts), {}, flags.prompts)
+    found = documents.read_tasks(TASKS, flags.prompts)
     return {name: dataclasses.replace(task, new_tokens=flags.new_tokens) for name, task in found.items()}
 
 
