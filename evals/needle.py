@@ -86,7 +86,7 @@ def _depth(sample: tasks.Sample) -> float:
 def placement(question: Question) -> tasks.Placement:
     """Return where a prompt asks; "unknown" is held back until the prompt is compressed.
 
-    >>> placed("unknown"), placement("both")
+    >>> placement("unknown"), placement("both")
     ('after', 'both')
     """
     return "after" if question == "known" or question == "unknown" else question
