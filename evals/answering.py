@@ -194,18 +194,6 @@ def check_answers(
     Raises:
         ValueError: the budget is too small for a prompt, the model does not take the prompts, or the mesh does not
             divide the rows.
-
-    Example:
-        >>> import models
-        >>> from evals import answering, run_settings, tasks
-        >>> model, tokenizer = models.load("retriever")
-        >>> setting = run_settings.Setting("snapkv", 0.1, "block", "known")
-        >>> answering.check_answers(
-        ...     model, [tasks.needle(0, tokenizer, 128, facts=2)], setting, new_tokens=4
-        ... )
-        Traceback (most recent call last):
-        ...
-        ValueError: the budget is ... tokens, but 'snapkv' always keeps 0 first and 32 last ones: give at least ...
     """
     sizes: list[Callable[[Prompt], int]] = [lambda p: len(p.tokens), _question_length, lambda p: p.context_end]
     each = range(len(prompts))

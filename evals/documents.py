@@ -244,15 +244,6 @@ def published_text(file: PublishedFile) -> str:
     Raises:
         FileNotFoundError: the address cannot be reached.
         ValueError: the file at the address has another digest.
-
-    Example:
-        >>> from evals import documents
-        >>> documents.published_text(
-        ...     documents.PublishedFile("file:/nowhere/prompts.json", "0" * 64)
-        ... )
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: cannot get file:/nowhere/prompts.json (...); get it elsewhere, and name it with --prompts.
     """
     kept = None
     with contextlib.suppress(OSError):  # no cache folder, or nothing in it yet

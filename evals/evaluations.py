@@ -34,16 +34,6 @@ def register(name: str, evaluation: Any) -> None:
 
     Raises:
         ValueError: if another module or an installed package has the name, or the evaluation lacks a part.
-
-    Example:
-        >>> import types
-        >>> from evals import evaluations
-        >>> evaluations.register(
-        ...     "empty", types.ModuleType("empty", "Measures nothing.")
-        ... )
-        Traceback (most recent call last):
-        ...
-        ValueError: <module 'empty'> lacks EXAMPLES, add_flags, command, which an evaluation has.
     """
     is_module = isinstance(evaluation, types.ModuleType)
     EVALUATIONS.add(name, evaluation, source=evaluation.__name__ if is_module else evaluation.__module__)

@@ -283,18 +283,7 @@ def log_probabilities(
     following: Int[np.ndarray, "B T"],
     reference: Float[np.ndarray, "B T E"] | None,
 ) -> tuple[Array, ...]:
-    """Return each following token's log-probability and greediness [B, T], and with a reference the divergence.
-
-    Example:
-        >>> import models
-        >>> from evals import loglikelihood
-        >>> model, _ = models.load("retriever")
-        >>> tokens = np.array([[1, 5, 9, 7]])
-        >>> _, hidden = models.hidden_states(model, tokens[:, :-1], block=8)
-        >>> found = loglikelihood.log_probabilities(model, hidden, tokens[:, 1:], None)
-        >>> [x.shape for x in found]
-        [(1, 3), (1, 3)]
-    """
+    """Return each following token's log-probability and greediness [B, T], and with a reference the divergence."""
     B, T, _ = hidden.shape
     row = 4 * model.config.vocab_size * B * (1 if reference is None else 2)
     return _in_parts(model, hidden, following, reference, max(1, min(T, LOGITS_BYTES // row)))

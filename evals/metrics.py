@@ -152,16 +152,7 @@ def right_numbers(answer: str, reference: str) -> float:
 
 
 def first_number(answer: str, reference: Any) -> float:
-    """Return 1 if the first number in an answer is the reference; text is compared as digits, a number by value.
-
-    Example:
-        >>> from evals import metrics
-        >>> (
-        ...     metrics.first_number("It is 0042.", "0042"),
-        ...     metrics.first_number("It is 3.0.", 3),
-        ... )
-        (1.0, 1.0)
-    """
+    """Return 1 if the first number in an answer is the reference; text is compared as digits, a number by value."""
     if isinstance(reference, str):
         found = re.search(r"\d+", answer)
         return float(found is not None and found[0] == reference)
@@ -225,14 +216,6 @@ def named_choice(answer: str, letter: str, text: str) -> float:
     """Return 1 if an answer chooses an option as InfiniteBench reads those about code, and 0 otherwise.
 
     The choice is "B." or "B:" at the start, or the letter or text after "answer is:", "is:" or "answer:".
-
-    Example:
-        >>> from evals import metrics
-        >>> [
-        ...     metrics.named_choice(said, "B", "parse")
-        ...     for said in ("B. parse", "The answer is: parse", "B it is")
-        ... ]
-        [1.0, 1.0, 0.0]
     """
     answer = answer.strip()
     if answer[:2] in (f"{letter}.", f"{letter}:"):

@@ -51,13 +51,6 @@ def draw(rng: np.random.Generator, part: Part = "test") -> Iterator[str]:
 
     Raises:
         ValueError: the part is unknown.
-
-    Example:
-        >>> import itertools
-        >>> import numpy as np
-        >>> from evals import prose
-        >>> len(set(itertools.islice(prose.draw(np.random.default_rng(0)), 500)))
-        500
     """
     lines = _lines(part)
     while True:

@@ -320,15 +320,7 @@ class _Run:
 def by_layer(
     head_errors: Float[np.ndarray, "H"], energy: Float[np.ndarray, "H"], layers: int
 ) -> Float[np.ndarray, "n"]:
-    """Return the error of each layer's heads, relative to their :attr:`Heads.energy`.
-
-    Example:
-        >>> import numpy as np
-        >>> from evals import regret
-        >>> errors, energy = np.array([[1.0, 0.0, 2.0, 2.0], [1.0, 3.0, 4.0, 4.0]])
-        >>> regret.by_layer(errors, energy, 2).tolist()
-        [0.25, 0.5]
-    """
+    """Return the error of each layer's heads, relative to their :attr:`Heads.energy`."""
     return head_errors.reshape(layers, -1).sum(axis=1) / energy.reshape(layers, -1).sum(axis=1)
 
 

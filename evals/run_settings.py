@@ -80,21 +80,6 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
 
     They ask the same question, have caches of one dtype, evict nothing before the end of the prompt, and re-rotate no
     key. A setting that is given twice is answered once.
-
-    Example:
-        >>> from evals.run_settings import Setting, sharing
-        >>> found = sharing(
-        ...     [
-        ...         Setting("h2o", b, when, "known")
-        ...         for b in (16, 32)
-        ...         for when in ("block", "prompt")
-        ...     ]
-        ... )
-        >>> [
-        ...     [(setting.budget, setting.when) for setting in together]
-        ...     for together in found
-        ... ]
-        [[(16, 'block')], [(16, 'prompt'), (32, 'prompt')], [(32, 'block')]]
     """
     together: dict[tuple[Any, ...], list[Setting]] = {}
     for setting in dict.fromkeys(settings):

@@ -115,14 +115,6 @@ def parse_selection(name: str, *, page_size: int = 16) -> Selection:
 
     Raises:
         ValueError: the name or an argument is unknown, or the policy cannot be run layer by layer.
-
-    Example:
-        >>> from evals.selections import parse_selection
-        >>> [
-        ...     str(parse_selection(name, page_size=4))
-        ...     for name in ("quest", "h2o+caote", "snapkv")
-        ... ]
-        ['quest(page_size=4)', 'h2o+caote', 'rolling_snapkv']
     """
     name = name.strip()
     if name in ("full", ORACLE_EVICTION):

@@ -86,18 +86,6 @@ def hidden_states(
     Raises:
         ValueError: the sparsity is outside [0, 1), the tokens are not [B, T], the predictor is missing, or ``sinks``
             is negative.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> import models
-        >>> from evals import simulator
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> simulator.hidden_states(model, jnp.arange(12)[None], "oracle", 0.5).shape
-        (1, 12, 32)
     """
     tokens, selection, network = _check(model, tokens, selection, sparsity, networks, sinks, chunk)
     if heads not in ("query", "group"):
@@ -186,21 +174,6 @@ def attention_logits(
     """Return the attention logits of some rows, -inf for tokens that a row does not see, and the values of all tokens.
 
     The logits are those that the model's softmax reads, with its soft cap. A row of -1 sees nothing.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> import models
-        >>> from evals.simulator import attention_logits
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> logits, value = attention_logits(
-        ...     model, jnp.arange(12)[None], jnp.array([2, 11])
-        ... )
-        >>> logits.shape, value.shape
-        ((2, 1, 4, 2, 12), (2, 1, 2, 12, 8))
     """
     rows = jnp.broadcast_to(rows, (len(tokens), len(rows)))
 

@@ -38,19 +38,7 @@ EXAMPLES = """examples:
 
 
 class Trace:
-    """The step at which each token entered the cache, and that at which each head lost it; no token ever returns.
-
-    Example:
-        >>> import numpy as np
-        >>> from evals import view
-        >>> trace = view.Trace(layers=1, heads=2, tokens=3)
-        >>> held = np.array([[[1, 1, 0], [1, 1, 0]]], bool)
-        >>> trace.add("first", 2, held)
-        >>> held = np.array([[[1, 1, 1], [0, 1, 1]]], bool)
-        >>> trace.add("second", 3, held)
-        >>> trace.entered.tolist(), (trace.left == view.NEVER).tolist()
-        ([0, 0, 1], [[[True, True, True], [False, True, True]]])
-    """
+    """The step at which each token entered the cache, and that at which each head lost it; no token ever returns."""
 
     def __init__(self, layers: int, heads: int, tokens: int) -> None:
         self.steps: list[dict[str, Any]] = []

@@ -46,18 +46,6 @@ def merged(config: Config, weights: Mapping[str, Array], low_rank: Mapping[str, 
     Args:
         weights: the model's parameters by path.
         low_rank: as :func:`init` returns them.
-
-    Example:
-        >>> import numpy as np
-        >>> import models
-        >>> from train import lora
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> pair = {"key.A": np.ones((2, 3, 32)), "key.B": np.ones((2, 16, 3))}
-        >>> weights = {"layers.key": np.zeros((2, 32, 2, 8))}
-        >>> float(lora.merged(config, weights, pair)["layers.key"].max())
-        6.0
     """
     changed = {}
     for name in dict.fromkeys(name.partition(".")[0] for name in low_rank):

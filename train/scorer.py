@@ -155,16 +155,6 @@ def largest_attention(
     """Return the largest weight that a later query of the group gives to each key, in causal softmax attention.
 
     The weight that a token gives itself does not count: a key that no later query sees has 0.
-
-    Example:
-        >>> import jax
-        >>> import numpy as np
-        >>> from train.scorer import largest_attention
-        >>> rows = np.zeros((1, 3, 1, 2), np.float32)
-        >>> place = np.arange(3)
-        >>> found = jax.jit(largest_attention)(rows, rows, place, place)
-        >>> found[0, :, 0].tolist()
-        [0.5, 0.3333333432674408, 0.0]
     """
     (B, Q, N, D), (S, K) = query.shape, key.shape[1:3]
     chunk = min(QUERIES_AT_ONCE, Q)
