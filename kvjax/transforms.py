@@ -216,9 +216,10 @@ def match(*, queries: int = 1024) -> Policy:
     new values, by which the outputs are (:func:`kvjax.match_attention`). The sample queries are those of a repetition,
     where the policy repeats its prompt (``kvzip+match``), as the paper has it; else the text's own.
 
-    It is made for one eviction after the prompt (``when="prompt"``). While the prompt is held, its state takes bfloat16
-    ``[B, K, S, G, D]``, the queries, which a run then drops; a bias stays, float32 ``[B, K, S]``. It fits one head
-    after the other, in O(n S D + n t^2 + t^3) for n queries and t tokens that stay.
+    It is made for one eviction after the prompt (``when="prompt"``); by block each eviction fits anew, to the queries
+    of the tokens that were still there. Its state takes bfloat16 ``[B, K, S, G, D]``, the queries, which a run drops
+    behind its last eviction; a bias stays, float32 ``[B, K, S]``. It fits one head after the other, in O(n S D + n t^2
+    + t^3) for n queries and t tokens that stay. A token to which no sample gives much weight may get a large value.
 
     Args:
         queries: how many sample queries of each query head are used, at most, evenly chosen among those of the tokens.
