@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import models
+from kvjax.window import Window
 from models import by_layer
 from models.layer_caches import LayerCaches
 from tests.models import reference, tiny
@@ -93,6 +94,14 @@ def test_a_stream_by_layers_gives_the_references_tokens_and_keeps_what_it_keeps(
         )
         assert [token for token in steps[row].tolist() if token >= 0] == expected.tokens
         tiny.assert_keeps(cache, row, expected)
+
+
+def test_where_layers_exchange_slots_an_eviction_begins_every_window_anew(run_by_layer):
+    settings = dict(policy="snapkv(window=4)@pyramid", when="prompt", max_new_tokens=1, end=(), **SETTINGS)
+    ((_, cache),) = models.stream(decoder(), tiny.DOCUMENT, **settings)
+    parts = jax.tree.leaves(cache.state, is_leaf=lambda part: isinstance(part, Window))
+    (queries,) = (part.queries.value for part in parts if isinstance(part, Window))
+    assert (np.asarray(queries) == 0).all() and len(queries) == tiny.CONFIG.num_layers
 
 
 def test_small_layers_run_in_one_program_and_large_ones_one_by_one(monkeypatch):
