@@ -76,17 +76,6 @@ def test_any_size_and_scale_is_accepted():
     check(case(2, N=6, K=3, M=2), causal=True, block=3, scale=0.3)
 
 
-@both
-def test_ragged_rows_count_each_pair_alike(causal):
-    valid = np.arange(11) < np.array([[11], [4]])
-    rows = (Case(*(x[row : row + 1, :length] for x in case(3))) for row, length in enumerate((11, 4)))
-    alone = [definition(row, causal=causal)[0] for row in rows]
-    pairs = [66, 10] if causal else [121, 16]
-    with jax.enable_x64(True):
-        loss = compiled(causal=causal, block=4)(*case(3), valid)[0]
-    np.testing.assert_allclose(loss, np.average(alone, weights=pairs), rtol=1e-9)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_padding_holds_does_not_matter(bad):
     causal = True
