@@ -1,5 +1,7 @@
 """Fixtures that test files of several packages share; a file's own of the same name goes before."""
 
+import signal
+
 import pytest
 
 
@@ -17,3 +19,11 @@ def tokenizer():
     from train import data
 
     return data.train_tokenizer()
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own way with Ctrl-C, which a run in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import signal
 import sys
 import time
 
@@ -79,16 +78,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other_and_only_these_run_again(run,
     assert own["file"] == "h100-decode" and "4.600" in report.section(own)
 
 
-@pytest.fixture
-def interruptible():
-    """Take SIGINT as a shell's foreground does; in the background it is ignored from the start."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_ends_the_part_and_keeps_what_was_done(run, tmp_path, capsys):
+def test_ctrl_c_ends_the_part_and_keeps_what_was_done(run, tmp_path, capsys, ctrl_c):
     interrupt = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
     found = [python("decode", "pass"), python("prefill", interrupt), python("kernels", "pass")]
     started = time.monotonic()

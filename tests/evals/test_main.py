@@ -8,17 +8,22 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import main as benchmark
 from evals.__main__ import EVALUATIONS, main
 from evals.evaluations import EVALUATIONS as REGISTRY
+from models.commands import batch, calibrate, chat, generate, get
 from papers.__main__ import EXPERIMENTS
 from papers.__main__ import main as experiment
+from train import butler, finetune, scorer
+
+ALONE = (batch, calibrate, chat, generate, get, butler, finetune, scorer)
 
 
 @pytest.mark.parametrize(
-    ("command", "names"), [(main, EVALUATIONS), (benchmark, BENCHMARKS), (experiment, EXPERIMENTS)]
+    ("command", "names"),
+    [(main, EVALUATIONS), (benchmark, BENCHMARKS), (experiment, EXPERIMENTS), *((own.main, [None]) for own in ALONE)],
 )
-def test_every_subcommand_imports_modules_of_your_own(command, names, capsys):
+def test_every_command_imports_modules_of_your_own(command, names, capsys):
     for name in names:
         with pytest.raises(SystemExit, match="2"):
-            command([name, "--import", "no_such_module"])
+            command([*filter(None, [name]), "--import", "no_such_module"])
         assert "--import: no_such_module cannot be imported" in capsys.readouterr().err
 
 

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import shutil
-import signal
 import threading
 
 import jax
@@ -17,7 +16,7 @@ import models
 from models import commands
 from tests.bad_input.campaign import state_of
 from tests.models import reference
-from train import butler, finetune, folder, interrupts, loop, meter, scorer
+from train import folder, interrupts, loop, meter
 from train.butler import Settings
 from train.checkpoints import digest
 from train.text import Corpus
@@ -195,14 +194,6 @@ def test_a_full_disk_ends_in_a_sentence(tmp_path, monkeypatch):
 # --- what it shows, and how it is interrupted
 
 
-@pytest.fixture
-def ctrl_c():
-    """Python's own way with Ctrl-C, which a run in the background ignores."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: signal.raise_signal(signal.SIGINT)
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
-
-
 @pytest.mark.parametrize(("at", "kept"), [(0, None), (3, 3), (4, 4)])
 def test_ctrl_c_saves_what_was_learned_and_says_how_to_resume(tmp_path, whole, ctrl_c, at, kept):
     compiled, _ = step_and_start(SETTINGS)
@@ -332,13 +323,6 @@ def test_a_thread_that_prefetches_ends_with_its_consumer():
     made.close()
     thread.join(10)
     assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("trainer", [butler, scorer, finetune], ids=lambda module: module.__name__)
-def test_every_trainer_imports_modules_of_your_own(trainer, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        trainer.main(["--import", "no_such_module"])
-    assert "--import: no_such_module cannot be imported" in capsys.readouterr().err
 
 
 # --- its folder
