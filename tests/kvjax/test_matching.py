@@ -172,6 +172,17 @@ def test_an_eviction_fits_what_stays_to_the_queries_of_the_tokens():
     assert abs(np.asarray(after.bias)).max() > 0.1
 
 
+def test_the_query_of_a_token_that_has_left_is_no_sample():
+    rng = np.random.default_rng(9)
+    key, value, query = (rng.normal(size=shape).astype(np.float32) for shape in ((6, D), (6, D), (6, G, D)))
+    position, stays = np.int32([0, 1, 2, 3, 4, -1]), np.arange(6) < 3
+    fit = jax.jit(functools.partial(matching.refitted, queries=6))
+    fits = [fit(key, value, np.zeros(6, np.float32), position, stays, query, position + 1 + stale)
+            for stale in (0, np.int32([0] * 5 + [3]))]  # fmt: skip
+    for one, other in zip(*fits, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("call", "message"),
