@@ -1,8 +1,9 @@
 """What every case of the campaign is held against: one clear sentence out of our own code, and nothing destroyed."""
 
 import os
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks", "papers")
+
+
+def cases(file: str) -> Iterator[tuple[str, str, str]]:
+    """The head of each section of a table, each of its cases, and what is said of it: "" where that is not known."""
+    parts = re.split(r"^(.*):$", (Path(__file__).parent / file).read_text("utf-8"), flags=re.MULTILINE)[1:]
+    for head, body in zip(parts[::2], parts[1::2], strict=True):
+        for line in body.strip().split("\n"):
+            for own in [line] if " -> " in line else line.split(" | "):
+                case, _, said = own.partition(" -> ")
+                yield head, case.strip(), said
 
 
 def refused(call: Callable[[], Any]) -> Exception:
@@ -64,7 +75,8 @@ class Terminal:
             ended = exit_.code
         _, err = self.capsys.readouterr()
         assert ended == code, f"exit code {ended}: {err[-2000:]}"
-        lines = [line for line in err.splitlines() if line.strip()]  # nor a progress bar, since nothing was begun
+        # No progress bar, since nothing was begun; in brackets a chat says how it goes on.
+        lines = [line for line in err.splitlines() if line.strip() and not line.startswith("[")]
         assert len(lines) == 1, err[-2000:]
         for error in self.raised:
             check_sentence(error)

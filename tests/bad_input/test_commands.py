@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import shutil
 import tempfile
@@ -17,18 +16,20 @@ from benchmarks import __main__ as benchmarks
 from benchmarks import measure, tpu_compile
 from evals import __main__ as evals
 from models import host_steps
-from models.commands import ask, calibrate, generate
+from models.commands import ask, calibrate, chat, generate
 from papers import __main__ as papers
+from papers.answers import questions
 from papers.retriever import recipe
-from tests.bad_input.campaign import Terminal, state_of
+from tests.bad_input.campaign import Terminal, cases, state_of
 from tests.tiers import matrix
 from train import butler, finetune, scorer
 
 pytestmark = pytest.mark.bad_input
 
-MAINS = {"generate": generate.main, "ask": ask.main, "calibrate": calibrate.main, "evals": evals.main}
+MAINS = {module.__name__.rpartition(".")[2]: module.main for module in (generate, ask, calibrate, chat)}
 MAINS |= {f"train.{module.__name__[6:]}": module.main for module in (butler, finetune, scorer)}
-MAINS |= {"benchmarks": benchmarks.main, "papers": papers.main, "papers.retriever.recipe": recipe.main}
+MAINS |= {"evals": evals.main, "benchmarks": benchmarks.main, "papers": papers.main}
+MAINS |= {module.__name__: module.main for module in (recipe, questions)}
 HEADER = '{"evaluation": "ruler", "settings": {}, "command": "python -m evals ruler", "environments": []}'
 SWEEP = 'models = ["retriever"]\npolicies = ["full"]\n'
 CODE = "The code of the river is 4. The code is"
@@ -93,7 +94,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "samples.jsonl": '{"task": "vt", "sample": 0, "score": 1}\n',
         },
         "run": {"run.json": "{", "butler.json": "mine"}, "predictor": {"butler.json": "mine"},
-        "data": {"qasper.jsonl": "not json\n"}, "emptydata": {"qasper.jsonl": ""},
+        "data": {"qasper.jsonl": "not json\n"}, "aime": {"aime.jsonl": "{}\n"}, "emptydata": {"qasper.jsonl": ""},
         "fielddata": {"qasper.jsonl": "{}\n"}, "binarydata": {"qasper.jsonl": "\udcff"},
         "badrecords": {
             "trec.jsonl": json.dumps(RECORD) + "\n[1]\n",
@@ -121,20 +122,17 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LONG = "x" * 5000  # more than a file's name may have
-TABLE = (Path(__file__).parent / "commands.txt").read_text("utf-8").replace(r"\udcff", "\udcff")
 
 
-def cases() -> Iterator[Any]:
-    """Yield commands, flags and what is said: "" where that is not known, as most are that run in the matrix."""
-    parts = re.split(r"^(.*):$", TABLE, flags=re.MULTILINE)[1:]
-    for name, body in zip(parts[::2], parts[1::2], strict=True):
-        command, _, begins = name.partition(" ")
-        lines = body.strip().split("\n")
-        for number, own in enumerate(own for line in lines for own in ([line] if " -> " in line else line.split("|"))):
-            flags, _, said = own.partition(" -> ")
-            words = f"{begins} {flags.strip()}".strip()
-            marks = () if said or number == 0 else matrix
-            yield pytest.param(command, words, said, id=ascii(f"{command} {words}")[1:100], marks=marks)
+def commands() -> Iterator[Any]:
+    """Yield commands, flags and what is said: the first of each command, and the others in the matrix."""
+    before = None
+    for head, flags, said in cases("commands.txt"):
+        command, _, begins = head.partition(" ")
+        words = f"{begins} {flags}".strip().replace(r"\udcff", "\udcff")
+        marks = () if said or head != before else matrix
+        before = head
+        yield pytest.param(command, words, said, id=ascii(f"{command} {words}")[1:100], marks=marks)
 
 
 @pytest.fixture
@@ -145,7 +143,7 @@ def place(monkeypatch):
         yield Path(folder)
 
 
-@pytest.mark.parametrize(("command", "line", "said"), list(cases()))
+@pytest.mark.parametrize(("command", "line", "said"), list(commands()))
 def test_a_command_ends_in_one_sentence(command, line, said, inputs, place: Path, terminal: Terminal, monkeypatch):
     monkeypatch.setattr(host_steps, "feed_prompt", None)  # all that can be known is known before the first step
     monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))

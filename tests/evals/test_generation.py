@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from evals import answering, generation
 from evals.__main__ import main
@@ -49,18 +48,3 @@ def test_the_command_asks_about_a_text_that_it_has_read_once(tmp_path, capsys):
     np.testing.assert_allclose(rows["h2o"]["increase"], rows["h2o"]["perplexity"] / rows["full"]["perplexity"] - 1)
     written = (tmp_path / "out" / "samples.jsonl").read_bytes()
     assert main(arguments.split()) == 0 and (tmp_path / "out" / "samples.jsonl").read_bytes() == written
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--budgets 0.5", "a share of a text that is not known yet; give slots"),
-        ("--when published --policies snapkv", "'snapkv' never evicts in decode with --when published"),
-        ("--policies select=quest", "select=quest was given, but this evaluation takes eviction policies only"),
-        ("--lengths 20", "5 facts and as many results take"),
-    ],
-)
-def test_settings_that_evict_nothing_on_the_way_are_refused(more, message, capsys):
-    assert main(f"generation {more}".split()) != 0
-    assert message in capsys.readouterr().err

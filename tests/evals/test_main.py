@@ -64,9 +64,3 @@ def test_a_package_s_evaluation_is_imported_when_it_is_run(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         main(["task"])
     assert "'pkg_task' cannot be imported (RuntimeError: not now)" in capsys.readouterr().err
-
-
-def test_an_unknown_flag_points_to_the_help_of_its_evaluation(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["view", "--html", "page.html", "--budgets", "9"])
-    assert capsys.readouterr().err.endswith("unrecognized arguments: --budgets 9; see python -m evals view --help.\n")

@@ -63,14 +63,3 @@ def test_the_command_draws_answers_and_a_killed_run_goes_on(tmp_path, capsys):
     assert len(records) == 12 and {record["sample"] for record in records} == {0, 1, 2, 3}
     written = file.read_bytes()
     assert main(arguments.split()) == 0 and file.read_bytes() == written
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [("--repeats 2", "at --temperature 0 all answers are the same"), ("--data hub", "these records come from files")],
-)
-def test_flags_that_cannot_be_are_refused(more, message, tmp_path, capsys):
-    (tmp_path / "aime.jsonl").write_text("{}\n")
-    assert main(f"mathematics --data {tmp_path} --tasks aime {more}".split()) != 0
-    assert message in capsys.readouterr().err

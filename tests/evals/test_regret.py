@@ -73,5 +73,3 @@ def test_recall_comes_from_a_studys_file(tmp_path, capsys):
     path.write_text("[]")
     assert main(["regret", "--recall", str(path)]) == 2
     assert "is no JSON file of a study" in capsys.readouterr().err
-    assert main(["regret", "--budget", "0.25,0.5"]) == 2
-    assert "give one budget, and policies" in capsys.readouterr().err

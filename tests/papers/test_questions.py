@@ -76,19 +76,3 @@ def test_the_command_writes_rows_that_training_reads(tmp_path, tokenizer, capsys
     assert all(len(tokenizer.encode(row["prompt"] + row["answer"])) <= 260 for row in read)
     data = answers.open_answers([str(out)], tokenizer, 264, eval_rows=2)
     assert answers.model_batch(data.held_out).answers.min() > 0
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("--rows 0", "--rows is 0; give at least 1"),
-        ("--lengths 8", "the length 8 holds no question"),
-        ("--lengths long", "the length 'long' is not a number of tokens"),
-        ("--text {0}/text.txt", "holds no sentence of 40 to 160 characters"),
-    ],
-)
-def test_bad_input_is_refused(line, message, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("In short.")
-    line = ["--tokenizer", "retriever", *line.format(tmp_path).split(), "--out", str(tmp_path / "rows.jsonl")]
-    assert questions.main(line) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "rows.jsonl").exists()

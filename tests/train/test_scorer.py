@@ -108,11 +108,6 @@ def test_the_command_trains(tmp_path, capsys, target):
     assert scorer.config.hidden == 0
 
 
-def test_what_learns_no_scores_is_refused():
-    with pytest.raises(ValueError, match="--network is 'butler'; expected gate or scorer"):
-        trainer.kind_named("butler")
-
-
 def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match=r"--seq-len is 40; for the target kvzip .* takes 82 of its 64 positions"):
         settings_of(CONFIG, 2, seq_len=40, tokens=10_000)

@@ -350,28 +350,3 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, caps
     first, _ = screen.getvalue().splitlines()
     tokens, _ = streamed(model, tokenizer.encode("The river was calm."), **OF_SMALL | {"max_new_tokens": 3})
     assert first == tokenizer.decode(tokens)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--policy", "butler+caote"], "scores by a network that remembers tokens"),
-        (["--policy", "full", "--budget", "8"], "'full' keeps all, but a budget of 8"),
-        (["--policy", "snapkv", "--budget", "8"], "always keeps 0 first and 32 last"),
-        (["--block", "8"], "a smaller window"),
-        (["--temperature", "-1"], "temperature is -1"),
-        (["--load", "nowhere.cache"], "there is no file nowhere.cache"),
-        (["--system", "Be kind."], "no chat template"),
-        (["--seed", "9" * 30], "not an integer of at most 64 bits"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence(flags, sentence, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    try:
-        code = chat.main(["retriever", *flags])
-    except SystemExit as ended:
-        code = ended.code
-    _, err = capsys.readouterr()
-    assert code == 2
-    said = [line for line in err.splitlines() if not line.startswith("[")]
-    assert len(said) == 1 and re.search(sentence, said[0]), err
