@@ -13,10 +13,10 @@ import pytest
 
 import models
 from benchmarks import __main__ as benchmarks
-from benchmarks import measure, tpu_compile
+from benchmarks import accelerator, measure, peers, tpu_compile
 from evals import __main__ as evals
 from models import host_steps
-from models.commands import ask, calibrate, chat, generate
+from models.commands import ask, batch, calibrate, chat, generate
 from papers import __main__ as papers
 from papers.answers import questions
 from papers.retriever import recipe
@@ -26,7 +26,7 @@ from train import butler, finetune, scorer
 
 pytestmark = pytest.mark.bad_input
 
-MAINS = {module.__name__.rpartition(".")[2]: module.main for module in (generate, ask, calibrate, chat)}
+MAINS = {module.__name__.rpartition(".")[2]: module.main for module in (generate, ask, calibrate, batch, chat)}
 MAINS |= {f"train.{module.__name__[6:]}": module.main for module in (butler, finetune, scorer)}
 MAINS |= {"evals": evals.main, "benchmarks": benchmarks.main, "papers": papers.main}
 MAINS |= {module.__name__: module.main for module in (recipe, questions)}
@@ -57,7 +57,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "nested.toml": 'policies = [["h2o"]]\n[tasks.needle]\n',
         "date.toml": "seed = 2020-01-01\n[tasks.needle]\n",
         "misfit.toml": SWEEP
-        + '[tasks.needle]\nlengths = [64]\nfacts = 1\n[tasks.ruler]\ntasks = ["vt"]\nlengths = [256]\n',
+        + '[tasks.needle]\nlengths = [64]\nfacts = 1\n[tasks.ruler]\ntasks = ["vt", "cwe"]\nlengths = [256]\n',
         "window.toml": 'policies = ["snapkv"]\nbudgets = [0.1]\n[tasks.needle]\nlengths = [64]\nfacts = 1\n',
         "budgets.toml": SWEEP + "[tasks.ruler]\nbudgets = 3\n",
         "onemodel.toml": "models = 'retriever'\n[tasks.ruler]\n",
@@ -66,7 +66,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "import.toml": "import = 3\n[tasks.ruler]\n",
         "sentences.txt": " ".join(f"A boat with a crew of {i} men went by the town." for i in range(600)),
         "text.jsonl": (json.dumps({"text": CODE}) + "\n") * 99, "halfqa.jsonl": QA + '{"prompt": "The code"}\n',
-        "qa.jsonl": QA * 9,
+        "qa.jsonl": QA * 9, "nothing.jsonl": '{"prompt": "a"}\nnothing',
         "gone.toml": 'models = ["no/where/else"]\npolicies = ["full"]\n[tasks.needle]\nlengths = [64]\nfacts = 1\n',
     }  # fmt: skip
     for name, content in text.items():
@@ -148,6 +148,8 @@ def test_a_command_ends_in_one_sentence(command, line, said, inputs, place: Path
     monkeypatch.setattr(host_steps, "feed_prompt", None)  # all that can be known is known before the first step
     monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))
     monkeypatch.setattr(tpu_compile, "tpu_chips", lambda topology: (None,) * 8)
+    monkeypatch.setattr(peers, "checked_environment", lambda python, wanted=None: "python")
+    monkeypatch.setattr(accelerator, "probe", lambda: {"platform": "gpu", "memory": 80e9})
     monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
     for path in inputs.iterdir():
         if path.name in line:

@@ -34,28 +34,6 @@ def test_an_interpreter_without_llama_cpp_is_refused_with_what_makes_one():
         peers.checked_environment(sys.executable, peers.LLAMA_CPP)
 
 
-@pytest.fixture
-def any_environment(monkeypatch):
-    monkeypatch.setattr(peers, "checked_environment", lambda python, wanted=None: "python")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--llama-cpp", "python"], "give --model smollm2, or leave --llama-cpp out"),
-        (["--model", "retriever", "--llama-cpp", "python"], "a GGUF file, which retriever is not; leave --llama-cpp"),
-        (["--model", "retriever", "--prompt", "512"], "tokens fits the budget of 512; give a longer one"),
-        (["--prompt", "100", "--budget", "full,100"], "a prompt of 100 tokens fits the budget of 100"),
-        (["--model", "retriever", "--shape", "tiny"], "keep one of them"),
-        (["--budgets", "64"], "--budgets has 64; give at least 65"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused(arguments, message, any_environment, capsys):
-    assert main(["peers", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_nobody_evicts_at_the_full_cache_and_llama_cpp_is_asked_there_alone():
     given = {"folder": "folder", "budget": None}
     found = peers.sides(given, "kvpress's python", "llama.cpp's python")

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-import models
 from evals import evaluator, page, view
 from evals.__main__ import main
 from evals.results import Results, read_records
@@ -41,17 +40,6 @@ def finished(tmp_path_factory):
     (folder / "small.toml").write_text(SMALL)
     assert main(["sweep", str(folder / "small.toml"), "--out", str(folder / "run")]) == 0
     return folder
-
-
-def test_what_cannot_be_is_named_before_the_first_step(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(models, "stream", None)
-    content = "policies = ['full']\n[tasks.ruler]\ntasks = ['fwe', 'vt', 'cwe']\nlengths = [256]\nsamples = 1"
-    (tmp_path / "some.toml").write_text(content)
-    assert main(["sweep", str(tmp_path / "some.toml"), "--out", str(tmp_path / "run")]) == 2
-    err = capsys.readouterr().err
-    assert "error: 2 of the sweep's groups cannot run; correct or leave out: retriever, vt at 256: the task vt" in err
-    assert "cwe at 256" in err and err.count("\n") == 1
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_sweep_whose_files_have_changed_does_not_go_on(tmp_path, capsys, monkeypatch):

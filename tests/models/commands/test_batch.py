@@ -105,22 +105,6 @@ def test_other_answers_are_never_mixed_nor_overwritten(folder, answers, capsys):
     assert (folder / "answers.jsonl").read_bytes() == answers
 
 
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "has no prompts; give a line such as"),
-        ("{}", r"line 1: expected a JSON object such as"),
-        ('{"prompt": "a"}\nnothing', "line 2: expected a JSON object"),
-        ('{"prompt": "a", "budget": 4}', "line 1: unknown field 'budget'; expected prompt, and id"),
-    ],
-)
-def test_bad_prompts_end_in_a_sentence(tmp_path, content, message):
-    (tmp_path / "prompts.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        batch.read_prompts(tmp_path / "prompts.jsonl")
-
-
 def test_a_prompt_that_is_no_text_does_not_end_the_others(folder, capsys):
     lines = [json.dumps({"prompt": text}) for text in ("The sky is", "half \ud800", "The river was")]
     (folder / "surrogate.jsonl").write_text("\n".join(lines))
