@@ -133,6 +133,11 @@ def table(results: Sequence[dict[str, Any]]) -> report.Table:
     return measure.table(results, cells, left=2)
 
 
+def heading(settings: dict[str, Any]) -> str:
+    """Return the title of the page's section."""
+    return f"Prompts of {settings['model']} inside {settings['budget']} slots per head, {settings['rows']} at a time"
+
+
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
     """Return table and legend, by title."""
     return {"Fixed memory": (table(results), LEGEND)}

@@ -18,6 +18,7 @@ ORDER = (
     "peers",
     "decode",
     "prefill",
+    "fixed_memory",
     "kernels",
     "cpu",
     "memory",
