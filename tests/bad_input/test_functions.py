@@ -11,6 +11,7 @@ import pytest
 import kernels_pallas
 import kvjax
 import models
+from evals import best_tokens, claims, coref_task, simulator, tasks  # noqa: F401  for calls.txt
 from tests.bad_input.campaign import cases, refused
 from tests.models import reference
 
@@ -58,6 +59,7 @@ def of_shapes(function: Any, **given: Any) -> Any:
 
 
 POSITIONS = zeros(1, 2, 8, dtype=jnp.int32)
+INT8 = zeros(1, 2, 8, 4, dtype=jnp.int8)
 KEYS = dict(key=zeros(1, 2, 8, 4), value=zeros(1, 2, 8, 4), key_position=POSITIONS)
 attention = of_shapes(
     kernels_pallas.cache_attention, query=zeros(1, 2, 4, 4), query_position=zeros(1, 2, dtype=jnp.int32), **KEYS
@@ -65,6 +67,18 @@ attention = of_shapes(
 topk = of_shapes(
     kernels_pallas.caote_topk, weights=zeros(1, 2, 2, 8), value=zeros(1, 2, 8, 4), position=POSITIONS, budget=4
 )
+mse = of_shapes(
+    kernels_pallas.mse_logits, query=zeros(2, 11, 4, 6), key=zeros(2, 11, 2, 6),
+    predicted_query=zeros(2, 11, 4, 4), predicted_key=zeros(2, 11, 4, 4),
+)  # fmt: skip
+pages = of_shapes(
+    kernels_pallas.paged_attention, query=zeros(2, 4, 4, 5), key=zeros(15, 4, 5), value=zeros(15, 4, 5),
+    position=zeros(15, 4, dtype=int), table=zeros(2, 2, 3, dtype=int), query_position=zeros(2, 4, dtype=int),
+)  # fmt: skip
+chosen = of_shapes(
+    kernels_pallas.select_attention, query=zeros(2, 1, 4, 5), key=zeros(2, 2, 9, 5), value=zeros(2, 2, 9, 5),
+    slots=zeros(2, 4, 3, dtype=int),
+)  # fmt: skip
 select = of_shapes(kvjax.select, importance=zeros(1, 2, 8), position=POSITIONS, budget=4)
 
 

@@ -102,13 +102,3 @@ def test_branch_and_bound_ends_at_the_smallest_error(drawn, monkeypatch):
         assert found.lower == pytest.approx(found.error, rel=1e-8)
         early = best_tokens.bracket(case, B, nodes=2, steps=100)
         assert 0 < early.lower <= errors.min() * (1 + 1e-12) and early.error >= errors.min() * (1 - 1e-12)
-
-
-@pytest.mark.bad_input
-def test_bad_input():
-    logits, value, _ = draw(0)
-    with pytest.raises(ValueError, match="with a size of 10: expected logits"):
-        best_tokens.make_case(logits, value, S + LATER)
-    case = best_tokens.Case(np.ones((1, 1, 2)) / 4, np.ones((1, 2, 1)), np.ones((1, 1, 1)))
-    with pytest.raises(ValueError, match="the budget is 3; give a number of the 2 tokens"):
-        best_tokens.bracket(case, 3)

@@ -121,22 +121,3 @@ def test_models_of_other_seeds_widen_an_interval():
     (all_of_them,) = claims.judge([claim], rows, ["a", "b", "c"])
     assert one.difference == all_of_them.difference == 0.5 and one.samples == all_of_them.samples == 100
     assert one.low == one.high == 0.5 and all_of_them.low <= 1 / 6 and all_of_them.high >= 5 / 6
-
-
-@pytest.mark.parametrize(
-    "entry, message",
-    [
-        ({"link": "caote", "to": ["h2o"]}, "expected paper"),
-        ({"paper": "CAOTE", "link": "caote"}, "either link and to"),
-        ({"paper": "CAOTE", "link": "caote", "to": ["h2o"], "polices": []}, "unknown field of a claim 'polices'"),
-        ({"paper": "CAOTE", "policies": ["h2o"], "over": ["tova"], "expects": "best"}, "unknown expectation"),
-        (
-            {"paper": "CAOTE", "policies": ["h2o"], "over": ["tova"], "at": {"budgets": 1}},
-            "unknown field of a claim's at",
-        ),
-        ({"paper": "CAOTE", "policies": ["snapvk"], "over": ["tova"]}, "Did you mean 'snapkv'"),
-    ],
-)
-def test_an_entry_that_cannot_be_read_is_refused(entry, message):
-    with pytest.raises(ValueError, match=message):
-        claims.read([entry])

@@ -50,12 +50,3 @@ def test_same_seed_same_sample(tokenizer):
     assert samples[7] == coref_task.sample(7, tokenizer)
     assert len({sample.prompt for sample in samples}) == 100
     assert len({sample.name for sample in samples}) > 30
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(dict(split="valid"), "split is 'valid'; expected 'train' or 'test'"), (dict(seed=-1), "seed is -1")],
-)
-def test_bad_input(tokenizer, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        coref_task.sample(**(dict(seed=0, tokenizer=tokenizer) | arguments))

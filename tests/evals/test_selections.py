@@ -215,19 +215,3 @@ def test_kept_tokens_are_rounded_up_exactly(sparsity):
 )
 def test_names_are_resolved(name, resolved):
     assert str(selections.parse_selection(name, page_size=4)) == resolved
-
-
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (dict(selection="oracle", sparsity=1.0), "the sparsity is 1.0"),
-        (dict(selection="butler", sparsity=0.5), "select='butler' needs a network that predicts key and query"),
-        (dict(selection="h2o", sparsity=0.5, heads="layer"), "heads is 'layer'"),
-        (dict(selection="oracle", sparsity=0.5, tokens=np.zeros((2, 0), int)), "the shape (2, 0)"),
-    ],
-)
-@pytest.mark.bad_input
-def test_bad_input_is_refused_in_a_sentence(model, tokens, call, sentence):
-    with pytest.raises(ValueError) as error:
-        simulator.simulate(model, **{"tokens": tokens, **call})
-    assert sentence in str(error.value)

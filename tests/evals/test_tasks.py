@@ -71,21 +71,6 @@ def test_look_alikes_never_agree():
     assert len({first for first, _ in words}) < 50, "some share a word"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(depth=1.5), "depth is 1.5"),
-        (dict(facts=0), "at least 1"),
-        (dict(question="during"), "'after', 'before' or 'both'"),
-        (dict(haystack="fixed"), "part of the haystack"),
-        (dict(length=40), "more than the length 40"),
-    ],
-)
-def test_bad_input(tokenizer, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        tasks.needle(0, tokenizer, **(dict(length=300) | arguments))
-
-
 class Characters:
     """A token a character, the same on every machine."""
 

@@ -93,21 +93,6 @@ def test_in_half_precision_and_in_pages_they_are_those_of_the_reference(name):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (dict(errors=False, projection=np.ones((2, 2, 5, 3))), "a projection was given for statistics of weights"),
-        (
-            dict(errors=True, projection=np.ones((2, 5, 3))),
-            r"projection \(2, 5, 3\) does not fit: expected \[K, G, D, F\]",
-        ),
-    ],
-)
-def test_a_projection_that_does_not_fit_is_refused(options, why):
-    with pytest.raises(ValueError, match=why):
-        cache_attention(*case(1), statistics=["max"], **options)
-
-
 # One kernel for the output, two more for the errors; with a single query another one combines a GPU's parts.
 TARGETS = [((1, 128, 32, 8, 8320, 128, "bfloat16"), "window_mean"), ((1, 1, 6, 3, 1001, 80, "float32"), "last")]
 every = pytest.mark.parametrize(("sizes", "name"), TARGETS, ids=str)

@@ -104,21 +104,3 @@ def test_only_one_heads_pages_are_laid_out_at_a_time():
 
     one_head = 2 * 1024 * 64 * 4
     assert temporary(8) < temporary(2) + one_head
-
-
-BAD = {
-    "pool": (dict(key=np.zeros((2, 3, 7), np.float32)), r"key \(2, 3, 7\), value .* expected .* twice \[P, page, D\]"),
-    "position": (dict(position=np.zeros((2, 3), np.int32)), r"position \(2, 3\) do not fit"),
-    "layers": (dict(table=np.zeros((2, 2, 2, 3), np.int32)), r"page table \(2, 2, 2, 3\) .* take one layer's table"),
-    "heads": (dict(table=np.zeros((2, 3, 3), np.int32)), r"expected \[B, K, M\] with B 2 and 4 a multiple of K"),
-    "queries": (dict(query_position=np.zeros((2, 9), np.int32)), r"query positions \(2, 9\) .*: expected \(2, 4\)"),
-}
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("what", BAD)
-def test_what_does_not_fit_is_said(what):
-    change, message = BAD[what]
-    pages, _ = paged(case(7, S=12), 4)
-    with pytest.raises(ValueError, match=message):
-        paged_attention(*pages._replace(**change))

@@ -13,13 +13,6 @@ from tests.kernels_pallas.test_scales_kernels import OPERATIONS, case
 INT8 = ("int8", "int8")
 
 
-def eight_bits():
-    """The query, positions, and rows with their scales."""
-    (query, key, value, *positions), options = case("cache_attention", 3, "float32", INT8)
-    positions = dict(zip(("key_position", "query_position"), positions, strict=True))
-    return query, positions, dict(key=key, value=value) | {x: options[x] for x in ("key_scale", "value_scale")}
-
-
 @pytest.mark.parametrize(
     ("operation", "dtypes"),
     [*((operation, INT8) for operation in OPERATIONS), ("cache_attention", ("float32", "float8_e4m3fn"))],
@@ -36,20 +29,9 @@ def test_rows_of_eight_bits_are_those_that_they_stand_for(operation, dtypes):
 
 
 def test_a_layer_is_read_with_its_own_scales():
-    query, positions, rows = eight_bits()
+    (query, key, value, *positions), options = case("cache_attention", 3, "float32", INT8)
+    rows = dict(key=key, value=value) | {name: options[name] for name in ("key_scale", "value_scale")}
+    rest = dict(zip(("key_position", "query_position"), positions, strict=True))
     stacked = {name: np.stack([np.zeros_like(x), x]) for name, x in rows.items()}
-    run = jax.jit(lambda rows, layer: cache_attention(query, **rows, **positions, layer=layer)[0])
+    run = jax.jit(lambda rows, layer: cache_attention(query, **rows, **rest, layer=layer)[0])
     np.testing.assert_allclose(run(stacked, 1), run(rows, None), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("scale", "said"),
-    [
-        (dict(key_scale=None), r"key is int8, but key_scale is missing; give one scale per row, \(1, 2, 19\)"),
-        (dict(value_scale=np.ones((2, 2))), r"value_scale is \(2, 2\); expected \(1, 2, 19\), one scale per row of v"),
-    ],
-)
-def test_missing_scales_and_scales_of_another_shape_are_refused(scale, said):
-    query, positions, rows = eight_bits()
-    with pytest.raises(ValueError, match=said):
-        cache_attention(query, **rows | scale, **positions)

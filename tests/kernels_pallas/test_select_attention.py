@@ -160,31 +160,3 @@ def test_a_sharded_cache_is_read_without_communication():
 
     program = run.lower(query, cache, cache, slots, layer).compile().as_text()
     assert not re.findall(r"all-\w+|collective-\w+|reduce-scatter", program)
-
-
-def given(**change):
-    shapes = dict(query=(2, 1, 4, 5), key=(2, 2, 9, 5), value=(2, 2, 9, 5))
-    arrays = {name: np.zeros(shape) for name, shape in shapes.items()} | {"slots": np.zeros((2, 4, 3), np.int32)}
-    return arrays | change
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(key=np.zeros((2, 2, 8, 5))), "do not fit: expected .B, T, N, D. and twice"),
-        (dict(query=np.zeros((2, 1, 3, 5))), "with N a multiple of K"),
-        (dict(query=np.zeros((2, 1, 4, 6))), "do not fit"),
-        (dict(layer=0), "layer= was given, but the keys and values have no layers"),
-        (dict(key=np.zeros((3, 2, 2, 9, 5)), value=np.zeros((3, 2, 2, 9, 5))), "give the number of one with layer="),
-        (dict(key=np.zeros((3, 2, 2, 9, 5)), value=np.zeros((3, 2, 2, 9, 5)), layer=3), "have layers 0 to 2"),
-        (dict(slots=np.zeros((2, 3, 3), np.int32)), "H 4, one set per query head, or 2, one per KV head"),
-        (dict(slots=np.zeros((2, 4, 0), np.int32)), "M at least 1"),
-        (dict(implementation="pallas_gpu"), "'pallas_gpu' runs on a gpu, but this is a cpu; expected one of auto"),
-        (dict(implementation="triton"), "unknown implementation 'triton'; expected one of auto, reference"),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match=message):
-        select_attention(**given(**change))
