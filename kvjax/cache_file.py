@@ -283,13 +283,20 @@ def _query_heads(
 ) -> int:
     """Find how many query heads a head of the cache serves, as far as its state shows."""
     structure, shapes = jax.tree.structure(jax.eval_shape(lambda: cache.apart())), _state_shapes(arrays)
+    refusal: ValueError | None = None
     for query_heads in range(1, 2 if policy in (None, "full") else MOST_QUERY_HEADS + 1):
-        expected = expected_with(query_heads)
+        try:
+            expected = expected_with(query_heads)
+        except ValueError as error:  # a policy that was measured on a model is for one number alone
+            refusal = refusal or error
+            continue
         wanted = _state_shapes(expected.arrays)
         if expected.structure == structure and wanted == shapes:
             return query_heads
         if sum(map(math.prod, wanted.values())) > sum(map(math.prod, shapes.values())):
             break  # more query heads never take less
+    if refusal is not None:
+        raise refusal
     if policy is None:
         raise ValueError("the cache remembers something for a policy, but none was given; hand it over as policy=.")
     raise ValueError(f"the cache's state is not that of {policy!r}; hand over the policy that the cache was made for.")

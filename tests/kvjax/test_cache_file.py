@@ -108,6 +108,15 @@ def test_tokens_that_come_next_are_kept_with_the_cache_of_one_row(path):
             kvjax.save_cache(path, cache, pending=pending)
 
 
+def test_a_policy_that_is_for_one_number_of_query_heads_is_saved(path):
+    centres = path.with_name("centres.npy")
+    np.save(centres, np.ones((1, 1, 2, 3 * D // 2)))
+    policy = kvjax.triattention(file=str(centres))
+    made = tiny(policy)
+    kvjax.save_cache(path, made, policy=policy)
+    assert_same(kvjax.load_cache(path, policy=policy), made)
+
+
 def test_a_policy_of_ones_own_is_handed_over(path):
     own = kvjax.base_score("own", lambda o: o.columns.sum, statistics=("sum",))
     chained = kvjax.chain(own, kvjax.caote())
