@@ -6,6 +6,7 @@ observe        inserts the block, attends over all live slots, and has the polic
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -169,7 +170,8 @@ def observe(
     query, key, value = check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, context)
     block = _checked(cache, query, key, value, position, policy, context)
-    out, cache, evidence = observe_unchecked(cache, block, policy, budget, context)
+    # What excess promises of an eviction says nothing of the blocks that are observed before it.
+    out, cache, evidence = observe_unchecked(cache, block, policy, budget, dataclasses.replace(context, excess=None))
     if evidence is not None and not cache.paged:
         evidence = with_scores(evidence, layer_of(cache, context))
     return out, cache, evidence

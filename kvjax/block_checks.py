@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.cache_attention.api import check_projection
 from kernels_pallas.checks import check_soft_cap
 from kvjax.capacity import Layout
 from kvjax.chains import policy_of
@@ -17,6 +18,7 @@ from kvjax.observation import Context
 from kvjax.paged import pages_for
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_budget, check_policy_given
+from kvjax.projection import part_of
 
 
 def check_shapes(
@@ -78,6 +80,9 @@ def checked_budget(
     if not known:  # else insert checks the cache's contents
         check_fits(cache, T, position)
     check_policy_given(policy, budget)
+    if policy is not None and policy.needs.errors == "output":
+        N, K = query.shape[2], cache.heads_shape[-1]
+        check_projection(part_of(context.projection, "factor"), True, (K, N // K, query.shape[3]))
     if policy is None or budget is None:
         return policy, None
     if isinstance(plain(budget), float):

@@ -240,13 +240,16 @@ def parse(name: str) -> Policy:
         >>> str(kvjax.parse("snapkv(window=16) + fast_caote @ layer"))
         'snapkv(window=16)+fast_caote@layer'
     """
-    tree, parts = read(name, "policy", _HOW), []
+    tree: Any = read(name, "policy", _HOW)
+    parts, allocation = [], None
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.MatMult):  # one link, or a chain in parentheses
+        tree, allocation = tree.left, called(tree.right, ALLOCATIONS, name, _HOW)
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         parts.append(tree.right)
         tree = tree.left
     parts.append(tree)
-    last, allocation = parts[0], None  # Python's @ belongs to the last link, and here to the whole chain
-    if isinstance(last, ast.BinOp) and isinstance(last.op, ast.MatMult):
+    last = parts[0]  # to which Python's @ belongs, and here to the whole chain
+    if allocation is None and isinstance(last, ast.BinOp) and isinstance(last.op, ast.MatMult):
         parts[0], allocation = last.left, called(last.right, ALLOCATIONS, name, _HOW)
     links = [called(part, LINKS, name, _HOW) for part in reversed(parts)]
     policy = chain(*links) if len(links) > 1 or not links[0].base else links[0]

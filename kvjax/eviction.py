@@ -204,6 +204,12 @@ def evict(
     shape = cache.position.shape if layer is None else cache.position.shape[1:]
     if isinstance(evidence.scores, Array) and evidence.scores.shape != shape:
         raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {shape}.")
+    if isinstance(evidence.scores, Weights):
+        of_heads = evidence.scores.weights.shape
+        if len(of_heads) != 4 or (*of_heads[:2], of_heads[3]) != shape[-3:]:
+            raise ValueError(f"weights {of_heads} do not fit the slots {shape}: expected [B, K, G, S].")
+    if evidence.protected is not None and evidence.protected.shape != shape[-3:]:
+        raise ValueError(f"protected {evidence.protected.shape} does not fit: expected {shape[-3:]}, one per slot.")
     return evict_by(cache, evidence, budget, layer=layer, excess=excess, implementation=implementation)
 
 

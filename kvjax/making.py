@@ -240,6 +240,8 @@ def _blank_pages(
     layers, batch, kv_heads, _, head_dim = shape
     stored |= dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
     stored |= dict(pages=held.pages, most=held.slots, init_state=state)
+    if mesh is not None and biased:
+        raise ValueError("a policy that fits biases keeps its pages on one device: leave the mesh out.")
     if mesh is not None:
         return SplitCache.init(mesh=mesh, **stored)
     pages = PagedCache.init(**stored)

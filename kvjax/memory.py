@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.cache import KVCache
-from kvjax.capacity import ModelSizes
+from kvjax.capacity import ModelSizes, check_sizes
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.making import empty_cache
@@ -58,7 +58,7 @@ def memory(
     Args:
         policy: a policy or its short name, for its state and its allocation; None or "full" for neither.
         budget: tokens that each head keeps, on average where an allocation is uneven.
-        block: tokens per step, which need slots in addition to the budget.
+        block: tokens per step, which need slots in addition to the budget; at least 1 with a policy.
         dtype: of keys and values: floats, or "int8" or "float8_e4m3fn", with 4 bytes more per row for its scale; or a
             pair of both.
         page_size: slots per page, where the allocation is uneven or a window is smaller than the budget.
@@ -87,10 +87,13 @@ def memory(
         33.61...
     """
     policy = policy_of(policy)
+    check_sizes("memory", sizes)
     block = check_count("block", block, 0, "give the tokens of a step, from 0")
     if policy is None:
         budget, block = check_count("budget", budget, 1, "a cache needs at least 1") + block, 1
     if mesh is not None:  # of which only the sizes count
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise ValueError(f"mesh is {mesh!r}; give a jax.sharding.Mesh, or None.")
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
     given: dict[str, Any] = dict(budget=budget, block=block, dtype=dtype, page_size=page_size, mesh=mesh)
     cache = jax.eval_shape(lambda: empty_cache(policy, **given, **sizes))

@@ -192,6 +192,12 @@ class Weights:
     norm: Literal[1, 2, "inf"] = _static(2)
     group: Literal["exact", "mean"] = _static("exact")
 
+    def __post_init__(self):
+        if self.norm not in (1, 2, "inf") or self.group not in ("exact", "mean"):
+            raise ValueError(
+                f"norm is {self.norm!r} and group {self.group!r}; expected 1, 2 or 'inf' and 'exact' or 'mean'."
+            )
+
     @property
     def kind(self) -> dict[str, Any]:
         """Return how the errors are measured, as arguments of an operation."""

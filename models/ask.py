@@ -2,6 +2,7 @@
 
 from models.commands.ask import main
 
-if __name__ != "__main__":
+if __name__ not in ("__main__", "__mp_main__"):  # the second in a process that multiprocessing spawns
     raise ImportError("models.ask is a function and a command: `import models`, or run `python -m models.ask`.")
-raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -250,9 +250,10 @@ def check_prompt(
 def _checked_questions(question: int | HostOrDevice | None, prompts: np.ndarray, most: np.ndarray) -> np.ndarray:
     questions = np.broadcast_to(np.asarray(0 if question is None else question), prompts.shape)
     if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > most).any():
+        before = ", and some context must come before it" if (most < prompts).any() else ""
         raise ValueError(
             f"questions of {questions.tolist()} tokens were given for prompts of {prompts.tolist()}; a question is the "
-            "last part of its prompt, and some context must come before it."
+            f"last part of its prompt{before}."
         )
     return questions.astype(np.int32)
 

@@ -54,7 +54,8 @@ def test_more_tokens_than_slots_are_refused_under_jit(function):
 @pytest.mark.parametrize("policy", first(1, [None, "tova"]))
 @pytest.mark.parametrize("tokens", first(1, [6, 1]))
 def test_a_row_whose_tokens_do_not_fit_under_jit_is_nan(function, policy, tokens):
-    step = jax.jit(functools.partial(function, policy=policy))
+    promised = kvjax.Context(excess=6 if function is kvjax.observe else None)  # which is about an eviction
+    step = jax.jit(functools.partial(function, policy=policy, context=promised))
     position = np.arange(6, dtype=np.int32) + np.zeros((B, 1), np.int32)
     out, cache, *_ = step(start(slots=8), *block(6), position)
     assert np.isfinite(out).all()

@@ -34,6 +34,7 @@ def test_a_chain_writes_itself_as_its_short_name(name):
     [
         ("  h2o + caote ", "h2o+caote"),
         ("h2o()+caote()", "h2o+caote"),
+        ("(h2o+caote)@layer", "h2o+caote@layer"),
         ("snapkv( window = 16 )\t+ caote", "snapkv(window=16)+caote"),
         ("snapkv(window=32,kernel=5)", "snapkv"),
         ("snapkv_tuned+caote", "snapkv(kernel=13)+caote"),
