@@ -1,5 +1,6 @@
 """Arrays, numbers and names that no function can use: each is refused in one sentence of ours."""
 
+import dataclasses  # noqa: F401  as much below, for calls.txt
 import functools
 from typing import Any
 
@@ -11,9 +12,15 @@ import pytest
 import kernels_pallas
 import kvjax
 import models
-from evals import best_tokens, claims, coref_task, simulator, tasks  # noqa: F401  for calls.txt
+from benchmarks import measure, steps  # noqa: F401
+from benchmarks.shapes import SHAPES
+from evals import best_tokens, claims, coref_task, simulator, tasks  # noqa: F401
+from models.commands import provenance  # noqa: F401
+from models.config_json import to_hugging_face  # noqa: F401
 from tests.bad_input.campaign import cases, refused
 from tests.models import reference
+from tests.models.test_config import MIXED, of, read  # noqa: F401
+from train import scorer  # noqa: F401
 
 pytestmark = pytest.mark.bad_input
 
@@ -25,6 +32,7 @@ V = np.ones((2, 4, 3), np.float32)
 MODEL = dict(vocab_size=48, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
 CONFIG = models.Config(**MODEL, head_dim=8, max_positions=64)
 TOKENS = np.arange(40)[None]
+LARGE = steps.Setting(SHAPES["llama-3.1-8b"], None, None, dtype=jnp.bfloat16)
 
 
 def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -14,7 +14,7 @@ import pytest
 import models
 from evals import perplexity, results
 from models import commands
-from tests.bad_input.campaign import check_sentence, state_of
+from tests.bad_input.campaign import state_of
 from tests.bad_input.test_functions import model
 
 pytestmark = pytest.mark.bad_input
@@ -132,30 +132,8 @@ def test_what_fails_while_writing_destroys_nothing(name, moment, error, code, tm
         assert state_of(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("folder", "it is a folder; name a file"),
-        ("nowhere/out.json", "the folder .* does not exist"),
-        ("file/out.json", "the folder .* does not exist"),
-    ],
-)
-def test_outputs_are_refused_before_the_work(name, said, tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("good")
-    with pytest.raises((ValueError, OSError), match=said) as caught:
-        commands.check_outputs([tmp_path / name])
-    check_sentence(caught.value)
-    assert (tmp_path / "file").read_text() == "good"
-
-
 def test_memory_that_runs_out_ends_in_one_sentence(capsys):
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.\nmore")
     assert commands.run(refusing(error), "command") == 2
     _, err = capsys.readouterr()
     assert err.count("\n") == 1 and "memory" in err
-
-
-def test_a_defect_of_ours_is_shown_whole():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        commands.run(refusing(jax.errors.JaxRuntimeError("INTERNAL: a bug")), "command")

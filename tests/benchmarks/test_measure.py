@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from benchmarks import measure
 
@@ -20,8 +19,6 @@ def test_a_time_is_the_median_of_one_call(monkeypatch):
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
     taken = measure.take_turns({"a": lambda: None}, 3, calls=4)["a"]
     assert (taken.milliseconds, taken.lowest) == (2000, 1000)  # of 1, 20 and 2 seconds
-    with pytest.raises(ValueError, match="0 repetitions"):
-        measure.take_turns({}, 0)
 
 
 def test_a_loop_calls_as_often_as_it_says():
@@ -48,15 +45,3 @@ def test_what_is_sliced_at_zero_stays_in_the_loop():
     assert products_outside_of_loops(inside) == 0
     outside = measure.executable(measure.loop(lambda i, zero, a: a[0] @ a[1], 7), x, what="", free=1e9)
     assert products_outside_of_loops(outside) > 0
-
-
-def test_what_does_not_fit_is_refused_before_it_is_compiled():
-    huge = jax.ShapeDtypeStruct((2**40,), jnp.float32)
-    with pytest.raises(measure.DoesNotFit, match=r"the sum needs 4,096.00 GiB, but 1.00 GiB are free here"):
-        measure.executable(jnp.sum, huge, what="the sum", free=2**30)
-
-
-def test_what_a_program_needs_in_between_counts():
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    with pytest.raises(measure.DoesNotFit, match="two products"):
-        measure.executable(lambda a: (a @ a) @ a, x, what="two products", free=2 * 64 * 64 * 4)

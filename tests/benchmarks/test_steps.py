@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from benchmarks import measure, steps
+from benchmarks import steps
 from benchmarks.shapes import SHAPES
 from models.steps import DecodeState, decode_phase, forward
 from tests.tiers import matrix
@@ -70,13 +70,3 @@ def test_contenders_have_the_same_slots_and_one_program_serves_every_prompt_unde
 def test_a_second_prompt_compiles_nothing(model):
     first, second = (steps.feed(model, EVICTING, prompt, steps=2) for prompt in (24, 48))
     assert first.compilations <= 1 and second.compilations == 0
-
-
-def test_what_does_not_fit_is_refused_before_it_is_drawn_or_compiled():
-    with pytest.raises(measure.DoesNotFit, match=r"the model needs 14\.96 GiB"):
-        steps.random_model(SHAPES["llama-3.1-8b"], jnp.bfloat16, free=2**30)
-    setting = steps.Setting(SHAPES["llama-3.1-8b"], None, None, dtype=jnp.bfloat16)
-    with pytest.raises(measure.DoesNotFit, match="a full cache of 1,000,000"):
-        steps.program("decode", setting, 1_000_000, 1, free=139 * 2**30)
-    with pytest.raises(ValueError, match="give at most 8, the block"):
-        steps.program("decode", EVICTING, 100, 9, free=FREE)
