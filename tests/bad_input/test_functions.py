@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType  # noqa: F401
 
 import kernels_pallas
 import kvjax
@@ -15,11 +16,16 @@ import models
 from benchmarks import measure, steps  # noqa: F401
 from benchmarks.shapes import SHAPES
 from evals import best_tokens, claims, coref_task, simulator, tasks  # noqa: F401
+from kernels_pallas.prepare import over_heads
 from models.commands import provenance  # noqa: F401
 from models.config_json import to_hugging_face  # noqa: F401
+from papers.caote import launches  # noqa: F401
 from tests.bad_input.campaign import cases, refused
+from tests.kernels_pallas.test_prepare import mesh_of, on_mesh
 from tests.models import reference
+from tests.models.make_golden import GOLDEN  # noqa: F401
 from tests.models.test_config import MIXED, of, read  # noqa: F401
+from tests.papers.test_launches import PROGRAM  # noqa: F401
 from train import scorer  # noqa: F401
 
 pytestmark = pytest.mark.bad_input
@@ -59,6 +65,11 @@ def attend(cache_: Any = None, **changes: Any) -> Any:
 def run(**changes: Any) -> Any:
     given: dict[str, Any] = dict(tokens=TOKENS) | changes
     return models.generate(model(), given.pop("tokens"), **given)
+
+
+def split(shape: tuple[int, ...], sizes: tuple[int, ...], *names: Any, **options: Any) -> Any:
+    put = on_mesh(mesh_of(sizes, *names, **options), np.ones(shape))
+    return jax.jit(over_heads(lambda x: (x,), ["b k s"], ["b k s"]))(put)
 
 
 def of_shapes(function: Any, **given: Any) -> Any:

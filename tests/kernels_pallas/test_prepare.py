@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.targets import executable
 from kernels_pallas import cache_attention, caote_topk
@@ -79,26 +79,6 @@ def test_inside_another_split_the_function_just_runs():
     outer = jax.shard_map(lambda x: split(x)[0], mesh=mesh, in_specs=P("mine"), out_specs=P("mine"))
     np.testing.assert_array_equal(jax.jit(outer)(np.zeros((4, 3))), np.ones((4, 3)))
     assert set(seen) == {(2, 3)}
-
-
-@pytest.mark.parametrize(
-    ("mesh", "shape", "message"),
-    [
-        (
-            dict(sizes=(2, 2), names=("x", "tensor")),
-            (2, 4, 3),
-            "automatic axes data and tensor of a mesh, but .*'x': 2",
-        ),
-        (dict(sizes=(1, 2), axis_types=(AxisType.Explicit,) * 2), (2, 4, 3), "automatic axes .*Explicit"),
-        (dict(sizes=(1, 4)), (2, 6, 3), r"4 devices do not divide axis k of \(2, 6, 3\)"),
-        (dict(sizes=(2, 2)), (1, 4, 3), r"2 devices do not divide axis b of \(1, 4, 3\)"),
-    ],
-    ids=str,
-)
-def test_a_mesh_that_does_not_fit_is_refused(mesh, shape, message):
-    put = on_mesh(mesh_of(**mesh), np.ones(shape))
-    with pytest.raises(NotImplementedError, match=message):
-        jax.jit(over_heads(lambda x: (x,), ["b k s"], ["b k s"]))(put)
 
 
 @matrix

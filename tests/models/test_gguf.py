@@ -459,11 +459,6 @@ def test_package_that_is_missing_is_named(make, monkeypatch):
     refused(file, "pip install -e '.[gguf]'", kind=ImportError)
 
 
-def test_no_such_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="a GGUF file"):
-        models.load(str(tmp_path / "absent.gguf"))
-
-
 def test_folder_with_nothing_but_the_file_names_it(make):
     file = make()
     with pytest.raises(FileNotFoundError, match=r"no config\.json.*or the file .*model\.gguf"):

@@ -48,11 +48,6 @@ def test_each_turn_of_an_inner_loop_counts_and_only_what_is_moved():
     assert put == ("put", None, 1, 4 * (8 + 1 + 8))  # the row is read and written, the array is not
 
 
-def test_a_program_without_the_layers_loop_is_refused():
-    with pytest.raises(ValueError, match="no loop over 3 layers"):
-        launches.launches(PROGRAM, layers=3)
-
-
 @pytest.mark.parametrize(("policy", "kernels"), [("h2o+caote", 5), ("streaming", 2)])
 def test_a_decode_layer_has_five_kernels_on_a_gpu(policy, kernels):
     """Attention, its sums and statistics, and the eviction's three: outputs, scores, and the slot that is freed."""
