@@ -108,7 +108,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "csv/wide": {"test.csv": "chapter,summary_text\na,b,c\n"},
         "csv/short": {"test.csv": "chapter,summary_text\na,b\nc\n"},
         "csv/none": {"test.csv": ""}, "csv/fields": {"test.csv": "text,summary_text\na,b\n"},
-        "pages/images": {},
+        "pages/images": {}, "odd": {"odd.json": ""}, "other": {"odd.json": '{"benchmark": "nothing", "results": []}'},
         "yaml": {"mine.yaml": "task: mine\n  dataset_path: [\n"},
     }  # fmt: skip
     for name, files in results.items():

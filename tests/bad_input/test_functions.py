@@ -2,6 +2,9 @@
 
 import dataclasses  # noqa: F401  as much below, for calls.txt
 import functools
+import struct  # noqa: F401
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +18,7 @@ import kvjax
 import models
 from benchmarks import measure, steps  # noqa: F401
 from benchmarks.shapes import SHAPES
-from evals import best_tokens, claims, coref_task, simulator, tasks  # noqa: F401
+from evals import best_tokens, claims, coref_task, infinitebench, ruler, simulator, tasks  # noqa: F401
 from kernels_pallas.prepare import over_heads
 from models.commands import provenance  # noqa: F401
 from models.config_json import to_hugging_face  # noqa: F401
@@ -38,6 +41,7 @@ V = np.ones((2, 4, 3), np.float32)
 MODEL = dict(vocab_size=48, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
 CONFIG = models.Config(**MODEL, head_dim=8, max_positions=64)
 TOKENS = np.arange(40)[None]
+FILES = tempfile.TemporaryDirectory()
 LARGE = steps.Setting(SHAPES["llama-3.1-8b"], None, None, dtype=jnp.bfloat16)
 
 
@@ -65,6 +69,13 @@ def attend(cache_: Any = None, **changes: Any) -> Any:
 def run(**changes: Any) -> Any:
     given: dict[str, Any] = dict(tokens=TOKENS) | changes
     return models.generate(model(), given.pop("tokens"), **given)
+
+
+def written(content: str | bytes, name: str = "a.json") -> Path:
+    """Write a file for a function that reads one."""
+    path = Path(FILES.name) / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
 
 
 def split(shape: tuple[int, ...], sizes: tuple[int, ...], *names: Any, **options: Any) -> Any:

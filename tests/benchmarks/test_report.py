@@ -86,13 +86,3 @@ def test_targets_are_met_missed_or_unmeasured():
 def test_a_cpu_s_figures_answer_no_target_of_a_gpu():
     said = verdicts([document("decode", STEPS, device="cpu")])
     assert all(verdict.endswith("unmeasured") for verdict in said.values())
-
-
-@pytest.mark.parametrize("text", ["", '{"benchmark": "nothing", "results": []}'])
-def test_a_file_that_is_none_is_refused_and_the_page_stays(text, folders, capsys):
-    assert run(folders) == 0
-    before = (folders[1] / "performance.md").read_text()
-    (folders[0] / "odd.json").write_text(text)
-    assert run(folders) == 2
-    assert "odd.json is no results file" in capsys.readouterr().err
-    assert (folders[1] / "performance.md").read_text() == before

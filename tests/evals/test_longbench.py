@@ -208,13 +208,6 @@ def test_infinitebenchs_official_prompts_are_read_and_not_run(web, monkeypatch, 
     assert tasks["code_run"] == infinitebench.TASKS["code_run"]
 
 
-@pytest.mark.parametrize("text", ["x = (", "x = 1", "yarn_mistral_templates = open('x')", "yarn_mistral_templates = 3"])
-def test_a_file_without_infinitebenchs_prompts_is_refused(tmp_path, text):
-    (tmp_path / "prompt.py").write_text(text)
-    with pytest.raises(ValueError, match="does not assign prompts to yarn_mistral_templates"):
-        infinitebench.read_tasks(tmp_path / "prompt.py")
-
-
 def test_records_come_from_the_hubs_archive(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/trec.jsonl", json.dumps(RECORD) + "\n\n" + json.dumps(RECORD))

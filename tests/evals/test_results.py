@@ -28,17 +28,6 @@ def test_what_was_added_is_there_when_the_folder_is_opened_again(tmp_path):
     assert results.read_records(tmp_path / "run") == second.records
 
 
-def test_a_line_that_was_cut_off_is_dropped_and_written_anew(tmp_path):
-    with store(tmp_path) as first:
-        first.add([record(0)])
-    with (tmp_path / "samples.jsonl").open("a") as file:
-        file.write('{"task": "vt", "sam')
-    with store(tmp_path) as second:
-        assert len(second.records) == 1
-        second.add([record(1)])
-    assert [json.loads(line)["sample"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [0, 1]
-
-
 @pytest.mark.parametrize("line", ["not JSON", "[]", '{"task": "vt"}', "7"])
 def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path, line):
     with store(tmp_path) as first:

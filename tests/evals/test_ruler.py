@@ -221,24 +221,6 @@ def test_other_wording_comes_from_a_file(tmp_path):
     assert question.endswith("is"), "the answer's beginning stays ours"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "holds no JSON object"),
-        ('{"niah": {"words": "x"}}', "or has other fields"),
-        ('{"other": {}}', "not among niah, vt, cwe, fwe, qa"),
-        ('{"vt": {"prompt": "x"}}', "has no {context}"),
-        ('{"vt": {"prompt": "{context} {nothing}"}}', "has {nothing}; expected {context}, {count}, {query}"),
-        ('{"vt": {"answer": "{"}}', "is malformed"),
-    ],
-)
-def test_bad_wording_ends_in_one_sentence(tmp_path, content, message):
-    (tmp_path / "prompts.json").write_text(content)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ruler.read_wording(tmp_path / "prompts.json")
-
-
 SMALL = [
     *("--tasks", "niah_single_1", "--lengths", "256", "--samples", "4", "--policies", "full,tova"),
     *("--budgets", "96", "--when", "prompt", "--batch", "4", "--block", "64"),
