@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from jax.sharding import AxisType  # noqa: F401
 
 import kernels_pallas
@@ -69,6 +70,11 @@ def attend(cache_: Any = None, **changes: Any) -> Any:
 def run(**changes: Any) -> Any:
     given: dict[str, Any] = dict(tokens=TOKENS) | changes
     return models.generate(model(), given.pop("tokens"), **given)
+
+
+def chat(template: str | None) -> str:
+    tokenizer = models.Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, template)
+    return tokenizer.chat([{"role": "user", "content": "Hello"}])
 
 
 def written(content: str | bytes, name: str = "a.json") -> Path:
