@@ -1,8 +1,10 @@
 """Arrays, numbers and names that no function can use: each is refused in one sentence of ours."""
 
-import dataclasses  # noqa: F401  as much below, for calls.txt
+# ruff: noqa: F401  calls.txt names what is imported
+
+import dataclasses
 import functools
-import struct  # noqa: F401
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,25 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from jax.sharding import AxisType  # noqa: F401
+from jax.sharding import AxisType
 
 import kernels_pallas
 import kvjax
 import models
-from benchmarks import measure, steps  # noqa: F401
+from benchmarks import measure, steps
 from benchmarks.shapes import SHAPES
-from evals import best_tokens, claims, coref_task, infinitebench, ruler, simulator, tasks  # noqa: F401
+from evals import best_tokens, claims, coref_task, infinitebench, ruler, simulator, tasks
 from kernels_pallas.prepare import over_heads
-from models.commands import provenance  # noqa: F401
-from models.config_json import to_hugging_face  # noqa: F401
-from papers.caote import launches  # noqa: F401
+from models.commands import provenance
+from models.config_json import to_hugging_face
+from papers.caote import launches
 from tests.bad_input.campaign import cases, refused
 from tests.kernels_pallas.test_prepare import mesh_of, on_mesh
 from tests.models import reference
-from tests.models.make_golden import GOLDEN  # noqa: F401
-from tests.models.test_config import MIXED, of, read  # noqa: F401
-from tests.papers.test_launches import PROGRAM  # noqa: F401
-from train import scorer  # noqa: F401
+from tests.models.make_golden import GOLDEN
+from tests.models.test_config import MIXED, of, read
+from tests.papers.test_launches import PROGRAM
+from train import scorer
 
 pytestmark = pytest.mark.bad_input
 
