@@ -102,15 +102,8 @@ def test_a_policy_is_compared_with_those_that_its_paper_compares(laprox, attenti
         values = {"error": [[error, 0.5]] * 6, "output_cosine": [[1 - error, 0.5]] * 6}
         return {"policy": policy, "budget": 8, "when": "prompt", "question": "known", "by_sample": values}
 
-    rows = fidelity.compare(
-        [
-            result("h2o@layer", 0.4),
-            result("h2o+caote@layer", 0.2),
-            result(laprox, 0.2),
-            result(attention, 0.1),
-            result(snapkv, 0.3),
-        ]
-    )
+    errors = {"h2o@layer": 0.4, "h2o+caote@layer": 0.2, laprox: 0.2, attention: 0.1, snapkv: 0.3}
+    rows = fidelity.compare([result(policy, error) for policy, error in errors.items()])
     assert [(row["paper"], row["verdict"], row["difference"]) for row in rows] == [
         ("CAOTE", "holds", pytest.approx(0.1)),
         ("LaProx", "does not", pytest.approx(-0.05)),

@@ -98,15 +98,8 @@ def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
     model, tokenizer, butler = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=4)
     chosen = selections.parse_selections("full,butler,random")
-    results = perplexity.measure(
-        model,
-        chunks,
-        perplexity.full_losses(model, chunks),
-        chosen,
-        [0.0, 0.5],
-        like=simulator.DENSE._replace(networks=butler),
-        batch=4,
-    )
+    dense, like = perplexity.full_losses(model, chunks), simulator.DENSE._replace(networks=butler)
+    results = perplexity.measure(model, chunks, dense, chosen, [0.0, 0.5], like=like, batch=4)
     named = [(r["select"], r["sparsity"]) for r in results]
     assert named == [("full", 0.0), ("butler", 0.0), ("butler", 0.5), ("random", 0.0), ("random", 0.5)]
     assert perplexity.steps(chosen, [0.0, 0.5], 4) == 12
