@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Required, Self, TypedDict, get_args
+from typing import Any, Literal, Required, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +170,7 @@ class Stored(AnyKind):
         """Return what is added to the logits of each slot, None where nothing is."""
         return self.rows.get("bias")
 
-    def with_bias(self) -> Self:
+    def with_bias(self) -> Any:
         """Return the cache with a float per slot that is added to its logits: 0, if it has none yet."""
         if self.bias is not None:
             return self

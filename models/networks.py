@@ -27,7 +27,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -57,6 +57,7 @@ INDIFFERENT = {"bos", "eos", "pad", "max_positions"}
 SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads")
 
 
+@runtime_checkable  # so that beartype can check arguments
 class Network(Protocol):
     """A small network.
 
@@ -99,6 +100,7 @@ class Network(Protocol):
         ...
 
 
+@runtime_checkable
 class LooksAhead(Network, Protocol):
     """A network that remembers tokens, and sees each block once, between layer 0 and the others."""
 
@@ -132,7 +134,7 @@ class LooksAhead(Network, Protocol):
 Networks = Network | Sequence[Network] | None
 
 
-def _checked(name: str, kind: Any) -> type[Network]:
+def _checked(name: str, kind: Any) -> Any:
     lacking = [field for field in (*Network.__annotations__, "shapes", "predict") if not hasattr(kind, field)]
     lacking = [field for field in lacking if field != "config"]
     if lacking:
@@ -141,7 +143,7 @@ def _checked(name: str, kind: Any) -> type[Network]:
         raise ValueError(
             f"the network {name!r} predicts {', '.join(unknown)}; expected some of {', '.join(Prediction._fields)}."
         )
-    return cast(type[Network], kind)
+    return kind
 
 
 NETWORKS: Registry[type[Network]] = Registry("network", "kvjax.networks", _checked)
@@ -293,7 +295,7 @@ def _fitting(
     return network
 
 
-def kinds_for(wanted: frozenset[str]) -> list[type[Network]]:
+def kinds_for(wanted: frozenset[str]) -> list[Any]:
     """Return the kinds of networks that predict some fields of a :class:`kvjax.Prediction`.
 
     Example:

@@ -27,7 +27,7 @@ IN_TWO = ["h2o", "h2o+caote+pool", "tova+caote", "snapkv(window=2)+caote@layer"]
 SIZES = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=BUDGET, block=BLOCK)
 ROWS = [np.ones((B, BLOCK, heads, D), np.float32) for heads in (K * G, K, K)]
 FREQUENCY = np.float32([[1.0, 0.1]])
-TURNED = kvjax.Context(frequency=FREQUENCY)
+TURNED = kvjax.Context(frequency=jnp.asarray(FREQUENCY))
 
 
 @pytest.mark.parametrize("name", AT_ONCE + IN_TWO)
