@@ -55,7 +55,7 @@ test-all: setup  ## both, in one run: tests of a file share what it has compiled
 test-nightly: setup  ## what CI has no time for
 	KVJAX_TIER=nightly $(PYTEST) -m nightly $(ARGS)
 
-mutants: setup  ## plant faults, one after the other, and say which tests find them (an hour)
+mutants: setup  ## plant faults, one after the other, and say which tests find them (half an hour)
 	$(PY) -m tests.mutants $(ARGS)
 
 check: lint types  ## before a commit: lint, types, and the tests of the files that have changed
