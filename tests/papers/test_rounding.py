@@ -96,7 +96,7 @@ def test_the_command_measures_several_texts_and_writes_them(tiny_folder, tmp_pat
     assert data["chunks"] == {str(file): 2 for file in files} and set(map(str, files)) < set(data["fingerprints"])
     assert [(r["key"], r["value"]) for r in data["results"]] == 2 * [(PLAIN, PLAIN), *PAIRS]
     assert all(r["by_chunk"] != data["results"][0]["by_chunk"] for r in data["results"][1 : 1 + len(PAIRS)])
-    page = runpy.run_path(str(ROOT / "docs/tables.py"), run_name="tables")["roundings"](data).splitlines()
+    page = runpy.run_path(str(ROOT / "docs/tables.py"), run_name="tables")["roundings"](str(path)).splitlines()
     assert page[0].startswith("2 chunks of 24 tokens of each text") and len(page) == 4 + len(PAIRS)
     assert page[6].startswith("| int8 | int8 | 24 | ") and page[6].count("%") == 2
     printed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
