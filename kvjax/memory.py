@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from kvjax.cache import KVCache
 from kvjax.capacity import ModelSizes, check_sizes
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
@@ -103,7 +102,7 @@ def memory(
     def of_device(*leaves: Any) -> int:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaves)) // (data * tensor)
 
-    copies = tensor if isinstance(parts, KVCache) else 1  # each device along "tensor" has the rows' next positions
+    copies = 1 if parts.paged else tensor  # each device along "tensor" has the rows' next positions
     return Memory(
         slots=parts.position.size // math.prod(cache.heads_shape),
         keys_values=of_device(parts.rows),

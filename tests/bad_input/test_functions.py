@@ -132,7 +132,7 @@ def test_is_refused_in_one_sentence(call, said):
 
 
 def test_lists_and_single_names_will_do():
-    """Of shapes alone, so that nothing is compiled."""
+    """Call with shapes alone, so that nothing is compiled."""
     rows = np.ones((1, 2, 2, 4)).tolist()
 
     def given() -> Any:

@@ -209,7 +209,7 @@ DECODING = {"KnormPress": "knorm", "KeyDiffPress": "keydiff", "TOVAPress": "tova
 
 
 def decoded(press):
-    """Which positions stay behind the last step, bool [L, K, T], here and in kvpress."""
+    """Return which positions stay behind the last step, bool [L, K, T], here and in kvpress."""
     with np.load(DECODED) as found:
         tokens, kept = found["tokens"][None], np.unpackbits(found[press], axis=-1).astype(bool)
     moments = dict(budget=KEPT[0], when="prompt", evict_every=EVERY, block=PROMPT)

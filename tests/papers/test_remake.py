@@ -1,4 +1,4 @@
-"""What makes the results again: commands that exist, in order, and only those whose results are not there."""
+"""Check what makes the results again: commands that exist, in order, and only those whose results are missing."""
 
 import importlib
 import json

@@ -704,7 +704,7 @@ def cam(*, window: int = 32) -> Link:
 
 
 def match() -> Link:
-    """What stays gets the mass and the outputs that sample queries had of all (arXiv 2602.16284, equations 3 and 4)."""
+    """Give what stays the mass and outputs that sample queries had of all (arXiv 2602.16284, equations 3 and 4)."""
 
     def merged(head: Leaving) -> tuple[np.ndarray, np.ndarray]:
         value, bias = head.value.copy(), head.bias.copy()
