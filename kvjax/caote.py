@@ -101,9 +101,7 @@ def _caote(
 
 
 def _link(name: str, update: Callable[..., Any], needs: Needs) -> Policy:
-    return Policy(
-        name, no_state, update, needs, needs_nonnegative=True, nonnegative=True, published=PUBLISHED
-    )  # fmt: skip
+    return Policy(name, no_state, update, needs, needs_nonnegative=True, nonnegative=True, published=PUBLISHED)
 
 
 def _behind_output(name: str, fast: bool, cross: bool) -> Policy:
