@@ -25,7 +25,7 @@ from kvjax.checks import check_count, check_tokens, typed
 from kvjax.topk import keep_mask
 
 MOST_BIAS = 3.0  # and least -3.0: the bounds that the authors give for chosen keys
-RIDGE = 1e-3  # of the diagonal: how strongly biases stay near 0, and values near what they were
+RIDGE = 1e-3  # of the largest slot's share: how strongly biases stay near 0, and values near what they were
 STEPS = 128  # of projected gradient
 CHUNK = 512  # queries whose weights over all slots are held at once
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -205,11 +205,10 @@ def mass_factors(weights: Float[Array, "n t"], counts: Float[Array, "n"], bias: 
         >>> jax.jit(mass_factors)(half, jnp.ones(5), jnp.zeros(1)).round(2).tolist()
         [2.0]
     """
-    gram = jnp.matmul(weights.T, weights, precision=HIGHEST)
-    system, length = _system(gram)
-    low, high = (length * jnp.exp(jnp.clip(sign * MOST_BIAS - bias, -10, 10)) for sign in (-1, 1))
-    low, high = jnp.minimum(low, length), jnp.maximum(high, length)  # what is there stays possible
-    wanted = jnp.matmul(weights.T, counts, precision=HIGHEST) / length + RIDGE * length
+    system, ridge = _system(weights)
+    low, high = (jnp.exp(jnp.clip(sign * MOST_BIAS - bias, -10, 10)) for sign in (-1, 1))
+    low, high = jnp.minimum(low, 1), jnp.maximum(high, 1)  # what is there stays possible
+    wanted = jnp.matmul(weights.T, counts, precision=HIGHEST) + ridge
     start = jnp.clip(jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(system), True), wanted), low, high)
     rate = 1 / jnp.max(jnp.sum(jnp.abs(system), axis=0))  # at most 1 / the largest eigenvalue
 
@@ -224,8 +223,7 @@ def mass_factors(weights: Float[Array, "n t"], counts: Float[Array, "n"], bias: 
         return (new, ahead, jnp.where(again, 1.0, grown)), None
 
     (found, _, _), _ = jax.lax.scan(step, (start, start, jnp.float32(1)), None, length=STEPS)
-    used = jnp.diagonal(gram) > 0
-    return jnp.where(used, found / length, 1)
+    return jnp.where(jnp.any(weights > 0, axis=0), found, 1)
 
 
 def values(sampled: Sampled, factor: Float[Array, "t"], value: Float[Array, "t D"]) -> Float[Array, "t D"]:
@@ -237,20 +235,20 @@ def values(sampled: Sampled, factor: Float[Array, "t"], value: Float[Array, "t D
     total = jnp.sum(mass, axis=1, keepdims=True)
     share = mass / jnp.where(total > 0, total, 1)
     rest = jnp.where(total > 0, sampled.outputs - jnp.matmul(share, value, precision=HIGHEST), 0)
-    gram = jnp.matmul(share.T, share, precision=HIGHEST)
-    system, length = _system(gram)
-    wanted = jnp.matmul(share.T, rest, precision=HIGHEST) / length[:, None]
-    return value + jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(system), True), wanted) / length[:, None]
+    system, _ = _system(share)
+    wanted = jnp.matmul(share.T, rest, precision=HIGHEST)
+    return value + jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(system), True), wanted)
 
 
-def _system(gram: Float[Array, "t t"]) -> tuple[Float[Array, "t t"], Float[Array, "t"]]:
-    """Return a Gram matrix in units in which each column has the length 1, with the ridge, and those lengths.
+def _system(columns: Float[Array, "n t"]) -> tuple[Float[Array, "t t"], Float[Array, ""]]:
+    """Return the normal equations' matrix with a ridge, and the ridge.
 
-    Columns differ by many orders of magnitude; one that no query sees stays as it is.
+    The ridge is one for all slots: one that grew with a slot's own weights would let a value that the sample queries
+    hardly see become anything, and queries that come later see it.
     """
-    squares = jnp.diagonal(gram)
-    length = jnp.sqrt(squares + 1e-8 * jnp.max(squares) + jnp.finfo(gram.dtype).tiny)
-    return gram / length[:, None] / length + RIDGE * jnp.eye(len(gram), dtype=gram.dtype), length
+    gram = jnp.matmul(columns.T, columns, precision=HIGHEST)
+    ridge = RIDGE * jnp.max(jnp.diagonal(gram)) + jnp.finfo(gram.dtype).tiny
+    return gram + ridge * jnp.eye(len(gram), dtype=gram.dtype), ridge
 
 
 def samples_of(state: Any) -> Queries | None:

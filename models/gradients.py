@@ -53,8 +53,9 @@ def loss_gradient(
             own = kvjax.straight_through(own, dtype) if is_quantised(dtype) else own.astype(dtype)
             return jnp.concatenate([held, own.swapaxes(1, 2).astype(held.dtype)], axis=2)
 
-        B, K = here.position.shape[:2]
-        places = jnp.broadcast_to(position[:, None], (B, K, position.shape[1]))
+        (B, K), T = here.position.shape[:2], position.shape[1]
+        places = jnp.broadcast_to(position[:, None], (B, K, T))
+        bias = None if here.bias is None else jnp.pad(here.bias, ((0, 0), (0, 0), (0, T)))
         out, _ = cache_attention(
             query,
             joined(here.key, key, dtypes.key),
@@ -63,6 +64,7 @@ def loss_gradient(
             position,
             sliding_window=window,
             soft_cap=model.config.attention_soft_cap,
+            bias=bias,
         )
         return out, carry, None
 

@@ -62,6 +62,12 @@ def test_the_tokens_that_stay_are_those_with_the_largest_mean_square_of_weights(
     np.testing.assert_array_equal(np.sort(at(cache, matched(BUDGET)), axis=-1), best)
 
 
+def with_ridge(columns):
+    """The rows of the least squares with those of the ridge, and the ridge's root."""
+    root = np.sqrt(matching.RIDGE * (columns**2).sum(axis=0).max())
+    return np.concatenate([columns, root * np.eye(columns.shape[1])]), root
+
+
 def test_biases_and_values_are_the_least_squares_optimum():
     cache, query = given()
     weights, outputs = attention(cache, query)
@@ -70,9 +76,8 @@ def test_biases_and_values_are_the_least_squares_optimum():
     for b, k in np.ndindex(B, K):
         slot = at(cache, small)[b, k]
         own = weights[b, k][:, slot]
-        length = np.linalg.norm(own, axis=0)
-        rows = np.concatenate([own, np.sqrt(matching.RIDGE) * np.diag(length)])
-        wanted = np.concatenate([np.ones(len(own)), np.sqrt(matching.RIDGE) * length])
+        rows, root = with_ridge(own)
+        wanted = np.concatenate([np.ones(len(own)), np.full(BUDGET, root)])
         bounds = np.exp([-matching.MOST_BIAS, matching.MOST_BIAS])
         best = scipy.optimize.lsq_linear(rows, wanted, bounds, tol=1e-12)
         factor = np.exp(np.asarray(small.bias[b, k], np.float64))
@@ -80,10 +85,9 @@ def test_biases_and_values_are_the_least_squares_optimum():
         assert ((rows @ factor - wanted) ** 2).sum() <= 2 * best.cost * (1 + 1e-3) + 1e-6
         share = own * factor
         share /= share.sum(axis=1, keepdims=True)
-        length = np.sqrt(matching.RIDGE) * np.linalg.norm(share, axis=0)
+        rows, root = with_ridge(share)
         value = np.asarray(cache.value[b, k], np.float64)[slot]
-        rows = np.concatenate([share, np.diag(length)])
-        best = np.linalg.lstsq(rows, np.concatenate([outputs[b, k], length[:, None] * value]), rcond=None)[0]
+        best = np.linalg.lstsq(rows, np.concatenate([outputs[b, k], root * value]), rcond=None)[0]
         np.testing.assert_allclose(small.value[b, k], best, atol=2e-3)
         np.testing.assert_allclose(found[b, k], share @ best, atol=1e-3)
 

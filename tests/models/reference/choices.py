@@ -118,11 +118,6 @@ class Choices:
                 result[closest] = not result[closest]
         return result
 
-    def blur(self) -> None:
-        """Note that what follows is too large a multiple of rounding errors to be compared."""
-        self.near.append(Near(self.made, 0.0, turned=False, tie=False, wide=True))
-        self.made += 1
-
     def side(self, own: float, other: float, gap: float, held: float | None) -> float:
         """Decide where a number half way between two falls: ``held``, where known, else on its own side."""
         mine, self.made = self.made, self.made + 1

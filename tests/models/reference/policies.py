@@ -720,11 +720,9 @@ def match() -> Link:
             total = share.sum(axis=1, keepdims=True)
             share /= np.where(total > 0, total, 1)
             missing = np.where(total > 0, weights @ value[there] - share @ value[head.kept], 0)
-            system, length = _in_units(share)
-            value[head.kept] += np.linalg.solve(system, share.T @ missing / length[:, None]) / length[:, None]
+            system, _ = _with_ridge(share)
+            value[head.kept] += np.linalg.solve(system, share.T @ missing)
             bias[head.kept] += np.log(factor)
-            if abs(value[head.kept]).max() > 100 * abs(head.value[there]).max():  # of tokens of little weight
-                head.choices.blur()
         return value, bias
 
     return Link(merged=merged)
@@ -735,10 +733,10 @@ def _masses(weights: np.ndarray, bias: np.ndarray) -> np.ndarray:
 
     By 128 steps of Nesterov's gradient, begun anew where they lead uphill: so many do not always reach the optimum.
     """
-    system, length = _in_units(weights)
-    low, high = (length * np.exp(np.clip(end - bias, -10, 10)) for end in (-3, 3))
-    low, high = np.minimum(low, length), np.maximum(high, length)
-    wanted = weights.sum(axis=0) / length + 1e-3 * length
+    system, ridge = _with_ridge(weights)
+    low, high = (np.exp(np.clip(end - bias, -10, 10)) for end in (-3, 3))
+    low, high = np.minimum(low, 1), np.maximum(high, 1)
+    wanted = weights.sum(axis=0) + ridge
     found = ahead = np.clip(np.linalg.solve(system, wanted), low, high)
     momentum = 1.0
     for _ in range(128):
@@ -748,14 +746,14 @@ def _masses(weights: np.ndarray, bias: np.ndarray) -> np.ndarray:
         grown = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
         ahead = new if uphill else new + (momentum - 1) / grown * (new - found)
         found, momentum = new, 1.0 if uphill else grown
-    return np.where(weights.any(axis=0), found / length, 1)
+    return np.where(weights.any(axis=0), found, 1)
 
 
-def _in_units(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The normal equations' matrix with a ridge, where each column [n, t] has the length 1, and the lengths."""
-    squares = (columns**2).sum(axis=0)
-    length = np.sqrt(squares + 1e-8 * squares.max(initial=0) + np.finfo(np.float32).tiny)
-    return columns.T @ columns / length[:, None] / length + 1e-3 * np.eye(len(length)), length
+def _with_ridge(columns: np.ndarray) -> tuple[np.ndarray, float]:
+    """The normal equations' matrix of columns [n, t] with a ridge, and the ridge."""
+    gram = columns.T @ columns
+    ridge = 1e-3 * gram.diagonal().max(initial=0) + np.finfo(np.float32).tiny
+    return gram + ridge * np.eye(len(gram)), ridge
 
 
 def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Link:
