@@ -1,5 +1,6 @@
 """Decoders that run under a KV budget: load, prefill, generate."""
 
+import models.built_in  # noqa: F401  (registers the built-in families)
 from models.asking import Answers, Watch, ask
 from models.batching import Engine, NewToken
 from models.butler import Butler, ButlerConfig, butler_input

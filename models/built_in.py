@@ -1,222 +1,78 @@
-"""The built-in families: how each reads its config.json, what it always has, and how it is written."""
+"""The built-in families: how each reads its config.json, what it always has, how it is written, and what GGUF calls it.
+
+They are registered as a family of another package is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict, get_type_hints
+from typing import Any, get_type_hints
 
 from kvjax.checks import check_count, check_types
-from models.config import NO_ROPE, ROPE_TYPES, Config, Rope
+from models.config import NO_ROPE, Config, Rope
+from models.config_json import completed, config_of, layers_written, multiplier, window_written, windows_written
+from models.families import Gguf, register_family
+from models.gguf_config import expert_fields, longrope
+from models.gguf_header import optional, size_of
+from models.gguf_header import positive as number_of
+from models.rope_fields import Raw, RopeFields, positive, read_rope
 
-Raw = Mapping[str, Any]
-MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-
-
-class _RopeFields(TypedDict, total=False):
-    """The fields read from its ``rope_scaling`` or ``rope_parameters``."""
-
-    rope_type: str | None
-    type: str | None
-    rope_theta: float | None
-    partial_rotary_factor: float | None
-    factor: float | None
-    original_max_position_embeddings: float | None
-    short_factor: list[float] | None
-    long_factor: list[float] | None
-    low_freq_factor: float | None
-    high_freq_factor: float | None
-    beta_fast: float | None
-    beta_slow: float | None
-    attention_factor: float | None
-    mscale: float | None
-    mscale_all_dim: float | None
-    truncate: bool | None
-
-
-def positive(name: str, value: float | None, default: float = 1.0) -> float:
-    """Return the field's value, or the default for None. Raise ValueError for a value that is not above 0."""
-    if value is not None and value <= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a number above 0.")
-    return float(default if value is None else value)
-
-
-def positions_of(raw: Raw) -> int:
-    return raw.get("max_position_embeddings") or 2048
-
-
-def _rope(raw: Raw) -> Rope:
-    return _read_rope(raw, {})
-
-
-def _phi3_rope(raw: Raw) -> Rope:
-    return _read_rope(raw, {"su": "longrope", "yarn": "longrope"}, partial=True)  # names in the first Phi-3 models
-
-
-def _gemma3_rope(raw: Raw) -> Rope:
-    """Read the rotary embedding of the layers without a window."""
-    parameters = raw.get("rope_parameters") or {}
-    return _rope({**raw, "rope_parameters": parameters["full_attention"]} if "full_attention" in parameters else raw)
-
-
-def _read_rope(raw: Raw, names: Mapping[str, str], partial: bool = False) -> Rope:
-    """Read a rotary embedding; ``names`` are other names of its types, ``partial`` allows heads rotated in part."""
-    max_positions = positions_of(raw)
-    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ValueError("rope_parameters (or rope_scaling) must be one object of numbers, the same for all layers.")
-    check_types(parameters, get_type_hints(_RopeFields), "rope")
-
-    def either(name: str) -> Any:
-        return raw.get(name) if parameters.get(name) is None else parameters[name]
-
-    rotated = either("partial_rotary_factor")
-    if rotated not in (None, 1) and not partial:
-        raise ValueError(f"partial_rotary_factor is {rotated}; only 1 is supported for {raw['model_type']}.")
-    type_ = parameters.get("rope_type") or parameters.get("type") or "default"
-    type_ = names.get(type_, type_)
-    if type_ not in ROPE_TYPES:
-        raise ValueError(f"rope type {type_!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
-    if type_ not in ("default", "yarn", "longrope") and "factor" not in parameters:
-        raise ValueError(f"rope type {type_!r} needs a 'factor' in rope_scaling (or rope_parameters); it is missing.")
-    original = max_positions if type_ == "dynamic" else either("original_max_position_embeddings")
-    original = positive("original_max_position_embeddings", original, max_positions)
-    factor = parameters.get("factor")
-    if factor is None and type_ in ("yarn", "longrope"):
-        factor = max_positions / original
-    return Rope(
-        theta=positive("rope_theta", either("rope_theta"), 10_000.0),
-        type=type_,
-        factor=positive("factor", factor),
-        original_positions=0 if type_ in ("default", "linear") else int(original),
-        low_freq_factor=positive("low_freq_factor", parameters.get("low_freq_factor")),
-        high_freq_factor=positive("high_freq_factor", parameters.get("high_freq_factor"), 4.0),
-        beta_fast=positive("beta_fast", parameters.get("beta_fast"), 32.0),
-        beta_slow=positive("beta_slow", parameters.get("beta_slow")),
-        attention_factor=parameters.get("attention_factor"),
-        mscale=parameters.get("mscale"),
-        mscale_all_dim=parameters.get("mscale_all_dim"),
-        truncate=bool(parameters.get("truncate", True)),
-        partial_rotary_factor=positive("partial_rotary_factor", rotated),
-        short_factor=parameters.get("short_factor") or (),
-        long_factor=parameters.get("long_factor") or (),
-    )
-
-
-def _gemma3_ropes(raw: Raw) -> dict[str, Any]:
-    local = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
-    check_types(local, get_type_hints(_RopeFields), "rope")
-    if (type_ := local.get("rope_type") or "default") != "default":
-        raise ValueError(f"rope type {type_!r} of layers with a sliding window is not supported; only 'default' is.")
-    base = raw["rope_local_base_freq"] if local.get("rope_theta") is None else local["rope_theta"]
-    rope = Rope(theta=positive("rope_local_base_freq", base))
-    return {"ropes": tuple(rope if window else None for window in gemma_windows(raw))}
-
-
-def _smollm3_ropes(raw: Raw) -> dict[str, Any]:
-    rotated, interval, layers = raw.get("no_rope_layers"), raw["no_rope_layer_interval"], raw["num_hidden_layers"]
-    check_count("no_rope_layer_interval", interval, 1, "it must be a number of layers")
-    if rotated is None:
-        rotated = [(layer + 1) % interval for layer in range(layers)]
-    if len(rotated) != layers:
-        raise ValueError(f"no_rope_layers has {len(rotated)} entries; it must have one for each of {layers} layers.")
-    return {"ropes": tuple(None if whether else NO_ROPE for whether in rotated)}
-
-
-def _no_windows(raw: Raw) -> tuple[int | None, ...]:
-    return (None,) * raw["num_hidden_layers"]
-
-
-def one_window(raw: Raw) -> tuple[int | None, ...]:
-    return (raw.get("sliding_window"),) * raw["num_hidden_layers"]
-
-
-def gemma_windows(raw: Raw) -> tuple[int | None, ...]:
-    pattern, types = raw["sliding_window_pattern"], raw.get("layer_types")
-    check_count("sliding_window_pattern", pattern, 1, "it must be a number of layers")
-    if types is None:
-        layers = range(raw["num_hidden_layers"])
-        types = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in layers]
-    return _windows_of(types, raw.get("sliding_window"))
+LAYER = "model.layers.{}."
+WINDOW_KEYS = frozenset({"attention.sliding_window"})
+EXPERT_KEYS = frozenset({"expert_count", "expert_used_count"})
 
 
 def _windows_of(types: Any, window: int | None) -> tuple[int | None, ...]:
     return tuple(window if type_ == "sliding_attention" else None for type_ in types)
 
 
+def _one_window(raw: Raw) -> tuple[int | None, ...]:
+    return (raw.get("sliding_window"),) * raw["num_hidden_layers"]
+
+
 def _asked_for(raw: Raw, unnamed: Callable[[Raw], tuple[bool, ...]]) -> tuple[int | None, ...]:
     """Return the windows of a model that says whether it has any; ``unnamed`` tells its layers if it names none."""
     window = raw.get("sliding_window")
     if window is None or not raw.get("use_sliding_window", False):
-        return _no_windows(raw)
+        return ()
     if raw.get("layer_types") is not None:
         return _windows_of(raw["layer_types"], window)
     return tuple(window if has else None for has in unnamed(raw))
 
 
-def _qwen_windows(raw: Raw) -> tuple[int | None, ...]:
-    def last_ones(raw: Raw) -> tuple[bool, ...]:
-        full_layers = raw.get("max_window_layers", 28)
-        check_count("max_window_layers", full_layers, 0, "it must be a number of layers")
-        return tuple(layer >= full_layers for layer in range(raw["num_hidden_layers"]))
-
-    return _asked_for(raw, last_ones)
+def _llama(raw: Raw) -> Config:
+    return config_of(completed(raw, "llama"))
 
 
-def _smollm3_windows(raw: Raw) -> tuple[int | None, ...]:
-    return _asked_for(raw, lambda raw: tuple(rope is not None for rope in _smollm3_ropes(raw)["ropes"]))
+def _llama_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    experts = expert_fields(metadata, "llama")  # llama.cpp calls a Mixtral a llama with experts
+    return experts | {"architecture": "mixtral"} if experts else {}
 
 
-def _qwen3_moe_windows(raw: Raw) -> tuple[int | None, ...]:
-    return one_window(raw) if raw.get("use_sliding_window", False) else _no_windows(raw)
+register_family(
+    "llama",
+    _llama,
+    architecture="LlamaForCausalLM",
+    written=windows_written,
+    gguf=Gguf("llama", _llama_gguf, keys=EXPERT_KEYS, neighbours=True),
+)
 
 
-def _biases_as_given(raw: Raw) -> tuple[bool, bool]:
-    """Return whether queries, keys and values have biases, and whether the output has."""
-    return (bool(raw.get("attention_bias", False)),) * 2
+def _mistral(raw: Raw) -> Config:
+    raw = completed(raw, "mistral", sliding_window=4096)
+    return config_of(raw, sliding_windows=_one_window(raw), attention_bias=False, output_bias=False)
 
 
-def _no_biases(raw: Raw) -> tuple[bool, bool]:
-    return False, False
+register_family("mistral", _mistral, architecture="MistralForCausalLM", written=window_written)
 
 
-def _qwen2_biases(raw: Raw) -> tuple[bool, bool]:
-    return True, False
-
-
-def _gemma_factors(raw: Raw) -> dict[str, Any]:
-    scalar = positive("query_pre_attn_scalar", raw["query_pre_attn_scalar"])
-    attention = None if scalar == raw["head_dim"] else scalar**-0.5
-    names = {"attention_soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
-    caps = {ours: positive(name, raw[name]) for ours, name in names.items() if raw.get(name) is not None}
-    return {"embedding_multiplier": raw["hidden_size"] ** 0.5, "attention_multiplier": attention} | caps
-
-
-def _gemma_written(config: Config) -> dict[str, Any]:
-    multiplier = config.attention_multiplier
-    return {
-        "query_pre_attn_scalar": config.head_dim if multiplier is None else round(multiplier**-2, 6),
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": config.attention_soft_cap,
-        "final_logit_softcapping": config.logits_soft_cap,
-    }
-
-
-def _gemma3_written(config: Config) -> dict[str, Any]:
-    local = next((rope for rope in config.ropes if rope is not None), config.rope)
-    return _gemma_written(config) | {"rope_local_base_freq": local.theta}
-
-
-def _granite_factors(raw: Raw) -> dict[str, Any]:
-    return {name: positive(name, raw.get(name)) for name in MULTIPLIERS}
-
-
-def _granite_written(config: Config) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in MULTIPLIERS} | {"attention_multiplier": multiplier(config)}
-
-
-def _smollm3_written(config: Config) -> dict[str, Any]:
-    rotated = [rope is None for rope in config.ropes] or [True] * config.num_layers
-    return {"no_rope_layers": [int(whether) for whether in rotated]}  # 1 for layers with rotary embedding
+def _mixtral(raw: Raw) -> Config:
+    raw = completed(
+        raw, "mixtral", norm_topk_prob=True, num_experts_per_tok=2, num_local_experts=8, rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+    )  # fmt: skip
+    biases = dict(attention_bias=False, output_bias=False)
+    return config_of(raw, sliding_windows=_one_window(raw), **biases, **_experts(raw))
 
 
 def _experts(raw: Raw) -> dict[str, Any]:
@@ -228,132 +84,332 @@ def _experts(raw: Raw) -> dict[str, Any]:
     }
 
 
-def _mixtral_written(config: Config) -> dict[str, Any]:
+def _experts_written(config: Config) -> dict[str, Any]:
     return {"num_local_experts": config.num_experts, "num_experts_per_tok": config.experts_per_token}
 
 
-def _qwen3_moe_experts(raw: Raw) -> dict[str, Any]:
+_MIXTRAL = LAYER + "block_sparse_moe."
+register_family(
+    "mixtral",
+    _mixtral,
+    {
+        "layers.router": _MIXTRAL + "gate.weight",
+        "layers.expert_gate": _MIXTRAL + "experts.{}.w1.weight",
+        "layers.expert_up": _MIXTRAL + "experts.{}.w3.weight",
+        "layers.expert_down": _MIXTRAL + "experts.{}.w2.weight",
+    },
+    architecture="MixtralForCausalLM",
+    written=lambda config: window_written(config) | _experts_written(config),
+)
+
+
+def _qwen2(raw: Raw) -> Config:
+    raw = completed(raw, "qwen2", sliding_window=4096)
+    return config_of(raw, sliding_windows=_qwen_windows(raw), attention_bias=True, output_bias=False)
+
+
+def _qwen_windows(raw: Raw) -> tuple[int | None, ...]:
+    def last_ones(raw: Raw) -> tuple[bool, ...]:
+        full_layers = raw.get("max_window_layers", 28)
+        check_count("max_window_layers", full_layers, 0, "it must be a number of layers")
+        return tuple(layer >= full_layers for layer in range(raw["num_hidden_layers"]))
+
+    return _asked_for(raw, last_ones)
+
+
+register_family(
+    "qwen2",
+    _qwen2,
+    architecture="Qwen2ForCausalLM",
+    written=windows_written,
+    gguf=Gguf("qwen2", lambda *_: {"attention_bias": True}),
+)
+
+
+def _qwen3(raw: Raw) -> Config:
+    raw = completed(raw, "qwen3", head_dim=128, sliding_window=4096)
+    return config_of(raw, query_key_norm=True, sliding_windows=_qwen_windows(raw))
+
+
+register_family(
+    "qwen3",
+    _qwen3,
+    architecture="Qwen3ForCausalLM",
+    written=windows_written,
+    gguf=Gguf("qwen3", lambda *_: {"query_key_norm": True}),
+)
+
+
+def _qwen3_moe(raw: Raw) -> Config:
+    raw = completed(
+        raw, "qwen3_moe", moe_intermediate_size=768, num_experts_per_tok=8, num_local_experts=128, sliding_window=4096
+    )
+    windows = _one_window(raw) if raw.get("use_sliding_window", False) else ()
     step, layers = raw.get("decoder_sparse_step"), range(raw["num_hidden_layers"])
     step = check_count("decoder_sparse_step", 1 if step is None else step, 1, "it must be a number of layers")
     dense = {layer for layer in layers if (layer + 1) % step} | set(raw.get("mlp_only_layers") or ())
     sizes = tuple(raw["intermediate_size"] if layer in dense else None for layer in layers)
-    return _experts(raw) | {"intermediate_size": raw["moe_intermediate_size"], "dense_sizes": sizes}
+    found = dict(intermediate_size=raw["moe_intermediate_size"], dense_sizes=sizes)
+    return config_of(raw, query_key_norm=True, sliding_windows=windows, **_experts(raw), **found)
 
 
 def _qwen3_moe_written(config: Config) -> dict[str, Any]:
-    more = {"num_experts": config.num_experts, "norm_topk_prob": config.normalise_experts}
-    more |= {"moe_intermediate_size": config.intermediate_size, "decoder_sparse_step": 1}
-    return _mixtral_written(config) | more | {"mlp_only_layers": list(config.dense_layers)}
+    return (
+        windows_written(config)
+        | _experts_written(config)
+        | {
+            "num_experts": config.num_experts,
+            "norm_topk_prob": config.normalise_experts,
+            "moe_intermediate_size": config.intermediate_size,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(config.dense_layers),
+        }
+    )
 
 
-class Architecture(NamedTuple):
-    """A built-in architecture.
+def _qwen3_moe_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    found = expert_fields(metadata, "qwen3moe")
+    dense = [f"blk.{layer}.ffn_gate.weight" in tensors for layer in range(min(read["num_layers"], len(tensors)))]
+    if found and any(dense):
+        size = size_of(metadata, "qwen3moe.feed_forward_length")
+        found["dense_sizes"] = tuple(size if whether else None for whether in dense)
+    return found | {"query_key_norm": True}
 
-    Attributes:
-        name: ``Config.architecture``, and the ``model_type``.
-        traits: what each of its models has, as fields of Config.
-        defaults: the values that it has where a config.json leaves them out, other than those in from_hugging_face.
-        windows: reads the sliding windows.
-        biases: reads whether the attention's projections have biases.
-        rope: reads the rotary embedding of most layers.
-        read: read more fields of Config.
-        written: returns the fields of a config.json that ``read`` reads.
-    """
 
-    name: str
-    traits: Mapping[str, Any] = {}
-    defaults: Mapping[str, Any] = {}
-    windows: Callable[[Raw], tuple[int | None, ...]] = _no_windows
-    biases: Callable[[Raw], tuple[bool, bool]] = _biases_as_given
-    rope: Callable[[Raw], Rope] = _rope
-    read: tuple[Callable[[Raw], dict[str, Any]], ...] = ()
-    written: Callable[[Config], dict[str, Any]] = lambda config: {}
+register_family(
+    "qwen3_moe",
+    _qwen3_moe,
+    architecture="Qwen3MoeForCausalLM",
+    written=_qwen3_moe_written,
+    gguf=Gguf(
+        "qwen3moe",
+        _qwen3_moe_gguf,
+        keys=EXPERT_KEYS | {"expert_feed_forward_length"},
+        feed_forward="expert_feed_forward_length",
+    ),
+)
+
+
+OLMO2: dict[str, Any] = dict(norms="after", wide_query_key_norm=True)
+
+
+def _olmo2(raw: Raw) -> Config:
+    return config_of(completed(raw, "olmo2", rms_norm_eps=1e-5), **OLMO2)
+
+
+register_family(
+    "olmo2", _olmo2, architecture="Olmo2ForCausalLM", written=windows_written, gguf=Gguf("olmo2", lambda *_: OLMO2)
+)
+
+
+def _smollm3(raw: Raw) -> Config:
+    raw = completed(raw, "smollm3", no_rope_layer_interval=4, rope_theta=2_000_000.0, tie_word_embeddings=True)
+    rotated, interval, layers = raw.get("no_rope_layers"), raw["no_rope_layer_interval"], raw["num_hidden_layers"]
+    check_count("no_rope_layer_interval", interval, 1, "it must be a number of layers")
+    if rotated is None:
+        rotated = [(layer + 1) % interval for layer in range(layers)]
+    if len(rotated) != layers:
+        raise ValueError(f"no_rope_layers has {len(rotated)} entries; it must have one for each of {layers} layers.")
+    ropes = tuple(None if whether else NO_ROPE for whether in rotated)
+    windows = _asked_for(raw, lambda raw: tuple(rope is not None for rope in ropes))
+    return config_of(raw, sliding_windows=windows, ropes=ropes)
+
+
+def _smollm3_written(config: Config) -> dict[str, Any]:
+    rotated = [rope is None for rope in config.ropes] or [True] * config.num_layers
+    # 1 for layers with rotary embedding
+    return windows_written(config) | {"no_rope_layers": [int(whether) for whether in rotated]}
+
+
+def _smollm3_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ropes": tuple(None if (layer + 1) % 4 else NO_ROPE for layer in range(read["num_layers"]))}
+
+
+register_family(
+    "smollm3",
+    _smollm3,
+    architecture="SmolLM3ForCausalLM",
+    written=_smollm3_written,
+    gguf=Gguf("smollm3", _smollm3_gguf, neighbours=True),
+)
+
+
+# Granite's factors, and llama.cpp's names of them.
+MULTIPLIERS = {
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def _granite(raw: Raw) -> Config:
+    raw = completed(raw, "granite", attention_multiplier=1.0)
+    return config_of(raw, **{name: positive(name, raw.get(name)) for name in MULTIPLIERS})
+
+
+def _granite_written(config: Config) -> dict[str, Any]:
+    factors = {name: getattr(config, name) for name in MULTIPLIERS}
+    return windows_written(config) | factors | {"attention_multiplier": multiplier(config)}
+
+
+def _granite_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    if metadata.get("granite.rope.scaling.finetuned") is False:
+        raise ValueError("its key granite.rope.scaling.finetuned is False, a model without rotary embedding.")
+    keys = {ours: f"granite.{theirs}" for ours, theirs in MULTIPLIERS.items()}
+    return {ours: number_of(metadata, key) for ours, key in keys.items() if metadata.get(key) is not None}
+
+
+register_family(
+    "granite",
+    _granite,
+    architecture="GraniteForCausalLM",
+    written=_granite_written,
+    gguf=Gguf("granite", _granite_gguf, keys=frozenset(MULTIPLIERS.values()), neighbours=True),
+)
+
+
+def _phi3(raw: Raw) -> Config:
+    raw = completed(raw, "phi3", original_max_position_embeddings=4096, rms_norm_eps=1e-5)
+    rope = read_rope(raw, {"su": "longrope", "yarn": "longrope"}, partial=True)  # names in the first Phi-3 models
+    return config_of(raw, sliding_windows=_one_window(raw), attention_bias=False, output_bias=False, rope=rope)
+
+
+def _phi3_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    window = optional(metadata, "phi3.attention.sliding_window", int, 0) or None
+    return {"sliding_windows": (window,) * read["num_layers"], "rope": longrope(metadata, "phi3", tensors, read)}
+
+
+register_family(
+    "phi3",
+    _phi3,
+    fused={
+        LAYER + "self_attn.qkv_proj.weight": ("layers.query", "layers.key", "layers.value"),
+        LAYER + "mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
+    },
+    architecture="Phi3ForCausalLM",
+    written=window_written,
+    gguf=Gguf(
+        "phi3",
+        _phi3_gguf,
+        keys=WINDOW_KEYS | {"rope.scaling.attn_factor"},
+        fused={
+            "blk.{}.attn_qkv.weight": ("layers.query", "layers.key", "layers.value"),
+            "blk.{}.ffn_up.weight": ("layers.gate", "layers.up"),
+        },
+        partly_rotated=True,
+    ),
+)
 
 
 GEMMA: dict[str, Any] = dict(norms="both", norm_offset=True, activation="gelu_tanh")
-BUILT_IN = {
-    "LlamaForCausalLM": Architecture("llama"),
-    "MistralForCausalLM": Architecture(
-        "mistral", defaults={"sliding_window": 4096}, windows=one_window, biases=_no_biases
-    ),
-    "Qwen2ForCausalLM": Architecture(
-        "qwen2", defaults={"sliding_window": 4096}, windows=_qwen_windows, biases=_qwen2_biases
-    ),
-    "Qwen3ForCausalLM": Architecture(
-        "qwen3",
-        traits=dict(query_key_norm=True),
-        defaults={"head_dim": 128, "sliding_window": 4096},
-        windows=_qwen_windows,
-    ),
-    "Olmo2ForCausalLM": Architecture(
-        "olmo2", traits=dict(norms="after", wide_query_key_norm=True), defaults={"rms_norm_eps": 1e-5}
-    ),
-    "SmolLM3ForCausalLM": Architecture(
-        "smollm3",
-        defaults={"no_rope_layer_interval": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
-        windows=_smollm3_windows,
-        read=(_smollm3_ropes,),
-        written=_smollm3_written,
-    ),
-    "GraniteForCausalLM": Architecture(
-        "granite", defaults={"attention_multiplier": 1.0}, read=(_granite_factors,), written=_granite_written
-    ),
-    "Phi3ForCausalLM": Architecture(
-        "phi3",
-        defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        windows=one_window,
-        biases=_no_biases,
-        rope=_phi3_rope,
-    ),
-    "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe",
-        traits=dict(query_key_norm=True),
-        defaults={
-            "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_local_experts": 128, "sliding_window": 4096
-        },
-        windows=_qwen3_moe_windows,
-        read=(_qwen3_moe_experts,),
-        written=_qwen3_moe_written,
-    ),
-    "MixtralForCausalLM": Architecture(
-        "mixtral",
-        defaults={
-            "norm_topk_prob": True, "num_experts_per_tok": 2, "num_local_experts": 8, "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-        },
-        windows=one_window,
-        biases=_no_biases,
-        read=(_experts,),
-        written=_mixtral_written,
-    ),
-    "Gemma2ForCausalLM": Architecture(
-        "gemma2",
-        traits=GEMMA,
-        defaults={
-            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
-            "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 2,
-            "tie_word_embeddings": True,
-        },
-        windows=gemma_windows,
-        read=(_gemma_factors,),
-        written=_gemma_written,
-    ),
-    "Gemma3ForCausalLM": Architecture(
-        "gemma3_text",
-        traits=GEMMA | dict(query_key_norm=True),
-        defaults={
-            "head_dim": 256, "query_pre_attn_scalar": 256, "rope_local_base_freq": 10_000.0,
-            "rope_theta": 1_000_000.0, "sliding_window": 4096, "sliding_window_pattern": 6, "tie_word_embeddings": True,
-        },
-        windows=gemma_windows,
-        rope=_gemma3_rope,
-        read=(_gemma_factors, _gemma3_ropes),
-        written=_gemma3_written,
-    ),
-}  # fmt: skip
-ARCHITECTURES = {theirs: ours.name for theirs, ours in BUILT_IN.items()}
-TRAITS = {ours.name: ours.traits for ours in BUILT_IN.values()}
+GEMMA_TENSORS = {"layers.feed_norm": LAYER + "pre_feedforward_layernorm.weight"}
 
 
-def multiplier(config: Config) -> float:
-    return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+def _gemma2(raw: Raw) -> Config:
+    raw = completed(
+        raw, "gemma2", attn_logit_softcapping=50.0, final_logit_softcapping=30.0, head_dim=256,
+        query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    return config_of(raw, sliding_windows=_gemma_windows(raw), **GEMMA, **_gemma_factors(raw))
+
+
+def _gemma3(raw: Raw) -> Config:
+    raw = completed(
+        raw, "gemma3_text", head_dim=256, query_pre_attn_scalar=256, rope_local_base_freq=10_000.0,
+        rope_theta=1_000_000.0, sliding_window=4096, sliding_window_pattern=6, tie_word_embeddings=True,
+    )  # fmt: skip
+    parameters, windows = raw.get("rope_parameters") or {}, _gemma_windows(raw)
+    if "full_attention" in parameters:
+        rope = read_rope({**raw, "rope_parameters": parameters["full_attention"]})
+    else:
+        rope = read_rope(raw)
+    local = parameters.get("sliding_attention") or {}
+    check_types(local, get_type_hints(RopeFields), "rope")
+    if (type_ := local.get("rope_type") or "default") != "default":
+        raise ValueError(f"rope type {type_!r} of layers with a sliding window is not supported; only 'default' is.")
+    base = raw["rope_local_base_freq"] if local.get("rope_theta") is None else local["rope_theta"]
+    ropes = _gemma3_ropes(windows, positive("rope_local_base_freq", base))
+    factors = _gemma_factors(raw)
+    return config_of(raw, query_key_norm=True, rope=rope, sliding_windows=windows, ropes=ropes, **GEMMA, **factors)
+
+
+def _gemma3_ropes(windows: tuple[int | None, ...], base: float) -> tuple[Rope | None, ...]:
+    return tuple(Rope(theta=base) if window else None for window in windows)
+
+
+def _gemma_windows(raw: Raw) -> tuple[int | None, ...]:
+    pattern, types = raw["sliding_window_pattern"], raw.get("layer_types")
+    check_count("sliding_window_pattern", pattern, 1, "it must be a number of layers")
+    if types is None:
+        layers = range(raw["num_hidden_layers"])
+        types = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in layers]
+    return _windows_of(types, raw.get("sliding_window"))
+
+
+def _gemma_factors(raw: Raw) -> dict[str, Any]:
+    scalar = positive("query_pre_attn_scalar", raw["query_pre_attn_scalar"])
+    attention = None if scalar == raw["head_dim"] else scalar**-0.5
+    names = {"attention_soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
+    caps = {ours: positive(name, raw[name]) for ours, name in names.items() if raw.get(name) is not None}
+    return {"embedding_multiplier": raw["hidden_size"] ** 0.5, "attention_multiplier": attention} | caps
+
+
+def _gemma2_written(config: Config) -> dict[str, Any]:
+    multiplier = config.attention_multiplier
+    return layers_written(config) | {
+        "query_pre_attn_scalar": config.head_dim if multiplier is None else round(multiplier**-2, 6),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.logits_soft_cap,
+    }
+
+
+def _gemma3_written(config: Config) -> dict[str, Any]:
+    local = next((rope for rope in config.ropes if rope is not None), config.rope)
+    return _gemma2_written(config) | {"rope_local_base_freq": local.theta}
+
+
+def _gemma_gguf(metadata: Mapping[str, Any], read: Mapping[str, Any], name: str, pattern: int, largest: int) -> Any:
+    """Return what both have in a GGUF file; ``largest`` is the number of layers of the largest model."""
+    layers, hidden, heads = read["num_layers"], read["hidden_size"], read["num_heads"]
+    window = size_of(metadata, f"{name}.attention.sliding_window", 4096)
+    # The factor of the logits is not stored; llama.cpp tells the two largest models by their number of layers.
+    is_largest = layers == largest and hidden != heads * read["head_dim"]
+    return GEMMA | {
+        "sliding_windows": tuple(window if (layer + 1) % pattern else None for layer in range(layers)),
+        "embedding_multiplier": hidden**0.5,
+        "attention_multiplier": (hidden / heads) ** -0.5 if is_largest else None,
+    }
+
+
+def _gemma2_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    return _gemma_gguf(metadata, read, "gemma2", 2, 46) | {
+        "attention_soft_cap": number_of(metadata, "gemma2.attn_logit_softcapping", 50.0),
+        "logits_soft_cap": number_of(metadata, "gemma2.final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    found, cap = _gemma_gguf(metadata, read, "gemma3", 6, 62), "gemma3.final_logit_softcapping"
+    ropes = _gemma3_ropes(found["sliding_windows"], number_of(metadata, "gemma3.rope.freq_base_swa", 10_000.0))
+    caps = {"logits_soft_cap": None if metadata.get(cap) is None else number_of(metadata, cap)}
+    return found | caps | {"query_key_norm": True, "ropes": ropes}
+
+
+register_family(
+    "gemma2",
+    _gemma2,
+    GEMMA_TENSORS,
+    architecture="Gemma2ForCausalLM",
+    written=_gemma2_written,
+    gguf=Gguf("gemma2", _gemma2_gguf, keys=WINDOW_KEYS | {"attn_logit_softcapping", "final_logit_softcapping"}),
+)
+register_family(
+    "gemma3_text",
+    _gemma3,
+    GEMMA_TENSORS,
+    architecture="Gemma3ForCausalLM",
+    written=_gemma3_written,
+    gguf=Gguf("gemma3", _gemma3_gguf, keys=WINDOW_KEYS | {"final_logit_softcapping", "rope.freq_base_swa"}),
+)

@@ -64,7 +64,7 @@ class Config:
     """The shape of a Llama-like decoder. Axes: L layers, N query heads, K KV heads, D head dim, E model dim.
 
     Args:
-        architecture: one of the values of ``models.built_in.ARCHITECTURES``, such as "llama".
+        architecture: a registered family that can be saved, such as "llama".
         rope: the layers' rotary embedding.
         sliding_windows: one entry per layer: the number of positions that it sees, or None for all. () means None for
             every layer.

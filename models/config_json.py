@@ -1,6 +1,7 @@
 """Hugging Face's config.json: read as a :class:`models.Config`, and written.
 
-What is special about an architecture is in its row of :data:`BUILT_IN`; the functions above it are used there.
+What most families share is here. What one of them has beside it is in its function of :mod:`models.built_in`, which
+takes the fields from :func:`completed` and gives its own to :func:`config_of`.
 """
 
 from __future__ import annotations
@@ -11,19 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, get_type_hints
 
 from kvjax.checks import check_count, check_types, shown
-from models.built_in import (
-    ARCHITECTURES,
-    BUILT_IN,
-    Architecture,
-    Raw,
-    gemma_windows,
-    multiplier,
-    one_window,
-    positions_of,
-    positive,
-)
 from models.config import MOST, Config, check_size
 from models.families import FAMILIES, Family
+from models.rope_fields import Raw, positions_of, positive, read_rope, rope_written
 
 NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")  # null is no missing value there
 
@@ -79,18 +70,6 @@ class _Fields(TypedDict, total=False):
     pad_token_id: int | None
 
 
-# Rotary embeddings, of the model and of single layers.
-
-
-# Sliding windows, one entry per layer.
-
-
-# Biases of the attention's projections.
-
-
-# What else a family has: fields of Config from a config.json, and back.
-
-
 def from_hugging_face(raw: Mapping[str, Any]) -> Config:
     """Read a config.json of either transformers generation (``rope_theta``/``rope_scaling`` or ``rope_parameters``).
 
@@ -107,21 +86,71 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
         >>> from_hugging_face(raw).num_kv_heads
         2
     """
-    fields = get_type_hints(_Fields)
-    name = _architecture(raw)
-    if name not in BUILT_IN:
-        return _from_another_package(name, raw)
-    architecture = BUILT_IN[name]
-    check_types(raw, fields)
-    missing = {
-        name for name in architecture.defaults if name not in raw or (raw[name] is None and name not in NULLABLE)
-    }
-    raw = {**raw, **{name: architecture.defaults[name] for name in missing}, "model_type": architecture.name}
-    _check(raw, architecture)
-    heads, eos = raw["num_attention_heads"], raw.get("eos_token_id")
-    attention_bias, output_bias = architecture.biases(raw)
+    family = family_of(raw)
+    try:
+        config = family.config(raw)
+    except (LookupError, TypeError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the family {raw['model_type']!r} cannot read it ({said}).") from error
+    known = [name for name, family in FAMILIES.items() if family.architecture is not None]
+    if not isinstance(config, Config) or config.architecture not in known:
+        raise ValueError(
+            f"the family {raw['model_type']!r} returned {shown(config)}; expected a models.Config of one of the "
+            f"architectures {', '.join(known)}."
+        )
+    return config
+
+
+def completed(raw: Raw, model_type: str, **defaults: Any) -> dict[str, Any]:
+    """Return a config.json with what the family has where a field is left out, checked.
+
+    Args:
+        raw: the object in the config.json.
+        model_type: the family's name, which becomes ``Config.architecture``.
+        defaults: values of fields of the config.json, where they are not those of Llama.
+
+    Raises:
+        ValueError: a field is missing, of a wrong type or beyond its range, or asks for what is not supported.
+
+    Example:
+        >>> from models.config_json import completed
+        >>> raw = dict(
+        ...     vocab_size=8, hidden_size=16, intermediate_size=32,
+        ...     num_hidden_layers=1, num_attention_heads=2,
+        ... )
+        >>> completed(raw, "mine", rope_theta=5e5)["rope_theta"]
+        500000.0
+    """
+    check_types(raw, get_type_hints(_Fields))
+    missing = {name for name in defaults if name not in raw or (raw[name] is None and name not in NULLABLE)}
+    made = {**raw, **{name: defaults[name] for name in missing}, "model_type": model_type}
+    _check(made)
+    return made
+
+
+def config_of(raw: Raw, **fields: Any) -> Config:
+    """Return the Config of a completed config.json.
+
+    Args:
+        raw: what :func:`completed` returned.
+        fields: the fields of Config that the family reads in its own way, or always has.
+
+    Raises:
+        ValueError: the activation or the rotary embedding is not supported.
+
+    Example:
+        >>> from models.config_json import completed, config_of
+        >>> raw = dict(
+        ...     vocab_size=8, hidden_size=16, intermediate_size=32,
+        ...     num_hidden_layers=1, num_attention_heads=2,
+        ... )
+        >>> config_of(completed(raw, "llama"), attention_bias=True).attention_bias
+        True
+    """
+    _check_activation(raw, fields.get("activation", "silu"))
+    heads, eos, biases = raw["num_attention_heads"], raw.get("eos_token_id"), bool(raw.get("attention_bias", False))
     read: dict[str, Any] = dict(
-        architecture=architecture.name,
+        architecture=raw["model_type"],
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"],
@@ -129,24 +158,19 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        rope=architecture.rope(raw),
         norm_epsilon=positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         max_positions=positions_of(raw),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=attention_bias,
-        output_bias=output_bias,
-        sliding_windows=architecture.windows(raw),
+        attention_bias=biases,
+        output_bias=biases,
         bos=raw.get("bos_token_id"),
         eos=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
         pad=raw.get("pad_token_id"),
-        **architecture.traits,
     )
-    for more in architecture.read:
-        read |= more(raw)
-    return Config(**read)
+    return Config(**read | ({} if "rope" in fields else {"rope": read_rope(raw)}) | fields)
 
 
-def _check(raw: Raw, architecture: Architecture) -> None:
+def _check(raw: Raw) -> None:
     """Check that a config.json is complete, that its sizes can be, and that all it asks for is supported."""
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     lacking = [name for name in required if raw.get(name) is None]
@@ -159,12 +183,6 @@ def _check(raw: Raw, architecture: Architecture) -> None:
             check_size(name, raw[name])
     if raw.get("quantization_config"):
         raise ValueError("quantization_config is set; quantised weights are not supported, load the original ones.")
-    if architecture.traits.get("activation") == "gelu_tanh":
-        activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
-        if activation != "gelu_pytorch_tanh":
-            raise ValueError(f"hidden_activation is {activation!r}; only 'gelu_pytorch_tanh' is supported.")
-    elif raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported.")
     if raw.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is true; only causal attention is supported.")
     if raw.get("mlp_bias"):
@@ -176,43 +194,40 @@ def _check(raw: Raw, architecture: Architecture) -> None:
             raise ValueError(f"{name} is beyond {MOST:,}, the largest token id; is the file damaged?")
 
 
-def family_of(raw: Mapping[str, Any]) -> Family | None:
-    """Return the family of another package that reads a config.json; None if its architecture is built in, or unknown.
+def _check_activation(raw: Raw, activation: str) -> None:
+    if activation == "gelu_tanh":
+        named = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
+        if named != "gelu_pytorch_tanh":
+            raise ValueError(f"hidden_activation is {named!r}; only 'gelu_pytorch_tanh' is supported.")
+    elif raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported.")
+
+
+def family_of(raw: Mapping[str, Any]) -> Family:
+    """Return the family that reads a config.json: that of its architecture, or else of its ``model_type``.
+
+    Raises:
+        ValueError: there is none.
+        ImportError: it is another package's, which cannot be imported.
 
     Example:
         >>> from models.config_json import family_of
-        >>> family_of(
-        ...     {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        ... ) is None
-        True
+        >>> family_of({"architectures": ["Phi3ForCausalLM"]}).architecture
+        'Phi3ForCausalLM'
     """
+    fields = {"architectures": raw.get("architectures")}
+    named = (check_types(fields, get_type_hints(_Fields))["architectures"] or ["(none)"])[0]
+    known = {family.architecture: family for family in FAMILIES.values() if family.architecture is not None}
+    if named in known:
+        return known[named]
     name = raw.get("model_type")
-    return FAMILIES.find(name) if _architecture(raw) not in BUILT_IN and isinstance(name, str) else None
-
-
-def _architecture(raw: Mapping[str, Any]) -> str:
-    fields = get_type_hints(_Fields)
-    return (check_types({"architectures": raw.get("architectures")}, fields)["architectures"] or ["(none)"])[0]
-
-
-def _from_another_package(architecture: str, raw: Mapping[str, Any]) -> Config:
-    family = family_of(raw)
-    if family is None:
+    family = FAMILIES.find(name) if isinstance(name, str) else None
+    if family is None or family.architecture not in (None, named):
         raise ValueError(
-            f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}, and those that "
+            f"architecture {named} is not supported; supported are {', '.join(known)}, and those that "
             "models.register_family adds."
         )
-    try:
-        config = family.config(raw)
-    except (LookupError, TypeError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the family {raw['model_type']!r} cannot read it ({said}).") from error
-    if not isinstance(config, Config) or config.architecture not in ARCHITECTURES.values():
-        raise ValueError(
-            f"the family {raw['model_type']!r} returned {shown(config)}; expected a models.Config of one of the "
-            f"architectures {', '.join(ARCHITECTURES.values())}."
-        )
-    return config
+    return family
 
 
 def lost_in_hugging_face(config: Config) -> list[str]:
@@ -238,12 +253,15 @@ def lost_in_hugging_face(config: Config) -> list[str]:
     return sorted(lost)
 
 
+def multiplier(config: Config) -> float:
+    return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+
+
 def to_hugging_face(config: Config) -> dict[str, Any]:
     """Return the config.json of ``config``, in the form that every transformers release since 4.43 reads."""
-    (name,) = (theirs for theirs, ours in ARCHITECTURES.items() if ours == config.architecture)
-    architecture = BUILT_IN[name]
+    family = FAMILIES[config.architecture]
     raw: dict[str, Any] = {
-        "architectures": [name],
+        "architectures": [family.architecture],
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -257,46 +275,39 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.output_bias,
-        "rope_theta": config.rope.theta,
         "bos_token_id": config.bos,
         "eos_token_id": config.eos[0] if len(config.eos) == 1 else (list(config.eos) or None),
         "pad_token_id": config.pad,
         "torch_dtype": "float32",
     }
-    if config.rope.partial_rotary_factor != 1:
-        raw["partial_rotary_factor"] = config.rope.partial_rotary_factor
-    rope: dict[str, Any] = {"rope_type": config.rope.type, "factor": config.rope.factor}
-    if config.rope.type == "longrope":
-        # transformers 4 accepts these fields alone; the others are written only where they are needed.
-        rope = {"type": "longrope", "short_factor": list(config.rope.short_factor)}
-        rope["long_factor"] = list(config.rope.long_factor)
-        raw["original_max_position_embeddings"] = config.rope.original_positions
-        if config.rope.factor != config.max_positions / config.rope.original_positions:
-            rope["factor"] = config.rope.factor
-        if config.rope.attention_factor is not None:
-            rope["attention_factor"] = config.rope.attention_factor
-    elif config.rope.original_positions and config.rope.type != "dynamic":
-        rope["original_max_position_embeddings"] = config.rope.original_positions
-    if config.rope.type == "llama3":
-        rope |= {"low_freq_factor": config.rope.low_freq_factor, "high_freq_factor": config.rope.high_freq_factor}
-    if config.rope.type == "yarn":
-        names_ = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-        rope |= {name: getattr(config.rope, name) for name in names_ if getattr(config.rope, name) is not None}
-    if config.rope.type != "default":
-        raw["rope_scaling"] = rope
-    raw |= architecture.written(config)
+    raw |= {**rope_written(config), **family.written(config)}
     if "hidden_activation" in raw:
         del raw["hidden_act"]
+    return raw
+
+
+def window_written(config: Config) -> dict[str, Any]:
+    """Return the size of the layers' sliding windows, None where no layer has one.
+
+    Raises:
+        ValueError: they have several sizes.
+    """
     windows = {window for window in config.sliding_windows if window is not None}
     if len(windows) > 1:
         raise ValueError(f"a config.json holds one sliding window size, but this model has {sorted(windows)}.")
-    window = windows.pop() if windows else None
-    if architecture.windows is one_window:
-        return raw | {"sliding_window": window}
-    if window is not None or architecture.windows is gemma_windows:
-        raw["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.sliding_windows]
-        raw["sliding_window"] = window
-    if window is not None and architecture.windows is not gemma_windows:
-        raw["use_sliding_window"] = True
-        raw["max_window_layers"] = sum(window is None for window in config.sliding_windows)
-    return raw
+    return {"sliding_window": windows.pop() if windows else None}
+
+
+def windows_written(config: Config) -> dict[str, Any]:
+    """Return the size of the sliding windows and which layers have one; nothing where none has."""
+    window = window_written(config)
+    if window["sliding_window"] is None:
+        return {}
+    full = sum(window is None for window in config.sliding_windows)
+    return layers_written(config) | {"use_sliding_window": True, "max_window_layers": full}
+
+
+def layers_written(config: Config) -> dict[str, Any]:
+    """Return the size of the sliding windows, and which layers have one."""
+    types = ["sliding_attention" if window else "full_attention" for window in config.sliding_windows]
+    return {"layer_types": types} | window_written(config)

@@ -1,12 +1,12 @@
-"""Model families from other packages: a config.json of a model_type that is not built in becomes a Config.
+"""Model families: how a config.json of a ``model_type`` becomes a Config, what its tensors are called, how it is saved.
 
 The decoder computes a model that its :class:`models.Config` describes, so a family is a function that describes it, and
-the names of its tensors where they are not Llama's.
+the names of its tensors where they are not Llama's. The built-in ones are in :mod:`models.built_in`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from kvjax.checks import shown
@@ -14,17 +14,53 @@ from kvjax.registry import Registry
 from models.config import Config
 
 
+class Gguf(NamedTuple):
+    """How llama.cpp stores a family in a GGUF file.
+
+    Attributes:
+        architecture: llama.cpp's name of the family.
+        fields: ``fields(metadata, tensors, read)`` returns the fields of Config that are this family's own; ``read``
+            are those that are read alike of all.
+        keys: the architecture's keys that are read, beside those of all architectures.
+        fused: as of :class:`Family`, by llama.cpp's names.
+        neighbours: whether llama.cpp rotates neighbouring elements of a head.
+        feed_forward: the key of the size of a feed-forward network.
+        partly_rotated: whether a part of each head may be rotated.
+    """
+
+    architecture: str
+    fields: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+    keys: Set[str] = frozenset()
+    fused: Mapping[str, Sequence[str]] = {}
+    neighbours: bool = False
+    feed_forward: str = "feed_forward_length"
+    partly_rotated: bool = False
+
+
+def nothing_more(config: Config) -> dict[str, Any]:
+    return {}
+
+
 class Family(NamedTuple):
-    """A reader of the models of one ``model_type``.
+    """How the models of one ``model_type`` are read and written.
 
     Attributes:
         config: ``config(raw) -> Config`` for the object of a config.json.
         tensors: the tensors' names, by the parameters' names of ``models.parameters``, where they are not Llama's; {}
             stands for the layer.
+        fused: tensors that hold several parameters of a layer, one after the other: their names, and the parameters.
+        architecture: transformers' class, which a config.json names; None for a family that is found by its
+            ``model_type`` and saved as the one that its config names.
+        written: ``written(config)`` returns the fields of a config.json that not all families have.
+        gguf: how GGUF files store it; None if they do not.
     """
 
     config: Callable[[Mapping[str, Any]], Config]
     tensors: Mapping[str, str] = {}
+    fused: Mapping[str, Sequence[str]] = {}
+    architecture: str | None = None
+    written: Callable[[Config], Mapping[str, Any]] = nothing_more
+    gguf: Gguf | None = None
 
 
 def _family(name: str, family: Any) -> Family:
@@ -38,20 +74,27 @@ FAMILIES: Registry[Family] = Registry("model family", "kvjax.families", _family)
 
 
 def register_family(
-    model_type: str, config: Callable[[Mapping[str, Any]], Config], tensors: Mapping[str, str] | None = None
+    model_type: str,
+    config: Callable[[Mapping[str, Any]], Config],
+    tensors: Mapping[str, str] | None = None,
+    *,
+    fused: Mapping[str, Sequence[str]] | None = None,
+    architecture: str | None = None,
+    written: Callable[[Config], Mapping[str, Any]] = nothing_more,
+    gguf: Gguf | None = None,
 ) -> None:
     """Register a model family, so that ``models.load`` reads folders whose config.json has this ``model_type``.
 
     A package can offer the function, or a ``models.families.Family``, as an entry point of the ``model_type``'s name in
-    the group ``kvjax.families``. A folder whose ``architectures`` names a built-in one is read as that one. What
-    ``models.save`` writes is a folder of the built-in architecture that the config
-    names.
+    the group ``kvjax.families``.
 
     Args:
         model_type: as in the config.json.
         config: returns the :class:`models.Config` of the object in a config.json.
         tensors: the tensors' names, by the parameters' names of ``models.parameters``, where they are not Llama's; {}
             stands for the layer.
+        fused, architecture, written, gguf: as in :class:`models.families.Family`. Without an ``architecture``,
+            ``models.save`` writes a folder of the architecture that the config names.
 
     Raises:
         ValueError: if another module or an installed package has the ``model_type``.
@@ -76,4 +119,5 @@ def register_family(
         >>> from_hugging_face(raw).hidden_size
         16
     """
-    FAMILIES.add(model_type, Family(config, {} if tensors is None else tensors), source=config.__module__)
+    family = Family(config, tensors or {}, fused or {}, architecture, written, gguf)
+    FAMILIES.add(model_type, family, source=config.__module__)

@@ -14,7 +14,8 @@ from models import published
 from models.checkpoint import Checkpoint, Tensor, arranged, refuse_pointer
 from models.config import Config
 from models.config_json import family_of, from_hugging_face
-from models.parameters import FUSED, tensor_names
+from models.families import FAMILIES
+from models.parameters import tensor_names
 from models.tokenizer import Tokenizer, read_object
 
 # Folders inside the package. The adapters of smollm2 differ in their seed.
@@ -190,14 +191,14 @@ def open_folder(folder: Path) -> Checkpoint:
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     family = family_of(read_object(folder / "config.json"))
     names = tensor_names(config)
-    if family is not None:
-        if unknown := family.tensors.keys() - names.keys():
-            raise ValueError(
-                f"{folder}: its family names tensors of {', '.join(sorted(unknown))}, which are no parameters."
-            )
-        names |= family.tensors
+    if unknown := family.tensors.keys() - names.keys():
+        raise ValueError(
+            f"{folder}: its family names tensors of {', '.join(sorted(unknown))}, which are no parameters."
+        )
+    names |= family.tensors
+    fused = {**FAMILIES[config.architecture].fused, **family.fused}
     try:
-        tensors = arranged(tensors, config, names, FUSED.get(config.architecture, {}))
+        tensors = arranged(tensors, config, names, fused)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return Checkpoint(folder, "config.json", config, tokenizer, tensors, names, IGNORED)

@@ -21,13 +21,12 @@ from models.checkpoint import Checkpoint, Tensor, arranged, in_order, refuse_poi
 from models.config import Config
 from models.gguf_config import (
     FREQUENCY_FACTORS,
-    FUSED,
     LONG_FACTORS,
     NAMES,
     ROTATED,
     SHORT_FACTORS,
-    architecture_of,
     config_of,
+    family_in,
 )
 from models.gguf_header import Stored, read_header, truncated
 from models.gguf_tokenizer import tokenizer_of
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     import gguf
 
 
-NEIGHBOURS = ("llama", "mixtral", "smollm3", "granite")  # families whose neighbouring elements llama.cpp rotates
 IGNORED = re.compile("|".join(map(re.escape, (FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS))))  # no parameters
 
 
@@ -44,7 +42,7 @@ def open_file(file: Path) -> Checkpoint:
     """Open a GGUF file: read its header and check all that can be known before its weights are read.
 
     Args:
-        file: a model of one of the ``ARCHITECTURES``. A tokenizer.json beside it is used instead of the tokenizer in
+        file: a model of a family that has a ``gguf``. A tokenizer.json beside it is used instead of the tokenizer in
             it.
 
     Returns:
@@ -73,11 +71,11 @@ def open_file(file: Path) -> Checkpoint:
     refuse_pointer(file)
     metadata, stored = read_header(file)
     try:
-        architecture = architecture_of(metadata)
+        name, stored_as = family_in(metadata)
         tensors = _by_expert({name: _tensor(file, name, tensor) for name, tensor in stored.items()})
-        config = config_of(metadata, architecture, tensors)
-        tensors = arranged(tensors, config, NAMES, FUSED.get(architecture, {}))
-        if config.architecture in NEIGHBOURS:
+        config = config_of(metadata, name, stored_as, tensors)
+        tensors = arranged(tensors, config, NAMES, stored_as.fused)
+        if stored_as.neighbours:
             tensors = {name: _in_halves(name, tensor, config) for name, tensor in tensors.items()}
         if config.norm_offset:  # llama.cpp stores 1 + weight
             less = {name: t for name, t in tensors.items() if name.endswith("norm.weight")}

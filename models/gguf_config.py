@@ -10,26 +10,13 @@ from typing import Any
 import numpy as np
 
 from kvjax.checks import shown
-from models.built_in import TRAITS
 from models.checkpoint import Tensor
-from models.config import NO_ROPE, Config, Rope
+from models.config import Config, Rope
+from models.families import FAMILIES, Gguf
 from models.gguf_header import needed, optional, positive, size_of
 from models.gguf_tokenizer import ends_of_turn, id_of
 from models.rotary import rope_frequencies
 
-# llama.cpp's architectures, and ours; a "llama" with experts is our "mixtral".
-ARCHITECTURES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "olmo2": "olmo2",
-    "smollm3": "smollm3",
-    "granite": "granite",
-    "phi3": "phi3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-}
 FREQUENCY_FACTORS = "rope_freqs.weight"  # Llama 3.1's rope scaling, as a factor for each frequency
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # longrope's
 
@@ -63,12 +50,6 @@ NAMES = {
     "layers.expert_up": "blk.{}.ffn_up_exps.weight[{}]",
     "layers.expert_down": "blk.{}.ffn_down_exps.weight[{}]",
 }
-FUSED = {
-    "phi3": {
-        "blk.{}.attn_qkv.weight": ("layers.query", "layers.key", "layers.value"),
-        "blk.{}.ffn_up.weight": ("layers.gate", "layers.up"),
-    }
-}
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 
 # Keys of the architecture that are read, or that have no effect.
@@ -79,15 +60,6 @@ KNOWN_KEYS = {
     "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "tensor_data_layout", "vocab_size",
 }  # fmt: skip
-# Keys that are read of some architectures only.
-OWN_KEYS = {
-    "gemma2": {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"},
-    "gemma3": {"attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa"},
-    "granite": {"attention.scale", "embedding_scale", "logit_scale", "residual_scale"},
-    "llama": {"expert_count", "expert_used_count"},
-    "phi3": {"attention.sliding_window", "rope.scaling.attn_factor"},
-    "qwen3moe": {"expert_count", "expert_feed_forward_length", "expert_used_count"},
-}
 # Other keys, with the value that has no effect.
 NEUTRAL_KEYS = {
     "attention.causal": True,
@@ -99,12 +71,15 @@ NEUTRAL_KEYS = {
 }
 
 
-def architecture_of(metadata: Mapping[str, Any]) -> str:
+def family_in(metadata: Mapping[str, Any]) -> tuple[str, Gguf]:
+    """Return the family of a file's model, after a check that all its keys are supported: its name and its ``gguf``."""
+    known = {gguf.architecture: (name, gguf) for name, (*_, gguf) in FAMILIES.items() if gguf is not None}
     architecture = needed(metadata, "general.architecture", str)
-    if architecture not in ARCHITECTURES:
+    if architecture not in known:
         raise ValueError(
-            f"architecture {architecture!r} is not supported in GGUF files; supported are {', '.join(ARCHITECTURES)}."
+            f"architecture {architecture!r} is not supported in GGUF files; supported are {', '.join(known)}."
         )
+    own = known[architecture][1].keys
     pieces = optional(metadata, "split.count", int, 1)
     if pieces > 1:
         raise ValueError(
@@ -113,7 +88,7 @@ def architecture_of(metadata: Mapping[str, Any]) -> str:
     prefix = f"{architecture}."
     for key, value in metadata.items():
         name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name in KNOWN_KEYS | OWN_KEYS.get(architecture, set()):
+        if not key.startswith(prefix) or name in KNOWN_KEYS | own:
             continue
         if name not in NEUTRAL_KEYS or value != NEUTRAL_KEYS[name]:
             said = " ".join(key.split())  # a damaged name may hold line breaks
@@ -121,106 +96,56 @@ def architecture_of(metadata: Mapping[str, Any]) -> str:
                 f"its key {said} is {shown(value)}, which is not supported; take another file, or the original folder "
                 "with config.json."
             )
-    return architecture
+    return known[architecture]
 
 
-def config_of(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, Tensor]) -> Config:
-    size = functools.partial(size_of, metadata)
+def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Mapping[str, Tensor]) -> Config:
+    """Return the config of a file whose family, called ``name``, is stored as ``stored`` says."""
+    size, architecture = functools.partial(size_of, metadata), stored.architecture
     hidden, heads = size(f"{architecture}.embedding_length"), size(f"{architecture}.attention.head_count")
     head_dim = size(f"{architecture}.attention.key_length", hidden // heads)
     whole = [("attention.value_length", "values"), ("rope.dimension_count", "rotation")]
-    for name, what in whole[:1] if architecture == "phi3" else whole:
-        other = size(f"{architecture}.{name}", head_dim)
+    for key, what in whole[:1] if stored.partly_rotated else whole:
+        other = size(f"{architecture}.{key}", head_dim)
         if other != head_dim:
             raise ValueError(
-                f"its key {architecture}.{name} is {other}, but a head has {head_dim} numbers; only models whose "
+                f"its key {architecture}.{key} is {other}, but a head has {head_dim} numbers; only models whose "
                 f"{what} take a whole head are supported."
             )
     if NAMES["embedding"] not in tensors:
         raise ValueError(f"it lacks the tensor {NAMES['embedding']}; is it complete, and a language model's?")
-    positions = size(f"{architecture}.context_length")
-    eos = [id_of(metadata, name) for name in ("eos", "eot", "eom")]
-    layers = size(f"{architecture}.block_count")
-    experts = optional(metadata, f"{architecture}.expert_count", int, 0)
-    ours = "mixtral" if architecture == "llama" and experts else ARCHITECTURES[architecture]
-    feed_forward = "expert_feed_forward_length" if architecture == "qwen3moe" else "feed_forward_length"
-    return Config(
-        architecture=ours,
+    eos = [id_of(metadata, end) for end in ("eos", "eot", "eom")]
+    read: dict[str, Any] = dict(
+        architecture=name,
         vocab_size=tensors[NAMES["embedding"]].shape[0],
         hidden_size=hidden,
-        intermediate_size=size(f"{architecture}.{feed_forward}"),
-        num_layers=layers,
+        intermediate_size=size(f"{architecture}.{stored.feed_forward}"),
+        num_layers=size(f"{architecture}.block_count"),
         num_heads=heads,
         num_kv_heads=size(f"{architecture}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rope=_rope(metadata, architecture, head_dim, positions, tensors),
         norm_epsilon=positive(metadata, f"{architecture}.attention.layer_norm_rms_epsilon"),
-        max_positions=positions,
+        max_positions=size(f"{architecture}.context_length"),
         tie_embeddings=NAMES["head"] not in tensors,
-        attention_bias=architecture == "qwen2" or NAMES["layers.query_bias"].format(0) in tensors,
+        attention_bias=NAMES["layers.query_bias"].format(0) in tensors,
         output_bias=NAMES["layers.output_bias"].format(0) in tensors,
         bos=id_of(metadata, "bos"),
         eos=tuple(dict.fromkeys(token for token in [*eos, *ends_of_turn(metadata)] if token is not None)),
         pad=id_of(metadata, "padding"),
-        **TRAITS.get(ours, {}),
-        **_features(metadata, architecture, layers, hidden, heads, head_dim),
-        **_experts(metadata, architecture, experts, layers, tensors),
     )
+    fields = read | dict(stored.fields(metadata, tensors, read))
+    if "rope" not in fields:
+        fields["rope"] = _rope(metadata, architecture, head_dim, read["max_positions"], tensors)
+    return Config(**fields)
 
 
-def _features(
-    metadata: Mapping[str, Any], architecture: str, layers: int, hidden: int, heads: int, head_dim: int
-) -> dict[str, Any]:
-    """Return the fields that only this architecture has, with llama.cpp's own values for what a file leaves out."""
-
-    def number(name: str, default: float | None = None) -> float | None:
-        key = f"{architecture}.{name}"
-        return default if metadata.get(key) is None else positive(metadata, key)
-
-    if architecture == "smollm3":
-        return {"ropes": tuple(None if (layer + 1) % 4 else NO_ROPE for layer in range(layers))}
-    if architecture == "granite":
-        if metadata.get("granite.rope.scaling.finetuned") is False:
-            raise ValueError("its key granite.rope.scaling.finetuned is False, a model without rotary embedding.")
-        return {
-            "embedding_multiplier": number("embedding_scale", 1.0),
-            "residual_multiplier": number("residual_scale", 1.0),
-            "logits_scaling": number("logit_scale", 1.0),
-            "attention_multiplier": number("attention.scale"),
-        }
-    if architecture == "phi3":
-        window = optional(metadata, "phi3.attention.sliding_window", int, 0) or None
-        return {"sliding_windows": (window,) * layers}
-    if architecture not in ("gemma2", "gemma3"):
-        return {}
-    window, pattern = size_of(metadata, f"{architecture}.attention.sliding_window", 4096), {"gemma2": 2, "gemma3": 6}
-    windows = tuple(window if (layer + 1) % pattern[architecture] else None for layer in range(layers))
-    # The factor of the logits is not stored; llama.cpp tells the two largest models by their number of layers.
-    largest = layers == {"gemma2": 46, "gemma3": 62}[architecture]
-    found: dict[str, Any] = {
-        "sliding_windows": windows,
-        "embedding_multiplier": hidden**0.5,
-        "attention_multiplier": (hidden / heads) ** -0.5 if largest and hidden != heads * head_dim else None,
-        "logits_soft_cap": number("final_logit_softcapping", 30.0 if architecture == "gemma2" else None),
-    }
-    if architecture == "gemma2":
-        return found | {"attention_soft_cap": number("attn_logit_softcapping", 50.0)}
-    local = Rope(positive(metadata, "gemma3.rope.freq_base_swa", 10_000.0))
-    return found | {"ropes": tuple(local if window else None for window in windows)}
-
-
-def _experts(
-    metadata: Mapping[str, Any], architecture: str, experts: int, layers: int, tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
+def expert_fields(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the numbers of experts, {} for a model without them."""
+    experts = optional(metadata, f"{architecture}.expert_count", int, 0)
     if not experts:
         return {}
-    used = size_of(metadata, f"{architecture}.expert_used_count")
-    found = {"num_experts": experts, "experts_per_token": used, "normalise_experts": True}  # as llama.cpp does
-    dense = [NAMES["layers.gate"].format(layer) in tensors for layer in range(min(layers, len(tensors)))]
-    if architecture != "qwen3moe" or not any(dense):
-        return found
-    size = size_of(metadata, f"{architecture}.feed_forward_length")
-    return found | {"dense_sizes": tuple(size if whether else None for whether in dense)}
+    per_token = size_of(metadata, f"{architecture}.expert_used_count")
+    return {"num_experts": experts, "experts_per_token": per_token, "normalise_experts": True}  # as llama.cpp does
 
 
 def _rope(
@@ -228,8 +153,6 @@ def _rope(
 ) -> Rope:
     prefix, factors = f"{architecture}.rope.", tensors.get(FREQUENCY_FACTORS)
     theta = positive(metadata, f"{prefix}freq_base", 10_000.0)
-    if architecture == "phi3":
-        return _longrope(metadata, theta, head_dim, positions, tensors)
     kind = optional(metadata, f"{prefix}scaling.type", str, "linear")
     factor = positive(metadata, f"{prefix}scaling.factor", positive(metadata, f"{prefix}scale_linear", 1.0))
     if kind not in ("none", "linear", "yarn"):
@@ -252,25 +175,27 @@ def _rope(
     )
 
 
-def _longrope(
-    metadata: Mapping[str, Any], theta: float, head_dim: int, positions: int, tensors: Mapping[str, Tensor]
+def longrope(
+    metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, Tensor], read: Mapping[str, Any]
 ) -> Rope:
     """Return Phi-3's rotary embedding: of a part of each head, and with two tensors of factors for long contexts."""
-    partial = size_of(metadata, "phi3.rope.dimension_count", head_dim) / head_dim
+    prefix, positions = f"{architecture}.rope.", read["max_positions"]
+    theta = positive(metadata, f"{prefix}freq_base", 10_000.0)
+    partial = size_of(metadata, f"{prefix}dimension_count", read["head_dim"]) / read["head_dim"]
     if LONG_FACTORS not in tensors or SHORT_FACTORS not in tensors:
         return Rope(theta, partial_rotary_factor=partial)
-    original = size_of(metadata, "phi3.rope.scaling.original_context_length", positions)
+    original = size_of(metadata, f"{prefix}scaling.original_context_length", positions)
     long, short = (
         tuple(float(str(x)) for x in tensor.read((slice(0, tensor.shape[0]),)).astype(np.float32))
         for tensor in (tensors[LONG_FACTORS], tensors[SHORT_FACTORS])
     )
-    amplitude = metadata.get("phi3.rope.scaling.attn_factor")
+    amplitude = metadata.get(f"{prefix}scaling.attn_factor")
     return Rope(
         theta,
         "longrope",
         positions / original,
         original_positions=original,
-        attention_factor=None if amplitude is None else positive(metadata, "phi3.rope.scaling.attn_factor"),
+        attention_factor=None if amplitude is None else positive(metadata, f"{prefix}scaling.attn_factor"),
         partial_rotary_factor=partial,
         short_factor=short,
         long_factor=long,

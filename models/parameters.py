@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from models.config import Config
+from models.families import FAMILIES
 
 SPLIT = ("N", "K", "X", "F", "Fd", "V")  # the axes that a mesh splits: heads, experts, feed-forward and vocabulary
 
@@ -102,26 +103,6 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.expert_gate": Parameter("Lx X E F", _EXPERT + "gate_proj.weight", "F E", _has_experts),
     "layers.expert_up": Parameter("Lx X E F", _EXPERT + "up_proj.weight", "F E", _has_experts),
     "layers.expert_down": Parameter("Lx X F E", _EXPERT + "down_proj.weight", "E F", _has_experts),
-}
-_MIXTRAL = _LAYER + "block_sparse_moe."
-# Names of tensors that a family has instead.
-_GEMMA = {"layers.feed_norm": _LAYER + "pre_feedforward_layernorm.weight"}
-RENAMED: dict[str, dict[str, str]] = {
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-    "mixtral": {
-        "layers.router": _MIXTRAL + "gate.weight",
-        "layers.expert_gate": _MIXTRAL + "experts.{}.w1.weight",
-        "layers.expert_up": _MIXTRAL + "experts.{}.w3.weight",
-        "layers.expert_down": _MIXTRAL + "experts.{}.w2.weight",
-    },
-}
-# Tensors that hold several parameters of a layer, one after the other, in the checkpoints of a family.
-FUSED: dict[str, dict[str, tuple[str, ...]]] = {
-    "phi3": {
-        _LAYER + "self_attn.qkv_proj.weight": ("layers.query", "layers.key", "layers.value"),
-        _LAYER + "mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
-    }
 }
 ROTATED = ("layers.query", "layers.key")
 
@@ -269,7 +250,8 @@ def tensor_names(config: Config) -> dict[str, str]:
         ... ]
         'lm_head.weight'
     """
-    return {name: parameter.tensor for name, parameter in PARAMETERS.items()} | RENAMED.get(config.architecture, {})
+    names = {name: parameter.tensor for name, parameter in PARAMETERS.items()}
+    return {**names, **FAMILIES[config.architecture].tensors}
 
 
 def head_order(config: Config) -> Int[np.ndarray, "D"] | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvjax.allocation import ALLOCATIONS
-from models.built_in import ARCHITECTURES
+from models.families import FAMILIES
 from tests.campaign.cases import LINK_NAMES, Case, calibration, draw, from_json
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import check
@@ -126,7 +126,7 @@ def ran(case: Case) -> Outcome:
 
 def every_name() -> set[str]:
     """Return the names of all links, allocations and families."""
-    return {*LINK_NAMES, *ALLOCATIONS, *ARCHITECTURES.values()}
+    return {*LINK_NAMES, *ALLOCATIONS, *FAMILIES}
 
 
 def _folder() -> str:

@@ -13,7 +13,8 @@ import pytest
 
 import kvjax
 from kvjax import allocation
-from models.built_in import ARCHITECTURES, TRAITS
+from models import families
+from models.config_json import lost_in_hugging_face
 from tests.campaign import __main__ as campaign
 from tests.campaign import checking, ways
 from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, LINK_NAMES, Case, draw, from_json, smaller
@@ -48,11 +49,13 @@ def test_every_score_link_and_allocation_is_drawn():
 
 
 def test_every_family_is_drawn_as_what_it_is():
-    assert set(FAMILIES) == set(ARCHITECTURES.values())
+    assert set(FAMILIES) == set(families.FAMILIES)
     assert {next(draw(0, number)).family for number in range(200)} == set(FAMILIES)
     mixes = {case.dimensions()["dense"][0] for case in (next(draw(0, number)) for number in range(400))}
     assert mixes == {"none", "some", "all"}
-    assert all(FAMILIES[name].items() >= features.items() for name, features in TRAITS.items())
+    always = {"activation", "norm_offset", "norms", "query_key_norm", "wide_query_key_norm"}
+    lost = {name: always & {*lost_in_hugging_face(Case(family=name).config)} for name in FAMILIES}
+    assert not any(lost.values()), lost
 
 
 def test_caches_in_eight_bits_are_drawn_and_change_nothing_else():

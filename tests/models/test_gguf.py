@@ -26,7 +26,6 @@ from safetensors.numpy import load_file
 import models
 from models.config import NO_ROPE, Config, Rope
 from models.folders import find_folder
-from models.gguf import NEIGHBOURS
 from models.gguf_config import LONG_FACTORS, NAMES, SHORT_FACTORS
 from models.load import describe
 from models.parameters import layers_with, parameter_shapes, tensor_names
@@ -111,7 +110,8 @@ def tensors_of(config):
 
 def interleaved(name, tensor, config):
     """A head's rows as llama.cpp's Llama has them: element i beside element i + D / 2."""
-    if config.architecture not in NEIGHBOURS or not any(part in name for part in ("attn_q.", "attn_k.")):
+    neighbours = ("llama", "mixtral", "smollm3", "granite")  # llama.cpp rotates neighbouring elements of these
+    if config.architecture not in neighbours or not any(part in name for part in ("attn_q.", "attn_k.")):
         return tensor
     half = config.head_dim // 2
     heads = tensor.reshape(-1, config.head_dim, *tensor.shape[1:])

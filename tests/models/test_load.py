@@ -1,5 +1,6 @@
 """Folders in Hugging Face layout become models; what is wrong with one is said in a sentence."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import models
 from models.config import Config
 from models.config_json import from_hugging_face
+from models.families import FAMILIES
 from models.load import load
 from models.parameters import parameter_shapes
 from models.placing import parse_mesh
@@ -326,9 +328,16 @@ def test_a_family_that_does_not_fit_is_refused_in_one_sentence(tmp_path, config,
         models.load(tmp_path)
 
 
-def test_a_built_in_architecture_is_never_another_package_s(tmp_path):
-    config = models.Config(32, 16, 24, num_layers=1, num_heads=2, num_kv_heads=1)
-    model = reference.decoder(config)
+def test_a_built_in_family_is_registered_as_another_package_s_and_its_name_is_taken(tmp_path):
+    with pytest.raises(ValueError, match=r"'llama' is in models\.built_in and in tests\.models\.test_load; rename it"):
+        models.register_family("llama", wide)
+    phi3 = FAMILIES["phi3"]
+
+    def config(raw):
+        return dataclasses.replace(phi3.config(raw), architecture="wide")
+
+    models.register_family("wide", config, fused=phi3.fused, architecture="WideForCausalLM", written=phi3.written)
+    model = reference.decoder(models.Config(32, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1, architecture="wide"))
     models.save(tmp_path, model)
-    models.register_family("llama", lambda raw: None, {"norm": "elsewhere"})
-    assert models.load(tmp_path)[0].config == model.config
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["WideForCausalLM"]
+    assert_same(models.load(tmp_path)[0], model)
