@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.cache_attention.api import check_statistics
 from kvjax.cache import HeadState, KVCache, is_emptied
-from kvjax.chains import policy_of
+from kvjax.chains import LINKS, policy_of
 from kvjax.checks import check_count
+from kvjax.layer import LayerBlock, ask, attend_heads, inserted, with_scores
+from kvjax.observation import Context, Needs
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 
@@ -111,7 +116,7 @@ or protect fewer.
 
 @functools.cache
 def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
-    """Check that each link's state has an entry per slot, or per head, and that the statistics exist.
+    """Check that each link's state has an entry per slot, or per head, that the statistics exist, and no score is NaN.
 
     Example:
         >>> import jax.numpy as jnp
@@ -140,6 +145,38 @@ arrays start with [B, K, S], or with [B, K] inside a kvjax.HeadState.
     for link in policy.links or (policy,):
         made = jax.eval_shape(functools.partial(link.init, *sizes))
         jax.tree.map(functools.partial(check, link), made, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+    _check_scores(policy, head_dim, K, G)
+
+
+def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
+    """Check that a policy with a link of the user's own scores a block of random keys and values without a NaN.
+
+    What such a block lacks (W_O, rotations, predictions, repeated text) makes a policy pass untried.
+    """
+    built_in = [LINKS.sources.get(link.name.partition("(")[0], "") for link in policy.links or (policy,)]
+    needs = dataclasses.replace(policy.needs, statistics=frozenset(), window=0, over="mean")
+    tried = needs in (Needs(), Needs(errors="value")) and policy.positions == "absolute"
+    if all(source.startswith("kvjax.") for source in built_in) or not tried:
+        return
+    T = max(policy.needs.window, 4)
+    drawn = np.random.default_rng(0).normal(size=(1, T, K * (G + 2), head_dim)).astype(np.float32)
+
+    def nan(drawn: Any) -> Any:
+        state = policy.state(1, K, G, T, head_dim)
+        cache = KVCache.init(batch=1, kv_heads=K, slots=T, head_dim=head_dim, state=state)
+        block = LayerBlock(*jnp.split(drawn, [K * G, K * (G + 1)], axis=2), jnp.arange(T)[None])
+        _, here = inserted(cache, block, Context())
+        _, columns, block, here = attend_heads(here, block, policy.needs, Context(), None)
+        evidence, _ = ask(policy, here, block, columns, jnp.arange(K), jnp.full(1, T), Context())
+        return jnp.isnan(with_scores(evidence, here).scores) & here.live
+
+    with jax.ensure_compile_time_eval():  # a policy may be used under jit first
+        found = np.asarray(jax.jit(nan)(drawn))
+    if found.any():
+        raise ValueError(
+            f"{policy.name!r} scored {int(found.sum())} of {found.size} tokens NaN when it was tried on random keys "
+            "and values, and a token whose score is NaN is the first to go; look for 0 / 0 and for 0 * log 0."
+        )
 
 
 def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:

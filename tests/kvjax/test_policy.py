@@ -131,6 +131,12 @@ def growing(B, K, G, S, D):
             kvjax.Policy("grows", growing, lambda scores, state, o: (scores, state[..., None])),
             r"'grows' returned a state of other arrays than it was given: \[\(1, 2, 4\)\] became \[\(1, 2, 4, 1\)\]",
         ),
+        (
+            kvjax.base_score(
+                "logs", lambda o: -(o.columns.weights * jnp.log(o.columns.weights)).sum(3), statistics=("weights",)
+            ),
+            "'logs' scored 6 of 8 tokens NaN when it was tried .*; look for 0 / 0 and for 0 \\* log 0",
+        ),
     ],
     ids=lambda given: given.name if isinstance(given, kvjax.Policy) else "",
 )
