@@ -23,7 +23,7 @@ from jaxtyping import Array, Int
 import kvjax
 import models
 from benchmarks import measure
-from kvjax.cache import Rows, map_rows
+from kvjax.cache import Entries, map_entries
 from kvjax.schedule import Phase
 from models.config import Config
 from models.options import PAGE_SIZE, Options
@@ -240,7 +240,7 @@ def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) ->
             position = jax.random.permutation(next(keys), position, axis=-1, independent=True)
         return dataclasses.replace(
             shape,
-            rows=map_rows(draw, shape) if numbers else {},
+            entries=map_entries(draw, shape) if numbers else {},
             position=position.astype(jnp.int32),
             next_position=jnp.full(shape.next_position.shape, prompt, jnp.int32),
             state=jax.tree.map(state, shape.state),
@@ -277,21 +277,21 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
         ... )
         ['one']
     """
-    shared: dict[int, Rows] = {}
+    shared: dict[int, Entries] = {}
 
     def runner(own: Contender) -> Callable[[], Array]:
         slots = own.program.cache.position.shape[-1]
         cache = after_prompt(own.program.cache, own.prompt, own.held, numbers=slots not in shared)
-        shared.setdefault(slots, cache.rows)
-        rest: list[Any] = [dataclasses.replace(cache, rows={})]
+        shared.setdefault(slots, cache.entries)
+        rest: list[Any] = [dataclasses.replace(cache, entries={})]
         projection = models.output_projection(model, own.policy)
         given = dataclasses.replace(own.program.run, model=model, projection=projection)
 
         def run() -> Array:
-            whole = dataclasses.replace(rest[0], rows=shared[slots])
+            whole = dataclasses.replace(rest[0], entries=shared[slots])
             after, logits = own.program.compiled(given, whole, own.program.tokens)
-            shared[slots] = after.rows
-            rest[0] = dataclasses.replace(after, rows={})
+            shared[slots] = after.entries
+            rest[0] = dataclasses.replace(after, entries={})
             return logits
 
         return run

@@ -29,7 +29,7 @@ from benchmarks import measure
 from benchmarks.shapes import shape
 from benchmarks.targets import executable, tpu_chips
 from evals import command_line, report
-from kvjax.cache import Rows, empty_rows
+from kvjax.cache import Entries, empty_entries
 from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
 from models import commands, host_steps
@@ -63,43 +63,43 @@ Shapes = tuple[jax.ShapeDtypeStruct | None, ...]
 Operation = Callable[[Sizes], tuple[Callable[..., Any], Shapes]]
 
 
-def _rows(sizes: Sizes, *slots: int) -> Rows:
+def _entries(sizes: Sizes, *slots: int) -> Entries:
     """Return the shapes of keys and values as a cache on this platform stores them."""
     dtypes = Dtypes("bfloat16", "bfloat16")
-    return jax.eval_shape(functools.partial(empty_rows, slots, sizes.config.head_dim, dtypes))
+    return jax.eval_shape(functools.partial(empty_entries, slots, sizes.config.head_dim, dtypes))
 
 
 def _caote_topk(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
     config, S = sizes.config, sizes.budget + sizes.block
     slots = (sizes.batch, config.num_kv_heads, S)
-    rows, position = _rows(sizes, *slots), jax.ShapeDtypeStruct(slots, jnp.int32)
+    entries, position = _entries(sizes, *slots), jax.ShapeDtypeStruct(slots, jnp.int32)
     groups = config.num_heads // config.num_kv_heads
     weights = jax.ShapeDtypeStruct((sizes.batch, config.num_kv_heads, groups, S), jnp.float32)
 
     def run(weights, value, position):
         return kernels_pallas.caote_topk(weights, value, position, sizes.budget, head_dim=config.head_dim).position
 
-    return run, (weights, rows["key"] if rows["value"] is None else rows["value"], position)
+    return run, (weights, entries["key"] if entries["value"] is None else entries["value"], position)
 
 
 def _cache_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
     config = sizes.config
     slots = (sizes.batch, config.num_kv_heads, sizes.budget + tokens)
-    rows, position = _rows(sizes, *slots), jax.ShapeDtypeStruct(slots, jnp.int32)
+    entries, position = _entries(sizes, *slots), jax.ShapeDtypeStruct(slots, jnp.int32)
     query = jax.ShapeDtypeStruct((sizes.batch, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((sizes.batch, tokens), jnp.int32)
 
     def run(query, key, value, position, queries):
         return kernels_pallas.cache_attention(query, key, value, position, queries, statistics=[statistic])
 
-    return run, (query, rows["key"], rows["value"], position, queries)
+    return run, (query, entries["key"], entries["value"], position, queries)
 
 
 def _paged_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
     config, page = sizes.config, PAGE_SIZE
     B, K, most = sizes.batch, config.num_kv_heads, -(-(sizes.budget + tokens) // page)
     pages = B * K * most * config.num_layers
-    pool = _rows(sizes, pages, page)
+    pool = _entries(sizes, pages, page)
     position, owned = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((pages, page), (B, K, most)))
     query = jax.ShapeDtypeStruct((B, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((B, tokens), jnp.int32)
@@ -112,10 +112,10 @@ def _paged_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callabl
 
 def _select_attention(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
     config = sizes.config
-    rows = _rows(sizes, sizes.batch, config.num_kv_heads, sizes.prompt)
+    entries = _entries(sizes, sizes.batch, config.num_kv_heads, sizes.prompt)
     query = jax.ShapeDtypeStruct((sizes.batch, 1, config.num_heads, config.head_dim), jnp.bfloat16)
     chosen = jax.ShapeDtypeStruct((sizes.batch, config.num_heads, sizes.budget), jnp.int32)
-    return kernels_pallas.select_attention, (query, rows["key"], rows["value"], chosen)
+    return kernels_pallas.select_attention, (query, entries["key"], entries["value"], chosen)
 
 
 def _mse_logits(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:

@@ -132,8 +132,8 @@ def check_layer(what: str, ndim: int, layer: Any) -> None:
         raise ValueError(f"layer= was given, but the {what} have no layers.")
 
 
-def check_scale(what: str, rows: Any, scale: Any) -> None:
-    """Check that rows of eight bits have a scale each, and that given scales fit their rows.
+def check_scale(what: str, vectors: Any, scale: Any) -> None:
+    """Check that vectors of eight bits have a scale each, and that given scales fit their vectors.
 
     Raises:
         ValueError: if scales are missing, or of another shape.
@@ -144,14 +144,16 @@ def check_scale(what: str, rows: Any, scale: Any) -> None:
         >>> check_scale("key", jnp.zeros((2, 3, 4), "int8"), None)
         Traceback (most recent call last):
             ...
-        ValueError: key is int8, but key_scale is missing; give one scale per row, (2, 3).
+        ValueError: key is int8, but key_scale is missing; give one scale per vector, (2, 3).
     """
-    if scale is None and rows.dtype.itemsize == 1:
+    if scale is None and vectors.dtype.itemsize == 1:
         raise ValueError(
-            f"{what} is {rows.dtype}, but {what}_scale is missing; give one scale per row, {rows.shape[:-1]}."
+            f"{what} is {vectors.dtype}, but {what}_scale is missing; give one scale per vector, {vectors.shape[:-1]}."
         )
-    if scale is not None and scale.shape != rows.shape[:-1]:
-        raise ValueError(f"{what}_scale is {scale.shape}; expected {rows.shape[:-1]}, one scale per row of {what}.")
+    if scale is not None and scale.shape != vectors.shape[:-1]:
+        raise ValueError(
+            f"{what}_scale is {scale.shape}; expected {vectors.shape[:-1]}, one scale per vector of {what}."
+        )
 
 
 def of_layer(x: Array, layer: Int[Array, ""] | int | None) -> Array:

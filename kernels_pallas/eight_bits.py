@@ -1,4 +1,4 @@
-"""Rows of eight bits in the kernels: which dtypes are read, and how a chunk of rows becomes floats."""
+"""Vectors of eight bits in the kernels: which dtypes are read, and how a chunk of vectors becomes floats."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ EIGHT_BITS = ("int8", "float8_e4m3fn")
 FLOAT8_FROM = 89  # Triton converts float8_e4m3fn from compute capability 8.9 on (Ada, Hopper)
 
 
-def widened(rows: Real[Array, "*rows D"], like: DTypeLike) -> Float[Array, "*rows D"]:
-    """Return rows of eight bits as floats of a dtype, in which every one of them is exact; floats as they are.
+def widened(vectors: Real[Array, "*slots D"], like: DTypeLike) -> Float[Array, "*slots D"]:
+    """Return vectors of eight bits as floats of a dtype, in which every one of them is exact; floats as they are.
 
     Example:
         >>> import jax.numpy as jnp
@@ -27,7 +27,7 @@ def widened(rows: Real[Array, "*rows D"], like: DTypeLike) -> Float[Array, "*row
         ... )
         (dtype(bfloat16), dtype('float32'))
     """
-    return rows.astype(jnp.float32).astype(like) if rows.dtype.itemsize == 1 else rows
+    return vectors.astype(jnp.float32).astype(like) if vectors.dtype.itemsize == 1 else vectors
 
 
 def filler(dtype: DTypeLike) -> int | float:
@@ -41,13 +41,13 @@ def filler(dtype: DTypeLike) -> int | float:
     return 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
-def unread(floats: Sequence[str], numbers: Mapping[str, Any], rows: Mapping[str, Any]) -> str | None:
+def unread(floats: Sequence[str], numbers: Mapping[str, Any], vectors: Mapping[str, Any]) -> str | None:
     """Return which array has a dtype that a kernel does not read, as a reason to refuse it; None if all are read.
 
     Args:
         floats: the dtypes of floats that it reads.
         numbers: arrays of floats, by name.
-        rows: arrays of floats or of eight bits, by name; None where there is none.
+        vectors: arrays of floats or of eight bits, by name; None where there is none.
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,15 +59,15 @@ def unread(floats: Sequence[str], numbers: Mapping[str, Any], rows: Mapping[str,
         >>> unread(("float32",), {"queries": jnp.ones(1, "int8")}, {})
         'queries are int8, but the kernels take float32'
     """
-    for arrays, dtypes in ((numbers, floats), (rows, (*floats, *EIGHT_BITS))):
+    for arrays, dtypes in ((numbers, floats), (vectors, (*floats, *EIGHT_BITS))):
         for name, x in arrays.items():
             if x is not None and x.dtype.name not in dtypes:
                 return f"{name} are {x.dtype}, but the kernels take {', '.join(dtypes)}"
     return None
 
 
-def unread_on_gpu(*rows: Any) -> str | None:
-    """Return why the GPU of this program cannot read rows, as a reason to refuse them; None if it can.
+def unread_on_gpu(*vectors: Any) -> str | None:
+    """Return why the GPU of this program cannot read vectors, as a reason to refuse them; None if it can.
 
     Example:
         >>> import jax.numpy as jnp
@@ -75,14 +75,14 @@ def unread_on_gpu(*rows: Any) -> str | None:
         >>> unread_on_gpu(jnp.ones(1, "int8")) is None
         True
     """
-    if any(x is None for x in rows):
+    if any(x is None for x in vectors):
         return "keys and values are side by side in one array, but the kernels take two"
-    if all(x.dtype != "float8_e4m3fn" for x in rows):
+    if all(x.dtype != "float8_e4m3fn" for x in vectors):
         return None
     capability = compute_capability()
     if capability is None or capability >= FLOAT8_FROM:
         return None
     return (
-        f"rows are float8_e4m3fn, which Triton reads from compute capability {FLOAT8_FROM / 10} on, and this GPU has "
+        f"they are float8_e4m3fn, which Triton reads from compute capability {FLOAT8_FROM / 10} on, and this GPU has "
         f"{capability / 10}"
     )

@@ -1,4 +1,4 @@
-"""Wrappers that kernels share: stacked layers, the devices of a mesh, a derivative, rows side by side."""
+"""Wrappers that kernels share: stacked layers, the devices of a mesh, a derivative, keys and values side by side."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SPLIT = {"b": "data", "k": "tensor", "n": "tensor"}  # an array's axis -> the me
 
 
 def apart(
-    key: Shaped[Array, "*rows width"], value: Shaped[Array, "*rows D"] | None, head_dim: int
-) -> tuple[Shaped[Array, "*rows D"], Shaped[Array, "*rows D"]]:
-    """Return keys and values as two arrays; without values, each row of ``key`` holds a key and then its value.
+    key: Shaped[Array, "*slots width"], value: Shaped[Array, "*slots D"] | None, head_dim: int
+) -> tuple[Shaped[Array, "*slots D"], Shaped[Array, "*slots D"]]:
+    """Return keys and values as two arrays; without values, each vector of ``key`` holds a key and then its value.
 
     Example:
         >>> import jax.numpy as jnp
@@ -29,7 +29,7 @@ def apart(
 
 
 def alike(key: Array, value: Array | None, head_dim: int) -> bool:
-    """Return whether keys and values, in two arrays or side by side in one, have rows of this head dim.
+    """Return whether keys and values, in two arrays or side by side in one, have this head dim.
 
     Example:
         >>> import jax.numpy as jnp
@@ -45,7 +45,9 @@ def alike(key: Array, value: Array | None, head_dim: int) -> bool:
     return key.shape == value.shape and key.shape[-1] == head_dim
 
 
-def stacked[Rows: (Array, Array | None)](x: Rows, layer: Int[Array, ""] | int | None) -> tuple[Rows, Int[Array, "1"]]:
+def stacked[Stack: (Array, Array | None)](
+    x: Stack, layer: Int[Array, ""] | int | None
+) -> tuple[Stack, Int[Array, "1"]]:
     """Return the stacked array and the layer's number, as kernels take them; a single layer becomes a stack of one.
 
     Example:
@@ -62,7 +64,7 @@ def stacked[Rows: (Array, Array | None)](x: Rows, layer: Int[Array, ""] | int | 
 class Beside(NamedTuple):
     """Tell which floats there are per slot beside keys and values; kernels get an array of each, one after the other.
 
-    ``key_scale`` and ``value_scale`` are the scales of rows of eight bits, ``bias`` is added to a slot's logits.
+    ``key_scale`` and ``value_scale`` are the scales of those of eight bits, ``bias`` is added to a slot's logits.
 
     Example:
         >>> from kernels_pallas.prepare import Beside
@@ -100,7 +102,7 @@ def over_heads(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Wrap a function so that each device of a mesh runs it on its own batch rows and heads.
 
-    XLA cannot split a kernel by itself, but batch rows and heads are independent. Rows are split over the mesh's axis
+    XLA cannot split a kernel by itself, but batch rows and heads are independent. Batch rows are split over the axis
     "data" and heads over "tensor", as ``models.parameters.partition`` splits them; an array that is sharded otherwise
     is moved. ``function`` returns a tuple. Without a mesh it runs as it is.
 

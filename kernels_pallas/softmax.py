@@ -22,12 +22,12 @@ def grouped_logits(
     """
     B, T, N, D = query.shape
     K, S = key.shape[1:3]
-    # Queries first and one axis of rows: XLA lays out "btkgd,bksd->bkgts" as [.., S, rows] and then reads its columns.
-    rows = query.reshape(B, T, K, N // K, D).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, D)
+    # Queries first and on one axis: XLA lays out "btkgd,bksd->bkgts" as [.., S, queries] and then reads its columns.
+    queries = query.reshape(B, T, K, N // K, D).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, D)
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     if key_scale is not None:
         key = key.astype(query.dtype)  # exact: a float of 16 bits holds every number of eight bits
-    logits = jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=accumulate)
+    logits = jnp.einsum("bkqd,bksd->bkqs", queries, key, preferred_element_type=accumulate)
     logits = logits if key_scale is None else logits * key_scale[:, :, None]
     return logits.reshape(B, K, N // K, T, S)
 
@@ -50,10 +50,10 @@ def scaled(logits: Float[Array, "*shape"], scale: float, soft_cap: float | None)
 def exponentials(
     logits: Float[Array, "B K G T S"], visible: Bool[Array, "B K #G #T S"]
 ) -> tuple[Float[Array, "B K G T S"], Float[Array, "B K G T 1"]]:
-    """Compute exp(logit - peak) of each row, 0 where not visible, and the row's sum, 1 for a row that sees nothing.
+    """Compute exp(logit - peak) of each query, 0 where not visible, and the query's sum, 1 for one that sees nothing.
 
-    Their quotient is the row's weights. The callers divide, for it costs less to divide what is computed from a row
-    than the row itself.
+    Their quotient is the query's weights. The callers divide, for it costs less to divide what is computed from
+    weights than the weights.
 
     Example:
         >>> import jax, numpy as np
@@ -101,9 +101,9 @@ def weighted_values(
         weights = weights * jnp.where(live, value_scale, 0)[:, :, None, None]
         value = value.astype(weights.dtype)
     value = jnp.where(live[..., None], value, 0)  # 0 * NaN is NaN
-    rows = weights.astype(value.dtype).reshape(B, K, G * T, S)
+    flat = weights.astype(value.dtype).reshape(B, K, G * T, S)
     # Not "->btkgd": XLA would order the operands in a way for which its CPU backend has no bfloat16 product.
-    out = jnp.einsum("bkqs,bksd->bkqd", rows, value, preferred_element_type=weights.dtype)
+    out = jnp.einsum("bkqs,bksd->bkqd", flat, value, preferred_element_type=weights.dtype)
     out = out.reshape(B, K, G, T, -1) / total
     return jnp.moveaxis(out, 3, 1).reshape(B, T, K * G, -1)
 

@@ -46,10 +46,10 @@ def keep_mask(
     ranks = rank(scores, live)
     if excess is not None:
         excess = check_count("excess", excess, 0, "give a number of tokens, or None")
-    return best_of_rows(ranks, position, budget, excess)
+    return best_of_heads(ranks, position, budget, excess)
 
 
-def rank(scores: Float[Array, "*rows S"], live: Bool[Array, "*rows S"]) -> Int[Array, "*rows S"]:
+def rank(scores: Float[Array, "*heads S"], live: Bool[Array, "*heads S"]) -> Int[Array, "*heads S"]:
     """Return integers in the order of the scores. A live slot ranks above a free one, even if its score is NaN.
 
     Example:
@@ -65,65 +65,65 @@ def rank(scores: Float[Array, "*rows S"], live: Bool[Array, "*rows S"]) -> Int[A
     return jnp.where(live, jnp.maximum(ordered, LOWEST + 1), LOWEST)
 
 
-def best_of_rows(
-    ranks: Int[Array, "*rows S"],
-    position: Int[Array, "*rows S"],
-    budget: Int[Array, "*rows 1"],
+def best_of_heads(
+    ranks: Int[Array, "*heads S"],
+    position: Int[Array, "*heads S"],
+    budget: Int[Array, "*heads 1"],
     excess: int | None = None,
-) -> Bool[Array, "*rows S"]:
-    """Return a mask of the ``budget`` live slots of largest rank in each row; of equal ranks the more recent stays.
+) -> Bool[Array, "*heads S"]:
+    """Return a mask of the ``budget`` live slots of largest rank in each head; of equal ranks the more recent stays.
 
     Where ``excess`` promises that at most one slot is too many, the worst slot is found by an argmin.
 
     Example:
         >>> import jax, numpy as np
-        >>> from kernels_pallas.topk import best_of_rows
-        >>> jax.jit(best_of_rows)(
+        >>> from kernels_pallas.topk import best_of_heads
+        >>> jax.jit(best_of_heads)(
         ...     np.array([[7, 7, 9]]), np.array([[4, 1, 0]]), np.array([[2]])
         ... ).tolist()
         [[True, False, True]]
     """
     if excess == 1:
         live = position >= 0
-        return live & ~(_worst(ranks, position) & (count_rows(live) > budget))
-    stays, tied = best(ranks, position, budget, count_rows, lambda x: x)
+        return live & ~(_worst(ranks, position) & (count_true(live) > budget))
+    stays, tied = best(ranks, position, budget, count_true, lambda x: x)
     return stays | tied
 
 
-def count_rows(mask: Bool[Array, "*rows S"]) -> Int[Array, "*rows 1"]:
-    """Count the True entries of each row."""
+def count_true(mask: Bool[Array, "*heads S"]) -> Int[Array, "*heads 1"]:
+    """Count the True entries of each head."""
     return jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
 
 
 def best(
-    ranks: Int[Array, "*rows S"],
-    position: Int[Array, "*rows S"],
+    ranks: Int[Array, "*heads S"],
+    position: Int[Array, "*heads S"],
     budget: Int[Array, "..."],
     count: Callable[[Array], Array],
-    of_row: Callable[[Array], Array],
-) -> tuple[Bool[Array, "*rows S"], Bool[Array, "*rows S"]]:
+    of_head: Callable[[Array], Array],
+) -> tuple[Bool[Array, "*heads S"], Bool[Array, "*heads S"]]:
     """Return masks of the slots that stay in each group, and of those that tie for what is left of the budget.
 
-    Slots tie if they have the same rank and the same position. ``count`` counts a mask per group; ``of_row`` spreads a
-    value per group over the group's rows, ``[*rows, 1]``.
+    Slots tie if they have the same rank and the same position. ``count`` counts a mask per group; ``of_head`` spreads a
+    value per group over the group's heads, ``[*heads, 1]``.
     """
     # No lax.cond around the ties: its predicate would depend on all heads, and cost a collective on a mesh.
-    threshold = of_row(nth_largest(ranks, budget, count, of_row))
+    threshold = of_head(nth_largest(ranks, budget, count, of_head))
     above, tied = ranks > threshold, (ranks == threshold) & (position >= 0)
     age = jnp.where(tied, position, LOWEST)
-    oldest = of_row(nth_largest(age, budget - count(above), count, of_row))
+    oldest = of_head(nth_largest(age, budget - count(above), count, of_head))
     return above | (age > oldest), tied & (age == oldest)
 
 
 def nth_largest(
-    x: Int[Array, "*rows S"], n: Int[Array, "..."], count: Callable[[Array], Array], of_row: Callable[[Array], Array]
+    x: Int[Array, "*heads S"], n: Int[Array, "..."], count: Callable[[Array], Array], of_head: Callable[[Array], Array]
 ) -> Int[Array, "..."]:
     """Return the n-th largest entry (counted from 1) of each group; int32's lowest where n exceeds the group's size."""
 
     def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # the answer lies in [low, high]
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
-        enough = count(x >= of_row(middle)) >= n
+        enough = count(x >= of_head(middle)) >= n
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     low = jnp.full(n.shape, LOWEST, jnp.int32)

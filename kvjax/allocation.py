@@ -2,7 +2,7 @@
 
 An allocation turns the scores of all layers and heads into a keep mask of fixed total size: for each batch row K times
 the sum of the layers' budgets, each of which is the given one or, if that is smaller, the layer's sliding window. It
-sees slots in rows, each of one (layer, batch row, head): a plain cache has one row per head, a paged one a row per
+sees slots in lines, each of one (layer, batch row, head): a plain cache has one per head, a paged one a line per
 page, and the same code serves both.
 """
 
@@ -26,23 +26,23 @@ from kvjax.topk import best_of_groups, share_of, summed
 
 
 class Contest(NamedTuple):
-    """The slots of all layers and heads, in rows of S, and the budget that they compete for.
+    """The slots of all layers and heads, in lines of S, and the budget that they compete for.
 
     ``scores`` are +inf where a token is protected; ``position`` is -1 where a slot is free. ``layer``, ``batch`` and
     ``head`` are the owner of each row. ``budget`` is the mean number of slots per head of each layer, at most the
     layer's sliding window. ``seen`` are the tokens of the sequence so far, ``entered`` those of this block.
     ``measured`` is what the allocation measured of each head.
 
-    On a mesh each device has a contest of the rows that it holds. ``heads``, the numbers in ``head`` and ``measured``
+    On a mesh each device has a contest of the heads that it holds. ``heads``, the numbers in ``head`` and ``measured``
     are those of the whole layer, and ``axis`` is the mesh axis over which sums and counts are added up; else it is
     None.
     """
 
-    scores: Float[Array, "*rows S"]
-    position: Int[Array, "*rows S"]
-    layer: Int[Array, "*rows"]
-    batch: Int[Array, "*rows"]
-    head: Int[Array, "*rows"]
+    scores: Float[Array, "*heads S"]
+    position: Int[Array, "*heads S"]
+    layer: Int[Array, "*heads"]
+    batch: Int[Array, "*heads"]
+    head: Int[Array, "*heads"]
     budget: Int[Array, "L B"]
     seen: Int[Array, "B"]
     entered: Int[Array, "B"]
@@ -52,7 +52,7 @@ class Contest(NamedTuple):
     axis: str | None = None
 
     @property
-    def live(self) -> Bool[Array, "*rows S"]:
+    def live(self) -> Bool[Array, "*heads S"]:
         """Return a mask of the slots that hold a token."""
         return self.position >= 0
 
@@ -62,7 +62,7 @@ class Contest(NamedTuple):
         return jnp.sum(self.budget, axis=0) * self.heads
 
     @property
-    def certain(self) -> Bool[Array, "*rows S"]:
+    def certain(self) -> Bool[Array, "*heads S"]:
         """Return a mask of the slots that stay whatever the others score: protected, or with a head's whole weight."""
         return self.live & (self.scores >= jnp.finfo(jnp.float32).max)
 
@@ -73,15 +73,15 @@ class Contest(NamedTuple):
         shape = {"head": (self.layers, -1, self.heads), "layer": (self.layers, -1), "model": (-1,)}[scope]
         return sums.reshape(shape)
 
-    def largest(self, x: Float[Array, "*rows S"], scope: Scope) -> Float[Array, "*rows 1"]:
-        """Return the largest number of each row's head, layer or model, as a column beside the rows."""
+    def largest(self, x: Float[Array, "*heads S"], scope: Scope) -> Float[Array, "*heads 1"]:
+        """Return the largest number of each line's head, layer or model, as a column beside the slots."""
         group = self.group(scope).ravel()
         most = jax.ops.segment_max(jnp.max(x, axis=-1).ravel(), group, self.groups(scope))
         if self.axis is not None:
             most = jax.lax.pmax(most, self.axis)
         return most[group].reshape(*x.shape[:-1], 1)
 
-    def group(self, scope: Scope) -> Int[Array, "*rows"]:
+    def group(self, scope: Scope) -> Int[Array, "*heads"]:
         """Return the number of the head, layer or model (of each batch row) that each row of slots belongs to."""
         B = self.budget.shape[1]
         if scope == "model":
@@ -106,7 +106,7 @@ class Contest(NamedTuple):
             )
         return self.measured
 
-    def best(self, scope: Scope, budget: Int[Array, "*groups"]) -> Bool[Array, "*rows S"]:
+    def best(self, scope: Scope, budget: Int[Array, "*groups"]) -> Bool[Array, "*heads S"]:
         """Return a mask of the ``budget`` best slots of each head ``[L, B, K]``, layer ``[L, B]`` or model ``[B]``."""
         head = self.layer * self.heads + self.head  # of tokens with equal positions, the lower layer and head stay
         budget = jnp.asarray(budget).ravel()
@@ -139,7 +139,7 @@ class Allocation:
     """
 
     name: str
-    keep: Callable[[Contest], Bool[Array, "*rows S"]]
+    keep: Callable[[Contest], Bool[Array, "*heads S"]]
     scope: Scope
     most: Callable[[int, int, int], int]
     even: bool = False
@@ -600,7 +600,7 @@ def _capped(c: Contest, cap: int | float | None) -> Contest:
     return c._replace(position=jnp.where(allowed, c.position, -1))
 
 
-def _shares_of_layer(c: Contest) -> Float[Array, "*rows S"]:
+def _shares_of_layer(c: Contest) -> Float[Array, "*heads S"]:
     """Divide scores by their sum over the layer, without the tokens that are certain to stay."""
     counted = c.live & ~c.certain & (c.scores > -jnp.inf)
     scores = jnp.where(counted, c.scores, 0)
@@ -656,15 +656,16 @@ def _shared_out(
 
 def _streamed(
     c: Contest, streams: Bool[Array, "L B K"], sinks: int | float, recent: int | float, cap: int | float | None
-) -> Bool[Array, "*rows S"]:
+) -> Bool[Array, "*heads S"]:
     """Keep first and last tokens in the heads that stream, and the best in the others, which share the other slots."""
     first, last = _streaming_counts(c.budget, sinks, recent)
     least = jnp.where(streams, jnp.minimum(first + last, c.budget)[..., None], 0)
     slots = _head_budgets(c, least, jnp.where(streams, 0.0, 1.0), cap)
     sink = c.position < first[c.layer, c.batch][..., None]
     by_place = jnp.where(sink, jnp.finfo(jnp.float32).max, c.position.astype(jnp.float32))
-    rows = streams.ravel()[jnp.ravel((c.layer * streams.shape[1] + c.batch) * c.heads + c.head)].reshape(c.layer.shape)
-    replaced = rows[..., None] & (c.scores != jnp.inf)  # protected tokens stay
+    number = (c.layer * streams.shape[1] + c.batch) * c.heads + c.head
+    streaming = streams.ravel()[number.ravel()].reshape(c.layer.shape)
+    replaced = streaming[..., None] & (c.scores != jnp.inf)  # protected tokens stay
     return c._replace(scores=jnp.where(replaced, by_place, c.scores)).best("head", slots)
 
 

@@ -1,8 +1,8 @@
 """The cache: a fixed number of slots per KV head, reused as tokens are evicted.
 
-    rows           the arrays that store keys and values, by name. Computations read floats_of(cache); attention and
-                   caote_topk read rows as they are:
-      key, value   [B, K, S, D]   keys rotated at their absolute position; rows of free slots are stale, never read.
+    entries        the arrays that store keys and values, by name. Computations read floats_of(cache); attention and
+                   caote_topk read them as they are:
+      key, value   [B, K, S, D]   keys rotated at their absolute position; those of free slots are stale, never read.
                                   Where they are side by side (laid_out_for_platform), key is [B, K, S, 2 D], each
                                   key and then its value, and value is None
       key_scale    [B, K, S]      float32, by which a key of eight bits is multiplied; only for keys of eight bits
@@ -38,8 +38,8 @@ from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quan
 
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
-Rows = dict[str, Any]  # arrays by name, see above; value is None where keys and values are side by side
-LANES = 128  # of a row, as kernels on a TPU read it
+Entries = dict[str, Any]  # arrays by name, see above; value is None where keys and values are side by side
+LANES = 128  # of what kernels on a TPU read at once
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +104,7 @@ class AnyKind:
 
     @property
     def arrays(self) -> Any:
-        """Return a cache that shows what rows and state are made of: on a mesh, the devices' parts, stacked."""
+        """Return a cache that shows what entries and state are made of: on a mesh, the devices' parts, stacked."""
         return self.each_part
 
     def at(self, number: int) -> Any:
@@ -136,60 +136,60 @@ class AnyKind:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole cache: rows with their scales, positions, pages and the policy's state."""
+        """Bytes of the whole cache: entries with their scales, positions, pages and the policy's state."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
 class Stored(AnyKind):
-    """Reads the rows of a plain or a paged cache, however they are stored."""
+    """Reads the entries of a plain or a paged cache, however they are stored."""
 
-    rows: Rows
+    entries: Entries
 
     @property
     def key(self) -> Real[Array, "*slots D"]:
         """Return the keys; a copy where they are stored side by side with their values."""
-        return rows_apart(self)["key"]
+        return entries_apart(self)["key"]
 
     @property
     def value(self) -> Real[Array, "*slots D"]:
         """Return the values; a copy where they are stored side by side with their keys."""
-        return rows_apart(self)["value"]
+        return entries_apart(self)["value"]
 
     @property
     def key_scale(self) -> Float[Array, "*slots"] | None:
         """Return the scales of keys of eight bits, None where keys are floats."""
-        return self.rows.get("key_scale")
+        return self.entries.get("key_scale")
 
     @property
     def value_scale(self) -> Float[Array, "*slots"] | None:
         """Return the scales of values of eight bits, None where values are floats."""
-        return self.rows.get("value_scale")
+        return self.entries.get("value_scale")
 
     @property
     def bias(self) -> Float[Array, "*slots"] | None:
         """Return what is added to the logits of each slot, None where nothing is."""
-        return self.rows.get("bias")
+        return self.entries.get("bias")
 
     def with_bias(self) -> Any:
         """Return the cache with a float per slot that is added to its logits: 0, if it has none yet."""
         if self.bias is not None:
             return self
         zeros = jnp.zeros(self.position.shape, jnp.float32)
-        return dataclasses.replace(self, rows=self.rows | {"bias": zeros})  # type: ignore[type-var]
+        return dataclasses.replace(self, entries=self.entries | {"bias": zeros})  # type: ignore[type-var]
 
     @property
     def side_by_side(self) -> bool:
-        """Return whether each key is stored in one row with its value."""
-        return self.rows["value"] is None
+        """Return whether each key is stored in one vector with its value."""
+        return self.entries["value"] is None
 
     @property
     def head_dim(self) -> int:
         """Return D, the length of a key and of a value."""
-        return self.rows["key"].shape[-1] // (2 if self.side_by_side else 1)
+        return self.entries["key"].shape[-1] // (2 if self.side_by_side else 1)
 
     def apart(self) -> Any:
         """Return the cache with keys and values in two arrays, as a file has them."""
-        return dataclasses.replace(self, rows=rows_apart(self))  # type: ignore[type-var]
+        return dataclasses.replace(self, entries=entries_apart(self))  # type: ignore[type-var]
 
     @property
     def live(self) -> Bool[Array, "*slots"]:
@@ -213,7 +213,7 @@ class KVCache(Stored):
         ([[[0, 1, -1]]], [[2]], 64)
     """
 
-    rows: Rows
+    entries: Entries
     position: Int[Array, "*L B K S"]
     next_position: Int[Array, "B"]
     state: PyTree = ()
@@ -228,16 +228,18 @@ class KVCache(Stored):
         state: PyTree = (),
         positions: Positions = "absolute",
         *,
-        rows: Rows | None = None,
+        entries: Entries | None = None,
     ):
-        """Make a cache of keys and values in two arrays, or of ``rows`` with those that are given in their place.
+        """Make a cache of keys and values in two arrays, or of ``entries`` with those that are given in their place.
 
         Raises:
-            ValueError: if, without ``rows``, there are no keys, values, positions or next positions.
+            ValueError: if, without ``entries``, there are no keys, values, positions or next positions.
         """
-        if rows is None or key is not None or value is not None:
-            rows = _given_rows(key, value, position, next_position, rows)
-        vars(self).update(rows=rows, position=position, next_position=next_position, state=state, positions=positions)
+        if entries is None or key is not None or value is not None:
+            entries = _given_entries(key, value, position, next_position, entries)
+        vars(self).update(
+            entries=entries, position=position, next_position=next_position, state=state, positions=positions
+        )
 
     @classmethod
     def init(
@@ -256,7 +258,7 @@ class KVCache(Stored):
 
         Args:
             state: what a policy's ``state`` returned for the same shape.
-            dtype: of keys and values: floats, or eight bits, "int8" or "float8_e4m3fn", to which rows are rounded when
+            dtype: of keys and values: floats, or eight bits, "int8" or "float8_e4m3fn", to which they are rounded when
                 they enter (:func:`kvjax.quantise`). A pair, such as ("int8", "bfloat16"), is that of the keys and that
                 of the values. On a TPU keys and values of one dtype and 64 numbers are stored side by side in one
                 array, which no program then copies; ``key`` and ``value`` return them either way.
@@ -289,8 +291,8 @@ class KVCache(Stored):
         cls, shape: tuple[int, ...], head_dim: int, dtypes: Dtypes, state: PyTree, positions: Positions
     ) -> KVCache:
         """Make an empty cache with slots of a shape, ``(*L, B, K, S)``, to which its state is known to fit."""
-        rows, position = empty_rows(shape, head_dim, dtypes), jnp.full(shape, -1, jnp.int32)
-        return cls(None, None, position, jnp.zeros(shape[-3], jnp.int32), state, positions, rows=rows)
+        entries, position = empty_entries(shape, head_dim, dtypes), jnp.full(shape, -1, jnp.int32)
+        return cls(None, None, position, jnp.zeros(shape[-3], jnp.int32), state, positions, entries=entries)
 
     @property
     def num_slots(self) -> int:
@@ -308,12 +310,12 @@ class KVCache(Stored):
         return count_live(self.position)
 
     def heads(self, layer: int | Int[Array, ""] | None = None) -> Int[Array, "*L B K"]:
-        """Return the head of each row of slots, (layer * B + row) * K + head; of one layer, (row * K + head)."""
+        """Return the number of each head, (layer * B + row) * K + head; of one layer, (row * K + head)."""
         shape = self.heads_shape if layer is None else self.heads_shape[1:]
         return jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
 
     def batch_rows(self) -> Int[Array, "*L B K"]:
-        """Return the batch row that each row of slots is of."""
+        """Return the batch row that each head is of."""
         return jnp.broadcast_to(jnp.arange(self.heads_shape[-2], dtype=jnp.int32)[:, None], self.heads_shape)
 
     def insert(
@@ -347,12 +349,12 @@ class KVCache(Stored):
             return self
 
         take = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
-        rows, position, state = jax.tree.map(take, (self.rows, self.position, self.state))
-        return dataclasses.replace(self, rows=rows, position=position, state=state)
+        entries, position, state = jax.tree.map(take, (self.entries, self.position, self.state))
+        return dataclasses.replace(self, entries=entries, position=position, state=state)
 
 
 @jax.jit
-def count_live(position: Int[Array, "*rows S"]) -> Int[Array, "*rows"]:
+def count_live(position: Int[Array, "*heads S"]) -> Int[Array, "*heads"]:
     """Count the slots that hold a token; compiled, so that a look from outside jit is one program.
 
     Example:
@@ -364,12 +366,12 @@ def count_live(position: Int[Array, "*rows S"]) -> Int[Array, "*rows"]:
     return jnp.sum(position >= 0, axis=-1, dtype=jnp.int32)
 
 
-def _given_rows(key: Any, value: Any, position: Any, next_position: Any, rows: Rows | None) -> Rows:
-    """Return the rows of a cache that is made of keys and values, or ``rows`` with those that are given."""
-    if rows is None and any(array is None for array in (key, value, position, next_position)):
+def _given_entries(key: Any, value: Any, position: Any, next_position: Any, entries: Entries | None) -> Entries:
+    """Return the entries of a cache that is made of keys and values, or ``entries`` with those that are given."""
+    if entries is None and any(array is None for array in (key, value, position, next_position)):
         raise ValueError("a cache needs key, value, position and next_position; kvjax.KVCache.init makes an empty one.")
     given = {name: array for name, array in dict(key=key, value=value).items() if array is not None}
-    return given if rows is None else with_rows(rows, given)
+    return given if entries is None else with_entries(entries, given)
 
 
 def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -426,35 +428,35 @@ def check_positions(positions: str) -> None:
     check_names("positions", positions, get_args(Positions))
 
 
-def map_rows(function: Callable[..., Array], cache: Stored, *rest: Rows) -> Rows:
-    """Apply a function to each array of a cache's rows, and to those of the same name in ``rest``."""
-    return jax.tree.map(function, cache.rows, *rest)
+def map_entries(function: Callable[..., Array], cache: Stored, *rest: Entries) -> Entries:
+    """Apply a function to each array of a cache's entries, and to those of the same name in ``rest``."""
+    return jax.tree.map(function, cache.entries, *rest)
 
 
-def rows_apart(cache: Stored) -> Rows:
-    """Return the rows of a cache with keys and values in two arrays."""
-    key, value = apart(cache.rows["key"], cache.rows["value"], cache.head_dim)
-    return cache.rows | {"key": key, "value": value}
+def entries_apart(cache: Stored) -> Entries:
+    """Return the entries of a cache with keys and values in two arrays."""
+    key, value = apart(cache.entries["key"], cache.entries["value"], cache.head_dim)
+    return cache.entries | {"key": key, "value": value}
 
 
-def rows_together(rows: Rows) -> Rows:
-    """Return rows with the keys and values, of one dtype, side by side in one array; arrays of the host stay there.
+def entries_together(entries: Entries) -> Entries:
+    """Return entries with the keys and values, of one dtype, side by side in one array; arrays of the host stay there.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kvjax.cache import rows_together
-        >>> rows_together({"key": jnp.ones((1, 2)), "value": jnp.zeros((1, 2))})[
+        >>> from kvjax.cache import entries_together
+        >>> entries_together({"key": jnp.ones((1, 2)), "value": jnp.zeros((1, 2))})[
         ...     "key"
         ... ].tolist()
         [[1.0, 1.0, 0.0, 0.0]]
     """
-    key, value = rows["key"], rows["value"]
+    key, value = entries["key"], entries["value"]
     join = np.concatenate if isinstance(key, np.ndarray) else jnp.concatenate
-    return rows | {"key": join([key, value], axis=-1), "value": None}
+    return entries | {"key": join([key, value], axis=-1), "value": None}
 
 
-def with_rows(rows: Rows, given: Rows) -> Rows:
-    """Return stored rows with the given keys, values, scales or biases in place of their own.
+def with_entries(entries: Entries, given: Entries) -> Entries:
+    """Return stored entries with the given keys, values, scales or biases in place of their own.
 
     The scales of keys, or of values, that are now floats are left out.
 
@@ -463,46 +465,46 @@ def with_rows(rows: Rows, given: Rows) -> Rows:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kvjax.cache import with_rows
-        >>> with_rows(
+        >>> from kvjax.cache import with_entries
+        >>> with_entries(
         ...     {"key": jnp.ones((1, 4)), "value": None}, {"value": jnp.zeros((1, 2))}
         ... )["key"].tolist()
         [[1.0, 1.0, 0.0, 0.0]]
     """
-    rows = dict(rows)
+    entries = dict(entries)
     for name, array in given.items():
         if name in ("key", "value") and not is_quantised(array.dtype):
-            rows.pop(f"{name}_scale", None)
-        if name in ("key", "value") and rows["value"] is None:
-            D = rows["key"].shape[-1] // 2
-            expected = (*rows["key"].shape[:-1], D), rows["key"].dtype
+            entries.pop(f"{name}_scale", None)
+        if name in ("key", "value") and entries["value"] is None:
+            D = entries["key"].shape[-1] // 2
+            expected = (*entries["key"].shape[:-1], D), entries["key"].dtype
             if (array.shape, array.dtype) != expected:
                 raise ValueError(
                     f"{name}s of shape {array.shape} in {array.dtype} do not fit beside those that are stored: "
                     f"expected {expected[0]} in {expected[1]}."
                 )
             half = slice(D) if name == "key" else slice(D, None)
-            rows["key"] = rows["key"].at[..., half].set(array)
+            entries["key"] = entries["key"].at[..., half].set(array)
         else:
-            rows[name] = array
-    return rows
+            entries[name] = array
+    return entries
 
 
-def as_stored(cache: Stored, key: Float[Array, "*rows D"], value: Float[Array, "*rows D"]) -> Rows:
-    """Return new tokens' keys and values as the cache stores them: what is to be written to each array of its rows."""
-    stored: Rows = {}
-    for (name, dtype), rows in zip(dtypes_of(cache)._asdict().items(), (key, value), strict=True):
+def as_stored(cache: Stored, key: Float[Array, "*slots D"], value: Float[Array, "*slots D"]) -> Entries:
+    """Return new tokens' keys and values as the cache stores them: what is to be written to each of its arrays."""
+    stored: Entries = {}
+    for (name, dtype), vectors in zip(dtypes_of(cache)._asdict().items(), (key, value), strict=True):
         if is_quantised(dtype):
-            stored[name], stored[f"{name}_scale"] = quantise(rows, dtype)
+            stored[name], stored[f"{name}_scale"] = quantise(vectors, dtype)
         else:
-            stored[name] = rows.astype(dtype)
+            stored[name] = vectors.astype(dtype)
     if cache.bias is not None:
         stored["bias"] = jnp.zeros(key.shape[:-1], jnp.float32)
-    return rows_together(stored) if cache.side_by_side else stored
+    return entries_together(stored) if cache.side_by_side else stored
 
 
-def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Rows:
-    """Return the rows of an empty cache with slots of this shape, as programs for this platform store them."""
+def empty_entries(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Entries:
+    """Return the entries of an empty cache with slots of this shape, as programs for this platform store them."""
     scaled = [name for name, dtype in dtypes._asdict().items() if is_quantised(dtype)]
     scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name in scaled}
     if _fills_lanes(head_dim, *dtypes):
@@ -510,15 +512,15 @@ def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Rows:
     return scales | {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in dtypes._asdict().items()}
 
 
-def laid_out_for_platform(rows: Rows) -> Rows:
-    """Return rows whose keys and values are in two arrays as programs for this platform store them.
+def laid_out_for_platform(entries: Entries) -> Entries:
+    """Return entries whose keys and values are in two arrays as programs for this platform store them.
 
-    On a TPU kernels read rows of 128 lanes. XLA lays shorter ones out with the slots across the lanes, so that each
+    On a TPU kernels read vectors of 128 lanes. XLA lays shorter ones out with the slots across the lanes, so that each
     program would copy the cache on its way in and out. Keys and values of 64 numbers are therefore stored side by side,
     where they have one dtype.
     """
-    key, value = rows["key"], rows["value"]
-    return rows_together(rows) if _fills_lanes(key.shape[-1], key.dtype, value.dtype) else rows
+    key, value = entries["key"], entries["value"]
+    return entries_together(entries) if _fills_lanes(key.shape[-1], key.dtype, value.dtype) else entries
 
 
 def _fills_lanes(head_dim: int, key: Any, value: Any) -> bool:
@@ -537,7 +539,7 @@ def dtypes_of(cache: Stored) -> Dtypes:
         >>> str(dtypes_of(cache)), cache.value_scale is None
         ('int8/float32', True)
     """
-    key, value = cache.rows["key"], cache.rows["value"]
+    key, value = cache.entries["key"], cache.entries["value"]
     return Dtypes(key.dtype.name, (key if value is None else value).dtype.name)
 
 
@@ -554,8 +556,8 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
         >>> cache = kvjax.KVCache.init(
         ...     batch=1, kv_heads=1, slots=1, head_dim=2, dtype="int8"
         ... )
-        >>> rows = jnp.array([[[[127.0, -3.2]]]])
-        >>> jax.jit(floats_of)(jax.jit(kvjax.insert)(cache, rows, rows)).key.tolist()
+        >>> token = jnp.array([[[[127.0, -3.2]]]])
+        >>> jax.jit(floats_of)(jax.jit(kvjax.insert)(cache, token, token)).key.tolist()
         [[[[127.0, -3.0]]]]
     """
     plain = cache.key_scale is None and cache.value_scale is None and not cache.side_by_side
@@ -563,14 +565,14 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
 
 
 def _with_floats[Cache: Any](cache: Cache) -> Cache:
-    rows = rows_apart(cache)
+    entries = entries_apart(cache)
     floats = {
-        name: rows[name] if (scale := rows.get(f"{name}_scale")) is None else dequantise(rows[name], scale)
+        name: entries[name] if (scale := entries.get(f"{name}_scale")) is None else dequantise(entries[name], scale)
         for name in ("key", "value")
     }
     if cache.bias is not None:
         floats["bias"] = cache.bias
-    return dataclasses.replace(cache, rows=floats)
+    return dataclasses.replace(cache, entries=floats)
 
 
 def insert_plain(
@@ -585,11 +587,11 @@ def insert_plain(
     """Insert tokens into a plain cache as :func:`kvjax.insert` does, which has checked the arguments.
 
     Args:
-        here: the layer, or the cache itself where it has no layers; its positions and state are read, and not its rows.
+        here: the layer, or the cache itself where it has no layers; its positions and state are read, not its entries.
         room: a promise that the tokens fit.
 
     Returns:
-        The cache with the new rows, and ``here`` with the block in all its arrays; :func:`put_back` writes its
+        The cache with the new entries, and ``here`` with the block in all its arrays; :func:`put_back` writes its
         positions and state to the cache.
     """
     (B, T, K, _), S = key.shape, cache.num_slots
@@ -600,23 +602,23 @@ def insert_plain(
         slot, lost = overwriting(slot, valid, S)
     slot = jnp.where(valid[:, None], slot, S)  # out of bounds: not written
 
-    def write(leaf: Array, rows: Array) -> Array:
+    def write(leaf: Array, new: Array) -> Array:
         if T > 1:
-            return write_rows(leaf, rows.astype(leaf.dtype), slot, None)
+            return write_slots(leaf, new.astype(leaf.dtype), slot, None)
         # One slot: a select becomes a part of the programs that read the slots next; a scatter is one of its own.
         is_here = jax.lax.broadcasted_iota(jnp.int32, (B, K, S), 2) == slot
-        return jnp.where(is_here.reshape(B, K, S, *(1,) * (leaf.ndim - 3)), rows.astype(leaf.dtype), leaf)
+        return jnp.where(is_here.reshape(B, K, S, *(1,) * (leaf.ndim - 3)), new.astype(leaf.dtype), leaf)
 
-    rows = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
+    entries = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
     next_position = jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1)
     cache = dataclasses.replace(
         cache,
-        rows=map_rows(lambda leaf, new: write_rows(leaf, new.astype(leaf.dtype), slot, layer), cache, rows),
+        entries=map_entries(lambda leaf, new: write_slots(leaf, new.astype(leaf.dtype), slot, layer), cache, entries),
         next_position=next_position,
     )
     return cache, dataclasses.replace(
         here,
-        rows=cache.rows if layer is None else cache.layer(layer).rows,
+        entries=cache.entries if layer is None else cache.layer(layer).entries,
         position=write(here.position, jnp.broadcast_to(position[:, None], (B, K, T))),
         next_position=next_position,
         state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[3:]))), here.state),
@@ -649,13 +651,13 @@ def overwriting(
     return jnp.where(lost[..., None], last - count, slot), lost
 
 
-def unreadable(rows: Rows, lost: Bool[Array, "*rows"] | None) -> Rows:
+def unreadable(entries: Entries, lost: Bool[Array, "*heads"] | None) -> Entries:
     """Return keys and values with NaN as keys where tokens are lost, so that what attends over them is NaN."""
     if lost is None:
-        return rows
-    name = "key_scale" if "key_scale" in rows else "key"
-    lost = lost.reshape(*lost.shape, *(1,) * (rows[name].ndim - lost.ndim))
-    return rows | {name: jnp.where(lost, jnp.nan, rows[name]).astype(rows[name].dtype)}
+        return entries
+    name = "key_scale" if "key_scale" in entries else "key"
+    lost = lost.reshape(*lost.shape, *(1,) * (entries[name].ndim - lost.ndim))
+    return entries | {name: jnp.where(lost, jnp.nan, entries[name]).astype(entries[name].dtype)}
 
 
 def put_back(cache: KVCache, here: KVCache, layer: int | Int[Array, ""] | None) -> KVCache:
@@ -688,8 +690,8 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=1)
-        >>> rows = np.arange(4.0).reshape(1, 4, 1, 1)
-        >>> cache = jax.jit(kvjax.insert)(cache, rows, rows)
+        >>> tokens = np.arange(4.0).reshape(1, 4, 1, 1)
+        >>> cache = jax.jit(kvjax.insert)(cache, tokens, tokens)
         >>> cache = jax.jit(kvjax.evict)(cache, np.array([[[3.0, 0.0, 1.0, 2.0]]]), 2)
         >>> np.ravel(jax.jit(kvjax.compact, static_argnums=1)(cache, 2).key).tolist()
         [0.0, 3.0]
@@ -709,7 +711,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
 
     return dataclasses.replace(
         cache,
-        rows=unreadable(map_rows(lambda leaf: gather(leaf, 0), cache), lost),
+        entries=unreadable(map_entries(lambda leaf: gather(leaf, 0), cache), lost),
         position=gather(cache.position, -1),
         state=map_slots(lambda leaf: gather(leaf, 0), cache.state),
     )
@@ -750,14 +752,14 @@ def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
 _overwrite = functools.partial(jax.lax.scatter, unique_indices=True)
 
 
-def write_rows(
+def write_slots(
     array: Array,
-    rows: Array,
+    new: Array,
     slot: Int[Array, "B K T"],
     layer: int | Int[Array, ""] | None,
     scatter: Callable[..., Array] = _overwrite,
 ) -> Array:
-    """Set array[(layer,) b, k, slot[b, k, t]] = rows[b, k, t], as one scatter that is parallel in b and k.
+    """Set array[(layer,) b, k, slot[b, k, t]] = new[b, k, t], as one scatter that is parallel in b and k.
 
     The batching dimensions are given, so that a cache sharded over them is updated without communication.
 
@@ -770,10 +772,10 @@ def write_rows(
         index = jnp.stack([jnp.broadcast_to(jnp.asarray(layer, jnp.int32), slot.shape), slot], axis=-1)
     indexed = (2,) if layer is None else (0, 3)
     numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(3, rows.ndim)),
+        update_window_dims=tuple(range(3, new.ndim)),
         inserted_window_dims=indexed,
         scatter_dims_to_operand_dims=indexed,
         operand_batching_dims=(0, 1) if layer is None else (1, 2),
         scatter_indices_batching_dims=(0, 1),
     )
-    return scatter(array, index, rows, numbers, mode="drop")
+    return scatter(array, index, new, numbers, mode="drop")

@@ -4,7 +4,7 @@ save_cache   writes the file, whole or not at all
 load_cache   reads it, and refuses a file that is damaged or was made with something else
 cache_info   reads the metadata, and none of the arrays
 
-Arrays have the names of the cache's fields and rows; keys and values are two arrays, even if the cache stores them side
+Arrays have the names of the cache's fields and entries; keys and values are two arrays, even if they are stored side
 by side. A policy's arrays are named by their place in the state, such as ``state[0].value``. One entry of the metadata,
 "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of these and of the arrays.
 """
@@ -184,7 +184,7 @@ def load_cache(
     _check_arrays(f"{path}", arrays, expected)
     _check_contents(f"{path}", arrays)
     cache = jax.tree.unflatten(expected.structure, [arrays[name] for name in expected.arrays])
-    return jax.tree.map(jnp.asarray, dataclasses.replace(cache, rows=laid_out_for_platform(cache.rows)))
+    return jax.tree.map(jnp.asarray, dataclasses.replace(cache, entries=laid_out_for_platform(cache.entries)))
 
 
 @typed
@@ -275,7 +275,9 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
 def _named(cache: Cache) -> dict[str, Any]:
     """Return the leaves of a cache by the names that a file gives them."""
     leaves = jax.tree_util.tree_leaves_with_path(cache)
-    return {re.sub(r"^rows\['(\w+)'\]$", r"\1", jax.tree_util.keystr(path).lstrip(".")): leaf for path, leaf in leaves}
+    return {
+        re.sub(r"^entries\['(\w+)'\]$", r"\1", jax.tree_util.keystr(path).lstrip(".")): leaf for path, leaf in leaves
+    }
 
 
 def _query_heads(

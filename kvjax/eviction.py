@@ -237,7 +237,7 @@ def _evict(
     begins = ~evidence.waits(budget, cache.num_slots)
     cache = dataclasses.replace(cache, state=begin_anew(cache.state, begins, layer))
     if isinstance(evidence.scores, Weights):
-        value = jax.lax.stop_gradient(cache.rows["key" if cache.side_by_side else "value"])
+        value = jax.lax.stop_gradient(cache.entries["key" if cache.side_by_side else "value"])
         after = caote_topk_unchecked(
             evidence.scores.weights, value, position, budget, evidence.protected, **evidence.scores.kind,
             excess=excess, with_scores=False, head_dim=cache.head_dim, layer=layer, value_scale=cache.value_scale,
@@ -256,8 +256,8 @@ def _without_copies(
     cache: Any, position: Int[Array, "*slots"], end: Int[Array, "B"], layer: int | Int[Array, ""] | None
 ) -> tuple[Any, Int[Array, "*slots"]]:
     """Return the cache and its positions without copies, in this layer only: the others are yet to be evicted from."""
-    rows = cache.batch_rows() if layer is None else cache.batch_rows()[0]
-    position = jnp.where(position >= end[rows][..., None], -1, position)
+    row = cache.batch_rows() if layer is None else cache.batch_rows()[0]
+    position = jnp.where(position >= end[row][..., None], -1, position)
     return dataclasses.replace(cache, next_position=jnp.minimum(cache.next_position, end)), position
 
 

@@ -107,7 +107,7 @@ def checked_block(
     position = None if position is None else real_array("position", position)
     K = cache.heads_shape[-1]
     repeats = query_heads == K and key.ndim == 4 and not K % max(key.shape[2], 1)
-    layer = check_rows(cache, key, value, position, layer, key.shape[2] if repeats else K)
+    layer = check_entering(cache, key, value, position, layer, key.shape[2] if repeats else K)
     T = key.shape[1]
     given = position
     if position is None:
@@ -120,7 +120,7 @@ def checked_block(
     return key, value, position.astype(jnp.int32), layer  # int64, as under x64, would widen the cache
 
 
-def check_rows(
+def check_entering(
     cache: Cache,
     key: Array,
     value: Array,
@@ -139,12 +139,12 @@ def check_rows(
     Example:
         >>> import jax.numpy as jnp
         >>> import kvjax
-        >>> from kvjax.insertion import check_rows
+        >>> from kvjax.insertion import check_entering
         >>> cache = kvjax.KVCache.init(
         ...     batch=1, kv_heads=1, slots=4, head_dim=2, layers=2
         ... )
         >>> row = jnp.ones((1, 1, 1, 2))
-        >>> check_rows(cache, row, row, None, 2)
+        >>> check_entering(cache, row, row, None, 2)
         Traceback (most recent call last):
         ...
         ValueError: layer is 2; the cache has layers 0 to 1.

@@ -81,7 +81,7 @@ def layer_of(cache: Cache, context: Context) -> KVCache:
 
 
 def inserted(cache: KVCache, block: LayerBlock, context: Context, room: bool = False) -> tuple[KVCache, KVCache]:
-    """Insert a block; return the cache with its rows, and the layer, whose other arrays are to be put back."""
+    """Insert a block; return the cache with its entries, and the layer, whose other arrays are to be put back."""
     layer = layer_index(cache, context)
     here = layer_of(cache, context)
     if layer is not None and platform() != "gpu":
@@ -125,7 +125,7 @@ def attend_heads(
         return *_attend_first(here, block, needs, context, context.filled), block, here
     source, layer = (here, None) if stack is None else (stack, context.layer)
     given: Any = dict(query_position=block.position, layer=layer)
-    attention = functools.partial(cache_attention_unchecked, block.query, **source.rows, **given)
+    attention = functools.partial(cache_attention_unchecked, block.query, **source.entries, **given)
     out, columns = attended(lambda slots, **options: attention(key_position=slots, **options), here, needs, context)
     return out, columns, block, here
 
@@ -134,9 +134,9 @@ def _attend_first(
     here: KVCache, block: LayerBlock, needs: Needs, context: Context, filled: int
 ) -> tuple[Float[Array, "B T heads D"], ColumnStatistics]:
     """Attend over the first slots of a layer, where the others are free: their statistics are 0."""
-    rows, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (here.rows, here.position))
+    entries, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (here.entries, here.position))
     given: Any = dict(key_position=slot_position, query_position=block.position)
-    out, columns = cache_attention_unchecked(block.query, **rows, **given, **attention_options(here, needs, context))
+    out, columns = cache_attention_unchecked(block.query, **entries, **given, **attention_options(here, needs, context))
     spare = max(here.num_slots - filled, 0)
     return out, jax.tree.map(lambda column: jnp.pad(column, [(0, 0)] * (column.ndim - 1) + [(0, spare)]), columns)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.cache import HeadState, KVCache, Positions, PyTree, check_heads, map_rows
+from kvjax.cache import HeadState, KVCache, Positions, PyTree, check_heads, map_entries
 from kvjax.capacity import Capacity, Demand, Layout, ModelSizes, capacity, check_sizes, in_pages
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
@@ -114,8 +114,8 @@ def repeat(cache: Cache, n: int) -> Cache:
         >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=1, head_dim=1)
-        >>> rows = np.array([5.0, 7.0]).reshape(2, 1, 1, 1)
-        >>> cache = jax.jit(kvjax.insert)(cache, rows, rows)
+        >>> tokens = np.array([5.0, 7.0]).reshape(2, 1, 1, 1)
+        >>> cache = jax.jit(kvjax.insert)(cache, tokens, tokens)
         >>> np.ravel(jax.jit(kvjax.repeat, static_argnums=1)(cache, 2).key).tolist()
         [5.0, 5.0, 7.0, 7.0]
     """
@@ -126,20 +126,20 @@ def repeat(cache: Cache, n: int) -> Cache:
 
 @functools.singledispatch
 def _repeated(cache: Any, n: int) -> Any:
-    rows = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
+    repeated = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
     return dataclasses.replace(
         cache,
-        rows=map_rows(rows, cache),
-        position=rows(cache.position),
+        entries=map_entries(repeated, cache),
+        position=repeated(cache.position),
         next_position=jnp.repeat(cache.next_position, n),
-        state=jax.tree.map(rows, cache.state),
+        state=jax.tree.map(repeated, cache.state),
     )
 
 
 @_repeated.register(PagedCache)
 def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
     *_, B, K = cache.heads_shape
-    rows = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
+    repeated = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
     P = cache.owner.shape[0]
     copy = jnp.arange(n, dtype=jnp.int32)  # page p of a copy is page copy * P + p
 
@@ -147,15 +147,15 @@ def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
         return jnp.broadcast_to(leaf, (n, *leaf.shape)).reshape(n * P, *leaf.shape[1:])
 
     def of_state(leaf: PyTree) -> PyTree:
-        return HeadState(rows(leaf.value)) if isinstance(leaf, HeadState) else pools(leaf)
+        return HeadState(repeated(leaf.value)) if isinstance(leaf, HeadState) else pools(leaf)
 
     row, head = cache.owner // K, cache.owner % K  # of all layers
     owner = (row * n + copy[:, None]) * K + head
     first_page = P * jnp.tile(copy, B)[:, None, None]
-    table = rows(cache.table)
+    table = repeated(cache.table)
     return dataclasses.replace(
         cache,
-        rows=map_rows(pools, cache),
+        entries=map_entries(pools, cache),
         position=pools(cache.position),
         owner=jnp.where(cache.owner >= 0, owner, -1).reshape(n * P),
         table=jnp.where(table >= 0, table + first_page, -1),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import cache_attention
-from kvjax.cache import KVCache, compact, floats_of, nth_true, with_rows
+from kvjax.cache import KVCache, compact, floats_of, nth_true, with_entries
 from kvjax.checks import check_count, check_tokens, typed
 from kvjax.topk import keep_mask
 
@@ -124,25 +124,27 @@ def match_attention(
     wide = floats_of(cache.with_bias())
     if scores is None:
         _, columns = cache_attention(
-            query, **wide.rows, key_position=cache.position, query_position=position, window=T, scale=scale,
+            query, **wide.entries, key_position=cache.position, query_position=position, window=T, scale=scale,
             statistics=["window_square"],
         )  # fmt: skip
         scores = jnp.sum(columns.window_square.reshape(B, K, N // K, S), axis=2)
     stays = keep_mask(scores, cache.position, budget)
     factor = D**-0.5 if scale is None else scale
-    rows = (query.astype(jnp.float32) * factor).reshape(B, T, K, N // K, D).transpose(0, 2, 1, 3, 4)
-    seen_from = jnp.broadcast_to(position[:, None, :, None], rows.shape[:-1]) + 1
+    queries = (query.astype(jnp.float32) * factor).reshape(B, T, K, N // K, D).transpose(0, 2, 1, 3, 4)
+    seen_from = jnp.broadcast_to(position[:, None, :, None], queries.shape[:-1]) + 1
 
     def of_head(head: tuple[Array, ...]) -> tuple[Array, Array]:
-        key, value, bias, live, stays, rows, seen_from = head
-        return fit(key, value, bias, live, stays, rows.reshape(-1, D), seen_from.ravel(), budget)
+        key, value, bias, live, stays, queries, seen_from = head
+        return fit(key, value, bias, live, stays, queries.reshape(-1, D), seen_from.ravel(), budget)
 
-    given = wide.key, wide.value, wide.bias, cache.position, stays, rows, seen_from
+    given = wide.key, wide.value, wide.bias, cache.position, stays, queries, seen_from
     value, bias = jax.lax.map(of_head, jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), given))
     value = value.reshape(wide.value.shape).astype(wide.value.dtype)
     stored = {"value": value, "bias": bias.reshape(B, K, S)}
     # Keys and values become floats where they were of eight bits: two arrays of one layer.
-    small = dataclasses.replace(cache, rows=with_rows(wide.rows, stored), position=jnp.where(stays, cache.position, -1))
+    small = dataclasses.replace(
+        cache, entries=with_entries(wide.entries, stored), position=jnp.where(stays, cache.position, -1)
+    )
     return compact(small, budget)
 
 
@@ -189,8 +191,8 @@ def _sampled(key, value, bias, position, query, seen_from, slot) -> Sampled:
         output = jnp.matmul(weights, value, precision=HIGHEST)
         return jnp.take(weights, slot, mode="fill", fill_value=0), output, counts.astype(jnp.float32)
 
-    rows = query.astype(jnp.float32), seen_from
-    return Sampled(*jax.lax.map(of_query, rows, batch_size=min(CHUNK, len(query))))
+    sampled = query.astype(jnp.float32), seen_from
+    return Sampled(*jax.lax.map(of_query, sampled, batch_size=min(CHUNK, len(query))))
 
 
 def mass_factors(weights: Float[Array, "n t"], counts: Float[Array, "n"], bias: Float[Array, "t"]) -> Float[Array, "t"]:
@@ -312,10 +314,10 @@ def remembered(
     here = (jnp.take_along_axis(places, found, axis=1) == position.reshape(B, K * S)) & (position.reshape(B, -1) >= 0)
     token = jnp.take_along_axis(order, found, axis=1).reshape(B, K, S)
     here = here.reshape(B, K, S)
-    rows = query.reshape(B, T, K, N // K, D).transpose(0, 2, 1, 3, 4).astype(state.query.dtype)
-    rows = jnp.take_along_axis(rows, token[..., None, None], axis=2)
+    queries = query.reshape(B, T, K, N // K, D).transpose(0, 2, 1, 3, 4).astype(state.query.dtype)
+    queries = jnp.take_along_axis(queries, token[..., None, None], axis=2)
     positions = jnp.take_along_axis(jnp.broadcast_to(since[:, None], (B, K, T)), token, axis=2) + 1
-    return Queries(jnp.where(here[..., None, None], rows, state.query), jnp.where(here, positions, state.seen_from))
+    return Queries(jnp.where(here[..., None, None], queries, state.query), jnp.where(here, positions, state.seen_from))
 
 
 def refitted(
@@ -338,11 +340,11 @@ def refitted(
     count, place = jnp.sum(seen_from > 0), jnp.arange(most)
     rank = 1 + jnp.where(count > most, place * count // most, place)
     slot = nth_true(seen_from > 0, rank)
-    rows = jnp.take(query, slot, axis=0, mode="fill", fill_value=0).reshape(-1, D)
+    sampled = jnp.take(query, slot, axis=0, mode="fill", fill_value=0).reshape(-1, D)
     since = jnp.repeat(jnp.take(seen_from, slot, mode="fill", fill_value=0), G)
     sizes = [S]
     while sizes[0] > 64 and len(sizes) < 6:
         sizes = [-(-sizes[0] // 2), *sizes]
     fits = [functools.partial(fit, most=size) for size in sizes]
     number = jnp.sum(jnp.sum(stays) > jnp.asarray(sizes[:-1], jnp.int32), dtype=jnp.int32) if len(sizes) > 1 else 0
-    return jax.lax.switch(number, fits, key, value, bias, position, stays, rows, since)
+    return jax.lax.switch(number, fits, key, value, bias, position, stays, sampled, since)

@@ -21,7 +21,7 @@ from kvjax.split import HEADS, ROWS
 class Memory(NamedTuple):
     """Bytes of a cache. ``slots`` is the number of slots per head (the mean over heads, in a paged cache).
 
-    ``keys_values`` are the keys and values, with the scales of rows of eight bits and a bias per slot where the policy
+    ``keys_values`` are the keys and values, with the scales of those of eight bits and a bias per slot where the policy
     fits one; ``positions`` the position of each slot; ``state`` the policy's state; ``pages`` the page table and the
     lists of a paged cache, 0 for a plain one.
     """
@@ -105,7 +105,7 @@ def memory(
     copies = 1 if parts.paged else tensor  # each device along "tensor" has the rows' next positions
     return Memory(
         slots=parts.position.size // math.prod(cache.heads_shape),
-        keys_values=of_device(parts.rows),
+        keys_values=of_device(parts.entries),
         positions=of_device(parts.position) + copies * of_device(parts.next_position),
         state=of_device(parts.state),
         pages=of_device(parts.table, parts.owner, parts.free, parts.num_free) if parts.paged else 0,

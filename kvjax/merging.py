@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import as_stored, by_position, floats_of, nth_true, rows_apart, with_rows
+from kvjax.cache import as_stored, by_position, entries_apart, floats_of, nth_true, with_entries
 from kvjax.matching import Queries, refitted, samples_of
 
 SMALL = 1e-6  # added to lengths, as in kvpress
@@ -114,13 +114,13 @@ def _folded_layer[Part: Any](
     key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
     slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
     received, sampled = _received(here.state, before.shape), jax.lax.stop_gradient(samples_of(here.state))
-    fields = Head(key, value, before, after >= 0, slots, received, here.with_bias().rows["bias"], sampled)
+    fields = Head(key, value, before, after >= 0, slots, received, here.with_bias().entries["bias"], sampled)
     heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), fields)
     if slots.size * S <= TOGETHER and not merging.biased:  # which chooses a size for each head
         values, taken, *biases = jax.vmap(merging.fold)(heads)
     else:
         values, taken, *biases = jax.lax.map(merging.fold, heads)  # [E, S] of one head at a time
-    apart = dataclasses.replace(here, rows=rows_apart(here))
+    apart = dataclasses.replace(here, entries=entries_apart(here))
     stored = as_stored(apart, wide.key, values.reshape(wide.value.shape).astype(wide.value.dtype))
     if biases:
         stored["bias"] = biases[0].reshape(before.shape)
@@ -129,11 +129,13 @@ def _folded_layer[Part: Any](
     def put(stored: Array, old: Array) -> Array:
         return jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored, old)
 
-    changed = {name: put(stored[name], old) for name, old in apart.rows.items() if name.startswith(("value", "bias"))}
-    rows = with_rows(here.rows, changed)
-    new_rows = {name: part for name, part in rows.items() if part is not here.rows[name]}
-    written = {name: cache.write_layer(cache.rows[name], part, layer) for name, part in new_rows.items()}
-    return dataclasses.replace(cache, rows=cache.rows | written)
+    changed = {
+        name: put(stored[name], old) for name, old in apart.entries.items() if name.startswith(("value", "bias"))
+    }
+    entries = with_entries(here.entries, changed)
+    folded = {name: part for name, part in entries.items() if part is not here.entries[name]}
+    written = {name: cache.write_layer(cache.entries[name], part, layer) for name, part in folded.items()}
+    return dataclasses.replace(cache, entries=cache.entries | written)
 
 
 def most_similar(head: Head, similarity: float) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:
@@ -168,14 +170,14 @@ def next_tokens(head: Head, window: int) -> tuple[Float[Array, "S D"], Bool[Arra
 
 
 def length(x: Float[Array, "S D"]) -> Float[Array, "S"]:
-    """Return the norms of rows; that of a row of zeros has the derivative 0."""
+    """Return the norms of vectors; that of a vector of zeros has the derivative 0."""
     squares = jnp.sum(x * x, axis=-1)
     some = squares > 0  # a root has no derivative at 0
     return jnp.where(some, jnp.sqrt(jnp.where(some, squares, 1)), 0)
 
 
-def _at(rows: Array, slot: Int[Array, "E"]) -> Array:
-    return jnp.take(rows, slot, axis=0, mode="fill", fill_value=0)
+def _at(array: Array, slot: Int[Array, "E"]) -> Array:
+    return jnp.take(array, slot, axis=0, mode="fill", fill_value=0)
 
 
 def rematched(head: Head, queries: int) -> tuple[Float[Array, "S D"], Bool[Array, "S"], Float[Array, "S"]]:

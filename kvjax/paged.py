@@ -1,6 +1,6 @@
 """The paged cache: heads hold different numbers of tokens, in memory for the sum of all.
 
-    rows           keys and values [P, page, D], and scales, as a plain cache stores them (kvjax/cache.py): a pool of
+    entries        keys and values [P, page, D], and scales, as a plain cache stores them (kvjax/cache.py): a pool of
                    pages, each owned by one head of one layer and row
     position       [P, page]      int32, the absolute position of the token in each slot, -1 where the slot is free
     owner          [P]            int32, (layer * B + row) * K + head, -1 where the page is free
@@ -30,20 +30,20 @@ from jaxtyping import Array, Int, Shaped
 
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions
 from kvjax.cache import (
+    Entries,
     HeadSizes,
     HeadState,
     KVCache,
     Positions,
     PyTree,
-    Rows,
     Stored,
     as_stored,
     check_heads,
     check_held,
     check_positions,
     count_live,
-    empty_rows,
-    map_rows,
+    empty_entries,
+    map_entries,
     map_slots,
     nth_true,
     overwriting,
@@ -67,8 +67,8 @@ class PagedCache(Stored):
         >>> cache = kvjax.PagedCache.init(
         ...     batch=1, kv_heads=2, pages=4, page_size=2, most=6, head_dim=2
         ... )
-        >>> rows = np.ones((1, 3, 2, 2))
-        >>> cache = jax.jit(kvjax.insert)(cache, rows, rows)
+        >>> tokens = np.ones((1, 3, 2, 2))
+        >>> cache = jax.jit(kvjax.insert)(cache, tokens, tokens)
         >>> cache.num_live.tolist(), int(cache.num_free)
         ([[3, 3]], 0)
         >>> # as cache.position: one row per page
@@ -82,7 +82,7 @@ class PagedCache(Stored):
 
     paged = True
 
-    rows: Rows
+    entries: Entries
     position: Int[Array, "P page"]
     owner: Int[Array, "P"]
     table: Int[Array, "*L B K M"]
@@ -140,7 +140,7 @@ class PagedCache(Stored):
             state = jax.tree.map(choose, of_slots, of_heads, is_leaf=lambda leaf: isinstance(leaf, HeadState))
         table_shape = (*stack, batch, kv_heads, -(-most // page_size))
         return cls(
-            rows=empty_rows((pages, page_size), head_dim, dtypes),
+            entries=empty_entries((pages, page_size), head_dim, dtypes),
             position=jnp.full((pages, page_size), -1, jnp.int32),
             owner=jnp.full(pages, -1, jnp.int32),
             table=jnp.full(table_shape, -1, jnp.int32),
@@ -215,13 +215,13 @@ class PagedCache(Stored):
         )  # out of bounds: not written
         index = (page, slot % cache.page_size)
 
-        def write(leaf: Array, rows: Array) -> Array:
-            return leaf.at[index].set(rows.astype(leaf.dtype), mode="drop")
+        def write(leaf: Array, new: Array) -> Array:
+            return leaf.at[index].set(new.astype(leaf.dtype), mode="drop")
 
-        rows = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
+        entries = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
         return dataclasses.replace(
             cache,
-            rows=map_rows(write, cache, rows),
+            entries=map_entries(write, cache, entries),
             position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
             next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
             state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[2:]))), cache.state),
@@ -262,7 +262,7 @@ class PagedCache(Stored):
             return jnp.sum(jnp.where(tail, _page_counts(self, table, moved[1]), 0)) > 0
 
         def move(moved: tuple[PyTree, Array, PyTree]) -> tuple[PyTree, Array, PyTree]:
-            rows, position, state = moved
+            entries, position, state = moved
             counts = _page_counts(self, table, position)
             source = _Places(jnp.where(tail, counts, 0))
             target = _Places(jnp.where(owned & ~tail, page_size - counts, 0))
@@ -281,18 +281,18 @@ class PagedCache(Stored):
 
             emptied = jnp.where(wanted, from_page, P)
             return (
-                jax.tree.map(shift, rows),
+                jax.tree.map(shift, entries),
                 shift(position).at[emptied, from_slot].set(-1, mode="drop"),
                 map_slots(shift, state),
             )
 
-        rows, position, state = jax.lax.while_loop(waiting, move, (self.rows, self.position, self.state))
+        entries, position, state = jax.lax.while_loop(waiting, move, (self.entries, self.position, self.state))
         given = tail.ravel()
         place = jnp.where(given, self.num_free + jnp.cumsum(given, dtype=jnp.int32) - 1, P)
         ids = table.ravel()
         return dataclasses.replace(
             self,
-            rows=rows,
+            entries=entries,
             position=position,
             state=state,
             owner=self.owner.at[jnp.where(given, ids, P)].set(-1, mode="drop"),
@@ -312,7 +312,7 @@ class PagedCache(Stored):
         free = jax.lax.dynamic_update_slice(grown(self.free), jnp.arange(P, P + new, dtype=jnp.int32), (self.num_free,))
         return dataclasses.replace(
             self,
-            rows=map_rows(grown, self),
+            entries=map_entries(grown, self),
             position=grown(self.position, -1),
             owner=grown(self.owner, -1),
             table=jnp.pad(self.table, ((0, 0),) * (self.table.ndim - 1) + ((0, longer),), constant_values=-1),
@@ -339,7 +339,7 @@ class PagedCache(Stored):
             return HeadState(value if head is None else jax.lax.dynamic_slice_in_dim(value, head, 1, axis=1))
 
         return KVCache(
-            rows=map_rows(lambda leaf: laid_out(leaf, table), self),
+            entries=map_entries(lambda leaf: laid_out(leaf, table), self),
             position=slot_positions(self.position, table),
             next_position=self.next_position,
             state=jax.tree.map(of_heads, self.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
@@ -386,8 +386,8 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         >>> import functools, jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=1)
-        >>> rows = np.ones((1, 3, 2, 1))
-        >>> cache = jax.jit(kvjax.insert)(cache, rows, rows)
+        >>> tokens = np.ones((1, 3, 2, 1))
+        >>> cache = jax.jit(kvjax.insert)(cache, tokens, tokens)
         >>> jax.jit(functools.partial(kvjax.pack, pages=4, page_size=2, most=4))(
         ...     cache
         ... ).num_live.tolist()
@@ -426,15 +426,15 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
 
     def gather(leaf: Array, fill: int) -> Array:
         flat = leaf.reshape(H, *leaf.shape[len(heads) :])
-        rows = flat.at[jnp.maximum(head_of_page, 0)[:, None], row_of_page].get(mode="fill", fill_value=fill)
-        return jnp.where((head_of_page < 0).reshape(-1, *(1,) * (rows.ndim - 1)), fill, rows).astype(leaf.dtype)
+        moved = flat.at[jnp.maximum(head_of_page, 0)[:, None], row_of_page].get(mode="fill", fill_value=fill)
+        return jnp.where((head_of_page < 0).reshape(-1, *(1,) * (moved.ndim - 1)), fill, moved).astype(leaf.dtype)
 
-    rows = map_rows(lambda leaf: gather(leaf, 0), cache)
+    entries = map_entries(lambda leaf: gather(leaf, 0), cache)
     if lost is not None:
-        rows = unreadable(rows, jnp.broadcast_to(lost, heads).ravel()[jnp.maximum(head_of_page, 0)])
+        entries = unreadable(entries, jnp.broadcast_to(lost, heads).ravel()[jnp.maximum(head_of_page, 0)])
     stack = jnp.arange(pages - 1, -1, -1, dtype=jnp.int32)  # the pages in use are its last entries
     return PagedCache(
-        rows=rows,
+        entries=entries,
         position=gather(cache.position, -1),
         owner=head_of_page,
         table=table.astype(jnp.int32),
@@ -457,7 +457,7 @@ def trimmed(cache: PagedCache, pages: int) -> PagedCache:
 
     return dataclasses.replace(
         cache,
-        rows=map_rows(take, cache),
+        entries=map_entries(take, cache),
         position=take(cache.position),
         owner=take(cache.owner),
         table=jnp.where(cache.table >= 0, place[cache.table], -1),

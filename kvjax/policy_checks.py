@@ -164,11 +164,13 @@ def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
     def nan(drawn: Any) -> Any:
         state = policy.state(1, K, G, T, head_dim)
         cache = KVCache.init(batch=1, kv_heads=K, slots=T, head_dim=head_dim, state=state)
-        block = LayerBlock(*jnp.split(drawn, [K * G, K * (G + 1)], axis=2), jnp.arange(T)[None])
+        query, key, value = jnp.split(drawn, [K * G, K * (G + 1)], axis=2)
+        block = LayerBlock(query, key, value, jnp.arange(T)[None])
         _, here = inserted(cache, block, Context())
         _, columns, block, here = attend_heads(here, block, policy.needs, Context(), None)
         evidence, _ = ask(policy, here, block, columns, jnp.arange(K), jnp.full(1, T), Context())
-        return jnp.isnan(with_scores(evidence, here).scores) & here.live
+        scores: Any = with_scores(evidence, here).scores
+        return jnp.isnan(scores) & here.live
 
     with jax.ensure_compile_time_eval():  # a policy may be used under jit first
         found = np.asarray(jax.jit(nan)(drawn))

@@ -1,8 +1,8 @@
-"""Keys and values in eight bits: a row of D numbers of one byte each, and one float32 scale for the row.
+"""Keys and values in eight bits: vectors of D numbers of one byte each, with one float32 scale each.
 
-A row is what one head stores of one token. Its scale is its largest magnitude over the largest number of the dtype, so
-that no number of the row is cut off. Rows are rounded when they enter a cache, each on its own: the result does not
-depend on the blocks in which tokens come, and nothing is rounded twice.
+A vector is a token's key or value in one head. Its scale is its largest magnitude over the largest number of the dtype,
+so that no number is cut off. Vectors are rounded when they enter a cache, each on its own: the result does not depend
+on the blocks in which tokens come, and nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DtypesLike = DTypeLike | tuple[DTypeLike, DTypeLike]  # what check_dtypes takes
 
 
 class Quantised(NamedTuple):
-    """Rows in eight bits; they stand for ``values * scale[..., None]``."""
+    """Vectors in eight bits; they stand for ``values * scale[..., None]``."""
 
-    values: Real[Array, "*rows D"]
-    scale: Float[Array, "*rows"]
+    values: Real[Array, "*slots D"]
+    scale: Float[Array, "*slots"]
 
 
 class Dtypes(NamedTuple):
@@ -46,7 +46,7 @@ class Dtypes(NamedTuple):
 
 
 def is_quantised(dtype: DTypeLike) -> bool:
-    """Return whether rows of this dtype have a scale.
+    """Return whether vectors of this dtype have a scale.
 
     Example:
         >>> from kvjax.quantise import is_quantised
@@ -103,14 +103,14 @@ def check_dtypes(dtype: Any) -> Dtypes:
     return Dtypes(check_dtype(parts[0]), check_dtype(parts[-1]))
 
 
-def quantise(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Quantised:
-    """Round rows to eight bits, each with the scale at which its largest magnitude is the dtype's largest number.
+def quantise(vectors: Float[Array, "*slots D"], dtype: DTypeLike) -> Quantised:
+    """Round vectors to eight bits, each with the scale at which its largest magnitude is the dtype's largest number.
 
-    For int8 the error of a number is at most half the scale, 1/254 of the row's largest magnitude (and rounding of
-    float32). A row with an infinite number or a NaN becomes NaN. The derivative is zero; see :func:`straight_through`.
+    For int8 the error of a number is at most half the scale, 1/254 of the vector's largest magnitude (and rounding of
+    float32). One with an infinite number or a NaN becomes NaN. The derivative is zero; see :func:`straight_through`.
 
     Args:
-        rows: of any dtype of floats; the computation is in float32.
+        vectors: of any dtype of floats; the computation is in float32.
         dtype: "int8" or "float8_e4m3fn".
 
     Raises:
@@ -127,18 +127,18 @@ def quantise(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Quantised:
     """
     name = check_dtype(dtype)
     if name not in LARGEST:
-        raise ValueError(f"dtype is {shown(dtype)}; rows are rounded to {' or '.join(map(repr, LARGEST))}.")
-    rows = jax.lax.stop_gradient(rows).astype(jnp.float32)
-    scale = jnp.max(jnp.abs(rows), axis=-1) / LARGEST[name]
+        raise ValueError(f"dtype is {shown(dtype)}; vectors are rounded to {' or '.join(map(repr, LARGEST))}.")
+    vectors = jax.lax.stop_gradient(vectors).astype(jnp.float32)
+    scale = jnp.max(jnp.abs(vectors), axis=-1) / LARGEST[name]
     usable = (scale > 0) & (scale < jnp.inf)  # else 0, and 0 times an infinite scale, or a NaN, is NaN
-    scaled = jnp.where(usable[..., None], rows, 0) / jnp.where(usable, scale, 1)[..., None]
+    scaled = jnp.where(usable[..., None], vectors, 0) / jnp.where(usable, scale, 1)[..., None]
     if name == "int8":
         scaled = jnp.clip(jnp.round(scaled), -LARGEST[name], LARGEST[name])
     return Quantised(scaled.astype(dtype), scale)
 
 
-def dequantise(values: Real[Array, "*rows D"], scale: Float[Array, "*rows"]) -> Float[Array, "*rows D"]:
-    """Return the float32 rows that rows in eight bits stand for.
+def dequantise(values: Real[Array, "*slots D"], scale: Float[Array, "*slots"]) -> Float[Array, "*slots D"]:
+    """Return the float32 vectors that vectors in eight bits stand for.
 
     Example:
         >>> import jax, numpy as np
@@ -152,23 +152,23 @@ def dequantise(values: Real[Array, "*rows D"], scale: Float[Array, "*rows"]) -> 
     return values.astype(jnp.float32) * scale[..., None]
 
 
-def straight_through(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Float[Array, "*rows D"]:
-    """Round rows as a cache in eight bits does, but return floats whose derivative is that of the rows themselves.
+def straight_through(vectors: Float[Array, "*slots D"], dtype: DTypeLike) -> Float[Array, "*slots D"]:
+    """Round vectors as a cache in eight bits does, but return floats whose derivative is that of the vectors.
 
     Numbers of eight bits carry no derivative: through a cache of them, none reaches the keys and values. To take one,
-    insert these rows into a cache of floats, which then holds the same numbers. The models do so where their weights
+    insert these vectors into a cache of floats, which then holds the same numbers. The models do so where their weights
     are traced.
 
     Example:
         >>> import jax, numpy as np
         >>> import kvjax
-        >>> rows = np.float32([[127.0, -3.2]])
-        >>> jax.jit(kvjax.straight_through, static_argnums=1)(rows, "int8").tolist()
+        >>> vectors = np.float32([[127.0, -3.2]])
+        >>> jax.jit(kvjax.straight_through, static_argnums=1)(vectors, "int8").tolist()
         [[127.0, -3.0]]
         >>> jax.jit(jax.grad(lambda x: (kvjax.straight_through(x, "int8") ** 2).sum()))(
-        ...     rows
+        ...     vectors
         ... ).tolist()
         [[254.0, -6.0]]
     """
-    rounded = dequantise(*quantise(rows, dtype)).astype(rows.dtype)
-    return rounded + (rows - jax.lax.stop_gradient(rows))  # plus 0, so that nothing is rounded again
+    rounded = dequantise(*quantise(vectors, dtype)).astype(vectors.dtype)
+    return rounded + (vectors - jax.lax.stop_gradient(vectors))  # plus 0, so that nothing is rounded again

@@ -81,7 +81,7 @@ class Reconstructed:
         start, stop, end = jnp.asarray(part).T
         return cls(start, stop, end, None if wanted.visible == "cache" else wanted.sinks)
 
-    def visible(self, position: Int[Array, "*rows S"], row: Int[Array, "*rows"]) -> Int[Array, "*rows S"]:
+    def visible(self, position: Int[Array, "*heads S"], row: Int[Array, "*heads"]) -> Int[Array, "*heads S"]:
         """Return the slots' positions, -1 where the statistics leave a slot out; ``row`` is the slots' batch row."""
         assert self.sinks is not None, "all slots are visible"
         start, stop, end = (x[row][..., None] for x in (self.start, self.stop, self.end))
@@ -95,8 +95,8 @@ class Repeated(NamedTuple):
     ``score`` is 0 until then. ``token`` is the token's id, so that a later call can have it repeated.
     """
 
-    score: Float[Array, "*rows S"]
-    token: Int[Array, "*rows S"]
+    score: Float[Array, "*heads S"]
+    token: Int[Array, "*heads S"]
 
     @classmethod
     def of(cls, state: Any) -> Repeated | None:

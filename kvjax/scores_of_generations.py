@@ -20,7 +20,7 @@ from kvjax.policy import Moments, Policy, Protection, Scores
 from kvjax.rotary import rotate
 from kvjax.transforms import check_kernel, pooled
 
-_ROWS = 256  # of a head's keys that are compared with all of them at a time
+_SLOTS = 256  # of a head's keys that are compared with all of them at a time
 _HIGH = jax.lax.Precision.HIGHEST
 
 
@@ -200,14 +200,14 @@ def _repeated(o: Observation, threshold: float) -> Float[Array, "B K S"]:
     key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
     length = jnp.linalg.norm(key, axis=-1, keepdims=True)
     unit = key / jnp.where(length > 0, length, 1)
-    rows, pages = min(_ROWS, S), -(-S // min(_ROWS, S))
-    more = pages * rows - S
+    size, pages = min(_SLOTS, S), -(-S // min(_SLOTS, S))
+    more = pages * size - S
 
     def in_parts(x: Array, fill: int) -> Array:
         x = jnp.pad(x, ((0, 0), (0, 0), (0, more)) + ((0, 0),) * (x.ndim - 3), constant_values=fill)
-        return jnp.moveaxis(x.reshape(B, K, pages, rows, *x.shape[3:]), 2, 0)
+        return jnp.moveaxis(x.reshape(B, K, pages, size, *x.shape[3:]), 2, 0)
 
-    def summed(part: tuple[Float[Array, "B K rows D"], Int[Array, "B K rows"]]) -> Float[Array, "B K S"]:
+    def summed(part: tuple[Float[Array, "B K size D"], Int[Array, "B K size"]]) -> Float[Array, "B K S"]:
         of, at = part
         cosine = jnp.einsum("bkrd,bksd->bkrs", of, unit, precision=_HIGH)
         other = at[..., None] != o.position[:, :, None]

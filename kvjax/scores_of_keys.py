@@ -238,9 +238,9 @@ def _by_partition(
     B, K, _ = slot.shape
 
     def strays(x: Float[Array, "B K S D"]) -> Float[Array, "B K partitions lag"]:
-        rows = jnp.take_along_axis(x, slot[..., None], axis=2).astype(jnp.float32)
-        rows = rows.reshape(B, K, -1, lag, x.shape[-1])
-        own, following = rows[:, :, :-1], rows[:, :, 1:]
+        tokens = jnp.take_along_axis(x, slot[..., None], axis=2).astype(jnp.float32)
+        tokens = tokens.reshape(B, K, -1, lag, x.shape[-1])
+        own, following = tokens[:, :, :-1], tokens[:, :, 1:]
         lowest, highest = (f(following, axis=3, keepdims=True) for f in (jnp.min, jnp.max))
         span = highest - lowest
         # The values of equal tokens differ only by float32's rounding, which would be scaled up to a score.

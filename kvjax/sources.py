@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.softmax import grouped_logits, scaled
-from kvjax.cache import write_rows
+from kvjax.cache import write_slots
 from kvjax.checks import check_count, typed
 from kvjax.names import called, check_number, makers, read, registered
 from kvjax.scores import mix_bits
@@ -187,7 +187,7 @@ def butler(*, group: Group = "separate") -> Source:
     Args:
         group: how the query heads of a group choose: each for itself ("separate", the paper), or together, by their
             largest logit ("max"), their mean logit ("mean"), or the mean of the weights that the logits stand for
-            ("weights"). Where heads of a group choose for themselves, a step reads up to G times as many rows of keys
+            ("weights"). Where heads of a group choose for themselves, a step reads up to G times as many keys
             and values as the budget says.
 
     Example:
@@ -338,10 +338,10 @@ def quest(*, page_size: int = 16, group: Group = "separate") -> Source:
         B, T, K, _ = key.shape
         page = jnp.where(position >= 0, position // page_size, state.smallest.shape[-2])  # out of bounds: not written
         page = jnp.broadcast_to(page[:, None], (B, K, T))
-        rows = key.astype(jnp.float32).swapaxes(1, 2)
+        keys = key.astype(jnp.float32).swapaxes(1, 2)
         return Pages(
-            write_rows(state.smallest, rows, page, layer, jax.lax.scatter_min),
-            write_rows(state.largest, rows, page, layer, jax.lax.scatter_max),
+            write_slots(state.smallest, keys, page, layer, jax.lax.scatter_min),
+            write_slots(state.largest, keys, page, layer, jax.lax.scatter_max),
         )
 
     def importance(state: Pages, reading: Reading) -> Array:
@@ -375,9 +375,9 @@ def _page_so_far(key: Array, position: Array, at: Int[Array, "B T"], page_size: 
     short = -S % page_size
 
     def so_far(accumulate: Callable[..., Array], empty: float) -> Array:
-        rows = jnp.where(position[..., None] >= 0, key.astype(jnp.float32), empty)
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, short), (0, 0)), constant_values=empty)
-        running = accumulate(rows.reshape(B, K, -1, page_size, D), axis=3).reshape(B, K, S + short, D)
+        keys = jnp.where(position[..., None] >= 0, key.astype(jnp.float32), empty)
+        keys = jnp.pad(keys, ((0, 0), (0, 0), (0, short), (0, 0)), constant_values=empty)
+        running = accumulate(keys.reshape(B, K, -1, page_size, D), axis=3).reshape(B, K, S + short, D)
         return jnp.take_along_axis(running, at[:, None, :, None], axis=2)
 
     return Pages(so_far(jax.lax.cummin, jnp.inf), so_far(jax.lax.cummax, -jnp.inf))

@@ -270,9 +270,9 @@ def _num_live(cache: SplitCache) -> Array:
 def _layer(cache: SplitCache, index: Array | None) -> KVCache:
     parts = cache.parts
     heads = PartitionSpec(ROWS, HEADS)
-    rows = jax.tree.map(lambda leaf: heads, parts.rows)
+    entries = jax.tree.map(lambda leaf: heads, parts.entries)
     others: Any = dict(position=heads, next_position=PartitionSpec(ROWS), state=heads)
-    outputs = KVCache(rows=rows, **others, positions=cache.positions)
+    outputs = KVCache(entries=entries, **others, positions=cache.positions)
     return cache.read(lambda part, index: part.layer(index), (index, PartitionSpec()), outputs=outputs)
 
 

@@ -8,28 +8,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels_pallas.topk import LOWEST, best, best_of_rows, keep_mask, nth_largest, rank
+from kernels_pallas.topk import LOWEST, best, best_of_heads, keep_mask, nth_largest, rank
 
-__all__ = ["best_of_groups", "best_of_rows", "keep_mask", "rank", "share_of", "summed"]
+__all__ = ["best_of_groups", "best_of_heads", "keep_mask", "rank", "share_of", "summed"]
 
 
 def best_of_groups(
-    scores: Float[Array, "*rows S"],
-    position: Int[Array, "*rows S"],
-    head: Int[Array, "*rows"],
-    group: Int[Array, "*rows"],
+    scores: Float[Array, "*heads S"],
+    position: Int[Array, "*heads S"],
+    head: Int[Array, "*heads"],
+    group: Int[Array, "*heads"],
     budget: Int[Array, "groups"],
     groups: int,
     axis: str | None = None,
-) -> Bool[Array, "*rows S"]:
-    """Return a mask of the ``budget`` best live slots of each group: :func:`keep_mask` with several rows per budget.
+) -> Bool[Array, "*heads S"]:
+    """Return a mask of the ``budget`` best live slots of each group: :func:`keep_mask` with several heads per budget.
 
     Args:
         head: the number of each row's head; of tokens with the same score and position, the lowest number stays.
         group: the number of each row's group.
         groups: how many groups there are.
-        axis: the mesh axis whose devices have the other rows of the same groups; the counts are added up over it, and
-            no score leaves its device. None where all rows are here.
+        axis: the mesh axis whose devices have the other heads of the same groups; the counts are added up over it, and
+            no score leaves its device. None where all heads are here.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -45,17 +45,17 @@ def best_of_groups(
     """
 
     def count(mask: Array) -> Array:
-        rows = jnp.sum(mask, axis=-1, dtype=jnp.int32)
-        return summed(jax.ops.segment_sum(rows.ravel(), group.ravel(), groups), axis)
+        counts = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+        return summed(jax.ops.segment_sum(counts.ravel(), group.ravel(), groups), axis)
 
-    def of_row(x: Array) -> Array:
+    def of_head(x: Array) -> Array:
         return x[group][..., None]
 
     ranks = rank(scores, position >= 0)
-    stays, tied = best(ranks, position, budget, count, of_row)
+    stays, tied = best(ranks, position, budget, count, of_head)
     # Apart from the position: position * heads + head would overflow in long sequences. A row has one such token.
     order = jnp.where(tied.any(axis=-1), -head, LOWEST)[..., None]
-    last = of_row(nth_largest(order, budget - count(stays), count, of_row))
+    last = of_head(nth_largest(order, budget - count(stays), count, of_head))
     return stays | (tied & (order >= last))
 
 

@@ -17,7 +17,7 @@ from kvjax.merging import Merging, Received, most_similar, next_tokens, rematche
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
 from kvjax.policy import Marked, Moments, Policy, Protection, Scores
-from kvjax.topk import best_of_rows, rank, share_of
+from kvjax.topk import best_of_heads, rank, share_of
 
 
 @register
@@ -131,7 +131,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
         first = joined if o.protected is None else jnp.where(o.protected, jnp.inf, joined)
         number = share_of(float(safe), o.budget)[:, None]
         # Not keep_mask, which refuses 0 tokens: a small share may round down to 0.
-        is_safe = best_of_rows(rank(first, o.live), o.position, jnp.broadcast_to(number, joined.shape[:2])[..., None])
+        is_safe = best_of_heads(rank(first, o.live), o.position, jnp.broadcast_to(number, joined.shape[:2])[..., None])
         rescored = jnp.minimum((joined + epsilon) * state, jnp.finfo(jnp.float32).max)
         return Marked(rescored[:, :, None], is_safe), state
 
@@ -341,22 +341,22 @@ def entered_slots(o: Observation) -> Int[Array, "B K T"]:
     return nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))
 
 
-def with_tokens(state: Float[Array, "B K S *rest"], o: Observation, rows: Float[Array, "B T K *rest"]) -> Array:
-    """Return the slots' state, with the rows of the block's tokens written to their slots."""
+def with_tokens(state: Float[Array, "B K S *rest"], o: Observation, new: Float[Array, "B T K *rest"]) -> Array:
+    """Return the slots' state, with the new arrays of the block's tokens written to their slots."""
     slot = entered_slots(o)
     position = jnp.take_along_axis(o.position, slot, axis=2, mode="fill", fill_value=0)
     valid = o.query_position >= 0
     place = position - (o.next_position - jnp.sum(valid, axis=1))[:, None, None]  # of the token in the block
     token = jax.vmap(jax.vmap(nth_true, in_axes=(None, 0)))(valid, place + 1)  # [B, K, T]
-    rows = rows.swapaxes(1, 2)
-    index = token.reshape(*token.shape, *(1,) * (rows.ndim - token.ndim))
-    return put(state, slot, jnp.take_along_axis(rows, index, axis=2, mode="fill", fill_value=0).astype(state.dtype))
+    new = new.swapaxes(1, 2)
+    index = token.reshape(*token.shape, *(1,) * (new.ndim - token.ndim))
+    return put(state, slot, jnp.take_along_axis(new, index, axis=2, mode="fill", fill_value=0).astype(state.dtype))
 
 
 def _output_length(
     value: Float[Array, "B K T D"], weight: Float[Array, "K G D E"], chunk: int = 128
 ) -> Float[Array, "B K T"]:
-    """Compute the mean of ``|v W_O|_1`` over the group, a few tokens at a time: each takes G rows of E numbers."""
+    """Compute the mean of ``|v W_O|_1`` over the group, a few tokens at a time: each takes G vectors of E numbers."""
     B, K, T, D = value.shape
     chunk = min(chunk, T)
     padding = -T % chunk

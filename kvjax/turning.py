@@ -62,4 +62,4 @@ def turn_to_rank(
     start, end = (jnp.where(valid[..., None], x, 0) for x in (position[..., None], own))
     grouped = query.reshape(*query.shape[:2], K, -1, query.shape[-1])
     grouped = move(grouped, start[..., None], end[..., None], frequency[:, None])
-    return dataclasses.replace(here, rows=here.rows | {"key": key}), grouped.reshape(query.shape)
+    return dataclasses.replace(here, entries=here.entries | {"key": key}), grouped.reshape(query.shape)

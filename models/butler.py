@@ -341,8 +341,8 @@ class Butler(nnx.Module):
         """
         predicted, cache = self.advance(cache, x, position)
         row, slot = jnp.arange(position.shape[0])[:, None], _slots(cache, position)
-        rows = jnp.moveaxis(predicted.key, 0, 2).astype(cache.importance_key.dtype)  # [B, T, L', N, D']
-        importance_key = cache.importance_key.at[:, row, :, slot].set(rows, mode="drop")
+        keys = jnp.moveaxis(predicted.key, 0, 2).astype(cache.importance_key.dtype)  # [B, T, L', N, D']
+        importance_key = cache.importance_key.at[:, row, :, slot].set(keys, mode="drop")
         return predicted.query, dataclasses.replace(cache, importance_key=importance_key)
 
     def advance(
@@ -411,7 +411,9 @@ class Butler(nnx.Module):
         if key is None:
             assert memory is not None
             key = memory.importance_key
-        return Prediction(*(jax.lax.dynamic_index_in_dim(rows, layer - 1, keepdims=False) for rows in (query, key)))
+        return Prediction(
+            *(jax.lax.dynamic_index_in_dim(all_layers, layer - 1, keepdims=False) for all_layers in (query, key))
+        )
 
     def fitted(self, policy: Policy) -> Policy:
         """Return the policy with the width of the predicted keys; see :func:`kvjax.fit_predictor`."""

@@ -89,7 +89,7 @@ def arranged(
             if whole.shape != expected:
                 raise ValueError(f"{name} has shape {whole.shape}; its config requires {expected}.")
             for part, shape in stored.items():
-                found[names[part].format(layer)] = rows_from(whole, start, shape)
+                found[names[part].format(layer)] = part_from(whole, start, shape)
                 start += shape[0]
     if (order := head_order(config)) is not None:
         rotated = [names[name].format(layer) for name in ROTATED for layer in range(config.num_layers)]
@@ -97,30 +97,30 @@ def arranged(
     return found
 
 
-def rows_from(tensor: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
-    """Return the rows of a tensor from ``first`` on, as a tensor of the given shape.
+def part_from(tensor: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the part of a tensor from ``first`` on along its first axis, as a tensor of the given shape.
 
     Example:
         >>> import numpy as np
         >>> import pathlib
-        >>> from models.checkpoint import Tensor, rows_from
-        >>> rows = Tensor(
+        >>> from models.checkpoint import Tensor, part_from
+        >>> vectors = Tensor(
         ...     pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window]
         ... )
-        >>> rows_from(rows, 2, (2,)).read((slice(0, 2),)).tolist()
+        >>> part_from(vectors, 2, (2,)).read((slice(0, 2),)).tolist()
         [2.0, 3.0]
     """
-    return tensor._replace(shape=shape, read=functools.partial(_read_rows_from, tensor.read, first))
+    return tensor._replace(shape=shape, read=functools.partial(_read_part_from, tensor.read, first))
 
 
-def _read_rows_from(
+def _read_part_from(
     read: Callable[[tuple[slice, ...]], np.ndarray], first: int, window: tuple[slice, ...]
 ) -> np.ndarray:
     return read((slice(first + window[0].start, first + window[0].stop), *window[1:]))
 
 
 def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
-    """Return a tensor whose rows are the elements of heads, with the elements of each head in another order.
+    """Return a tensor whose first axis has the elements of heads, with the elements of each head in another order.
 
     Args:
         order: the element of the file that each element is.
@@ -129,21 +129,21 @@ def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
         >>> import numpy as np
         >>> import pathlib
         >>> from models.checkpoint import Tensor, in_order
-        >>> rows = Tensor(
+        >>> vectors = Tensor(
         ...     pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window]
         ... )
-        >>> in_order(rows, np.array([1, 0])).read((slice(0, 4),)).tolist()
+        >>> in_order(vectors, np.array([1, 0])).read((slice(0, 4),)).tolist()
         [1.0, 0.0, 3.0, 2.0]
     """
     heads = tensor.shape[0] // len(order)
-    rows = (np.arange(heads)[:, None] * len(order) + order).reshape(-1)
-    return tensor._replace(read=functools.partial(_read_in_order, tensor.read, rows))
+    vectors = (np.arange(heads)[:, None] * len(order) + order).reshape(-1)
+    return tensor._replace(read=functools.partial(_read_in_order, tensor.read, vectors))
 
 
 def _read_in_order(
-    read: Callable[[tuple[slice, ...]], np.ndarray], rows: Int[np.ndarray, "rows"], window: tuple[slice, ...]
+    read: Callable[[tuple[slice, ...]], np.ndarray], vectors: Int[np.ndarray, "elements"], window: tuple[slice, ...]
 ) -> np.ndarray:
-    wanted = rows[window[0]]
+    wanted = vectors[window[0]]
     first = int(wanted.min())
     return read((slice(first, int(wanted.max()) + 1), *window[1:]))[wanted - first]
 

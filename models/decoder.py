@@ -320,7 +320,7 @@ def _experts(
 ) -> Float[Array, "B T E"]:
     """Apply those experts that the router chooses for each token.
 
-    The tokens are sorted by expert, so that each expert's weights meet the rows of its own tokens in one ragged
+    The tokens are sorted by expert, so that each expert's weights meet its own tokens in one ragged
     product. No token is dropped, and no expert is copied for a token.
     """
     logits = (x @ weights["router"]).astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -339,9 +339,9 @@ def _experts(
         return jax.lax.psum(run_experts(x, share, mine, *own, activation=activation), ways)
 
     # Left to itself, XLA brings all experts to all devices of a TPU.
-    rows = PartitionSpec("data" if x.shape[0] % mesh.shape.get("data", 1) == 0 else None)
-    specs = (rows,) * 3 + (PartitionSpec(ways),) * 3
-    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(x, share, expert, *own)
+    whole = PartitionSpec("data" if x.shape[0] % mesh.shape.get("data", 1) == 0 else None)
+    specs = (whole,) * 3 + (PartitionSpec(ways),) * 3
+    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(x, share, expert, *own)
 
 
 def _by_kind(
@@ -388,11 +388,11 @@ def run_experts(
     tokens, c = x.reshape(-1, x.shape[-1]), expert.shape[-1]
     order = jnp.argsort(expert.reshape(-1))  # [B T c], those of an expert side by side
     counts = jnp.bincount(expert.reshape(-1), length=gate.shape[0]).astype(jnp.int32)  # [X]
-    rows = tokens[order // c]
-    rows = activation(jax.lax.ragged_dot(rows, gate, counts)) * jax.lax.ragged_dot(rows, up, counts)
-    rows = jax.lax.ragged_dot(rows, down, counts)[jnp.argsort(order)].reshape(*expert.shape, -1)  # [B, T, c, E]
-    rows = jnp.where((expert < gate.shape[0])[..., None], share[..., None] * rows, 0)
-    return jnp.sum(rows, axis=2).astype(x.dtype)
+    made = tokens[order // c]
+    made = activation(jax.lax.ragged_dot(made, gate, counts)) * jax.lax.ragged_dot(made, up, counts)
+    made = jax.lax.ragged_dot(made, down, counts)[jnp.argsort(order)].reshape(*expert.shape, -1)  # [B, T, c, E]
+    made = jnp.where((expert < gate.shape[0])[..., None], share[..., None] * made, 0)
+    return jnp.sum(made, axis=2).astype(x.dtype)
 
 
 def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:

@@ -1,7 +1,7 @@
 """GGUF files, as llama.cpp reads and writes them: one file with a model's weights, its config and its tokenizer.
 
-Quantised blocks are decoded by the package gguf. A tensor is read and dequantised by rows, so that memory never holds a
-second copy of a model.
+Quantised blocks are decoded by the package gguf. Tensors are read and dequantised in parts, so that memory never holds
+a second copy of a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax import install
-from models.checkpoint import Checkpoint, Tensor, arranged, in_order, refuse_pointer, rows_from
+from models.checkpoint import Checkpoint, Tensor, arranged, in_order, part_from, refuse_pointer
 from models.config import Config
 from models.gguf_config import (
     FREQUENCY_FACTORS,
@@ -47,7 +47,7 @@ def open_file(file: Path) -> Checkpoint:
 
     Returns:
         Its config, its tokenizer (None if it has none), and its tensors, by llama.cpp's names and in Hugging Face's
-        order of rows.
+        order of the elements of heads.
 
     Raises:
         ImportError: the package gguf is not installed.
@@ -126,7 +126,7 @@ def _tensor(file: Path, name: str, stored: Stored) -> Tensor:
     block, bytes_of_block = gguf.GGML_QUANT_SIZES[kind]
     if stored.shape[-1] % block:
         raise ValueError(
-            f"{name} is damaged: its rows of {stored.shape[-1]} numbers are not a whole number of blocks of {block} "
+            f"{name} is damaged: its vectors of {stored.shape[-1]} numbers are not a whole number of blocks of {block} "
             f"({kind.name}); download it again."
         )
     size = math.prod(stored.shape) // block * bytes_of_block
@@ -151,14 +151,14 @@ def _is_readable(kind: gguf.GGMLQuantizationType) -> bool:
 def _read(
     file: Path, kind: gguf.GGMLQuantizationType, stored: Stored, window: tuple[slice, ...]
 ) -> Float[np.ndarray, "..."]:
-    """Read the numbers within a window, in float32; rows outside it are not read."""
+    """Read the numbers within a window, in float32; vectors outside it are not read."""
     import gguf
 
-    rows = window[0] if len(window) > 1 else slice(0, 1)  # a vector is one row
+    vectors = window[0] if len(window) > 1 else slice(0, 1)  # a vector is read whole
     block, bytes_of_block = gguf.GGML_QUANT_SIZES[kind]
     width = stored.shape[-1] // block * bytes_of_block
-    count = (rows.stop - rows.start) * width
-    data = np.fromfile(file, np.uint8, count, offset=stored.offset + rows.start * width)
+    count = (vectors.stop - vectors.start) * width
+    data = np.fromfile(file, np.uint8, count, offset=stored.offset + vectors.start * width)
     if data.size < count:  # the file was truncated after the header was read
         raise truncated(file)
     with np.errstate(all="ignore"):  # numbers that are not finite are reported later
@@ -167,12 +167,12 @@ def _read(
 
 
 def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace each tensor of a layer's experts, [X, rows, columns], by one for each expert."""
+    """Replace each tensor of a layer's experts, [X, F, E], by one for each expert."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if len(tensor.shape) == 3 and name.endswith("_exps.weight"):
-            rows = tensor.shape[1]
-            found |= {f"{name}[{x}]": rows_from(tensor, x * rows, tensor.shape[1:]) for x in range(tensor.shape[0])}
+            vectors = tensor.shape[1]
+            found |= {f"{name}[{x}]": part_from(tensor, x * vectors, tensor.shape[1:]) for x in range(tensor.shape[0])}
         else:
             found[name] = tensor
     return found
@@ -183,7 +183,7 @@ def _read_less_1(read: Callable[[tuple[slice, ...]], np.ndarray], window: tuple[
 
 
 def _in_halves(name: str, tensor: Tensor, config: Config) -> Tensor:
-    """Return a query or key projection with each head's rows in Hugging Face's order.
+    """Return a query or key projection with the elements of each head in Hugging Face's order.
 
     llama.cpp rotates neighbouring elements, whereas Hugging Face rotates element i with element i + D / 2.
     """

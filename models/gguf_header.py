@@ -25,7 +25,7 @@ WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or
 
 
 class Stored(NamedTuple):
-    """A tensor's entry in the header: its shape (rows first), the number of its type, and where its data begin."""
+    """A tensor's entry in the header: its shape (as in numpy), the number of its type, and where its data begin."""
 
     shape: tuple[int, ...]
     type: int

@@ -40,7 +40,7 @@ class LayerCaches(AnyKind):
 
     @property
     def arrays(self) -> KVCache:
-        """Return the first layer's cache, whose rows and state are made like those of the others."""
+        """Return the first layer's cache, whose entries and state are made like those of the others."""
         return self.layers[0]
 
     def at(self, number: int) -> KVCache:

@@ -101,7 +101,7 @@ def attend(
         cache = kvjax.insert(cache, key, value, position, layer=layer if stacked else None)
         slots = _chosen(selection, cache, memory, carry, query, position, context)
         number = layer if stacked else None
-        out = select_attention(query, **cache.arrays.rows, slots=slots, layer=number, soft_cap=context.soft_cap)
+        out = select_attention(query, **cache.arrays.entries, slots=slots, layer=number, soft_cap=context.soft_cap)
     else:
         out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=context)
     carry = dataclasses.replace(carry, source=memory)

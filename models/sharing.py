@@ -32,7 +32,7 @@ from models.plan import Plan, Sizes
 from models.planning import plan_run
 from models.prompts import CheckedPrompt, Prefilled, Tokens, check_prompt
 from models.states import shrink, start
-from models.steps import DecodeState, Run, at_layer, block_of, first_of, rounded_rows, with_gradient
+from models.steps import DecodeState, Run, at_layer, block_of, first_of, rounded_block, with_gradient
 
 Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
 
@@ -211,14 +211,14 @@ def _block(
 
     def attend_at(carry, index, window, query, key, value):
         cache, said = carry
-        own = None if projection is None else projection.layer(index)
+        part = None if projection is None else projection.layer(index)
         here = at_layer(model.config, block, index).context
-        context = dataclasses.replace(here, layer=index, sliding_window=window, projection=own, compressed=False)
-        rows = rounded_rows(plans[0], LayerBlock(query, key, value, position))
+        context = dataclasses.replace(here, layer=index, sliding_window=window, projection=part, compressed=False)
+        own = rounded_block(plans[0], LayerBlock(query, key, value, position))
         if not policies:
-            out, cache, _ = kvjax.observe(cache, *rows, policy=None, context=context)
+            out, cache, _ = kvjax.observe(cache, *own, policy=None, context=context)
             return out, (cache, said), None
-        out, cache, new = kvjax.observe_each(cache, *rows, policies=policies, budgets=shares, context=context)
+        out, cache, new = kvjax.observe_each(cache, *own, policies=policies, budgets=shares, context=context)
         if said:
             said = tuple(old.with_layer(cache, index, own) for old, own in zip(said, new, strict=True))
         return out, (cache, said), None

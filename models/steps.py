@@ -230,7 +230,7 @@ def attend(
         block.context, layer=place.number, sliding_window=place.window, projection=place.projection,
         predicted=carry.predicted, compressed=phase.compressed, filled=phase.filled, excess=phase.excess,
     )  # fmt: skip
-    own = rounded_rows(plan, own)
+    own = rounded_block(plan, own)
     if plan.selection is not None:
         out, cache, carry = selecting.attend(plan.selection, cache, carry, own, context)
     elif policy is None or (phase.evicts and evidence is None):
@@ -243,7 +243,7 @@ def attend(
     return out, dataclasses.replace(carry, cache=cache, evidence=evidence, predicted=None)
 
 
-def rounded_rows(plan: Plan, own: LayerBlock) -> LayerBlock:
+def rounded_block(plan: Plan, own: LayerBlock) -> LayerBlock:
     """Round a block's keys and values to eight bits where they are stored as floats for the sake of a derivative."""
     rounded = zip(("key", "value"), plan.rounded_to, strict=True)
     return own._replace(**{name: kvjax.straight_through(getattr(own, name), to) for name, to in rounded if to})

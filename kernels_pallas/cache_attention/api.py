@@ -44,9 +44,9 @@ def cache_attention(
 
     Args:
         key, value: one layer's, or all layers' with ``layer``; floats, or numbers of eight bits with scales. Without
-            values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
-        key_scale, value_scale: by which each row of eight bits is multiplied, shaped like the rows without D; None for
-            floats. Logits and weights are multiplied by them, so that no copy of the rows as floats is needed.
+            values each vector of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
+        key_scale, value_scale: by which each key or value of eight bits is multiplied, shaped like them without D; None
+            for floats. Logits and weights are multiplied by them, so that no copy of them as floats is needed.
         bias: a float per slot that is added to its logits, after scale and cap; None for none.
         statistics: names from ``STATISTICS``, or from ``ONLY_REFERENCE``, which only the reference computes; see
             :class:`ColumnStatistics`.
@@ -65,7 +65,7 @@ def cache_attention(
         The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, rows of eight bits have no scale, a statistic or the implementation is
+        ValueError: if shapes do not fit, eight bits have no scale, a statistic or the implementation is
             unknown, or a "window_" statistic has a window below 1.
         NotImplementedError: if a kernel was given by name and can't run with these arguments.
 

@@ -1,7 +1,7 @@
 """The kernels for GPU (Pallas' Triton route): attention with an online softmax, then its column statistics.
 
-Rows are all queries of all heads of a group, so that decode fills a tile of the matrix unit with a group's heads. Where
-rows and KV heads alone would leave the chip idle, the slots are split over programs too, and XLA combines their sums.
+A tile has queries of all heads of a group, so that decode fills a tile of the matrix unit with a group's heads. Where
+tiles and KV heads alone would leave the chip idle, the slots are split over programs too, and XLA combines their sums.
 The statistics are a second kernel over the keys: a program keeps a few slots, goes over the queries that enter them,
 computes their weights again from each row's largest logit and sum, and stores one number per head and slot. For a
 single query, as in decode, the first kernel returns its logits, 4 G bytes per slot, and the second combines the sums
@@ -112,8 +112,8 @@ def attend_heads(
     key_scales, value_scales, biases = beside.split(floats)
     width = max(pl.next_power_of_2(D), 16)
     slots = 64 if width <= 128 else 32
-    rows = min(max(pl.next_power_of_2(R), 16), 64)
-    blocks = pl.cdiv(R, rows)
+    queries = min(max(pl.next_power_of_2(R), 16), 64)
+    blocks = pl.cdiv(R, queries)
     splits = min(pl.cdiv(PROGRAMS, H * blocks), pl.cdiv(S, 4 * slots))
     steps = pl.cdiv(pl.cdiv(S, slots), splits)
     params = triton.CompilerParams(num_warps=4, num_stages=2)
@@ -127,7 +127,7 @@ def attend_heads(
     finishes = T == 1 and not errors
     one_query = finishes and bool(names)  # its logits take no more memory than the statistics, which follow from them
     acc, peak, total, *logits = pl.pallas_call(
-        functools.partial(_attend, storage, beside=beside, steps=steps, rows=rows, errors=errors, **options),
+        functools.partial(_attend, storage, beside=beside, steps=steps, queries=queries, errors=errors, **options),
         out_shape=[
             jax.ShapeDtypeStruct((H, splits, R, D), jnp.float32),
             *[jax.ShapeDtypeStruct((H, splits, R), jnp.float32)] * 2,
@@ -215,7 +215,7 @@ def _split(refs, first, second):
 
 
 def _load(ref, row, width, layer=None):
-    """Load rows of a [rows, D] array, or of one layer of [L, rows, D], as [len(row), width], 0 beyond the ends."""
+    """Load some of n vectors, [n, D], or of one layer of [L, n, D], as [len(row), width], 0 beyond the ends."""
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     there = (row < ref.shape[-2])[:, None] & (column < ref.shape[-1])
     stack = () if layer is None else (jnp.full_like(row, layer[0])[:, None],)
@@ -231,7 +231,7 @@ def _dot(a, b, dims):
 
 
 def _sees(span, own, position):
-    """Return a mask of the slots that each query sees, [rows, slots]."""
+    """Return a mask of the slots that each query sees, [queries, slots]."""
     age = own[:, None] - position[None, :]
     return (position >= 0)[None, :] & (own >= 0)[:, None] & (age >= 0) & (age < span[0])
 
@@ -243,14 +243,14 @@ def _floats_of(arrays, slot):
 
 def _attend(
     storage, span, query, about, key, key_position, value, *refs,
-    beside, errors, G, steps, rows, slots, width, scale, soft_cap,
+    beside, errors, G, steps, queries, slots, width, scale, soft_cap,
 ):  # fmt: skip
     where, floats, refs = _split(refs, len(storage.where), sum(beside))
     key_scales, value_scales, biases = beside.split(floats)
     out, peaks, totals, *logits_out = refs
     like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (R, D), S = query.shape, key_position.shape[0]
-    row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    row = pl.program_id(1) * queries + jax.lax.broadcasted_iota(jnp.int32, (queries,), 0)
     q = _load(query, row, width)
     own = triton.load(about.at[row // G, jnp.full_like(row, POSITION)], mask=row < R, other=-1)
     # Programs take chunks in turn, so that they have equal shares of the slots before the end, wherever it is.
@@ -286,8 +286,8 @@ def _attend(
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, total, acc
 
-    start = jnp.full((rows,), UNSEEN, jnp.float32), jnp.zeros((rows,), jnp.float32)
-    peak, total, acc = jax.lax.fori_loop(0, steps, step, (*start, jnp.zeros((rows, width), jnp.float32)))
+    start = jnp.full((queries,), UNSEEN, jnp.float32), jnp.zeros((queries,), jnp.float32)
+    peak, total, acc = jax.lax.fori_loop(0, steps, step, (*start, jnp.zeros((queries, width), jnp.float32)))
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     triton.store(out.at[row[:, None], column], acc, mask=(row < R)[:, None] & (column < D))
     triton.store(peaks.at[row], peak, mask=row < R)
@@ -302,7 +302,7 @@ def _finish(about, key_position, accs, peaks, totals, *refs, names, size, width)
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     program, programs = pl.program_id(1), pl.num_programs(1)
 
-    def softmax(row):  # [1, rows] -> each split's share [splits, rows], the whole's peak and sum [1, rows]
+    def softmax(row):  # [1, queries] -> each split's share [splits, queries], the whole's peak and sum [1, queries]
         there = (split < splits) & (row < R)
         peak = triton.load(peaks.at[split, row], mask=there, other=UNSEEN)
         whole = jnp.max(peak, axis=0, keepdims=True)

@@ -1,8 +1,8 @@
 """The kernels for Hopper GPUs (Pallas' Mosaic route): attention with an online softmax, then its column statistics.
 
 They compute what the Triton kernels of ``gpu`` do. TMA brings tiles of keys and values to shared memory in a pipeline,
-and a warpgroup multiplies them by wgmma. A program of the attention has 64 rows, queries of the heads of a group, and
-takes tiles of slots in turn with the other programs of its rows. A program of the statistics has a tile of slots and
+and a warpgroup multiplies them by wgmma. A program of the attention has 64 queries of the heads of a group, and
+takes tiles of slots in turn with the other programs of its queries. A program of the statistics has a tile of slots and
 one query head, so that the sums over queries stay inside a warp. Layouts are given by name: JAX would search for them,
 and the search is exponential in what is left open.
 
@@ -26,7 +26,7 @@ from kernels_pallas.dispatch import compute_capability
 from kernels_pallas.eight_bits import unread, unread_on_gpu
 from kernels_pallas.softmax import of_parts, scaled
 
-TILE = 64  # rows of a wgmma, and slots or queries of a tile
+TILE = 64  # slots or queries of a tile, as wgmma takes them
 STAGES = 4  # tiles of keys and values on their way to shared memory
 PROGRAMS = 132  # one for each multiprocessor of an H100 or H200, whose shared memory has room for one at head dim 128
 _DESCRIPTION = (POSITION, IS_LAST, IN_WINDOW)
@@ -75,8 +75,8 @@ def of_heads(query, about, span, key, value, key_position, layer, *, beside, nam
     query = query.reshape(H, G, T, D)
     place = _padded(key_position.reshape(H, S), TILE, -1)
     own = _padded(jnp.tile(about[:, :, POSITION], (1, G)), TILE, -1)
-    rows = _padded(query.reshape(H, R, D), TILE, 0, axis=1)
-    blocks = rows.shape[1] // TILE
+    padded = _padded(query.reshape(H, R, D), TILE, 0, axis=1)
+    blocks = padded.shape[1] // TILE
     splits = min(max(PROGRAMS // (H * blocks), 1), pl.cdiv(tiles, STAGES))
     one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     options = dict(scale=scale, soft_cap=soft_cap)
@@ -102,7 +102,16 @@ def of_heads(query, about, span, key, value, key_position, layer, *, beside, nam
         grid_names=("head", "block", "split"),
         kernel_name="cache_attention",
         interpret=interpret or None,
-    )(span, layer, rows, own, place, jnp.all(place.reshape(H, tiles, TILE) >= 0, axis=2).astype(jnp.int32), key, value)
+    )(
+        span,
+        layer,
+        padded,
+        own,
+        place,
+        jnp.all(place.reshape(H, tiles, TILE) >= 0, axis=2).astype(jnp.int32),
+        key,
+        value,
+    )
     out, peak, total = of_parts(*(x[:, :, :R] for x in (acc, peak, total)))
     out = out.astype(query.dtype).reshape(B, K, G, T, D)
     if not names:
@@ -176,7 +185,7 @@ def _of_rows(x, columns=TILE):
 
 
 def _of_columns(x):
-    """Repeat a number per column over the rows."""
+    """Repeat a number per column down a matrix."""
     return lax.broadcast_in_dim(x, (TILE, TILE), (1,))
 
 
@@ -203,9 +212,9 @@ def _attend(
     (H, K), D, tiles = heads, query.shape[-1], no_free.shape[1]
     head, block, split = _indices("head", "block", "split")
     splits = out.shape[1]
-    rows = pl.ds(block * TILE, TILE)
-    plgpu.copy_gmem_to_smem(query.at[head, rows], q, ready)
-    plgpu.copy_gmem_to_smem(own_positions.at[_quotient(head, K), rows], own, ready)
+    queries = pl.ds(block * TILE, TILE)
+    plgpu.copy_gmem_to_smem(query.at[head, queries], q, ready)
+    plgpu.copy_gmem_to_smem(own_positions.at[_quotient(head, K), queries], own, ready)
     plgpu.barrier_wait(ready)
     position, sees = _of_rows(_vector(own, _OF_ROWS)), functools.partial(_sees, span[0])
     stack = layer[0] * H + head
@@ -253,7 +262,7 @@ def _attend(
         ref[...] = result
     plgpu.commit_smem()
     for ref, result in zip((out, peaks, totals), results, strict=True):
-        plgpu.copy_smem_to_gmem(result, ref.at[head, split, rows])
+        plgpu.copy_smem_to_gmem(result, ref.at[head, split, queries])
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -52,7 +52,7 @@ def first_entering(about: Int[Array, "B T 3"], names: tuple[str, ...]) -> Int[Ar
 
 
 def rows_entering(
-    rows: Float[Array, "B K G T _"], about: Int[Array, "B T 3"], names: Iterable[str], window: int
+    vectors: Float[Array, "B K G T _"], about: Int[Array, "B T 3"], names: Iterable[str], window: int
 ) -> tuple[Float[Array, "B K G some _"], Int[Array, "B some 3"]]:
     """Return the queries that enter a statistic, and maybe a few more, with their descriptions.
 
@@ -66,11 +66,11 @@ def rows_entering(
     """
     most = max(window, 1)
     if {"sum", "max", "weights"} & set(names) or most >= about.shape[1]:
-        return rows, about
+        return vectors, about
     enters = (about[:, :, IS_LAST] > 0) | (about[:, :, IN_WINDOW] > 0)
     some = jnp.argsort(~enters, axis=1, stable=True)[:, :most]
-    rows = jnp.take_along_axis(rows, some[:, None, None, :, None], axis=3)
-    return rows, jnp.take_along_axis(about, some[:, :, None], axis=1)
+    vectors = jnp.take_along_axis(vectors, some[:, None, None, :, None], axis=3)
+    return vectors, jnp.take_along_axis(about, some[:, :, None], axis=1)
 
 
 def ratios(weights: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
@@ -90,11 +90,11 @@ def ratios(weights: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Boo
 
 
 def squared_changes(
-    weights: Float[Array, "rows S"],
-    out: Float[Array, "rows D"],
+    weights: Float[Array, "queries S"],
+    out: Float[Array, "queries D"],
     value: Float[Array, "S D"],
     squares: Float[Array, "#1 S"],
-) -> Float[Array, "rows S"]:
+) -> Float[Array, "queries S"]:
     """Return the squared lengths of the changes of queries' outputs without each of some slots, in a kernel.
 
     A slot of more than half a query's weight is told from the output number by number: there the expansion of squares
@@ -154,16 +154,16 @@ def of_one_query(
 
 def of_weights(
     names: tuple[str, ...],
-    weights: Float[Array, "*heads rows S"],
-    is_last: Bool[Array, "*#heads #rows #S"],
-    in_window: Bool[Array, "*#heads #rows #S"],
+    weights: Float[Array, "*heads queries S"],
+    is_last: Bool[Array, "*#heads #queries #S"],
+    in_window: Bool[Array, "*#heads #queries #S"],
     group: int,
 ) -> tuple[Array, ...]:
     """Compute the column statistics of one query from its weights; a kernel for GPU calls it, too.
 
     Args:
         is_last, in_window: whether the query is its row's last valid one, and one of the observation window.
-        group: how many of the rows are heads; those that pad a kernel's tile have weight 0.
+        group: how many of the queries are heads; those that pad a kernel's tile have weight 0.
 
     Example:
         >>> import functools, jax, numpy as np

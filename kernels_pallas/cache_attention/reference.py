@@ -106,15 +106,15 @@ def cache_attention(
     is_last, seen = is_last > 0, place > 0
     queries = jnp.sum(seen, axis=1)  # [B]
     share = seen.astype(weights.dtype) / jnp.maximum(queries, 1)[:, None].astype(weights.dtype)
-    rows = {
+    factors = {
         "sum": jnp.ones_like(seen),
         "last": is_last,
         "window_mean": share,
         "window_place": share * place.astype(share.dtype),
     }
     asked = statistics | ({"window_mean"} if "window_variance" in statistics else set())
-    rows = {name: row for name, row in rows.items() if name in asked}
-    columns = _sums_of_rows(weights, total, rows) if rows else {}
+    factors = {name: factor for name, factor in factors.items() if name in asked}
+    columns = _weighted_sums(weights, total, factors) if factors else {}
 
     if statistics - columns.keys():  # weights are 0 where a query is padding
         columns |= _of_divided(weights / total, columns, statistics, seen)
@@ -129,7 +129,7 @@ def _of_divided(
     statistics: frozenset[str],
     seen: Bool[Array, "B T"],
 ) -> dict[str, Float[Array, "B K _ *T S"]]:
-    """Compute the statistics that are no sums of rows: they read the weights themselves.
+    """Compute the statistics that are no weighted sums over queries: they read the weights themselves.
 
     Args:
         seen: the queries of the observation window.
@@ -142,15 +142,15 @@ def _of_divided(
     if "window_max" in statistics:
         columns["window_max"] = jnp.max(jnp.where(seen[:, None, None, :, None], weights, 0), axis=3)
     if "window_variance" in statistics:  # around the mean: E[a^2] - E[a]^2 of small weights is all rounding
-        deviations = _sum_of_rows((weights - sums["window_mean"][:, :, :, None]) ** 2, seen)
+        deviations = _masked_sum((weights - sums["window_mean"][:, :, :, None]) ** 2, seen)
         others = (jnp.sum(seen, axis=1) - 1)[:, None, None, None]
         columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1).astype(weights.dtype), 0)
     if "window_square" in statistics:
-        columns["window_square"] = _sum_of_rows(weights**2, seen)
+        columns["window_square"] = _masked_sum(weights**2, seen)
     if "window_log" in statistics:
-        columns["window_log"] = _sum_of_rows(jax.scipy.special.xlogy(weights, weights), seen)
+        columns["window_log"] = _masked_sum(jax.scipy.special.xlogy(weights, weights), seen)
     if "window_group_square" in statistics:
-        columns["window_group_square"] = _sum_of_rows(jnp.mean(weights, axis=2, keepdims=True) ** 2, seen)
+        columns["window_group_square"] = _masked_sum(jnp.mean(weights, axis=2, keepdims=True) ** 2, seen)
     return columns
 
 
@@ -198,16 +198,16 @@ def _floats(value: Array, live: Array, scale: Array | None, dtype: jnp.dtype) ->
     return jnp.where(live[..., None], value, 0)
 
 
-def _sums_of_rows(
-    weights: Float[Array, "B K G T S"], total: Float[Array, "B K G T 1"], rows: dict[str, Shaped[Array, "B T"]]
+def _weighted_sums(
+    weights: Float[Array, "B K G T S"], total: Float[Array, "B K G T 1"], factors: dict[str, Shaped[Array, "B T"]]
 ) -> dict[str, Float[Array, "B K G S"]]:
-    """Sum rows, weighted by the factors of each name, in one product with the weights before their division."""
-    factors = jnp.stack([row.astype(weights.dtype) for row in rows.values()], axis=1)[:, None, None]
-    factors = factors / jnp.swapaxes(total, 3, 4)  # [B, K, G, names, T]
-    sums = jnp.einsum("bkgrt,bkgts->bkgrs", factors, weights, precision=jax.lax.Precision.HIGHEST)
-    return {name: sums[:, :, :, i] for i, name in enumerate(rows)}
+    """Sum over queries, weighted by the factors of each name, in one product with the weights before their division."""
+    stacked = jnp.stack([factor.astype(weights.dtype) for factor in factors.values()], axis=1)[:, None, None]
+    divided = stacked / jnp.swapaxes(total, 3, 4)  # [B, K, G, names, T]
+    sums = jnp.einsum("bkgrt,bkgts->bkgrs", divided, weights, precision=jax.lax.Precision.HIGHEST)
+    return {name: sums[:, :, :, i] for i, name in enumerate(factors)}
 
 
-def _sum_of_rows(x: Float[Array, "B K _ T S"], rows: Bool[Array, "B T"]) -> Float[Array, "B K _ S"]:
-    """Sum the given rows by a reduction, not by a product: XLA fuses x into it and does not store x."""
-    return jnp.sum(jnp.where(rows[:, None, None, :, None], x, 0), axis=3)
+def _masked_sum(x: Float[Array, "B K _ T S"], queries: Bool[Array, "B T"]) -> Float[Array, "B K _ S"]:
+    """Sum over the given queries by a reduction, not by a product: XLA fuses x into it and does not store x."""
+    return jnp.sum(jnp.where(queries[:, None, None, :, None], x, 0), axis=3)

@@ -1,13 +1,13 @@
 """The kernels for TPU: attention with an online softmax, and its column statistics in a second pass over the keys.
 
-Rows are the queries of all heads of a group, ``[G, T]`` in blocks of T, so that a group reads its keys once. No weight
+A tile has queries of all heads of a group, ``[G, T]`` in blocks of T, so that a group reads its keys once. No weight
 leaves VMEM. The first kernel also returns each row's largest logit and its sum of exponentials; the second computes
 the weights of a chunk of slots again from them, and reduces these over the blocks of queries that enter a statistic. A
 single query, as in decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A
 :class:`Storage` describes where a chunk's slots are: in stacked layers here, in pages for ``paged_attention``.
 
 Where keys and values are side by side in one array, each chunk is read once: the logits take the first D lanes of its
-rows, and the weighted sum is that of whole rows, of which the last D lanes are the output.
+each, and the weighted sum is that of whole pairs, of which the last D lanes are the output.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from kernels_pallas.eight_bits import unread
 from kernels_pallas.prepare import Beside
 from kernels_pallas.softmax import scaled
 
-ROWS = 512  # of a block of queries, over all heads of a group
-CELLS = 512 * 512  # rows x slots computed at a time
+QUERIES = 512  # of a block of queries, over all heads of a group
+CELLS = 512 * 512  # queries x slots computed at a time
 SLOTS = 2048  # of a chunk, at most
 
 
@@ -109,16 +109,16 @@ def attend_heads(
     """
     B, K, G, T, D = query.shape
     S, width = key_position.shape[2], key.shape[-1]
-    per_head = 1 if T == 1 else min(pl.cdiv(T, 16) * 16, max(ROWS // G // 16, 1) * 16)  # queries of a block
-    blocks, rows = pl.cdiv(T, per_head), G * per_head
+    per_head = 1 if T == 1 else min(pl.cdiv(T, 16) * 16, max(QUERIES // G // 16, 1) * 16)  # queries of a block
+    blocks, queries = pl.cdiv(T, per_head), G * per_head
     stores = [key] if value is None else [key, value]
-    storage, where = stored(max(min(SLOTS, CELLS // rows // 128 * 128), 128))
+    storage, where = stored(max(min(SLOTS, CELLS // queries // 128 * 128), 128))
     slots, pieces = storage.slots, len(storage.blocks)
     chunks = pl.cdiv(S, slots)
 
     padding = blocks * per_head - T
     query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding), (0, 0)))
-    query = query.reshape(B, K, G, blocks, per_head, D).swapaxes(2, 3).reshape(B, K, blocks, rows, D)
+    query = query.reshape(B, K, G, blocks, per_head, D).swapaxes(2, 3).reshape(B, K, blocks, queries, D)
     about = jnp.pad(about, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
     more = ((0, 0), (0, 0), (0, chunks * slots - S))
     key_position = jnp.pad(key_position, more, constant_values=-1)[:, :, None]
@@ -128,10 +128,10 @@ def attend_heads(
     def specs(order):
         """Return the specs of all inputs; ``order`` sorts a program's indices to (b, k, query block, chunk, *where)."""
         shapes = [
-            ((None, None, None, rows, D), lambda b, k, t, c, *_: (b, k, t, 0, 0)),
+            ((None, None, None, queries, D), lambda b, k, t, c, *_: (b, k, t, 0, 0)),
             ((None, per_head, 3), lambda b, k, t, c, *_: (b, t, 0)),
             ((None, None, 1, slots), lambda b, k, t, c, *_: (b, k, 0, c)),
-            ((None, None, None, rows, 128), lambda b, k, t, c, *_: (b, k, t, 0, 0)),
+            ((None, None, None, queries, 128), lambda b, k, t, c, *_: (b, k, t, 0, 0)),
             *((shape, lambda b, k, t, c, *where, f=f: f(b, k, c, *where)) for shape, f in storage.blocks),
         ]
         q, about, position, row, *slot = (pl.BlockSpec(shape, lambda *ids, f=f: f(*order(*ids))) for shape, f in shapes)
@@ -148,13 +148,15 @@ def attend_heads(
         T == 1 and bool(names) and not errors
     )  # its logits take no more memory than the statistics, which follow from them
     # Errors are small differences of outputs, of which the second kernel takes the last D lanes.
-    out_spec = pl.BlockSpec((None, None, None, rows, width), q_spec.index_map) if errors else q_spec
+    out_spec = pl.BlockSpec((None, None, None, queries, width), q_spec.index_map) if errors else q_spec
     out, softmax, *logits = pl.pallas_call(
         functools.partial(_attend, arrays=len(stores), beside=beside, errors=errors, **options),
         out_shape=[
-            jax.ShapeDtypeStruct((B, K, blocks, rows, width if errors else D), jnp.float32 if errors else query.dtype),
-            jax.ShapeDtypeStruct((B, K, blocks, rows, 128), jnp.float32),
-            *[jax.ShapeDtypeStruct((B, K, rows, S), jnp.float32)] * one_query,
+            jax.ShapeDtypeStruct(
+                (B, K, blocks, queries, width if errors else D), jnp.float32 if errors else query.dtype
+            ),
+            jax.ShapeDtypeStruct((B, K, blocks, queries, 128), jnp.float32),
+            *[jax.ShapeDtypeStruct((B, K, queries, S), jnp.float32)] * one_query,
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(where),
@@ -169,20 +171,20 @@ def attend_heads(
             out_specs=[
                 out_spec,
                 row_spec,
-                *[pl.BlockSpec((None, None, rows, slots), lambda b, k, t, c, *_: (b, k, 0, c))] * one_query,
+                *[pl.BlockSpec((None, None, queries, slots), lambda b, k, t, c, *_: (b, k, 0, c))] * one_query,
             ],
             scratch_shapes=[
-                pltpu.VMEM((rows, 128), jnp.float32),
-                pltpu.VMEM((rows, 128), jnp.float32),
-                pltpu.VMEM((rows, width), jnp.float32),
+                pltpu.VMEM((queries, 128), jnp.float32),
+                pltpu.VMEM((queries, 128), jnp.float32),
+                pltpu.VMEM((queries, width), jnp.float32),
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * B * K * rows * blocks * S * (D + width),
+            flops=2 * B * K * queries * blocks * S * (D + width),
             bytes_accessed=B * K * S * width * blocks * sum(x.dtype.itemsize for x in stores)
             + 2 * query.size * query.dtype.itemsize,
-            transcendentals=B * K * rows * blocks * S,
+            transcendentals=B * K * queries * blocks * S,
         ),
         interpret=interpret,
         name=f"{name}_attention",
@@ -193,7 +195,7 @@ def attend_heads(
         columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2], about)
     elif names:
         q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda b, k, c, t, *where: (b, k, t, c, *where))
-        out_spec = pl.BlockSpec((None, None, None, rows, width), q_spec.index_map)
+        out_spec = pl.BlockSpec((None, None, None, queries, width), q_spec.index_map)
         read, of_errors = (stores, (out,)) if errors else ([key], ())
         beside = beside._replace(value_scale=beside.value_scale and errors)
         used = (*key_scales, *(value_scales if errors else ()), *biases)
@@ -224,9 +226,9 @@ def attend_heads(
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
             cost_estimate=pl.CostEstimate(
-                flops=2 * B * K * rows * blocks * S * D,
+                flops=2 * B * K * queries * blocks * S * D,
                 bytes_accessed=B * K * S * width * key.dtype.itemsize * (1 if blocks == 1 else blocks),
-                transcendentals=B * K * rows * blocks * S,
+                transcendentals=B * K * queries * blocks * S,
             ),
             interpret=interpret,
             name=f"{name}_statistics",
@@ -241,14 +243,14 @@ def attend_heads(
 def _chunk(blocks, narrow_as=None):
     """Join the blocks of a chunk of slots to [slots, D]; numbers of eight bits are converted to ``narrow_as``."""
     dtype = blocks[0].dtype
-    half_tile = blocks[0].shape[0] * dtype.itemsize % 32 != 0  # a tile holds rows of 32 bytes one after another
+    half_tile = blocks[0].shape[0] * dtype.itemsize % 32 != 0  # a tile holds lines of 32 bytes one after another
     wide = [ref[...].astype(jnp.float32) if dtype.itemsize == 1 or half_tile else ref[...] for ref in blocks]
-    rows = jnp.concatenate(wide) if len(blocks) > 1 else wide[0]
-    return rows.astype(narrow_as if dtype.itemsize == 1 else dtype)
+    joined = jnp.concatenate(wide) if len(blocks) > 1 else wide[0]
+    return joined.astype(narrow_as if dtype.itemsize == 1 else dtype)
 
 
 def _logits(span, query, about, key, key_position, key_scales, biases, *, per_head, scale, soft_cap):
-    """Compute the logits of a block [rows, slots], and a mask of those that a query sees."""
+    """Compute the logits of a block [queries, slots], and a mask of those that a query sees."""
     wide = jnp.promote_types(query.dtype, key.dtype)
     logits = jax.lax.dot_general(
         query[...].astype(wide), key[:, : query.shape[1]].astype(wide), (((1,), (1,)), ((), ())),

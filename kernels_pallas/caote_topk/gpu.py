@@ -7,7 +7,7 @@
        program per head selects with the head's scores in its registers; beyond `SELECTED` slots XLA selects
 
 V is read twice. Shapes are powers of two, with masks, as Triton needs them. Sums are in float32 and not on the matrix
-unit, which two or four rows would leave almost idle.
+unit, which two or four query heads would leave almost idle.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Part(NamedTuple):
     values, and ``heaviest`` holds their number.
     """
 
-    output: Float[Array, "parts rows D"]
-    heaviest: Float[Array, "parts rows D"]
+    output: Float[Array, "parts heads D"]
+    heaviest: Float[Array, "parts heads D"]
     weight: Float[Array, "parts G"]  # of the heaviest
     rest: Float[Array, "parts G"]  # of all others
     slot: Int[Array, "parts G"]  # of the heaviest
@@ -95,7 +95,7 @@ def of_heads(weights, value, layer, slot, budget, *scales, head_dim, fast, exces
     chunks = pl.cdiv(S, step)
     steps = pl.cdiv(chunks, min(pl.cdiv(PROGRAMS, H), PARTS))
     programs = pl.cdiv(chunks, steps)
-    rows, one = 1 if fast else G, excess == 1
+    heads, one = 1 if fast else G, excess == 1
     call = functools.partial(
         pl.pallas_call, interpret=interpret, compiler_params=triton.CompilerParams(num_warps=8, num_stages=2)
     )
@@ -114,7 +114,7 @@ def of_heads(weights, value, layer, slot, budget, *scales, head_dim, fast, exces
     def of_programs(*shape):
         return pl.BlockSpec((None, programs, *shape), lambda h, p: (h, 0, *(0 for _ in shape)))
 
-    shapes = [(rows, width), (rows, width), (G,), (G,), (G,)]  # of a _Part
+    shapes = [(heads, width), (heads, width), (G,), (G,), (G,)]  # of a _Part
     dtypes = [jnp.float32] * 4 + [jnp.int32]
     parts = call(
         functools.partial(_sum_up, scales=len(scales), step=step, steps=steps, fast=fast),
@@ -164,7 +164,7 @@ def of_heads(weights, value, layer, slot, budget, *scales, head_dim, fast, exces
 def _sum_up(layer, weights, slot, value, *refs, scales, step, steps, fast):
     scales, (output, heaviest, weight, rest, where) = refs[:scales], refs[scales:]
     G, (_, S, D) = weights.shape[0], value.shape
-    rows, width = output.shape
+    heads, width = output.shape
     column = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
     first = pl.program_id(1) * (steps * step)
 
@@ -204,10 +204,10 @@ def _sum_up(layer, weights, slot, value, *refs, scales, step, steps, fast):
             weight[g] = jnp.where(heavier, most, weight[g])
         return tuple(outputs), tuple(heavy), tuple(weight), tuple(rest), tuple(where)
 
-    none = (jnp.zeros((width,), jnp.float32),) * rows
+    none = (jnp.zeros((width,), jnp.float32),) * heads
     start = (none, none, (jnp.float32(0),) * G, (jnp.float32(0),) * G, (jnp.int32(-1),) * G)
     outputs, heavy, weights_of, rests, places = jax.lax.fori_loop(0, steps, add, start)
-    for r in range(rows):
+    for r in range(heads):
         output[r, :] = outputs[r]
         heaviest[r, :] = heavy[r]
     for g in range(G):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.dispatch import of_layer
-from kernels_pallas.topk import best_of_rows, rank
+from kernels_pallas.topk import best_of_heads, rank
 
 Norm = Literal[1, 2, "inf"]
 Group = Literal["exact", "mean"]
@@ -50,7 +50,7 @@ def caote_topk(
     if protected is not None:
         scores = jnp.where(protected & live, jnp.inf, scores)
     each = jnp.broadcast_to(budget[:, None, None], (*live.shape[:2], 1))
-    stays = best_of_rows(rank(scores, live), position, each, excess)
+    stays = best_of_heads(rank(scores, live), position, each, excess)
     return Kept(jnp.where(stays, position, -1), scores if with_scores else None)
 
 

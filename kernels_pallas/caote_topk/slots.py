@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.caote_topk.reference import Group
-from kernels_pallas.topk import best_of_rows, rank
+from kernels_pallas.topk import best_of_heads, rank
 
 _PROTECTED = 2**30  # beyond every position
 
@@ -36,11 +36,11 @@ def position_of(slot: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
 
 
 def remaining(
-    scores: Float[Array, "*rows S"], slot: Int[Array, "*rows S"], budget: Int[Array, "*rows 1"], excess: int | None
-) -> Int[Array, "*rows S"]:
+    scores: Float[Array, "*heads S"], slot: Int[Array, "*heads S"], budget: Int[Array, "*heads 1"], excess: int | None
+) -> Int[Array, "*heads S"]:
     """Return the positions of packed slots after the eviction, -1 where a slot is free."""
     position = position_of(slot)
-    return jnp.where(best_of_rows(rank(scores, position >= 0), position, budget, excess), position, -1)
+    return jnp.where(best_of_heads(rank(scores, position >= 0), position, budget, excess), position, -1)
 
 
 def clean_weights(

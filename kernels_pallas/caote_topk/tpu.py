@@ -61,9 +61,9 @@ class _Tiling:
         padded = chunks * chunk
         scales = 2 * (value.dtype.itemsize == 1)
         # weights, slots, outputs, scratch, temporaries
-        rows = 2 * pl.cdiv(G, 8) * 8 + (2 + 2 + 2 + 1 + 6 + scales) * HEADS
+        sublanes = 2 * pl.cdiv(G, 8) * 8 + (2 + 2 + 2 + 1 + 6 + scales) * HEADS
         computed = 16 * step * row_bytes * (2 if scales else 1)
-        return cls(step, chunk, chunks, 2 * chunk * row_bytes + 4 * rows * padded + computed)
+        return cls(step, chunk, chunks, 2 * chunk * row_bytes + 4 * sublanes * padded + computed)
 
 
 def of_heads(
@@ -101,7 +101,7 @@ def of_heads(
     out_shape = [jax.ShapeDtypeStruct(row_shape, jnp.int32)]
     if with_scores:
         out_shape.append(jax.ShapeDtypeStruct(row_shape, jnp.float32))
-    rows, lanes = pl.cdiv(G, 8) * 8, pl.cdiv(width, 128) * 128
+    sublanes, lanes = pl.cdiv(G, 8) * 8, pl.cdiv(width, 128) * 128
     out = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -131,12 +131,12 @@ def of_heads(
             scratch_shapes=[
                 pltpu.VMEM((HEADS, padded), jnp.float32),  # the scores; before that, 1 where a slot takes part
                 pltpu.VMEM(
-                    (rows, lanes), jnp.float32
+                    (sublanes, lanes), jnp.float32
                 ),  # the output of all but the heaviest token, or the sum of values
-                pltpu.VMEM((rows, lanes), jnp.float32),  # the heaviest token's value
-                pltpu.VMEM((rows, 128), jnp.float32),  # the heaviest token's weight
-                pltpu.VMEM((rows, 128), jnp.float32),  # the weight of all others
-                pltpu.VMEM((rows, 128), jnp.int32),  # the heaviest token's slot
+                pltpu.VMEM((sublanes, lanes), jnp.float32),  # the heaviest token's value
+                pltpu.VMEM((sublanes, 128), jnp.float32),  # the heaviest token's weight
+                pltpu.VMEM((sublanes, 128), jnp.float32),  # the weight of all others
+                pltpu.VMEM((sublanes, 128), jnp.int32),  # the heaviest token's slot
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -180,7 +180,7 @@ def _kernel(_, budget, weights, slot, value, *refs, head_dim, scales, tiling, he
             x = x * jnp.where(jnp.abs(scale) < jnp.inf, scale, 0)
         return x
 
-    def rows(local):
+    def values_of(local):
         """Return a step's values in float32, 0 in the lanes of their keys."""
         v = value[pl.ds(local, step), :].astype(jnp.float32)
         return jnp.where(jax.lax.broadcasted_iota(jnp.int32, v.shape, 1) >= first_lane, v, 0) if first_lane else v
@@ -198,7 +198,7 @@ def _kernel(_, budget, weights, slot, value, *refs, head_dim, scales, tiling, he
     def sum_up():
         def add(start, local):
             here = pl.ds(start, step)
-            v = rows(local)
+            v = values_of(local)
             finite = jnp.abs(v) < jnp.inf
             v = jnp.where(finite, v, 0)
             takes_part = jnp.min(jnp.where(finite, 1.0, 0.0).T, axis=0, keepdims=True)  # [1, step]
@@ -249,7 +249,7 @@ def _kernel(_, budget, weights, slot, value, *refs, head_dim, scales, tiling, he
 
         def score(start, local):
             here = pl.ds(start, step)
-            v = rows(local)
+            v = values_of(local)
             v = scaled(jnp.where(jnp.abs(v) < jnp.inf, v, 0).T[first_lane:], here)  # [D, step]
             takes_part = scores[pl.ds(i, 1), here] > 0
             a = jnp.where(takes_part, weights[:, here], 0)
@@ -283,20 +283,20 @@ def _sum_of_squares(x):
     return jnp.sum(x * x, axis=0, keepdims=True)
 
 
-def _product(rows, v, dtype):
-    """Compute rows [R, step] @ v [step, D] in float32.
+def _product(left, v, dtype):
+    """Compute left [R, step] @ v [step, D] in float32.
 
-    For values of bfloat16 or eight bits one pass of the matrix unit is exact: the rows are split into three parts of 8
-    bits each.
+    For values of bfloat16 or eight bits one pass of the matrix unit is exact: the left side is split into three parts
+    of 8 bits each.
     """
     contract = (((1,), (0,)), ((), ()))
     if dtype != jnp.bfloat16 and dtype.itemsize > 1:
-        return jax.lax.dot_general(rows, v, contract, precision=_HIGHEST, preferred_element_type=jnp.float32)
-    high = _upper_half(rows)
-    middle = _upper_half(rows - high)
-    parts = jnp.concatenate([high, middle, rows - high - middle], axis=0).astype(jnp.bfloat16)
+        return jax.lax.dot_general(left, v, contract, precision=_HIGHEST, preferred_element_type=jnp.float32)
+    high = _upper_half(left)
+    middle = _upper_half(left - high)
+    parts = jnp.concatenate([high, middle, left - high - middle], axis=0).astype(jnp.bfloat16)
     product = jax.lax.dot_general(parts, v.astype(jnp.bfloat16), contract, preferred_element_type=jnp.float32)
-    R = rows.shape[0]
+    R = left.shape[0]
     return product[:R] + product[R : 2 * R] + product[2 * R :]
 
 

@@ -45,7 +45,7 @@ def paged_attention(
 
     Args:
         key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot. Without
-            values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
+            values each vector of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         table: each head's pages; -1 where it has none, and nothing is read there.
 
     All other arguments are those of :func:`kernels_pallas.cache_attention`; scales and biases are shaped like the pool.
@@ -54,7 +54,7 @@ def paged_attention(
         The output in the queries' dtype, and the statistics of M * page slots in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, rows of eight bits have no scale, a statistic or the implementation is
+        ValueError: if shapes do not fit, eight bits have no scale, a statistic or the implementation is
             unknown, or a "window_" statistic has a window below 1.
 
     Example:

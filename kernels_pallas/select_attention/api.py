@@ -29,13 +29,13 @@ def select_attention(
 
     Only the slots decide what a query sees: positions are not read, and all T queries see the same slots (a decode step
     has one query). H is N where each query head reads slots of its own, or K where a group reads the same ones; query
-    head n reads KV head n // (N / K). The GPU's kernel gathers the chosen rows itself: 2 B H M of them, against the
-    2 B K S of dense attention. A TPU is slow at reading single rows: its kernel reads, once per group, the chunks of up
-    to 2,048 slots that hold a chosen one. Where fewer than one slot in 32 is chosen, "auto" takes the reference.
+    head n reads KV head n // (N / K). The GPU's kernel gathers the chosen keys and values itself: 2 B H M vectors,
+    where dense attention reads 2 B K S. A TPU is slow at reading single ones: its kernel reads, once per group, all
+    chunks of up to 2,048 slots that hold a chosen one. Below one chosen slot in 32, "auto" takes the reference.
 
     Args:
         key, value: one layer's, or all layers' with ``layer``, which are then read in place. Without
-            values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
+            values each vector of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each row of eight bits is multiplied; None for floats.
         slots: the slots that each head reads, as ``kvjax.select`` returns them, each slot once. -1 stands for no slot:
             its weight is exactly 0. The output of a head with no slot is 0. Any order works; ascending is fastest.
@@ -48,7 +48,7 @@ def select_attention(
         The output in the queries' dtype; the softmax is float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, rows of eight bits have no scale, M is 0, ``layer`` is missing or out of
+        ValueError: if shapes do not fit, eight bits have no scale, M is 0, ``layer`` is missing or out of
             place, or the implementation is unknown or for another platform.
         NotImplementedError: if a kernel was given by name and can't run with these arguments.
 

@@ -1,7 +1,7 @@
-"""The kernels for GPU (Pallas' Triton route): attention over gathered rows with an online softmax, then its parts' sum.
+"""The kernels for GPU (Pallas' Triton route): online softmax over gathered slots, then the sum of its parts.
 
-A program reads its share of a head's slots, and with them the rows of K and V, directly from the stacked cache; the
-queries that share the slots are the rows of its tile. In decode a batch of one has far fewer heads than the chip has
+A program reads its share of a head's slots, and with them their keys and values, directly from the stacked cache; the
+queries that share the slots are those of its tile. In decode a batch of one has far fewer heads than the chip has
 multiprocessors, so the slots of a head are split over programs, and a second kernel combines their sums. Where the
 query heads of a group read slots of their own, their programs run side by side: slots in ascending order keep them
 near each other in the cache, so that the second read of a row that two heads share may hit the L2 cache.
@@ -45,8 +45,8 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
     width = max(pl.next_power_of_2(D), 16)
     # At most what fits into a program's registers, at least as many slots as the matrix unit takes.
     step = min(max(BYTES // (width * max(key.dtype.itemsize, value.dtype.itemsize)), 16), 128)
-    rows = min(max(pl.next_power_of_2(R), 16), 64)
-    blocks = pl.cdiv(R, rows)
+    queries = min(max(pl.next_power_of_2(R), 16), 64)
+    blocks = pl.cdiv(R, queries)
     steps = pl.cdiv(pl.cdiv(M, step), min(max(PROGRAMS // (H * blocks), 1), pl.cdiv(M, 4 * step)))
     parts = pl.cdiv(M, steps * step)
 
@@ -57,7 +57,7 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
     scales = tuple(x.reshape(B * K, S) for x in scales)
     sums = pl.pallas_call(
         functools.partial(
-            _attend, beside=beside, steps=steps, step=step, rows=rows, width=width, scale=scale, soft_cap=soft_cap
+            _attend, beside=beside, steps=steps, step=step, queries=queries, width=width, scale=scale, soft_cap=soft_cap
         ),
         out_shape=[
             jax.ShapeDtypeStruct((H, parts, R, D), jnp.float32),
@@ -101,15 +101,15 @@ def _dot(a, b, dims):
     )  # fmt: skip
 
 
-def _attend(layer, query, key, value, slots, *refs, beside, steps, step, rows, width, scale, soft_cap):
+def _attend(layer, query, key, value, slots, *refs, beside, steps, step, queries, width, scale, soft_cap):
     *scales, out, peaks, totals = refs
     key_scales, value_scales, _ = beside.split(scales)
     like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (R, D), S, M = query.shape, key.shape[1], slots.shape[0]
-    row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    row = pl.program_id(1) * queries + jax.lax.broadcasted_iota(jnp.int32, (queries,), 0)
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
-    of_rows = (row < R)[:, None] & (column < D)
-    q = triton.load(query.at[row[:, None], column], mask=of_rows, other=0)
+    of_queries = (row < R)[:, None] & (column < D)
+    q = triton.load(query.at[row[:, None], column], mask=of_queries, other=0)
     first = pl.program_id(2) * (steps * step)
 
     def add(i, carry):
@@ -138,9 +138,9 @@ def _attend(layer, query, key, value, slots, *refs, beside, steps, step, rows, w
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, total, acc
 
-    start = jnp.full((rows,), _UNSEEN, jnp.float32), jnp.zeros((rows,), jnp.float32)
-    peak, total, acc = jax.lax.fori_loop(0, steps, add, (*start, jnp.zeros((rows, width), jnp.float32)))
-    triton.store(out.at[row[:, None], column], acc, mask=of_rows)
+    start = jnp.full((queries,), _UNSEEN, jnp.float32), jnp.zeros((queries,), jnp.float32)
+    peak, total, acc = jax.lax.fori_loop(0, steps, add, (*start, jnp.zeros((queries, width), jnp.float32)))
+    triton.store(out.at[row[:, None], column], acc, mask=of_queries)
     triton.store(peaks.at[row], peak, mask=row < R)
     triton.store(totals.at[row], total, mask=row < R)
 

@@ -30,12 +30,12 @@ def on_heads(
     B, T, N, D = query.shape
     (_, H, M), K = slots.shape, key.shape[-3]
     grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
-    rows = "b k h t g d"
+    queries = "b k h t g d"
     scales, beside = given_beside(*(s if s is None else of_layer(s, layer) for s in (key_scale, value_scale)))
     run = over_heads(
         functools.partial(kernel, beside=beside, scale=scale, soft_cap=soft_cap),
-        [rows, "l b k s d", "l b k s d", "b k h m", "u", *["b k s"] * len(scales)],
-        [rows],
+        [queries, "l b k s d", "l b k s d", "b k h m", "u", *["b k s"] * len(scales)],
+        [queries],
     )
     (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), number, *scales)
     return out.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, D)

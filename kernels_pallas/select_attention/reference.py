@@ -1,4 +1,4 @@
-"""The definition, in plain JAX: one gather of the chosen rows from the cache, then attention over them alone."""
+"""The definition, in plain JAX: one gather of the chosen slots from the cache, then attention over them alone."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def _rows(
         operand_batching_dims=(0, 1) if layer is None else (1, 2),
         start_indices_batching_dims=(0, 1),
     )
-    rows = jax.lax.gather(array, index, numbers, slice_sizes=(*(1,) * (array.ndim - 1), D), mode="clip")
-    return rows.reshape(*slots.shape, D)
+    chosen = jax.lax.gather(array, index, numbers, slice_sizes=(*(1,) * (array.ndim - 1), D), mode="clip")
+    return chosen.reshape(*slots.shape, D)

@@ -1,6 +1,6 @@
 """The kernel for TPU: attention over the chunks of the cache that hold a chosen slot, the slots between masked out.
 
-Rows are not gathered, for a TPU has no cheap way to read one. Two rows of bfloat16 share their 32-bit words, so a copy
+Keys are not gathered, for a TPU has no cheap way to read one. Two of bfloat16 share their 32-bit words, so a copy
 reads at least 512 bytes; starting a copy takes about 11 cycles of the scalar core, in which the memory of a v5e streams
 6 KB. So whole chunks are streamed, as in dense attention, and chunks without a chosen slot are skipped: those outside a
 sliding window, or never written. The matrix unit turns the list of slots, in ascending order, into a chunk's mask:
@@ -23,8 +23,8 @@ from kernels_pallas.softmax import scaled
 
 SLOTS = 2048  # of a chunk, at most
 BYTES = 2**20  # of a chunk's keys, and again of its values, at most
-ROWS = 512  # queries of all heads of a group, at most
-CELLS = 512 * 512  # rows x slots computed at a time
+QUERIES = 512  # queries of all heads of a group, at most
+CELLS = 512 * 512  # queries x slots computed at a time
 LISTED = 256  # slots of the list that are turned into a mask at a time
 LIST = 2**21  # slots of all lists of a KV head, at most: they are in VMEM, 4 bytes each, twice
 FEW = 32  # below one slot in 32, row by row is faster: 27 cycles per row on a v5e, against 0.94 per slot streamed
@@ -41,8 +41,8 @@ def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str |
     H, M = slots.shape[1:]
     if D > 512:
         return f"the head dim is {D}, but the kernel takes up to 512"
-    if T * N // K > ROWS:
-        return f"{T} queries of {N // K} heads read a KV head, but the kernel takes up to {ROWS} together"
+    if T * N // K > QUERIES:
+        return f"{T} queries of {N // K} heads read a KV head, but the kernel takes up to {QUERIES} together"
     if H // K * M > LIST:
         return f"{H // K * M} slots are listed for a KV head, but the kernel takes up to {LIST}"
     if FEW * H * M < K * S:
@@ -66,7 +66,7 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
     chosen = jnp.any(start[..., 1:] > start[..., :-1], axis=2)  # [B, K, chunks]
     here = jax.lax.cummax(jnp.where(chosen, jnp.arange(chunks), 0), axis=2).reshape(-1)  # which chunk is in VMEM
 
-    of_rows = pl.BlockSpec((None, None, R, D), lambda b, k, c, layer, here: (b, k, 0, 0))
+    of_queries = pl.BlockSpec((None, None, R, D), lambda b, k, c, layer, here: (b, k, 0, 0))
     of_slots = pl.BlockSpec(
         (None, None, None, size, width),
         lambda b, k, c, layer, here: (layer[0], b, k, here[(b * K + k) * chunks + c], 0),
@@ -84,12 +84,12 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
                 pl.BlockSpec(
                     (None, None, sets, chunks + 1), lambda b, k, c, layer, here: (b, k, 0, 0), memory_space=pltpu.SMEM
                 ),
-                of_rows,
+                of_queries,
                 *[of_slots] * len(stores),
                 pl.BlockSpec((None, None, sets, blocks, 1, LISTED), lambda b, k, c, layer, here: (b, k, 0, 0, 0, 0)),
                 *[of_scales] * len(scales),
             ],
-            out_specs=of_rows,
+            out_specs=of_queries,
             scratch_shapes=[
                 pltpu.VMEM((R, 128), jnp.float32),
                 pltpu.VMEM((R, 128), jnp.float32),
@@ -146,8 +146,8 @@ def _mask(slots, first, last, origin, size):
         return mask + jax.lax.dot_general(high, low, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
     mask = jax.lax.fori_loop(first, last, add, jnp.zeros((tall, 128), jnp.float32))
-    rows = [mask[i : i + 1] for i in range(size // 128)]
-    return jnp.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
+    pieces = [mask[i : i + 1] for i in range(size // 128)]
+    return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
 
 
 def _attend(_, here, start, query, *refs, arrays, beside, size, scale, soft_cap):

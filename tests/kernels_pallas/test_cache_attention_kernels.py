@@ -75,7 +75,7 @@ def test_any_size_is_accepted_and_logits_are_bent_to_the_soft_cap_and_get_their_
 
 @both
 def test_many_blocks_of_queries_and_chunks_of_slots(name, monkeypatch):
-    monkeypatch.setattr(tpu, "ROWS", 32)
+    monkeypatch.setattr(tpu, "QUERIES", 32)
     monkeypatch.setattr(tpu, "SLOTS", 128)
     given = case(3, B=1, T=70, N=2, K=1, S=290, D=8)
     given.query_position[0, 5:20] = -1
@@ -84,7 +84,7 @@ def test_many_blocks_of_queries_and_chunks_of_slots(name, monkeypatch):
 
 @matrix
 def test_statistics_of_a_window_begin_with_its_block(monkeypatch):
-    monkeypatch.setattr(tpu, "ROWS", 32)
+    monkeypatch.setattr(tpu, "QUERIES", 32)
     given = case(5, B=2, T=200, N=2, K=1, S=90, D=8)
     given.query_position[1, 30:] = -1  # this row's window lies in the first block, the other's in the last
     names = frozenset({"last", "window_mean", "window_variance", "window_place"})

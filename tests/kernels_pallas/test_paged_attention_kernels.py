@@ -89,7 +89,7 @@ def test_any_size_half_precision_soft_caps_and_biases(name, sizes, page, options
 
 @matrix
 def test_many_blocks_of_queries_and_chunks_of_pages(monkeypatch):
-    monkeypatch.setattr(tpu.tpu, "ROWS", 32)
+    monkeypatch.setattr(tpu.tpu, "QUERIES", 32)
 
     def pad(given):
         given.query_position[0, 5:20] = -1

@@ -94,7 +94,7 @@ def test_a_kernel_computes_what_the_reference_does(operation, platform, T, query
 
 @matrix
 def test_many_blocks_of_queries_and_chunks_of_slots_have_their_own_scales(monkeypatch):
-    monkeypatch.setattr(attention_tpu, "ROWS", 32)
+    monkeypatch.setattr(attention_tpu, "QUERIES", 32)
     monkeypatch.setattr(attention_tpu, "SLOTS", 128)
     rng, slots = np.random.default_rng(1), 290
     (key, key_scale), (value, value_scale) = (rows(rng, "int8", B, 1, slots) for _ in range(2))
@@ -152,7 +152,7 @@ def test_a_gpu_that_triton_converts_no_float8_on_takes_the_reference():
     call, given = shapes(operation, ("float8_e4m3fn", "float8_e4m3fn"))
     with on_device(AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")):
         run = functools.partial(call, implementation="pallas_gpu")
-        why = "rows are float8_e4m3fn, which Triton reads from compute capability 8.9 on, and this GPU has 8.0"
+        why = "they are float8_e4m3fn, which Triton reads from compute capability 8.9 on, and this GPU has 8.0"
         with pytest.raises(NotImplementedError, match=why):
             jax.eval_shape(run, *given)
         text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()

@@ -55,7 +55,7 @@ def some_freed() -> KVCache:
 def leaves(cache: KVCache) -> dict[str, np.ndarray]:
     named = jax.tree_util.tree_leaves_with_path(cache)
     return {
-        jax.tree_util.keystr(path[-1:] if path[0].name == "rows" else path): np.asarray(leaf) for path, leaf in named
+        jax.tree_util.keystr(path[-1:] if path[0].name == "entries" else path): np.asarray(leaf) for path, leaf in named
     }
 
 

@@ -101,7 +101,7 @@ def test_outputs_are_nearer_than_those_of_the_same_tokens_alone(budget):
     alone = kvjax.KVCache(
         position=small.position,
         next_position=small.next_position,
-        rows=small.rows
+        entries=small.entries
         | {
             "value": np.take_along_axis(np.asarray(cache.value), slot[..., None], axis=2),
             "bias": np.zeros(slot.shape, np.float32),
@@ -115,11 +115,11 @@ def test_attention_adds_the_bias_in_slots_and_in_pages():
     (_, query), small = given(), matched(BUDGET)
     expected = attention(small, query)[1].reshape(B, K, T, G, D).transpose(0, 2, 1, 3, 4).reshape(query.shape)
     behind = np.full((B, T), S)
-    out, _ = jax.jit(cache_attention)(query, **small.rows, key_position=small.position, query_position=behind)
+    out, _ = jax.jit(cache_attention)(query, **small.entries, key_position=small.position, query_position=behind)
     np.testing.assert_allclose(out, expected, atol=1e-4)
     pages = jax.jit(functools.partial(kvjax.pack, pages=12, page_size=2, most=BUDGET))(small)
     of_pages = dict(position=pages.position, table=pages.table, query_position=behind)
-    out, _ = jax.jit(paged_attention)(query, **pages.rows, **of_pages)
+    out, _ = jax.jit(paged_attention)(query, **pages.entries, **of_pages)
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
 
@@ -197,7 +197,7 @@ def test_the_query_of_a_token_that_has_left_is_no_sample():
         (lambda c, q: kvjax.parse("h2o+match+merge"), r"merges values twice, by match and merge"),
         (
             lambda c, q: cache_attention(
-                q, **c.rows | {"bias": c.bias[..., :3]}, key_position=c.position, query_position=np.zeros((B, T))
+                q, **c.entries | {"bias": c.bias[..., :3]}, key_position=c.position, query_position=np.zeros((B, T))
             ),
             r"the bias is \(2, 2, 3\), but the slots are \(2, 2, 20\): give one float per slot",
         ),

@@ -289,7 +289,7 @@ def test_a_token_beyond_the_page_table_makes_its_row_nan_under_jit():
 
 def nan_rows(cache):
     """Tell whether what attends over a row is NaN."""
-    table, key = np.asarray(cache.table), np.asarray(cache.rows["key"])
+    table, key = np.asarray(cache.table), np.asarray(cache.entries["key"])
     live = np.asarray(cache.position) >= 0
     return [bool(np.isnan(key[pages][live[pages]]).any()) for pages in (row[row >= 0] for row in table)]
 

@@ -52,7 +52,7 @@ def evict(cache, scores, policy):
 def leaves_of(cache) -> list:
     """Of each layer: the positions, then what is kept of each slot, and the policy's state."""
     layers = [cache.layer(layer) for layer in range(L)]
-    return [(here.position, [*here.rows.values()], jax.tree.leaves(here.state)) for here in layers]
+    return [(here.position, [*here.entries.values()], jax.tree.leaves(here.state)) for here in layers]
 
 
 def held(cache, row: int) -> list[dict]:
@@ -118,7 +118,7 @@ def test_a_row_that_finds_too_few_pages_is_refused():
 
 def test_a_row_that_finds_too_few_pages_is_nan_under_jit():
     joined = join(with_one_free_page(), 0, sequence("paged", 8, 1))
-    assert any(np.isnan(np.asarray(leaf, np.float32)).any() for leaf in joined.rows.values())
+    assert any(np.isnan(np.asarray(leaf, np.float32)).any() for leaf in joined.entries.values())
     assert int(joined.num_free) == 0
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import kvjax
 from kernels_pallas import STATISTICS
 from kernels_pallas.dispatch import Kernel
-from kvjax.cache import rows_apart, rows_together
+from kvjax.cache import entries_apart, entries_together
 from kvjax.merging import folded
 from kvjax.split import on_mesh
 from tests.kernels_pallas.targets import compiled_for_tpu
@@ -52,10 +52,10 @@ def as_on_a_tpu(monkeypatch):
 
 @jax.jit
 def together(cache):
-    return dataclasses.replace(cache, rows=rows_together(cache.rows))
+    return dataclasses.replace(cache, entries=entries_together(cache.entries))
 
 
-apart = jax.jit(lambda cache: dataclasses.replace(cache, rows=rows_apart(cache)))
+apart = jax.jit(lambda cache: dataclasses.replace(cache, entries=entries_apart(cache)))
 
 
 def assert_same(side_by_side, cache):
@@ -102,7 +102,7 @@ def test_layers_are_stacked_and_split_over_a_mesh():
     for block in blocks(3):
         (out, cache), (expected, side_by_side) = step(cache, *block), step(side_by_side, *block)
         np.testing.assert_allclose(out, expected, rtol=1e-6)
-    assert side_by_side.rows["key"].sharding.spec[1:3] == ("data", "tensor")
+    assert side_by_side.entries["key"].sharding.spec[1:3] == ("data", "tensor")
     assert_same(side_by_side, cache)
     of_layer = jax.jit(lambda cache: cache.layer(1))
     assert_same(of_layer(side_by_side), of_layer(cache))
