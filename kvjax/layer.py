@@ -199,9 +199,7 @@ def ask(
         window, remembered = here.state
         columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.needs.window))
     if context.sliding_window is not None:
-        budget = jnp.minimum(budget, context.sliding_window)
-        live = lambda column: jnp.expand_dims(here.live, tuple(range(2, column.ndim - 1)))  # noqa: E731
-        columns = jax.tree.map(lambda column: jnp.where(live(column), column, 0), columns)
+        budget, columns = jnp.minimum(budget, context.sliding_window), _of_live(here, columns)
     of_cache = here.key, here.value, here.position, here.next_position
     observation = Observation(columns, block.query, block.position, *of_cache, budget, head=head, context=context)
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.
@@ -223,6 +221,12 @@ def ask(
         merging=policy.merging,
     )
     return evidence, state
+
+
+def _of_live(here: KVCache, columns: ColumnStatistics) -> ColumnStatistics:
+    """Return the statistics with 0 for the slots that are out of the sliding window."""
+    live = lambda column: jnp.expand_dims(here.live, tuple(range(2, column.ndim - 1)))  # noqa: E731
+    return jax.tree.map(lambda column: jnp.where(live(column), column, 0), columns)
 
 
 def of_layer(

@@ -145,7 +145,9 @@ arrays start with [B, K, S], or with [B, K] inside a kvjax.HeadState.
     for link in policy.links or (policy,):
         made = jax.eval_shape(functools.partial(link.init, *sizes))
         jax.tree.map(functools.partial(check, link), made, is_leaf=lambda leaf: isinstance(leaf, HeadState))
-    _check_scores(policy, head_dim, K, G)
+    sources = [LINKS.sources.get(link.name.partition("(")[0], "") for link in policy.links or (policy,)]
+    if not all(source.startswith("kvjax.") for source in sources):
+        _check_scores(policy, head_dim, K, G)
 
 
 def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
@@ -153,10 +155,8 @@ def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
 
     What such a block lacks (W_O, rotations, predictions, repeated text) makes a policy pass untried.
     """
-    built_in = [LINKS.sources.get(link.name.partition("(")[0], "") for link in policy.links or (policy,)]
     needs = dataclasses.replace(policy.needs, statistics=frozenset(), window=0, over="mean")
-    tried = needs in (Needs(), Needs(errors="value")) and policy.positions == "absolute"
-    if all(source.startswith("kvjax.") for source in built_in) or not tried:
+    if needs not in (Needs(), Needs(errors="value")) or policy.positions != "absolute":
         return
     T = max(policy.needs.window, 4)
     drawn = np.random.default_rng(0).normal(size=(1, T, K * (G + 2), head_dim)).astype(np.float32)

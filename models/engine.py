@@ -255,13 +255,13 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
         (2, 2, 2, 8, 8)
     """
     policy = policy_of(policy)
-    return None if policy is None else projected(model, policy.needs.projections, cache_heads(model.config, policy))
-
-
-def projected(model: Decoder, kinds: frozenset[str], heads: int) -> OutputProjection | None:
-    """Compute the given kinds of output projections for all layers and a cache of ``heads`` heads; None for no kind."""
-    if not kinds:
+    if policy is None or not policy.needs.projections:
         return None
+    return projected(model, policy.needs.projections, cache_heads(model.config, policy))
+
+
+def projected(model: Decoder, kinds: frozenset[str], heads: int) -> OutputProjection:
+    """Compute the given kinds of output projections for all layers and a cache of ``heads`` heads."""
     return _project(model.layers.output[...], heads, tuple(sorted(kinds)))
 
 
@@ -318,7 +318,9 @@ def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool 
     plan, sizes, rows, network = plan_run(model, given, options)
     if plan.selection is not None or not given.fed:
         given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before them
-    projection = output_projection(model, plan.policy) if options.projection is None else options.projection
+    projection = options.projection
+    if projection is None and plan.policy is not None and plan.policy.needs.projections:
+        projection = projected(model, plan.policy.needs.projections, plan.heads)
     run = Run(model, rows, projection, network, plan)
     # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
     exact = every or not is_known(*jax.tree.leaves((model, projection, network)))

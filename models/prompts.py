@@ -243,12 +243,14 @@ def check_prompt(
         wrong = counted.min() if counted.min() < 0 else counted.max()
         raise ValueError(f"token {wrong} is outside the vocabulary of {vocabulary}; was it made by another tokenizer?")
     kept = None if cache is None else kept_of(model, cache, policy_of(policy), B)
-    questions = _checked_questions(question, counts, counts - 1 if kept is None else counts)
+    questions = np.zeros(B, np.int32)
+    if question is not None:
+        questions = _checked_questions(question, counts, counts - 1 if kept is None else counts)
     return CheckedPrompt(host.astype(np.int32), counts.astype(np.int32), questions, kept)
 
 
-def _checked_questions(question: int | HostOrDevice | None, prompts: np.ndarray, most: np.ndarray) -> np.ndarray:
-    questions = np.broadcast_to(np.asarray(0 if question is None else question), prompts.shape)
+def _checked_questions(question: int | HostOrDevice, prompts: np.ndarray, most: np.ndarray) -> np.ndarray:
+    questions = np.broadcast_to(np.asarray(question), prompts.shape)
     if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > most).any():
         before = ", and some context must come before it" if (most < prompts).any() else ""
         raise ValueError(
@@ -283,5 +285,5 @@ def _check_prefilled(
             f"the logits are {np.shape(logits)}; expected those of each row's last token, "
             f"{(B, model.config.vocab_size)}, as models.prefill returns them for outputs='last'."
         )
-    questions = _checked_questions(question, kept.start, kept.start)
+    questions = np.zeros(B, np.int32) if question is None else _checked_questions(question, kept.start, kept.start)
     return CheckedPrompt(np.zeros((B, 0), np.int32), np.zeros(B, np.int32), questions, kept)

@@ -166,7 +166,7 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
     slots = max(arm.sizes.prompt_slots for arm in arms)
     plans = [arm.run.plan for arm in arms]
     kinds = frozenset().union(*(plan.policy.needs.projections for plan in plans if plan.policy is not None))
-    projection = projected(model, kinds, plans[0].heads)
+    projection = projected(model, kinds, plans[0].heads) if kinds else None
     runs = tuple(dataclasses.replace(arm.run, projection=projection) for arm in arms)
     B = len(given.lengths)
     cache = _start(runs, Sizes(slots, slots), B)

@@ -115,12 +115,8 @@ def sized(
     if isinstance(options.budget, float) and not options.fit_prompt:
         all_tokens = math.ceil(int(held.max()) / options.budget)
     limit = all_tokens + options.reserve + max(copies, later)
-    largest = int(budgets.max())
-    widest = policy.allocation.most(config.num_layers, config.num_kv_heads, largest)
-    if not options.fit_prompt and widest > largest and (by_ratio or widest > CAP * largest):
-        limit = power_of_two(limit)
-    elif not options.fit_prompt:
-        limit = max(power_of_two(prompt.most + options.reserve), config.max_positions)
+    if not options.fit_prompt:
+        limit = _stream_limit(config, policy, prompt, options, int(budgets.max()), limit)
     demand = Demand(held + asked, room, step, limit)
     before = 0  # slots for the whole prompt and its copies
     if whole and (prompt.lengths > prompt.questions).any():
@@ -136,6 +132,16 @@ def sized(
     if pages:
         return Sizes(slots, before, _pages(layout, demand, options), options.page_size)
     return Sizes(slots, max(slots, before))
+
+
+def _stream_limit(
+    config: Config, policy: Policy, prompt: CheckedPrompt, options: Options, largest: int, limit: int
+) -> int:
+    """Return the most tokens that a head of a stream's buffers may hold; ``limit`` is what the prompt would need."""
+    widest = policy.allocation.most(config.num_layers, config.num_kv_heads, largest)
+    if widest > largest and (isinstance(options.budget, float) or widest > CAP * largest):
+        return power_of_two(limit)
+    return max(power_of_two(prompt.most + options.reserve), config.max_positions)
 
 
 def _pages(layout: Layout, demand: Demand, options: Options) -> int:

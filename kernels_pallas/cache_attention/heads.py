@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.cache_attention.queries import describe, rows_entering
+from kernels_pallas.cache_attention.queries import describe, queries_entering
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.dispatch import of_layer
 from kernels_pallas.prepare import Beside, given_beside, over_heads, stacked
@@ -119,6 +119,6 @@ def in_groups(
 
     out, *found = run(grouped, about, () if errors else names, False)
     if errors and names:
-        _, *found = run(*rows_entering(grouped, about, names, window), names, True)
+        _, *found = run(*queries_entering(grouped, about, names, window), names, True)
     flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, D), ColumnStatistics(**dict(zip(names, flat, strict=True)))

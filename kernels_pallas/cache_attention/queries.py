@@ -51,16 +51,16 @@ def first_entering(about: Int[Array, "B T 3"], names: tuple[str, ...]) -> Int[Ar
     return jnp.argmax(enters, axis=1).astype(jnp.int32)
 
 
-def rows_entering(
+def queries_entering(
     vectors: Float[Array, "B K G T _"], about: Int[Array, "B T 3"], names: Iterable[str], window: int
 ) -> tuple[Float[Array, "B K G some _"], Int[Array, "B some 3"]]:
     """Return the queries that enter a statistic, and maybe a few more, with their descriptions.
 
     Example:
         >>> import functools, jax, numpy as np
-        >>> from kernels_pallas.cache_attention.queries import describe, rows_entering
+        >>> from kernels_pallas.cache_attention.queries import describe, queries_entering
         >>> about = jax.jit(describe, static_argnums=1)(np.array([[6, 7, -1]]), 1)
-        >>> last = jax.jit(functools.partial(rows_entering, names=("last",), window=1))
+        >>> last = jax.jit(functools.partial(queries_entering, names=("last",), window=1))
         >>> last(np.zeros((1, 2, 3, 3, 8)), about)[1].tolist()
         [[[7, 1, 1]]]
     """

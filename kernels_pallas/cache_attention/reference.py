@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real, Shaped
 
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe, ratios, rows_entering
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe, queries_entering, ratios
 from kernels_pallas.dispatch import of_layer
 from kernels_pallas.prepare import apart
 from kernels_pallas.softmax import exponentials, grouped_logits, scaled, weighted_values
@@ -98,9 +98,8 @@ def cache_attention(
 
     about = describe(query_position, window)
     if errors:
-        weights, about = rows_entering(weights / total, about, statistics, window)
-        floats = _floats(value, live, value_scale, weights.dtype)
-        weights = _errors(weights, floats) if projection is None else _joint_errors(weights, floats, projection)
+        weights, about = queries_entering(weights / total, about, statistics, window)
+        weights = _errors(weights, _floats(value, live, value_scale, weights.dtype), projection)
         total = jnp.ones_like(weights[..., :1])
     is_last, place = (about[..., i] for i in (IS_LAST, IN_WINDOW))  # [B, T]
     is_last, seen = is_last > 0, place > 0
@@ -154,12 +153,16 @@ def _of_divided(
     return columns
 
 
-def _errors(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S D"]) -> Float[Array, "B K G T S"]:
+def _errors(
+    weights: Float[Array, "B K G T S"], value: Float[Array, "B K S D"], projection: Float[Array, "K G D F"] | None
+) -> Float[Array, "B K G T S"]:
     """Return the squared length of each query's change of output if a slot were gone.
 
     Where a slot has nearly all of a query's weight, x - v is a small difference and its factor large: the slot of the
     largest weight is told from x number by number, not by the squares' expansion.
     """
+    if projection is not None:
+        return _joint_errors(weights, value, projection)
     highest = jax.lax.Precision.HIGHEST
     x = jnp.einsum("bkgts,bksd->bkgtd", weights, value, precision=highest)
     products = jnp.einsum("bkgtd,bksd->bkgts", x, value, precision=highest)
