@@ -17,29 +17,12 @@ _REPR = reprlib.Repr(maxstring=80, maxother=80)
 
 
 def is_known(*values: Any) -> bool:
-    """Return whether all values are known, that is, none is traced like an argument of a function under jit.
-
-    Example:
-        >>> import jax
-        >>> from kernels_pallas.checks import is_known
-        >>> (
-        ...     is_known(3, None, jax.numpy.ones(2)),
-        ...     bool(jax.jit(lambda x: is_known(x))(3)),
-        ... )
-        (True, False)
-    """
+    """Return whether all values are known, that is, none is traced like an argument of a function under jit."""
     return not any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def plain(value: Any) -> Any:
-    """Return a NumPy or JAX number of known value as a Python number, and anything else unchanged.
-
-    Example:
-        >>> import numpy as np
-        >>> from kernels_pallas.checks import plain
-        >>> plain(np.int64(4)), plain(np.float32(0.5)), plain("4")
-        (4, 0.5, '4')
-    """
+    """Return a NumPy or JAX number of known value as a Python number, and anything else unchanged."""
     number = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
     return value.item() if number and is_known(value) else value
 
@@ -70,16 +53,7 @@ def check_names(what: str, given: Any, known: Iterable[str]) -> None:
 
 
 def nearest(*names: Any, known: Iterable[str]) -> str:
-    """Ask, for an error message, whether the known name nearest to a misspelt one was meant; return "" if none is near.
-
-    Example:
-        >>> from kernels_pallas.checks import nearest
-        >>> (
-        ...     nearest("snapvk", known=["snapkv", "h2o"]),
-        ...     nearest("quest", known=["snapkv", "h2o"]),
-        ... )
-        (" Did you mean 'snapkv'?", '')
-    """
+    """Ask, for an error message, whether the name nearest to a misspelt one was meant; return "" if none is near."""
     known = list(known)
     found = (difflib.get_close_matches(name, known, 1, cutoff=0.7) for name in names if isinstance(name, str))
     return next((f" Did you mean {near[0]!r}?" for near in found if near), "")
@@ -90,16 +64,6 @@ def check_count(what: str, value: Any, least: int, hint: str) -> int:
 
     Raises:
         ValueError: with the argument's name, its value and ``hint``.
-
-    Example:
-        >>> import numpy as np
-        >>> from kernels_pallas.checks import check_count
-        >>> check_count("block", np.int64(8), 1, "a block has at least 1 token")
-        8
-        >>> check_count("block", 2.5, 1, "a block has at least 1 token")
-        Traceback (most recent call last):
-        ...
-        ValueError: block is 2.5; a block has at least 1 token.
     """
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -117,19 +81,6 @@ def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
 
     Raises:
         ValueError: if the budget is neither an int nor such an array, or has a known value below 1.
-
-    Example:
-        >>> import numpy as np
-        >>> from kernels_pallas.checks import check_tokens
-        >>> (
-        ...     check_tokens(np.int64(10**12)),
-        ...     check_tokens(np.array([4, 10**12]), (2,)).tolist(),
-        ... )
-        (2147483647, [4, 2147483647])
-        >>> check_tokens(0.5, (2,))
-        Traceback (most recent call last):
-        ...
-        ValueError: the budget is 0.5; give tokens per head, an int from 1, or an array of them, one per row.
     """
     budget = plain(budget)
     if isinstance(budget, int) and not isinstance(budget, bool):
@@ -151,13 +102,7 @@ def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
 
 
 def check_soft_cap(soft_cap: float | None) -> float | None:
-    """Check that the cap of logits is a number above 0, or None.
-
-    Example:
-        >>> from kernels_pallas.checks import check_soft_cap
-        >>> check_soft_cap(50)
-        50.0
-    """
+    """Check that the cap of logits is a number above 0, or None."""
     if soft_cap is None:
         return None
     known = plain(soft_cap)

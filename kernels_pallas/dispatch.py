@@ -56,13 +56,7 @@ class Kernel(NamedTuple):
 
 
 def kernels_of(operation: str) -> dict[str, Kernel]:
-    """Return the kernels of an operation whose modules exist, by the name of the implementation.
-
-    Example:
-        >>> from kernels_pallas.dispatch import kernels_of
-        >>> list(kernels_of("caote_topk")), list(kernels_of("mse_logits"))
-        (['pallas_tpu', 'pallas_gpu'], [])
-    """
+    """Return the kernels of an operation whose modules exist, by the name of the implementation."""
     kernels = {
         name: Kernel(operation, name.removeprefix("pallas_"))
         for name in get_args(Implementation)
@@ -137,14 +131,6 @@ def check_scale(what: str, vectors: Any, scale: Any) -> None:
 
     Raises:
         ValueError: if scales are missing, or of another shape.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.dispatch import check_scale
-        >>> check_scale("key", jnp.zeros((2, 3, 4), "int8"), None)
-        Traceback (most recent call last):
-            ...
-        ValueError: key is int8, but key_scale is missing; give one scale per vector, (2, 3).
     """
     if scale is None and vectors.dtype.itemsize == 1:
         raise ValueError(
@@ -157,14 +143,7 @@ def check_scale(what: str, vectors: Any, scale: Any) -> None:
 
 
 def of_layer(x: Array, layer: Int[Array, ""] | int | None) -> Array:
-    """Return one layer of an array that stacks layers, or the array itself where ``layer`` is None.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.dispatch import of_layer
-        >>> int(of_layer(jnp.arange(3), 2)), of_layer(jnp.arange(3), None).shape
-        (2, (3,))
-    """
+    """Return one layer of an array that stacks layers, or the array itself where ``layer`` is None."""
     return x if layer is None else jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
 
 
@@ -179,13 +158,7 @@ def platform() -> str:
 
 
 def compute_capability() -> int | None:
-    """Return the compute capability of the GPU that a function traced now will run on, 90 for 9.0; None without one.
-
-    Example:
-        >>> from kernels_pallas.dispatch import compute_capability
-        >>> compute_capability() is None or compute_capability() > 50
-        True
-    """
+    """Return the compute capability of the GPU that a function traced now will run on, 90 for 9.0; None without one."""
     from jax.experimental.pallas import triton
 
     try:

@@ -16,28 +16,12 @@ FLOAT8_FROM = 89  # Triton converts float8_e4m3fn from compute capability 8.9 on
 
 
 def widened(vectors: Real[Array, "*slots D"], like: DTypeLike) -> Float[Array, "*slots D"]:
-    """Return vectors of eight bits as floats of a dtype, in which every one of them is exact; floats as they are.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.eight_bits import widened
-        >>> (
-        ...     widened(jnp.ones((1, 2), "int8"), "bfloat16").dtype,
-        ...     widened(jnp.ones((1, 2)), "bfloat16").dtype,
-        ... )
-        (dtype(bfloat16), dtype('float32'))
-    """
+    """Return vectors of eight bits as floats of a dtype, in which every one of them is exact; floats as they are."""
     return vectors.astype(jnp.float32).astype(like) if vectors.dtype.itemsize == 1 else vectors
 
 
 def filler(dtype: DTypeLike) -> int | float:
-    """Return 0 as a masked load of Triton takes it: a float for floats, as no int becomes a float of eight bits.
-
-    Example:
-        >>> from kernels_pallas.eight_bits import filler
-        >>> filler("int8"), filler("float8_e4m3fn")
-        (0, 0.0)
-    """
+    """Return 0 as a masked load of Triton takes it: a float for floats, as no int becomes a float of eight bits."""
     return 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
@@ -48,16 +32,6 @@ def unread(floats: Sequence[str], numbers: Mapping[str, Any], vectors: Mapping[s
         floats: the dtypes of floats that it reads.
         numbers: arrays of floats, by name.
         vectors: arrays of floats or of eight bits, by name; None where there is none.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.eight_bits import unread
-        >>> unread(
-        ...     ("float32",), {"queries": jnp.ones(1)}, {"keys": jnp.ones(1, "int8")}
-        ... ) is None
-        True
-        >>> unread(("float32",), {"queries": jnp.ones(1, "int8")}, {})
-        'queries are int8, but the kernels take float32'
     """
     for arrays, dtypes in ((numbers, floats), (vectors, (*floats, *EIGHT_BITS))):
         for name, x in arrays.items():
@@ -67,14 +41,7 @@ def unread(floats: Sequence[str], numbers: Mapping[str, Any], vectors: Mapping[s
 
 
 def unread_on_gpu(*vectors: Any) -> str | None:
-    """Return why the GPU of this program cannot read vectors, as a reason to refuse them; None if it can.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.eight_bits import unread_on_gpu
-        >>> unread_on_gpu(jnp.ones(1, "int8")) is None
-        True
-    """
+    """Return why the GPU of this program cannot read vectors, as a reason to refuse them; None if it can."""
     if any(x is None for x in vectors):
         return "keys and values are side by side in one array, but the kernels take two"
     if all(x.dtype != "float8_e4m3fn" for x in vectors):

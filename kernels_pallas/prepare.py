@@ -17,14 +17,7 @@ SPLIT = {"b": "data", "k": "tensor", "n": "tensor"}  # an array's axis -> the me
 def apart(
     key: Shaped[Array, "*slots width"], value: Shaped[Array, "*slots D"] | None, head_dim: int
 ) -> tuple[Shaped[Array, "*slots D"], Shaped[Array, "*slots D"]]:
-    """Return keys and values as two arrays; without values, each vector of ``key`` holds a key and then its value.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.prepare import apart
-        >>> [x.tolist() for x in apart(jnp.array([[1, 2, 3, 4]]), None, 2)]
-        [[[1, 2]], [[3, 4]]]
-    """
+    """Return keys and values as two arrays; without values, each vector of ``key`` holds a key and then its value."""
     return (key[..., :head_dim], key[..., -head_dim:]) if value is None else (key, value)
 
 
@@ -85,14 +78,7 @@ class Beside(NamedTuple):
 def given_beside(
     key_scale: Array | None, value_scale: Array | None, bias: Array | None = None
 ) -> tuple[list[Array], Beside]:
-    """Return the arrays that there are beside keys and values, and which they are.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.prepare import given_beside
-        >>> given_beside(None, jnp.ones(1))[1]
-        Beside(key_scale=False, value_scale=True, bias=False)
-    """
+    """Return the arrays that there are beside keys and values, and which they are."""
     arrays = (key_scale, value_scale, bias)
     return [x for x in arrays if x is not None], Beside(*(x is not None for x in arrays))
 
@@ -159,14 +145,7 @@ def over_heads(
 
 
 def mesh_of(arrays: Sequence[jax.Array | None]) -> Any:
-    """Return the mesh of the arrays, or else the current abstract mesh, which is empty where none is set.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.prepare import mesh_of
-        >>> mesh_of([jnp.ones(2)]).empty
-        True
-    """
+    """Return the mesh of the arrays, or else the current abstract mesh, which is empty where none is set."""
     meshes = [jax.typeof(array).sharding.mesh for array in arrays if array is not None]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 

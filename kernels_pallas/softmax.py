@@ -13,12 +13,6 @@ def grouped_logits(
     """Compute the products of queries and keys in float32 (float64 for float64 queries).
 
     Query head n reads KV head n // (N / K). The products with keys of eight bits are multiplied by the keys' scales.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.softmax import grouped_logits
-        >>> grouped_logits(jnp.ones((1, 2, 4, 8)), jnp.ones((1, 2, 3, 8))).shape
-        (1, 2, 2, 2, 3)
     """
     B, T, N, D = query.shape
     K, S = key.shape[1:3]
@@ -36,12 +30,6 @@ def scaled(logits: Float[Array, "*shape"], scale: float, soft_cap: float | None)
     """Multiply products of queries and keys by the scale, and bend them to (-soft_cap, soft_cap) if it is given.
 
     The bent logit is ``soft_cap tanh(scale q.k / soft_cap)``. Kernels call it, too.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.softmax import scaled
-        >>> scaled(jnp.array([1.0, 1000.0]), 0.5, 3.0).round(3).tolist()
-        [0.495, 3.0]
     """
     logits = scale * logits
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
@@ -54,14 +42,6 @@ def exponentials(
 
     Their quotient is the query's weights. The callers divide, for it costs less to divide what is computed from
     weights than the weights.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.softmax import exponentials
-        >>> visible = np.array([True, True, False]).reshape(1, 1, 1, 1, 3)
-        >>> weights, total = jax.jit(exponentials)(np.zeros((1, 1, 1, 1, 3)), visible)
-        >>> np.ravel(weights).tolist(), total.item()
-        ([1.0, 1.0, 0.0], 2.0)
     """
     # Without the barriers XLA would compute the mask twice, for the peak and for exp, and exp once for each consumer.
     logits = jax.lax.optimization_barrier(jnp.where(visible, logits, -jnp.inf))
@@ -81,20 +61,6 @@ def weighted_values(
     """Sum the live values, weighted by ``weights / total``; the values in free slots do not matter.
 
     For values of eight bits the weights are multiplied by the values' scales.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.softmax import weighted_values
-        >>> weights, total = (
-        ...     np.array([[[[[1.0, 1.0, 0.0]]]]]),
-        ...     np.full((1, 1, 1, 1, 1), 2.0),
-        ... )
-        >>> value, live = (
-        ...     np.array([[[[2.0], [4.0], [np.nan]]]]),
-        ...     np.array([[[True, True, False]]]),
-        ... )
-        >>> jax.jit(weighted_values)(weights, total, value, live).item()
-        3.0
     """
     B, K, G, T, S = weights.shape
     if value_scale is not None:
@@ -111,18 +77,7 @@ def weighted_values(
 def of_parts(
     acc: Float[Array, "H parts R D"], peak: Float[Array, "H parts R"], total: Float[Array, "H parts R"]
 ) -> tuple[Float[Array, "H R D"], Float[Array, "H R"], Float[Array, "H R"]]:
-    """Combine the parts of a softmax whose slots programs have shared out: its output, largest logit and sum.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.softmax import of_parts
-        >>> acc, peak, total = (
-        ...     np.array([[[[1.0]], [[6.0]]]]), np.zeros((1, 2, 1)),
-        ...     np.array([[[1.0], [3.0]]])
-        ... )
-        >>> [x.tolist() for x in jax.jit(of_parts)(acc, peak, total)]
-        [[[[1.75]]], [[0.0]], [[4.0]]]
-    """
+    """Combine the parts of a softmax whose slots programs have shared out: its output, largest logit and sum."""
     whole_peak = jnp.max(peak, axis=1)
     share = jnp.exp(peak - whole_peak[:, None])
     whole_total = jnp.maximum(jnp.sum(share * total, axis=1), jnp.finfo(jnp.float32).tiny)

@@ -50,17 +50,7 @@ def keep_mask(
 
 
 def rank(scores: Float[Array, "*heads S"], live: Bool[Array, "*heads S"]) -> Int[Array, "*heads S"]:
-    """Return integers in the order of the scores. A live slot ranks above a free one, even if its score is NaN.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.topk import LOWEST, rank
-        >>> ranks = jax.jit(rank)(
-        ...     np.float32([0.0, np.nan, 5.0]), np.array([True, True, False])
-        ... )
-        >>> (np.asarray(ranks) - LOWEST).tolist()
-        [-2147483648, 1, 0]
-    """
+    """Return integers in the order of the scores. A live slot ranks above a free one, even if its score is NaN."""
     ordered = jnp.where(live & ~jnp.isnan(scores), _ordered_bits(scores), LOWEST)
     return jnp.where(live, jnp.maximum(ordered, LOWEST + 1), LOWEST)
 
@@ -74,14 +64,6 @@ def best_of_heads(
     """Return a mask of the ``budget`` live slots of largest rank in each head; of equal ranks the more recent stays.
 
     Where ``excess`` promises that at most one slot is too many, the worst slot is found by an argmin.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.topk import best_of_heads
-        >>> jax.jit(best_of_heads)(
-        ...     np.array([[7, 7, 9]]), np.array([[4, 1, 0]]), np.array([[2]])
-        ... ).tolist()
-        [[True, False, True]]
     """
     if excess == 1:
         live = position >= 0

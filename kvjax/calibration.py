@@ -25,15 +25,6 @@ def read_array(name: str, file: str, axes: str) -> Float[np.ndarray, "..."]:
 
     Raises:
         ValueError: if there is no such file, or it holds no array of finite numbers with these axes.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> import numpy as np
-        >>> from kvjax.calibration import read_array
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "heads.npy"
-        >>> np.save(path, np.ones((30, 3)))
-        >>> read_array("headkv", str(path), "L K").shape
-        (30, 3)
     """
     path, expected = Path(file), f"expected a .npy or .safetensors file with one array [{', '.join(axes.split())}]"
     try:
@@ -67,14 +58,6 @@ def checked_content(name: str, file: str, content: str | None) -> str:
 
     Raises:
         ValueError: if there is no such file, or it holds something else.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from kvjax.calibration import checked_content
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "heads.npy"
-        >>> _ = path.write_bytes(b"some numbers")
-        >>> checked_content("headkv", str(path), None)
-        '66e03d28'
     """
     try:
         with Path(file).open("rb") as stream:

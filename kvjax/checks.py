@@ -145,19 +145,7 @@ def typed[F: Callable[..., Any]](function: F) -> F:
 
 
 def check_fields(made: Any) -> None:
-    """Check a frozen dataclass's fields against their annotations, as its ``__post_init__``.
-
-    Example:
-        >>> import dataclasses
-        >>> import numpy as np
-        >>> from kvjax.checks import check_fields
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Size:
-        ...     width: int
-        ...     __post_init__ = check_fields
-        >>> Size(np.int64(3))
-        Size(width=3)
-    """
+    """Check a frozen dataclass's fields against their annotations, as its ``__post_init__``."""
     for name, value in check_types(vars(made), get_type_hints(type(made))).items():
         object.__setattr__(made, name, value)
 
@@ -233,13 +221,7 @@ _NOUNS: dict[Any, tuple[str, str]] = {
 
 
 def is_float(dtype: Any) -> bool:
-    """Return whether something is, or names, a dtype of floats.
-
-    Example:
-        >>> from kvjax.checks import is_float
-        >>> is_float("bfloat16"), is_float("int8"), is_float("float7")
-        (True, False, False)
-    """
+    """Return whether something is, or names, a dtype of floats."""
     try:
         return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
     except TypeError:

@@ -143,13 +143,6 @@ def joined_change(
 
     ``behind`` holds the factor of W_O, or the gram, as :func:`kvjax.projection.measure` returns them. The ratios are
     scaled so that squares of small ones do not underflow.
-
-    Example:
-        >>> import functools, jax, numpy as np
-        >>> from kvjax.eviction_error import joined_change
-        >>> change = jax.jit(functools.partial(joined_change, behind=None))
-        >>> change(np.ones((2, 1)), np.array([[[3.0]], [[4.0]]])).tolist()
-        [5.0]
     """
     high = jax.lax.Precision.HIGHEST
     largest = jnp.max(ratio, axis=-2, keepdims=True)

@@ -17,26 +17,12 @@ Cache = KVCache | PagedCache | SplitCache
 
 
 def is_cache(given: object) -> bool:
-    """Return whether a cache of any kind was given.
-
-    Example:
-        >>> from kvjax.insertion import is_cache
-        >>> is_cache([])
-        False
-    """
+    """Return whether a cache of any kind was given."""
     return isinstance(given, AnyKind)
 
 
 def check_cache(cache: object) -> None:
-    """Check that a cache of any kind was given.
-
-    Example:
-        >>> from kvjax.insertion import check_cache
-        >>> check_cache([])
-        Traceback (most recent call last):
-        ...
-        ValueError: a list was given; expected a KVCache, a PagedCache or a SplitCache.
-    """
+    """Check that a cache of any kind was given."""
     if not is_cache(cache):
         raise ValueError(f"a {type(cache).__name__} was given; expected a KVCache, a PagedCache or a SplitCache.")
 
@@ -92,16 +78,6 @@ def checked_block(
 
     Args:
         query_heads: those of the block's queries, if it has any; a cache of so many heads repeats the KV heads.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import kvjax
-        >>> from kvjax.insertion import checked_block
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
-        >>> checked_block(
-        ...     cache, jnp.ones((1, 2, 1, 1)), jnp.ones((1, 2, 1, 1)), None, None
-        ... )[2].tolist()
-        [[0, 1]]
     """
     key, value = real_array("key", key), real_array("value", value)
     position = None if position is None else real_array("position", position)
@@ -135,19 +111,6 @@ def check_entering(
 
     Raises:
         ValueError: if they do not.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import kvjax
-        >>> from kvjax.insertion import check_entering
-        >>> cache = kvjax.KVCache.init(
-        ...     batch=1, kv_heads=1, slots=4, head_dim=2, layers=2
-        ... )
-        >>> row = jnp.ones((1, 1, 1, 2))
-        >>> check_entering(cache, row, row, None, 2)
-        Traceback (most recent call last):
-        ...
-        ValueError: layer is 2; the cache has layers 0 to 1.
     """
     heads = cache.heads_shape
     if key.ndim != 4:
@@ -224,18 +187,6 @@ def within[C: (KVCache, PagedCache)](
     Args:
         window: how many positions a query sees, its own among them.
         layer: the layer that has the window, in a paged cache that stacks layers; its pages still have their owners.
-
-    Example:
-        >>> import functools, jax, numpy as np
-        >>> import kvjax
-        >>> from kvjax.insertion import within
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
-        >>> cache = jax.jit(kvjax.insert)(
-        ...     cache, np.ones((1, 4, 1, 2)), np.ones((1, 4, 1, 2))
-        ... )
-        >>> # token 4 will see itself, 3 and 2
-        >>> jax.jit(functools.partial(within, window=3))(cache).position.tolist()
-        [[[-1, -1, 2, 3]]]
     """
     gone = cache.position <= (cache.next_position - window)[cache.batch_rows()][..., None]
     if layer is not None:
@@ -254,16 +205,6 @@ def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None
 
     Raises:
         ValueError: if T, or the largest number of tokens in a row of ``position``, exceeds the slots per head.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.insertion import check_fits
-        >>> check_fits(
-        ...     kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=1), 5, None
-        ... )
-        Traceback (most recent call last):
-        ...
-        ValueError: 5 tokens do not fit: the cache has 4 slots per head.
     """
     if not is_known(position):
         return

@@ -32,25 +32,13 @@ def line(*extras: str) -> str:
 
 
 def missing(*extras: str) -> dict[str, list[str]]:
-    """Return the packages that are not installed, for each extra that lacks any.
-
-    Example:
-        >>> from kvjax import install
-        >>> install.missing()
-        {}
-    """
+    """Return the packages that are not installed, for each extra that lacks any."""
     lacks = {extra: [name for name in PACKAGES[extra] if importlib.util.find_spec(name) is None] for extra in extras}
     return {extra: names for extra, names in lacks.items() if names}
 
 
 def needed(packages: Iterable[str], *extras: str) -> str:
-    """Return a sentence that names missing packages, and the command that installs the extras with them.
-
-    Example:
-        >>> from kvjax import install
-        >>> install.needed(["gguf"], "gguf").split(" it ")[0]
-        'gguf is not installed; install'
-    """
+    """Return a sentence that names missing packages, and the command that installs the extras with them."""
     *most, last = dict.fromkeys(packages)
     named, many = f"{', '.join(most)} and {last}" if most else last, bool(most)
     return f"{named} {'are' if many else 'is'} not installed; install {'them' if many else 'it'} with: {line(*extras)}."
@@ -64,10 +52,6 @@ def check_packages(*names: str) -> None:
 
     Raises:
         ImportError: another package of that name is found first, or none.
-
-    Example:
-        >>> from kvjax import install
-        >>> install.check_packages("models", "kernels_pallas")
     """
     for name in names:
         spec = importlib.util.find_spec(name)

@@ -30,18 +30,6 @@ def best_of_groups(
         groups: how many groups there are.
         axis: the mesh axis whose devices have the other heads of the same groups; the counts are added up over it, and
             no score leaves its device. None where all heads are here.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from kvjax.topk import best_of_groups
-        >>> scores, position = (
-        ...     jnp.array([[5.0, 1.0], [4.0, 3.0]]),
-        ...     jnp.array([[0, 1], [0, 1]]),
-        ... )
-        >>> head, one_group = jnp.arange(2), jnp.zeros(2, int)
-        >>> best = jax.jit(best_of_groups, static_argnums=5)
-        >>> best(scores, position, head, one_group, jnp.array([3]), 1).tolist()
-        [[True, False], [True, True]]
     """
 
     def count(mask: Array) -> Array:
@@ -60,24 +48,11 @@ def best_of_groups(
 
 
 def summed(x: Shaped[Array, "*shape"], axis: str | None) -> Shaped[Array, "*shape"]:
-    """Return the sum over the devices of a mesh axis, or the array itself for None: all is on one device.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kvjax.topk import summed
-        >>> summed(jnp.array([1, 2]), None).tolist()
-        [1, 2]
-    """
+    """Return the sum over the devices of a mesh axis, or the array itself for None: all is on one device."""
     return x if axis is None else jax.lax.psum(x, axis)
 
 
 def share_of(share: int | float, budget: Any) -> Any:
-    """Return floor(share * budget), in integers and with the share to four digits: inside jit floats are float32.
-
-    Example:
-        >>> from kvjax.topk import share_of
-        >>> share_of(0.29, 100)  # in floats 0.29 * 100 is 28.999...
-        29
-    """
+    """Return floor(share * budget), in integers and with the share to four digits: inside jit floats are float32."""
     whole, part = divmod(round(share * 10_000), 10_000)
     return budget * whole + budget // 10_000 * part + budget % 10_000 * part // 10_000

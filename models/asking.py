@@ -187,13 +187,7 @@ def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock
 def checked(
     policy: Policy | str | None, budget: int | float | None, block: int
 ) -> tuple[Policy | None, int | float | None]:
-    """Return a document's policy and budget, after all checks that need no document; None stands for the default.
-
-    Example:
-        >>> from models.asking import checked
-        >>> checked("keydiff", None, block=128)[1], checked("full", None, block=128)
-        (0.25, (None, None))
-    """
+    """Return a document's policy and budget, after all checks that need no document; None stands for the default."""
     policy = policy_of(POLICY if policy is None else policy)
     if policy is None:
         check_policy_given(policy, budget)

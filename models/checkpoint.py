@@ -67,15 +67,6 @@ def arranged(
 
     Raises:
         ValueError: such a tensor is missing, or has another shape than the config requires.
-
-    Example:
-        >>> from models.config import Config
-        >>> from models.checkpoint import arranged
-        >>> arranged(
-        ...     {}, Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), {},
-        ...     {}
-        ... )
-        {}
     """
     found, shapes = dict(tensors), parameter_shapes(config)
     for template, parts in fused.items():
@@ -98,18 +89,7 @@ def arranged(
 
 
 def part_from(tensor: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
-    """Return the part of a tensor from ``first`` on along its first axis, as a tensor of the given shape.
-
-    Example:
-        >>> import numpy as np
-        >>> import pathlib
-        >>> from models.checkpoint import Tensor, part_from
-        >>> vectors = Tensor(
-        ...     pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window]
-        ... )
-        >>> part_from(vectors, 2, (2,)).read((slice(0, 2),)).tolist()
-        [2.0, 3.0]
-    """
+    """Return the part of a tensor from ``first`` on along its first axis, as a tensor of the given shape."""
     return tensor._replace(shape=shape, read=functools.partial(_read_part_from, tensor.read, first))
 
 
@@ -124,16 +104,6 @@ def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
 
     Args:
         order: the element of the file that each element is.
-
-    Example:
-        >>> import numpy as np
-        >>> import pathlib
-        >>> from models.checkpoint import Tensor, in_order
-        >>> vectors = Tensor(
-        ...     pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window]
-        ... )
-        >>> in_order(vectors, np.array([1, 0])).read((slice(0, 4),)).tolist()
-        [1.0, 0.0, 3.0, 2.0]
     """
     heads = tensor.shape[0] // len(order)
     vectors = (np.arange(heads)[:, None] * len(order) + order).reshape(-1)
@@ -156,13 +126,6 @@ def refuse_pointer(file: Path) -> None:
 
     Raises:
         ValueError: it is a pointer.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from models.checkpoint import refuse_pointer
-        >>> file = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
-        >>> _ = file.write_text("weights")
-        >>> refuse_pointer(file)
     """
     with file.open("rb") as stream:
         if stream.read(19) == b"version https://git":

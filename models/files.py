@@ -25,11 +25,6 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
     Raises:
         FileNotFoundError: the user has no home, and XDG_CACHE_HOME names no other folder.
-
-    Example:
-        >>> from models.files import cache_folder
-        >>> cache_folder({"XDG_CACHE_HOME": "cache"}).as_posix()
-        'cache/kvjax'
     """
     try:
         return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax"
@@ -178,16 +173,6 @@ def write_files(folder: Path, files: Mapping[str, bytes], stale: Iterable[str] =
         folder: created if it does not exist.
         files: the contents by name.
         stale: old files that would be read beside the new ones or instead of them; they are deleted at the end.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from models.files import write_files
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> write_files(folder, {"a.txt": b"1", "b.txt": b"2"})
-        >>> write_files(folder, {"a.txt": b"3"}, stale=["b.txt"])
-        >>> [(path.name, path.read_text()) for path in folder.iterdir()]
-        [('a.txt', '3')]
     """
     if not hosts.first():
         return
@@ -206,13 +191,7 @@ def write_json(path: str | Path, data: Any) -> None:
 
 
 def to_json(data: Any) -> str:
-    """Return JSON in the layout of all our files.
-
-    Example:
-        >>> from models.files import to_json
-        >>> to_json([1])
-        '[\\n 1\\n]\\n'
-    """
+    """Return JSON in the layout of all our files."""
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
@@ -222,12 +201,6 @@ def check_folder(folder: Path) -> None:
     Raises:
         ValueError: it, or what it would lie in, is a file.
         PermissionError: it may not be written into.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from models.files import check_folder
-        >>> check_folder(Path(tempfile.mkdtemp()) / "results" / "first")
     """
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir():

@@ -16,13 +16,7 @@ from jaxtyping import Array, Shaped
 
 
 def several() -> bool:
-    """Return whether this process runs together with others.
-
-    Example:
-        >>> from models import hosts
-        >>> hosts.several()
-        False
-    """
+    """Return whether this process runs together with others."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 

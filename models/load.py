@@ -94,12 +94,6 @@ def describe(
     """Check a checkpoint as far as possible without reading its weights, and return its config and its tokenizer.
 
     The arguments and errors are those of :func:`load`.
-
-    Example:
-        >>> from models.load import describe
-        >>> config, tokenizer = describe("retriever")
-        >>> config.vocab_size == tokenizer.vocab_size
-        True
     """
     checkpoint, *_ = _opened(path, dtype, mesh, revision)
     return checkpoint.config, checkpoint.tokenizer
@@ -193,11 +187,6 @@ def known_dtype(dtype: DTypeLike) -> np.dtype:
 
     Raises:
         ValueError: it is none of a model's; float64 needs JAX's 64-bit mode.
-
-    Example:
-        >>> from models.load import known_dtype
-        >>> str(known_dtype("bfloat16"))
-        'bfloat16'
     """
     names = ["bfloat16", "float16", "float32"] + (["float64"] if jax.config.jax_enable_x64 else [])
     try:

@@ -161,16 +161,6 @@ def options_of(function: str, taken: type, options: Options | None, settings: An
     Raises:
         TypeError: another keyword argument, or ``options`` of another type.
         ValueError: ``options`` has a selection, and the function makes none.
-
-    Example:
-        >>> from models.options import AnswerSettings, Options, options_of
-        >>> given = Options("h2o", 16)
-        >>> options_of("generate", AnswerSettings, given, dict(budget=8)).budget
-        8
-        >>> options_of("generate", AnswerSettings, None, dict(polciy="h2o"))
-        Traceback (most recent call last):
-        ...
-        TypeError: generate() takes no argument 'polciy'. Did you mean 'policy'?
     """
     if not isinstance(options, Options | None):
         raise TypeError(f"options is a {type(options).__name__}; expected a models.Options.")

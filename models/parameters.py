@@ -108,15 +108,7 @@ ROTATED = ("layers.query", "layers.key")
 
 
 def partition(name: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Return how a mesh splits a parameter: over "tensor", and experts over "expert" as well if the mesh has it.
-
-    Example:
-        >>> import jax
-        >>> from models.parameters import partition
-        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
-        >>> tuple(partition("layers.query", mesh)), tuple(partition("norm", mesh))
-        ((None, None, 'tensor', None), (None,))
-    """
+    """Return how a mesh splits a parameter: over "tensor", and experts over "expert" as well if the mesh has it."""
     axes = PARAMETERS[name].axes.split()
     first = next((axis for axis in axes if axis in SPLIT), None)  # experts are split, or else what is in them
     ways = expert_axes(mesh) if first == "X" else "tensor"
@@ -153,13 +145,6 @@ def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
 
     Raises:
         ValueError: there is none.
-
-    Example:
-        >>> from models.parameters import check_rngs
-        >>> check_rngs(None)
-        Traceback (most recent call last):
-        ...
-        ValueError: neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.
     """
     if rngs is None:
         raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
@@ -175,16 +160,6 @@ def drawn(
         draw: ``draw(key, name, shape, *options)`` returns a parameter; the key of norms and biases is None.
         shapes: their shapes by name.
         options: hashable.
-
-    Example:
-        >>> import jax
-        >>> from flax import nnx
-        >>> from models.parameters import drawn
-        >>> drawn(
-        ...     lambda key, name, shape: jax.random.normal(key, shape), {"a": (2, 3)},
-        ...     nnx.Rngs(0)
-        ... )["a"].shape
-        (2, 3)
     """
     keys = {name: rngs.params() for name in shapes if not name.endswith(("norm", "bias"))}
     return _drawn(draw, tuple(shapes.items()), options, keys)
@@ -197,21 +172,7 @@ def _drawn(draw: Callable[..., Array], shapes: tuple[tuple[str, Any], ...], opti
 
 @functools.cache
 def layers_with(config: Config, name: str) -> Sequence[int]:
-    """Return the numbers of the layers that have a parameter, in the order in which it is stacked.
-
-    Example:
-        >>> from models.config import Config
-        >>> from models.parameters import layers_with
-        >>> config = Config(
-        ...     64, 32, 96, 3, 4, 2, num_experts=2, experts_per_token=1,
-        ...     dense_sizes=(None, 48, None)
-        ... )
-        >>> [
-        ...     list(layers_with(config, f"layers.{name}"))
-        ...     for name in ("key", "gate", "router")
-        ... ]
-        [[0, 1, 2], [1], [0, 2]]
-    """
+    """Return the numbers of the layers that have a parameter, in the order in which it is stacked."""
     own = {"L": range(config.num_layers), "Ld": config.dense_layers, "Lx": config.sparse_layers}
     return own.get(PARAMETERS[name].axes.split()[0], ())
 
@@ -222,34 +183,13 @@ def tensor_of(config: Config, name: str, tensor: str, place: Sequence[int]) -> s
     Args:
         tensor: the parameter's name in the checkpoint, as in ``Parameter.tensor``.
         place: the place along the axes that have a tensor for each index.
-
-    Example:
-        >>> from models.config import Config
-        >>> from models.parameters import tensor_of
-        >>> config = Config(
-        ...     64, 32, 96, 3, 4, 2, num_experts=2, experts_per_token=1,
-        ...     dense_sizes=(None, 48, None)
-        ... )
-        >>> tensor_of(
-        ...     config, "layers.expert_up", "layers.{}.experts.{}.up_proj", (1, 0)
-        ... )
-        'layers.2.experts.0.up_proj'
     """
     layers = layers_with(config, name)
     return tensor.format(*(layers[place[0]], *place[1:]) if layers else place)
 
 
 def tensor_names(config: Config) -> dict[str, str]:
-    """Return the name of each parameter in a checkpoint in Hugging Face layout, as in ``Parameter.tensor``.
-
-    Example:
-        >>> from models.config import Config
-        >>> from models.parameters import tensor_names
-        >>> tensor_names(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2))[
-        ...     "head"
-        ... ]
-        'lm_head.weight'
-    """
+    """Return the name of each parameter in a checkpoint in Hugging Face layout, as in ``Parameter.tensor``."""
     names = {name: parameter.tensor for name, parameter in PARAMETERS.items()}
     return {**names, **FAMILIES[config.architecture].tensors}
 
@@ -259,14 +199,6 @@ def head_order(config: Config) -> Int[np.ndarray, "D"] | None:
 
     The decoder rotates element i with element i + D/2. Where only R elements of a head are rotated, its pairs from R/2
     on have frequency 0. A checkpoint has the rotated elements first, as two halves, and then the others.
-
-    Example:
-        >>> from models.config import Config, Rope
-        >>> from models.parameters import head_order
-        >>> head_order(
-        ...     Config(64, 32, 64, 2, 4, 2, rope=Rope(partial_rotary_factor=0.5))
-        ... ).tolist()
-        [0, 1, 4, 5, 2, 3, 6, 7]
     """
     D, R = config.head_dim, config.rope.rotated(config.head_dim)
     if R in (0, D):

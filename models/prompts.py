@@ -99,14 +99,7 @@ def cache_heads(config: Config, policy: Policy | None) -> int:
 
 
 def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int] | None:
-    """Return how many devices of a mesh split the rows, and the heads; None for one device.
-
-    Example:
-        >>> import jax
-        >>> from models.prompts import ways_of
-        >>> ways_of(jax.sharding.AbstractMesh((1, 1), ("data", "tensor"))) is None
-        True
-    """
+    """Return how many devices of a mesh split the rows, and the heads; None for one device."""
     return None if mesh is None or mesh.size == 1 else (mesh.shape["data"], mesh.shape["tensor"])
 
 

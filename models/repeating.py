@@ -34,15 +34,7 @@ def with_repeat_prompt(policy: Policy | str | None, tokenizer: Tokenizer) -> Pol
 
 
 def repeat_prompt(tokenizer: Tokenizer) -> RepeatPrompt:
-    """Return the token ids that ask a model in words to repeat its prompt.
-
-    Example:
-        >>> import models
-        >>> from models.repeating import repeat_prompt
-        >>> _, tokenizer = models.load("retriever")
-        >>> tokenizer.decode(repeat_prompt(tokenizer).suffix)
-        '\\n'
-    """
+    """Return the token ids that ask a model in words to repeat its prompt."""
     first, following, suffix = (
         tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (FIRST, FOLLOWING, _suffix(tokenizer))
     )

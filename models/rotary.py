@@ -22,12 +22,6 @@ def rope_frequencies(
     Returns:
         Frequencies with one row for all sequences (for "dynamic" and "longrope", one per sequence), and the amplitude
         (1 except for yarn and longrope). Elements that are not rotated have frequency 0.
-
-    Example:
-        >>> from models.config import Rope
-        >>> from models.rotary import rope_frequencies
-        >>> rope_frequencies(Rope(theta=100.0), 4)[0].round(3).tolist()
-        [[1.0, 0.10000000149011612]]
     """
     if rope.partial_rotary_factor != 1:
         whole, rotated = dataclasses.replace(rope, partial_rotary_factor=1.0), rope.rotated(head_dim)

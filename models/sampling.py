@@ -58,12 +58,6 @@ class Repetition:
     Args:
         least: so many last tokens must repeat those before them.
         longest: the most tokens of what is repeated.
-
-    Example:
-        >>> from models.sampling import Repetition
-        >>> said = Repetition(least=4)
-        >>> [said.add(token) for token in [7, 1, 2, 1, 2, 1, 2, 3]]
-        [False, False, False, False, False, False, True, False]
     """
 
     def __init__(self, least: int = 32, longest: int = 256):

@@ -35,12 +35,6 @@ def copied(policy: Policy, tokens: int) -> int:
 
     Args:
         tokens: the most tokens of a part.
-
-    Example:
-        >>> import kvjax
-        >>> from models.sizing import copied
-        >>> copied(kvjax.parse("kvzip(chunk=64)"), 128), copied(kvjax.parse("h2o"), 128)
-        (72, 0)
     """
     wanted = policy.needs.reconstruction
     if wanted is None or not tokens:
@@ -64,12 +58,6 @@ def checked_budget(policy: Policy, budget: int | float | None, block: int) -> in
 
     Raises:
         ValueError: there is none, or it is too small for the policy, or the block is.
-
-    Example:
-        >>> import kvjax
-        >>> from models.sizing import checked_budget
-        >>> checked_budget(kvjax.parse("snapkv"), 0.25, block=128)
-        0.25
     """
     if budget is None:
         raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")

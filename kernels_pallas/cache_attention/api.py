@@ -149,10 +149,6 @@ def check_projection(projection: Any, errors: bool, heads: tuple[int, int, int])
 
     Raises:
         ValueError: if it is not.
-
-    Example:
-        >>> from kernels_pallas.cache_attention.api import check_projection
-        >>> check_projection(None, errors=True, heads=(2, 3, 64))
     """
     if projection is not None and not errors:
         raise ValueError("a projection was given for statistics of weights; take errors=True, or leave it out.")

@@ -18,13 +18,7 @@ _FAR = 2**31 - 1
 
 
 def span_of(sliding_window: Int[Array, ""] | int | None) -> Int[Array, "1"]:
-    """Return how many positions a query sees, itself included, as the kernels take it.
-
-    Example:
-        >>> from kernels_pallas.cache_attention.heads import span_of
-        >>> span_of(7).tolist()
-        [7]
-    """
+    """Return how many positions a query sees, itself included, as the kernels take it."""
     return jnp.asarray(_FAR if sliding_window is None else sliding_window, jnp.int32).reshape(1)
 
 
@@ -79,21 +73,6 @@ def in_groups(
         arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`. The last ones are
             those that are ``beside`` keys and values.
         projection: refused: no kernel multiplies by it.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.cache_attention.heads import in_groups
-        >>> from kernels_pallas.prepare import Beside
-        >>> q, position = np.ones((1, 3, 4, 8)), np.zeros((1, 3), int)
-        >>> options = dict(
-        ...     kv_heads=2, statistics=frozenset(), window=0, sliding_window=None,
-        ...     scale=1.0
-        ... )
-        >>> rest = (position, [], Beside())
-        >>> jax.eval_shape(
-        ...     lambda: in_groups(lambda q, *_, **__: (q,), q, *rest, **options)
-        ... )[0].shape
-        (1, 3, 4, 8)
     """
     B, T, N, D = query.shape
     if projection is not None:

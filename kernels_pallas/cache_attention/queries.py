@@ -17,12 +17,6 @@ def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 
     """Return each query's position, whether it is the last valid one, and its place in the observation window.
 
     The place is counted from the end: 1 for the last valid query, 0 outside the window.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.cache_attention.queries import describe
-        >>> jax.jit(describe, static_argnums=1)(np.array([[7, 8, -1]]), 1).tolist()
-        [[[7, 0, 0], [8, 1, 1], [-1, 0, 0]]]
     """
     valid = query_position >= 0
     from_end = jnp.flip(jnp.cumsum(jnp.flip(valid, 1), axis=1), 1)  # 1 at the last valid query, 2 before it
@@ -32,19 +26,7 @@ def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 
 
 
 def first_entering(about: Int[Array, "B T 3"], names: tuple[str, ...]) -> Int[Array, "B"]:
-    """Return each row's first query that enters a statistic: 0 where all do, else the window's first.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.cache_attention.queries import describe, first_entering
-        >>> about = jax.jit(describe, static_argnums=1)(np.array([[6, 7, 8]]), 2)
-        >>> first = jax.jit(first_entering, static_argnums=1)
-        >>> (
-        ...     first(about, ("last", "window_mean")).tolist(),
-        ...     first(about, ("sum",)).tolist(),
-        ... )
-        ([1], [0])
-    """
+    """Return each row's first query that enters a statistic: 0 where all do, else the window's first."""
     if {"sum", "max"} & set(names):
         return jnp.zeros(about.shape[0], jnp.int32)
     enters = (about[:, :, IS_LAST] > 0) | (about[:, :, IN_WINDOW] > 0)
@@ -54,16 +36,7 @@ def first_entering(about: Int[Array, "B T 3"], names: tuple[str, ...]) -> Int[Ar
 def queries_entering(
     vectors: Float[Array, "B K G T _"], about: Int[Array, "B T 3"], names: Iterable[str], window: int
 ) -> tuple[Float[Array, "B K G some _"], Int[Array, "B some 3"]]:
-    """Return the queries that enter a statistic, and maybe a few more, with their descriptions.
-
-    Example:
-        >>> import functools, jax, numpy as np
-        >>> from kernels_pallas.cache_attention.queries import describe, queries_entering
-        >>> about = jax.jit(describe, static_argnums=1)(np.array([[6, 7, -1]]), 1)
-        >>> last = jax.jit(functools.partial(queries_entering, names=("last",), window=1))
-        >>> last(np.zeros((1, 2, 3, 3, 8)), about)[1].tolist()
-        [[[7, 1, 1]]]
-    """
+    """Return the queries that enter a statistic, and maybe a few more, with their descriptions."""
     most = max(window, 1)
     if {"sum", "max", "weights"} & set(names) or most >= about.shape[1]:
         return vectors, about
@@ -77,12 +50,6 @@ def ratios(weights: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Boo
     """Return a / (1 - a), and where a is 1 up to a float's rounding; there the ratio is 1.
 
     A query's output x changes by the ratio times v - x without a slot of value v, and by x itself without its only one.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.cache_attention.queries import ratios
-        >>> [x.tolist() for x in jax.jit(ratios)(np.array([0.5, 0.75, 1.0]))]
-        [[1.0, 3.0, 1.0], [False, False, True]]
     """
     rest = 1 - weights
     alone = rest <= float(jnp.finfo(weights.dtype).eps)
@@ -102,14 +69,6 @@ def squared_changes(
 
     Args:
         squares: the values' squared lengths.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.cache_attention.queries import squared_changes
-        >>> value = np.array([[1.0], [-1.0]], np.float32)
-        >>> weights, out = np.float32([[0.75, 0.25]]), np.float32([[0.5]])
-        >>> jax.jit(squared_changes)(weights, out, value, (value**2).T).tolist()
-        [[2.25, 0.25]]
     """
     exact: Any = dict(preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     products = jax.lax.dot_general(out, value, (((1,), (1,)), ((), ())), **exact)
@@ -133,19 +92,6 @@ def of_one_query(
     Args:
         logits: -1e30 where the query does not see a slot.
         softmax: each row's largest logit and its sum of exponentials.
-
-    Example:
-        >>> import functools, jax, numpy as np
-        >>> from kernels_pallas.cache_attention.queries import of_one_query
-        >>> logits, softmax = (
-        ...     np.array([[[[0.0, 0.0, -1e30]]]]),
-        ...     np.array([[[[0.0, 2.0]]]]),
-        ... )
-        >>> columns = jax.jit(
-        ...     functools.partial(of_one_query, ("last", "window_square"))
-        ... )
-        >>> columns(logits, softmax, np.array([[[7, 1, 1]]]))[1].tolist()
-        [[[[0.25, 0.25, 0.0]]]]
     """
     weights = jnp.where(logits > UNSEEN, jnp.exp(logits - softmax[..., :1]), 0) / softmax[..., 1:]
     is_last, in_window = (about[:, :1, i, None, None] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, 1, 1, 1]
@@ -164,16 +110,6 @@ def of_weights(
     Args:
         is_last, in_window: whether the query is its row's last valid one, and one of the observation window.
         group: how many of the queries are heads; those that pad a kernel's tile have weight 0.
-
-    Example:
-        >>> import functools, jax, numpy as np
-        >>> from kernels_pallas.cache_attention.queries import of_weights
-        >>> yes, no = np.ones((1, 1), bool), np.zeros((1, 1), bool)
-        >>> columns = jax.jit(functools.partial(of_weights, ("last", "window_mean")))(
-        ...     np.full((1, 2), 0.5), yes, no, 1
-        ... )
-        >>> [column.tolist() for column in columns]
-        [[[0.5, 0.5]], [[0.0, 0.0]]]
     """
     seen = jnp.where(in_window, weights, 0)
     columns = {

@@ -7,39 +7,16 @@ from jaxtyping import Array, Int, Shaped
 
 
 def laid_out(pool: Shaped[Array, "P page *rest"], table: Int[Array, "*heads M"]) -> Shaped[Array, "*heads S *rest"]:
-    """Copy each head's pages one after another to ``S = M * page`` slots; where a head has no page, they are undefined.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.paged_attention.pages import laid_out
-        >>> jax.jit(laid_out)(np.arange(6).reshape(3, 2), np.array([[2, 0]])).tolist()
-        [[4, 5, 0, 1]]
-    """
+    """Copy each head's pages one after another to ``S = M * page`` slots, undefined where a head has no page."""
     return jnp.asarray(pool)[table].reshape(*table.shape[:-1], table.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
 def slot_positions(position: Int[Array, "P page"], table: Int[Array, "*heads M"]) -> Int[Array, "*heads S"]:
-    """Return the positions of each head's tokens, ``S = M * page``; -1 where a slot is free or the head has no page.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kernels_pallas.paged_attention.pages import slot_positions
-        >>> jax.jit(slot_positions)(
-        ...     np.array([[0, -1], [1, 2]]), np.array([[1, -1]])
-        ... ).tolist()
-        [[1, 2, -1, -1]]
-    """
+    """Return the positions of each head's tokens, ``S = M * page``; -1 where a slot is free or the head has no page."""
     there = jnp.repeat(table >= 0, position.shape[1], axis=-1)
     return jnp.where(there, laid_out(position, table), -1)
 
 
 def table_ends(table: Int[Array, "*heads M"]) -> Int[Array, "*heads"]:
-    """Return the index after each head's last page in its row of the table.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.paged_attention.pages import table_ends
-        >>> table_ends(jnp.array([[4, 0, -1], [-1, -1, -1]])).tolist()
-        [2, 0]
-    """
+    """Return the index after each head's last page in its row of the table."""
     return jnp.max(jnp.where(table >= 0, jnp.arange(1, table.shape[-1] + 1), 0), axis=-1).astype(jnp.int32)

@@ -27,13 +27,7 @@ EXIT_CODES = """exit codes:
 
 
 def shell_line(words: Iterable[str]) -> str:
-    """Return words as a line for a shell; a word with single quotes in it stands in double quotes where it can.
-
-    Example:
-        >>> from models import commands
-        >>> print(commands.shell_line(["--policy", "tova(heads='group')"]))
-        --policy "tova(heads='group')"
-    """
+    """Return words as a line for a shell; a word with single quotes in it stands in double quotes where it can."""
     return " ".join(
         f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word) for word in words
     )
@@ -93,15 +87,6 @@ def parser(script: str, module: str, *, description: str, examples: str = "") ->
     Args:
         script: the command's name where the package is installed. The help shows this name if it was called by it.
         module: the module of the same command, as the examples call it by ``python -m module``.
-
-    Example:
-        >>> from models.commands import parser
-        >>> flags = parser(
-        ...     "kvjax-eval", "evals", description="Evaluations.",
-        ...     examples="python -m evals needle"
-        ... )
-        >>> flags.prog, flags.format_help().splitlines()[-1]
-        ('python -m evals', '  130  interrupted by Ctrl-C')
     """
     program = script if Path(sys.argv[0]).stem == script else f"python -m {module}"
     flags = Parser(
@@ -115,24 +100,12 @@ def parser(script: str, module: str, *, description: str, examples: str = "") ->
 
 
 def epilog(examples: str) -> str:
-    """Return the end of a command's help: the examples and the exit codes.
-
-    Example:
-        >>> from models.commands import epilog
-        >>> epilog("examples:\\n  python -m evals needle\\n").splitlines()[3]
-        'exit codes:'
-    """
+    """Return the end of a command's help: the examples and the exit codes."""
     return f"{examples.rstrip()}\n\n{EXIT_CODES}".lstrip()
 
 
 def cache_dtype(text: str) -> str:
-    """Return the name of a cache's dtype on a command line, or of its two, as the ``type`` of a flag.
-
-    Example:
-        >>> from models.commands.arguments import cache_dtype
-        >>> cache_dtype("int8"), cache_dtype("int8/bfloat16")
-        ('int8', 'int8/bfloat16')
-    """
+    """Return the name of a cache's dtype on a command line, or of its two, as the ``type`` of a flag."""
     try:
         return str(check_dtypes(text))
     except ValueError as error:
@@ -151,16 +124,7 @@ def add_cache_dtype_flag(flags: argparse.ArgumentParser) -> None:
 
 
 def add_networks_flag(flags: argparse.ArgumentParser) -> None:
-    """Add --networks, the folders that :func:`models.networks.load_networks` reads.
-
-    Example:
-        >>> import argparse
-        >>> from models import commands
-        >>> flags = argparse.ArgumentParser()
-        >>> commands.add_networks_flag(flags)
-        >>> [str(folder) for folder in flags.parse_args(["--networks", "a"]).networks]
-        ['a']
-    """
+    """Add --networks, the folders that :func:`models.networks.load_networks` reads."""
     flags.add_argument(
         "--networks", type=Path, nargs="+", metavar="FOLDER",
         help="folders of small networks that policies and selections read, such as a scorer's for zap (default: the "
@@ -182,14 +146,6 @@ def add_import_flag(flags: argparse.ArgumentParser) -> None:
 
     The modules are imported as soon as the flag is read, from where ``python -m`` finds them: the working directory
     first.
-
-    Example:
-        >>> import argparse
-        >>> from models.commands import add_import_flag
-        >>> flags = argparse.ArgumentParser()
-        >>> add_import_flag(flags)
-        >>> vars(flags.parse_args(["--import", "json,csv"]))
-        {'import': 'json,csv'}
     """
     flags.add_argument(
         "--import", action=_Import, default=argparse.SUPPRESS, metavar="MODULE",
@@ -214,14 +170,6 @@ def import_modules(names: str) -> None:
 
     Raises:
         ImportError: with the module that cannot be imported, and why.
-
-    Example:
-        >>> from models.commands import import_modules
-        >>> import_modules("json, csv")
-        >>> import_modules("no_such_module")
-        Traceback (most recent call last):
-        ...
-        ImportError: no_such_module cannot be imported (ModuleNotFoundError: No module named 'no_such_module').
     """
     if "" not in sys.path and os.getcwd() not in sys.path:  # a script's path begins with its own folder
         sys.path.insert(0, os.getcwd())
@@ -233,13 +181,7 @@ def import_modules(names: str) -> None:
 
 
 def split_list(text: str) -> list[str]:
-    """Split a text at commas outside parentheses.
-
-    Example:
-        >>> from models.commands import split_list
-        >>> split_list("full, h2o+protect(sinks=4,recent=0.5)")
-        ['full', 'h2o+protect(sinks=4,recent=0.5)']
-    """
+    """Split a text at commas outside parentheses."""
     parts, depth = [""], 0
     for character in text:
         depth += (character == "(") - (character == ")")
@@ -271,11 +213,6 @@ def parse_budget(text: str) -> int | float:
 
     Raises:
         ValueError: the text is neither an integer from 1 nor a number in (0, 1].
-
-    Example:
-        >>> from models.commands import parse_budget
-        >>> parse_budget("512"), parse_budget("0.25")
-        (512, 0.25)
     """
     number: Any = text
     for kind in (float, int):

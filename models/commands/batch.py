@@ -161,15 +161,6 @@ def read_prompts(path: str | Path) -> list[Asked]:
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: a line is not as expected, or there is none.
-
-    Example:
-        >>> import tempfile
-        >>> from models.commands.batch import read_prompts
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
-        ...     _ = file.write('{"prompt": "Why is the sky blue?", "id": "sky"}')
-        ...     file.flush()
-        ...     read_prompts(file.name)
-        [Asked(line=1, prompt='Why is the sky blue?', id='sky')]
     """
     asked = []
     for number, line in enumerate(hosts.from_first(lambda: commands.read_text(path, "prompts")).split("\n"), 1):

@@ -103,19 +103,7 @@ def leave(code: int) -> NoReturn:
 
 
 def is_of_the_lost(error: BaseException) -> bool:
-    """Return whether an error of JAX's runtime says that another process cannot be reached.
-
-    Example:
-        >>> from models.commands import distributed
-        >>> distributed.is_of_the_lost(
-        ...     RuntimeError(
-        ...         "UNAVAILABLE: Gloo all-reduce failed: Connection closed by peer"
-        ...     )
-        ... )
-        True
-        >>> distributed.is_of_the_lost(RuntimeError("INTERNAL: it did not compile"))
-        False
-    """
+    """Return whether an error of JAX's runtime says that another process cannot be reached."""
     return (
         re.search("UNAVAILABLE|DEADLINE_EXCEEDED|gloo|nccl|coordination|connection|peer", str(error), re.I) is not None
     )

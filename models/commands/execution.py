@@ -69,19 +69,7 @@ def _run(command: Callable[[], None], name: str) -> int:
 
 
 def call(parser: argparse.ArgumentParser, command: Callable[[Any], None], name: str, arguments: Any = None) -> int:
-    """Parse a command line with the flag of :func:`add_cache_flag`, run the command, and return the exit code.
-
-    Example:
-        >>> from models import commands
-        >>> flags = commands.parser("kvjax-eval", "evals", description="Evaluations.")
-        >>> commands.add_cache_flag(flags)
-        >>> commands.call(
-        ...     flags, lambda given: print(sorted(vars(given))), "evals",
-        ...     ["--compilation-cache", "off"]
-        ... )
-        ['invocation']
-        0
-    """
+    """Parse a command line with the flag of :func:`add_cache_flag`, run the command, and return the exit code."""
     flags = parser.parse_args(arguments)
     keep_compiled(vars(flags).pop("compilation_cache"))
 
@@ -93,13 +81,7 @@ def call(parser: argparse.ArgumentParser, command: Callable[[Any], None], name: 
 
 
 def extras_of(words: Sequence[str]) -> list[str]:
-    """Return the extras that a command line needs: for its picture, and for a model in a GGUF file.
-
-    Example:
-        >>> from models.commands.execution import extras_of
-        >>> extras_of(["needle", "--model", "model.gguf", "--plot=out.png"])
-        ['plot', 'gguf']
-    """
+    """Return the extras that a command line needs: for its picture, and for a model in a GGUF file."""
     needs = {
         "plot": any(word.partition("=")[0] == "--plot" for word in words),
         "gguf": any(word.lower().endswith(".gguf") for word in words),
@@ -153,11 +135,6 @@ def extra(name: str, script: str) -> Iterator[None]:
     Args:
         name: the extra that installs what is imported.
         script: the command.
-
-    Example:
-        >>> from models.commands import extra
-        >>> with extra("eval", "kvjax-eval"):
-        ...     import json
     """
     try:
         yield
@@ -172,16 +149,7 @@ def extra(name: str, script: str) -> Iterator[None]:
 
 
 def sentence(error: BaseException) -> str:
-    """Return an error's message on one line.
-
-    Example:
-        >>> from models.commands import sentence
-        >>> (
-        ...     sentence(ValueError("two\\nlines")),
-        ...     sentence(FileNotFoundError(2, "No such file or directory", "a.txt")),
-        ... )
-        ('two lines', 'a.txt: no such file or directory')
-    """
+    """Return an error's message on one line."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         name = str(error.filename)
         return f"{name if len(name) <= 200 else name[:200] + '...'}: {error.strerror[:1].lower()}{error.strerror[1:]}"
@@ -195,11 +163,6 @@ def progress_bar(unit: str, *, total: int | None = None, over: Iterable[Any] | N
         unit: what is counted, such as "sample".
         total: how many there are, if ``over`` is not given.
         over: an iterable to go through.
-
-    Example:
-        >>> from models import commands
-        >>> [2 * step for step in commands.progress_bar("step", over=range(3))]
-        [0, 2, 4]
     """
     from tqdm import tqdm
 

@@ -12,13 +12,7 @@ MOST_MAPS = 25_000  # of a process, before its programs are dropped; Linux allow
 
 
 def memory_maps() -> int:
-    """Return the memory maps of this process, to which each compiled program adds; 0 where the system does not say.
-
-    Example:
-        >>> from models.commands import programs
-        >>> programs.memory_maps() >= 0
-        True
-    """
+    """Return the memory maps of this process, to which each compiled program adds; 0 where the system does not say."""
     maps = Path("/proc/self/maps")
     return maps.read_bytes().count(b"\n") if maps.is_file() else 0
 

@@ -64,13 +64,6 @@ def facts(invocation: Invocation, seed: int | None, digests: Any) -> dict[str, A
         invocation: what :class:`models.commands.Parser` recorded.
         seed: the command's seed, None if it has none.
         digests: fingerprints by name, such as those of :func:`fingerprints`; none where weights are drawn at random.
-
-    Example:
-        >>> from models import commands
-        >>> from models.commands import provenance
-        >>> flags = commands.Parser(prog="python -m tool").parse_args([])
-        >>> provenance.facts(flags.invocation, 0, {})["command"]
-        'python -m tool'
     """
     return {
         "command": invocation.command,
@@ -85,14 +78,6 @@ def environment() -> dict[str, Any]:
     """Return the device, the versions, the commit of the running code, and settings of JAX that change numbers.
 
     The settings are those of :func:`settings`, and variables that a compiler reads.
-
-    Example:
-        >>> from models.commands import provenance
-        >>> (
-        ...     sorted(provenance.environment()),
-        ...     provenance.environment()["versions"]["kvjax"][0].isdigit(),
-        ... )
-        (['commit', 'cores', 'device', 'settings', 'versions'], True)
     """
     # kvjax's version is the module's: a checkout on the path is imported without being an installed distribution.
     versions = {"python": platform.python_version(), "kvjax": kvjax.__version__}
@@ -108,15 +93,7 @@ def environment() -> dict[str, Any]:
 
 
 def settings() -> dict[str, Any]:
-    """Return the settings of JAX that change numbers, where they are not the default ones.
-
-    Example:
-        >>> import jax
-        >>> from models.commands import provenance
-        >>> with jax.default_matmul_precision("float32"):
-        ...     provenance.settings()
-        {'jax_default_matmul_precision': 'float32'}
-    """
+    """Return the settings of JAX that change numbers, where they are not the default ones."""
     found = {name: getattr(jax.config, name, default) for name, default in SETTINGS.items()}
     return {name: value for name, value in found.items() if value != SETTINGS[name]}
 
@@ -125,12 +102,6 @@ def of_process(tokenizer: Tokenizer) -> dict[str, str]:
     """Return what a run's figures depend on beside its files and flags; a killed run resumes only with the same.
 
     These are :func:`settings`, and the date where the chat template writes it into each prompt.
-
-    Example:
-        >>> import models
-        >>> from models.commands import provenance
-        >>> provenance.of_process(models.load("retriever")[1])
-        {}
     """
     found = {"settings": json.dumps(settings(), sort_keys=True)} if settings() else {}
     if "strftime_now" in (tokenizer.chat_template or ""):
@@ -140,14 +111,7 @@ def of_process(tokenizer: Tokenizer) -> dict[str, str]:
 
 @functools.cache  # the commit of the code that was loaded, whatever is committed later
 def commit(root: Path = ROOT) -> str | None:
-    """Return the commit of a checkout, followed by " and changes" if code differs from it; None outside a checkout.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from models.commands import provenance
-        >>> provenance.commit(pathlib.Path(tempfile.mkdtemp())) is None
-        True
-    """
+    """Return the commit of a checkout, followed by " and changes" if code differs from it; None outside a checkout."""
 
     def git(*arguments: str) -> str | None:
         try:

@@ -24,14 +24,6 @@ def add_run_flags(
         max_new_tokens: the default of --max-new-tokens.
         evicts: whether tokens are evicted during an answer.
         published: whether the default temperature is the model's own, None here.
-
-    Example:
-        >>> import argparse
-        >>> from models.commands.run_flags import add_run_flags
-        >>> flags = argparse.ArgumentParser()
-        >>> add_run_flags(flags, max_new_tokens=64)
-        >>> flags.parse_args(["--top-k", "5"]).top_k
-        5
     """
     flags.add_argument("--block", type=int, default=128, help="prompt tokens per step (default: %(default)s)")
     if evicts:
@@ -87,16 +79,7 @@ def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_mesh_flags(flags: argparse.ArgumentParser) -> None:
-    """Add --mesh, which :func:`mesh_of` reads, and the flags of :func:`models.commands.distributed.join`.
-
-    Example:
-        >>> import argparse
-        >>> from models.commands.run_flags import add_mesh_flags
-        >>> flags = argparse.ArgumentParser()
-        >>> add_mesh_flags(flags)
-        >>> flags.parse_args(["--mesh", "tensor=8"]).mesh
-        'tensor=8'
-    """
+    """Add --mesh, which :func:`mesh_of` reads, and the flags of :func:`models.commands.distributed.join`."""
     flags.add_argument(
         "--mesh",
         help="devices, such as data=2,tensor=4 (default: one device, or tensor over all devices of several processes)",
@@ -109,12 +92,6 @@ def mesh_of(flags: argparse.Namespace) -> Mesh | None:
 
     Raises:
         ValueError: the text is no mesh, or there are not so many devices.
-
-    Example:
-        >>> import argparse
-        >>> from models.commands.run_flags import mesh_of
-        >>> dict(mesh_of(argparse.Namespace(mesh="tensor=1")).shape)
-        {'data': 1, 'tensor': 1}
     """
     named = getattr(flags, "mesh", None)  # not every evaluation has the flag
     text = f"tensor={jax.device_count()}" if named is None and hosts.several() else named
@@ -125,11 +102,6 @@ def read_input(path: str, what: str) -> str:
     """Read a file as :func:`models.commands.read_text` does, or standard input, which is called "-".
 
     The first of several processes reads it.
-
-    Example:
-        >>> from models.commands.run_flags import read_input
-        >>> read_input("README.md", "document").startswith("# kvjax")
-        True
     """
     return hosts.from_first(
         lambda: (

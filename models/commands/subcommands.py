@@ -15,17 +15,6 @@ def run_one(package: str, description: str, modules: Mapping[str, Any], argument
     Args:
         modules: by the names of the subcommands; each has a docstring, ``add_flags`` and ``command``.
         arguments: by default those of the command line.
-
-    Example:
-        >>> import types
-        >>> from models.commands.subcommands import run_one
-        >>> module = types.SimpleNamespace(
-        ...     __doc__="Says hello.", add_flags=lambda flags: None,
-        ...     command=lambda flags: print("hello"),
-        ... )
-        >>> run_one("tools", "Tools.", {"greet": module}, ["greet"])
-        hello
-        0
     """
     flags = Parser(prog=f"python -m {package}", description=description)
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")

@@ -24,17 +24,6 @@ class Screen:
 
     Args:
         width: columns of the terminal; None for what standard output is, without columns where it is no terminal.
-
-    Example:
-        >>> from models.commands.terminal import Screen
-        >>> screen = Screen(width=12)
-        >>> for piece in ["The river", " was ca", "lm, and", " cold"]:
-        ...     screen.write(piece)
-        The river
-        was calm,
-        and
-        >>> screen.end()
-         cold
     """
 
     def __init__(self, width: int | None = None):
@@ -127,32 +116,14 @@ def _columns(character: str) -> int:
 
 
 def sizes_in_words(held: int, full: int, peak: int) -> str:
-    """Return the bytes of a cache, of a full one, and of the largest that there was, as commands print them.
-
-    Example:
-        >>> from models.commands.terminal import sizes_in_words
-        >>> (
-        ...     sizes_in_words(13 << 20, 42 << 20, 15 << 20),
-        ...     sizes_in_words(2 << 20, 1 << 20, 2 << 20),
-        ... )
-        ('13.0 of 42.0 MiB (31%), peak 15.0', '2.00 MiB (1.00 would hold all tokens), peak 2.00')
-    """
+    """Return the bytes of a cache, of a full one, and of the largest that there was, as commands print them."""
     now, whole, most = (f"{size / 2**20:.{1 if full >= 10 * 2**20 else 2}f}" for size in (held, full, peak))
     said = f"{now} of {whole} MiB ({held / full:.0%})" if held <= full else f"{now} MiB ({whole} would hold all tokens)"
     return f"{said}, peak {most}"
 
 
 def policy_in_words(policy: Policy | str | None, budget: int | float | None) -> str:
-    """Return a policy and its budget, as commands print them.
-
-    Example:
-        >>> from models.commands.terminal import policy_in_words
-        >>> (
-        ...     policy_in_words("snapkv", 1024), policy_in_words("curdkv", 0.25),
-        ...     policy_in_words(None, None)
-        ... )
-        ('snapkv, keeps 1,024 tokens per head', 'curdkv, keeps 25% of the tokens', 'full, keeps all tokens')
-    """
+    """Return a policy and its budget, as commands print them."""
     many = (
         f"{budget:.0%} of the tokens" if isinstance(budget, float) else f"{budget:,} tokens per head" if budget else ""
     )
