@@ -355,14 +355,7 @@ class KVCache(Stored):
 
 @jax.jit
 def count_live(position: Int[Array, "*heads S"]) -> Int[Array, "*heads"]:
-    """Count the slots that hold a token; compiled, so that a look from outside jit is one program.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kvjax.cache import count_live
-        >>> count_live(jnp.array([[3, -1, 0]])).tolist()
-        [2]
-    """
+    """Count the slots that hold a token; compiled, so that a look from outside jit is one program."""
     return jnp.sum(position >= 0, axis=-1, dtype=jnp.int32)
 
 
@@ -375,13 +368,7 @@ def _given_entries(key: Any, value: Any, position: Any, next_position: Any, entr
 
 
 def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether an array of a policy's state has this shape, but empty axes: it was dropped once it was used.
-
-    Example:
-        >>> from kvjax.cache import is_emptied
-        >>> is_emptied((2, 8, 0), (2, 8, 4)), is_emptied((2, 8, 3), (2, 8, 4))
-        (True, False)
-    """
+    """Return whether an array of a policy's state has this shape, but empty axes: it was dropped once it was used."""
     return 0 in given and len(given) == len(shape) and all(n in (0, m) for n, m in zip(given, shape, strict=True))
 
 
@@ -397,14 +384,7 @@ class HeadSizes(TypedDict, total=False):
 def check_heads(
     batch: int, kv_heads: int, head_dim: int, layers: int | None = None
 ) -> tuple[int, int, int, int | None]:
-    """Return sizes as Python's own numbers, after a check that each is at least 1.
-
-    Example:
-        >>> import numpy as np
-        >>> from kvjax.cache import check_heads
-        >>> check_heads(np.int32(1), 2, 8)
-        (1, 2, 8, None)
-    """
+    """Return sizes as Python's own numbers, after a check that each is at least 1."""
     sizes = dict(batch=batch, kv_heads=kv_heads, head_dim=head_dim)
     batch, kv_heads, head_dim = (check_count(name, n, 1, "a cache needs at least 1") for name, n in sizes.items())
     if layers is not None:
@@ -440,16 +420,7 @@ def entries_apart(cache: Stored) -> Entries:
 
 
 def entries_together(entries: Entries) -> Entries:
-    """Return entries with the keys and values, of one dtype, side by side in one array; arrays of the host stay there.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kvjax.cache import entries_together
-        >>> entries_together({"key": jnp.ones((1, 2)), "value": jnp.zeros((1, 2))})[
-        ...     "key"
-        ... ].tolist()
-        [[1.0, 1.0, 0.0, 0.0]]
-    """
+    """Return entries with keys and values of one dtype side by side in one array; arrays of the host stay there."""
     key, value = entries["key"], entries["value"]
     join = np.concatenate if isinstance(key, np.ndarray) else jnp.concatenate
     return entries | {"key": join([key, value], axis=-1), "value": None}
@@ -462,14 +433,6 @@ def with_entries(entries: Entries, given: Entries) -> Entries:
 
     Raises:
         ValueError: if keys or values have another shape or dtype than those that they are stored beside.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kvjax.cache import with_entries
-        >>> with_entries(
-        ...     {"key": jnp.ones((1, 4)), "value": None}, {"value": jnp.zeros((1, 2))}
-        ... )["key"].tolist()
-        [[1.0, 1.0, 0.0, 0.0]]
     """
     entries = dict(entries)
     for name, array in given.items():
@@ -528,17 +491,7 @@ def _fills_lanes(head_dim: int, key: Any, value: Any) -> bool:
 
 
 def dtypes_of(cache: Stored) -> Dtypes:
-    """Return the dtypes of a cache's keys and values.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.cache import dtypes_of
-        >>> cache = kvjax.KVCache.init(
-        ...     batch=1, kv_heads=1, slots=3, head_dim=2, dtype=("int8", "float32")
-        ... )
-        >>> str(dtypes_of(cache)), cache.value_scale is None
-        ('int8/float32', True)
-    """
+    """Return the dtypes of a cache's keys and values."""
     key, value = cache.entries["key"], cache.entries["value"]
     return Dtypes(key.dtype.name, (key if value is None else value).dtype.name)
 

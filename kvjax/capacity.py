@@ -207,13 +207,7 @@ def check_sizes(function: str, sizes: ModelSizes) -> Checked:
 
 
 def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...]:
-    """Check the sliding windows of the layers, and return one entry per layer, None for a layer without one.
-
-    Example:
-        >>> from kvjax.capacity import check_windows
-        >>> check_windows([512, None], 2), check_windows(None, 2)
-        ((512, None), (None, None))
-    """
+    """Check the sliding windows of the layers, and return one entry per layer, None for a layer without one."""
     if windows is None:
         return (None,) * layers
     if isinstance(windows, str) or not isinstance(windows, Sequence) or len(windows) != layers:
@@ -232,13 +226,6 @@ def rounded_up(size: int, of_octave: int = 8, beside: int = 0) -> int:
         of_octave: how many sizes there are between a power of two and the next one; with 8 at most an eighth is spare.
         beside: other slots of the same buffer, which count for the octave and are not rounded: with them, budgets that
             are powers of two stay as they are.
-
-    Example:
-        >>> from kvjax.capacity import rounded_up
-        >>> [rounded_up(n) for n in (7, 100, 1000, 1024)], rounded_up(100, of_octave=1)
-        ([7, 104, 1024, 1024], 128)
-        >>> [rounded_up(n, 4, beside=128) for n in (300, 500, 512, 1000, 1024)]
-        [320, 512, 512, 1024, 1024]
     """
     step = max((1 << (size + beside).bit_length() - 1) // of_octave, 1)
     return -(-size // step) * step

@@ -261,11 +261,6 @@ def policy_of(policy: Policy | str | None) -> Policy | None:
 
     Raises:
         ValueError: if it is neither, or the name is unknown.
-
-    Example:
-        >>> from kvjax.chains import policy_of
-        >>> str(policy_of("h2o + caote")), policy_of("full")
-        ('h2o+caote', None)
     """
     if isinstance(policy, str):
         return None if policy.strip() == "full" else parse(policy)

@@ -199,13 +199,6 @@ def mass_factors(weights: Float[Array, "n t"], counts: Float[Array, "n"], bias: 
     """Return the factors of the chosen slots' exponentials for which their mass is nearest that of all slots.
 
     They minimise ``|weights w - counts|^2`` and a small ridge towards 1, within bounds for the whole bias.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from kvjax.matching import mass_factors
-        >>> half = jnp.full((5, 1), 0.5)  # the other half of the mass leaves
-        >>> jax.jit(mass_factors)(half, jnp.ones(5), jnp.zeros(1)).round(2).tolist()
-        [2.0]
     """
     system, ridge = _system(weights)
     low, high = (jnp.exp(jnp.clip(sign * MOST_BIAS - bias, -10, 10)) for sign in (-1, 1))
@@ -260,30 +253,13 @@ def samples_of(state: Any) -> Queries | None:
 
 
 def dropped_bytes(state: Any, group: int, head_dim: int) -> int:
-    """Return the bytes that sample queries took per slot until they were dropped; 0 where none were.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.matching import dropped_bytes, without_samples
-        >>> state = kvjax.parse("h2o+match").state(1, 1, 2, 8, 64)
-        >>> dropped_bytes(without_samples(state), group=2, head_dim=64)
-        256
-    """
+    """Return the bytes that sample queries took per slot until they were dropped; 0 where none were."""
     samples = samples_of(state)
     return group * head_dim * samples.query.dtype.itemsize if samples is not None and samples.spent else 0
 
 
 def without_samples(state: Any) -> Any:
-    """Return a policy's state without its sample queries, which take more than keys and values do.
-
-    Example:
-        >>> import jax
-        >>> import kvjax
-        >>> from kvjax.matching import without_samples
-        >>> state = kvjax.parse("h2o+match").state(1, 1, 2, 8, 64)
-        >>> without_samples(state)[1].query.shape
-        (1, 1, 8, 0, 0)
-    """
+    """Return a policy's state without its sample queries, which take more than keys and values do."""
 
     def drop(part: Any) -> Any:
         return Queries(part.query[..., :0, :0], part.seen_from) if isinstance(part, Queries) else part

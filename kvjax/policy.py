@@ -142,14 +142,7 @@ class Policy:
 
 
 def fits_biases(policy: Policy | None) -> bool:
-    """Return whether a policy's cache has a bias per slot, which its evictions fit.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.policy import fits_biases
-        >>> fits_biases(kvjax.parse("kvzip+match")), fits_biases(kvjax.parse("kvzip"))
-        (True, False)
-    """
+    """Return whether a policy's cache has a bias per slot, which its evictions fit."""
     return policy is not None and policy.merging is not None and policy.merging.biased
 
 
@@ -159,11 +152,6 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
 
     Raises:
         ValueError: if the allocation needs other scores than the policy has.
-
-    Example:
-        >>> import kvjax
-        >>> str(kvjax.h2o() @ "layer")
-        'h2o@layer'
     """
     plain = policy.chain_name
     name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"

@@ -26,11 +26,6 @@ def check_measured(policy: Policy | None, layers: int | None, kv_heads: int) -> 
     Args:
         layers: None where one layer stands for itself.
         kv_heads: the heads of the cache: the model's KV heads, or its query heads.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.policy_checks import check_measured
-        >>> check_measured(kvjax.h2o(), layers=2, kv_heads=8)
     """
     for link in () if policy is None else policy.links or (policy,):
         if link.measured is None:

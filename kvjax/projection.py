@@ -77,12 +77,6 @@ def part_of(projection: OutputProjection | None, kind: str) -> Array:
 
     Raises:
         ValueError: if it is missing.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kvjax.projection import OutputProjection, part_of
-        >>> part_of(OutputProjection(gram=jnp.ones((2, 3, 4, 4))), "gram").shape
-        (2, 3, 4, 4)
     """
     part = None if projection is None else getattr(projection, kind)
     if part is None:

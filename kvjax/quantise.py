@@ -46,13 +46,7 @@ class Dtypes(NamedTuple):
 
 
 def is_quantised(dtype: DTypeLike) -> bool:
-    """Return whether vectors of this dtype have a scale.
-
-    Example:
-        >>> from kvjax.quantise import is_quantised
-        >>> is_quantised("int8"), is_quantised("bfloat16")
-        (True, False)
-    """
+    """Return whether vectors of this dtype have a scale."""
     return jnp.dtype(dtype).name in LARGEST
 
 

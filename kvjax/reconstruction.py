@@ -112,15 +112,6 @@ def unrepeated(
 
     Args:
         position, score, token: of one head's slots.
-
-    Example:
-        >>> import numpy as np
-        >>> from kvjax.reconstruction import unrepeated
-        >>> position = np.array([[3, 1, -1, 2]])
-        >>> unrepeated(
-        ...     position, np.array([[0, 0.5, 0, 0]]), np.array([[30, 10, 0, 20]])
-        ... )[0].tolist()
-        [20, 30]
     """
     rows = []
     for places, scores, ids in zip(position, score, token, strict=True):

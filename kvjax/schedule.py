@@ -403,16 +403,6 @@ def answer_copies(
         answer: the tokens, which lie right before the positions ``end``.
         idle: the rows for which nothing is repeated.
         numpy: ``jax.numpy`` inside a compiled program.
-
-    Example:
-        >>> import numpy as np
-        >>> import kvjax
-        >>> from kvjax.schedule import answer_copies
-        >>> wanted = kvjax.parse("kvzip").needs.reconstruction
-        >>> answer_copies(
-        ...     wanted, np.array([[7, 8]]), np.array([12]), np.array([False])
-        ... )[1:]
-        (array([[12, 13]], dtype=int32), array([[10, 12, 12]], dtype=int32))
     """
     ask, (B, n) = wanted.prompt, answer.shape
     words = numpy.asarray((*ask.first, *ask.suffix), numpy.int32)
@@ -456,13 +446,7 @@ def question_room(questions: np.ndarray) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least ``size``.
-
-    Example:
-        >>> from kvjax.schedule import power_of_two
-        >>> [power_of_two(size) for size in (1, 5, 8)]
-        [1, 8, 8]
-    """
+    """Return the smallest power of two that is at least ``size``."""
     return 1 << (size - 1).bit_length()
 
 

@@ -136,12 +136,6 @@ def share_of_tokens(share: float, tokens: Any) -> Any:
     Args:
         share: in (0, 1]; a share that would round to 0 counts as 0.0001.
         tokens: an int, or an array of them.
-
-    Example:
-        >>> from kvjax.selection import share_of_tokens
-        >>> # in floats 0.07 * 100 is 7.000000000000001
-        >>> share_of_tokens(0.07, 100), share_of_tokens(0.07, 101)
-        (7, 8)
     """
     return tokens - share_of(min(1 - share, 0.9999), tokens)
 

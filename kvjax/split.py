@@ -173,16 +173,6 @@ def on_devices(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
         inputs: for each argument how the mesh splits it: ``PARTS`` for a tree with one part per device, which the
             function gets without the axes ``[data, tensor]``; else a PartitionSpec, or a tree of them.
         outputs: likewise for what it returns.
-
-    Example:
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> from kvjax.split import PARTS, on_devices
-        >>> mesh = jax.sharding.Mesh([jax.devices()[:1]], ("data", "tensor"))
-        >>> on_devices(lambda part: part + 1, [PARTS], PARTS, mesh)(
-        ...     jnp.ones((1, 1, 3))
-        ... ).tolist()
-        [[[2.0, 2.0, 2.0]]]
     """
 
     several = isinstance(outputs, tuple) and not isinstance(outputs, PartitionSpec)
@@ -209,17 +199,7 @@ def on_devices(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
 
 
 def check_mesh(mesh: Mesh | AbstractMesh, batch: int, kv_heads: int) -> tuple[int, int]:
-    """Return how many devices split the rows and the heads of a cache, after a check that they divide them.
-
-    Example:
-        >>> import jax
-        >>> from kvjax.split import check_mesh
-        >>> check_mesh(
-        ...     jax.sharding.AbstractMesh((2, 4), ("data", "tensor")), batch=2,
-        ...     kv_heads=8
-        ... )
-        (2, 4)
-    """
+    """Return how many devices split the rows and the heads of a cache, after a check that they divide them."""
     if not {ROWS, HEADS} <= set(mesh.axis_names):
         raise ValueError(
             f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; expected {ROWS!r}, which splits the rows, and "
@@ -235,18 +215,7 @@ def check_mesh(mesh: Mesh | AbstractMesh, batch: int, kv_heads: int) -> tuple[in
 
 
 def on_mesh(cache: KVCache, mesh: Mesh | AbstractMesh) -> KVCache:
-    """Return a plain cache with its rows and heads split over a mesh.
-
-    Example:
-        >>> import jax
-        >>> import kvjax
-        >>> from kvjax.split import on_mesh
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
-        >>> on_mesh(
-        ...     cache, jax.sharding.Mesh([jax.devices()[:1]], ("data", "tensor"))
-        ... ).key.shape
-        (1, 1, 3, 2)
-    """
+    """Return a plain cache with its rows and heads split over a mesh."""
     _check_automatic(mesh)
 
     def place(leaf: Array, axes: PartitionSpec) -> Array:

@@ -52,12 +52,6 @@ def base_of(folder: Path) -> str | None:
 
     Raises:
         ValueError: the adapter names no base model.
-
-    Example:
-        >>> import pathlib
-        >>> from models import adapters
-        >>> adapters.base_of(pathlib.Path("nowhere")) is None
-        True
     """
     if not (folder / CONFIG).is_file():
         return None
@@ -195,29 +189,13 @@ def projections(config: Config) -> list[str]:
     """Return the paths of a model's projections: the weights of a layer that are one matrix in a checkpoint.
 
     Those of experts, a matrix each, are none.
-
-    Example:
-        >>> import models
-        >>> from models import adapters
-        >>> adapters.projections(
-        ...     models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        ... )[:2]
-        ['layers.query', 'layers.key']
     """
     paths = parameter_shapes(config)
     return [path for path in paths if PARAMETERS[path].separate == 1 and len(PARAMETERS[path].groups) == 2]
 
 
 def sizes(config: Config, path: str) -> tuple[list[int], list[int]]:
-    """Return the sizes of a projection's output and input axes.
-
-    Example:
-        >>> import models
-        >>> from models import adapters
-        >>> config = models.Decoder.tiny().config
-        >>> adapters.sizes(config, "layers.query")
-        ([4, 8], [32])
-    """
+    """Return the sizes of a projection's output and input axes."""
     shape = parameter_shapes(config)[path][1:]
     outputs, inputs = ([shape[axis] for axis in group] for group in PARAMETERS[path].groups)
     return outputs, inputs

@@ -25,18 +25,6 @@ def attention_in_chunks(
         position: absolute positions of the queries and the keys, -1 for padding.
         sliding_window: how many tokens a query sees, including its own; all by default.
         soft_cap: see :func:`kernels_pallas.cache_attention`.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from models.dense import attention_in_chunks
-        >>> value, attend = (
-        ...     jnp.arange(3.0).reshape(1, 1, 3, 1),
-        ...     jax.jit(attention_in_chunks),
-        ... )
-        >>> attend(jnp.zeros((1, 3, 2, 1)), value, value, jnp.arange(3)[None])[
-        ...     0, :, 0, 0
-        ... ].tolist()
-        [0.0, 0.5, 1.0]
     """
     B, T = position.shape
     key_position = jnp.broadcast_to(position[:, None], key.shape[:3])

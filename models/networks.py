@@ -177,28 +177,14 @@ models.networks.Network.
 
 
 def wanted_by(policy: Policy | None, source: Source | None = None) -> frozenset[str]:
-    """Return the fields of a :class:`kvjax.Prediction` that a policy or a selection reads.
-
-    Example:
-        >>> import kvjax
-        >>> from models.networks import wanted_by
-        >>> wanted_by(kvjax.parse("zap+caote"))
-        frozenset({'score'})
-    """
+    """Return the fields of a :class:`kvjax.Prediction` that a policy or a selection reads."""
     if source is not None and "predicted" in source.reads:
         return frozenset({"query", "key"})
     return frozenset() if policy is None else policy.needs.predicted
 
 
 def remembers(policy: Policy | None) -> bool:
-    """Return whether a policy reads a network that remembers tokens outside the cache.
-
-    Example:
-        >>> import kvjax
-        >>> from models.networks import remembers
-        >>> remembers(kvjax.zap())
-        False
-    """
+    """Return whether a policy reads a network that remembers tokens outside the cache."""
     wanted = wanted_by(policy)
     return bool(wanted) and any(kind.looks_ahead for kind in kinds_for(wanted))
 
@@ -208,11 +194,6 @@ def several(networks: Networks) -> tuple[Network, ...]:
 
     Raises:
         ValueError: one of them is none.
-
-    Example:
-        >>> from models.networks import several
-        >>> several(None), several([])
-        ((), ())
     """
     if networks is None:
         return ()
@@ -224,14 +205,7 @@ def several(networks: Networks) -> tuple[Network, ...]:
 
 
 def read_by(networks: Networks, policy: Policy | None, source: Source | None = None) -> tuple[Network, ...]:
-    """Return those of the networks that a policy or a selection reads.
-
-    Example:
-        >>> import kvjax
-        >>> from models.networks import read_by
-        >>> read_by([], kvjax.zap())
-        ()
-    """
+    """Return those of the networks that a policy or a selection reads."""
     wanted = wanted_by(policy, source)
     return tuple(network for network in several(networks) if wanted and wanted <= network.predicts)
 
@@ -248,14 +222,6 @@ def network_of(
     Raises:
         ValueError: none was given that the run needs, or several were; nothing reads what was given; or the network is
             of another model.
-
-    Example:
-        >>> import kvjax
-        >>> import models
-        >>> from models.networks import network_of
-        >>> config = models.Decoder.tiny().config
-        >>> network_of(None, config, kvjax.h2o()) is None
-        True
     """
     wanted = wanted_by(policy, source)
     return None if networks is None and not wanted else _fitting(several(networks), wanted, config, policy, source)
@@ -296,13 +262,7 @@ def _fitting(
 
 
 def kinds_for(wanted: frozenset[str]) -> list[Any]:
-    """Return the kinds of networks that predict some fields of a :class:`kvjax.Prediction`.
-
-    Example:
-        >>> from models.networks import kinds_for
-        >>> [kind.trained_by for kind in kinds_for(frozenset({"score"}))]
-        ['train.scorer', 'train.scorer']
-    """
+    """Return the kinds of networks that predict some fields of a :class:`kvjax.Prediction`."""
     return [kind for kind in NETWORKS.values() if wanted <= kind.predicts]
 
 
@@ -328,13 +288,7 @@ def parameters_of(network: Network) -> dict[str, Array]:
 
 
 def files_of(name: str) -> tuple[str, str]:
-    """Return the names of a network's files: the weights and the config.
-
-    Example:
-        >>> from models.networks import files_of
-        >>> files_of("scorer")
-        ('scorer.safetensors', 'scorer.json')
-    """
+    """Return the names of a network's files: the weights and the config."""
     return f"{name}.safetensors", f"{name}.json"
 
 
@@ -485,14 +439,6 @@ def load_networks(
 
     Raises:
         ValueError, FileNotFoundError: see :func:`load_network` and :func:`own_network`.
-
-    Example:
-        >>> import models
-        >>> from models.networks import load_networks
-        >>> model, _ = models.load("retriever")
-        >>> wanted = [frozenset({"query", "key"})]
-        >>> len(load_networks([], "retriever", model, wanted))
-        1
     """
     found = [load_network(folder, model, dtype=dtype) for folder in folders or ()]
     for fields in wanted:

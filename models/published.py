@@ -48,11 +48,6 @@ def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
 
     Raises:
         FileNotFoundError: the user has no home and XDG_CACHE_HOME is not set.
-
-    Example:
-        >>> from models.published import place
-        >>> place("smollm2", {"XDG_CACHE_HOME": "cache"}).as_posix()
-        'cache/kvjax/models/smollm2.gguf'
     """
     return cache_folder(environment) / "models" / f"{name}.gguf"
 

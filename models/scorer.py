@@ -148,29 +148,12 @@ class Scorer(nnx.Module):
 
 
 def logarithm(score: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return the logarithm of a score, of at least ``SMALLEST``.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from models.scorer import logarithm
-        >>> logarithm(jnp.array([1.0, 0.0])).round(1).tolist()
-        [0.0, -18.399999618530273]
-    """
+    """Return the logarithm of a score, of at least ``SMALLEST``."""
     return jnp.log(jnp.maximum(score, SMALLEST))
 
 
 def apply(parameters: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T K"]:
-    """Return the scores of tokens by one layer's parameters.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from models.scorer import apply
-        >>> apply(
-        ...     {"output": jnp.ones((4, 2)), "output_bias": jnp.zeros(2)},
-        ...     jnp.ones((1, 1, 4)),
-        ... ).tolist()
-        [[[4.0, 4.0]]]
-    """
+    """Return the scores of tokens by one layer's parameters."""
     x = x.astype(jnp.float32)
     if "input" in parameters:
         x = jax.nn.gelu(x @ parameters["input"] + parameters["input_bias"][None, None], approximate=False)

@@ -237,12 +237,6 @@ def read_object(file: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: the file is not JSON, or holds something other than an object.
-
-    Example:
-        >>> import pathlib
-        >>> from models.tokenizer import read_object
-        >>> read_object(pathlib.Path("nowhere.json"))
-        {}
     """
     if not file.is_file():
         return {}
