@@ -224,7 +224,7 @@ def _together(parts: _Part, row: int, fast: bool) -> _Whole:
     def load(ref, other):
         return triton.load(ref.at[part, jnp.full_like(part, row)], mask=there, other=other)
 
-    def load_rows(ref):
+    def load_parts(ref):
         place = ref.at[part[:, None], jnp.full_like(part, 0 if fast else row)[:, None], column]
         return triton.load(place, mask=there[:, None] & (column < width), other=0.0)
 
@@ -234,7 +234,7 @@ def _together(parts: _Part, row: int, fast: bool) -> _Whole:
     lighter = jnp.where(is_first, 0.0, weights)
     rest = jnp.sum(load(parts.rest, 0.0) + lighter)
     slot = jnp.max(jnp.where(is_first, load(parts.slot, -1), -1))
-    outputs, heaviest = load_rows(parts.output), load_rows(parts.heaviest)
+    outputs, heaviest = load_parts(parts.output), load_parts(parts.heaviest)
     if fast:
         mean = jnp.sum(outputs, axis=0) / jnp.maximum(jnp.sum(heaviest, axis=0), 1)
         return _Whole(mean, jnp.zeros_like(weight), rest, slot)

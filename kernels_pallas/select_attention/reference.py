@@ -24,10 +24,10 @@ def select_attention(
 ) -> Float[Array, "B T N D"]:
     """See :func:`kernels_pallas.select_attention.api.select_attention`."""
     live = slots >= 0
-    values = None if value is None else _rows(value, slots, layer)
-    key, value = apart(_rows(key, slots, layer), values, query.shape[-1])
+    values = None if value is None else _gathered(value, slots, layer)
+    key, value = apart(_gathered(key, slots, layer), values, query.shape[-1])
     key_scale, value_scale = (
-        s if s is None else _rows(s[..., None], slots, layer)[..., 0] for s in (key_scale, value_scale)
+        s if s is None else _gathered(s[..., None], slots, layer)[..., 0] for s in (key_scale, value_scale)
     )
     weights, total = exponentials(
         scaled(grouped_logits(query, key, key_scale), scale, soft_cap), live[:, :, None, None]
@@ -35,7 +35,7 @@ def select_attention(
     return weighted_values(weights, total, value, live, value_scale).astype(query.dtype)
 
 
-def _rows(
+def _gathered(
     array: Real[Array, "*L B K S D"], slots: Int[Array, "B H M"], layer: int | Int[Array, ""] | None
 ) -> Real[Array, "B H M D"]:
     """Gather array[(layer,) b, k, slots[b, h, m]], where k is the KV head of h, parallel in b and k.
