@@ -14,8 +14,8 @@ from models.commands import distributed
 
 # In the order of the help.
 NAMES = (
-    "needle", "ruler", "longbench", "infinitebench", "booksum", "generation", "mathematics", "lm_eval", "fidelity",
-    "regret", "coref", "perplexity", "choices", "sweep", "study", "report", "view",
+    "needle", "ruler", "longbench", "infinitebench", "booksum", "generation", "mathematics", "lm_eval", "regret",
+    "perplexity", "sweep", "study", "report", "view",
 )  # fmt: skip
 ELSEWHERE = {"lm_eval": "evals.harness", "report": "evals.page"}
 EVALUATIONS: dict[str, ModuleType] = {}

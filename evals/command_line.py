@@ -215,8 +215,10 @@ def decisive_flags(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def command_text(flags: argparse.Namespace) -> str:
-    """Return the command line that reproduces these flags."""
-    line = ["python", "-m", "evals", flags.name]
+    """Return the command line that reproduces these flags, by the program that was called or else `evals`."""
+    called = getattr(flags, "invocation", None)
+    program = "python -m evals" if called is None else called.command.partition(f" {flags.name}")[0]
+    line = [*program.split(), flags.name]
     for name, value in vars(flags).items():
         if name in ("name", "invocation", "out", "json", "plot") or value is None or value is False:
             continue

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from models.commands.subcommands import run_one
 from papers import remake
-from papers.caote import launches
+from papers.caote import fidelity, launches
+from papers.choices import command as choices
 from papers.debian import texts
 from papers.kivi import rounding
-from papers.predictor import figures, flops, selection
+from papers.predictor import coref, figures, flops, selection
 
 EXPERIMENTS = {
-    "predictor": figures, "flops": flops, "selection": selection, "rounding": rounding, "launches": launches,
-    "texts": texts, "remake": remake,
+    "predictor": figures, "coref": coref, "choices": choices, "fidelity": fidelity, "flops": flops,
+    "selection": selection, "launches": launches, "rounding": rounding, "texts": texts, "remake": remake,
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ def model(request):
 @pytest.fixture(scope="session")
 def tokenizer():
     """The tokenizer that the embedded model's recipe trains."""
-    from train import data
+    from papers.retriever import data
 
     return data.train_tokenizer()
 

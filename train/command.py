@@ -35,9 +35,7 @@ class FrozenModel(NamedTuple):
 def add_text_flags(flags: argparse.ArgumentParser) -> None:
     """Add the flags of the frozen model and of the text."""
     flags.add_argument("--model", default="retriever", help="'retriever' (the default), a folder, or a hub name")
-    flags.add_argument(
-        "--data", nargs="+", help="files, folders, a hub data set (owner/name[:config]), python, retriever"
-    )
+    flags.add_argument("--data", nargs="+", help="files, folders, a hub data set (owner/name[:config]), python")
     flags.add_argument(
         "--eval-data", nargs="+", default=[], help="held-out text (default: the first documents of --data)"
     )

@@ -24,7 +24,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Int
@@ -32,15 +32,11 @@ from jaxtyping import Int
 from evals import prose, texts
 from kvjax import install
 from models.tokenizer import Tokenizer
-from train import data
 
-BUILTIN = ("python", "retriever", *texts.PUBLISHED)
+BUILTIN = ("python", *texts.PUBLISHED)
 SUFFIXES = (".txt", ".jsonl", ".json")  # .json holds JSON lines, too; each also packed as .gz or .zst
 PIECE_BYTES = 1 << 14  # a .txt is tokenised in pieces of this size
 SENTENCES_A_DOCUMENT = 24
-HELD_OUT_SEED = 1_000_000  # added to the seed for held-out rows of `retriever`; evals' samples start there, too
-# The last level that the embedded model was trained on; a row's length is that of the run.
-RETRIEVER_ROWS = dict(facts=(4, 28), filler=(0.1, 0.9), before=0.4, episodes=False, prose=0.1, places=0.3)
 
 Place = dict[str, int]
 Position = dict[str, Any]
@@ -66,6 +62,19 @@ class Documents(NamedTuple):
     start: Place
     pieces: Callable[[Place], Iterator[Piece]]
     held_out: Documents | None = None
+
+
+class Written(Protocol):
+    """Rows that are made as they are read, in place of documents; held-out rows are none of them."""
+
+    @property
+    def name(self) -> str: ...
+    def rows(self, length: int, position: Position | None) -> Iterator[tuple[Int[np.ndarray, "T"], Position]]: ...
+    def held_out(self, length: int, count: int) -> Int[np.ndarray, "R T"]: ...
+
+
+# By the names that are data; a module of --import may add its own. Each is called with the tokenizer and the seed.
+WRITTEN: dict[str, Callable[[Tokenizer, int], Written]] = {}
 
 
 class Corpus(NamedTuple):
@@ -96,8 +105,8 @@ def open_corpus(
     Args:
         names: files (.txt; .jsonl or .json with one JSON object per line; each also as .gz or .zst), folders of them, a
             hub data set ("allenai/c4:realnewslike"), "python" (the topics of Python's help, and our sentences),
-            "retriever" (rows of the embedded model's own training), a text that `python -m papers texts` has made.
-            Commas separate names, too. All files together are one source.
+            a text that `python -m papers texts` has made, one of :data:`WRITTEN`. Commas separate names, too. All files
+            together are one source.
         tokenizer: the model's tokenizer.
         length: the number of ids per row.
         eval_names: text to hold out, named likewise, instead of a part of ``names``.
@@ -226,18 +235,19 @@ def _in_turns(sources: Sequence[Rows], position: Position | None) -> Iterator[tu
 
 def _sources(
     names: Sequence[str], tokenizer: Tokenizer, field: str, skip_bad_lines: bool, seed: int
-) -> list[Documents | _Written]:
+) -> list[Documents | Written]:
     named = [part.strip() for name in names for part in ([name] if Path(name).exists() else name.split(","))]
     named = [name for name in named if name]
     if not named:
         raise ValueError(f"no data was named; give files, folders, a hub data set, or one of {', '.join(BUILTIN)}.")
-    files = [file for name in named if name not in BUILTIN and not _is_hub_name(name) for file in files_of(name)]
-    out: list[Documents | _Written] = []
+    own = (*BUILTIN, *WRITTEN)
+    files = [file for name in named if name not in own and not _is_hub_name(name) for file in files_of(name)]
+    out: list[Documents | Written] = []
     for name in dict.fromkeys(named):
         if name == "python":
             out.append(_python_text(seed))
-        elif name == "retriever":
-            out.append(_Written.of(tokenizer, seed))
+        elif name in WRITTEN:
+            out.append(WRITTEN[name](tokenizer, seed))
         elif name in texts.PUBLISHED:
             out.append(_published_text(name, seed))
         elif _is_hub_name(name):
@@ -474,31 +484,3 @@ def _published_text(name: str, seed: int) -> Documents:
     text = texts.read_text(name)
     training, held_out = texts.parts(text)
     return _in_memory(f"{name} [{texts.digest(text)[:8]}]", training, seed, _in_memory(name, held_out, None))
-
-
-class _Written(NamedTuple):
-    """Rows of the embedded model's own training, generated as they are read."""
-
-    name: str
-    writer: data.Writer
-    seed: int
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, seed: int) -> _Written:
-        try:
-            return cls("retriever", data.Writer(tokenizer.backend), seed)
-        except ValueError as error:
-            raise ValueError(f"--data retriever is text for the embedded model: {error}") from None
-
-    def _row(self, length: int, seed: int, index: int) -> np.ndarray:
-        level = data.Level(length, **RETRIEVER_ROWS)  # type: ignore[arg-type]
-        return self.writer.batch(level, 1, seed, index).tokens[0].astype(np.int32)
-
-    def rows(self, length: int, position: Position | None) -> Iterator[tuple[np.ndarray, Position]]:
-        index = position["row"] if position else 0
-        while True:
-            yield self._row(length, self.seed, index), {"row": index + 1}
-            index += 1
-
-    def held_out(self, length: int, count: int) -> np.ndarray:
-        return np.stack([self._row(length, self.seed + HELD_OUT_SEED, index) for index in range(count)])

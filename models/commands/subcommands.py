@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.commands import distributed
 from models.commands.arguments import Parser, add_import_flag
 from models.commands.execution import check_extras, run
 
@@ -27,6 +28,8 @@ def run_one(package: str, description: str, modules: Mapping[str, Any], argument
 
     def command() -> None:
         check_extras(arguments)
+        if "coordinator" in chosen:
+            distributed.join(chosen)
         modules[chosen.name].command(chosen)
 
     return run(command, f"{package} {chosen.name}")

@@ -1,8 +1,8 @@
-"""Choices under selections: the choice tasks of :mod:`evals.choices`, each token reading what a selection keeps.
+"""Choices under selections: the tasks of papers/choices/tasks.py, each token reading what a selection keeps.
 
 Table 1 of arXiv 2503.07518 has zero-shot choice tasks under token sparsity. Here a text makes the tasks. Nothing is
 evicted: each row of the prompt and of a choice reads what the selection keeps of all rows before it, as in
-`python -m evals coref`. A choice is judged by the log-probability of its tokens, as in `python -m evals choices`.
+`python -m papers coref`. A choice is judged by the log-probability of its tokens, as in `python -m papers choices`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from evals import choices, evaluator, loglikelihood, report, simulator, statistics
-from evals.choices import Sample
+from evals import evaluator, loglikelihood, report, simulator, statistics
 from evals.selections import Selection
 from evals.simulator import Simulation
 from kvjax.sources import PREDICTOR
 from models import commands
 from models.commands.programs import make_room
 from models.networks import Networks
+from papers.choices import tasks as choices
+from papers.choices.tasks import Sample
 
 SELECT = f"full,oracle,{PREDICTOR},quest,h2o,snapkv,streaming,random"
 
@@ -42,7 +43,7 @@ def measure(
     """Choose for each sample under each selection and sparsity.
 
     Args:
-        samples: results of :func:`evals.choices.draw`, by task.
+        samples: results of :func:`papers.choices.tasks.draw`, by task.
         chosen: selections; "full" reads everything, so it has no sparsity.
         like: has what the selections read beside the model.
         sparsities, batch: see :func:`evals.loglikelihood.simulate`.

@@ -27,15 +27,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
-from evals import answering, command_line, coref_task, prose, sweep, tasks
+from evals import answering, command_line, prose, sweep, tasks
 from models import commands
 from models.commands import provenance
 from models.config import Config, Rope
 from models.decoder import Decoder
 from models.load import load
 from models.save import save
+from papers.predictor import coref_task
+from papers.retriever import data
 from papers.retriever.circuit import init_parameters
-from train import data
 from train import folder as folders
 from train.checkpoints import newest_step
 from train.finetune import parameters_of

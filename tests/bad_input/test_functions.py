@@ -21,11 +21,12 @@ import kvjax
 import models
 from benchmarks import measure, steps
 from benchmarks.shapes import SHAPES
-from evals import best_tokens, claims, coref_task, infinitebench, ruler, simulator, tasks
+from evals import best_tokens, claims, infinitebench, ruler, simulator, tasks
 from kernels_pallas.prepare import over_heads
 from models.commands import provenance
 from models.config_json import to_hugging_face
 from papers.caote import launches
+from papers.predictor import coref_task
 from tests.bad_input.campaign import cases, refused
 from tests.kernels_pallas.test_prepare import mesh_of, on_mesh
 from tests.models import reference

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import models
-from evals import fidelity, harness, loglikelihood, selections, simulator
+from evals import harness, loglikelihood, selections, simulator
 from evals.__main__ import main
 from models import commands, fingerprints
+from papers.caote import fidelity
 from tests.tiers import matrix
 
 TEXT = (

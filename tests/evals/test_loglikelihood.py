@@ -1,14 +1,13 @@
-"""Likelihoods made a part at a time: against whole logits, in bounded memory; endings against whole sequences."""
+"""Likelihoods made a part at a time: against whole logits, in bounded memory."""
 
 import jax
 import numpy as np
 import pytest
 
 from evals import loglikelihood, simulator
-from tests.tiers import first, matrix
+from tests.tiers import first
 
 BATCH, LENGTH = 3, 21
-LENGTHS, QUESTIONS = (42, 44, 43), [7, 8, 7]  # of prompts: as many blocks, and as much room, in every batch
 
 
 @pytest.fixture
@@ -58,27 +57,3 @@ def test_a_reference_is_itself_without_divergence_and_has_to_be_of_the_same_sequ
     assert max(row.divergence.max() for row in dense) < 1e-5
     with pytest.raises(ValueError, match="of other sequences"):
         loglikelihood.predict(model, rows, reference=reference[:1])
-
-
-@matrix
-def test_endings_are_as_likely_as_in_whole_sequences(tiny):
-    model, rng, policy = tiny[0], np.random.default_rng(1), "snapkv(window=4)+caote"
-    prompts = [rng.integers(0, 90, length).tolist() for length in LENGTHS]
-    ends = [[rng.integers(0, 90, size).tolist() for size in (1, 3)] for _ in prompts]
-    settings = dict(block=8, when="prompt")
-    found = loglikelihood.endings(model, prompts, ends, QUESTIONS, batch=2, policies=[(policy, 12)], **settings)[0]
-    asked = [
-        (prompt, end, question) for prompt, own, question in zip(prompts, ends, QUESTIONS, strict=True) for end in own
-    ]
-    held, whole = [len(end) + question for _, end, question in asked], [prompt + end for prompt, end, _ in asked]
-    rows = iter(loglikelihood.predict(model, whole, held, policy=policy, budget=12, **settings))
-    for own, behind in zip(ends, found, strict=True):
-        wanted = [next(rows).log_probability[-len(end) :].sum() for end in own]
-        np.testing.assert_allclose(behind.log_probability, wanted, atol=1e-4)
-        assert 0 < behind.cache_bytes <= behind.peak_cache_bytes
-
-
-@pytest.mark.parametrize("ends", [[], [[[1]], [[1], [2]]], [[[1]], [[]]], [[], []]])
-def test_prompts_without_as_many_endings_are_refused(tiny, ends):
-    with pytest.raises(ValueError, match="give each prompt as many as the others"):
-        loglikelihood.endings(tiny[0], [[1, 2], [3, 4]], ends)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evals import prose, tasks
-from train import data
+from papers.retriever import data
 
 PLACEMENTS = ("after", "before", "both")
 GOLDEN = """\

@@ -7,12 +7,11 @@ import numpy as np
 import optax
 import pytest
 
-from evals import coref_task
 from models.decoder import Decoder
 from models.save import save
-from papers.retriever import recipe
+from papers.predictor import coref_task
+from papers.retriever import data, recipe
 from papers.retriever.circuit import init_parameters
-from train import data
 from train.loop import Options
 
 LEVEL = data.Level(64, facts=(1, 3), filler=(0.0, 0.3), before=0.5, episodes=False)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from evals import choices, loglikelihood, selections, simulator
+from evals import loglikelihood, selections, simulator
+from papers.choices import tasks as choices
 from papers.predictor import zero_shot
 
 TEXT = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import models
+import papers.retriever.rows  # noqa: F401  which adds them to the texts
 from evals import prose, texts
 from train.text import PIECE_BYTES, open_corpus, python_documents
 

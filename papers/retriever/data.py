@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from evals import coref_task, prose, tasks
+from evals import prose, tasks
+from papers.predictor import coref_task
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 _WORD = re.compile(r"\n| ?[^ \n]+")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evals import coref_task
+from papers.predictor import coref_task
 
 TRAIN, TEST = coref_task.pools("train"), coref_task.pools("test")
 

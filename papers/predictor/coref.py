@@ -31,8 +31,7 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 import models
-from evals import answering, command_line, coref_task, evaluator, report, selections, simulator, statistics
-from evals.coref_task import CorefSample
+from evals import answering, command_line, evaluator, report, selections, simulator, statistics
 from evals.selections import Selection
 from evals.simulator import Simulation
 from kvjax.checks import check_names
@@ -42,16 +41,13 @@ from models import commands, hosts
 from models.commands import run_flags
 from models.commands.programs import make_room
 from models.networks import read_by
+from papers.predictor import coref_task
+from papers.predictor.coref_task import CorefSample
 
 Mode = Literal["teacher", "generate"]
 SELECT = f"full,oracle,{PREDICTOR},quest,h2o,streaming,random"
 PAGE_SIZE = 4
 SNAPKV = "snapkv(window=32,kernel=7,pooling='max')"  # in "generate": its window fits into a block of the prompt
-EXAMPLES = """examples:
-  python -m evals coref --select full,oracle,quest,h2o,streaming,random --sparsity 0.5
-  python -m evals coref --sparsity 0.3,0.5,0.7 --mode teacher,generate --json coref.json --plot coref.png
-  python -m evals coref --mode generate --select full,h2o,snapkv --when block,prompt,published --evict-every 0
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +121,7 @@ def outcomes(guessed: Sequence[int], wanted: Sequence[int]) -> tuple[bool, float
     """Return whether a name is right as a whole, and the share of its tokens that are right.
 
     Example:
-        >>> from evals.coref import outcomes
+        >>> from papers.predictor.coref import outcomes
         >>> outcomes([5, 6, 7, 9], [5, 6, 7, 8])
         (False, 0.75)
     """

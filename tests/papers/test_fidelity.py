@@ -7,7 +7,8 @@ from jax.sharding import Mesh
 
 import kvjax
 import models
-from evals import fidelity, needle, tasks
+from evals import needle, tasks
+from papers.caote import fidelity
 from tests.models import reference
 from tests.tiers import matrix
 

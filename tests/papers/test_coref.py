@@ -8,8 +8,9 @@ import pytest
 
 import kvjax
 import models
-from evals import answering, coref, coref_task, simulator
-from evals.coref_task import CorefSample
+from evals import answering, simulator
+from papers.predictor import coref, coref_task
+from papers.predictor.coref_task import CorefSample
 from tests.tiers import matrix
 
 

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import models
-from evals import choices, loglikelihood, texts
+from evals import loglikelihood, texts
 from evals.run_settings import Setting
+from papers.choices import command
+from papers.choices import tasks as choices
+from papers.retriever.data import template_sentence
 from tests.tiers import first, nightly
-from train.data import template_sentence
 
 RNG = np.random.default_rng(0)
 SENTENCES = list(dict.fromkeys(template_sentence(RNG) for _ in range(600)))
@@ -81,7 +83,7 @@ def test_of_words_to_recall_the_right_one_stands_in_the_passage(index):
 def test_the_full_cache_chooses_the_likeliest_of_the_whole_sequences(tiny, task):
     model = tiny[0]
     samples = [drawn(task, index) for index in range(3)]
-    records = choices.answer(model, samples, [FULL], block=64, batch=2, rows=[2, 0])[0]
+    records = command.answer(model, samples, [FULL], block=64, batch=2, rows=[2, 0])[0]
     for sample, record in zip([samples[2], samples[0]], records, strict=True):
         rows = loglikelihood.predict(model, [sample.tokens + choice for choice in sample.choices], block=64)
         sums = [row.log_probability[-len(own) :].sum() for row, own in zip(rows, sample.choices, strict=True)]

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from evals import coref_task, prose
-from train import data
+from evals import prose
+from papers.predictor import coref_task
+from papers.retriever import data
 
 LEVEL = data.Level(200, facts=(2, 8), filler=(0.0, 0.6), two_words=0.8)
 

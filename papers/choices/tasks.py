@@ -1,42 +1,30 @@
-"""Choices among continuations after a compressed context; the tasks are made from a text, by seed.
+"""Tasks that choose among continuations of a prompt, made from a text, by seed.
 
 - continuation: which of four sentences comes next? The three wrong ones have about the same length.
 - section: sentences of two sections, each followed by its section's title. Which title belongs to the last sentence?
 - recall: a few words of the passage are repeated. Which of four words of the passage followed them?
 
-A choice is scored by the log-probability of its tokens after the prompt, while nothing more is evicted: the sum, or for
-continuations the mean per byte. The question is the last sentence of a continuation's passage, the sentence without a
+A choice is scored by the log-probability of its tokens after the prompt: the sum, or for continuations the mean per
+byte. The question is the last sentence of a continuation's passage, the sentence without a
 title, or the repeated words. It is known when the context is compressed ("known"), or held back ("unknown"). By
 chance, one choice in four is right, and one in two for sections.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from tqdm import tqdm
 
-import models
-from evals import answering, command_line, evaluator, loglikelihood, results, run_settings, texts
+from evals import texts
 from evals.documents import common_prefix
-from evals.run_settings import Setting
 from kvjax.checks import check_names
-from models.commands.programs import make_room
 
-EXAMPLES = """examples:
-  python -m evals choices --model smollm2 --text king-james-bible --policies full,snapkv,snapkv+caote --budgets 0.25
-  python -m evals choices --tasks recall --lengths 512 --question known,unknown --when prompt --plot choices.png
-"""
-TITLE = "Choices behind a compressed context: the right one found"
 BY_CHANCE = "by chance: 0.25, of section 0.50"
 CHOICES = 4
 CUE = 3
@@ -197,75 +185,12 @@ TASKS: dict[str, Callable[[np.random.Generator, Corpus, Count, int], Draft | Non
 }
 
 
-def answer(
-    model: models.Decoder,
-    samples: Sequence[Sample],
-    settings: Sequence[Setting],
-    *,
-    block: int = 128,
-    batch: int = 8,
-    rows: Sequence[int] | None = None,
-    on_row: Callable[[Setting, int, dict[str, Any]], None] | None = None,
-    aids: answering.Aids = answering.NO_AIDS,
-) -> list[list[dict[str, Any]]]:
-    """Choose for each sample under settings of one question and moment; those that evict once share a prompt.
-
-    Args:
-        samples: results of :func:`draw`.
-        settings: policies and budgets, of one moment, whose question is known or unknown alike.
-        block, batch: see :func:`evals.loglikelihood.endings`.
-        rows: the indices of the samples to answer, all by default.
-        on_row: called with a setting, a sample's number and its record as soon as it is answered.
-        aids: see :func:`evals.answering.answers`.
-
-    Returns:
-        For each setting one record per sample: the ``score`` (1 where the right choice is the likeliest), the index
-        that was ``chosen``, the ``log_probability`` of each choice, and the cache's bytes.
-    """
-    make_room()
-    given = [samples[row] for row in (range(len(samples)) if rows is None else rows)]
-    numbers = list(range(len(samples))) if rows is None else list(rows)
-    found: list[list[dict[str, Any]]] = [[{} for _ in given] for _ in settings]
-
-    def keep(number: int, place: int, behind: loglikelihood.Behind) -> None:
-        sample = given[place]
-        chosen = likeliest(sample, behind.log_probability)
-        found[number][place] = {
-            "score": float(chosen == sample.right),
-            "chosen": chosen,
-            "right": sample.right,
-            "log_probability": behind.log_probability.tolist(),
-            "prompt_tokens": len(sample.tokens),
-            "cache_bytes": behind.cache_bytes,
-            "peak_cache_bytes": behind.peak_cache_bytes,
-        }
-        if on_row is not None:
-            on_row(settings[number], numbers[place], found[number][place])
-
-    unknown = settings[0].question == "unknown"
-    loglikelihood.endings(
-        model,
-        [sample.tokens for sample in given],
-        [sample.choices for sample in given],
-        [len(sample.tokens) - sample.context_end for sample in given] if unknown else None,
-        policies=[(aids.policy(setting), setting.budget) for setting in settings],
-        networks=aids.networks,
-        cache_dtype=settings[0].cache_dtype,
-        block=block,
-        when=settings[0].when,
-        batch=batch,
-        width=max((len(sample.tokens) for sample in samples), default=0),
-        on_row=keep,
-    )
-    return found
-
-
 def likeliest(sample: Sample, log_probability: Float[np.ndarray, "n"]) -> int:
     """Return the index of the choice that is chosen, from the log-probability of each choice's tokens.
 
     Example:
         >>> import numpy as np
-        >>> from evals.choices import Sample, likeliest
+        >>> from papers.choices.tasks import Sample, likeliest
         >>> likeliest(
         ...     Sample([1], 1, ([2], [3, 4]), right=1, sizes=(1, 4)),
         ...     np.array([-1.0, -2.0]),
@@ -273,89 +198,6 @@ def likeliest(sample: Sample, log_probability: Float[np.ndarray, "n"]) -> int:
         1
     """
     return int(np.argmax(log_probability / np.array(sample.sizes)))
-
-
-def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    command_line.add_model_flags(flags)
-    command_line.add_setting_flags(flags, budgets="0.25,0.5")
-    texts.add_text_flag(flags)
-    flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}, or all; several by comma")
-    flags.add_argument("--lengths", default="512,1024", help="tokens of prompt and choice; several by comma")
-    flags.add_argument("--samples", type=int, default=40, help="samples per task and length")
-    flags.add_argument("--out", type=Path, help="a folder for every sample's record; a killed run is resumed there")
-
-
-def command(flags: argparse.Namespace) -> None:
-    """Run the evaluation: check, choose, print the table, write JSON and picture; with ``--out`` it can resume."""
-    if flags.evict_every not in (None, 0):
-        raise ValueError("--evict-every is about generated tokens, but choices generate none; leave it out.")
-    flags.evict_every = 0
-    instead = "python -m papers predictor choices takes selections with --select"
-    run_settings.refuse_selections(run_settings.make_settings(flags, run_settings.KNOWN_OR_NOT), instead)
-    check(flags)
-    text = texts.read_text(flags.text)
-    corpus = read_corpus(text)
-    notes = [BY_CHANCE]
-    evaluator.command(
-        flags, functools.partial(make_groups, corpus), title=TITLE, notes=lambda _: notes, check=check, answer=_answer,
-        read={"text": texts.digest(text)},
-    )  # fmt: skip
-
-
-def check(flags: argparse.Namespace) -> None:
-    """Check the flags before any work."""
-    command_line.check_sizes(flags)
-    command_line.choose("--tasks", flags.tasks, list(TASKS))
-    command_line.check_least(flags, samples=1)
-
-
-def make_groups(
-    corpus: Corpus, flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer
-) -> list[evaluator.Group]:
-    """Make one group per task and length."""
-    groups = []
-    chosen = command_line.choose("--tasks", flags.tasks, list(TASKS))
-    for task, length in itertools.product(chosen, command_line.check_sizes(flags)):
-        samples = [draw(task, i, corpus, tokenizer, length, seed=flags.seed) for i in range(flags.samples)]
-        longest = max(len(choice) for sample in samples for choice in sample.choices)
-        # The score is that of the likeliest choice, which :func:`answer` computes.
-        groups.append(
-            evaluator.Group(task, length, len(samples), functools.partial(list, samples), longest, lambda *_: 0.0)
-        )
-    return groups
-
-
-def _answer(
-    model: models.Decoder, tokenizer: models.Tokenizer, groups: Sequence[evaluator.Group], settings: Sequence[Setting],
-    store: results.Results, *, labels: dict[str, Any], progress: tqdm, feed: answering.Feed,
-) -> None:  # fmt: skip
-    """Answer the samples that a store has no record of yet, as :func:`evals.evaluator.run` does for other tasks."""
-    for group, together in itertools.product(groups, _of_one_moment(settings)):
-        progress.set_description(f"{group.task}, {group.length}, {together[0].title()}")
-        about, missing = evaluator.open_samples(group, together, store, labels)
-        progress.update(group.size * len(together) - sum(map(len, missing.values())))
-
-        def add(setting: Setting, row: int, record: dict[str, Any], about=about, missing=missing) -> None:
-            if row in missing[setting]:
-                store.add([{**about[setting], "sample": row, **record, "prefill": [0, 0], "decode": [0, 0]}])
-                progress.update()
-
-        asked = [setting for setting, rows in missing.items() if rows]
-        rows = sorted(set().union(*missing.values()))
-        if asked:
-            answer(
-                model, group.draw(), asked, rows=rows, on_row=add, block=feed.block, batch=feed.batch, aids=feed.aids
-            )
-
-
-def _of_one_moment(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Return the groups of settings that share a prompt, split by their moment."""
-    groups: dict[tuple[int, str], list[Setting]] = {}
-    for number, together in enumerate(run_settings.sharing(settings)):
-        for setting in together:
-            groups.setdefault((number, setting.when), []).append(setting)
-    return list(groups.values())
 
 
 def _is_prose(sentence: str) -> bool:

@@ -36,10 +36,6 @@ POLICIES = (
     "laprox(window=8)@model",
 )
 MEASURES = ("error", "cosine", "output_error", "output_cosine")
-EXAMPLES = """examples:
-  python -m evals fidelity --policies "h2o,h2o+caote,snapkv,snapkv+caote" --budgets 128 --plot layers.png
-  python -m evals fidelity --policies "laprox@model" --budgets 0.1 --heads heads.png --json fidelity.json
-"""
 
 
 class Outputs(NamedTuple):
