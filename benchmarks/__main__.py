@@ -9,7 +9,7 @@ from models.commands.subcommands import run_one
 
 NAMES = (
     "accelerator", "cpu", "decode", "fixed_memory", "kernels", "memory", "peers", "prefill", "questions", "report",
-    "sharing", "soak", "tpu_compile",
+    "soak", "tpu_compile",
 )  # fmt: skip
 BENCHMARKS: dict[str, Any] = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES}
 

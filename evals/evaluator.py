@@ -53,7 +53,7 @@ class Group:
         score: maps an answer and its sample to a number in [0, 1].
         end: tokens that end an answer; the model's own by default.
         questions: the group is answered only by settings whose ``question`` is one of these.
-        data: a digest of the records that the samples are made of, if they were read and not drawn.
+        data: a digest of the text or the records that the samples are made of, if these were read.
         probe: raises the errors that ``draw`` would raise, and returns a few of its samples; ``draw`` by default.
     """
 
@@ -172,7 +172,6 @@ def command(
     check: Callable[[argparse.Namespace], None],
     short: Mapping[str, str] | None = None,
     answer: Callable[..., None] | None = None,
-    read: Mapping[str, str] | None = None,
 ) -> None:
     """Run an evaluation made of tasks: check, answer samples, print the table, write JSON and picture.
 
@@ -183,7 +182,6 @@ def command(
         notes: returns the lines below the table, such as the sources of the texts.
         short: the tasks' names in the table.
         answer: answers the groups in place of :func:`run`.
-        read: fingerprints of what the samples were made from, beside those of :func:`digests`.
     """
     settings = make_settings(flags, KNOWN_OR_NOT)
     check_least(flags, block=1, batch=1)
@@ -198,7 +196,7 @@ def command(
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
         total = sum(group.size for group in groups) * len(settings)
-        fingerprints = digests(model, tokenizer, aids.networks, groups) | dict(read or {})
+        fingerprints = digests(model, tokenizer, aids.networks, groups)
         store.check_digests(labels, fingerprints)
         with commands.progress_bar("sample", total=total) as progress:
             (answer or run)(

@@ -1,10 +1,10 @@
 """RULER's 13 tasks: needles, variable tracking, common and frequent words, and questions among documents.
 
 The structure is that of RULER (Hsieh et al. 2024, arXiv 2404.06654), generated here at any length. A sample's length
-counts its prompt and the tokens that the answer may take. The wording is our own; ``--prompts`` reads other wording
-from a file. The essays and the documents of the two QA tasks come from files that the user names. Without them, the
-essays are built-in prose and the QA tasks are left out, which a note below the table states. With ``--data`` nothing
-is generated: samples are read from the files of RULER's own scripts, ``TASK/validation.jsonl`` per task.
+counts its prompt and the tokens that the answer may take. The wording is our own. The essays and the documents of the
+two QA tasks come from files that the user names. Without them, the essays are built-in prose and the QA tasks are left
+out, which a note below the table states. With ``--data`` nothing is generated: samples are read from the files of
+RULER's own scripts, ``TASK/validation.jsonl`` per task.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,8 @@ from evals.ruler_tasks import (
     QA,
     SHORT,
     TASKS,
-    WORDING,
     Documents,
     Sources,
-    Wording,
     builder,
     check_fits,
     encoded,
@@ -138,35 +135,6 @@ def read_documents(path: Path) -> tuple[str, Documents]:
     return task, found
 
 
-def read_wording(path: Path) -> dict[str, Wording]:
-    """Read other wording from a JSON file.
-
-    For ``niah``, ``vt``, ``cwe``, ``fwe`` or ``qa`` it holds an object with ``prompt``, ``answer`` and, for niah,
-    ``needle``. What it leaves out keeps our wording.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: a task or field is unknown, or a prompt has no {context}.
-    """
-    content = _parse_json(path, commands.read_text(path, "prompts"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; expected tasks ({', '.join(WORDING)}) with prompt and answer.")
-    found = dict(WORDING)
-    for name, parts in content.items():
-        wrong = name not in WORDING or not isinstance(parts, dict) or set(parts) - set(Wording._fields)
-        if wrong or not all(isinstance(part, str) for part in parts.values()):
-            raise ValueError(
-                f"{path}: {name!r} is not among {', '.join(WORDING)}, or has other fields than the texts "
-                f"{', '.join(Wording._fields)}."
-            )
-        found[name] = found[name]._replace(**parts)
-        if "{context}" not in found[name].prompt:
-            raise ValueError(f"{path}: the prompt of {name!r} has no {{context}}; write it where the context belongs.")
-    for name, wording in found.items():
-        _check_fields(path, name, wording)
-    return found
-
-
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     command_line.add_model_flags(flags)
@@ -177,7 +145,6 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
     flags.add_argument("--essays", type=Path, help="a text file, or a JSON file with 'text'; built-in prose by default")
     flags.add_argument("--qa", type=Path, nargs="+", help="SQuAD's and HotpotQA's JSON files, for qa_1 and qa_2")
-    flags.add_argument("--prompts", type=Path, help="a JSON file with other wording")
     flags.add_argument(
         "--data", help="a folder of samples from RULER's scripts (TASK/validation.jsonl), in place of generated ones"
     )
@@ -205,7 +172,6 @@ def check(flags: argparse.Namespace) -> None:
 def _read_sources(flags: argparse.Namespace) -> Sources:
     """Read the files that the flags name."""
     return Sources(
-        WORDING if flags.prompts is None else read_wording(flags.prompts),
         None if flags.essays is None else read_essays(flags.essays),
         dict(read_documents(path) for path in flags.qa or []),
     )
@@ -244,9 +210,7 @@ def notes(flags: argparse.Namespace) -> list[str]:
     if flags.data is not None:
         return [f"samples: {flags.data}, as RULER's scripts wrote them"]
     chosen = _tasks(flags)
-    found = []
-    if flags.prompts is None:
-        found.append("prompts: RULER's structure, kvjax's wording (--prompts FILE for other wording)")
+    found = ["prompts: RULER's structure, kvjax's wording (--data for RULER's own)"]
     if flags.essays is None and set(chosen) & set(ESSAYS):
         found.append("essays: kvjax's built-in prose, not Paul Graham's (--essays FILE)")
     if left := [SHORT[task] for task in QA if task not in chosen and flags.tasks == "all"]:
@@ -260,7 +224,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _check_data(flags: argparse.Namespace) -> None:
-    if given := [name for name in ("essays", "qa", "prompts", "lengths") if getattr(flags, name) is not None]:
+    if given := [name for name in ("essays", "qa", "lengths") if getattr(flags, name) is not None]:
         raise ValueError(f"--data holds whole samples; leave out {', '.join(f'--{name}' for name in given)}.")
     if flags.data == "hub":
         raise ValueError("RULER publishes scripts, not samples; give the folder that they wrote with --data.")
@@ -322,21 +286,3 @@ def _parse_json(path: Path, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); give the published file.") from None
-
-
-def _check_fields(path: Path, name: str, wording: Wording) -> None:
-    known = {"niah": {"kind", "verb", "query"}, "vt": {"query", "count"}, "qa": {"query"}}.get(name, set())
-    for part, text, allowed in (
-        ("prompt", wording.prompt, known | {"context"}),
-        ("answer", wording.answer, known),
-        ("needle", wording.needle, {"kind", "kinds", "key", "value"}),
-    ):
-        try:
-            found = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
-        except ValueError as error:
-            raise ValueError(f"{path}: the {part} of {name!r} is malformed ({error}).") from None
-        if wrong := found - allowed:
-            raise ValueError(
-                f"{path}: the {part} of {name!r} has {', '.join(f'{{{field}}}' for field in sorted(wrong))}; expected "
-                f"{', '.join(f'{{{field}}}' for field in sorted(allowed)) or 'no fields'}."
-            )

@@ -99,9 +99,8 @@ class Documents(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """The sources of samples: wording, an essay's sentences (None for built-in prose), the QA tasks' documents."""
+    """The sources of samples: an essay's sentences (None for built-in prose), and the QA tasks' documents."""
 
-    wording: Mapping[str, Wording] = dataclasses.field(default_factory=lambda: WORDING)
     essay: Sequence[str] | None = None
     documents: Mapping[str, Documents] = dataclasses.field(default_factory=dict)
 
@@ -134,7 +133,7 @@ def sample(
         index: the same index gives the same sample, whichever others are made.
         tokenizer: the model's tokenizer.
         length: the largest number of tokens of prompt and answer together.
-        sources: what samples are made of; our wording and prose by default.
+        sources: what samples are made of; our prose by default.
         seed: another seed gives other samples.
         chat: put the prompt into the model's chat template, and the beginning of the answer after the assistant's
             header.
@@ -213,17 +212,17 @@ def builder(task: str, index: int, length: int, sources: Sources, seed: int) -> 
         needles = NEEDLES[task]
         hidden = needles.num_keys * needles.num_values
         essay = _Sentences(sources.essay, seed=start) if needles.haystack == "essay" else None
-        return lambda n: _needles(fresh(), needles, n, essay, sources.wording["niah"]), hidden
+        return lambda n: _needles(fresh(), needles, n, essay), hidden
     if task == "vt":
-        return lambda n: _variables(fresh(), n, sources.wording["vt"]), 5
+        return lambda n: _variables(fresh(), n), 5
     if task == "cwe":
-        return lambda n: _common_words(fresh(), n, length, sources.wording["cwe"]), 20
+        return lambda n: _common_words(fresh(), n, length), 20
     if task == "fwe":
         vocabulary = max((length - NEW_TOKENS["fwe"]) // 50, 5)
-        return lambda n: _frequent_words(fresh(), n, vocabulary, sources.wording["fwe"]), 30
+        return lambda n: _frequent_words(fresh(), n, vocabulary), 30
     library = sources.documents[task]
     own = library.questions[index % len(library.questions)][2]
-    return lambda n: _question(fresh(), library, index, n, sources.wording["qa"]), len(own)
+    return lambda n: _question(fresh(), library, index, n), len(own)
 
 
 class _Sentences:
@@ -238,10 +237,10 @@ class _Sentences:
         return self.found[:count]
 
 
-def _needles(rng: np.random.Generator, task: Needles, units: int, essay: _Sentences | None, wording: Wording) -> Draft:
+def _needles(rng: np.random.Generator, task: Needles, units: int, essay: _Sentences | None) -> Draft:
     several = task.num_values * task.num_queries > 1
     one, many = ("number", "numbers") if task.values == "numbers" else ("uuid", "uuids")
-    state = lambda key, value: wording.needle.format(kind=one, kinds=many, key=key, value=value)  # noqa: E731
+    state = lambda key, value: WORDING["niah"].needle.format(kind=one, kinds=many, key=key, value=value)  # noqa: E731
     keys: list[str] = []
     while len(keys) < task.num_keys:
         if (key := _random(rng, task.keys)) not in keys:
@@ -267,18 +266,18 @@ def _needles(rng: np.random.Generator, task: Needles, units: int, essay: _Senten
         context = "\n".join(lines)
     query = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
     words = dict(kind=many if several else one, verb="are" if several else "is", query=query)
-    return _draft(wording, context, tuple(value for key in queries for value in values[key]), **words)
+    return _draft("niah", context, tuple(value for key in queries for value in values[key]), **words)
 
 
-def _variables(rng: np.random.Generator, units: int, wording: Wording) -> Draft:
+def _variables(rng: np.random.Generator, units: int) -> Draft:
     """Make one chain of four hops among noise, after a short example with names of three letters."""
-    example = _chain(rng, 3, 5, wording)
-    asked = _chain(rng, 5, units, wording)
+    example = _chain(rng, 3, 5)
+    asked = _chain(rng, 5, units)
     shown = f"{example.context}{example.question}{example.answer} {' '.join(example.references)}\n\n"
     return asked._replace(context=shown + asked.context)
 
 
-def _chain(rng: np.random.Generator, letters: int, units: int, wording: Wording, hops: int = 4) -> Draft:
+def _chain(rng: np.random.Generator, letters: int, units: int, hops: int = 4) -> Draft:
     names: list[str] = []
     while len(names) <= hops:
         if (name := _letters(rng, letters, string.ascii_uppercase)) not in names:
@@ -288,30 +287,30 @@ def _chain(rng: np.random.Generator, letters: int, units: int, wording: Wording,
     lines = [NOISE] * units
     for link, place in reversed(list(zip(links, np.sort(rng.random(len(links))), strict=True))):
         lines.insert(int(place * (units + 1)), link)
-    return _draft(wording, "\n".join(lines), tuple(names), query=value, count=str(hops + 1))
+    return _draft("vt", "\n".join(lines), tuple(names), query=value, count=str(hops + 1))
 
 
-def _common_words(rng: np.random.Generator, units: int, length: int, wording: Wording) -> Draft:
+def _common_words(rng: np.random.Generator, units: int, length: int) -> Draft:
     """Make a list, after an example, with ten frequent words: 30 times against 3 for others; 6 against 1 if short."""
     often, seldom = (30, 3) if length >= LONG else (6, 1)
-    example = _word_list(rng, *((40, 10, 3) if length >= LONG else (20, 3, 1)), wording)
-    asked = _word_list(rng, units, often, seldom, wording)
+    example = _word_list(rng, *((40, 10, 3) if length >= LONG else (20, 3, 1)))
+    asked = _word_list(rng, units, often, seldom)
     answer = " ".join(f"{place}. {word}" for place, word in enumerate(example.references, 1))
     shown = f"{example.context}{example.question}{example.answer} {answer}\n"
     return asked._replace(context=shown + asked.context)
 
 
-def _word_list(rng: np.random.Generator, units: int, often: int, seldom: int, wording: Wording) -> Draft:
+def _word_list(rng: np.random.Generator, units: int, often: int, seldom: int) -> Draft:
     words = _words()
     known = words[: len(_plain())] if units <= len(_plain()) else words
     drawn = [known[i] for i in rng.permutation(len(known))[:units]]
     common, others = drawn[:10], drawn[10:]
     listed = common * often + others * seldom
     rng.shuffle(listed)
-    return _draft(wording, " ".join(f"{place}. {word}" for place, word in enumerate(listed, 1)), tuple(common))
+    return _draft("cwe", " ".join(f"{place}. {word}" for place, word in enumerate(listed, 1)), tuple(common))
 
 
-def _frequent_words(rng: np.random.Generator, units: int, vocabulary: int, wording: Wording) -> Draft:
+def _frequent_words(rng: np.random.Generator, units: int, vocabulary: int) -> Draft:
     """Make a text of six-letter words by a zeta law with exponent 2: the top word is dots, the next three are asked."""
     words: list[str] = []
     while len(words) < vocabulary:
@@ -322,10 +321,10 @@ def _frequent_words(rng: np.random.Generator, units: int, vocabulary: int, wordi
     for rank, word in enumerate(words, 1):
         text += [word] * int(units / rank**2 / (math.pi**2 / 6))
     rng.shuffle(text)
-    return _draft(wording, " ".join(text), tuple(words[1:4]))
+    return _draft("fwe", " ".join(text), tuple(words[1:4]))
 
 
-def _question(rng: np.random.Generator, library: Documents, index: int, units: int, wording: Wording) -> Draft:
+def _question(rng: np.random.Generator, library: Documents, index: int, units: int) -> Draft:
     query, answers, own, near = library.questions[index % len(library.questions)]
     near = [near[i] for i in rng.permutation(len(near))]
     far = [i for i in rng.permutation(len(library.texts)).tolist() if i not in {*own, *near}]
@@ -334,10 +333,11 @@ def _question(rng: np.random.Generator, library: Documents, index: int, units: i
     chosen = own + (others * (wanted // len(others) + 1))[:wanted]
     order = np.random.default_rng(rng.integers(2**63)).permutation(len(chosen))
     listed = [f"Document {place}:\n{library.texts[chosen[i]]}" for place, i in enumerate(order, 1)]
-    return _draft(wording, "\n\n".join(listed), answers, query=query)
+    return _draft("qa", "\n\n".join(listed), answers, query=query)
 
 
-def _draft(wording: Wording, context: str, references: tuple[str, ...], **words: str) -> Draft:
+def _draft(family: str, context: str, references: tuple[str, ...], **words: str) -> Draft:
+    wording = WORDING[family]
     before, after = wording.prompt.split("{context}", 1)
     fill = lambda text: text.format(**words)  # noqa: E731
     return Draft(fill(before) + context, fill(after), fill(wording.answer), references)

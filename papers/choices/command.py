@@ -108,12 +108,8 @@ def command(flags: argparse.Namespace) -> None:
     run_settings.refuse_selections(run_settings.make_settings(flags, run_settings.KNOWN_OR_NOT), instead)
     check(flags)
     text = texts.read_text(flags.text)
-    corpus = read_corpus(text)
-    notes = [BY_CHANCE]
-    evaluator.command(
-        flags, functools.partial(make_groups, corpus), title=TITLE, notes=lambda _: notes, check=check, answer=_answer,
-        read={"text": texts.digest(text)},
-    )  # fmt: skip
+    groups = functools.partial(make_groups, read_corpus(text), texts.digest(text))
+    evaluator.command(flags, groups, title=TITLE, notes=lambda _: [BY_CHANCE], check=check, answer=_answer)
 
 
 def check(flags: argparse.Namespace) -> None:
@@ -124,18 +120,17 @@ def check(flags: argparse.Namespace) -> None:
 
 
 def make_groups(
-    corpus: Corpus, flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer
+    corpus: Corpus, data: str, flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer
 ) -> list[evaluator.Group]:
-    """Make one group per task and length."""
+    """Make one group per task and length; ``data`` is a digest of the text."""
     groups = []
     chosen = command_line.choose("--tasks", flags.tasks, list(TASKS))
     for task, length in itertools.product(chosen, command_line.check_sizes(flags)):
         samples = [draw(task, i, corpus, tokenizer, length, seed=flags.seed) for i in range(flags.samples)]
         longest = max(len(choice) for sample in samples for choice in sample.choices)
         # The score is that of the likeliest choice, which :func:`answer` computes.
-        groups.append(
-            evaluator.Group(task, length, len(samples), functools.partial(list, samples), longest, lambda *_: 0.0)
-        )
+        drawn = functools.partial(list, samples)
+        groups.append(evaluator.Group(task, length, len(samples), drawn, longest, lambda *_: 0.0, data=data))
     return groups
 
 

@@ -213,14 +213,6 @@ def test_scores_by_hand(answer, references, all_of, any_one):
     assert ruler.any_of(answer, references) == any_one
 
 
-def test_other_wording_comes_from_a_file(tmp_path):
-    file = tmp_path / "prompts.json"
-    file.write_text(json.dumps({"niah": {"needle": "{key}: {value} ({kinds})", "prompt": "Go.\n{context}\n{query}?"}}))
-    context, question, references = text_of("niah_single_1", ruler_tasks.Sources(ruler.read_wording(file)))
-    assert context.startswith("Go.\n") and f": {references[0]} (numbers)" in context
-    assert question.endswith("is"), "the answer's beginning stays ours"
-
-
 SMALL = [
     *("--tasks", "niah_single_1", "--lengths", "256", "--samples", "4", "--policies", "full,tova"),
     *("--budgets", "96", "--when", "prompt", "--batch", "4", "--block", "64"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import models
 from evals import loglikelihood, texts
 from evals.run_settings import Setting
+from models import fingerprints
 from papers.choices import command
 from papers.choices import tasks as choices
 from papers.retriever.data import template_sentence
@@ -102,4 +103,4 @@ def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, run_e
         assert r["low"] <= r["score"] <= r["high"] and r["policy"] in printed
         assert (r["evicts"], r["question"]) == (["prompt", 0], "unknown")
     assert [c["against"] for c in data["comparisons"]] == ["recency", "recency", "h2o"]
-    assert data["fingerprints"]["text"] == texts.digest(TEXT)
+    assert data["fingerprints"]["data"] == fingerprints.digest([["recall", texts.digest(TEXT)]])
