@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,19 @@ def add_setting_flags(
     flags.add_argument(
         "--question",
         default="known",
+        type=functools.partial(_placements, questions),
         help="known when the context is compressed, or unknown (it comes later)"
         f"{''.join(f', or {name}' for name in before)}; several by comma",
     )
+
+
+def _placements(known: Sequence[str], text: str) -> str:
+    """Return a command line's places of the question, after a check of them."""
+    try:
+        check_names("--question", commands.listed("place of the question", text, "--question known"), known)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
+    return text
 
 
 def add_against_flag(flags: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -19,7 +20,7 @@ import models
 from evals import prose, report, results
 from evals.answering import FEED, NO_AIDS, Aids, Batch, Feed, answers_each, check_answers
 from evals.command_line import check_least, command_text, decisive_flags, load, networks_for
-from evals.run_settings import KNOWN_OR_NOT, PLACEMENTS, RECENCY, Setting, baseline, make_settings, sharing_note
+from evals.run_settings import PLACEMENTS, RECENCY, Setting, baseline, make_settings, sharing_note
 from evals.summaries import compare, summarise, task_map
 from models import commands, fingerprints
 from models.commands import provenance
@@ -55,6 +56,7 @@ class Group:
         questions: the group is answered only by settings whose ``question`` is one of these.
         data: a digest of the text or the records that the samples are made of, if these were read.
         probe: raises the errors that ``draw`` would raise, and returns a few of its samples; ``draw`` by default.
+        fields: returns what a record has of its sample beside answer and score.
     """
 
     task: str
@@ -67,6 +69,7 @@ class Group:
     questions: tuple[str, ...] = PLACEMENTS
     data: str = ""
     probe: Callable[[], Sequence[Any]] | None = None
+    fields: Callable[[Any], Mapping[str, Any]] = lambda sample: {}
 
     def few(self) -> Sequence[Any]:
         """Return a few of the samples, or raise what keeps them from being drawn."""
@@ -172,6 +175,7 @@ def command(
     check: Callable[[argparse.Namespace], None],
     short: Mapping[str, str] | None = None,
     answer: Callable[..., None] | None = None,
+    picture: Callable[[Sequence[Mapping[str, Any]], Path], None] | None = None,
 ) -> None:
     """Run an evaluation made of tasks: check, answer samples, print the table, write JSON and picture.
 
@@ -182,8 +186,9 @@ def command(
         notes: returns the lines below the table, such as the sources of the texts.
         short: the tasks' names in the table.
         answer: answers the groups in place of :func:`run`.
+        picture: draws the records into a file; by default :func:`evals.summaries.task_map` draws their summary.
     """
-    settings = make_settings(flags, KNOWN_OR_NOT)
+    settings = make_settings(flags)
     check_least(flags, block=1, batch=1)
     check(flags)
     report.check_outputs(flags.json, flags.plot)
@@ -223,7 +228,10 @@ def command(
                 commands.write_json(path, figures)
                 print(f"figures: {path}")
         if flags.plot is not None:
-            task_map(rows, flags.plot, title=title, short=short or {})
+            if picture is None:
+                task_map(rows, flags.plot, title=title, short=short or {})
+            else:
+                picture(store.records, flags.plot)
             print(f"picture: {flags.plot}")
 
 
@@ -270,6 +278,7 @@ def _record(
     return {
         **about,
         "sample": row,
+        **group.fields(sample),
         "score": float(group.score(answer, sample)),
         "answer": answer.text,
         "prompt_tokens": len(sample.tokens),

@@ -26,7 +26,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 def task_table(
     rows: Sequence[dict[str, Any]], *, recency: str, short: Mapping[str, str], notes: Sequence[str] = ()
 ) -> str:
-    """Return a table with one row per setting and length: the mean of the tasks' means, and each task's mean.
+    """Return a table with one row per setting and length: the mean of the tasks' means, and each one's.
 
     A minus marks a mean below plain recency.
 
@@ -39,6 +39,8 @@ def task_table(
     under = below(rows, recency, "score", where)
     tasks = list(dict.fromkeys(task for r in rows for task in r["tasks"]))
     names = labels(rows)
+
+    whole = short.get(tasks[0], tasks[0]) if len(tasks) == 1 else "mean"
 
     def of_task(task: str) -> tuple[str, Cell]:
         return short.get(task, task), lambda r: f"{r['tasks'][task]['score']:.2f}" if task in r["tasks"] else ""
@@ -54,9 +56,9 @@ def task_table(
         rows,
         [
             *names,
-            ("mean", lambda r: f"{r['score']:.3f}{'-' if under(r) else ' '}"),
+            (whole, lambda r: f"{r['score']:.3f}{'-' if under(r) else ' '}"),
             ("95%", "{low:.3f}..{high:.3f}"),
-            *map(of_task, tasks),
+            *map(of_task, tasks if len(tasks) > 1 else ()),
             *predicted,
             ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),
             ("decode tok/s", lambda r: rate(r["decode_tokens_per_second"])),

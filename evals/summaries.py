@@ -52,16 +52,17 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def compare(records: Sequence[dict[str, Any]], against: str = RECENCY) -> list[dict[str, Any]]:
     """Compare each policy with those of :func:`evals.report.pairs`, on the same samples."""
-    scores: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
+    names = (*results.ROW, "evicts")
+    settings: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
-        setting = tuple(record.get(name) for name in results.ROW)
-        scores.setdefault(setting, {})[record["task"], record["sample"]] = record["score"]
-    settings = [{**dict(zip(results.ROW, setting, strict=True)), "found": found} for setting, found in scores.items()]
+        about = {name: record.get(name) for name in names}
+        setting = settings.setdefault(tuple(map(str, about.values())), about | {"found": {}})
+        setting["found"][record["task"], record["sample"]] = record["score"]
     rows = []
-    for row, other in report.pairs(settings, against, ("model", "evaluation", "length", "question")):
+    for row, other in report.pairs(list(settings.values()), against, ("model", "evaluation", "length", "question")):
         if both := [sample for sample in row["found"] if sample in other["found"]]:
             told = {"policy": row["policy"], "against": other["policy"]}
-            told |= {name: row[name] for name in results.ROW if name != "policy"}
+            told |= {name: row[name] for name in names if name != "policy"}
             rows.append(told | statistics.comparison([row["found"][s] - other["found"][s] for s in both]))
     return rows
 

@@ -230,9 +230,8 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"[tasks.{name}]: {error}.") from None
     flags.name = name
-    questions = run_settings.PLACEMENTS if name == "needle" else run_settings.KNOWN_OR_NOT
     command_line.check_least(flags, block=1, batch=1)
-    return Part(flags, run_settings.make_settings(flags, questions))
+    return Part(flags, run_settings.make_settings(flags))
 
 
 def _flag(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]:

@@ -38,7 +38,7 @@ class Fact(NamedTuple):
 class Sample(NamedTuple):
     """One question. ``tokens`` encode ``prompt`` and begin with BOS; a model answers well if it continues with
     ``answer_tokens``. The tokens before ``context_end`` are known before the closing question is. ``text`` numbers the
-    texts of an evaluation.
+    texts of an evaluation, and ``depth`` says where in its text a needle was placed, from 0 to 1.
     """
 
     prompt: str
@@ -47,6 +47,7 @@ class Sample(NamedTuple):
     answer_tokens: list[int]
     context_end: int
     text: int = 0
+    depth: float = 0.0
 
 
 def random_fact(

@@ -23,6 +23,7 @@ from tqdm import tqdm
 import kvjax
 import models
 from evals import answering, claims, command_line, evaluator, needle, report, run_settings, statistics, tasks
+from evals.run_settings import PLACEMENTS, RECENCY, Setting
 from kvjax.insertion import Cache
 from models import commands, hosts
 from models.commands.programs import make_room
@@ -117,7 +118,7 @@ def differences(full: Outputs, evicted: Outputs, valid: np.ndarray) -> dict[str,
 def measure(
     model: models.Decoder,
     samples: Sequence[tasks.Sample],
-    settings: Sequence[needle.Setting],
+    settings: Sequence[Setting],
     *,
     block: int = 128,
     batch: int = 16,
@@ -322,7 +323,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--lengths", default="512", help="tokens per prompt; several by comma, measured together")
     flags.add_argument("--samples", type=int, default=20, help="samples per length, at depths drawn at random")
     flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
-    flags.add_argument("--question", default="known", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
+    flags.add_argument("--question", default="known", help=f"{', '.join(PLACEMENTS)}; several by comma")
     flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
     command_line.add_against_flag(flags)
     commands.add_networks_flag(flags)
@@ -332,9 +333,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print the table, write JSON and pictures."""
-    settings = needle.make_settings(flags)
+    settings = run_settings.make_settings(flags)
     run_settings.refuse_selections(settings, "python -m papers predictor accuracy measures what a selection finds")
-    lengths = needle.check_sizes(flags)
+    lengths = command_line.check_sizes(flags)
     command_line.check_least(flags, samples=1)
     report.check_outputs(flags.json, flags.plot, flags.heads)
     model, tokenizer = command_line.load(flags)
@@ -380,13 +381,13 @@ def command(flags: argparse.Namespace) -> None:
         "results": results,
     }
     digests = evaluator.digests(model, tokenizer, aids.networks)
-    report.write(flags, figures, digests, lambda path: _layer_lines(results, path, recency=needle.RECENCY))
+    report.write(flags, figures, digests, lambda path: _layer_lines(results, path, recency=RECENCY))
     if flags.heads is not None:
         _head_map(results, flags.heads)
         print(f"picture: {flags.heads}")
 
 
-def _summary(setting: needle.Setting, found: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
+def _summary(setting: Setting, found: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
     whole = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
     layers = []
     for layer in range(whole["error"].shape[1]):

@@ -105,7 +105,7 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError("--evict-every is about generated tokens, but choices generate none; leave it out.")
     flags.evict_every = 0
     instead = "python -m papers predictor choices takes selections with --select"
-    run_settings.refuse_selections(run_settings.make_settings(flags, run_settings.KNOWN_OR_NOT), instead)
+    run_settings.refuse_selections(run_settings.make_settings(flags), instead)
     check(flags)
     text = texts.read_text(flags.text)
     groups = functools.partial(make_groups, read_corpus(text), texts.digest(text))

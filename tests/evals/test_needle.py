@@ -1,32 +1,28 @@
 """The needle evaluation on the embedded model, small enough to run in seconds."""
 
 import kvjax
-from evals import needle
+from evals import needle, report, run_settings
 
 SMALL = ["--lengths", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4", "--block", "64"]
 
 
-def test_several_facts_of_a_text_are_asked_for_and_lie_near_their_cells_depth(retriever):
-    cells = needle.make_cells(retriever[1], lengths=[256], depths=3, samples=2, facts=4, question="unknown", asked=3)
-    samples = needle.samples_of(cells)
+def test_several_facts_of_a_text_are_asked_for_and_lie_near_their_depth(retriever):
+    samples = needle.draw(retriever[1], 256, depths=3, samples=2, facts=4, question="unknown", asked=3)
     assert len(samples) == 3 * 2 * 3 and sorted({sample.text for sample in samples}) == list(range(6))
     assert len({tuple(sample.tokens[: sample.context_end]) for sample in samples}) == 6
     for text in range(6):
         own = [sample for sample in samples if sample.text == text]
         assert len({tuple(sample.tokens[: sample.context_end]) for sample in own}) == 1
         assert len({sample.answer for sample in own}) == 3
-    for cell in cells:
-        for sample in cell.samples:
-            place = sample.prompt.index(f" {sample.answer}.") / len(sample.prompt)
-            assert abs(place - cell.depth) <= 0.25
+    for sample in samples:
+        assert abs(sample.prompt.index(f" {sample.answer}.") / len(sample.prompt) - sample.depth) <= 0.25
 
 
 def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with_the_exact_form():
     def result(policy, correct):
-        cells = [{"length": 1, "depth": 0.0, "correct": correct}]
-        return {"policy": policy, "budget": 8, "when": "block", "question": "known", "cells": cells}
+        return {"policy": policy, "budget": 8, "when": "block", "correct": correct}
 
-    rows = needle.compare(
+    rows = report.compare(
         [
             result("h2o+protect(recent=0.5)", [0] * 40),
             result("h2o+caote+protect(recent=0.5)", [1] * 40),
@@ -34,7 +30,9 @@ def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with
             result("tova+fast_caote", [1] * 40),
             result("snapkv@layer", [1] * 40),
             result("snapkv+caote(target='output')@layer", [0] * 40),
-        ]
+        ],
+        "recency",
+        lambda found: found["correct"],
     )
     assert [(row["policy"], row["against"], row["better"]) for row in rows] == [
         ("h2o+caote+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes"),
@@ -52,7 +50,7 @@ def test_the_command_writes_table_json_and_picture(run_eval):
     assert sorted(data["fingerprints"]) == ["config", "kvjax", "prose", "tokenizer", "weights"]
     settings = [(r["policy"], r["budget"], r["when"]) for r in data["results"]]
     assert settings == [
-        ("full", None, "block"), *((policy, 96, "prompt") for policy in (needle.RECENCY, "tova", "tova+caote"))
+        ("full", None, "block"), *((policy, 96, "prompt") for policy in (run_settings.RECENCY, "tova", "tova+caote"))
     ]  # fmt: skip
     assert {r["samples"] for r in data["results"]} == {4}
     pairs = [(row["policy"], row["against"]) for row in data["comparisons"]]

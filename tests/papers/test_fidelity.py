@@ -7,7 +7,8 @@ from jax.sharding import Mesh
 
 import kvjax
 import models
-from evals import needle, tasks
+from evals import tasks
+from evals.run_settings import RECENCY, Setting
 from papers.caote import fidelity
 from tests.models import reference
 from tests.tiers import matrix
@@ -31,7 +32,7 @@ def random_samples(count=5, seed=0):
 
 
 def test_the_full_cache_is_exact():
-    setting = needle.Setting("full", None, "prompt", "known")
+    setting = Setting("full", None, "prompt", "known")
     (result,) = fidelity.measure(random_model(), random_samples(), [setting], block=16)
     assert (result["error"], result["cosine"], result["kl"]) == (0, 1, 0)
     assert (result["output_error"], result["output_cosine"]) == (0, 1)
@@ -117,7 +118,7 @@ def test_a_policy_is_compared_with_those_that_its_paper_compares(laprox, attenti
 def test_the_command_writes_table_json_and_pictures(tmp_path, run_eval):
     heads = tmp_path / "heads.png"
     data, printed = run_eval("fidelity", "--policies", "full,tova,tova+caote", *SMALL, "--heads", str(heads))
-    assert [r["policy"] for r in data["results"]] == ["full", needle.RECENCY, "tova", "tova+caote"]
+    assert [r["policy"] for r in data["results"]] == ["full", RECENCY, "tova", "tova+caote"]
     assert all(r["policy"] in printed for r in data["results"])
     assert data["results"][0]["kl"] == 0
     assert [claim["paper"] for claim in data["claims"]] == ["CAOTE"]
