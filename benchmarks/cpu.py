@@ -22,32 +22,35 @@ FULL, FED = [1_000, 8_192, 32_768], [1_000, 100_000]  # prompts of full caches, 
 
 
 def measurements(
-    timing: measure.Timing, *, tiny: bool = False, on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+    timing: measure.Timing,
+    *,
+    tiny: bool = False,
+    on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> list[dict[str, Any]]:
-    """Measure everything, the most important rows first.
+    """Measure everything, the most important first.
 
     Args:
-        on_rows: called with all rows so far whenever some are added.
+        on_records: called with all records so far whenever some are added.
     """
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
 
     def keep(found: list[dict[str, Any]]) -> None:
-        on_rows([*rows, *found])
+        on_records([*records, *found])
 
     name = "tiny" if tiny else "small"
     sizes = kernels.TINY if tiny else SIZES
     given: dict[str, Any] = decode.TINY if tiny else STEPS
     grid = decode.Grid(shapes=[name], policy=POLICY, **given)
-    rows += decode.sweep("decode", grid, timing, keep)
+    records += decode.sweep("decode", grid, timing, keep)
     shipped, _ = models.load("retriever", dtype=jnp.float32)
     setting = steps.Setting(shipped.config, POLICY, grid.budgets[0], block=grid.block)
     for prompt in [32, 64] if tiny else FED:
-        rows.append(prefill.prompt_row(shipped, "retriever", setting, prompt))
-        on_rows(rows)
-    rows += decode.sweep("block", grid, timing, keep)
-    rows += kernels.sweep([name], [1], sizes, timing, on_rows=keep)
-    rows += decode.sweep("decode", grid._replace(budgets=[], full=[64] if tiny else FULL), timing, keep)
-    return rows
+        records.append(prefill.prompt_record(shipped, "retriever", setting, prompt))
+        on_records(records)
+    records += decode.sweep("block", grid, timing, keep)
+    records += kernels.sweep([name], [1], sizes, timing, on_records=keep)
+    records += decode.sweep("decode", grid._replace(budgets=[], full=[64] if tiny else FULL), timing, keep)
+    return records
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
@@ -57,7 +60,7 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, s
 
 
 def older(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of an older results file.
+    """Read the records of an older results file.
 
     Raises:
         OSError: the file cannot be read.
@@ -65,12 +68,12 @@ def older(path: Path) -> list[dict[str, Any]]:
     """
     try:
         document = json.loads(path.read_text())
-        rows = document["results"]
-        if document["benchmark"] != "cpu" or not all("name" in row for row in rows):
+        records = document["results"]
+        if document["benchmark"] != "cpu" or not all("name" in record for record in records):
             raise KeyError
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(f"{path} holds no results of `python -m benchmarks cpu --json {path}`.") from None
-    return rows
+    return records
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -88,10 +91,10 @@ def command(flags: argparse.Namespace) -> None:
     timing = measure.timing(flags)
     digests = fingerprints.fingerprints(models.load("retriever", dtype=jnp.float32)[0])
 
-    def write(rows: list[dict[str, Any]]) -> None:
-        measure.write(flags, "cpu", timing.settings(), rows, digests)
+    def write(records: list[dict[str, Any]]) -> None:
+        measure.write(flags, "cpu", timing.settings(), records, digests)
 
-    results = measurements(timing, tiny=flags.tiny, on_rows=write)
+    results = measurements(timing, tiny=flags.tiny, on_records=write)
     measure.show(tables(results), flags.json)
     if old is not None:
         print(f"\nAgainst {flags.against}\n\n{measure.ratio_table(results, old)}")

@@ -47,14 +47,14 @@ def sweep(
     kind: steps.Kind,
     grid: Grid,
     timing: measure.Timing,
-    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> list[dict[str, Any]]:
-    """Time steps of all shapes, batches and budgets; a setting that does not fit in memory has a refusal in its row.
+    """Time steps of all shapes, batches and budgets; a setting that does not fit in memory has a refusal in its record.
 
     Args:
-        on_rows: called with all rows so far after each setting.
+        on_records: called with all records so far after each setting.
     """
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     shapes, batches, budgets, prompts, policy, block, full = grid
     settings = [(n, b, budget) for n in shapes for b in batches for budget in (*budgets, *((None,) * bool(full)))]
     model, held_name = None, ""
@@ -65,7 +65,7 @@ def sweep(
                 model = steps.random_model(shape(name), steps.dtype_here(), free=timing.free)
             except measure.DoesNotFit as reason:
                 refused = {"name": f"{kind} {name}", "kind": kind, "shape": name, "batch": batch}
-                rows.append({**refused, "refused": str(reason)})
+                records.append({**refused, "refused": str(reason)})
         if model is None:
             continue
         if budget is None:
@@ -73,20 +73,20 @@ def sweep(
         else:
             groups = [{policy: list(prompts), POSITION_ONLY: [prompts[0]], "none": [prompts[0]]}]
         for group in groups:
-            rows += _measurements(kind, model, name, batch, budget, group, timing, block)
-            on_rows(rows)
-    measure.check_some_ran(rows)
-    return rows
+            records += _measurements(kind, model, name, batch, budget, group, timing, block)
+            on_records(records)
+    measure.check_some_ran(records)
+    return records
 
 
 def _measurements(
     kind: steps.Kind, model: Any, name: str, batch: int, budget: int | None, group: dict[str, list[int]],
     timing: measure.Timing, block: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the rows of policies that take turns on one cache: each policy's program at each of its prompts."""
+    """Return the records of policies that take turns on one cache: each policy's program at each of its prompts."""
     config, dtype = shape(name), steps.dtype_here()
     calls = min(timing.calls, block)
-    rows: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     contenders: dict[str, steps.Contender] = {}
     for policy, prompts in group.items():
         evicts = None if policy == "none" else policy
@@ -96,19 +96,19 @@ def _measurements(
             held = setting.held(prompt)
             where = "full cache" if budget is None else f"budget {budget:,}"
             label = f"{kind} {name} x {batch}, {where}, prompt {prompt:,}, {policy}"
-            rows[label] = {
+            records[label] = {
                 "name": label, "kind": kind, "shape": name, "batch": batch, "budget": budget, "prompt": prompt,
                 "policy": policy, "block": block,
             }  # fmt: skip
             try:
                 program = program or steps.program(kind, setting, prompt, calls, free=timing.free)
             except measure.DoesNotFit as reason:
-                rows[label]["refused"] = str(reason)
+                records[label]["refused"] = str(reason)
                 continue
             contenders[label] = steps.Contender(program, prompt, held, evicts)
             weights, cache = floors.step_bytes(config, batch, held, np.dtype(dtype).itemsize)
             flops = floors.step_flops(config, batch, block, held) if kind == "block" else 0
-            rows[label] |= {
+            records[label] |= {
                 "slots": program.cache.position.shape[-1],
                 "floor_milliseconds": timing.limits.milliseconds(weights + cache, flops),
                 "floor_bytes": weights + cache,
@@ -121,32 +121,32 @@ def _measurements(
         before = measure.peak_bytes()
         try:
             for label, times in steps.contest(model, contenders, timing.repetitions).items():
-                rows[label] |= times._asdict()
+                records[label] |= times._asdict()
         except jax.errors.JaxRuntimeError as reason:  # memory beyond the count
             for label in contenders:
-                rows[label]["refused"] = measure.reason_of(reason)
+                records[label]["refused"] = measure.reason_of(reason)
         peak = measure.peak_bytes()
         for label in contenders:  # a process' peak never falls, so only a new peak belongs to these programs
-            rows[label]["peak_bytes"] = peak if before is None or peak is None or peak > before else None
-    return list(rows.values())
+            records[label]["peak_bytes"] = peak if before is None or peak is None or peak > before else None
+    return list(records.values())
 
 
 def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[dict[str, Any]]:
     """Split a step for each shape, batch and budget: milliseconds of model, eviction and scoring, and ratios.
 
     Args:
-        by: "milliseconds", or "processor" for the processor's time of the rows that have it.
+        by: "milliseconds", or "processor" for the processor's time of the records that have it.
 
     Example:
         >>> from benchmarks import decode
         >>> same = dict(shape="tiny", batch=1, budget=16)
-        >>> rows = [
+        >>> records = [
         ...     dict(same, policy="none", prompt=64, milliseconds=8.0),
         ...     dict(same, policy="streaming", prompt=64, milliseconds=9.0),
         ...     dict(same, policy="h2o+caote", prompt=64, milliseconds=10.0),
         ...     dict(same, policy="h2o+caote", prompt=1000, milliseconds=10.5)
         ... ]
-        >>> split = decode.parts(rows)[0]
+        >>> split = decode.parts(records)[0]
         >>> (
         ...     split["eviction"], split["scoring"], split["together"],
         ...     split["long_over_short"]
@@ -179,7 +179,7 @@ def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[d
 
 
 def table(results: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table with one row per step."""
+    """Return a table with one line per step."""
     cells: list[tuple[str, report.Cell]] = [
         *SETTING,
         ("ms", "{milliseconds:.3f}"),
@@ -279,5 +279,5 @@ def command(flags: argparse.Namespace) -> None:
     grid = step_grid(flags)
     timing = measure.timing(flags)
     settings = {**timing.settings(), **grid._asdict()}
-    results = sweep("decode", grid, timing, lambda rows: measure.write(flags, "decode", settings, rows))
+    results = sweep("decode", grid, timing, lambda records: measure.write(flags, "decode", settings, records))
     measure.show(tables(results), flags.json)

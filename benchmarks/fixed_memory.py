@@ -31,7 +31,7 @@ from models.prompts import check_prompt
 
 LEGEND = """peak MiB: what the compiled prefill takes beside the weights and the prompt. cache MiB: the largest cache of
 the run that was timed. tokens / s: of the prompt, in one run. full / this: seconds of a full cache over those of the
-row, for the same prompt."""
+line, for the same prompt."""
 POLICIES = "full,recency,snapkv,kvzip,kvzip@model(normalise=False,cap=8)"
 
 
@@ -70,21 +70,21 @@ def timing(model: models.Decoder, prompt: tuple[int, int], options: models.Optio
     return {"seconds": time.perf_counter() - start, "cache_bytes": max(held)}
 
 
-def rows(
+def measurements(
     model: models.Decoder,
     policies: Sequence[str],
     moments: Sequence[Any],
     prompts: Sequence[tuple[int, int]],
     longest: int,
     like: models.Options,
-    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> list[dict[str, Any]]:
     """Compile a prefill for each policy, moment and prompt, and time those of at most ``longest`` tokens.
 
     Args:
         prompts: rows that are fed together, and the tokens of each.
         like: the budget, the block, and the networks that the policies read.
-        on_rows: called after each with all rows so far.
+        on_records: called after each with all records so far.
     """
     arms = [(name, when) for name in policies for when in (["block"] if name == "full" else moments)]
     found = []
@@ -105,12 +105,12 @@ def rows(
         except (ValueError, jax.errors.JaxRuntimeError) as reason:  # longer than the model's positions, or memory
             named["refused"] = measure.reason_of(reason)
         found.append(named)
-        on_rows(found)
+        on_records(found)
     return found
 
 
 def table(results: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table with one row per policy, moment and prompt."""
+    """Return a table with one line per policy, moment and prompt."""
     at = itemgetter("rows", "prompt")
     full = {at(r): r["seconds"] for r in results if r["policy"] == "full"}
 
@@ -174,6 +174,6 @@ def command(flags: argparse.Namespace) -> None:
     def write(found: list[dict[str, Any]]) -> None:
         measure.write(flags, "fixed_memory", settings, found, digests)
 
-    found = rows(model, policies, moments, prompts, flags.longest, like, write)
+    found = measurements(model, policies, moments, prompts, flags.longest, like, write)
     measure.check_some_ran(found)
     measure.show(tables(found), flags.json)

@@ -25,7 +25,7 @@ def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False
     return (1 if fast else 2) * B * K * S * D * width
 
 
-def keys_and_values(rows: int, D: int, width: int) -> int:
+def keys_and_values(slots: int, D: int, width: int) -> int:
     """Return the bytes of K and V: of a cache's B K S slots, of the slots of the live pages, or of the chosen slots.
 
     Example:
@@ -33,7 +33,7 @@ def keys_and_values(rows: int, D: int, width: int) -> int:
         >>> floors.keys_and_values(1 * 2 * 10, 4, 2)
         320
     """
-    return 2 * rows * D * width
+    return 2 * slots * D * width
 
 
 def attention_flops(B: int, T: int, N: int, S: int, D: int) -> int:

@@ -305,7 +305,7 @@ def _function_of(operation: str, implementation: str, *, interpret: bool) -> Cal
 def measurement(
     case: Case, implementations: Sequence[str], timing: measure.Timing, *, interpret: bool = False
 ) -> list[dict[str, Any]]:
-    """Time a case's implementations in turns on the same arrays; one that cannot run has a refusal in its row.
+    """Time a case's implementations in turns on the same arrays; one that cannot run has a refusal in its record.
 
     Raises:
         benchmarks.measure.DoesNotFit: the arrays take more memory than is free.
@@ -313,7 +313,7 @@ def measurement(
     shapes = jax.eval_shape(case.make)
     measure.check_fits(measure.tree_bytes(shapes), f"{case.operation} ({case.case})", timing.free)
     programs: dict[str, jax.stages.Compiled] = {}
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for name in implementations:
         function = functools.partial(case.call, _function_of(case.operation, name, interpret=interpret))
         program, what = measure.loop(function, timing.calls), f"{case.operation} ({case.case}, {name})"
@@ -322,13 +322,13 @@ def measurement(
         except Exception as reason:  # one failing kernel does not stop the others
             if name == "reference" and not isinstance(reason, (NotImplementedError, measure.DoesNotFit)):
                 raise
-            rows.append({"implementation": name, "refused": measure.reason_of(reason)})
+            records.append({"implementation": name, "refused": measure.reason_of(reason)})
     arrays = jax.jit(case.make)()
     runs = {name: functools.partial(program, *arrays) for name, program in programs.items()}
     times = measure.take_turns(runs, timing.repetitions, calls=timing.calls)
     reference = times.get("reference")
     for name, own in times.items():
-        rows.append(
+        records.append(
             {
                 "implementation": name,
                 **own._asdict(),
@@ -339,7 +339,7 @@ def measurement(
                 "times_reference": None if reference is None else reference.milliseconds / own.milliseconds,
             }
         )
-    return rows
+    return records
 
 
 def sweep(
@@ -351,12 +351,12 @@ def sweep(
     operations: Sequence[str] = OPERATIONS,
     implementations: str = "auto",
     interpret: bool = False,
-    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> list[dict[str, Any]]:
-    """Time all cases of all shapes; a case that does not fit in memory has a refusal in its row.
+    """Time all cases of all shapes; a case that does not fit in memory has a refusal in its record.
 
     Args:
-        on_rows: called with all rows so far after each case.
+        on_records: called with all records so far after each case.
 
     Raises:
         ValueError: a shape, operation or implementation is unknown or cannot run here, or nothing is left to run.
@@ -375,23 +375,23 @@ def sweep(
         raise ValueError(
             f"no operation out of {', '.join(operations)} has the implementation {implementations}; give another."
         )
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for name, batch, case in commands.progress_bar("case", over=settings):
         try:
             found = measurement(case, chosen[case.operation], timing, interpret=interpret)
         except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:
             found = [{"implementation": chosen[case.operation][0], "refused": measure.reason_of(reason)}]
-        for row in found:
-            label = f"{case.operation} ({case.case}), {name} x {batch}, {row['implementation']}"
+        for record in found:
+            label = f"{case.operation} ({case.case}), {name} x {batch}, {record['implementation']}"
             of_case = {"operation": case.operation, "case": case.case, "shape": name, "batch": batch}
-            rows.append({"name": label, **of_case, **row})
-        on_rows(rows)
-    measure.check_some_ran(rows)
-    return rows
+            records.append({"name": label, **of_case, **record})
+        on_records(records)
+    measure.check_some_ran(records)
+    return records
 
 
 def table(results: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table with one row per case and implementation."""
+    """Return a table with one line per case and implementation."""
     cells: list[tuple[str, report.Cell]] = [
         ("operation", "{operation}"),
         ("case", "{case}"),
@@ -438,9 +438,9 @@ def command(flags: argparse.Namespace) -> None:
     timing = measure.timing(flags)
     settings = {**timing.settings(), **sizes._asdict(), **options}
 
-    def write(rows: list[dict[str, Any]]) -> None:
-        measure.write(flags, "kernels", settings, rows)
+    def write(records: list[dict[str, Any]]) -> None:
+        measure.write(flags, "kernels", settings, records)
 
     operations = commands.split_list(flags.operations)
-    results = sweep(shapes, batches, sizes, timing, operations=operations, on_rows=write, **options)
+    results = sweep(shapes, batches, sizes, timing, operations=operations, on_records=write, **options)
     measure.show(tables(results), flags.json)

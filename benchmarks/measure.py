@@ -149,7 +149,7 @@ def check_fits(needed: float, what: str, free: float) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as text for a row: its first line, after its type unless the error is our own.
+    """Return an error as text for a record: its first line, after its type unless the error is our own.
 
     Example:
         >>> from benchmarks.measure import reason_of
@@ -164,12 +164,12 @@ def reason_of(error: Exception) -> str:
 
 
 def check_some_ran(results: Sequence[Mapping[str, Any]]) -> None:
-    """Raise the first refusal if every row was refused: single rows may be refused, but not all of a command's.
+    """Raise the first refusal if every record was refused: single records may be refused, but not all of a command's.
 
     Raises:
         ValueError: nothing was measured.
     """
-    refused = [row["refused"] for row in results if "refused" in row]
+    refused = [record["refused"] for record in results if "refused" in record]
     if results and len(refused) == len(results):
         raise ValueError(refused[0])
 
@@ -353,13 +353,13 @@ def show(tables: Mapping[str, tuple[report.Table, str]], path: Path | None) -> N
         print(f"figures: {path}")
 
 
-def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, report.Cell]], *, left: int) -> report.Table:
-    """Return a table as :func:`evals.report.table` does; refused rows say so, with the reasons below the table.
+def table(records: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, report.Cell]], *, left: int) -> report.Table:
+    """Return a table as :func:`evals.report.table` does; refused records say so, with the reasons below the table.
 
     Example:
         >>> from benchmarks import measure
-        >>> rows = [{"name": "a", "ms": 1.5}, {"name": "b", "refused": "too wide"}]
-        >>> print(measure.table(rows, [("name", "{name}"), ("ms", "{ms:.2f}")], left=1))
+        >>> records = [{"name": "a", "ms": 1.5}, {"name": "b", "refused": "too wide"}]
+        >>> print(measure.table(records, [("name", "{name}"), ("ms", "{ms:.2f}")], left=1))
         name       ms
         ----  -------
         a        1.50
@@ -372,8 +372,8 @@ def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, report.C
         return lambda r: of(r) if place < left or "refused" not in r else "refused" if place == left else ""
 
     told = [(head, unless_refused(place, cell)) for place, (head, cell) in enumerate(cells)]
-    reasons = dict.fromkeys(f"refused: {r['refused']}" for r in rows if "refused" in r)
-    return report.table(rows, told, left=left, notes=list(reasons))
+    reasons = dict.fromkeys(f"refused: {r['refused']}" for r in records if "refused" in r)
+    return report.table(records, told, left=left, notes=list(reasons))
 
 
 def whole_numbers(name: str, text: str, low: int = 1) -> list[int]:
@@ -415,7 +415,7 @@ def shares(name: str, text: str) -> list[float]:
 
 
 def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table of each row's time over that of the same row in an older file; rows in only one have no ratio.
+    """Return a table of each record's time over that of the same one in an older file; one in only one has no ratio.
 
     Example:
         >>> from benchmarks.measure import ratio_table
@@ -425,17 +425,17 @@ def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]
         ...         [{"name": "step", "milliseconds": 4.0}],
         ...     )
         ... )
-        row                  before ms  now ms  now / before
+        record                  before ms  now ms  now / before
         -------------------  ---------  ------  ------------
         step                     4.000   2.000         0.500
         geometric mean of 1                            0.500
     """
-    before = {row["name"]: row["milliseconds"] for row in old if row.get("milliseconds")}
+    before = {record["name"]: record["milliseconds"] for record in old if record.get("milliseconds")}
     lines = []
-    for row in results:
-        now, then = row.get("milliseconds"), before.pop(row["name"], None)
+    for record in results:
+        now, then = record.get("milliseconds"), before.pop(record["name"], None)
         both = now is not None and then is not None
-        lines.append((row["name"], _figure(then), _figure(now), f"{now / then:.3f}" if both else ""))
+        lines.append((record["name"], _figure(then), _figure(now), f"{now / then:.3f}" if both else ""))
     lines += [(name, _figure(then), "", "") for name, then in before.items()]
     ratios = [float(line[3]) for line in lines if line[3]]
     if ratios:

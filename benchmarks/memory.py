@@ -65,7 +65,7 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
 
 
 def table(results: list[dict[str, Any]]) -> report.Table:
-    """Return a table in MiB with one row per allocation and budget."""
+    """Return a table in MiB with one line per allocation and budget."""
 
     def mib(*names: str) -> report.Cell:
         return lambda r: f"{sum(r[f'{name}_bytes'] for name in names) / 2**20:.1f}"

@@ -175,33 +175,35 @@ def answers(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repet
 
 
 def summary(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
-    """Return one row per side: median and quartiles of its times, and its figures compared with the first side's.
+    """Return one record per side: median and quartiles of its times, and its figures compared with the first side's.
 
     Args:
         prompt: the number of tokens of the prompt.
     """
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     expected = next(iter(found.values()))["runs"][0]["tokens"]
     for name, side in found.items():
         runs = side["runs"]
-        row: dict[str, Any] = {"side": name, "versions": side["versions"], "repetitions": len(runs)}
+        record: dict[str, Any] = {"side": name, "versions": side["versions"], "repetitions": len(runs)}
         for what, tokens in (("prefill", prompt), ("decode", 1)):
             taken = [1e3 * run[f"{what}_seconds"] for run in runs]
             low, high = (float(x) for x in np.quantile(taken, [0.25, 0.75]))
             work = statistics.median(1e3 * run[f"{what}_work"] for run in runs)
-            row[what] = {"milliseconds": statistics.median(taken), "lowest": min(taken), "low": low, "high": high}
-            row[what] |= {"work_milliseconds": work, "all": taken}
-            row[what]["tokens_a_second"] = 1e3 * tokens / row[what]["milliseconds"]
-            row[f"{what}_ratio"] = None if not rows else rows[0][what]["milliseconds"] / row[what]["milliseconds"]
+            record[what] = {"milliseconds": statistics.median(taken), "lowest": min(taken), "low": low, "high": high}
+            record[what] |= {"work_milliseconds": work, "all": taken}
+            record[what]["tokens_a_second"] = 1e3 * tokens / record[what]["milliseconds"]
+            record[f"{what}_ratio"] = (
+                None if not records else records[0][what]["milliseconds"] / record[what]["milliseconds"]
+            )
         differ = [i for i, (a, b) in enumerate(zip(runs[0]["tokens"], expected, strict=True)) if a != b]
-        row |= {"peak_bytes": max(run["peak_bytes"] for run in runs), "held": runs[0]["held"]}
-        row |= {"same_tokens": differ[0] if differ else len(expected), "tokens": len(expected)}
-        rows.append(row)
-    return rows
+        record |= {"peak_bytes": max(run["peak_bytes"] for run in runs), "held": runs[0]["held"]}
+        record |= {"same_tokens": differ[0] if differ else len(expected), "tokens": len(expected)}
+        records.append(record)
+    return records
 
 
-def table(rows: Sequence[Mapping[str, Any]], what: str) -> report.Table:
-    """Return a table of "prefill" or "decode", with one row per side, budget and number of threads."""
+def table(records: Sequence[Mapping[str, Any]], what: str) -> report.Table:
+    """Return a table of "prefill" or "decode", with one record per side, budget and number of threads."""
     speed = lambda r: r[what].get("tokens_a_second")  # noqa: E731  older results do not have it
     last: tuple[str, report.Cell] = ("same", "{same_tokens} of {tokens}")
     if what == "prefill":
@@ -217,7 +219,7 @@ def table(rows: Sequence[Mapping[str, Any]], what: str) -> report.Table:
         ("ratio", lambda r: "" if r[f"{what}_ratio"] is None else f"{r[f'{what}_ratio']:.2f}"),
         last,
     ]
-    return report.table(rows, cells, left=1)
+    return report.table(records, cells, left=1)
 
 
 def heading(settings: Mapping[str, Any]) -> str:
@@ -232,9 +234,9 @@ def heading(settings: Mapping[str, Any]) -> str:
     return f"Beside other libraries: {what}, a prompt of {settings['prompt']:,} tokens"
 
 
-def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[report.Table, str]]:
+def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[report.Table, str]]:
     """Return the tables of the prompt and of a new token by title, with their legend after the last."""
-    return {"A prompt": (table(rows, "prefill"), ""), "A new token": (table(rows, "decode"), LEGEND)}
+    return {"A prompt": (table(records, "prefill"), ""), "A new token": (table(records, "decode"), LEGEND)}
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -282,13 +284,15 @@ def command(flags: argparse.Namespace) -> None:
             "window": WINDOW,
             **{name: getattr(flags, name) for name in ("block", "new_tokens", "device", "dtype")},
         }
-        rows = []
+        records = []
         for count in threads:
             for budget in budgets:
                 told = {**given, "threads": count, "budget": budget}
                 found = answers(told, kvpress, llama_cpp, flags.repetitions)
-                rows += [{"threads": count, "budget": budget, **row} for row in summary(found, len(made.prompt))]
-    measure.show(tables(rows), None)
+                records += [
+                    {"threads": count, "budget": budget, **record} for record in summary(found, len(made.prompt))
+                ]
+    measure.show(tables(records), None)
     settings = {key: value for key, value in given.items() if key not in ("folder", "gguf", "prompt")}
     settings |= {
         "threads": threads,
@@ -300,7 +304,7 @@ def command(flags: argparse.Namespace) -> None:
     }
     settings |= {"policy": "snapkv", "keys_values": "not on the package index"}
     settings["load"] = os.getloadavg() if hasattr(os, "getloadavg") else None
-    measure.write(flags, "peers", settings, rows, made.digests, done=True)
+    measure.write(flags, "peers", settings, records, made.digests, done=True)
 
 
 class _Inputs(NamedTuple):

@@ -20,10 +20,10 @@ budget: seconds of a full cache over those of a budget, for the same prompt."""
 
 
 def feed_all(
-    grid: decode.Grid, free: float, on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+    grid: decode.Grid, free: float, on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None
 ) -> list[dict[str, Any]]:
     """Feed ``grid.prompts`` under budgets, and those of ``grid.full`` into full caches."""
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     shapes, batches, budgets, prompts, policy, block, full = grid
     wanted: list[tuple[int | None, int]] = [(budget, prompt) for budget in budgets for prompt in prompts]
     wanted += [(None, prompt) for prompt in full]
@@ -37,15 +37,15 @@ def feed_all(
             if name != held_name:
                 model, held_name = None, ""  # free the last model's weights before the next are made
                 model, held_name = steps.random_model(config, dtype, free=free), name
-            rows.append(prompt_row(model, name, setting, prompt))
+            records.append(prompt_record(model, name, setting, prompt))
         except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:
-            rows.append({**_labels(name, setting, prompt), "refused": measure.reason_of(reason)})
-        on_rows(rows)
-    return rows
+            records.append({**_labels(name, setting, prompt), "refused": measure.reason_of(reason)})
+        on_records(records)
+    return records
 
 
-def prompt_row(model: Any, name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
-    """Feed one prompt, and return its row."""
+def prompt_record(model: Any, name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
+    """Feed one prompt, and return its record."""
     fed = steps.feed(model, setting, prompt)
     return {
         **_labels(name, setting, prompt),
@@ -73,7 +73,7 @@ def _labels(name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
 
 
 def feed_table(results: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table with one row per prompt that was fed."""
+    """Return a table with one line per prompt that was fed."""
     whole = {
         (r["shape"], r["batch"], r["prompt"]): r["milliseconds"]
         for r in results
@@ -117,8 +117,8 @@ def command(flags: argparse.Namespace) -> None:
     settings = {**timing.settings(), **grid._asdict(), "feed": fed}
     done: list[dict[str, Any]] = []
 
-    def write(rows: list[dict[str, Any]]) -> None:
-        measure.write(flags, "prefill", settings, [*done, *rows])
+    def write(records: list[dict[str, Any]]) -> None:
+        measure.write(flags, "prefill", settings, [*done, *records])
 
     done += decode.sweep("block", grid, timing, write)
     if fed:

@@ -40,12 +40,12 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.json])
     model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype="float32")
     document, questions, values = quiz(tokenizer, flags.length, flags.questions, flags.seed)
-    rows = []
+    records = []
     for policy, budget in ((None, None), (flags.policy, flags.budget)):
-        rows += comparison(model, tokenizer, document, questions, values, policy, budget, flags.repetitions)
-    print(table(rows), LEGEND, sep="\n\n")
+        records += comparison(model, tokenizer, document, questions, values, policy, budget, flags.repetitions)
+    print(table(records), LEGEND, sep="\n\n")
     settings = {"model": flags.model, "document": len(document), "questions": len(questions), "new_tokens": NEW_TOKENS}
-    measure.write(flags, "questions", settings, rows, evaluator.digests(model, tokenizer), done=True)
+    measure.write(flags, "questions", settings, records, evaluator.digests(model, tokenizer), done=True)
 
 
 def quiz(
@@ -71,7 +71,7 @@ def comparison(
     budget: int | None,
     repetitions: int,
 ) -> list[dict[str, Any]]:
-    """Answer all questions in three ways under a policy, and return one row per way."""
+    """Answer all questions in three ways under a policy, and return one record per way."""
     given: dict[str, Any] = dict(policy=policy, budget=budget, when="prompt")
     caches: dict[str, AnyCache] = {}
     found: dict[str, list[list[int]]] = {}
@@ -103,10 +103,10 @@ def comparison(
         path = Path(folder) / "document.cache"
         kvjax.save_cache(path, cache, model=models.fingerprint(model), policy=policy or "full", budget=budget)
         file_bytes = path.stat().st_size
-    rows = []
+    records = []
     for name in ways:
         texts = [tokenizer.decode(tokens) for tokens in found[name]]
-        rows.append(
+        records.append(
             {
                 "policy": policy or "full",
                 "budget": budget,
@@ -119,11 +119,11 @@ def comparison(
                 "same_as_scratch": found[name] == found["scratch"],
             }
         )
-    return rows
+    return records
 
 
-def table(rows: list[dict[str, Any]]) -> report.Table:
-    """Return a table with one row per way of asking."""
+def table(records: list[dict[str, Any]]) -> report.Table:
+    """Return a table with one line per way of asking."""
     cells: list[tuple[str, report.Cell]] = [
         ("policy", "{policy}"),
         ("budget", report.budget),
@@ -135,4 +135,4 @@ def table(rows: list[dict[str, Any]]) -> report.Table:
         ("right", "{right}"),
         ("as scratch", lambda r: "yes" if r["same_as_scratch"] else "no"),
     ]
-    return report.table(rows, cells, left=3)
+    return report.table(records, cells, left=3)

@@ -26,7 +26,7 @@ ORDER = (
     "tpu_compile",
 )
 LARGE, SMALL = "llama-3.1-8b", "small"
-Row = dict[str, Any]
+Record = dict[str, Any]
 Document = dict[str, Any]
 
 INTRODUCTION = """# Performance
@@ -45,80 +45,80 @@ product rate measured in the same run on the same device.
 
 
 class Target(NamedTuple):
-    """A target: a figure computed from the rows of all documents of one kind of device, and its bound."""
+    """A target: a figure computed from the records of all documents of one kind of device, and its bound."""
 
     text: str
     on: str  # "gpu" or "cpu"
-    figure: Callable[[Sequence[Row]], float | None]
+    figure: Callable[[Sequence[Record]], float | None]
     least: float | None = None
     most: float | None = None
 
 
-def _first(rows: Iterator[float]) -> float | None:
-    return next(rows, None)
+def _first(records: Iterator[float]) -> float | None:
+    return next(records, None)
 
 
-def _steps(rows: Sequence[Row], kind: str, shape: str, budget: int) -> list[Row]:
-    own = [r for r in rows if r.get("kind") == kind and r["shape"] == shape and "milliseconds" in r]
+def _steps(records: Sequence[Record], kind: str, shape: str, budget: int) -> list[Record]:
+    own = [r for r in records if r.get("kind") == kind and r["shape"] == shape and "milliseconds" in r]
     return [r for r in own if r["batch"] == 1 and r["budget"] == budget]
 
 
-def _over_floor(rows: Sequence[Row]) -> float | None:
-    own = [r for r in _steps(rows, "decode", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
+def _over_floor(records: Sequence[Record]) -> float | None:
+    own = [r for r in _steps(records, "decode", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
     return _first(r["milliseconds"] / r["floor_milliseconds"] for r in own)
 
 
 def _of_parts(
     part: str, kind: str, shape: str, budget: int, by: str = "milliseconds"
-) -> Callable[[Sequence[Row]], float | None]:
-    return lambda rows: _first(s[part] for s in decode.parts(_steps(rows, kind, shape, budget), by))
+) -> Callable[[Sequence[Record]], float | None]:
+    return lambda records: _first(s[part] for s in decode.parts(_steps(records, kind, shape, budget), by))
 
 
-def _memory(rows: Sequence[Row]) -> float | None:
-    own = [r for r in _steps(rows, "block", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
+def _memory(records: Sequence[Record]) -> float | None:
+    own = [r for r in _steps(records, "block", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
     return _first(r["compiled_bytes"] / (r["weight_bytes"] + r["cache_bytes"]) for r in own)
 
 
-def _prompt(rows: Sequence[Row]) -> float | None:
-    own = [r for r in rows if r.get("kind") == "feed" and r["prompt"] == 131_072 and "milliseconds" in r]
+def _prompt(records: Sequence[Record]) -> float | None:
+    own = [r for r in records if r.get("kind") == "feed" and r["prompt"] == 131_072 and "milliseconds" in r]
     full = {r["shape"]: r["milliseconds"] for r in own if r["budget"] is None}
     return _first(full[r["shape"]] / r["milliseconds"] for r in own if r["budget"] == 8192 and r["shape"] in full)
 
 
-def _kernel(rows: Sequence[Row], operation: str, case: str) -> Iterator[Row]:
-    for row in rows:
-        if row.get("operation") == operation and row["case"].startswith(case) and "milliseconds" in row:
-            yield row
+def _kernel(records: Sequence[Record], operation: str, case: str) -> Iterator[Record]:
+    for record in records:
+        if record.get("operation") == operation and record["case"].startswith(case) and "milliseconds" in record:
+            yield record
 
 
-def _caote(figure: Callable[[Row], float]) -> Callable[[Sequence[Row]], float | None]:
-    def best(rows: Sequence[Row]) -> float | None:
-        own = [r for r in _kernel(rows, "caote_topk", "block") if r["shape"] == LARGE and r["batch"] == 8]
+def _caote(figure: Callable[[Record], float]) -> Callable[[Sequence[Record]], float | None]:
+    def best(records: Sequence[Record]) -> float | None:
+        own = [r for r in _kernel(records, "caote_topk", "block") if r["shape"] == LARGE and r["batch"] == 8]
         return _first(figure(r) for r in own if r["case"] == "block" and r["implementation"] == "pallas_gpu")
 
     return best
 
 
-def _fastest(rows: Iterator[Row]) -> float | None:
-    return min((r["milliseconds"] for r in rows), default=None)
+def _fastest(records: Iterator[Record]) -> float | None:
+    return min((r["milliseconds"] for r in records), default=None)
 
 
-def _selection(rows: Sequence[Row]) -> float | None:
-    own = [r for r in rows if r.get("shape") == LARGE and r.get("batch") == 1]
+def _selection(records: Sequence[Record]) -> float | None:
+    own = [r for r in records if r.get("shape") == LARGE and r.get("batch") == 1]
     dense = _fastest(_kernel(own, "cache_attention", "dense"))
     chosen = _fastest(_kernel(own, "select_attention", "25%, a set a KV head"))
     return None if dense is None or chosen is None else dense / chosen
 
 
-def _loss(rows: Sequence[Row]) -> float | None:
-    own = [r for r in rows if r.get("shape") == LARGE and r.get("batch") == 1]
+def _loss(records: Sequence[Record]) -> float | None:
+    own = [r for r in records if r.get("shape") == LARGE and r.get("batch") == 1]
     both = {r["implementation"]: r["milliseconds"] for r in _kernel(own, "mse_logits", "all pairs")}
     return both["materialised"] / both["reference"] if {"materialised", "reference"} <= both.keys() else None
 
 
-def _peer(what: str, side: str) -> Callable[[Sequence[Row]], float | None]:
+def _peer(what: str, side: str) -> Callable[[Sequence[Record]], float | None]:
     """Return a function for kvpress' time over ours, the worst over all numbers of threads."""
-    return lambda rows: min((r[f"{what}_ratio"] for r in rows if r.get("side") == side), default=None)
+    return lambda records: min((r[f"{what}_ratio"] for r in records if r.get("side") == side), default=None)
 
 
 TARGETS = (
@@ -213,22 +213,22 @@ def _device(document: Document) -> str:
 
 def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> report.Table:
     """Return a table of the targets of those kinds of devices with their figures: met, missed or unmeasured."""
-    rows = []
+    records = []
     for target in (target for target in TARGETS if target.on in on):
-        own = [target.figure(_rows(d)) for d in found if (d["device"] == "cpu") == (target.on == "cpu")]
+        own = [target.figure(_records(d)) for d in found if (d["device"] == "cpu") == (target.on == "cpu")]
         figure = next((one for one in own if one is not None), None)  # of the first file that has one
         bound = f"at least {target.least:g}" if target.least is not None else f"at most {target.most:g}"
         if figure is None:
-            rows.append((target.text, target.on, bound, "", "unmeasured"))
+            records.append((target.text, target.on, bound, "", "unmeasured"))
             continue
         met = figure >= target.least if target.least is not None else figure <= (target.most or 0)
-        rows.append((target.text, target.on, bound, f"{figure:.3f}", "met" if met else "missed"))
-    return report.Table(("target", "on", "bound", "figure", ""), rows, left=2)
+        records.append((target.text, target.on, bound, f"{figure:.3f}", "met" if met else "missed"))
+    return report.Table(("target", "on", "bound", "figure", ""), records, left=2)
 
 
-def _rows(document: Document) -> list[Row]:
-    rows = document["results"]
-    return rows if isinstance(rows, list) else []
+def _records(document: Document) -> list[Record]:
+    records = document["results"]
+    return records if isinstance(records, list) else []
 
 
 def page(found: Sequence[Document], images: Sequence[str]) -> str:
@@ -250,9 +250,9 @@ def draw_decode(document: Document, path: Path) -> None:
     """Draw the milliseconds of a decode step against the prompt's length, with and without eviction."""
     plt = report.pyplot()
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    rows = [r for r in document["results"] if r.get("kind") == "decode" and "milliseconds" in r]
-    lines: dict[tuple[Any, ...], list[Row]] = {}
-    for r in rows:
+    records = [r for r in document["results"] if r.get("kind") == "decode" and "milliseconds" in r]
+    lines: dict[tuple[Any, ...], list[Record]] = {}
+    for r in records:
         if r["budget"] is None or r["policy"] not in ("none", decode.POSITION_ONLY):
             lines.setdefault((r["shape"], r["batch"], r["budget"], r["policy"]), []).append(r)
     for number, ((shape, batch, budget, policy), own) in enumerate(lines.items()):
@@ -277,10 +277,10 @@ def draw_decode(document: Document, path: Path) -> None:
 def draw_kernels(document: Document, path: Path) -> None:
     """Draw the share of its floor's speed that each implementation of an operation reaches, for one model's shape."""
     plt = report.pyplot()
-    rows = [r for r in document["results"] if "operation" in r and "milliseconds" in r]
-    shape = LARGE if any(r["shape"] == LARGE for r in rows) else rows[0]["shape"]
+    records = [r for r in document["results"] if "operation" in r and "milliseconds" in r]
+    shape = LARGE if any(r["shape"] == LARGE for r in records) else records[0]["shape"]
     shares: dict[str, dict[str, float]] = {}
-    for r in (r for r in rows if r["shape"] == shape):
+    for r in (r for r in records if r["shape"] == shape):
         case = f"{r['operation']}: {r['case']}, x {r['batch']}"
         shares.setdefault(case, {})[r["implementation"]] = r["floor_milliseconds"] / r["milliseconds"]
     names = list(dict.fromkeys(name for own in shares.values() for name in own))
@@ -300,17 +300,17 @@ def draw_kernels(document: Document, path: Path) -> None:
 
 
 def plots(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path], None], Document]]:
-    """Return each plot with the first document that has rows for it, joined by those of its kind and device."""
-    wanted: dict[str, tuple[Callable[[Document, Path], None], Callable[[Row], Any]]] = {
+    """Return each plot with the first document that has records for it, joined by those of its kind and device."""
+    wanted: dict[str, tuple[Callable[[Document, Path], None], Callable[[Record], Any]]] = {
         "decode": (draw_decode, lambda r: r.get("kind") == "decode" and "milliseconds" in r),
         "kernels": (draw_kernels, lambda r: "operation" in r and "milliseconds" in r),
     }
     plots = {}
     for name, (draw, fits) in wanted.items():
-        able = [d for d in found if any(fits(r) for r in _rows(d) if isinstance(r, dict))]
+        able = [d for d in found if any(fits(r) for r in _records(d) if isinstance(r, dict))]
         if able:
             alike = [d for d in able if (d["benchmark"], d["device"]) == (able[0]["benchmark"], able[0]["device"])]
-            plots[name] = (draw, {**able[0], "results": [row for d in alike for row in _rows(d)]})
+            plots[name] = (draw, {**able[0], "results": [record for d in alike for record in _records(d)]})
     return plots
 
 

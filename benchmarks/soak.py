@@ -31,7 +31,7 @@ from benchmarks import measure
 from evals import command_line, report
 from models import commands, fingerprints
 
-PARTS = 20  # of each run, one row of figures each
+PARTS = 20  # of each run, one record of figures each
 POOL = 200  # prompts that requests are drawn from; each one's answer alone is known
 LONGEST, MOST = 256, 16  # tokens of a request's prompt and answer, at most
 CANCELLED = 0.05  # the chance, at each step, that some request is cancelled
@@ -46,7 +46,7 @@ def _resident_bytes() -> int:
 def prompt_parts(model: models.Decoder, tokens: int, policy: str, budget: int, block: int) -> list[dict[str, Any]]:
     """Feed one prompt of so many tokens, drawn at random, and return the figures of each part of it."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens), dtype=np.int32)
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     walls: list[float] = []
     works: list[float] = []
     before = [time.perf_counter(), time.process_time()]
@@ -59,8 +59,8 @@ def prompt_parts(model: models.Decoder, tokens: int, policy: str, budget: int, b
             walls.append(1e3 * (now[0] - before[0]))
             works.append(1e3 * (now[1] - before[1]))
             bar.update(done - bar.n)
-            if done * PARTS // total > len(rows):
-                rows.append(
+            if done * PARTS // total > len(records):
+                records.append(
                     {
                         "run": "tokens", "done": done, "milliseconds": statistics.median(walls),
                         "processor": statistics.median(works), "resident_bytes": _resident_bytes(),
@@ -79,7 +79,7 @@ def prompt_parts(model: models.Decoder, tokens: int, policy: str, budget: int, b
             ):
                 pass
     bar.close()
-    return rows
+    return records
 
 
 def request_figures(
@@ -171,7 +171,7 @@ def kill_figures(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str
     """
     rng = random.Random(2)
     counts: Counter[str] = Counter()
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         asked, whole, out = (Path(folder) / name for name in ("prompts.jsonl", "whole.jsonl", "out.jsonl"))
         lengths = [rng.randint(4, 60) for _ in range(prompts)]
@@ -205,7 +205,7 @@ def kill_figures(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str
         seconds = finish(out)  # the second start finds its programs compiled, as each start after a kill does
         out.unlink()
         progress = tqdm(total=flags.kills, desc="kills", unit="kill", disable=None, dynamic_ncols=True)
-        while len(rows) < flags.kills:
+        while len(records) < flags.kills:
             process = start(out)
             try:
                 process.wait(rng.uniform(0, seconds))
@@ -220,14 +220,14 @@ def kill_figures(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str
                 out.unlink()
                 continue
             there = out.read_bytes().count(b"\n") if out.exists() else 0
-            rows.append({"run": "kills", "there": there, **{name: counts[name] for name in FATES}})
-            rows[-1]["done"] = len(rows)
+            records.append({"run": "kills", "there": there, **{name: counts[name] for name in FATES}})
+            records[-1]["done"] = len(records)
             progress.update()
         progress.close()
         finish(out)
         compare()
-        rows[-1] |= {name: counts[name] for name in FATES}
-    return rows
+        records[-1] |= {name: counts[name] for name in FATES}
+    return records
 
 
 def _until_end(tokens: Sequence[int], end: Sequence[int]) -> list[int]:
@@ -236,62 +236,62 @@ def _until_end(tokens: Sequence[int], end: Sequence[int]) -> list[int]:
     return list(tokens[: places[0] + 1] if places else tokens)
 
 
-def _flatness(rows: Sequence[dict[str, Any]], name: str) -> float:
+def _flatness(records: Sequence[dict[str, Any]], name: str) -> float:
     """Return how much larger the last quarter's median is than the second quarter's, as a share; 0.0 is flat."""
-    quarter = len(rows) // 4
-    early, late = rows[quarter : 2 * quarter], rows[-quarter:]
-    first, last = (statistics.median(row[name] for row in part) for part in (early, late))
+    quarter = len(records) // 4
+    early, late = records[quarter : 2 * quarter], records[-quarter:]
+    first, last = (statistics.median(record[name] for record in part) for part in (early, late))
     return last / first - 1
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
-    """Return a table of each run by title, with a row for each part, and a sentence on it."""
+    """Return a table of each run by title, with a record for each part, and a sentence on it."""
     held: list[tuple[str, report.Cell]] = [
         ("MiB held", lambda r: f"{r['resident_bytes'] / 2**20:,.0f}"),
         ("compiled", "{compilations}"),
     ]
     found = {}
-    if tokens := [row for row in results if row["run"] == "tokens"]:
+    if tokens := [record for record in results if record["run"] == "tokens"]:
         cells = [("tokens fed", "{done:,}"), ("ms a block", "{milliseconds:.2f}"), ("of processor", "{processor:.2f}")]
         table = report.table(tokens, [*cells, *held], left=0)
         found["One prompt through one cache"] = (table, _sentence(tokens, "processor", "processor time of a block"))
-    if requests := [row for row in results if row["run"] == "requests"]:
+    if requests := [record for record in results if record["run"] == "requests"]:
         cells = [("requests", "{done:,}"), ("seconds", "{seconds:,.0f}")]
         table = report.table(requests, [*cells, *held, *((name, f"{{{name}:,}}") for name in COUNTED)], left=0)
         found["Requests through one Engine"] = (table, _sentence(requests))
-    if kills := [row for row in results if row["run"] == "kills"]:
-        last, busy = kills[-1], sum(row["there"] > 0 for row in kills)
+    if kills := [record for record in results if record["run"] == "kills"]:
+        last, busy = kills[-1], sum(record["there"] > 0 for record in kills)
         table = report.table([last], [(name, f"{{{name}:,}}") for name in FATES], left=0)
         said = f"{len(kills)} kills of models.batch, {busy} of them with answers in the file."
         found["Kills of a command"] = (table, said)
     return found
 
 
-def _sentence(rows: Sequence[dict[str, Any]], name: str | None = None, what: str = "") -> str:
-    quarter = len(rows) // 4
-    parts = [] if name is None else [f"{what} {_flatness(rows, name):+.1%}"]
-    parts.append(f"memory held {_flatness(rows, 'resident_bytes'):+.1%}")
-    later = sum(row["compilations"] for row in rows[quarter:])
+def _sentence(records: Sequence[dict[str, Any]], name: str | None = None, what: str = "") -> str:
+    quarter = len(records) // 4
+    parts = [] if name is None else [f"{what} {_flatness(records, name):+.1%}"]
+    parts.append(f"memory held {_flatness(records, 'resident_bytes'):+.1%}")
+    later = sum(record["compilations"] for record in records[quarter:])
     return f"Last quarter against the second: {', '.join(parts)}. Programs compiled after the first quarter: {later}."
 
 
 def figure(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw memory and time over tokens, and memory over requests."""
-    of = {name: [row for row in results if row["run"] == name] for name in ("tokens", "requests")}
+    of = {name: [record for record in results if record["run"] == name] for name in ("tokens", "requests")}
     wanted = [
-        (rows, name, label, run)
-        for run, rows in of.items()
-        if rows
+        (records, name, label, run)
+        for run, records in of.items()
+        if records
         for name, label in (("processor", "ms a block, of processor"), ("resident_bytes", "MiB held by the process"))
-        if name in rows[0]
+        if name in records[0]
     ]
     drawing, axes = report.pyplot().subplots(
         1, len(wanted), figsize=(4 * len(wanted), 3.4), layout="constrained", squeeze=False
     )
-    for axis, (rows, name, label, run) in zip(axes[0], wanted, strict=True):
+    for axis, (records, name, label, run) in zip(axes[0], wanted, strict=True):
         scale = 2**20 if name == "resident_bytes" else 1
-        axis.plot([r["done"] for r in rows], [r[name] / scale for r in rows], color=report.colour(0), marker="o")
-        axis.set_ylim(0, 1.15 * max(r[name] for r in rows) / scale)
+        axis.plot([r["done"] for r in records], [r[name] / scale for r in records], color=report.colour(0), marker="o")
+        axis.set_ylim(0, 1.15 * max(r[name] for r in records) / scale)
         axis.set_xlabel(f"{run} done", fontsize=9)
         axis.set_title(label, fontsize=10)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g}k" if x else "0")

@@ -270,7 +270,7 @@ def _overhead(result: dict[str, Any]) -> float:
 
 
 def table(results: list[dict[str, Any]]) -> report.Table:
-    """Return a table with one row per model and chip; below it is why some do not compile."""
+    """Return a table with one line per model and chip; below it is why some do not compile."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for r in results:
         groups.setdefault((r["shape"], f"{r['chips']} of {r['topology']}"), []).append(r)
@@ -285,7 +285,7 @@ def table(results: list[dict[str, Any]]) -> report.Table:
         "block",
         "collectives",
     )
-    rows, reasons = [], []
+    lines, reasons = [], []
     for (name, chips), programs in groups.items():
         good = [r for r in programs if r["compiles"]]
         bad = [r for r in programs if not r["compiles"]]
@@ -296,7 +296,7 @@ def table(results: list[dict[str, Any]]) -> report.Table:
         most = Counter[str]()
         for r in steps:
             most |= Counter(r["collectives"])
-        rows.append(
+        lines.append(
             (
                 name,
                 chips,
@@ -308,7 +308,7 @@ def table(results: list[dict[str, Any]]) -> report.Table:
                 " ".join(f"{count} {kind}" for kind, count in most.items()) or ("none" if steps else ""),
             )
         )
-    return report.Table(head, rows, left=3, notes=reasons)
+    return report.Table(head, lines, left=3, notes=reasons)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

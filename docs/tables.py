@@ -27,7 +27,7 @@ from kvjax.schedule import moments  # noqa: E402
 from models import commands  # noqa: E402
 
 MORE = 1.1  # times the bytes of the full cache, from which a policy saves no memory
-SHOWN = 3  # policies that a row names beside the best one
+SHOWN = 3  # policies that a line names beside the best one
 STUDIES = ("once", "budgets", "fixed-memory", "ruler", "beyond")
 REAL = "smollm2"  # the folder of results on a real model that belong to no study
 
@@ -55,9 +55,9 @@ def all_claims() -> str:
     return study_page.claim_table([(found, claims) for found, _, claims in made])
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     """Return a table in Markdown."""
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
 
 
 COLUMNS = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
@@ -69,7 +69,7 @@ def choice(name: str, question: str) -> str:
     Where the best policy holds far more than the full cache, the best of the others follows.
     """
     found, data = studies.find(name), read(f"{name}.json")
-    rows = []
+    lines = []
     fulls = {}
     for panel in study_page.panels(found, data["results"]):
         if panel.question != question:
@@ -78,19 +78,19 @@ def choice(name: str, question: str) -> str:
         full = fulls[form] = cells["full", None]
         for budget in sorted({budget for _, budget in cells if budget is not None}):
             own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
-            best, row = best_of(own, full, f"{form}, {budget:.0%}")
-            rows.append(row)
+            best, line = best_of(own, full, f"{form}, {budget:.0%}")
+            lines.append(line)
             if own[best].peak > MORE * full.peak:
                 fits = {policy: cell for policy, cell in own.items() if cell.peak <= MORE * full.peak}
-                rows.append(best_of(fits, full, f"{form}, {budget:.0%}")[1])
+                lines.append(best_of(fits, full, f"{form}, {budget:.0%}")[1])
     scores = ", ".join(f"{full.scores.mean():.2f} ({form})" for form, full in fulls.items())
     texts = next(iter(fulls.values())).scores.shape[1]
     text = f"From [{name}](../results/{name}.md): {texts} texts; the full cache has {scores}. {found.note}"
-    return f"{text}\n\n{markdown(COLUMNS, rows)}"
+    return f"{text}\n\n{markdown(COLUMNS, lines)}"
 
 
 def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: str) -> tuple[str, tuple[str, ...]]:
-    """Return the best of some policies under a budget, and its row of such a table."""
+    """Return the best of some policies under a budget, and its line of such a table."""
     # Among equals the simplest comes first.
     ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
     ranked = [item for item in ranked if item[0] != RECENCY]
@@ -98,12 +98,12 @@ def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: st
     mean, low, high = statistics.mean_interval(cell.scores)
     others = [f"`{policy}`" for policy, other in ranked[1:] if as_good(other, cell)]
     more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-    row = (
+    line = (
         where, f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
         f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
         f"{cell.peak:.0f} of {full.peak:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
     )  # fmt: skip
-    return best, row
+    return best, line
 
 
 def as_good(cell: study_page.Cell, best: study_page.Cell) -> bool:
@@ -111,7 +111,7 @@ def as_good(cell: study_page.Cell, best: study_page.Cell) -> bool:
     return statistics.paired_interval(best.scores - cell.scores)[1] <= 0
 
 
-README_ROWS = (
+README_LINES = (
     ("once", "base", "known", 0.25), ("once", "adapted", "known", 0.25),
     ("once", "base", "unknown", 0.25), ("once", "adapted", "unknown", 0.25),
     ("fixed-memory", "base", "unknown", 0.25), ("fixed-memory", "adapted", "unknown", 0.25),
@@ -124,10 +124,10 @@ README_COLUMNS = {
 
 
 def readme() -> str:
-    """Make README's table: a row per study, question and budget, a column per method, and the bytes held at most."""
+    """Make README's table: a line per study, question and budget, a column per method, and the bytes held at most."""
     heads = ("model, question, evicted, budget", "full cache", *README_COLUMNS, "held at most")
-    rows = []
-    for name, form, question, budget in README_ROWS:
+    lines = []
+    for name, form, question, budget in README_LINES:
         found, data = studies.find(name), read(f"{name}.json")
         cells = study_page.cells(found, data["results"], study_page.Panel(form, question))
         if not cells:
@@ -143,10 +143,10 @@ def readme() -> str:
         held = [cell.peak for cell in own if cell is not None]
         between = " to ".join(dict.fromkeys(f"{most:.0f}" for most in (min(held), max(held))))
         when = report.MOMENTS[found.content["when"]]
-        row = [f"{form}, {question}, {when}, {budget:.0%}", share(full, 0)]
-        row += ["-" if cell is None else share(cell, most) for cell in own]
-        rows.append([*row, f"{between} of {full.peak:.0f} MiB"])
-    return markdown(heads, rows)
+        line = [f"{form}, {question}, {when}, {budget:.0%}", share(full, 0)]
+        line += ["-" if cell is None else share(cell, most) for cell in own]
+        lines.append([*line, f"{between} of {full.peak:.0f} MiB"])
+    return markdown(heads, lines)
 
 
 def share(cell: study_page.Cell, most: float) -> str:
@@ -168,18 +168,18 @@ def selections(chosen: Sequence[str]) -> str:
         return "" if value is None else format(value, form)
 
     heads = [f"{what}, {1 - share:.0%} read" for what in ("perplexity", "co-reference") for share in shares]
-    rows = []
+    lines = []
     for name in chosen:
         labels = dict.fromkeys(s for s, _ in [*increase, *named] if s.split("(")[0] == name)
         cells = [cell(increase, name, share, "+.1%") for share in shares]
         cells += [cell(named, name, share, ".2f") for share in shares]
-        rows.append([", then ".join(f"`{label}`" for label in labels), *cells])
+        lines.append([", then ".join(f"`{label}`" for label in labels), *cells])
     full = next(r["accuracy"] for r in coref["results"] if r["select"] == "full")
     text = (
         "From [perplexity.json](../results/perplexity.json) (increase over all tokens) and "
         f"[coref.json](../results/coref.json) (names found; all tokens: {full:.2f})."
     )
-    return f"{text}\n\n{markdown(['read', *heads], rows)}"
+    return f"{text}\n\n{markdown(['read', *heads], lines)}"
 
 
 FILTERS, HEADS = (f"file='docs/results/{REAL}/{name}.npy'" for name in ("q-filters", "heads"))
@@ -199,11 +199,11 @@ def calibration() -> str:
     shares = sorted({share for _, share, _ in recall if share is not None})
     settings = [(share, question) for question in ("known", "unknown") for share in shares]
     most = {s: max(recall[policy, *s] for policy in CALIBRATED_POLICIES.values()) for s in settings}
-    rows = []
+    lines = []
     for name, policy in CALIBRATED_POLICIES.items():
         found = [(recall[policy, *s], most[s]) for s in settings]
-        rows.append([name, *(f"**{x:.2f}**" if x == best else f"{x:.2f}" for x, best in found)])
-    table = markdown(["policy", *(f"{share:.0%}, {question}" for share, question in settings)], rows)
+        lines.append([name, *(f"**{x:.2f}**" if x == best else f"{x:.2f}" for x, best in found)])
+    table = markdown(["policy", *(f"{share:.0%}, {question}" for share, question in settings)], lines)
     full = recall["full", None, "known"]
     note = f"{data['samples']} prompts of {data['settings']['length']} tokens; the full cache has {full:.2f}."
     return f"{table}\n\n{note}"
@@ -218,14 +218,14 @@ def eight_bits() -> str:
         (r["question"], r["budget"], r["cache_dtype"]): f"{r['recall']:.2f}, {r['cache_bytes'] / 2**20:.2f} MiB"
         for r in given
     }
-    rows = []
+    lines = []
     for question in ("known", "unknown"):
         for budget in sorted({r["budget"] for r in given}, key=lambda budget: budget or float("inf")):
             cells = [found.get((question, budget, dtype), "-") for dtype in dtypes]
-            rows.append([f"{budget or 'all'}, {question}", *cells])
+            lines.append([f"{budget or 'all'}, {question}", *cells])
     policy = next(r["policy"] for r in given if r["budget"])
     note = f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."
-    return f"{markdown(['slots per head, question', *dtypes], rows)}\n\n{note}"
+    return f"{markdown(['slots per head, question', *dtypes], lines)}\n\n{note}"
 
 
 def found_share(r: Mapping[str, Any]) -> float:
@@ -251,13 +251,13 @@ def needles() -> str:
         for c in data["comparisons"]
         if c["better"] == "yes" and c["against"] == report.without_caote(c["policy"])
     }
-    rows = []
+    lines = []
     for when, named in (("block", "after every block"), ("prompt", "once after the prompt")):
         for budget in sorted({b for _, b, w in recall if b is not None and w == when}):
             keys = [(policy, budget, when) for policy in columns.values()]
             cells = [f"**{recall[key]:.2f}**" if key in better else f"{recall[key]:.2f}" for key in keys]
-            rows.append([f"{budget}, {named}", *cells])
-    return markdown(["budget", *columns], rows)
+            lines.append([f"{budget}, {named}", *cells])
+    return markdown(["budget", *columns], lines)
 
 
 NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o": "h2o, token by token", "quest": "quest, page 16",
@@ -273,13 +273,13 @@ def label(select: str) -> str:
 
 def predictions(file: str) -> str:
     """Make the table of how well each source predicts which tokens the heads attend to."""
-    rows = sorted(read(file)["results"], key=lambda r: -r["hit_rate"])
+    results = sorted(read(file)["results"], key=lambda r: -r["hit_rate"])
     lines = []
-    for r in rows:
+    for r in results:
         rate = f"{r['hit_rate']:.3f}"
-        cells = (label(r["select"]), f"**{rate}**" if r is rows[0] else rate)
+        cells = (label(r["select"]), f"**{rate}**" if r is results[0] else rate)
         lines.append([*cells, f"{r['token_accuracy']:.3f}", f"{r['mass']:.3f}"])
-    return markdown(("source", "hit rate, all rows", "last row (the paper's accuracy)", "attention held"), lines)
+    return markdown(("source", "hit rate, all queries", "last query (the paper's accuracy)", "attention held"), lines)
 
 
 VARIANTS = {
@@ -293,15 +293,15 @@ VARIED_ON = {"king-james-bible": "Bible, held out", "python-doc": "Python, held 
 
 def variants(folder: str) -> str:
     """Make the table of predictors by what they were trained on and what they read, on three texts."""
-    rows = []
+    lines = []
     for name, title in VARIANTS.items():
         (found,) = zip(*(read(f"{folder}/{name}-{text}.json")["results"] for text in VARIED_ON), strict=True)
         cells = [
             f"{r['hit_rate']:.3f} [{', '.join(f'{x:.3f}' for x in r['hit_rate_interval'])}], {r['token_accuracy']:.3f}"
             for r in found
         ]
-        rows.append([title, *cells])
-    return markdown(["trained on, reads", *VARIED_ON.values()], rows)
+        lines.append([title, *cells])
+    return markdown(["trained on, reads", *VARIED_ON.values()], lines)
 
 
 def tuning() -> str:
@@ -326,18 +326,18 @@ def tuning() -> str:
     whole = lambda r: r["policy"] == "full"  # noqa: E731
     evicted = lambda r: r["policy"] == policy and r["budget"] in (share, round(share * 512))  # noqa: E731
     loss = lambda when, of: [f"{of[name][when]:.3f}" for name in ("full", policy)]  # noqa: E731
-    rows = [("before", *loss("before", first["held_out_loss"]), *found("needle-before"))]
-    rows += [
+    lines = [("before", *loss("before", first["held_out_loss"]), *found("needle-before"))]
+    lines += [
         (title, *loss("after", data["held_out_loss"]), *found(runs[title].replace("finetune", "needle")))
         for title, data in losses.items()
     ]
-    return markdown(head, rows)
+    return markdown(head, lines)
 
 
-def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str], rank: str) -> str:
+def by_sparsity(results: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str], rank: str) -> str:
     """Make a table of selections by sparsity, in the order of ``rank`` at the middle sparsity."""
-    shares = sorted({r["sparsity"] for r in rows if r["sparsity"]})
-    found = {(r["select"], r["sparsity"]): r for r in rows}
+    shares = sorted({r["sparsity"] for r in results if r["sparsity"]})
+    found = {(r["select"], r["sparsity"]): r for r in results}
     middle = shares[len(shares) // 2]
     order = sorted(
         {select for select, share in found if share == middle}, key=lambda select: (found[select, middle][rank], select)
@@ -362,7 +362,7 @@ def names(file: str, generated: str | None = None) -> str:
     data = read(file)
     cell = lambda r: f"{r['accuracy']:.2f} / {r['coverage']:.2f}"  # noqa: E731
     full = next(r for r in data["results"] if r["select"] == "full")
-    rows = [r | {"worse": (-r["accuracy"], -r["coverage"])} for r in data["results"] if r["select"] != "full"]
+    lines = [r | {"worse": (-r["accuracy"], -r["coverage"])} for r in data["results"] if r["select"] != "full"]
     sides = [
         f"{label(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
         for c in data["comparisons"]
@@ -371,7 +371,7 @@ def names(file: str, generated: str | None = None) -> str:
     width = max((r["high"] - r["low"]) / 2 for r in data["results"])
     text = (
         f"[{Path(file).name}]({file}): {data['samples']} samples, teacher-forced; accuracy (whole name) / coverage "
-        f"(its tokens). All tokens: {cell(full)}.\n\n{by_sparsity(rows, cell, 'worse')}\n\n"
+        f"(its tokens). All tokens: {cell(full)}.\n\n{by_sparsity(lines, cell, 'worse')}\n\n"
         f"Half-widths of the 95% intervals are at most {width:.2f}. The predictor less each other, on the same samples "
         f"at 50%: {'; '.join(sides)}."
     )
@@ -392,12 +392,12 @@ def choice_tasks(file: str) -> str:
     for r in data["results"]:
         found.setdefault((r["select"], r["sparsity"]), {})[r["task"]] = r
     order = sorted(found.values(), key=lambda own: (own["all"]["sparsity"] or 0, -own["all"]["accuracy"]))
-    rows = []
+    lines = []
     for own in order:
         whole = own["all"]
         reads = "everything" if whole["sparsity"] is None else f"{label(whole['select'])}, {1 - whole['sparsity']:.0%}"
         cells = [f"{own[task]['accuracy']:.2f}" for task in tasks]
-        rows.append([reads, *cells, f"[{whole['low']:.2f}, {whole['high']:.2f}]"])
+        lines.append([reads, *cells, f"[{whole['low']:.2f}, {whole['high']:.2f}]"])
     sides = [
         f"- {sparsity:.0%} left out: "
         + "; ".join(
@@ -410,7 +410,7 @@ def choice_tasks(file: str) -> str:
     return (
         f"[{Path(file).name}]({file}): {len(order[0]['all']['correct'])} samples of {data['settings']['chunk']} "
         "tokens; by chance 0.25, of section 0.50.\n\n"
-        + markdown(["reads", *tasks, "95%, all"], rows)
+        + markdown(["reads", *tasks, "95%, all"], lines)
         + "\n\nThe predictor less each other, on the same samples:\n\n"
         + "\n".join(sides)
     )
@@ -420,23 +420,23 @@ def decode_steps() -> str:
     """Make the table of the time of decode steps that read what the predictor foresees."""
     data = read("selection.json")
     found: dict[tuple[str, float | None], dict[int, dict[str, Any]]] = {}
-    for row in data["results"]:
-        found.setdefault((row["step"], row["share"]), {})[row["context"]] = row
+    for line in data["results"]:
+        found.setdefault((line["step"], line["share"]), {})[line["context"]] = line
     contexts = sorted(found["dense", None])
-    rows = []
+    lines = []
     for (step, share), own in found.items():
         cells = [
             f"{own[c]['milliseconds']:.1f} ms" + ("" if step == "dense" else f" ({own[c]['ratio']:.2f})")
             for c in contexts
         ]
         reads = "all" if step == "dense" else "its own" if share is None else f"{share:.0%}"
-        rows.append([STEPS.get(step, step), reads, *cells])
+        lines.append([STEPS.get(step, step), reads, *cells])
     bytes_of = [r for r in data["results"] if r["share"] == 0.5 and r["context"] == contexts[-1]]
     counted = ", ".join(f"{STEPS[r['step']]} {r['bytes_ratio']:.2f}" for r in bytes_of)
     return (
         "`python -m papers selection` (docs/results/selection.json): one sequence, median of "
         f"{data['results'][0]['repetitions']} steps in turns, over the dense step in brackets.\n\n"
-        + markdown(["step", "reads", *(f"{c:,} tokens" for c in contexts)], rows)
+        + markdown(["step", "reads", *(f"{c:,} tokens" for c in contexts)], lines)
         + f"\n\nBytes counted over the dense step's, at 50% of {contexts[-1]:,} tokens: {counted}."
     )
 
@@ -450,7 +450,7 @@ STEPS = {
 
 
 class Method(NamedTuple):
-    """A row of the methods table; ``run`` is a policy of the study "once" that has the method."""
+    """A line of the methods table; ``run`` is a policy of the study "once" that has the method."""
 
     name: str
     paper: str
@@ -469,13 +469,13 @@ class Press(NamedTuple):
     note: str = ""
 
 
-def rows_of[Row: (Method, Press)](name: str, kind: type[Row]) -> dict[str, list[Row]]:
-    """Read the rows of a page's tables, by table, from a TOML file beside the page."""
+def entries_of[Entry: (Method, Press)](name: str, kind: type[Entry]) -> dict[str, list[Entry]]:
+    """Read the lines of a page's tables, by table, from a TOML file beside the page."""
     tables = tomllib.loads((DOCS / f"{name}.toml").read_text(encoding="utf-8"))
-    return {title: [kind(**row) for row in rows] for title, rows in tables.items()}
+    return {title: [kind(**line) for line in lines] for title, lines in tables.items()}
 
 
-METHODS, PRESSES = rows_of("methods", Method), rows_of("kvpress", Press)
+METHODS, PRESSES = entries_of("methods", Method), entries_of("kvpress", Press)
 PAGES = tomllib.loads((DOCS / "tables.toml").read_text(encoding="utf-8"))
 
 
@@ -493,13 +493,13 @@ def presses(kind: str) -> str:
     """Make the table of kvpress' presses: the policy here, and how many kept sets are equal."""
     data = read("parity.json")
     compared = any(press.compared for press in PRESSES[kind])
-    rows = []
+    lines = []
     for press in PRESSES[kind]:
         values = [f"values to {data['values'][name]:.0e}" for name in press.compared if name in data["values"]]
         sets = equal(data["tiny"], press.compared, ""), equal(data["smollm2"], press.compared, " in SmolLM2")
         here = "; ".join(filter(None, [press.here or "not here", press.note]))
-        rows.append([f"`{press.name}`", here, *([", ".join([*values, *sets[0], *sets[1]])] if compared else [])])
-    return markdown(("press", "here", "same kept sets")[: 2 + compared], rows)
+        lines.append([f"`{press.name}`", here, *([", ".join([*values, *sets[0], *sets[1]])] if compared else [])])
+    return markdown(("press", "here", "same kept sets")[: 2 + compared], lines)
 
 
 DIFFERENT = {
@@ -513,11 +513,11 @@ DIFFERENT = {
 def same_questions() -> str:
     """Make the table of the answers under kvpress' presses beside those of the study "once"."""
     data, found = read("kvpress-answers.json"), studies.find("once")
-    rows = {row["policy"]: row for row in read("once.json")["results"]
-            if (row["model"], row["question"]) == (REAL, "unknown")}  # fmt: skip
+    ours_of = {r["policy"]: r for r in read("once.json")["results"]
+            if (r["model"], r["question"]) == (REAL, "unknown")}  # fmt: skip
     lines = []
     for policy, theirs in data["answers"].items():
-        of_all = rows[full_name(policy)]["scores"]["needle"]
+        of_all = ours_of[full_name(policy)]["scores"]["needle"]
         texts = range(0, len(of_all), data["every"] * found.asked)
         ours = "".join(of_all[first : first + found.asked] for first in texts)
         same = sum(a == b for a, b in zip(theirs, ours, strict=True))
@@ -530,7 +530,7 @@ def peers() -> str:
     """Make the table of times beside kvpress and transformers, from benchmarks/results/peers-smollm2.json."""
     data = read("../../benchmarks/results/peers-smollm2.json")
     head = ("threads", "budget", "side", "prompt, s", "x", "token, ms", "x", "peak, MiB", "same tokens")
-    rows = []
+    lines = []
     for r in data["results"]:
         if "llama.cpp" in r["side"]:
             continue
@@ -539,12 +539,12 @@ def peers() -> str:
             ratio = r[f"{part}_ratio"]
             cells += [format(r[part]["milliseconds"] / unit, form), "" if ratio is None else f"{ratio:.2f}"]
         cells += [f"{r['peak_bytes'] / 2**20:,.0f}", f"{r['same_tokens']} of {r['tokens']}"]
-        rows.append(cells)
+        lines.append(cells)
     settings = data["settings"]
     return (
         f"SmolLM2-135M-Instruct (Q4_1), a prompt of {settings['prompt']:,} tokens, `snapkv`, {settings['dtype']}, "
         f"{data['cores']} CPU cores; medians of {data['results'][0]['repetitions']} runs that took turns "
-        f"(`{data['command']}`).\n\n{markdown(head, rows)}"
+        f"(`{data['command']}`).\n\n{markdown(head, lines)}"
     )
 
 
@@ -553,12 +553,12 @@ def families() -> str:
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for name, golden in read("parity.json")["families"].items():
         found.setdefault(golden["config"], []).append((name, golden))
-    rows = []
+    lines = []
     for config, files in sorted(found.items()):
         names = ", ".join(f"`{name}`" for name, _ in files)
         worst = max(files, key=lambda file: file[1]["error"])[1]
-        rows.append([f"`{config}`", names, f"{worst['largest']:.1f}", f"{worst['error']:.1e}"])
-    return markdown(("transformers' class", "golden files", "largest logit", "largest difference"), rows)
+        lines.append([f"`{config}`", names, f"{worst['largest']:.1f}", f"{worst['error']:.1e}"])
+    return markdown(("transformers' class", "golden files", "largest logit", "largest difference"), lines)
 
 
 def methods(kind: str) -> str:
@@ -566,35 +566,35 @@ def methods(kind: str) -> str:
     found, data = studies.find("once"), read("once.json")
     cells = {q: study_page.cells(found, data["results"], study_page.Panel("base", q)) for q in ("known", "unknown")}
     head = ("short name", "paper", "equation, or what it is", "file", "run as", "25%, known", "25%, unknown")
-    rows = []
+    lines = []
     for m in METHODS[kind]:
         there = m.run and all((full_name(m.run), 0.25) in cells[q] for q in cells)
         scores = [f"{cells[q][full_name(m.run), 0.25].scores.mean():.2f}" if there else "" for q in cells]
         run = f"`{m.run}`" if there else m.note
-        rows.append([f"`{m.name}`", m.paper, m.where, f"`{m.file}`", run, *scores])
+        lines.append([f"`{m.name}`", m.paper, m.where, f"`{m.file}`", run, *scores])
     full, floor = (" and ".join(f"{cells[q][key].scores.mean():.2f}" for q in cells) for key in FULL_AND_FLOOR)
     known = "with the question known and unknown"
     note = f"The full cache has {full} {known}, the newest tokens {floor} ([every figure](results/once.md))."
-    return f"{markdown(head, rows)}\n\n{note}"
+    return f"{markdown(head, lines)}\n\n{note}"
 
 
 def generations(file: str) -> str:
     """Make the table of what a text's facts and results are worth behind its last token, and of its perplexity."""
     data = read(file)
     full = next(r for r in data["results"] if r["policy"] == "full")
-    head, rows = ("policy", "budget", "facts", "results", "of full, both", "perplexity", "MiB"), []
+    head, lines = ("policy", "budget", "facts", "results", "of full, both", "perplexity", "MiB"), []
     for r in sorted(data["results"], key=lambda r: (r["budget"] or 0, -r["score"], r.get("increase", 0))):
         told = [f"{r['tasks'][task]['score']:.2f}" for task in ("facts", "results")]
         share = "" if r is full else f"{r['score'] / full['score']:.2f}"
         more = f"{r['perplexity']:.1f}" if r is full else growth(r)
         cells = (f"`{r['policy']}`", f"{r['budget'] or 'all'}", *told, share, more, f"{r['cache_bytes'] / 2**20:.0f}")
-        rows.append(cells)
+        lines.append(cells)
     settings = data["settings"]
     return (
         f"{settings['samples']} texts of {settings['lengths']} tokens, {settings['facts']} facts and as many results "
         f"each, {settings['model']} (`{data['command']}`; every figure is in [{Path(file).name}](../results/{file})). "
         "Perplexity is that of the full cache, and by how much it grows, with a 95% interval over texts; bytes are "
-        f"those of one text's buffers.\n\n{markdown(head, rows)}"
+        f"those of one text's buffers.\n\n{markdown(head, lines)}"
     )
 
 
@@ -604,7 +604,7 @@ FULL_AND_FLOOR = ("full", None), (RECENCY, 0.25)
 def evictions() -> str:
     """Make the table of when each paper evicts, as the links declare it, and of the default here."""
     head = ("short name", "prompt, published", "decode, published", "source", "decode here, by default")
-    rows = []
+    lines = []
     prompt = {"block": "after every block", "prompt": "once, when it is in"}
     steps = {0: "never", 1: "at every step", 128: "every 128 steps"}
     for name, make in LINKS.items():
@@ -615,8 +615,8 @@ def evictions() -> str:
         _, every = moments(link, "block", None) if link.base else ("", None)
         here = "like the score before it" if every is None else steps.get(every, f"every {every} steps")
         when = link.published
-        rows.append([own, prompt[when.prompt], steps[when.decode], when.source, here])
-    return markdown(head, rows)
+        lines.append([own, prompt[when.prompt], steps[when.decode], when.source, here])
+    return markdown(head, lines)
 
 
 def kept_documents() -> str:
@@ -625,17 +625,17 @@ def kept_documents() -> str:
     settings, results = data["settings"], data["results"]
     ways = {"scratch": "each from scratch", "kept": "on a kept cache", "at once": "at once, `repeat`"}
     head = ("cache", "questions", "seconds for all", "cache of a row, MiB", "in a file, MiB", "right")
-    rows = []
+    lines = []
     for r in results:
         budget = "full" if r["budget"] is None else f"`{r['policy']}`, {r['budget']:,}"
         sizes = (r["milliseconds"] / 1000, r["cache_bytes"] / 2**20, r["file_bytes"] / 2**20)
-        rows.append([budget, ways[r["way"]], *(f"{size:.1f}" for size in sizes), r["right"]])
+        lines.append([budget, ways[r["way"]], *(f"{size:.1f}" for size in sizes), r["right"]])
     same = all(r["same_as_scratch"] for r in results)
     return (
         f"{settings['questions']} questions on one document of {settings['document']:,} tokens, answers of "
         f"{settings['new_tokens']} tokens, {settings['model']} in float32 on {data['cores']} CPU cores, programs "
         f"compiled before (`{data['command']}`). The answers {'are' if same else 'are not all'} those from scratch, "
-        "token by token. The questions are not known when the document is compressed.\n\n" + markdown(head, rows)
+        "token by token. The questions are not known when the document is compressed.\n\n" + markdown(head, lines)
     )
 
 
@@ -646,15 +646,15 @@ def roundings(file: str) -> str:
     titles = [text.replace("-", " ").title() for text in texts]
     counts = " and ".join(str(count) for count in sorted(set(data["chunks"].values())))
     head = ("keys", "values", "bytes", *(cell for title in titles for cell in (title, "KL")))
-    rows = []
+    lines = []
     for same in zip(*texts.values(), strict=True):
         if same[0]["key"] == "float32" == same[0]["value"]:
             continue
         figures = [cell for r in same for cell in (growth(r), f"{r['kl']:.4f}" if r["kl"] < 0.1 else f"{r['kl']:.3f}")]
-        rows.append([same[0]["key"], same[0]["value"], f"{same[0]['bytes']:g}", *figures])
+        lines.append([same[0]["key"], same[0]["value"], f"{same[0]['bytes']:g}", *figures])
     return (
         f"{counts} chunks of {data['settings']['chunk']} tokens of each text, {data['settings']['model']} in float32, "
-        f"D {data['head_dim']} (`{data['command']}`).\n\n{markdown(head, rows)}"
+        f"D {data['head_dim']} (`{data['command']}`).\n\n{markdown(head, lines)}"
     )
 
 

@@ -1,6 +1,6 @@
 """Booksum: summaries of a book's chapters, compared with human ones by ROUGE-L.
 
-Kryściński et al. 2021 (arXiv 2105.08209). The records are the rows of test.csv, with the fields ``chapter`` and
+Kryściński et al. 2021 (arXiv 2105.08209). The records are those of test.csv, with the fields ``chapter`` and
 ``summary_text``, in a folder or on the hub (kmfoda/booksum). The data set comes without prompts, so the wording is our
 own; ``--prompts`` reads other wording. The middle of a chapter that is too long is left out.
 """

@@ -181,15 +181,15 @@ def judge(claims: Sequence[Claim], found: Iterable[PolicyScores], models: Sequen
         models: one model, or several that differ in the seed of their training: an interval is taken over them, too.
 
     Returns:
-        The rows in the order of the claims. A claim whose policies were not run has none.
+        The judgements in the order of the claims. A claim whose policies were not run has none.
     """
     table = {(one.model, one.policy, one.place): one.scores for one in found}
-    rows = [row for claim in claims for row in _rows(claim, table, models)]
-    for paper in dict.fromkeys(row.claim.paper for row in rows):
-        own = [index for index, row in enumerate(rows) if row.claim.paper == paper]
-        for index, corrected in zip(own, holm([rows[index].p for index in own]), strict=True):
-            rows[index] = rows[index]._replace(corrected=corrected)
-    return [row._replace(verdict=row.verdict or _verdict(row)) for row in rows]
+    judgements = [judgement for claim in claims for judgement in _judgements(claim, table, models)]
+    for paper in dict.fromkeys(judgement.claim.paper for judgement in judgements):
+        own = [index for index, judgement in enumerate(judgements) if judgement.claim.paper == paper]
+        for index, corrected in zip(own, holm([judgements[index].p for index in own]), strict=True):
+            judgements[index] = judgements[index]._replace(corrected=corrected)
+    return [judgement._replace(verdict=judgement.verdict or _verdict(judgement)) for judgement in judgements]
 
 
 def holm(chances: Sequence[float]) -> list[float]:
@@ -207,32 +207,33 @@ def holm(chances: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _verdict(row: Judgement) -> str:
+def _verdict(judgement: Judgement) -> str:
     beyond = {
-        "better": row.difference < 0,
-        "as good": row.low > MARGIN or row.high < -MARGIN,
-        "not worse": row.high < -MARGIN,
-    }[row.claim.expects]
-    if row.claim.expects == "better":
-        return NOISE if row.corrected >= LEVEL else FAILS if beyond else HOLDS
-    return FAILS if beyond else HOLDS if row.corrected < LEVEL else NOISE
+        "better": judgement.difference < 0,
+        "as good": judgement.low > MARGIN or judgement.high < -MARGIN,
+        "not worse": judgement.high < -MARGIN,
+    }[judgement.claim.expects]
+    if judgement.claim.expects == "better":
+        return NOISE if judgement.corrected >= LEVEL else FAILS if beyond else HOLDS
+    return FAILS if beyond else HOLDS if judgement.corrected < LEVEL else NOISE
 
 
-def _rows(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]) -> list[Judgement]:
-    """Return a claim's rows, one for each value of its ``each`` among the places that both of its policies have."""
+def _judgements(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]) -> list[Judgement]:
+    """Return a claim's judgements, one for each value of its ``each`` among the places that both policies have."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for model, policy, values in table:
         place = dict(zip(PLACE, values, strict=True))
         counts = (model, policy) == (models[0], claim.policy) and all(place[name] == value for name, value in claim.at)
         if counts and _there(table, models, claim.over, place | dict(claim.over_at)):
             groups.setdefault(tuple(place[name] for name in claim.each), []).append(place)
-    return [row for places in groups.values() if (row := _row(claim, places, table, models)) is not None]
+    found = [_judgement(claim, places, table, models) for places in groups.values()]
+    return [judgement for judgement in found if judgement is not None]
 
 
-def _row(
+def _judgement(
     claim: Claim, places: Sequence[dict[str, Any]], table: Mapping[Any, Scores], models: Sequence[str]
 ) -> Judgement | None:
-    """Return a row whose p-value is not corrected yet, and whose verdict is empty unless nothing can be decided.
+    """Return a judgement whose p-value is not corrected yet, and whose verdict is empty unless nothing can be decided.
 
     None if the policies have no sample in common.
     """

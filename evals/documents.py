@@ -176,7 +176,7 @@ def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) ->
         hub: returns the lines of a file on the hub.
 
     Yields:
-        One record per line of a .jsonl file, or per row below the header of a .csv file.
+        One record per line of a .jsonl file, or per record of a .csv file.
 
     Raises:
         FileNotFoundError: the folder or file does not exist.
@@ -184,7 +184,7 @@ def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) ->
     """
     lines = hub(file) if source == "hub" else _lines(Path(source), file)
     if file.endswith(".csv"):
-        yield from _rows(source, file, lines)
+        yield from _csv_records(source, file, lines)
         return
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -505,13 +505,13 @@ def _draw(
     return found
 
 
-def _rows(source: str, file: str, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def _csv_records(source: str, file: str, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**31 - 1)  # a field may be a whole book
     try:
-        for number, row in enumerate(csv.DictReader(lines, restkey="", strict=True), 1):
-            if "" in row or None in row.values():
+        for number, record in enumerate(csv.DictReader(lines, restkey="", strict=True), 1):
+            if "" in record or None in record.values():
                 raise csv.Error(f"record {number} has other columns than the header")
-            yield row
+            yield record
     except csv.Error as error:
         raise ValueError(f"{file} of {source} is no CSV ({error}); download the file again.") from None
 

@@ -145,7 +145,7 @@ def open_samples(
 ) -> tuple[dict[Setting, dict[str, Any]], dict[Setting, list[int]]]:
     """Return the fields that all records of a setting share, and the samples that ``store`` does not hold yet."""
     of_group = {**labels, "task": group.task, "length": group.length}
-    about = {setting: {**of_group, **setting.row()} for setting in settings}
+    about = {setting: {**of_group, **setting.fields()} for setting in settings}
     missing = {
         setting: [row for row in range(group.size) if not store.holds({**fields, "sample": row})]
         for setting, fields in about.items()
@@ -211,8 +211,8 @@ def command(
             progress.set_description("done")
         together = None if answer else sharing_note(settings, sum(group.size for group in groups))
         remarks = [*notes(flags), *([] if together is None else [together])]
-        rows, compared = summarise(store.records), compare(store.records, baseline(flags))
-        told = report.task_table(rows, recency=RECENCY, short=short or {}, notes=remarks)
+        lines, compared = summarise(store.records), compare(store.records, baseline(flags))
+        told = report.task_table(lines, recency=RECENCY, short=short or {}, notes=remarks)
         report.show(told, report.comparison_table(compared))
         figures = {
             **provenance.facts(flags.invocation, flags.seed, fingerprints),
@@ -220,7 +220,7 @@ def command(
             "title": title,
             "settings": decisive_flags(flags),
             "notes": remarks,
-            "results": rows,
+            "results": lines,
             "comparisons": compared,
         }
         for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
@@ -229,7 +229,7 @@ def command(
                 print(f"figures: {path}")
         if flags.plot is not None:
             if picture is None:
-                task_map(rows, flags.plot, title=title, short=short or {})
+                task_map(lines, flags.plot, title=title, short=short or {})
             else:
                 picture(store.records, flags.plot)
             print(f"picture: {flags.plot}")

@@ -5,7 +5,7 @@ from, and the choice follows without further eviction. A rolling likelihood (per
 each token is predicted from what earlier evictions kept. A context shorter than the budget loses nothing: give ratios
 or small budgets where prompts are short.
 
-With ``select=`` nothing is evicted. Likelihoods come from a forward in which every row reads what the selection keeps
+With ``select=`` nothing is evicted. Likelihoods come from a forward in which every query reads what the selection keeps
 (evals/selections.py), and answers are decoded with it step by step.
 """
 
@@ -313,7 +313,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--model_args", action="append", required=True,
         help="pretrained=...,policy=... (or select=...),budget=...,block=...,when=...,cache_dtype=...; "
-        "repeat it for more rows",
+        "repeat it for more lines",
     )  # fmt: skip
     flags.add_argument(
         "--against",
@@ -331,7 +331,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Run the harness: check, print one row per task, metric and model, write JSON."""
+    """Run the harness: check, print one line per task, metric and model, write JSON."""
     with contextlib.ExitStack() as stack:
         _command(flags, stack)
 
@@ -393,7 +393,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
             raise
         except Exception as error:  # a task of the user's may raise anything
             raise ValueError(f"the harness could not run {flags.tasks} ({type(error).__name__}: {error}).") from error
-        results += [{**row, "model_args": text, **model.settings} for row in rows_of(found)]
+        results += [{**r, "model_args": text, **model.settings} for r in lines_of(found)]
     comparisons = compare(results, against)
     report.show(
         _table(results), report.comparison_table(comparisons, report.figure("difference", "difference", "+.4f"))
@@ -410,18 +410,18 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
 
 def compare(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:
     """Compare each model's figure of a task with those of :func:`evals.report.pairs`, on the same samples."""
-    rows = [{"when": None, **row, "policy": _policy(row)} for row in results]
-    found = report.compare(rows, against, lambda row: row["by_sample"], ("task", "metric"), ("budget",))
-    return [{name: value for name, value in row.items() if name != "better"} for row in found]  # a metric says no such
+    lines = [{"when": None, **r, "policy": _policy(r)} for r in results]
+    found = report.compare(lines, against, lambda r: r["by_sample"], ("task", "metric"), ("budget",))
+    return [{name: value for name, value in r.items() if name != "better"} for r in found]  # a metric says no such
 
 
 def _policy(settings: Mapping[str, Any]) -> str:
     return str(settings["policy"]) if settings.get("select") is None else report.READS + str(settings["select"])
 
 
-def rows_of(found: Any) -> list[dict[str, Any]]:
-    """Return the harness's figures, one row per task and metric."""
-    rows = []
+def lines_of(found: Any) -> list[dict[str, Any]]:
+    """Return the harness's figures, one line per task and metric."""
+    lines = []
     for task, figures in (found or {}).get("results", {}).items():
         samples = found.get("n-samples", {}).get(task, {}).get("effective")
         for name, value in figures.items():
@@ -430,8 +430,8 @@ def rows_of(found: Any) -> list[dict[str, Any]]:
                 error = figures.get(f"{metric}_stderr,{rest}")
                 error = float(error) if isinstance(error, int | float) else None
                 told = {"task": task, "metric": metric, "value": float(value), "error": error, "samples": samples}
-                rows.append({**told, "by_sample": _by_sample(found, task, metric, rest)})
-    return rows
+                lines.append({**told, "by_sample": _by_sample(found, task, metric, rest)})
+    return lines
 
 
 def _by_sample(found: Any, task: str, metric: str, chosen: str) -> list[float]:

@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Return what the page shows: the rows of all settings, the command that reproduces each, and the environments.
+    """Return what the page shows: the lines of all settings, the command that reproduces each, and the environments.
 
     Raises:
         ValueError: the folder is no folder of results, or holds no results.
@@ -36,18 +36,18 @@ def figures(folder: Path) -> dict[str, Any]:
     if header["evaluation"] == "sweep":
         content = {name: value for name, value in header["settings"].items() if not name.endswith(" holds")}
         parts = {(part.flags.model, part.flags.name): part for part in sweep.plan(content)}
-    rows = summaries.summarise(records)
+    lines = summaries.summarise(records)
     times = _decode_times(records)
-    for row in rows:
-        row["decode_milliseconds"] = times.get(tuple(row[name] for name in results.ROW))
-        part = parts.get((row["model"], row["evaluation"]))
+    for line in lines:
+        line["decode_milliseconds"] = times.get(tuple(line[name] for name in results.SETTING))
+        part = parts.get((line["model"], line["evaluation"]))
         command = header["command"] if part is None else command_line.command_text(part.flags)
         of_any_length = part is not None and not hasattr(part.flags, "lengths")
-        row["command"] = _row_command(command, {**row, "length": None} if of_any_length else row)
-        row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
-        row["kind"] = {"full": "full", run_settings.RECENCY: "recency"}.get(row["policy"], "policy")
+        line["command"] = _line_command(command, {**line, "length": None} if of_any_length else line)
+        line["low"], line["high"] = max(line["low"], 0.0), min(line["high"], 1.0)
+        line["kind"] = {"full": "full", run_settings.RECENCY: "recency"}.get(line["policy"], "policy")
     short: dict[str, str] = {}
-    for evaluation in {row["evaluation"] for row in rows}:
+    for evaluation in {line["evaluation"] for line in lines}:
         short |= getattr(sweep.EVALUATIONS.get(evaluation), "SHORT", {})
     return {
         "title": f"{header['evaluation']}: {folder.resolve().name}",
@@ -55,7 +55,7 @@ def figures(folder: Path) -> dict[str, Any]:
         "environments": header["environments"],
         "samples": len(records),
         "short": short,
-        "rows": rows,
+        "rows": lines,
     }
 
 
@@ -65,7 +65,7 @@ def _decode_times(records: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...],
     for record in records:
         tokens, seconds = record["decode"]
         if tokens:
-            setting = tuple(record.get(name) for name in results.ROW)
+            setting = tuple(record.get(name) for name in results.SETTING)
             batches.setdefault(setting, set()).add((record["task"], 1000 * seconds / tokens))
     return {
         setting: statistics.mean_interval(sorted(time for _, time in found))
@@ -74,28 +74,28 @@ def _decode_times(records: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...],
     }
 
 
-def _row_command(command: str, row: Mapping[str, Any]) -> str:
-    """Return the command line of one row, from that of the whole run."""
+def _line_command(command: str, line: Mapping[str, Any]) -> str:
+    """Return the command line of one line, from that of the whole run."""
     words = shlex.split(command)
-    wanted = {"--policies": row["policy"], "--when": row["when"], "--question": row["question"]}
-    if row["budget"] is not None:
-        wanted["--budgets"] = str(row["budget"])
-    if row["length"] is not None:
-        wanted["--lengths"] = str(row["length"])
-    line, skip = [], False
+    wanted = {"--policies": line["policy"], "--when": line["when"], "--question": line["question"]}
+    if line["budget"] is not None:
+        wanted["--budgets"] = str(line["budget"])
+    if line["length"] is not None:
+        wanted["--lengths"] = str(line["length"])
+    made, skip = list[str](), False
     for index, word in enumerate(words):
         if skip:
             skip = False
         elif word in wanted and index + 1 < len(words):
-            line += [word, wanted.pop(word)]
+            made += [word, wanted.pop(word)]
             skip = True
         elif word in ("--allocations", "--against"):
             skip = True
         else:
-            line.append(word)
+            made.append(word)
     for word, value in wanted.items():
-        line += [word, value]
-    return commands.shell_line(line)
+        made += [word, value]
+    return commands.shell_line(made)
 
 
 def render(template: Path, title: str, data: Mapping[str, Any]) -> str:

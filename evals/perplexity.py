@@ -12,7 +12,7 @@ the text. Only the last tokens of each window are counted, as many as the stride
 The mean Kullback-Leibler divergence of each token's distribution from the dense model's, in nats, is reported as well.
 It measures the change of the whole distribution, not only of the token that came, and is 0 where nothing is lost.
 
-Intervals are over chunks. Each row is compared with the dense model, which reads everything, selections are compared
+Intervals are over chunks. Each line is compared with the dense model, which reads everything, selections are compared
 with the predictor, and a policy with CAOTE with the same policy without it.
 """
 
@@ -203,9 +203,9 @@ def measure(
     progress: tqdm = evaluator.QUIET,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Measure each selection at each sparsity; the first row is the dense model ("full").
+    """Measure each selection at each sparsity; the first is the dense model ("full").
 
-    At sparsity 0 nothing is left out: those rows have the dense model's figures.
+    At sparsity 0 nothing is left out: those have the dense model's figures.
 
     Args:
         full: the result of :func:`full_losses`.
@@ -213,12 +213,12 @@ def measure(
         options: see :func:`losses`.
 
     Returns:
-        Rows of ``select``, ``sparsity``, ``perplexity``, ``increase`` over the dense model (a share, by paired chunks)
+        Lines of ``select``, ``sparsity``, ``perplexity``, ``increase`` over the dense model (a share, by paired chunks)
         and ``kl``, the divergence from it, each of these three with its 95% interval over chunks; and of ``by_chunk``
         and ``kl_by_chunk``, the losses and divergences. With a single chunk, the intervals are None.
     """
     everything = selections.parse_selection("full")
-    results = [_row(everything, 0.0, full, full)]
+    results = [_line(everything, 0.0, full, full)]
     for selection, sparsity in itertools.product(chosen, sparsities):
         if selection == everything:
             continue
@@ -227,7 +227,7 @@ def measure(
         if sparsity:
             simulation = like._replace(selection=selection, sparsity=sparsity)
             found = losses(model, chunks, simulation, full=full, progress=progress, **options)
-        results.append(_row(selection, sparsity, found, full))
+        results.append(_line(selection, sparsity, found, full))
     return results
 
 
@@ -249,7 +249,7 @@ def measure_policies(
         options: see :func:`policy_losses`.
 
     Returns:
-        Rows like those of :func:`measure`, with the setting, when it evicts, and ``difference``: the perplexity minus
+        Lines like those of :func:`measure`, with the setting, when it evicts, and ``difference``: the perplexity minus
         the dense model's, as in CAOTE's tables.
     """
     results = []
@@ -257,7 +257,7 @@ def measure_policies(
         make_room()
         progress.set_description(f"{setting.policy}, budget {setting.budget}, {setting.when}")
         found = policy_losses(model, chunks, setting, full=full, feed=feed, progress=progress, **options)
-        told = {name: setting.row()[name] for name in ("policy", "budget", "when", "evicts", "cache_dtype")}
+        told = {name: setting.fields()[name] for name in ("policy", "budget", "when", "evicts", "cache_dtype")}
         results.append({**told, "block": feed.block, **against(found, full)})
     return results
 
@@ -270,27 +270,27 @@ def steps(chosen: Sequence[Selection], sparsities: Sequence[float], chunks: int,
 
 def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
     """Compare each selection's perplexity with that of ``against`` at the same sparsity, by paired chunks."""
-    lines = {r["sparsity"]: r for r in results if r["select"] == against}
-    rows = []
+    others = {r["sparsity"]: r for r in results if r["select"] == against}
+    compared = []
     for r in results:
-        line = lines.get(r["sparsity"])
-        if line is None or r["select"] in (against, "full") or not r["sparsity"]:
+        other = others.get(r["sparsity"])
+        if other is None or r["select"] in (against, "full") or not r["sparsity"]:
             continue
-        rows.append({"select": r["select"], "against": against, "sparsity": r["sparsity"], **_larger(r, line)})
-    return rows
+        compared.append({"select": r["select"], "against": against, "sparsity": r["sparsity"], **_larger(r, other)})
+    return compared
 
 
 def compare_policies(results: Sequence[dict[str, Any]], against: str = run_settings.RECENCY) -> list[dict[str, Any]]:
     """Compare the perplexity of each policy with those of :func:`evals.report.pairs`, by paired chunks."""
-    rows = []
-    for row, other in report.pairs(results, against):
-        told = {name: row[name] for name in ("budget", "when", "evicts")}
-        rows.append({"policy": row["policy"], "against": other["policy"], **told, **_larger(row, other)})
-    return rows
+    compared = []
+    for r, other in report.pairs(results, against):
+        told = {name: r[name] for name in ("budget", "when", "evicts")}
+        compared.append({"policy": r["policy"], "against": other["policy"], **told, **_larger(r, other)})
+    return compared
 
 
-def _larger(row: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
-    ratio, low, high = _ratio(statistics.paired_interval, np.array(row["by_chunk"]) - np.array(line["by_chunk"]))
+def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    ratio, low, high = _ratio(statistics.paired_interval, np.array(one["by_chunk"]) - np.array(other["by_chunk"]))
     return {
         "increase": ratio - 1,
         "low": None if low is None else low - 1,
@@ -300,7 +300,7 @@ def _larger(row: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with one row per selection and sparsity, or policy and budget, compared with the dense model.
+    """Return a table with one line per selection and sparsity, or policy and budget, compared with the dense model.
 
     The difference of policies is as in CAOTE's tables.
     """
@@ -321,7 +321,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Return a table of how much larger each row's perplexity is than that of the one it is compared with."""
+    """Return a table of how much larger each perplexity is than that of the one it is compared with."""
     return report.comparison_table(comparisons, report.figure("perplexity", "increase", "+.2%"))
 
 
@@ -330,32 +330,32 @@ def perplexity_lines(
 ) -> None:
     """Draw perplexity over sparsity, and over budgets in one panel per moment, one line per selection or policy.
 
-    Where every panel has a single sparsity or budget, each selection or policy has a row with a point and its interval
+    Where every panel has a single sparsity or budget, each selection or policy has a point and its interval
     instead. The dense model is a grey line. The axis of lines is logarithmic where the largest value is more than three
     times the smallest.
     """
     dense = next(r for r in results if r["select"] == "full")
     selected = [r for r in results if r["select"] != "full"]
     moments = {"block": "after every block", "prompt": "once, before the tokens that count"}
-    reads, keeps = "sparsity: share of the tokens that a row does not read", "budget: slots per head"
+    reads, keeps = "sparsity: share of the tokens that a query does not read", "budget: slots per head"
     if any(isinstance(r["budget"], float) for r in policies):
         keeps = "budget: slots per head (from 1), or a share of the chunk"
     panels = [(selected, "select", "sparsity", reads, "")] * bool(selected)
     for when in dict.fromkeys(r["when"] for r in policies):
         panels.append(([r for r in policies if r["when"] == when], "policy", "budget", keeps, moments.get(when, when)))
-    single = bool(panels) and all(len({r[along] for r in rows}) == 1 for rows, _, along, *_ in panels)
-    most = max((len(rows) for rows, *_ in panels), default=0)
+    single = bool(panels) and all(len({r[along] for r in results}) == 1 for results, _, along, *_ in panels)
+    most = max((len(results) for results, *_ in panels), default=0)
     plt = report.pyplot()
     figure, axes = plt.subplots(
         1, max(len(panels), 1), figsize=(6.4 * max(len(panels), 1), 1.6 + 0.3 * most if single else 5.4),
         layout="constrained", squeeze=False, sharey=not selected, sharex=single,
     )  # fmt: skip
-    for axis, (rows, name, along, label, title_of) in zip(axes[0], panels, strict=False):
+    for axis, (results, name, along, label, title_of) in zip(axes[0], panels, strict=False):
         if single:
-            _points(axis, dense, rows, name)
-            axis.set_xlabel(f"perplexity, {along} {rows[0][along]:g}")
+            _points(axis, dense, results, name)
+            axis.set_xlabel(f"perplexity, {along} {results[0][along]:g}")
         else:
-            _panel(axis, dense, rows, name, along)
+            _panel(axis, dense, results, name, along)
             axis.set_xlabel(label)
         axis.set_title(title_of, fontsize=10)
     if single:
@@ -533,12 +533,12 @@ def _check_compression(setting: Setting, counted: int | None) -> bool:
     return once
 
 
-def _row(selection: Selection, sparsity: float, found: Losses, full: Losses) -> dict[str, Any]:
+def _line(selection: Selection, sparsity: float, found: Losses, full: Losses) -> dict[str, Any]:
     return {"select": str(selection), "sparsity": sparsity, **against(found, full)}
 
 
 def against(found: Losses, full: Losses) -> dict[str, Any]:
-    """Return a row's figures, compared with those of the dense model on the same chunks."""
+    """Return the figures of losses, compared with those of the dense model on the same chunks."""
     perplexity, low, high = _ratio(statistics.mean_interval, found.by_chunk)
     increase, increase_low, increase_high = _ratio(statistics.paired_interval, found.by_chunk - full.by_chunk)
     whole, _, _ = _ratio(statistics.mean_interval, full.by_chunk)
@@ -570,9 +570,9 @@ def _ratio(
     return math.exp(mean), math.exp(low), math.exp(high)
 
 
-def _points(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: str) -> None:
+def _points(axis: Any, dense: dict[str, Any], results: list[dict[str, Any]], name: str) -> None:
     axis.axvline(dense["perplexity"], color="#999999", linewidth=1, linestyle="--")
-    for place, r in enumerate(rows):
+    for place, r in enumerate(results):
         bounds = None
         if r["increase_low"] is not None:  # the interval against the dense model, by paired chunks
             low, high = (dense["perplexity"] * (1 + r[f"increase_{end}"]) for end in ("low", "high"))
@@ -580,14 +580,14 @@ def _points(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: 
         axis.errorbar(
             r["perplexity"], place, xerr=bounds, fmt="o", color=report.COLOURS[0], markersize=4.5, elinewidth=1.2
         )
-    axis.set_yticks(range(len(rows)), [r[name] for r in rows], fontsize=8.5)
+    axis.set_yticks(range(len(results)), [r[name] for r in results], fontsize=8.5)
     report.plain(axis, grid="x")
 
 
-def _panel(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: str, along: str) -> None:
+def _panel(axis: Any, dense: dict[str, Any], results: list[dict[str, Any]], name: str, along: str) -> None:
     axis.axhline(dense["perplexity"], color="#999999", linewidth=1, linestyle="--", label="full")
-    for index, chosen in enumerate(dict.fromkeys(r[name] for r in rows)):
-        line = sorted((r for r in rows if r[name] == chosen), key=lambda r: r[along])
+    for index, chosen in enumerate(dict.fromkeys(r[name] for r in results)):
+        line = sorted((r for r in results if r[name] == chosen), key=lambda r: r[along])
         colour = report.colour(index)
         style = dict(marker="osv^DPX"[index % 7], linestyle="-" if index < len(report.COLOURS) else ":")
         x, y = [r[along] for r in line], [r["perplexity"] for r in line]
@@ -595,12 +595,12 @@ def _panel(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: s
         if all(r["increase_low"] is not None for r in line):  # the interval against the dense model, by paired chunks
             low, high = ([dense["perplexity"] * (1 + r[f"increase_{end}"]) for r in line] for end in ("low", "high"))
             axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-    values = [dense["perplexity"], *(r["perplexity"] for r in rows)]
+    values = [dense["perplexity"], *(r["perplexity"] for r in results)]
     if max(values) > 3 * min(values):
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(report.pyplot().FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(report.pyplot().NullFormatter())
-    places = sorted({r[along] for r in rows})
+    places = sorted({r[along] for r in results})
     if len(places) <= 12:
         axis.set_xticks(places, [f"{place:g}" for place in places])
     report.plain(axis)

@@ -80,16 +80,16 @@ def make_heads(
     projection: Float[np.ndarray, "H G D F"] | None,
     *,
     width: int,
-    rows: int,
+    queries: int,
 ) -> Heads:
-    """Make the cases of several heads, in float64, and fill them up to ``width`` tokens and ``rows`` queries."""
+    """Make the cases of several heads, in float64, and fill them up to ``width`` tokens and so many ``queries``."""
     with jax.enable_x64(True):
         made = []
         for head in range(len(logits)):
             after = None if projection is None else jnp.asarray(projection[head], jnp.float64)
             own_logits, own_value = jnp.asarray(logits[head], jnp.float64), jnp.asarray(value[head], jnp.float64)
             weights, values, outputs = best_tokens.make_case(own_logits, own_value, size, after)
-            more, longer = rows - outputs.shape[1], width - size
+            more, longer = queries - outputs.shape[1], width - size
             made.append(
                 best_tokens.Case(
                     jnp.pad(weights, ((0, 0), (0, more), (0, longer))),
@@ -199,7 +199,7 @@ class _Run:
             tasks.needle(flags.seed + sample, tokenizer, flags.length, None, flags.facts)
             for sample in range(flags.samples)
         ]
-        self.rows = max(len(s.tokens) + len(s.answer_tokens) - s.context_end for s in self.samples)
+        self.queries = max(len(s.tokens) + len(s.answer_tokens) - s.context_end for s in self.samples)
         self.projection = projections(model, flags.target)
 
     def ends(self, sample: tasks.Sample, question: str) -> tuple[int, int]:
@@ -222,35 +222,35 @@ class _Run:
                 self.one(question, by_question[question], number, sample, read, progress)
 
     def read(self, sample: tasks.Sample) -> tuple[np.ndarray, np.ndarray]:
-        """Return the logits of the rows of an exact case and of the future, and the values: per layer and KV head."""
+        """Return the logits of an exact case's queries and of the future's, and the values: per layer and KV head."""
         exact = self.flags.exact
         whole = np.array([*sample.tokens, *sample.answer_tokens])
         future = np.arange(sample.context_end, len(whole))
-        rows = np.concatenate([np.arange(exact, exact + AFTER), future, np.full(self.rows - len(future), -1)])
-        tokens = answering.padded([whole.tolist()], self.flags.length + self.rows)
-        logits, value = simulator.attention_logits(self.model, tokens, rows)
+        queries = np.concatenate([np.arange(exact, exact + AFTER), future, np.full(self.queries - len(future), -1)])
+        tokens = answering.padded([whole.tolist()], self.flags.length + self.queries)
+        logits, value = simulator.attention_logits(self.model, tokens, queries)
         layers = np.array(self.layers)
         logits, value = np.asarray(logits[layers, 0]), np.asarray(value[layers, 0])  # [n, N, R, T], [n, K, T, D]
         n, _, _, T = logits.shape
-        logits = logits.reshape(n * value.shape[1], -1, len(rows), T)
+        logits = logits.reshape(n * value.shape[1], -1, len(queries), T)
         return logits, value.reshape(-1, *value.shape[2:])
 
-    def heads(self, read, first: int, rows: slice, size: int, end: int, width: int) -> Heads:
+    def heads(self, read, first: int, queries: slice, size: int, end: int, width: int) -> Heads:
         logits, value = read
         G = logits.shape[1]
         projection = None
         if self.projection is not None:
             projection = self.projection[self.layers].reshape(len(logits), G, *self.projection.shape[2:])
         return make_heads(
-            logits[:, :, rows, :end], value[:, :end], size, projection, width=width, rows=max(first, self.rows)
+            logits[:, :, queries, :end], value[:, :end], size, projection, width=width, queries=max(first, self.queries)
         )
 
     def one(self, question, settings, number, sample, read, progress) -> None:
         """Measure one prompt under all settings of a question."""
         flags, width = self.flags, self.flags.length
         size, end = self.ends(sample, question)
-        rows = slice(AFTER + size - sample.context_end, AFTER + end - sample.context_end)
-        heads = self.heads(read, 0, rows, size, end, width)
+        queries = slice(AFTER + size - sample.context_end, AFTER + end - sample.context_end)
+        heads = self.heads(read, 0, queries, size, end, width)
         held = held_tokens(
             self.model, np.array(sample.tokens[:size]), settings, self.layers, width=width, block=flags.block,
             aids=self.aids, progress=progress,
@@ -258,22 +258,23 @@ class _Run:
         progress.set_description("search")
         H, G = heads.cases.weights.shape[:2]
         tried = np.stack([held[setting].reshape(H, G, width) for setting in settings])
-        newest = next(row for row, setting in enumerate(settings) if setting.policy == run_settings.RECENCY)
+        newest = next(place for place, setting in enumerate(settings) if setting.policy == run_settings.RECENCY)
         budget = int(tried[newest].sum(-1).max())
         kept = search(heads, budget, tried)
         of_each = errors(heads, np.concatenate([tried, np.broadcast_to(kept[:, None], (1, H, G, width))]))
         energy = heads.energy
         records = [
             self.record(question, BEST, number, self.relative(of_each[-1], energy), errors=of_each[-1].tolist(),
-                        energy=energy.tolist(), kept=budget, mass=float(np.mean(self.mass(heads, kept[:, None], rows))),
+                        energy=energy.tolist(), kept=budget,
+                        mass=float(np.mean(self.mass(heads, kept[:, None], queries))),
                         **self.certified(read, heads, budget, number, question))
         ]  # fmt: skip
-        for row, setting in enumerate(settings):
-            regret = self.relative(of_each[row] - of_each[-1], energy)
-            mass = self.mass(heads, tried[row], rows)
+        for place, setting in enumerate(settings):
+            regret = self.relative(of_each[place] - of_each[-1], energy)
+            mass = self.mass(heads, tried[place], queries)
             records.append(
                 self.record(
-                    question, setting.policy, number, regret, errors=of_each[row].tolist(), mass=float(mass.mean())
+                    question, setting.policy, number, regret, errors=of_each[place].tolist(), mass=float(mass.mean())
                 )
             )
         self.store.add([*records[1:], records[0]])  # the best is the mark of a whole prompt
@@ -281,10 +282,10 @@ class _Run:
     def relative(self, head_errors: np.ndarray, energy: np.ndarray) -> float:
         return float(np.mean(by_layer(head_errors, energy, len(self.layers))))
 
-    def mass(self, heads: Heads, kept: np.ndarray, rows: slice) -> np.ndarray:
+    def mass(self, heads: Heads, kept: np.ndarray, queries: slice) -> np.ndarray:
         """Return the mean attention of a head that still reaches tokens that stay."""
         lost = np.sum(heads.cases.weights * ~kept[..., None, :], axis=(1, 2, 3))
-        return 1 - lost / (heads.cases.weights.shape[1] * (rows.stop - rows.start))
+        return 1 - lost / (heads.cases.weights.shape[1] * (queries.stop - queries.start))
 
     def certified(self, read, heads: Heads, budget: int, number: int, question: str) -> dict[str, Any]:
         """Bracket the smallest error of one head per layer of the first prompt, and of exact cases."""
@@ -325,16 +326,16 @@ def by_layer(
 
 
 def summarise(records: Sequence[dict[str, Any]], layers: Sequence[int]) -> list[dict[str, Any]]:
-    """Return one row per policy and question: regret with its interval over prompts, overall and per layer and head.
+    """Return one line per policy and question: regret with its interval over prompts, overall and per layer and head.
 
-    The row "best" has the errors of the best found, and the brackets and exact cases.
+    The line "best" has the errors of the best found, and the brackets and exact cases.
     """
     best = {(r["question"], r["sample"]): r for r in records if r["policy"] == BEST}
     grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
         if (record["question"], record["sample"]) in best:
             grouped.setdefault((record["question"], record["policy"]), []).append(record)
-    rows = []
+    lines = []
     for (question, policy), found in grouped.items():
         found = sorted(found, key=lambda record: record["sample"])
         n, heads = len(layers), len(found[0]["errors"]) // len(layers)
@@ -350,27 +351,27 @@ def summarise(records: Sequence[dict[str, Any]], layers: Sequence[int]) -> list[
             [[round(x, 8) for x in statistics.mean_interval(samples[:, i, j].tolist())] for j in range(heads)]
             for i in range(n)
         ]
-        row = {name: found[0][name] for name in ("model", "policy", "budget", "when", "question", "length")}
-        row |= {"samples": len(found), "regret": mean, "low": low, "high": high}
-        row |= {"mass": float(np.mean([record["mass"] for record in found]))}
-        row |= {"layers": samples.sum(-1).mean(0).tolist(), "heads": spread}
+        r = {name: found[0][name] for name in ("model", "policy", "budget", "when", "question", "length")}
+        r |= {"samples": len(found), "regret": mean, "low": low, "high": high}
+        r |= {"mass": float(np.mean([record["mass"] for record in found]))}
+        r |= {"layers": samples.sum(-1).mean(0).tolist(), "heads": spread}
         for name in ("brackets", "exact"):
             if cases := [case for record in found for case in record.get(name, [])]:
-                row[name] = cases
-        rows.append(row)
-    return rows
+                r[name] = cases
+        lines.append(r)
+    return lines
 
 
-def _correlations(rows: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+def _correlations(lines: Sequence[dict[str, Any]], recall: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
     """Correlate, over the policies of each question, recall with small regret and with the attention mass kept."""
     told = []
-    for question in dict.fromkeys(row["question"] for row in rows):
-        both = [row for row in rows if row["question"] == question and (question, row["policy"]) in recall]
+    for question in dict.fromkeys(r["question"] for r in lines):
+        both = [r for r in lines if r["question"] == question and (question, r["policy"]) in recall]
         if len(both) > 2:
-            scores = [recall[question, row["policy"]] for row in both]
-            layers = -np.array([row["layers"] for row in both])
-            found = {"regret": [-row["regret"] for row in both], "median": np.median(layers, axis=1).tolist()}
-            found["mass"] = [row["mass"] for row in both]
+            scores = [recall[question, r["policy"]] for r in both]
+            layers = -np.array([r["layers"] for r in both])
+            found = {"regret": [-r["regret"] for r in both], "median": np.median(layers, axis=1).tolist()}
+            found["mass"] = [r["mass"] for r in both]
             of = {name: statistics.rank_correlation(values, scores) for name, values in found.items()}
             each = [statistics.rank_correlation(values.tolist(), scores) for values in layers.T]
             told.append({"model": both[0]["model"], "question": question, "policies": len(both), **of, "layers": each})
@@ -384,11 +385,11 @@ def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], 
         ValueError: it is no such file, or has nothing about the model and the budget.
     """
     try:
-        rows = json.loads(commands.read_text(path, "study's JSON"))["results"]
+        lines = json.loads(commands.read_text(path, "study's JSON"))["results"]
         found = {
-            (row["question"], run_settings.full_name(row["policy"])): float(row["score"])
-            for row in rows
-            if row["model"] == model and row["budget"] == budget
+            (r["question"], run_settings.full_name(r["policy"])): float(r["score"])
+            for r in lines
+            if r["model"] == model and r["budget"] == budget
         }
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{path} is no JSON file of a study; name one that `python -m evals study` wrote.") from None
@@ -399,10 +400,10 @@ def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], 
     return found
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(lines: Sequence[dict[str, Any]]) -> str:
     """Return a table of the policies of each question, the smallest regret first; "best" shows its own error."""
-    order = {question: i for i, question in enumerate(dict.fromkeys(row["question"] for row in rows))}
-    shown = sorted(rows, key=lambda row: (order[row["question"]], row["policy"] != BEST, row["regret"]))
+    order = {question: i for i, question in enumerate(dict.fromkeys(r["question"] for r in lines))}
+    shown = sorted(lines, key=lambda r: (order[r["question"]], r["policy"] != BEST, r["regret"]))
     return report.table(
         shown,
         [
@@ -417,36 +418,36 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _bracket_lines(rows: Sequence[dict[str, Any]]) -> str:
+def _bracket_lines(lines: Sequence[dict[str, Any]]) -> str:
     """Say how far the search may be from the best: the certified gaps of exact and of long cases."""
-    lines = []
-    for row in rows:
+    told = []
+    for r in lines:
         for name in ("exact", "brackets"):
             for what, field in (("certified gap of the best found", "error"), ("of the greedy search", "searched")):
-                if cases := row.get(name, []):
+                if cases := r.get(name, []):
                     gaps = [1 - case["lower"] / case[field] if case[field] > 0 else 0.0 for case in cases]
                     size = f"{cases[0]['kept']} of {cases[0]['tokens']} tokens, {len(cases)} heads"
-                    size = f"question {row['question']}, {size}"
-                    lines.append(f"{what}, {size}: median {np.median(gaps):.1%}, at most {max(gaps):.1%}")
-    return "\n".join(lines)
+                    size = f"question {r['question']}, {size}"
+                    told.append(f"{what}, {size}: median {np.median(gaps):.1%}, at most {max(gaps):.1%}")
+    return "\n".join(told)
 
 
-def heat_map(rows: Sequence[dict[str, Any]], layers: Sequence[int], path: Path) -> None:
+def heat_map(lines: Sequence[dict[str, Any]], layers: Sequence[int], path: Path) -> None:
     """Draw the regret of each layer and policy as colour, a panel per question, the smallest regret on top."""
     plt = report.pyplot()
-    questions = list(dict.fromkeys(row["question"] for row in rows))
+    questions = list(dict.fromkeys(r["question"] for r in lines))
     panels = [
-        sorted((r for r in rows if r["question"] == q and r["policy"] != BEST), key=lambda r: r["regret"])
+        sorted((r for r in lines if r["question"] == q and r["policy"] != BEST), key=lambda r: r["regret"])
         for q in questions
     ]
     figure, axes = plt.subplots(
         1, len(panels), figsize=(len(panels) * (3.4 + 0.3 * len(layers)), 1.4 + 0.2 * max(map(len, panels))),
         squeeze=False, layout="constrained",
     )  # fmt: skip
-    every = np.array([value for row in rows for value in row["layers"] if value > 0])
+    every = np.array([value for r in lines for value in r["layers"] if value > 0])
     ends = np.log10([max(every.min(), 1e-6), max(every.max(), 2e-6)])
     for axis, question, found in zip(axes[0], questions, panels, strict=True):
-        grid = np.log10(np.maximum([row["layers"] for row in found], 1e-6))
+        grid = np.log10(np.maximum([r["layers"] for r in found], 1e-6))
         image = axis.imshow(grid, cmap="viridis_r", vmin=ends[0], vmax=ends[1], aspect="auto")
         axis.set_xticks(range(len(layers)), [str(layer + 1) for layer in layers], fontsize=7)
         axis.set_yticks(range(len(found)), [f"{r['policy']}  {r['regret']:.4f}" for r in found], fontsize=7)
@@ -515,23 +516,23 @@ def command(flags: argparse.Namespace) -> None:
         with commands.progress_bar("policy", total=len(settings) * flags.samples) as progress:
             run.measure(progress)
             progress.set_description("done")
-        rows = summarise(store.records, run.layers)
-    correlated = _correlations([row for row in rows if row["policy"] != BEST], recall)
+        lines = summarise(store.records, run.layers)
+    correlated = _correlations([r for r in lines if r["policy"] != BEST], recall)
     told = "\n".join(
-        f"rank correlation with recall, question {row['question']}, {row['policies']} policies: "
-        f"{row['regret']:+.2f} for small regret (median over layers {row['median']:+.2f}, one layer alone "
-        f"{min(row['layers']):+.2f} to {max(row['layers']):+.2f}), {row['mass']:+.2f} for the attention mass kept"
-        for row in correlated
+        f"rank correlation with recall, question {r['question']}, {r['policies']} policies: "
+        f"{r['regret']:+.2f} for small regret (median over layers {r['median']:+.2f}, one layer alone "
+        f"{min(r['layers']):+.2f} to {max(r['layers']):+.2f}), {r['mass']:+.2f} for the attention mass kept"
+        for r in correlated
     )
     heads = model.config.num_kv_heads
     taken = f"{flags.samples} prompts, layers {', '.join(str(x + 1) for x in run.layers)}, {heads} KV heads in each"
-    report.show(table(rows), taken, _bracket_lines(rows), told)
+    report.show(table(lines), taken, _bracket_lines(lines), told)
     figures = {
         "evaluation": "regret",
         "title": "Regret: the error of future attention outputs beyond the best that could be kept",
         "settings": command_line.settings(flags),
         "layers": run.layers,
         "correlations": correlated,
-        "results": rows,
+        "results": lines,
     }
-    report.write(flags, figures, digests, lambda path: heat_map(rows, run.layers, path))
+    report.write(flags, figures, digests, lambda path: heat_map(lines, run.layers, path))

@@ -16,7 +16,7 @@ from models.commands import provenance
 Cell = str | Callable[[Any], str]
 CAOTE_LINKS = ("caote", "fast_caote")
 MOMENTS = {"block": "after every block", "prompt": "once", "published": "as published"}
-READS = "select="  # a row's policy begins so where nothing is evicted, and a decode step reads a part
+READS = "select="  # a line's policy begins so where nothing is evicted, and a decode step reads a part
 PICTURES = (".png", ".svg", ".pdf")
 GREY = "#7d868f"  # text that reads on white and on black
 # Okabe and Ito's colours, which colour-blind readers can tell apart, with violet for black; grey: reference lines.
@@ -24,21 +24,21 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 
 
 def task_table(
-    rows: Sequence[dict[str, Any]], *, recency: str, short: Mapping[str, str], notes: Sequence[str] = ()
+    lines: Sequence[dict[str, Any]], *, recency: str, short: Mapping[str, str], notes: Sequence[str] = ()
 ) -> str:
-    """Return a table with one row per setting and length: the mean of the tasks' means, and each one's.
+    """Return a table with one line per setting and length: the mean of the tasks' means, and each one's.
 
     A minus marks a mean below plain recency.
 
     Args:
-        rows: from :func:`evals.summaries.summarise`.
+        lines: from :func:`evals.summaries.summarise`.
         short: the tasks' names in the head.
         notes: lines below the table.
     """
     where = ("model", "evaluation", "length", "budget", "when", "question")
-    under = below(rows, recency, "score", where)
-    tasks = list(dict.fromkeys(task for r in rows for task in r["tasks"]))
-    names = labels(rows)
+    under = below(lines, recency, "score", where)
+    tasks = list(dict.fromkeys(task for r in lines for task in r["tasks"]))
+    names = labels(lines)
 
     whole = short.get(tasks[0], tasks[0]) if len(tasks) == 1 else "mean"
 
@@ -46,14 +46,14 @@ def task_table(
         return short.get(task, task), lambda r: f"{r['tasks'][task]['score']:.2f}" if task in r["tasks"] else ""
 
     predicted: list[tuple[str, Cell]] = []
-    if any("perplexity" in r for r in rows):
+    if any("perplexity" in r for r in lines):
         predicted = [
             ("perplexity", lambda r: f"{r['perplexity']:.3f}"),
             ("against full", lambda r: f"{r['increase']:+.2%}" if "increase" in r else ""),
             ("95%", lambda r: between("+.2%", "increase_low", "increase_high")(r) if "increase" in r else ""),
         ]
     text = table(
-        rows,
+        lines,
         [
             *names,
             (whole, lambda r: f"{r['score']:.3f}{'-' if under(r) else ' '}"),
@@ -65,15 +65,15 @@ def task_table(
         ],
         left=len(names),
     )
-    marked = ["'-': under plain recency"] if any(map(under, rows)) else []
+    marked = ["'-': under plain recency"] if any(map(under, lines)) else []
     return "\n".join([text, *marked, *notes])
 
 
 def below(
-    rows: Sequence[dict[str, Any]], recency: str, value: str, where: Sequence[str]
+    lines: Sequence[dict[str, Any]], recency: str, value: str, where: Sequence[str]
 ) -> Callable[[dict[str, Any]], bool]:
-    """Return a function that tells whether a row's value is below that of plain recency with the same ``where``."""
-    floors = {tuple(r[name] for name in where): r[value] for r in rows if r["policy"] == recency}
+    """Return a function that tells whether a line's value is below that of plain recency with the same ``where``."""
+    floors = {tuple(r[name] for name in where): r[value] for r in lines if r["policy"] == recency}
     return lambda r: r[value] < floors.get(tuple(r[name] for name in where), r[value])
 
 
@@ -84,21 +84,21 @@ def interval(bounds: Sequence[float | None] | None, form: str) -> str:
 
 
 def between(form: str, low: str = "low", high: str = "high") -> Callable[[Mapping[str, Any]], str]:
-    """Return the cell of an interval whose ends are two fields of a row."""
-    return lambda row: interval((row[low], row[high]), form)
+    """Return the cell of an interval whose ends are two fields of a line."""
+    return lambda line: interval((line[low], line[high]), form)
 
 
-def labels(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Cell]]:
-    """Return the columns that tell rows apart: :data:`LABELS` that rows have, and :data:`IF_SEVERAL` that differ.
+def labels(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, Cell]]:
+    """Return the columns that tell lines apart: :data:`LABELS` that lines have, and :data:`IF_SEVERAL` that differ.
 
     Example:
         >>> from evals import report
-        >>> rows = [{"policy": "h2o", "budget": 64, "model": "retriever", "score": 0.5}]
-        >>> [head for head, _ in report.labels(rows)]
+        >>> lines = [{"policy": "h2o", "budget": 64, "model": "retriever", "score": 0.5}]
+        >>> [head for head, _ in report.labels(lines)]
         ['policy', 'budget']
     """
-    there = [name for name in LABELS if any(name in row for row in rows)]
-    there = [name for name in there if name not in IF_SEVERAL or len({row.get(name) for row in rows}) > 1]
+    there = [name for name in LABELS if any(name in line for line in lines)]
+    there = [name for name in there if name not in IF_SEVERAL or len({line.get(name) for line in lines}) > 1]
     return [(name, LABELS[name]) for name in there]
 
 
@@ -111,34 +111,34 @@ DIFFERENCE = figure("difference", "difference", "+.3f")
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]], figures: Sequence[tuple[str, Cell]] = DIFFERENCE) -> Table:
-    """Return a table of rows that are compared with others, such as :func:`compare` makes: labels, figures, verdict."""
+    """Return a table of comparisons, such as :func:`compare` makes: labels, figures, verdict."""
     names = labels(comparisons)
     verdict: list[tuple[str, Cell]] = [
-        (name, f"{{{name}}}") for name in ("better", "larger") if any(name in row for row in comparisons)
+        (name, f"{{{name}}}") for name in ("better", "larger") if any(name in line for line in comparisons)
     ]
     return table(comparisons, [*names, *figures, *verdict], left=len(names))
 
 
 def compare(
-    rows: Sequence[Mapping[str, Any]],
+    lines: Sequence[Mapping[str, Any]],
     against: str,
     values: Callable[[Mapping[str, Any]], Sequence[float]],
     where: Sequence[str] = (),
     fields: Sequence[str] = ("budget", "when", "evicts"),
 ) -> list[dict[str, Any]]:
-    """Compare each row with those of :func:`pairs`: the difference of their values of the same samples.
+    """Compare each line with those of :func:`pairs`: the difference of their values of the same samples.
 
     Args:
-        values: one number per sample of a row; rows with other numbers of samples are not compared.
+        values: one number per sample of a line; lines with other numbers of samples are not compared.
         where: see :func:`pairs`.
-        fields: those of a row that its comparisons have, too, beside ``where``.
+        fields: those of a line that its comparisons have, too, beside ``where``.
     """
     found = []
-    for row, other in pairs(rows, against, where):
-        ours, theirs = values(row), values(other)
+    for line, other in pairs(lines, against, where):
+        ours, theirs = values(line), values(other)
         if len(ours) == len(theirs) > 0:
-            told = {"policy": row["policy"], "against": other["policy"]}
-            told |= {name: row[name] for name in (*fields, *where) if name in row}
+            told = {"policy": line["policy"], "against": other["policy"]}
+            told |= {name: line[name] for name in (*fields, *where) if name in line}
             found.append(told | statistics.comparison([a - b for a, b in zip(ours, theirs, strict=True)]))
     return found
 
@@ -190,24 +190,24 @@ def group(result: dict[str, Any]) -> tuple[str, str, Any]:
     return result["question"], result["when"], result["budget"]
 
 
-def budget(row: Mapping[str, Any]) -> str:
-    """Return the budget of a row in words."""
-    return "all" if row["budget"] is None else str(row["budget"])
+def budget(line: Mapping[str, Any]) -> str:
+    """Return the budget of a line in words."""
+    return "all" if line["budget"] is None else str(line["budget"])
 
 
-def evicts(row: Mapping[str, Any]) -> str:
-    """Return in words when the policy of a row evicts: in the prompt, and after it.
+def evicts(line: Mapping[str, Any]) -> str:
+    """Return in words when the policy of a line evicts: in the prompt, and after it.
 
     Example:
         >>> from evals import report
         >>> report.evicts({"budget": 64, "when": "published", "evicts": ["prompt", 0]})
         'prompt, then never'
     """
-    if row.get("budget", row.get("sparsity")) is None or str(row.get("policy")).startswith(READS):
+    if line.get("budget", line.get("sparsity")) is None or str(line.get("policy")).startswith(READS):
         return "never"
-    if row.get("evicts") is None:  # simulated; or a file of an earlier version, which evicted at every step of decode
-        return str(row.get("when") or "")
-    prompt, every = row["evicts"]
+    if line.get("evicts") is None:  # simulated; or a file of an earlier version, which evicted at every step of decode
+        return str(line.get("when") or "")
+    prompt, every = line["evicts"]
     behind = {0: "never", 1: "every step"}.get(every, f"every {every}")
     return f"{prompt}, then {behind}"
 
@@ -223,7 +223,7 @@ def moment(group: tuple[str, str, Any]) -> str:
 
 LABELS: dict[str, Cell] = {
     **{name: f"{{{name}}}" for name in ("model", "evaluation", "length", "policy", "select", "against", "mode")},
-    "sparsity": lambda row: "none" if row["sparsity"] is None or row["select"] == "full" else f"{row['sparsity']:g}",
+    "sparsity": lambda r: "none" if r["sparsity"] is None or r["select"] == "full" else f"{r['sparsity']:g}",
     "budget": budget,
     "evicts": evicts,
     "question": "{question}",
@@ -253,9 +253,9 @@ def variants(policy: str) -> list[str]:
 
 
 def pairs(
-    rows: Sequence[Mapping[str, Any]], against: str, where: Sequence[str] = ()
+    lines: Sequence[Mapping[str, Any]], against: str, where: Sequence[str] = ()
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield each row with those that it is compared with: that of the policy ``against``, and its :func:`variants`.
+    """Yield each line with those that it is compared with: that of the policy ``against``, and its :func:`variants`.
 
     Both have the same budget and moment, and the same fields ``where``. The full cache has no budget, and neither it
     nor a selection has a moment.
@@ -263,25 +263,25 @@ def pairs(
     Example:
         >>> from evals import report
         >>> names = ("recency", "h2o", "h2o+caote")
-        >>> rows = [dict(policy=name, budget=8, when="block") for name in names]
-        >>> pairs = report.pairs(rows, "recency")
-        >>> [(row["policy"], other["policy"]) for row, other in pairs]
+        >>> lines = [dict(policy=name, budget=8, when="block") for name in names]
+        >>> pairs = report.pairs(lines, "recency")
+        >>> [(line["policy"], other["policy"]) for line, other in pairs]
         [('h2o', 'recency'), ('h2o+caote', 'recency'), ('h2o+caote', 'h2o')]
     """
 
-    def beside(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        evict = not any(r["budget"] is None or r["policy"].startswith(READS) for r in (row, other))
+    def beside(line: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        evict = not any(r["budget"] is None or r["policy"].startswith(READS) for r in (line, other))
         return (
-            all(row.get(name) == other.get(name) for name in where)
-            and other["budget"] in (None, row["budget"])
-            and (not evict or row["when"] == other["when"])
+            all(line.get(name) == other.get(name) for name in where)
+            and other["budget"] in (None, line["budget"])
+            and (not evict or line["when"] == other["when"])
         )
 
-    for row in rows:
-        for name in dict.fromkeys([against, *variants(row["policy"])]):
-            found = [other for other in rows if other["policy"] == name != row["policy"] and beside(row, other)]
+    for line in lines:
+        for name in dict.fromkeys([against, *variants(line["policy"])]):
+            found = [other for other in lines if other["policy"] == name != line["policy"] and beside(line, other)]
             if found:
-                yield row, min(found, key=lambda other: other["when"] != row["when"])
+                yield line, min(found, key=lambda other: other["when"] != line["when"])
 
 
 def pyplot() -> Any:
@@ -344,15 +344,15 @@ def show(*texts: str) -> None:
 
 
 class Table(str):
-    """A table in text, in aligned columns, with lines below it; empty without rows. :meth:`markdown` is for a page.
+    """A table in text, in aligned columns, with notes below it; empty without lines. :meth:`markdown` is for a page.
 
     Args:
         left: how many columns stand to the left; the others hold figures, to the right.
 
     Example:
         >>> from evals import report
-        >>> head, rows = ("policy", "ms"), [("h2o", "1.5")]
-        >>> table = report.Table(head, rows, left=1, notes=["on a CPU"])
+        >>> head, lines = ("policy", "ms"), [("h2o", "1.5")]
+        >>> table = report.Table(head, lines, left=1, notes=["on a CPU"])
         >>> print(table)
         policy   ms
         ------  ---
@@ -371,36 +371,36 @@ class Table(str):
     notes: Sequence[str]
 
     def __new__(
-        cls, head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int, notes: Sequence[str] = ()
+        cls, head: Sequence[str], lines: Sequence[Sequence[str]], *, left: int, notes: Sequence[str] = ()
     ) -> Table:
         """Return the text."""
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
 
-        def line(cells: Sequence[str]) -> str:
+        def aligned(cells: Sequence[str]) -> str:
             parts = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
             return "  ".join(parts).rstrip()
 
-        lines = [line(head), line(["-" * width for width in widths]), *map(line, rows)] if rows else []
-        found = super().__new__(cls, "\n".join([*lines, *notes]))
-        found.cells, found.left, found.notes = [head, *rows] if rows else [], left, notes
+        made = [aligned(head), aligned(["-" * width for width in widths]), *map(aligned, lines)] if lines else []
+        found = super().__new__(cls, "\n".join([*made, *notes]))
+        found.cells, found.left, found.notes = [head, *lines] if lines else [], left, notes
         return found
 
     def markdown(self) -> str:
-        """Return the table in Markdown, which a page wraps; the lines below it become paragraphs."""
-        lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in self.cells]
-        if lines:
+        """Return the table in Markdown, which a page wraps; the notes below it become paragraphs."""
+        made = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in self.cells]
+        if made:
             rule = ("---" if i < self.left else "---:" for i in range(len(self.cells[0])))
-            lines.insert(1, f"| {' | '.join(rule)} |")
-        return "\n\n".join(filter(None, ["\n".join(lines), *self.notes]))
+            made.insert(1, f"| {' | '.join(rule)} |")
+        return "\n\n".join(filter(None, ["\n".join(made), *self.notes]))
 
 
 def table(
-    rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, Cell]], *, left: int, notes: Sequence[str] = ()
+    lines: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, Cell]], *, left: int, notes: Sequence[str] = ()
 ) -> Table:
-    """Return a table with one line per row; it is empty without rows.
+    """Return a table; it is empty without lines.
 
     Args:
-        cells: each column's head, and the text of its cells: a format of the row's fields, or a function of the row.
+        cells: each column's head, and the text of its cells: a format of the line's fields, or a function of the line.
         left, notes: as in :class:`Table`.
 
     Example:
@@ -418,5 +418,5 @@ def table(
         ------  ------  -----
         h2o     all     50.0%
     """
-    lines = [[cell.format_map(r) if isinstance(cell, str) else cell(r) for _, cell in cells] for r in rows]
-    return Table([head for head, _ in cells], lines, left=left, notes=notes)
+    texts = [[cell.format_map(r) if isinstance(cell, str) else cell(r) for _, cell in cells] for r in lines]
+    return Table([head for head, _ in cells], texts, left=left, notes=notes)

@@ -22,8 +22,8 @@ from models import commands, hosts
 from models.commands import provenance
 
 HEADER, SAMPLES = "header.json", "samples.jsonl"
-ROW = ("model", "evaluation", "length", "policy", "budget", "when", "question")
-KEY = (*ROW, "task", "sample")
+SETTING = ("model", "evaluation", "length", "policy", "budget", "when", "question")
+KEY = (*SETTING, "task", "sample")
 GROWING = ("models", "policies", "budgets", "when", "question", "allocations")  # settings that each record names
 
 

@@ -27,7 +27,7 @@ KNOWN_OR_NOT = ("known", "unknown")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the table. ``evict_every`` is None for the policy's default, ``cache_dtype`` for the model's dtype.
+    """One line of the table. ``evict_every`` is None for the policy's default, ``cache_dtype`` for the model's dtype.
 
     ``policy`` is an eviction policy, "full", or a selection such as "select=quest": nothing is evicted, and each decode
     step reads as many tokens per head as the budget says.
@@ -66,8 +66,8 @@ class Setting:
         """Return what the setting reads of a small network; see :func:`models.networks.wanted_by`."""
         return wanted_by(self.evicting, selecting.parse_select(self.select))
 
-    def row(self) -> dict[str, Any]:
-        """Return the fields of the setting's row in a table or a JSON file, with the resolved moments of eviction."""
+    def fields(self) -> dict[str, Any]:
+        """Return the setting's fields in a table or a JSON file, with the resolved moments of eviction."""
         return {**dataclasses.asdict(self), "evicts": list(self.moments)}
 
     def title(self) -> str:

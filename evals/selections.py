@@ -2,13 +2,13 @@
 
 A selection is given by its short name:
 
-- a source of importance (:mod:`kvjax.sources`, such as quest): nothing is lost, the next row may read what this
+- a source of importance (:mod:`kvjax.sources`, such as quest): nothing is lost, the next query may read what this
   one left out;
 - an eviction policy (:func:`kvjax.parse`), as permanent selection, token by token: the library's own decode steps on a
-  cache of one layer. Row i reads the tokens kept after row i - 1, and its own; then the worst token is evicted. The
+  cache of one layer. Query i reads the tokens kept after query i - 1, and its own; then the worst token is evicted. The
   first ``sinks`` tokens are protected and added to the budget, so that no policy holds less than a source may read.
-  A policy that protects more than the budget of an early row (a window of 32 in row 20) keeps its newest tokens there;
-- "oracle_eviction": each row reads the best of the remaining tokens by its own true logits, and evicts the others;
+  A policy that protects more than an early query's budget (a window of 32 in query 20) keeps its newest tokens there;
+- "oracle_eviction": each query reads the best of the remaining tokens by its own true logits, and evicts the others;
 - "full".
 
 A name that is both a source and a policy, such as streaming, is the source. "snapkv" alone is
@@ -168,7 +168,7 @@ def parse_selections(text: str, *, page_size: int = 16) -> list[Selection]:
 
 
 def kept_tokens(length: int, sparsity: float) -> Int[np.ndarray, "T"]:
-    """Return ``ceil((i + 1)(1 - sparsity))`` for each row i, with the sparsity rounded to four digits.
+    """Return ``ceil((i + 1)(1 - sparsity))`` for each query i, with the sparsity rounded to four digits.
 
     Example:
         >>> from evals.selections import kept_tokens

@@ -1,6 +1,6 @@
 """A model's output when every head reads only what a selection keeps: teacher-forced, a whole sequence at once.
 
-In every layer but layer 0, row i reads a part of the i + 1 tokens so far: the ``ceil((i + 1)(1 - sparsity))`` tokens
+In every layer but layer 0, query i reads a part of the i + 1 tokens so far: the ``ceil((i + 1)(1 - sparsity))`` tokens
 that the selection ranks highest, and the first ``sinks`` tokens beside them. No recent window is forced: a query's own
 token competes like the others. So arXiv 2503.07518 simulates decoding: there is no prompt, each query head has its
 own set of tokens.
@@ -30,7 +30,7 @@ QUERIES_A_CHUNK = 128
 
 
 class Hits(NamedTuple):
-    """A source's choice compared with the oracle's, per layer and row, as means over heads.
+    """A source's choice compared with the oracle's, per layer and query, as means over heads.
 
     ``share`` is the share of the oracle's tokens that are chosen, ``mass`` the true attention on the chosen tokens.
     """
@@ -46,7 +46,7 @@ def simulate(
     sparsity: float,
     **options: Any,
 ) -> Float[Array, "B T V"]:
-    """Run a teacher-forced forward in which each row reads only what the selection keeps, and return its logits.
+    """Run a teacher-forced forward in which each query reads only what the selection keeps, and return its logits.
 
     Args:
         model, tokens, selection, sparsity, options: see :func:`hidden_states`.
@@ -76,12 +76,12 @@ def hidden_states(
     Args:
         tokens: whole sequences. Padding after them changes nothing before it.
         selection: a short name (see the top of this file), or the result of :func:`parse_selection`.
-        sparsity: the share of the tokens that a row does not read, in [0, 1).
+        sparsity: the share of the tokens that a query does not read, in [0, 1).
         networks: the network that the selection reads, or several, of which it takes its own.
         sinks: the number of first tokens that are always read, beyond the budget.
         heads: with "query", each query head has its own tokens (the paper); with "group", the heads of a group share
             them under a policy.
-        chunk: the number of rows that are computed at a time.
+        chunk: the number of queries that are computed at a time.
 
     Raises:
         ValueError: the sparsity is outside [0, 1), the tokens are not [B, T], the predictor is missing, or ``sinks``
@@ -134,7 +134,7 @@ def hits(
 ) -> Hits:
     """Measure how much of the oracle's choice a source chooses, too, while the model itself runs dense.
 
-    Both sets are the ``ceil((i + 1)(1 - sparsity))`` best tokens of row i by raw logits, without sinks.
+    Both sets are the ``ceil((i + 1)(1 - sparsity))`` best tokens of query i by raw logits, without sinks.
 
     Args:
         tokens, sparsity, networks, chunk: see :func:`simulate`.
@@ -169,17 +169,20 @@ def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -
 
 @jax.jit
 def attention_logits(
-    model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"], rows: Int[Array | np.ndarray, "R"]
+    model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"], queries: Int[Array | np.ndarray, "R"]
 ) -> tuple[Float[Array, "L B N R T"], Float[Array, "L B K T D"]]:
-    """Return the attention logits of some rows, -inf for tokens that a row does not see, and the values of all tokens.
+    """Return the attention logits of some queries, -inf for tokens that a query does not see, and all tokens' values.
 
-    The logits are those that the model's softmax reads, with its soft cap. A row of -1 sees nothing.
+    The logits are those that the model's softmax reads, with its soft cap. A query of -1 sees nothing.
+
+    Args:
+        queries: the positions of the queries.
     """
-    rows = jnp.broadcast_to(rows, (len(tokens), len(rows)))
+    queries = jnp.broadcast_to(queries, (len(tokens), len(queries)))
 
     def of_layer(layer):
-        query = jnp.take_along_axis(layer.query, jnp.maximum(rows, 0)[..., None, None], axis=1)
-        return layer.dense(QUERIES_A_CHUNK), (layer.logits(rows, query), layer.value)
+        query = jnp.take_along_axis(layer.query, jnp.maximum(queries, 0)[..., None, None], axis=1)
+        return layer.dense(QUERIES_A_CHUNK), (layer.logits(queries, query), layer.value)
 
     return _run(model, tokens, None, None, of_layer)[1]
 
@@ -200,7 +203,7 @@ def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
 
 def _check(model, tokens, selection, sparsity, networks, sinks, chunk) -> tuple[Array, Selection, LooksAhead | None]:
     if not 0 <= sparsity < 1:
-        raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a row does not read, in [0, 1).")
+        raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a query does not read, in [0, 1).")
     selection = parse_selection(selection) if isinstance(selection, str) else selection
     read = read_by(networks, selection.policy, selection.source)
     network = network_of(read, model.config, selection.policy, selection.source)
@@ -218,10 +221,10 @@ def _check(model, tokens, selection, sparsity, networks, sinks, chunk) -> tuple[
 
 
 class _Layer:
-    """One layer's sequences, read by the queries of some rows at a time; ``arrays`` hold the inputs per row."""
+    """One layer's sequences, read by some queries at a time; ``arrays`` hold the inputs per query."""
 
-    def __init__(self, context: kvjax.Context, rows, source, other):
-        query, key, value = rows
+    def __init__(self, context: kvjax.Context, parts, source, other):
+        query, key, value = parts
         B, T, K, D = key.shape
         self.index: Any = context.layer
         self.sliding_window, self.soft_cap = context.sliding_window, context.soft_cap
@@ -240,7 +243,7 @@ class _Layer:
             self.state = source.insert(source.init(B, K, T, D), key, self.position)
 
     def importance(self, position, query, other_query=None) -> Float[Array, "B N C T"]:
-        """Return the importance from the source, -inf for tokens that a row does not see."""
+        """Return the importance from the source, -inf for tokens that a query does not see."""
         given: dict[str, Any] = {}
         if "predicted" in self.source.reads:
             given["predicted"] = sources.logits(other_query, self.foreseen.key.swapaxes(1, 2))
@@ -258,11 +261,11 @@ class _Layer:
         return seen if self.sliding_window is None else seen & (age < self.sliding_window)
 
     def logits(self, position, query) -> Float[Array, "B N C T"]:
-        """Return the true attention logits, -inf for tokens that a row does not see."""
+        """Return the true attention logits, -inf for tokens that a query does not see."""
         return jnp.where(self.visible(position), scaled(sources.logits(query, self.key), 1, self.soft_cap), -jnp.inf)
 
     def attend(self, logits: Float[Array, "B N C T"]) -> Float[Array, "B C N D"]:
-        """Attend to the tokens whose logit is above -inf; the output is 0 for rows that read nothing."""
+        """Attend to the tokens whose logit is above -inf; the output is 0 for queries that read nothing."""
         B, N, C, T = logits.shape
         K = self.key.shape[1]
         weights = _softmax(logits).reshape(B, K, N // K, C, T).astype(self.value.dtype)
@@ -271,18 +274,18 @@ class _Layer:
 
     def dense(self, chunk: int) -> Float[Array, "B T N D"]:
         """Return the dense attention output of the model itself."""
-        return _in_chunks(lambda *rows: self.attend(self.logits(*rows)), chunk, self.position, self.query)
+        return _in_chunks(lambda *some: self.attend(self.logits(*some)), chunk, self.position, self.query)
 
 
-def _softmax(logits: Float[Array, "*rows T"]) -> Float[Array, "*rows T"]:
-    """Compute the softmax over the last axis, with zeros for a row that is all -inf."""
+def _softmax(logits: Float[Array, "*any T"]) -> Float[Array, "*any T"]:
+    """Compute the softmax over the last axis, with zeros where all are -inf."""
     peak = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
 
 
 def _in_chunks(function, chunk, position, *arrays):
-    """Map ``function(position [B, C], arrays [B, C, ...])`` over all rows; padding rows have position -1."""
+    """Map ``function(position [B, C], arrays [B, C, ...])`` over all queries; those of padding have position -1."""
     B, T = position.shape
     chunk = min(chunk, T)
     short = -T % chunk
@@ -331,7 +334,7 @@ def _selecting(model, tokens, kept, network, source, sinks, chunk):
         if source is None:
             return layer.dense(chunk), None
 
-        def of_rows(position, query, *others):
+        def of_queries(position, query, *others):
             budget = jnp.asarray(kept)[jnp.maximum(position, 0)]
             reads = kvjax.selected_mask(
                 layer.importance(position, query, *others), layer.slots, budget, sinks=sinks, query_position=position
@@ -339,7 +342,7 @@ def _selecting(model, tokens, kept, network, source, sinks, chunk):
             return layer.attend(jnp.where(reads, layer.logits(position, query), -jnp.inf))
 
         def selecting():
-            return _in_chunks(of_rows, chunk, layer.position, *layer.arrays)
+            return _in_chunks(of_queries, chunk, layer.position, *layer.arrays)
 
         return _dense_at_first(layer, selecting, chunk), None
 
@@ -349,7 +352,7 @@ def _selecting(model, tokens, kept, network, source, sinks, chunk):
 @functools.partial(jax.jit, static_argnames=("source", "chunk"))
 def _hits(model, tokens, kept, network, source, chunk):
     def of_layer(layer):
-        def of_rows(position, query, *others):
+        def of_queries(position, query, *others):
             budget = jnp.asarray(kept)[jnp.maximum(position, 0)]
 
             def best(scores):
@@ -362,7 +365,7 @@ def _hits(model, tokens, kept, network, source, chunk):
             mass = jnp.sum(jnp.where(chosen, _softmax(true), 0), axis=-1)
             return jnp.stack([jnp.mean(share, axis=1), jnp.mean(mass, axis=1)], axis=-1)
 
-        return layer.dense(chunk), _in_chunks(of_rows, chunk, layer.position, *layer.arrays)
+        return layer.dense(chunk), _in_chunks(of_queries, chunk, layer.position, *layer.arrays)
 
     return Hits(*jnp.moveaxis(_run(model, tokens, network, source, of_layer)[1], -1, 0))
 
@@ -431,11 +434,11 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) 
 
 
 def _oracle_evicting(layer: _Layer, kept, sinks) -> Float[Array, "B T N D"]:
-    """Let each row read the best remaining tokens by its own logits, and evict the others."""
+    """Let each query read the best remaining tokens by its own logits, and evict the others."""
     B, T, N, _ = layer.query.shape
     every = jnp.arange(T)
 
-    def step(left, token):  # left [B, N, T]: tokens that no row has left out, including later ones
+    def step(left, token):  # left [B, N, T]: tokens that no query has left out, including later ones
         query, at, budget = token
         position = jnp.full((B, 1), at)
         logits = layer.logits(position, query[:, None])

@@ -67,7 +67,7 @@ def paired_interval(differences: Sequence[float] | Float[np.ndarray, "models sam
 
 
 def comparison(differences: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of differences on the same samples as a row's fields, with its interval and verdict.
+    """Return the mean of differences on the same samples as fields of a table's line, with its interval and verdict.
 
     Example:
         >>> from evals.statistics import comparison

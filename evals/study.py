@@ -41,18 +41,18 @@ def command(flags: argparse.Namespace) -> None:
     report.check_outputs(flags.json, flags.plot)
     if flags.judge is not None:
         content = _content(flags.judge)
-        rows = content["results"]
-        judged = judge(study, rows)
+        lines = content["results"]
+        judged = judge(study, lines)
         print(table(judged))
         _write(content, judged, flags.json)
-        _draw(study, rows, flags.plot)
+        _draw(study, lines, flags.plot)
         return
     if flags.out is None:
         raise ValueError("a study takes hours, and --out names the folder from which it resumes: give one.")
     answered = sweep.answer(study.content, flags, f"python -m evals study {flags.study} --out {flags.out}")
-    rows = studies.with_scores(answered.store.records)
-    judged = judge(study, rows)
-    sweep.show(rows)
+    lines = studies.with_scores(answered.store.records)
+    judged = judge(study, lines)
+    sweep.show(lines)
     print(table(judged))
     facts = provenance.facts(flags.invocation, study.content.get("seed", 0), answered.store.fingerprints)
     made = {name: facts[name] for name in ("command", "seed", "fingerprints")}  # this process may have run nothing
@@ -62,22 +62,22 @@ def command(flags: argparse.Namespace) -> None:
         "title": study.title,
         "settings": study.content,
         "environments": answered.store.environments,
-        "results": rows,
+        "results": lines,
     }
     _write(made | figures, judged, flags.json)
-    _draw(study, rows, flags.plot)
+    _draw(study, lines, flags.plot)
     answered.check()
 
 
 def _write(content: dict[str, Any], judged: Sequence[tuple[str, claims.Judgement]], path: Path | None) -> None:
     if path is not None:
-        commands.write_json(path, content | {"claims": [_as_row(form, row) for form, row in judged]})
+        commands.write_json(path, content | {"claims": [_plain(form, judgement) for form, judgement in judged]})
         print(f"figures: {path}")
 
 
-def _draw(study: studies.Study, rows: studies.Rows, path: Path | None) -> None:
+def _draw(study: studies.Study, lines: studies.Lines, path: Path | None) -> None:
     if path is not None:
-        study_page.picture([(study, rows)], path)
+        study_page.picture([(study, lines)], path)
         print(f"picture: {path}")
 
 
@@ -96,36 +96,36 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
-def judge(study: studies.Study, rows: studies.Rows) -> list[tuple[str, claims.Judgement]]:
-    """Judge a study's claims on each form of the model, by the rows of its JSON file."""
-    found = list(studies.scores_of(rows, study.asked))
+def judge(study: studies.Study, lines: studies.Lines) -> list[tuple[str, claims.Judgement]]:
+    """Judge a study's claims on each form of the model, by the lines of its JSON file."""
+    found = list(studies.scores_of(lines, study.asked))
     return [
-        (form, row)
-        for form, models in studies.forms(study, rows).items()
-        for row in claims.judge(study.claims, found, models)
+        (form, judgement)
+        for form, models in studies.forms(study, lines).items()
+        for judgement in claims.judge(study.claims, found, models)
     ]
 
 
-def _as_row(form: str, row: claims.Judgement) -> dict[str, Any]:
+def _plain(form: str, judgement: claims.Judgement) -> dict[str, Any]:
     """Return a judged claim in JSON's types."""
     told: dict[str, Any] = {
         "form": form,
-        "paper": row.claim.paper,
-        "claim": row.claim.text,
-        "expects": row.claim.expects,
+        "paper": judgement.claim.paper,
+        "claim": judgement.claim.text,
+        "expects": judgement.claim.expects,
     }
-    told |= {"policy": row.claim.policy, "over": row.claim.over, "where": row.where}
+    told |= {"policy": judgement.claim.policy, "over": judgement.claim.over, "where": judgement.where}
     rounded = {name: round(value, 6) if isinstance(value, float) else value
-               for name, value in row._asdict().items() if name not in ("claim", "where", "scores")}  # fmt: skip
-    return told | {"scores": [round(score, 6) for score in row.scores]} | rounded
+               for name, value in judgement._asdict().items() if name not in ("claim", "where", "scores")}  # fmt: skip
+    return told | {"scores": [round(score, 6) for score in judgement.scores]} | rounded
 
 
 def table(judged: Sequence[tuple[str, claims.Judgement]]) -> str:
     """Return the judged claims as a table in text."""
-    rows = [_as_row(form, row) for form, row in judged]
+    lines = [_plain(form, judgement) for form, judgement in judged]
     bound = lambda name: lambda r: "n/a" if r[name] is None else f"{r[name]:.2f}"  # noqa: E731
     return report.table(
-        rows,
+        lines,
         [
             ("form", "{form}"),
             ("paper", "{paper}"),

@@ -47,28 +47,29 @@ class Panel(NamedTuple):
         return f"{self.form} model, question {self.question}{length}"
 
 
-def cells(study: studies.Study, rows: studies.Rows, panel: Panel) -> dict[tuple[str, Any], Cell]:
+def cells(study: studies.Study, lines: studies.Lines, panel: Panel) -> dict[tuple[str, Any], Cell]:
     """Return what each policy scores under each budget in one panel."""
     found: dict[tuple[str, Any], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        there = row["model"] in study.forms[panel.form] and row["question"] == panel.question
-        if there and panel.length in (None, row["length"]):
-            found.setdefault((row["policy"], row["budget"]), []).append(row)
+    for line in lines:
+        there = line["model"] in study.forms[panel.form] and line["question"] == panel.question
+        if there and panel.length in (None, line["length"]):
+            found.setdefault((line["policy"], line["budget"]), []).append(line)
     return {
         key: Cell(
             studies.samples(own, study.asked),
-            float(np.mean([row["peak_cache_bytes"] for row in own])) / 2**20,
-            float(np.mean([row["cache_bytes"] for row in own])) / 2**20,
-            float(np.mean([row["increase"] for row in own])) if all("increase" in row for row in own) else None,
+            float(np.mean([line["peak_cache_bytes"] for line in own])) / 2**20,
+            float(np.mean([line["cache_bytes"] for line in own])) / 2**20,
+            float(np.mean([line["increase"] for line in own])) if all("increase" in line for line in own) else None,
         )
         for key, own in found.items()
     }
 
 
-def panels(study: studies.Study, rows: studies.Rows) -> list[Panel]:
+def panels(study: studies.Study, lines: studies.Lines) -> list[Panel]:
     """Return the forms of the model, the questions and the lengths that were run."""
-    there, questions = {(row["model"], row["question"]) for row in rows}, dict.fromkeys(row["question"] for row in rows)
-    forms, lengths = studies.forms(study, rows), sorted({row["length"] for row in rows})
+    there = {(line["model"], line["question"]) for line in lines}
+    questions = dict.fromkeys(line["question"] for line in lines)
+    forms, lengths = studies.forms(study, lines), sorted({line["length"] for line in lines})
     return [
         Panel(form, question, length)
         for form, question in itertools.product(forms, questions)
@@ -98,9 +99,9 @@ def markdown(
         judged: its claims, each with the form of the model.
         picture: the name of a picture to show.
     """
-    rows = data["results"]
+    lines = data["results"]
     machines = "; ".join(map(_machine, data.get("environments", [data])))
-    forms = studies.forms(study, rows)
+    forms = studies.forms(study, lines)
     models = "; ".join(f"{form}: {', '.join(f'`{name}`' for name in names)}" for form, names in forms.items())
     text = [
         f"# {study.title}",
@@ -110,14 +111,14 @@ def markdown(
         f"Means with 95% intervals over texts, and {'the bytes that one prompt keeps, with ' * _evicts_once(study)}the "
         "most bytes that one prompt's cache took. Bold: not worse than the column's best, on the same texts.",
     ]
-    for panel in panels(study, rows):
-        text += [f"## {panel.title().capitalize()}", table(study, rows, panel)]
+    for panel in panels(study, lines):
+        text += [f"## {panel.title().capitalize()}", table(study, lines, panel)]
     return "\n\n".join([*text, "## Claims", CLAIM, claim_table([(study, judged)])]) + "\n"
 
 
-def table(study: studies.Study, rows: studies.Rows, panel: Panel) -> str:
+def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
     """Return a table of policies and budgets, the best first: score, its 95% interval, and the most bytes held."""
-    found = cells(study, rows, panel)
+    found = cells(study, lines, panel)
     budgets = sorted({budget for _, budget in found if budget is not None}, key=float)
     best = {budget: max((c.scores.mean(), p) for (p, b), c in found.items() if b == budget)[1] for budget in budgets}
     own = {p: [found[p, b].scores.mean() for b in budgets if (p, b) in found] for p, at in found if at is not None}
@@ -137,30 +138,30 @@ def table(study: studies.Study, rows: studies.Rows, panel: Panel) -> str:
         return f"{text} [{low:.2f}, {high:.2f}], {size} MiB{more}"
 
     heads = [f"{budget:.0%}" if isinstance(budget, float) else f"{budget} slots" for budget in budgets]
-    lines = [f"| policy | {' | '.join(heads)} |", f"|{' --- |' * (len(heads) + 1)}"]
-    lines += [f"| `{policy}` | {' | '.join(told(policy, budget) for budget in budgets)} |" for policy in names]
+    text = [f"| policy | {' | '.join(heads)} |", f"|{' --- |' * (len(heads) + 1)}"]
+    text += [f"| `{policy}` | {' | '.join(told(policy, budget) for budget in budgets)} |" for policy in names]
     if ("full", None) in found:
-        lines.append(f"| the full cache | {' | '.join([told('full', None), *[''] * (len(budgets) - 1)])} |")
-    return "\n".join(lines)
+        text.append(f"| the full cache | {' | '.join([told('full', None), *[''] * (len(budgets) - 1)])} |")
+    return "\n".join(text)
 
 
 def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judgement]]]]) -> str:
-    """Return a table of the judged claims of studies: a row per claim, by paper, a column per form.
+    """Return a table of the judged claims of studies: a line per claim, by paper, a column per form.
 
     A cell has a line for each study and place where the claim was judged.
     """
     says: dict[tuple[str, str], str] = {}
     texts: dict[tuple[str, str], list[int]] = {}
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for study, rows in judged:
-        for form, row in rows:
+    for study, judgements in judged:
+        for form, judgement in judgements:
             fixed = isinstance(study.content.get("when"), str)  # its name says it then
-            where = [place(name, value) for name, value in row.where.items() if name != "when" or not fixed]
-            key = row.claim.paper, row.claim.text
-            says[key] = says.get(key) or row.claim.says
-            texts.setdefault(key, []).append(row.samples)
-            line = f"{', '.join([study.name] * (len(judged) > 1) + where)}: {_verdict_text(row)}"
-            found.setdefault(key, {}).setdefault(form, []).append(line)
+            where = [place(name, value) for name, value in judgement.where.items() if name != "when" or not fixed]
+            key = judgement.claim.paper, judgement.claim.text
+            says[key] = says.get(key) or judgement.claim.says
+            texts.setdefault(key, []).append(judgement.samples)
+            text = f"{', '.join([study.name] * (len(judged) > 1) + where)}: {_verdict_text(judgement)}"
+            found.setdefault(key, {}).setdefault(form, []).append(text)
     forms = list(dict.fromkeys(form for own in found.values() for form in own))
     papers = sorted({paper for paper, _ in found}, key=lambda paper: (paper not in PAPERS, paper == "ours", paper))
     columns = ("paper", "claim", "as published", "texts", *forms)
@@ -179,15 +180,15 @@ def place(name: str, value: Any) -> str:
     return f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
-def _verdict_text(row: Judgement) -> str:
+def _verdict_text(judgement: Judgement) -> str:
     """Return a verdict with its figures; :data:`CLAIM` says what they are."""
-    verdict = f"**{row.verdict}**" if row.verdict == HOLDS else row.verdict
-    bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (row.floor, row.ceiling))
-    both = ", ".join(f"{score:.2f}" for score in row.scores)
-    return f"{verdict}, {row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}] ({both}; {bounds})"
+    verdict = f"**{judgement.verdict}**" if judgement.verdict == HOLDS else judgement.verdict
+    bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (judgement.floor, judgement.ceiling))
+    both = ", ".join(f"{score:.2f}" for score in judgement.scores)
+    return f"{verdict}, {judgement.difference:+.2f} [{judgement.low:+.2f}, {judgement.high:+.2f}] ({both}; {bounds})"
 
 
-def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> None:
+def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> None:
     """Draw what the policies that studies draw score against the bytes that a prompt holds at most, or keeps.
 
     Where a study evicts once, all policies hold the prompt at most, and what they keep is drawn.
@@ -195,7 +196,7 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
     There is a panel for each study, form of the model and question, with 95% intervals.
     """
     plt = report.pyplot()
-    drawn = [(study, rows, panel) for study, rows in made for panel in panels(study, rows)]
+    drawn = [(study, lines, panel) for study, lines in made for panel in panels(study, lines)]
     across = 2 if len(drawn) == 4 else min(3, len(drawn))
     down = -(-len(drawn) // across)
     size = (6.4 if across == 1 else 4.4 * across, 3.9 * down + 1)
@@ -205,8 +206,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Rows]], path: Path) -> N
     called = [study.names.get(policy, policy) for study, _ in made for policy in study.drawn if policy != "full"]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(called))}
     handles: dict[str, Any] = {}
-    for (study, rows, panel), axis in zip(drawn, axes.flat, strict=False):
-        found = cells(study, rows, panel)
+    for (study, lines, panel), axis in zip(drawn, axes.flat, strict=False):
+        found = cells(study, lines, panel)
         for policy in study.drawn:
             name = study.names.get(policy, policy)
             own = sorted(

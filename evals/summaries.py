@@ -14,15 +14,15 @@ from evals.run_settings import RECENCY
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per setting and length: the mean of the tasks' means, its 95% interval, and each task's mean.
+    """Return one line per setting and length: the mean of the tasks' means, its 95% interval, and each task's mean.
 
     The interval is Wilson's over all samples; for scores between 0 and 1 it is conservative. Where records have a
-    text's "loss", rows have the "perplexity" of the texts, and its "increase" over the full cache's on the same texts.
+    text's "loss", lines have the "perplexity" of the texts, and its "increase" over the full cache's on the same texts.
     """
     collected: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
-        collected.setdefault(tuple(record.get(name) for name in results.ROW), []).append(record)
-    rows = []
+        collected.setdefault(tuple(record.get(name) for name in results.SETTING), []).append(record)
+    lines = []
     losses = {key: {r["text"]: r["loss"] for r in found if "loss" in r} for key, found in collected.items()}
     for key, found in collected.items():
         scores: dict[str, list[float]] = {}
@@ -31,9 +31,9 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         means = {task: sum(values) / len(values) for task, values in scores.items()}
         mean = sum(means.values()) / len(means)
         low, high = statistics.wilson(mean * len(found), len(found))
-        rows.append(
+        lines.append(
             {
-                **dict(zip(results.ROW, key, strict=True)),
+                **dict(zip(results.SETTING, key, strict=True)),
                 "evicts": found[0].get("evicts"),
                 "score": mean,
                 "low": low,
@@ -47,34 +47,34 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 **_perplexity(losses[key], losses.get((*key[:3], "full", None, "block", key[6]), {})),
             }
         )
-    return rows
+    return lines
 
 
 def compare(records: Sequence[dict[str, Any]], against: str = RECENCY) -> list[dict[str, Any]]:
     """Compare each policy with those of :func:`evals.report.pairs`, on the same samples."""
-    names = (*results.ROW, "evicts")
+    names = (*results.SETTING, "evicts")
     settings: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
         about = {name: record.get(name) for name in names}
         setting = settings.setdefault(tuple(map(str, about.values())), about | {"found": {}})
         setting["found"][record["task"], record["sample"]] = record["score"]
-    rows = []
-    for row, other in report.pairs(list(settings.values()), against, ("model", "evaluation", "length", "question")):
-        if both := [sample for sample in row["found"] if sample in other["found"]]:
-            told = {"policy": row["policy"], "against": other["policy"]}
-            told |= {name: row[name] for name in names if name != "policy"}
-            rows.append(told | statistics.comparison([row["found"][s] - other["found"][s] for s in both]))
-    return rows
+    lines = []
+    for line, other in report.pairs(list(settings.values()), against, ("model", "evaluation", "length", "question")):
+        if both := [sample for sample in line["found"] if sample in other["found"]]:
+            told = {"policy": line["policy"], "against": other["policy"]}
+            told |= {name: line[name] for name in names if name != "policy"}
+            lines.append(told | statistics.comparison([line["found"][s] - other["found"][s] for s in both]))
+    return lines
 
 
-def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: Mapping[str, str]) -> None:
+def task_map(lines: Sequence[dict[str, Any]], path: Path, *, title: str, short: Mapping[str, str]) -> None:
     """Draw each policy's score in each task as colour and number, one panel per moment, budget and length."""
     plt = report.pyplot()
     where = lambda r: (r["model"], r["evaluation"], r["length"], r["question"], r["when"], r["budget"])  # noqa: E731
-    groups = list(dict.fromkeys(where(r) for r in rows if r["budget"] is not None)) or [where(rows[0])]
-    tasks = list(dict.fromkeys(task for r in rows for task in r["tasks"]))
+    groups = list(dict.fromkeys(where(r) for r in lines if r["budget"] is not None)) or [where(lines[0])]
+    tasks = list(dict.fromkeys(task for r in lines for task in r["tasks"]))
     shown = [
-        [r for r in rows if where(r) == group or (r["budget"] is None and where(r)[:4] == group[:4])]
+        [r for r in lines if where(r) == group or (r["budget"] is None and where(r)[:4] == group[:4])]
         for group in groups
     ]
     figure, axes = plt.subplots(
@@ -107,7 +107,7 @@ def per_second(parts: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _perplexity(losses: Mapping[int, float], full: Mapping[int, float]) -> dict[str, Any]:
-    """Return a row's perplexity, and its increase over that of the full cache with its 95% interval over texts."""
+    """Return a line's perplexity, and its increase over that of the full cache with its 95% interval over texts."""
     if not losses:
         return {}
     told: dict[str, Any] = {"perplexity": math.exp(sum(losses.values()) / len(losses))}
@@ -119,6 +119,6 @@ def _perplexity(losses: Mapping[int, float], full: Mapping[int, float]) -> dict[
     return told | dict(increase=mean, increase_low=low if several else None, increase_high=high if several else None)
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    more = "" if "increase" not in row or row["budget"] is None else f", perplexity {row['increase']:+.1%}"
-    return f"{row['policy']}{more}"
+def _label(line: Mapping[str, Any]) -> str:
+    more = "" if "increase" not in line or line["budget"] is None else f", perplexity {line['increase']:+.1%}"
+    return f"{line['policy']}{more}"

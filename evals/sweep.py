@@ -111,11 +111,11 @@ def command(flags: argparse.Namespace) -> None:
     content = read(flags.file)
     answered = answer(content, flags, f"python -m evals sweep {flags.file} --out {flags.out}")
     compared = summaries.compare(answered.store.records, run_settings.baseline(answered.parts[0].flags))
-    if rows := summaries.summarise(answered.store.records):
-        figures = {"evaluation": "sweep", "settings": content, "results": rows, "comparisons": compared}
+    if lines := summaries.summarise(answered.store.records):
+        figures = {"evaluation": "sweep", "settings": content, "results": lines, "comparisons": compared}
         made = provenance.facts(flags.invocation, content.get("seed", 0), answered.store.fingerprints)
         commands.write_json(flags.out / "figures.json", {**made, **figures})
-    show(rows, compared)
+    show(lines, compared)
     print(f"results: {flags.out}; a page of them: python -m evals report {flags.out}")
     answered.check()
 
@@ -187,12 +187,12 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
     return SweepRun(store, parts, failed)
 
 
-def show(rows: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]] = ()) -> None:
+def show(lines: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]] = ()) -> None:
     """Print a table per evaluation, and one of its comparisons."""
-    for name in dict.fromkeys(row["evaluation"] for row in rows):
-        found = [row for row in rows if row["evaluation"] == name]
+    for name in dict.fromkeys(line["evaluation"] for line in lines):
+        found = [line for line in lines if line["evaluation"] == name]
         short = getattr(_evaluation(name), "SHORT", {})
-        of_it = [row for row in compared if row["evaluation"] == name]
+        of_it = [line for line in compared if line["evaluation"] == name]
         report.show(report.task_table(found, recency=run_settings.RECENCY, short=short), report.comparison_table(of_it))
         print()
 

@@ -19,7 +19,7 @@ from kvjax.checks import check_names
 
 FOLDER = Path(__file__).parent
 OWN = ("title", "note", "forms", "names", "drawn", "claims")
-Rows = Sequence[Mapping[str, Any]]
+Lines = Sequence[Mapping[str, Any]]
 
 
 class Study(NamedTuple):
@@ -85,21 +85,21 @@ def find(name: str) -> Study:
 
 
 def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of :func:`evals.summaries.summarise`, each with its scores: by task, in the order of the samples.
+    """Return the lines of :func:`evals.summaries.summarise`, each with its scores by task, in the samples' order.
 
     Scores are :func:`packed`, with None for a sample that a run has left out.
     """
-    rows = summaries.summarise(records)
-    by_row: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
+    lines = summaries.summarise(records)
+    by_setting: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
     for record in records:
-        of_row = by_row.setdefault(tuple(record.get(name) for name in results.ROW), {})
-        of_row.setdefault(record["task"], {})[record["sample"]] = record["score"]
-    for row in rows:
-        found = by_row[tuple(row[name] for name in results.ROW)]
-        row["scores"] = {
+        of_setting = by_setting.setdefault(tuple(record.get(name) for name in results.SETTING), {})
+        of_setting.setdefault(record["task"], {})[record["sample"]] = record["score"]
+    for line in lines:
+        found = by_setting[tuple(line[name] for name in results.SETTING)]
+        line["scores"] = {
             task: packed([scores.get(sample) for sample in range(max(scores) + 1)]) for task, scores in found.items()
         }
-    return rows
+    return lines
 
 
 def packed(scores: Sequence[float | None]) -> str | list[float | None]:
@@ -115,28 +115,28 @@ def packed(scores: Sequence[float | None]) -> str | list[float | None]:
     return [None if score is None else round(score, 4) for score in scores]
 
 
-def scores_of(rows: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[claims.PolicyScores]:
-    """Yield the scores that claims are judged by, from the rows of a study's JSON file.
+def scores_of(lines: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[claims.PolicyScores]:
+    """Yield the scores that claims are judged by, from the lines of a study's JSON file.
 
     Args:
         asked: how many questions a task asks about each text (:attr:`Study.asked`). One text is one sample, whose score
             is their mean: answers from one cache are not independent. A text that lacks an answer is left out.
     """
-    for row in rows:
-        each = asked if row["evaluation"] in ("needle", "generation") else 1
+    for line in lines:
+        each = asked if line["evaluation"] in ("needle", "generation") else 1
         scores = {
             (task, i): float(np.mean([float(score) for score in of_text]))
-            for task, found in row["scores"].items()
+            for task, found in line["scores"].items()
             for i in range(len(found) // each)
             if not {"-", None}.intersection(of_text := found[i * each : (i + 1) * each])
         }
-        yield claims.PolicyScores(row["model"], row["policy"], tuple(row[name] for name in claims.PLACE), scores)
+        yield claims.PolicyScores(line["model"], line["policy"], tuple(line[name] for name in claims.PLACE), scores)
 
 
-def samples(rows: Rows, asked: int) -> Float[np.ndarray, "models samples"]:
-    """Return the score of each sample that was run with all of the models that the rows have."""
+def samples(lines: Lines, asked: int) -> Float[np.ndarray, "models samples"]:
+    """Return the score of each sample that was run with all of the models that the lines have."""
     by_model: dict[str, dict[Any, float]] = {}
-    for one in scores_of(rows, asked):
+    for one in scores_of(lines, asked):
         of_model = by_model.setdefault(one.model, {})
         of_model |= {(one.policy, one.place, sample): score for sample, score in sorted(one.scores.items())}
     first, *others = by_model.values()
@@ -144,7 +144,7 @@ def samples(rows: Rows, asked: int) -> Float[np.ndarray, "models samples"]:
     return np.array([[of_model[key] for key in shared] for of_model in by_model.values()])
 
 
-def forms(study: Study, rows: Rows) -> dict[str, list[str]]:
+def forms(study: Study, lines: Lines) -> dict[str, list[str]]:
     """Return the forms of the model, with their models, all of which have results."""
-    there = {row["model"] for row in rows}
+    there = {line["model"] for line in lines}
     return {form: models for form, models in study.forms.items() if there.issuperset(models)}

@@ -131,7 +131,7 @@ def measure(
         aids: see :class:`evals.answering.Aids`.
 
     Returns:
-        For each setting: ``layers``, one row per layer with the means of :func:`differences` and their 95% intervals;
+        For each setting: ``layers``, one entry per layer with the means of :func:`differences` and their 95% intervals;
         ``kl`` with its interval; ``retained``, the mean, smallest and largest number of tokens per layer and head; and
         ``by_sample``, the values that the means are taken over.
     """
@@ -171,7 +171,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     attention alone and than SnapKV (figure 4 of its paper).
     """
     by_setting = {(r["policy"], r["budget"], r["when"], r["question"]): r for r in results}
-    rows = []
+    judged = []
     for (policy, *rest), result in by_setting.items():
         pairs = [("CAOTE", report.without_caote(policy), "error", -1)]
         if laprox := re.fullmatch(r"laprox(?:\(((?:window|kernel)=[\w=,]*)?\))?(@.+)?", policy):
@@ -190,7 +190,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             what = "smaller error" if kind == "error" else "larger cosine behind W_O"
             held = f"{layers.count(claims.HOLDS)} of {len(layers)} layers hold, {layers.count(claims.FAILS)} do not"
             where = f"budget {rest[0]}, {report.MOMENTS[rest[1]]}, question {rest[2]}"
-            rows.append(
+            judged.append(
                 {
                     "paper": paper,
                     "claim": f"{policy} has a {what} than {other}, {where} ({held})",
@@ -203,18 +203,18 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     "layers": layers,
                 }
             )
-    return rows
+    return judged
 
 
 def _compare_errors(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:
     """Compare the mean relative error of each policy with those of :func:`evals.report.pairs`, on the same samples."""
-    errors = lambda row: (-np.array(row["by_sample"]["error"]).mean(axis=1)).tolist()  # noqa: E731
-    evicted = [row for row in results if row["budget"] is not None]  # the full cache has no error
+    errors = lambda r: (-np.array(r["by_sample"]["error"]).mean(axis=1)).tolist()  # noqa: E731
+    evicted = [r for r in results if r["budget"] is not None]  # the full cache has no error
     return report.compare(evicted, against, errors, ("question",))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with one row per setting: means over layers, tokens and samples, and the tokens per head."""
+    """Return a table with one line per setting: means over layers, tokens and samples, and the tokens per head."""
     cells: list[tuple[str, report.Cell]] = [
         *report.labels(results),
         ("error", "{error:.3f}"),
@@ -232,7 +232,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
-    """Draw error and cosine over layers, before and after W_O: one line per policy, one row per budget and moment."""
+    """Draw error and cosine over layers, before and after W_O: one line per policy, panels per budget and moment."""
     plt = report.pyplot()
     groups = list(dict.fromkeys(map(report.group, results)))
     if len(groups) > 1:
@@ -365,9 +365,9 @@ def command(flags: argparse.Namespace) -> None:
     compared, errors = compare(results), _compare_errors(results, run_settings.baseline(flags))
     note = "\ndifference of the mean relative errors; positive: closer to the full cache" if errors else ""
     told = "\n".join(
-        f"{row['paper']}: {row['claim']}: {row['verdict']} "
-        f"({row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}])"
-        for row in compared
+        f"{claim['paper']}: {claim['claim']}: {claim['verdict']} "
+        f"({claim['difference']:+.3f} [{claim['low']:+.3f}, {claim['high']:+.3f}])"
+        for claim in compared
     )
     report.show(table(results), report.comparison_table(errors) + note, told)
     figures = {
@@ -391,15 +391,15 @@ def _summary(setting: Setting, found: Sequence[dict[str, np.ndarray]]) -> dict[s
     whole = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
     layers = []
     for layer in range(whole["error"].shape[1]):
-        row: dict[str, Any] = {"layer": layer}
+        told: dict[str, Any] = {"layer": layer}
         for name in MEASURES:
-            row[name], low, high = statistics.mean_interval(whole[name][:, layer].tolist())
-            row[f"{name}_interval"] = [low, high]
-        layers.append(row)
+            told[name], low, high = statistics.mean_interval(whole[name][:, layer].tolist())
+            told[f"{name}_interval"] = [low, high]
+        layers.append(told)
     kl, low, high = statistics.mean_interval(whole["kl"].tolist())
     retained = whole["retained"]
     return {
-        **setting.row(),
+        **setting.fields(),
         "samples": len(whole["kl"]),
         **{name: float(whole[name].mean()) for name in MEASURES},
         "kl": kl,

@@ -183,19 +183,19 @@ def lowering(config: Config, policy: str, batch: int, budget: int, chip: Any = N
 
 
 def table(results: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table with one row per policy."""
+    """Return a table with one line per policy."""
     head = ("shape", "batch", "budget", "policy", "launches", "kernels", "in inner loops", "MiB")
-    rows = []
+    lines = []
     for r in results:
         found = [Launch(*x) for x in r["launches"]]
         kernels = [x.kernel for x in found if x.kernel]
         inner = sum(x.times for x in found if x.times > 1)
         moved = sum(x.numbers_bytes for x in found) / 2**20
         total = sum(x.times for x in found)
-        rows.append(
+        lines.append(
             (r["shape"], r["batch"], f"{r['budget']:,}", r["policy"], total, len(kernels), inner, f"{moved:.1f}")
         )
-    return report.Table(head, [tuple(map(str, row)) for row in rows], left=4)
+    return report.Table(head, [tuple(map(str, line)) for line in lines], left=4)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

@@ -129,8 +129,11 @@ def make_groups(
         samples = [draw(task, i, corpus, tokenizer, length, seed=flags.seed) for i in range(flags.samples)]
         longest = max(len(choice) for sample in samples for choice in sample.choices)
         # The score is that of the likeliest choice, which :func:`answer` computes.
-        drawn = functools.partial(list, samples)
-        groups.append(evaluator.Group(task, length, len(samples), drawn, longest, lambda *_: 0.0, data=data))
+        groups.append(
+            evaluator.Group(
+                task, length, len(samples), functools.partial(list, samples), longest, lambda *_: 0.0, data=data
+            )
+        )
     return groups
 
 

@@ -1,11 +1,11 @@
-"""Perplexity of the full cache with keys and values rounded in several ways: a scale per row, channel or group.
+"""Perplexity of the full cache with keys and values rounded in several ways: a scale per vector, channel or group.
 
 Nothing is evicted. A dense forward in float32 rounds the keys and values that its attention reads, so ways of rounding
 are measured that no cache stores. Every way is compared with the unrounded model on the same chunks, over all tokens
-but the first and over the last half of each chunk, whose tokens read many rounded rows. The bytes are those of one
+but the first and over the last half of each chunk, whose tokens read many rounded vectors. The bytes are those of one
 token's key and value in one head, with scales, in a text much longer than a block.
 
-Rows of the library's eight bits have one float32 scale, as in :func:`kvjax.quantise`; so have rows of four bits.
+Vectors of the library's eight bits have one float32 scale, as in :func:`kvjax.quantise`; so have vectors of four bits.
 Channels of eight bits have a float32 scale for a block of slots. Groups and channels of four bits have their smallest
 number and a step, both in float16 (KIVI, arXiv 2402.02750). A block of keys that is not full yet is read in bfloat16,
 as in KIVI.
@@ -34,54 +34,54 @@ from models import commands
 
 SLOTS = 64  # of a block whose channels share scales
 GROUP = 32  # channels
-Rows = Float[Array, "B K T D"]
+Vectors = Float[Array, "B K T D"]
 
 
 class Rounding(NamedTuple):
-    """A way to store rows.
+    """A way to store vectors.
 
-    ``size(D)`` are a row's bytes. Where channels of ``block`` slots share scales, ``rounded`` is given whole blocks.
+    ``size(D)`` are a vector's bytes. Where channels of ``block`` slots share scales, ``rounded`` is given whole blocks.
     """
 
-    rounded: Callable[[Rows], Rows]
+    rounded: Callable[[Vectors], Vectors]
     size: Callable[[int], float]
     block: int | None = None
 
 
-def _by_steps(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
+def _by_steps(vectors: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
     """Round to multiples of a float32 scale, at which the largest magnitude along an axis is the largest number."""
     largest = 2 ** (bits - 1) - 1
-    scale = jnp.max(jnp.abs(rows), axis=axis, keepdims=True) / largest
-    return jnp.round(rows / jnp.where(scale > 0, scale, 1)) * scale
+    scale = jnp.max(jnp.abs(vectors), axis=axis, keepdims=True) / largest
+    return jnp.round(vectors / jnp.where(scale > 0, scale, 1)) * scale
 
 
-def _from_smallest(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
+def _from_smallest(vectors: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
     """Round to the smallest number along an axis and equal steps above it, both stored in float16."""
     largest = 2**bits - 1
-    smallest = _through(jnp.min(rows, axis=axis, keepdims=True), "float16")
-    step = _through((jnp.max(rows, axis=axis, keepdims=True) - smallest) / largest, "float16")
-    return jnp.clip(jnp.round((rows - smallest) / jnp.where(step > 0, step, 1)), 0, largest) * step + smallest
+    smallest = _through(jnp.min(vectors, axis=axis, keepdims=True), "float16")
+    step = _through((jnp.max(vectors, axis=axis, keepdims=True) - smallest) / largest, "float16")
+    return jnp.clip(jnp.round((vectors - smallest) / jnp.where(step > 0, step, 1)), 0, largest) * step + smallest
 
 
-def in_groups(rows: Rows) -> Rows:
-    """Round each :data:`GROUP` channels of a row to four bits; rows that they do not divide have smaller groups."""
-    D = rows.shape[-1]
-    return _from_smallest(rows.reshape(*rows.shape[:-1], -1, math.gcd(GROUP, D)), 4, -1).reshape(rows.shape)
+def in_groups(vectors: Vectors) -> Vectors:
+    """Round each :data:`GROUP` channels of a vector to four bits, or fewer where they do not divide it."""
+    D = vectors.shape[-1]
+    return _from_smallest(vectors.reshape(*vectors.shape[:-1], -1, math.gcd(GROUP, D)), 4, -1).reshape(vectors.shape)
 
 
-def by_channel(rows: Rows, how: Callable[..., Array], bits: int) -> Rows:
+def by_channel(vectors: Vectors, how: Callable[..., Array], bits: int) -> Vectors:
     """Round each channel of each block of :data:`SLOTS` slots."""
-    B, K, T, D = rows.shape
-    return how(rows.reshape(B, K, T // SLOTS, SLOTS, D), bits, -2).reshape(rows.shape)
+    B, K, T, D = vectors.shape
+    return how(vectors.reshape(B, K, T // SLOTS, SLOTS, D), bits, -2).reshape(vectors.shape)
 
 
-def _through(rows: Array, dtype: str) -> Array:
-    return rows.astype(dtype).astype(rows.dtype)
+def _through(vectors: Array, dtype: str) -> Array:
+    return vectors.astype(dtype).astype(vectors.dtype)
 
 
 PLAIN = "float32"  # what every way is compared with
 ROUNDINGS: dict[str, Rounding] = {
-    PLAIN: Rounding(lambda rows: rows, lambda D: 4 * D),
+    PLAIN: Rounding(lambda vectors: vectors, lambda D: 4 * D),
     "bfloat16": Rounding(partial(_through, dtype="bfloat16"), lambda D: 2 * D),
     "float16": Rounding(partial(_through, dtype="float16"), lambda D: 2 * D),
     "int8": Rounding(partial(kvjax.straight_through, dtype="int8"), lambda D: D + 4),
@@ -108,14 +108,14 @@ def attention(
     sliding_window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T N D"]:
-    """Compute causal attention over rounded keys and values, the values rounded row by row."""
+    """Compute causal attention over rounded keys and values, the values rounded vector by vector."""
     B, T, _, D = query.shape
     groups = query.reshape(B, T, key.shape[2], -1, D)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     at, block = jnp.arange(T), of_key.block
 
-    def logits(rows: Array) -> Array:
-        return jnp.einsum("btkgd,bksd->bkgts", groups, rows) / math.sqrt(D)
+    def logits(vectors: Array) -> Array:
+        return jnp.einsum("btkgd,bksd->bkgts", groups, vectors) / math.sqrt(D)
 
     if block is None:
         scores = logits(of_key.rounded(key))
@@ -152,10 +152,10 @@ def measure(
     *,
     progress: tqdm = evaluator.QUIET,
 ) -> list[dict[str, Any]]:
-    """Measure pairs of roundings, of keys and values; the first row is the model without any.
+    """Measure pairs of roundings, of keys and values; the first is the model without any.
 
     Returns:
-        Rows of ``key`` and ``value``, names of :data:`ROUNDINGS`; ``bytes`` of a token in one head; the figures
+        Lines of ``key`` and ``value``, names of :data:`ROUNDINGS`; ``bytes`` of a token in one head; the figures
         of :func:`evals.perplexity.against`; and ``late``, the same over the last half of each chunk.
     """
     D = model.config.head_dim
@@ -172,8 +172,8 @@ def measure(
     for chunk in chunks:  # one after the other: the unrounded predictions are of the vocabulary's size
         tokens = jnp.asarray(chunk)[None]
         told = first(model, tokens)
-        for rows, program in zip(found, programs, strict=True):
-            rows.append(np.stack(program(model, tokens, told)).astype(np.float64))
+        for of_way, program in zip(found, programs, strict=True):
+            of_way.append(np.stack(program(model, tokens, told)).astype(np.float64))
             progress.update()
     by_way = np.array(found)  # [ways, n, 2, T - 1]
 
@@ -190,7 +190,7 @@ def measure(
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with a row for each pair of roundings, compared with the unrounded model."""
+    """Return a table with a line for each pair of roundings, compared with the unrounded model."""
 
     def compared(cell: Callable[[dict[str, Any]], str]) -> report.Cell:
         return lambda r: "" if (r["key"], r["value"]) == (PLAIN, PLAIN) else cell(r)
@@ -233,10 +233,10 @@ def command(flags: argparse.Namespace) -> None:
         for name, of_text in chunks.items():
             progress.set_description(name)
             own = measure(model, of_text, progress=progress)
-            results += [{"text": name, **row} for row in own]
+            results += [{"text": name, **r} for r in own]
         progress.set_description("done")
     for name in chunks:
-        print(f"{name}:\n{table([row for row in results if row['text'] == name])}\n")
+        print(f"{name}:\n{table([r for r in results if r['text'] == name])}\n")
     figures = {
         "evaluation": "rounding",
         "settings": command_line.settings(flags),

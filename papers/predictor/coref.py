@@ -2,7 +2,7 @@
 
 This is the task of arXiv 2503.07518 (section 4.2, table 2) on pools of our own, in two modes.
 
-"teacher", as published: one forward over the text followed by the name. Every row reads what the selection keeps
+"teacher", as published: one forward over the text followed by the name. Every query reads what the selection keeps
 (evals/selections.py), and the answer is the likeliest token at each position of the name. Under a policy, too, each
 query head keeps its own tokens.
 
@@ -52,7 +52,7 @@ SNAPKV = "snapkv(window=32,kernel=7,pooling='max')"  # in "generate": its window
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the table. "full" has no sparsity, and only a policy in "generate" has a moment of eviction."""
+    """One line of the table. "full" has no sparsity, and only a policy in "generate" has a moment of eviction."""
 
     selection: Selection
     sparsity: float | None
@@ -65,8 +65,8 @@ class Setting:
         """Return when the policy evicts (:func:`kvjax.schedule.moments`); None where nothing is, or it is simulated."""
         return None if self.when is None else moments(self.selection.policy, self.when, self.evict_every)
 
-    def row(self) -> dict[str, Any]:
-        """Return the fields of the setting's row in a table or a JSON file, with the resolved moments of eviction."""
+    def fields(self) -> dict[str, Any]:
+        """Return the setting's fields in a table or a JSON file, with the resolved moments of eviction."""
         return {
             "select": str(self.selection),
             "sparsity": self.sparsity,
@@ -167,7 +167,7 @@ def measure(
     low, high = statistics.wilson(sum(correct), len(correct))
     coverage_low, coverage_high = statistics.wilson(sum(covered), len(covered))
     return {
-        **setting.row(),
+        **setting.fields(),
         "samples": len(samples),
         "accuracy": sum(correct) / len(correct),
         "low": low,
@@ -187,7 +187,7 @@ def compare(results: Sequence[dict[str, Any]], against: Collection[str] = ()) ->
     Without ``against``, the predictor is compared with each other selection. The differences are a selection's accuracy
     and coverage minus those of the one it is compared with.
     """
-    rows = []
+    compared_with = []
     for r, other in itertools.product(results, results):
         compared = other["select"] in against if against else r["select"] == PREDICTOR
         same = all(len({x[name] for x in (r, other)} - {None}) <= 1 for name in ("mode", "sparsity", "when"))
@@ -199,12 +199,12 @@ def compare(results: Sequence[dict[str, Any]], against: Collection[str] = ()) ->
             for name in ("correct", "covered")
         )
         of_coverage = {f"coverage_{name}": coverage[name] for name in ("difference", "low", "high")}
-        rows.append({**told, "evicts": r["evicts"] or other["evicts"], **accuracy, **of_coverage})
-    return rows
+        compared_with.append({**told, "evicts": r["evicts"] or other["evicts"], **accuracy, **of_coverage})
+    return compared_with
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with one row per selection, mode and sparsity."""
+    """Return a table with one line per selection, mode and sparsity."""
     names = report.labels(results)
     cells = [*names, *report.figure("accuracy", "accuracy"), *_coverage("coverage", ".3f")]
     note = "\naccuracy: names that are right as a whole; coverage: the mean share of a name's tokens that are right"
@@ -222,7 +222,7 @@ def _coverage(field: str, form: str) -> list[tuple[str, report.Cell]]:
 
 
 def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy and coverage with intervals: a row per selection, a colour per sparsity, two panels per mode."""
+    """Draw accuracy and coverage with intervals: a line per selection, a colour per sparsity, two panels per mode."""
     plt = report.pyplot()
     modes = list(dict.fromkeys(r["mode"] for r in results))
     several = len({r["when"] for r in results} - {None}) > 1

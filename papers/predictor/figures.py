@@ -2,8 +2,8 @@
 
 accuracy, layers: the share of the oracle's tokens that a source chooses, too, while the model runs dense (figure 3):
 over all layers but the first, and layer by layer. "token accuracy" is that of each sequence's last query: the paper's
-classification of the top 50% tokens by the model's attention. The paper does not say which rows it takes; its public
-code takes this one. "hit rate" is the mean over all rows, "mass" the true attention on the chosen tokens. No sinks.
+classification of the top 50% tokens by the model's attention. The paper does not say which queries it takes; its public
+code takes this one. "hit rate" is the mean over all queries, "mass" the true attention on the chosen tokens. No sinks.
 
 agreement: the correlation of the attention logits of each sequence's last query between all heads of all layers,
 including layer 0, and its mean over pairs, the cross-head consensus (figure 8). The paper names no coefficient; here it
@@ -56,7 +56,7 @@ def accuracies(
     """Measure the share of the oracle's tokens that each source finds.
 
     Returns:
-        Rows of ``select``, ``sparsity``, the ``MEASURES`` over all layers but the first with their 95% intervals over
+        Lines of ``select``, ``sparsity``, the ``MEASURES`` over all layers but the first with their 95% intervals over
         sequences, and ``layers``, the same for each of these layers.
     """
     results = []
@@ -87,17 +87,17 @@ def accuracies(
 
 def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
     """Compare the predictor's hit rate with each other source's at the same sparsity, by paired sequences."""
-    lines = {r["sparsity"]: r for r in results if r["select"] == against}
-    rows = []
+    own = {r["sparsity"]: r for r in results if r["select"] == against}
+    compared: list[dict[str, Any]] = []
     for r in results:
-        if r["sparsity"] not in lines or r["select"] == against:
+        if r["sparsity"] not in own or r["select"] == against:
             continue
-        ours, theirs = (np.array(x["by_sequence"]["hit_rate"]) for x in (lines[r["sparsity"]], r))
+        ours, theirs = (np.array(x["by_sequence"]["hit_rate"]) for x in (own[r["sparsity"]], r))
         told = {"select": against, "against": r["select"], "sparsity": r["sparsity"]}
-        rows.append({**told, **statistics.comparison((ours - theirs).tolist())})
+        compared.append({**told, **statistics.comparison((ours - theirs).tolist())})
         if len(ours) < 2:
-            rows[-1]["better"] = "one sequence"
-    return rows
+            compared[-1]["better"] = "one sequence"
+    return compared
 
 
 def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
     if L * N < 2 or T < 2:
         raise ValueError(f"{L * N} heads over {T} tokens cannot be compared; give at least 2 of each.")
     by_head = np.moveaxis(np.asarray(logits, np.float64), 1, 0).reshape(B, L * N, T)
-    correlation = np.array([_correlation(rows) for rows in by_head])
+    correlation = np.array([_correlation(logits) for logits in by_head])
     top = np.zeros((B, L * N, T))
     count = int(selections.kept_tokens(T, TOP)[-1])
     newest_first = np.argsort(-by_head[..., ::-1], axis=-1, kind="stable")[..., :count]  # stable: newer tokens win ties
@@ -125,17 +125,17 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
     for name, matrix in (("consensus", correlation), ("common", overlap)):
         mean, low, high = statistics.mean_interval(matrix[:, upper[0], upper[1]].mean(axis=1).tolist())
         found |= {name: mean, f"{name}_interval": [low, high] if B > 1 else None}
-    rows = []
+    layers = []
     for layer in range(L):
-        row: dict[str, Any] = {"layer": layer}
+        told: dict[str, Any] = {"layer": layer}
         within = (head_layer[upper[0]] == layer) & (head_layer[upper[1]] == layer)
         behind = (head_layer[upper[0]] == layer) & (head_layer[upper[1]] == layer + 1)
         for name, matrix in (("consensus", correlation), ("common", overlap)):
             pairs = matrix[:, upper[0], upper[1]].mean(axis=0)
-            row[f"{name}_within"] = float(pairs[within].mean()) if within.any() else None
-            row[f"{name}_next"] = float(pairs[behind].mean()) if behind.any() else None
-        rows.append(row)
-    return found | {"layers": rows}
+            told[f"{name}_within"] = float(pairs[within].mean()) if within.any() else None
+            told[f"{name}_next"] = float(pairs[behind].mean()) if behind.any() else None
+        layers.append(told)
+    return found | {"layers": layers}
 
 
 def accuracy_table(results: Sequence[dict[str, Any]]) -> str:
@@ -156,7 +156,7 @@ def _columns(measure: str) -> list[tuple[str, report.Cell]]:
 
 
 def layer_table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table of each source's token accuracy and hit rate, one row per layer; layers are counted from 1."""
+    """Return a table of each source's token accuracy and hit rate, one line per layer; layers are counted from 1."""
     cells: list[tuple[str, report.Cell]] = [
         ("select", "{select}"),
         ("sparsity", "{sparsity:g}"),
@@ -330,9 +330,9 @@ def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: 
     return agreement(np.concatenate(parts, axis=1))
 
 
-def _correlation(rows: Float[np.ndarray, "heads T"]) -> Float[np.ndarray, "heads heads"]:
-    """Return Pearson's correlation between rows; it is 0 for a head whose logits are all the same."""
-    centred = rows - rows.mean(axis=1, keepdims=True)
+def _correlation(logits: Float[np.ndarray, "heads T"]) -> Float[np.ndarray, "heads heads"]:
+    """Return Pearson's correlation between heads; it is 0 for a head whose logits are all the same."""
+    centred = logits - logits.mean(axis=1, keepdims=True)
     length = np.sqrt(np.sum(centred**2, axis=1, keepdims=True))
     unit = centred / np.where(length > 0, length, 1)
     return unit @ unit.T

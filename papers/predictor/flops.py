@@ -301,11 +301,11 @@ def prefill_table(results: list[dict[str, Any]]) -> report.Table:
     return report.table(results, cells, left=1)
 
 
-def _by_share(results: list[dict[str, Any]], rows: str, cell: Callable[[dict[str, Any]], str], head: str = "") -> Any:
-    """Return one column per share: its head, and the cell of each result's row of that share."""
+def _by_share(results: list[dict[str, Any]], part: str, cell: Callable[[dict[str, Any]], str], head: str = "") -> Any:
+    """Return one column per share: its head, and the cell of each result's entry of that share."""
     return [
-        (f"{head}{row['share']:.0%}", functools.partial(lambda place, r: cell(r[rows][place]), place))
-        for place, row in enumerate(results[0][rows])
+        (f"{head}{entry['share']:.0%}", functools.partial(lambda place, r: cell(r[part][place]), place))
+        for place, entry in enumerate(results[0][part])
     ]
 
 
@@ -353,7 +353,9 @@ def reading_table(results: list[dict[str, Any]]) -> report.Table:
         ("k'", "{importance_key_numbers:,.0f}"),
         ("own", "{own_attention_numbers:,.0f}"),
         ("largest share", "{largest_share[heads]:.1%} ({largest_share[same]:.1%})"),
-        *_by_share(results, "break_even", lambda row: f"{length(row['heads'])} ({length(row['same'])})", "from, "),
+        *_by_share(
+            results, "break_even", lambda entry: f"{length(entry['heads'])} ({length(entry['same'])})", "from, "
+        ),
     ]
     return report.table(results, cells, left=1)
 

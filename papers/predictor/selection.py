@@ -59,14 +59,14 @@ def timings(
     for group, part in asked:
         programs[f"{group} {part}"] = steps(select=f"{PREDICTOR}(group={group!r})", budget=part, networks=network)
     times = measure.take_turns(programs, repetitions, progress=True)
-    rows = []
-    rows_of: list[tuple[str, float | None]] = [("dense", None), ("predictor", None), *asked]
-    for (name, share), own in zip(rows_of, times.values(), strict=True):
+    records = []
+    asked_of: list[tuple[str, float | None]] = [("dense", None), ("predictor", None), *asked]
+    for (name, share), own in zip(asked_of, times.values(), strict=True):
         ratios = {} if share is None else flops.bytes_ratios(model.config, network.config, share, context)
-        row = {"context": context, "step": name, "share": share, **own._asdict()}
-        row["ratio"] = own.milliseconds / times["dense"].milliseconds
-        rows.append({**row, "bytes_ratio": ratios.get("heads" if name == "separate" else "same")})
-    return rows
+        record = {"context": context, "step": name, "share": share, **own._asdict()}
+        record["ratio"] = own.milliseconds / times["dense"].milliseconds
+        records.append({**record, "bytes_ratio": ratios.get("heads" if name == "separate" else "same")})
+    return records
 
 
 def alone(model: models.Decoder, network: LooksAhead, context: int) -> Callable[[], Array]:
@@ -94,8 +94,8 @@ def alone(model: models.Decoder, network: LooksAhead, context: int) -> Callable[
     return run
 
 
-def table(rows: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table with one row per step."""
+def table(records: Sequence[dict[str, Any]]) -> report.Table:
+    """Return a table with one line per step."""
     cells: list[tuple[str, report.Cell]] = [
         ("context", "{context:,}"),
         ("step", lambda r: TITLES.get(r["step"], f"one set per group, {r['step']}")),
@@ -105,7 +105,7 @@ def table(rows: Sequence[dict[str, Any]]) -> report.Table:
         ("over dense", "{ratio:.2f}"),
         ("bytes", lambda r: "" if r["bytes_ratio"] is None else f"{r['bytes_ratio']:.2f}"),
     ]
-    return report.table(rows, cells, left=3)
+    return report.table(records, cells, left=3)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -130,8 +130,8 @@ def command(flags: argparse.Namespace) -> None:
     digests = fingerprints.fingerprints(model)
     digests[network.name] = fingerprints.weights(network, network.shapes(network.config))
     model.config = unbounded(model.config)
-    rows = []
+    records = []
     for context in contexts:
-        rows += timings(model, cast(LooksAhead, network), context, groups, shares, flags.repetitions)
-    print(table(rows), LEGEND, sep="\n\n")
-    measure.write(flags, "selection", {"model": flags.model}, rows, digests, done=True)
+        records += timings(model, cast(LooksAhead, network), context, groups, shares, flags.repetitions)
+    print(table(records), LEGEND, sep="\n\n")
+    measure.write(flags, "selection", {"model": flags.model}, records, digests, done=True)

@@ -1,7 +1,7 @@
 """Choices under selections: the tasks of papers/choices/tasks.py, each token reading what a selection keeps.
 
 Table 1 of arXiv 2503.07518 has zero-shot choice tasks under token sparsity. Here a text makes the tasks. Nothing is
-evicted: each row of the prompt and of a choice reads what the selection keeps of all rows before it, as in
+evicted: each query of the prompt and of a choice reads what the selection keeps of all tokens before it, as in
 `python -m papers coref`. A choice is judged by the log-probability of its tokens, as in `python -m papers choices`.
 """
 
@@ -49,10 +49,10 @@ def measure(
         sparsities, batch: see :func:`evals.loglikelihood.simulate`.
 
     Returns:
-        Rows of ``task`` ("all" for all tasks together), ``select``, ``sparsity``, the ``accuracy`` with its Wilson
+        Lines of ``task`` ("all" for all tasks together), ``select``, ``sparsity``, the ``accuracy`` with its Wilson
         interval, and per sample whether it is ``correct``.
     """
-    rows = []
+    lines = []
     for selection in chosen:
         shares: Sequence[float | None] = [None] if selection.name == "full" else sparsities
         for sparsity in shares:
@@ -67,15 +67,15 @@ def measure(
                     model, [[*sample.tokens, *end] for sample, end in ends], simulation, batch=batch,
                     on_row=lambda *_: progress.update(),
                 )  # fmt: skip
-                sums = iter([row.log_probability[-len(end) :].sum() for row, (_, end) in zip(found, ends, strict=True)])
+                sums = iter([own.log_probability[-len(end) :].sum() for own, (_, end) in zip(found, ends, strict=True)])
                 correct = []
                 for sample in drawn:
                     told_of = np.array([next(sums) for _ in sample.choices])
                     correct.append(int(choices.likeliest(sample, told_of) == sample.right))
-                rows.append({"task": task, **told, **_accuracy(correct)})
+                lines.append({"task": task, **told, **_accuracy(correct)})
                 every += correct
-            rows.append({"task": "all", **told, **_accuracy(every)})
-    return rows
+            lines.append({"task": "all", **told, **_accuracy(every)})
+    return lines
 
 
 def draw(
@@ -103,31 +103,31 @@ def draw(
 
 def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
     """Compare the predictor with each other selection on the same samples, over all tasks, at the same sparsity."""
-    rows = []
-    together = [row for row in results if row["task"] == "all"]
-    for line, other in itertools.product([row for row in together if row["select"] == against], together):
-        if other["select"] != against and other["sparsity"] in (None, line["sparsity"]):
-            differences = [ours - theirs for ours, theirs in zip(line["correct"], other["correct"], strict=True)]
-            told = {"select": against, "against": other["select"], "sparsity": line["sparsity"]}
-            rows.append(told | statistics.comparison(differences))
-    return rows
+    lines = []
+    together = [r for r in results if r["task"] == "all"]
+    for ours, other in itertools.product([r for r in together if r["select"] == against], together):
+        if other["select"] != against and other["sparsity"] in (None, ours["sparsity"]):
+            differences = [a - b for a, b in zip(ours["correct"], other["correct"], strict=True)]
+            told = {"select": against, "against": other["select"], "sparsity": ours["sparsity"]}
+            lines.append(told | statistics.comparison(differences))
+    return lines
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with one row per selection and sparsity, and a column per task."""
-    tasks = list(dict.fromkeys(row["task"] for row in results))
-    rows = []
-    for key in dict.fromkeys((row["select"], row["sparsity"]) for row in results):
-        own = {row["task"]: row for row in results if (row["select"], row["sparsity"]) == key}
-        rows.append({**own["all"], **{task: own[task]["accuracy"] for task in tasks}})
+    """Return a table with one line per selection and sparsity, and a column per task."""
+    tasks = list(dict.fromkeys(r["task"] for r in results))
+    lines = []
+    for key in dict.fromkeys((r["select"], r["sparsity"]) for r in results):
+        own = {r["task"]: r for r in results if (r["select"], r["sparsity"]) == key}
+        lines.append({**own["all"], **{task: own[task]["accuracy"] for task in tasks}})
     names = ("select", "sparsity")
     cells: list[tuple[str, report.Cell]] = [
         *((name, report.LABELS[name]) for name in names),
         *((task, f"{{{task}:.2f}}") for task in tasks),
         ("95%", "{low:.2f}..{high:.2f}"),
     ]
-    note = f"\n{len(rows[0]['correct'])} samples; {choices.BY_CHANCE}"
-    return report.table(rows, cells, left=2) + note
+    note = f"\n{len(lines[0]['correct'])} samples; {choices.BY_CHANCE}"
+    return report.table(lines, cells, left=2) + note
 
 
 def steps(samples: Mapping[str, Sequence[Sample]], chosen: Sequence[Selection], sparsities: Sequence[float]) -> int:
@@ -160,24 +160,24 @@ def run(
 def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the accuracy over sparsity with its interval: a panel per task, a line per selection."""
     plt = report.pyplot()
-    tasks = list(dict.fromkeys(row["task"] for row in results))
-    names = list(dict.fromkeys(row["select"] for row in results))
+    tasks = list(dict.fromkeys(r["task"] for r in results))
+    names = list(dict.fromkeys(r["select"] for r in results))
     figure, axes = plt.subplots(
         1, len(tasks), figsize=(2.7 * len(tasks) + 1, 3.9), squeeze=False, sharey=True, layout="constrained"
     )
     handles: dict[str, Any] = {}
-    shares = sorted({row["sparsity"] for row in results if row["sparsity"] is not None})
+    shares = sorted({r["sparsity"] for r in results if r["sparsity"] is not None})
     for axis, task in zip(axes[0], tasks, strict=True):
-        for row in (row for row in results if row["task"] == task and row["sparsity"] is None):
-            handles["everything read"] = axis.axhline(row["accuracy"], color="#777777", linewidth=1.2, linestyle="--")
+        for r in (r for r in results if r["task"] == task and r["sparsity"] is None):
+            handles["everything read"] = axis.axhline(r["accuracy"], color="#777777", linewidth=1.2, linestyle="--")
         sparse = [name for name in names if name != "full"]
         for number, name in enumerate(sparse):
-            own = [row for row in results if (row["task"], row["select"]) == (task, name)]
-            value = np.array([row["accuracy"] for row in own])
-            bounds = np.abs(np.array([[row["low"], row["high"]] for row in own]).T - value)
+            own = [r for r in results if (r["task"], r["select"]) == (task, name)]
+            value = np.array([r["accuracy"] for r in own])
+            bounds = np.abs(np.array([[r["low"], r["high"]] for r in own]).T - value)
             shift = 0.01 * (number - (len(sparse) - 1) / 2)
             handles[name] = axis.errorbar(
-                [row["sparsity"] + shift for row in own], value, yerr=bounds, color=report.colour(number),
+                [r["sparsity"] + shift for r in own], value, yerr=bounds, color=report.colour(number),
                 marker="osv^DPX"[number % 7], markersize=4.5, linewidth=1.4, elinewidth=1,
             )  # fmt: skip
         axis.set_title({"all": "all tasks"}.get(task, task), fontsize=9.5)

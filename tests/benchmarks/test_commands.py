@@ -53,7 +53,7 @@ def test_a_run_against_an_older_one_prints_each_row_s_ratio(rows_of, tmp_path, m
     row |= {"policy": "none", "milliseconds": 2.0, "low": 2.0, "high": 2.0, "floor_milliseconds": 1.0}
     row |= {"compiled_bytes": 30, "weight_bytes": 10, "cache_bytes": 10}
     monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))
-    monkeypatch.setattr(cpu, "measurements", lambda timing, *, tiny, on_rows: (on_rows([row]), [row])[1])
+    monkeypatch.setattr(cpu, "measurements", lambda timing, *, tiny, on_records: (on_records([row]), [row])[1])
     before = [{**row, "milliseconds": 4.0}, {"name": "gone", "milliseconds": 1.0}]
     (tmp_path / "old.json").write_text(json.dumps({"benchmark": "cpu", "results": before}))
     assert rows_of(f"cpu --tiny --against {tmp_path / 'old.json'}") == [row]

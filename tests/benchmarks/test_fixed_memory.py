@@ -9,7 +9,7 @@ CONFIG = models.Config(64, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, ma
 
 def test_under_a_budget_the_peak_is_the_same_for_all_prompts():
     model = reference.decoder(CONFIG)
-    found = fixed_memory.rows(
+    found = fixed_memory.measurements(
         model, ["full", "recency"], ["block"], [(1, 64), (1, 128), (1, 512)], 64, models.Options(budget=16, block=8)
     )
     peaks = {name: [r.get("peak_bytes") for r in found if r["policy"] == name] for name in ("full", "recency")}

@@ -50,7 +50,7 @@ def test_what_policies_are_compared_with_is_run_too(against):
     alone, both = (run_settings.make_settings(flags_of(f"--policies h2o --budgets 64,0.5{more}")) for more in asked)
     name = run_settings.baseline(argparse.Namespace(against=against))
     assert {s.policy for s in both} == {s.policy for s in alone} | {name} == {run_settings.RECENCY, "h2o", name}
-    rows = [s.row() for s in both]
+    rows = [s.fields() for s in both]
     pairs = [(row["policy"], row["budget"], row["when"]) for row, other in report.pairs(rows, name, ["question"])]
     expected = [(s.policy, s.budget, s.when) for s in alone]
     assert sorted(map(str, pairs)) == sorted(map(str, expected))

@@ -46,8 +46,8 @@ def test_padding_changes_no_error():
     rng = np.random.default_rng(0)
     logits, value = rng.normal(size=(2, 2, 3, 9)), rng.normal(size=(2, 9, 4))
     kept = rng.random((1, 2, 2, 7)) < 0.5
-    small = regret.make_heads(logits, value, 7, None, width=7, rows=3)
-    large = regret.make_heads(logits, value, 7, None, width=12, rows=5)
+    small = regret.make_heads(logits, value, 7, None, width=7, queries=3)
+    large = regret.make_heads(logits, value, 7, None, width=12, queries=5)
     wider = np.pad(kept, ((0, 0), (0, 0), (0, 0), (0, 5)))
     np.testing.assert_allclose(regret.errors(small, kept), regret.errors(large, wider), rtol=1e-12)
     np.testing.assert_allclose(small.energy, large.energy, rtol=1e-12)
