@@ -93,7 +93,7 @@ def labels(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, Cell]]:
 
     Example:
         >>> from evals import report
-        >>> lines = [{"policy": "h2o", "budget": 64, "model": "retriever", "score": 0.5}]
+        >>> lines = [{"policy": "h2o", "budget": 64, "model": "tiny", "score": 0.5}]
         >>> [head for head, _ in report.labels(lines)]
         ['policy', 'budget']
     """
