@@ -17,7 +17,7 @@ import string
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -297,80 +297,6 @@ def lines_of_zip(path: Path, name: str) -> Iterator[str]:
         raise ValueError(f"{path} is damaged ({error}); remove it, so that it is downloaded again.") from None
 
 
-def check(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[str], str]) -> None:
-    """Check the flags, and that the folder has each task's file.
-
-    Raises:
-        FileNotFoundError: the folder does not exist, or a task's file is not in it.
-        ValueError: no data is named, a task is unknown, or a number is below 1.
-    """
-    if flags.data is None:
-        raise ValueError("no data was named; give the folder with the published files, or 'hub', with --data.")
-    command_line.check_least(flags, samples=1, length=1)
-    chosen = command_line.choose("--tasks", flags.tasks, list(tasks))
-    if flags.data != "hub":
-        if not Path(flags.data).is_dir():
-            raise FileNotFoundError(f"there is no folder {flags.data}; give --data a folder with the published files.")
-        missing = [file_of(task) for task in chosen if not (Path(flags.data) / file_of(task)).is_file()]
-        if missing and (flags.tasks != "all" or len(missing) == len(chosen)):
-            raise FileNotFoundError(
-                f"{flags.data} has no {', '.join(missing)}; name the tasks whose files are there with --tasks."
-            )
-
-
-def make_groups(
-    flags: argparse.Namespace,
-    config: models.Config,
-    tokenizer: models.Tokenizer,
-    tasks: Mapping[str, Task],
-    file_of: Callable[[str], str],
-    hub: Callable[[str], Iterator[str]],
-    *,
-    cut: bool = True,
-) -> list[Group]:
-    """Make one group per chosen task from its records.
-
-    Args:
-        flags: have ``data``, ``tasks``, ``samples`` and ``chat``, and ``length`` where prompts are cut.
-        config, tokenizer: the model's.
-        tasks: all tasks by name.
-        file_of: returns the file of a task.
-        hub: returns the lines of a file on the hub.
-        cut: leave out the middle of prompts that are too long.
-
-    Raises:
-        ValueError: a file is empty, or the length leaves no room for a prompt.
-    """
-    groups = []
-    newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]
-    for name in command_line.choose("--tasks", flags.tasks, list(tasks)):
-        if flags.data != "hub" and not (Path(flags.data) / file_of(name)).is_file():
-            continue  # of all tasks, those whose files are there
-        task = tasks[name]
-        length = (flags.length or config.max_positions - task.new_tokens) if cut else None
-        if length is not None and length < 2:
-            raise ValueError(
-                f"the task {name} answers with up to {task.new_tokens} tokens, but the model has "
-                f"{config.max_positions} positions; give --length, or leave the task out."
-            )
-        records = list(read_records(flags.data, file_of(name), hub))[: flags.samples]
-        if not records:
-            raise ValueError(f"{file_of(name)} of {flags.data} is empty; download it again.")
-        groups.append(
-            Group(
-                name,
-                None,
-                len(records),
-                functools.partial(_draw, name, task, records, tokenizer, length, flags.chat),
-                task.new_tokens,
-                functools.partial(score, task),
-                end=(*config.eos, *newline) if task.line else None,
-                data=fingerprints.digest([task.prompt, task.answer, task.new_tokens, records]),
-            )
-        )
-    return groups
-
-
 class DataSet(NamedTuple):
     """An evaluation on published data. Its module has these methods as its functions.
 
@@ -382,6 +308,7 @@ class DataSet(NamedTuple):
         notes: returns the lines below the table about prompts and metrics.
         hub: returns the lines of a file on the hub.
         file: returns the file of a task.
+        cut: whether the middle of a prompt that is too long is left out.
     """
 
     title: str
@@ -391,6 +318,7 @@ class DataSet(NamedTuple):
     notes: Callable[[argparse.Namespace], list[str]]
     hub: Callable[[str], Iterator[str]]
     file: Callable[[str], str] = "{}.jsonl".format
+    cut: bool = True
 
     def add_flags(self, flags: argparse.ArgumentParser) -> None:
         """Add the command's flags."""
@@ -408,13 +336,62 @@ class DataSet(NamedTuple):
         flags.add_argument("--out", type=Path, help="a folder for the results; a killed run is resumed there")
 
     def check(self, flags: argparse.Namespace) -> None:
-        """Check the flags before any work."""
-        check(flags, self.tasks, self.file)
+        """Check the flags, and that the folder has each task's file, before any work.
+
+        Raises:
+            FileNotFoundError: the folder does not exist, or a task's file is not in it.
+            ValueError: no data is named, a task is unknown, or a number is below 1.
+        """
+        if flags.data is None:
+            raise ValueError("no data was named; give the folder with the published files, or 'hub', with --data.")
+        command_line.check_least(flags, samples=1, length=1)
+        chosen = command_line.choose("--tasks", flags.tasks, list(self.tasks))
+        if flags.data != "hub" and not Path(flags.data).is_dir():
+            raise FileNotFoundError(f"there is no folder {flags.data}; give --data a folder with the published files.")
+        missing = [self.file(task) for task in chosen if not self._has(flags, task)]
+        if missing and (flags.tasks != "all" or len(missing) == len(chosen)):
+            raise FileNotFoundError(
+                f"{flags.data} has no {', '.join(missing)}; name the tasks whose files are there with --tasks."
+            )
         self.read_tasks(flags)
 
+    def _has(self, flags: argparse.Namespace, task: str) -> bool:
+        return flags.data == "hub" or (Path(flags.data) / self.file(task)).is_file()
+
     def make_groups(self, flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[Group]:
-        """Make one group per task."""
-        return make_groups(flags, config, tokenizer, self.read_tasks(flags), self.file, self.hub)
+        """Make one group per chosen task from its records.
+
+        Raises:
+            ValueError: a file is empty, or the length leaves no room for a prompt.
+        """
+        groups, tasks = [], self.read_tasks(flags)
+        newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]
+        for name in command_line.choose("--tasks", flags.tasks, list(tasks)):
+            if not self._has(flags, name):
+                continue  # of all tasks, those whose files are there
+            task = tasks[name]
+            length = (flags.length or config.max_positions - task.new_tokens) if self.cut else None
+            if length is not None and length < 2:
+                raise ValueError(
+                    f"the task {name} answers with up to {task.new_tokens} tokens, but the model has "
+                    f"{config.max_positions} positions; give --length, or leave the task out."
+                )
+            records = list(read_records(flags.data, self.file(name), self.hub))[: flags.samples]
+            if not records:
+                raise ValueError(f"{self.file(name)} of {flags.data} is empty; download it again.")
+            groups.append(
+                Group(
+                    name,
+                    None,
+                    len(records),
+                    functools.partial(_draw, name, task, records, tokenizer, length, flags.chat),
+                    task.new_tokens,
+                    functools.partial(score, task),
+                    end=(*config.eos, *newline) if task.line else None,
+                    data=fingerprints.digest([task.prompt, task.answer, task.new_tokens, records]),
+                )
+            )
+        return groups
 
     def command(self, flags: argparse.Namespace) -> None:
         """Run the evaluation."""

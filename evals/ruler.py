@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def _read_sources(flags: argparse.Namespace) -> Sources:
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[Group]:
     """Make one group per task and length, or per task of the samples that ``--data`` names."""
     if flags.data is not None:
-        return documents.make_groups(flags, config, tokenizer, PUBLISHED, _file, _no_hub, cut=False)
+        return DATA.make_groups(flags, config, tokenizer)
     sources = _read_sources(flags)
     return [_group(task, length, flags, tokenizer, sources) for length in _lengths(flags) for task in _tasks(flags)]
 
@@ -228,15 +228,7 @@ def _check_data(flags: argparse.Namespace) -> None:
         raise ValueError(f"--data holds whole samples; leave out {', '.join(f'--{name}' for name in given)}.")
     if flags.data == "hub":
         raise ValueError("RULER publishes scripts, not samples; give the folder that they wrote with --data.")
-    documents.check(flags, TASKS, _file)
-
-
-def _file(task: str) -> str:
-    return f"{task}/validation.jsonl"
-
-
-def _no_hub(file: str) -> Iterator[str]:
-    raise FileNotFoundError(f"{file} is not on the hub; give the folder that RULER's scripts wrote with --data.")
+    DATA.check(flags)
 
 
 def _lengths(flags: argparse.Namespace) -> list[int]:
@@ -286,3 +278,9 @@ def _parse_json(path: Path, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); give the published file.") from None
+
+
+# Whole samples, which RULER's scripts made as long as they are asked for; --data is never the hub.
+DATA = documents.DataSet(
+    "RULER", PUBLISHED, "", lambda _: PUBLISHED, notes, lambda _: iter(()), "{}/validation.jsonl".format, cut=False
+)

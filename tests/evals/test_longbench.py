@@ -246,7 +246,7 @@ def test_other_prompts_are_other_data(tmp_path, tokenizer):
     config = models.load("retriever")[0].config
     tasks = documents.with_prompts(longbench.TASKS, {"trec": "T {context} {input}"}, {}, "x")
     one, other = (
-        documents.make_groups(flags, config, tokenizer, each, longbench.DATA.file, iter)[0].data
+        longbench.DATA._replace(read_tasks=lambda _, each=each: each).make_groups(flags, config, tokenizer)[0].data
         for each in (longbench.TASKS, tasks)
     )
     assert one != other
