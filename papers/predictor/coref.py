@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -41,7 +40,8 @@ from models import commands, hosts
 from models.commands import run_flags
 from models.commands.programs import make_room
 from models.networks import read_by
-from papers.predictor import coref_task
+from papers.predictor import beside, coref_task
+from papers.predictor.beside import Panel
 from papers.predictor.coref_task import CorefSample
 
 Mode = Literal["teacher", "generate"]
@@ -182,25 +182,17 @@ def measure(
 
 
 def compare(results: Sequence[dict[str, Any]], against: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Compare each selection with each of ``against`` on the same samples, of the same sparsity and mode.
-
-    Without ``against``, the predictor is compared with each other selection. The differences are a selection's accuracy
-    and coverage minus those of the one it is compared with.
-    """
-    compared_with = []
-    for r, other in itertools.product(results, results):
-        compared = other["select"] in against if against else r["select"] == PREDICTOR
-        same = all(len({x[name] for x in (r, other)} - {None}) <= 1 for name in ("mode", "sparsity", "when"))
-        if not compared or not same or r["select"] in (other["select"], "full"):
-            continue
-        told = {"select": r["select"], "against": other["select"], "mode": r["mode"], "sparsity": r["sparsity"]}
+    """Compare the selections of :func:`papers.predictor.beside.sides` on the same samples: accuracy and coverage."""
+    compared = []
+    for r, other, told in beside.sides(results, against):
         accuracy, coverage = (
             statistics.comparison([ours - theirs for ours, theirs in zip(r[name], other[name], strict=True)])
             for name in ("correct", "covered")
         )
         of_coverage = {f"coverage_{name}": coverage[name] for name in ("difference", "low", "high")}
-        compared_with.append({**told, "evicts": r["evicts"] or other["evicts"], **accuracy, **of_coverage})
-    return compared_with
+        told |= {"mode": r["mode"], "evicts": r["evicts"] or other["evicts"]}
+        compared.append({**told, **accuracy, **of_coverage})
+    return compared
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -222,44 +214,20 @@ def _coverage(field: str, form: str) -> list[tuple[str, report.Cell]]:
 
 
 def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy and coverage with intervals: a line per selection, a colour per sparsity, two panels per mode."""
-    plt = report.pyplot()
-    modes = list(dict.fromkeys(r["mode"] for r in results))
-    several = len({r["when"] for r in results} - {None}) > 1
-    name_of = lambda r: f"{r['select']}, {r['when']}" if several and r["when"] else r["select"]  # noqa: E731
-    names = list(dict.fromkeys(map(name_of, results)))
-    sparsities = sorted({r["sparsity"] for r in results if r["sparsity"] is not None})
-    figure, axes = plt.subplots(
-        len(modes), 2, figsize=(9, 1.3 + len(modes) * (0.5 + 0.16 * len(names) * (1 + len(sparsities)))),
-        squeeze=False, sharey=True, sharex=True, layout="constrained",
-    )  # fmt: skip
-    handles: dict[str, Any] = {}
-    for row, mode in enumerate(modes):
-        for axis, (value, low, high) in zip(
-            axes[row], (("accuracy", "low", "high"), ("coverage", "coverage_low", "coverage_high")), strict=True
-        ):
-            for r in (r for r in results if r["mode"] == mode):
-                dense = r["sparsity"] is None
-                index = 0 if dense else sparsities.index(r["sparsity"])
-                shift = 0 if dense else (index - (len(sparsities) - 1) / 2) * 0.7 / max(len(sparsities), 1)
-                bounds = [[max(r[value] - r[low], 0)], [max(r[high] - r[value], 0)]]
-                drawn = axis.errorbar(
-                    r[value], names.index(name_of(r)) + shift, xerr=bounds, fmt="osv^D"[index % 5], markersize=4.5,
-                    color="#777777" if dense else report.colour(index), elinewidth=1.2,
-                )  # fmt: skip
-                handles.setdefault("everything read" if dense else f"sparsity {r['sparsity']:g}", drawn)
-            axis.set_xlim(-0.02, 1.02)
-            axis.set_yticks(range(len(names)), names, fontsize=8)
-            report.plain(axis, grid="x")
-            if row == 0:
-                axis.set_title(
-                    {"accuracy": "accuracy: whole name", "coverage": "coverage: its tokens"}[value], fontsize=9.5
-                )
-        axes[row][0].set_ylabel({"teacher": "teacher-forced", "generate": "generated"}[mode], fontsize=9)
-    axes[0][0].invert_yaxis()
-    report.legend(figure, handles, columns=5)
-    figure.suptitle(f"Co-reference: naming the place again ({results[0]['samples']} samples)", fontsize=11)
-    report.save(figure, path)
+    """Draw accuracy and coverage with intervals: two panels per mode."""
+    panels = []
+    for mode in dict.fromkeys(r["mode"] for r in results):
+        own, what = (
+            [r for r in results if r["mode"] == mode],
+            {"teacher": "teacher-forced", "generate": "generated"}[mode],
+        )
+        panels.append(
+            [
+                Panel(f"{what}, accuracy: whole name", own),
+                Panel(f"{what}, coverage: its tokens", own, "coverage", "coverage_low", "coverage_high"),
+            ]
+        )
+    beside.dots(panels, path, title=f"Co-reference: naming the place again ({results[0]['samples']} samples)")
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ from evals.selections import Selection
 from kvjax.sources import PREDICTOR
 from models import commands
 from models.networks import Networks
-from papers.predictor import zero_shot
+from papers.predictor import beside, zero_shot
 
 FIGURES = ("accuracy", "layers", "agreement", "oracles", "choices")
 SOURCES = f"{PREDICTOR},quest,first_layer,previous_layer,streaming,random"
@@ -85,18 +85,14 @@ def accuracies(
     return results
 
 
-def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
+def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare the predictor's hit rate with each other source's at the same sparsity, by paired sequences."""
-    own = {r["sparsity"]: r for r in results if r["select"] == against}
-    compared: list[dict[str, Any]] = []
-    for r in results:
-        if r["sparsity"] not in own or r["select"] == against:
-            continue
-        ours, theirs = (np.array(x["by_sequence"]["hit_rate"]) for x in (own[r["sparsity"]], r))
-        told = {"select": against, "against": r["select"], "sparsity": r["sparsity"]}
-        compared.append({**told, **statistics.comparison((ours - theirs).tolist())})
-        if len(ours) < 2:
-            compared[-1]["better"] = "one sequence"
+    compared = []
+    for ours, theirs, told in beside.sides(results):
+        both = (np.array(r["by_sequence"]["hit_rate"]) for r in (ours, theirs))
+        found = statistics.comparison(np.subtract(*both).tolist())
+        several = len(ours["by_sequence"]["hit_rate"]) > 1
+        compared.append(told | (found if several else found | {"better": "one sequence"}))
     return compared
 
 

@@ -8,7 +8,6 @@ evicted: each query of the prompt and of a choice reads what the selection keeps
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from models.commands.programs import make_room
 from models.networks import Networks
 from papers.choices import tasks as choices
 from papers.choices.tasks import Sample
+from papers.predictor import beside
+from papers.predictor.beside import Panel
 
 SELECT = f"full,oracle,{PREDICTOR},quest,h2o,snapkv,streaming,random"
 
@@ -101,16 +102,12 @@ def draw(
     return found, missing
 
 
-def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
+def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare the predictor with each other selection on the same samples, over all tasks, at the same sparsity."""
-    lines = []
-    together = [r for r in results if r["task"] == "all"]
-    for ours, other in itertools.product([r for r in together if r["select"] == against], together):
-        if other["select"] != against and other["sparsity"] in (None, ours["sparsity"]):
-            differences = [a - b for a, b in zip(ours["correct"], other["correct"], strict=True)]
-            told = {"select": against, "against": other["select"], "sparsity": ours["sparsity"]}
-            lines.append(told | statistics.comparison(differences))
-    return lines
+    return [
+        told | statistics.comparison([a - b for a, b in zip(ours["correct"], theirs["correct"], strict=True)])
+        for ours, theirs, told in beside.sides([r for r in results if r["task"] == "all"])
+    ]
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -158,37 +155,10 @@ def run(
 
 
 def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the accuracy over sparsity with its interval: a panel per task, a line per selection."""
-    plt = report.pyplot()
-    tasks = list(dict.fromkeys(r["task"] for r in results))
-    names = list(dict.fromkeys(r["select"] for r in results))
-    figure, axes = plt.subplots(
-        1, len(tasks), figsize=(2.7 * len(tasks) + 1, 3.9), squeeze=False, sharey=True, layout="constrained"
-    )
-    handles: dict[str, Any] = {}
-    shares = sorted({r["sparsity"] for r in results if r["sparsity"] is not None})
-    for axis, task in zip(axes[0], tasks, strict=True):
-        for r in (r for r in results if r["task"] == task and r["sparsity"] is None):
-            handles["everything read"] = axis.axhline(r["accuracy"], color="#777777", linewidth=1.2, linestyle="--")
-        sparse = [name for name in names if name != "full"]
-        for number, name in enumerate(sparse):
-            own = [r for r in results if (r["task"], r["select"]) == (task, name)]
-            value = np.array([r["accuracy"] for r in own])
-            bounds = np.abs(np.array([[r["low"], r["high"]] for r in own]).T - value)
-            shift = 0.01 * (number - (len(sparse) - 1) / 2)
-            handles[name] = axis.errorbar(
-                [r["sparsity"] + shift for r in own], value, yerr=bounds, color=report.colour(number),
-                marker="osv^DPX"[number % 7], markersize=4.5, linewidth=1.4, elinewidth=1,
-            )  # fmt: skip
-        axis.set_title({"all": "all tasks"}.get(task, task), fontsize=9.5)
-        axis.set_xlabel("sparsity", fontsize=9)
-        axis.set_xticks(shares, [f"{share:.0%}" for share in shares])
-        axis.set_ylim(-0.02, 1.02)
-        report.plain(axis)
-    axes[0][0].set_ylabel("right choices", fontsize=9)
-    report.legend(figure, handles)
-    figure.suptitle("Choice tasks when each token reads a part of the text", fontsize=11)
-    report.save(figure, path)
+    """Draw the accuracy of each selection and sparsity with its interval: a panel per task."""
+    tasks = dict.fromkeys(r["task"] for r in results)
+    panels = [Panel({"all": "all tasks"}.get(task, task), [r for r in results if r["task"] == task]) for task in tasks]
+    beside.dots([panels], path, title="Right choices when each token reads a part of the text")
 
 
 def _accuracy(correct: Sequence[int]) -> dict[str, Any]:
