@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from models.commands.subcommands import run_one
 from papers import remake
+from papers.answers import questions
 from papers.caote import fidelity, launches
 from papers.choices import command as choices
 from papers.debian import texts
@@ -12,7 +13,8 @@ from papers.predictor import coref, figures, flops, selection
 
 EXPERIMENTS = {
     "predictor": figures, "coref": coref, "choices": choices, "fidelity": fidelity, "flops": flops,
-    "selection": selection, "launches": launches, "rounding": rounding, "texts": texts, "remake": remake,
+    "selection": selection, "launches": launches, "rounding": rounding, "texts": texts,
+    "questions": questions, "remake": remake,
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Questions about long texts, with their answers: rows that teach a model to look things up in its context.
 
-``python -m papers.answers.questions --tokenizer smollm2 --rows 2400 --out qa.jsonl`` writes JSON lines of {"prompt",
+``python -m papers questions --tokenizer smollm2 --rows 2400 --out qa.jsonl`` writes JSON lines of {"prompt",
 "answer", "family", "more"}, which `python -m train.finetune --data` reads: a text, and questions about it one after the
 other, at most one for 64 tokens. A row is a pure function of the seed and its number. The families are facts in several
 wordings, lists of keys, chains of variables, counts, quotations and, with ``--text``, continuations of a text of one's
@@ -25,10 +25,6 @@ from evals import command_line, prose, sweep, tasks
 from models import commands
 from models.load import describe
 
-EXAMPLES = """examples:
-  python -m papers.answers.questions --tokenizer smollm2 --rows 2400 --lengths 256,512 --out questions.jsonl
-  python -m papers.answers.questions --tokenizer smollm2 --text king-james.txt --out questions.jsonl
-"""
 CONTENT = sweep.read(Path(__file__).with_suffix(".toml"))
 WORDINGS = [(wording["stated"], wording["asked"]) for wording in CONTENT["wordings"]]
 EVENTS = CONTENT["events"]
@@ -239,35 +235,22 @@ def _continuation(rng: np.random.Generator, tokenizer: models.Tokenizer, length:
     return _row(" ".join(held), [asked[i] for i in rng.permutation(len(asked))], "continuations")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of the command's flags."""
-    flags = commands.parser(
-        "kvjax-questions",
-        "papers.answers.questions",
-        description="Writes questions about long texts, with answers.",
-        examples=EXAMPLES,
-    )
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
     flags.add_argument("--tokenizer", default="smollm2", help="the model whose tokens count")
     flags.add_argument("--rows", type=int, default=2400)
     flags.add_argument("--lengths", default="256,512", help="tokens per row, in turn; several by comma")
     flags.add_argument("--text", type=Path, help="a text whose sentences are asked for, too")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
-    return flags
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    flags = parser().parse_args(arguments)
-    return commands.run(lambda: _run(flags), "papers.answers.questions")
-
-
-def _run(flags: argparse.Namespace) -> None:
+def command(flags: argparse.Namespace) -> None:
+    """Write the rows."""
     lengths = [
         command_line.positive("length", text) for text in commands.listed("length", flags.lengths, "--lengths 512")
     ]
-    if flags.rows < 1:
-        raise ValueError(f"--rows is {flags.rows}; give at least 1.")
+    command_line.check_least(flags, rows=1)
     commands.check_outputs([flags.out])
     tokenizer = commands.check_tokenizer(flags.tokenizer, describe(flags.tokenizer)[1])
     sentences = [] if flags.text is None else SENTENCE.findall(commands.read_text(flags.text, "text"))
@@ -283,7 +266,3 @@ def _run(flags: argparse.Namespace) -> None:
             file.write(json.dumps(made._asdict(), ensure_ascii=False) + "\n")
             progress.update()
     print(f"rows: {flags.out}")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -18,7 +18,6 @@ from evals import __main__ as evals
 from models import host_steps
 from models.commands import ask, batch, calibrate, chat, generate
 from papers import __main__ as papers
-from papers.answers import questions
 from papers.retriever import recipe
 from tests.bad_input.campaign import Terminal, cases, state_of
 from tests.tiers import matrix
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.bad_input
 MAINS = {module.__name__.rpartition(".")[2]: module.main for module in (generate, ask, calibrate, batch, chat)}
 MAINS |= {f"train.{module.__name__[6:]}": module.main for module in (butler, finetune, scorer)}
 MAINS |= {"evals": evals.main, "benchmarks": benchmarks.main, "papers": papers.main}
-MAINS |= {module.__name__: module.main for module in (recipe, questions)}
+MAINS |= {"papers.retriever.recipe": recipe.main}
 HEADER = '{"evaluation": "ruler", "settings": {}, "command": "python -m evals ruler", "environments": []}'
 SWEEP = 'models = ["retriever"]\npolicies = ["full"]\n'
 CODE = "The code of the river is 4. The code is"

@@ -6,6 +6,7 @@ import pytest
 
 import models
 from evals import prose
+from papers.__main__ import main
 from papers.answers import questions
 from train import answers
 
@@ -67,7 +68,7 @@ def test_the_command_writes_rows_that_training_reads(tmp_path, tokenizer, capsys
     text, out = tmp_path / "text.txt", tmp_path / "rows.jsonl"
     text.write_text(TEXT)
     line = ["--tokenizer", "retriever", "--rows", "40", "--lengths", "200,260", "--text", str(text), "--out", str(out)]
-    assert questions.main(line) == 0
+    assert main(["questions", *line]) == 0
     read = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(read) == 40 and "continuations" in {row["family"] for row in read}
     continued = next(row for row in read if row["family"] == "continuations")
