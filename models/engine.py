@@ -321,6 +321,8 @@ def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool 
     projection = options.projection
     if projection is None and plan.policy is not None and plan.policy.needs.projections:
         projection = projected(model, plan.policy.needs.projections, plan.heads)
+    if not isinstance(projection, OutputProjection | None):
+        raise ValueError(f"projection is {projection!r}; expected what models.output_projection returns.")
     run = Run(model, rows, projection, network, plan)
     # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
     exact = every or not is_known(*jax.tree.leaves((model, projection, network)))
