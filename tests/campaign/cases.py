@@ -92,7 +92,7 @@ class Case:
     page_size: int = 16
     mesh: tuple[int, int] | None = None  # data, tensor
     cache_dtype: str | None = None  # one of EIGHT_BITS; None is the model's
-    way: str = ""  # of ways.WAYS, and what is asked of it: "select: oracle"; "" for the entry alone
+    way: str = ""  # of ways.WAYS, and what is asked of it: "turns: question"; "" for the entry alone
 
     @property
     def dtypes(self) -> tuple[str, str]:

@@ -35,13 +35,12 @@ from tests.campaign.checking import (
     held_of,
     model_of,
     settings_of,
-    streamed,
     weights_of,
     worst,
 )
 from tests.campaign.checking import check as plain
 from tests.models import reference
-from tests.models.reference import selections
+from tests.models.tiny import bytes_of
 
 OK = Outcome("ok")
 SHARE_OF_WAYS = 0.6  # of the programs
@@ -198,25 +197,19 @@ def turns(case: Case, asked: str) -> Outcome:
     if repeated:
         texts, lengths = texts[:1], lengths[:1]
     kept = models.prefill(model, texts, lengths=lengths, **settings).cache
-    before, state = held_of(kept), [np.asarray(leaf) for leaf in jax.tree.leaves(kept)]
+    before, state = held_of(kept), bytes_of(kept)
     cache = _loaded(kept, case)
     outcomes = [
         _other(held_of(cache), before, "loaded"),
-        _differs(
-            any(a.tobytes() != np.asarray(b).tobytes() for a, b in zip(state, jax.tree.leaves(cache), strict=True)),
-            "what was loaded is not what was saved",
-        ),
+        _differs(bytes_of(cache) != state, "what was loaded is not what was saved"),
     ]
     if repeated:
         cache, texts, lengths = _repeat(cache, B), np.repeat(texts, B, axis=0), np.repeat(lengths, B)
     count = rng.integers(1, QUESTION + 1, B)
     count[rng.integers(B)] = QUESTION
     questions = rng.integers(0, cases.VOCABULARY, (B, QUESTION))
-    asks = "question" in asked or case.base in (
-        "kvzip",
-        "kvgrad",
-        "dapq",
-    )  # else it is a turn, from which the policy evicts
+    # Else it is a turn, from which the policy evicts.
+    asks = "question" in asked or case.base in ("kvzip", "kvgrad", "dapq")
     more = dict(lengths=count, max_new_tokens=case.new, evict_every=case.evict_every, end=case.end, **settings)
     out = models.generate(model, questions, cache=cache, question=count if asks else None, **more)
     held, tokens = held_of(out.cache), answers(case, out)
@@ -224,12 +217,7 @@ def turns(case: Case, asked: str) -> Outcome:
         text = [*texts[row, : lengths[row]], *questions[row, : count[row]]]
         how: dict[str, Any] = dict(question=int(count[row])) if asks else dict(question=0, turns=[int(lengths[row])])
         outcomes.append(against(case, weights, row, Row(tokens[row], None, held.row(row), []), text, **how))
-    outcomes.append(
-        _differs(
-            any(a.tobytes() != np.asarray(b).tobytes() for a, b in zip(state, jax.tree.leaves(kept), strict=True)),
-            "a kept cache has changed",
-        )
-    )
+    outcomes.append(_differs(bytes_of(kept) != state, "a kept cache has changed"))
     return worst(outcomes)
 
 
@@ -243,128 +231,6 @@ def _loaded(cache: Any, case: Case) -> Any:
 
 
 _repeat = jax.jit(kvjax.repeat, static_argnums=1)
-_rewind = jax.jit(kvjax.rewind)
-
-
-def rewound(case: Case, _: str) -> Outcome:
-    """Text that follows without an eviction is taken back: what is held is what was, and it goes on as it did."""
-    case = _in_slots(case)
-    rng, weights = _rng(case), weights_of(case)
-    model, texts, B = model_of(case, weights), case.prompts(), len(case.lengths)
-    kept = models.prefill(model, texts, lengths=np.array(case.lengths), **settings_of(case)).cache
-    before = held_of(kept)
-    count = rng.integers(1, QUESTION + 1, B)
-    questions = rng.integers(0, cases.VOCABULARY, (2, B, QUESTION))
-    more = dict(block=case.block)
-    first, logits = models.prefill(model, questions[0], lengths=count, cache=kept, **more)
-    wrong, _ = models.prefill(model, questions[1], cache=kept, **more)
-    back = _rewind(models.stacked(wrong), np.asarray(before.following, np.int32))
-    again, same = models.prefill(model, questions[0], lengths=count, cache=back, **more)
-    error = abs(np.asarray(logits) - np.asarray(same)).max()
-    return worst(
-        [
-            _other(held_of(back), before, "taken back"),
-            _other(held_of(again), held_of(first), "gone on", rows=1e-4),
-            _differs(not error < 2e-3 * max(1, abs(np.asarray(logits)).max()), f"logits off by {error:.1e}"),
-        ]
-    )
-
-
-# --- several policies -------------------------------------------------------------------------------------------------
-
-
-def several(case: Case, _: str) -> Outcome:
-    """Policies that share a prompt: each keeps what the reference keeps for it alone."""
-    weights, lengths = weights_of(case), np.array(case.lengths)
-    settings = settings_of(case)
-    policy, budget = settings.pop("policy"), settings.pop("budget")
-    asked: list[Any] = [("full", None), ("tova", 5), (policy, budget), ("h2o+caote", 4)]
-    if budget is not None:
-        asked.insert(1, (policy, budget + 3 if isinstance(budget, int) else min(1.0, budget + 0.1)))
-    question = None if case.question is None else np.array(case.question)
-    each = models.prefill_each(
-        model_of(case, weights), case.prompts(), lengths=lengths, policies=asked, question=question, **settings
-    )
-    outcomes = []
-    for (name, own), (cache, logits) in zip(asked, each, strict=True):
-        alone = dataclasses.replace(case, policy=name, budget=case.budget if own is None else own)
-        held, last = held_of(cache), np.asarray(logits, np.float64)
-        for row in range(len(lengths)):
-            outcome = against(alone, weights, row, Row(None, last[row], held.row(row), []))
-            outcomes.append(outcome._replace(why=f"{name} {own}: {outcome.why}"))
-    return worst(outcomes)
-
-
-# --- selection --------------------------------------------------------------------------------------------------------
-
-SOURCES = [*selections.RULES, "butler", "butler(group='max')", "quest"]
-
-
-def select(case: Case, source: str) -> Outcome:
-    """An answer whose steps read some of the tokens: by the source's rule, the same streamed, and alone."""
-    weights, texts, lengths = weights_of(case), case.prompts(), np.array(case.lengths)
-    model = model_of(case, weights)
-    budget = case.budget if isinstance(case.budget, float) else min(case.budget, case.width)
-    settings: dict[str, Any] = dict(
-        select=source, budget=budget, sinks=case.block % 3, block=case.block, max_new_tokens=case.new, end=case.end,
-        cache_dtype=case.cache_dtype, networks=reference.butler(case.config, case.seed) if "butler" in source else None,
-    )  # fmt: skip
-    out = models.generate(model, texts, lengths=lengths, **settings)
-    tokens, held = answers(case, out), held_of(out.cache)
-    steps, last = streamed(model, texts, lengths=lengths, **settings)
-    row = int(np.argmax(lengths))  # of one width
-    alone, _ = streamed(model, texts[row : row + 1], **settings)
-    ruled = source in selections.RULES and _is_plain_llama(case)
-    outcomes = [_ruled(case, weights, source, budget, n, answer) for n, answer in enumerate(tokens) if ruled]
-    near = any(outcome.kind == "undecided" for outcome in outcomes)
-    for what, one, other in (("streamed", steps, tokens), ("alone", alone[0], tokens[row])):
-        if one != other:
-            outcomes.append(Outcome("undecided" if near else "differs", f"{what} {one}, generated {other}"))
-    if not any(outcome.fails for outcome in outcomes) and steps == tokens:
-        outcomes.append(_other(last[-1], held, "streamed", rows=1e-3))
-    return worst(outcomes)
-
-
-def _is_plain_llama(case: Case) -> bool:
-    plain = case.family in ("llama", "mistral") and not case.bias and not case.cache_dtype and not case.tied
-    return plain and case.rope in ("default", "short", "linear", "llama3")
-
-
-def _ruled(
-    case: Case, weights: dict[str, np.ndarray], source: str, budget: int | float, row: int, answer: list[int]
-) -> Outcome:
-    """Each token is the best by the logits of a decoder whose steps read what the source's rule says."""
-    length, closest = case.lengths[row], 1.0
-    text = np.array([*case.prompts()[row, :length], *answer[:-1]])
-    rule = selections.RULES[source]
-
-    def importance(layer: int, t: int, query: np.ndarray, key: np.ndarray, logits: list) -> np.ndarray:
-        nonlocal closest
-        wanted = rule(layer, t, query, key, logits)
-        closest = min(closest, _closest(np.asarray(wanted, float), case.config.sliding_windows[layer]))
-        return wanted
-
-    read = selections.by_importance(importance, budget, case.block % 3, range(length, len(text)))
-    config = case.config
-    if not config.sliding_windows:
-        config = dataclasses.replace(config, sliding_windows=(None,) * config.num_layers)
-    logits, *_ = selections.forward(config, weights, text, read)
-    for step, token in enumerate(answer):
-        at = logits[length - 1 + step]
-        if at.max() - at[token] > 2e-3 * max(1, abs(at).max()):
-            why = f"row {row}: token {token} in step {step} of {answer}, expected {int(at.argmax())}"
-            return Outcome("undecided" if closest < 1e-4 else "differs", f"{why}; the closest choice {closest:.0e}")
-    return Outcome("undecided", f"closest {closest:.0e}") if closest < 1e-6 else OK
-
-
-def _closest(wanted: np.ndarray, window: int | None) -> float:
-    """The smallest difference between a head's numbers, relative to the largest; equal ones aside."""
-    found = 1.0
-    for row in wanted[:, -window:] if window else wanted:
-        gaps = np.diff(np.sort(row))
-        if (gaps > 0).any():
-            found = min(found, gaps[gaps > 0].min() / max(abs(row).max(), 1e-30))
-    return found
 
 
 # --- scores on any scale ----------------------------------------------------------------------------------------------
@@ -489,14 +355,6 @@ def _joins(case: Case) -> bool:
     )
 
 
-def _shares(case: Case) -> bool:
-    return _one_device(case) and case.base not in ("butler", "zap")
-
-
-def _selects(case: Case) -> bool:
-    return _one_device(case) and case.layers > 1 and case.rope not in ("longrope", "longrope_beyond")
-
-
 WAYS: dict[str, Way] = {
     "by layer": Way(
         lambda case, _: plain(case), _one_device, by_layer=False,
@@ -504,9 +362,6 @@ WAYS: dict[str, Way] = {
     ),
     "engine": Way(engine, _joins, changes=dict(question=None)),
     "turns": Way(turns, _goes_on, TURNS, changes=dict(question=None)),
-    "rewound": Way(rewound, _goes_on, changes=dict(question=None)),
-    "several": Way(several, _shares, changes=dict(when="prompt")),
-    "select": Way(select, _selects, SOURCES, changes=dict(question=None)),
     "scales": Way(scales, lambda case: _one_device(case) and _has_no_scale(case), ("1", "2", "3"), wanted=_divides),
     "equal": Way(equal, _is_exact, ("keys", "values", "both", "heads")),
     "dtypes": Way(dtypes, _is_exact, (*LOSSES,), changes=dict(entry="stream", cache_dtype=None)),
