@@ -5,8 +5,8 @@ repository's root:
 
     python tests/models/make_kvpress.py [SEED]
 
-SEED is the first to try, that of presses.json where only a press was added. The folder gets config.json and
-model.safetensors, presses.json (each press's settings and how many tokens it keeps of each layer and KV head) and
+SEED is the first to try, that of presses.json where only a press was added. The folder has config.json and presses.json
+(each press's settings), and gets model.safetensors, how many tokens each press keeps of each layer and KV head, and
 kept.npz:
 
     tokens [T], logits [8, vocabulary] of the last tokens, output_norms [L, K, T]: the mean over the group of |v W_O|_1
@@ -27,68 +27,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 FOLDER = Path(__file__).parent / "kvpress"
-CONFIG = {
-    "vocab_size": 128,
-    "hidden_size": 48,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 T = 120
 KEPT = (40, 64)
 # How peaked the attention of each KV head is, layer by layer: scores lie well apart, and heads want uneven budgets.
 SHARPNESS = ((1.5, 5.0), (4.0, 1.0), (2.5, 2.5))
 NOISE = 1e-4
-SNAPKV = {"window_size": 16, "kernel_size": 5}
-EXPECTED = {"n_future_positions": 512, "n_sink": 4, "use_covariance": True, "use_vnorm": True, "epsilon": 0.0}
-CRITICAL = {"epsilon": 1e-4, "first_stage_ratio": 0.5}
-CUR = {"num_sinks": 4, "leverage_type": "kv_product", "use_local_approximation": True, "local_window_size": 16}
-# Behind 4 sinks, 8 partitions of 12 are scored by their ranks, and 20 tokens stay: 40 and 64 take whole ranks of each.
-LAG = {"n_sink": 4, "lag_size": 12, "cross_scoring": False}
-
-LAZY = 0.19
 QUESTION = 8  # tokens at the prompt's end
 STREAMING = (4, 4)  # first and last tokens of a streaming head
-CHUNK = {"chunk_length": 8}  # 40 and 64 tokens are whole chunks, and so is SnapKV's window
 
 Press = tuple[str, dict[str, Any], dict[str, Any] | None]  # class, settings, those of the SnapKVPress inside it or None
 PRESSES: dict[str, Press] = {
-    "observed": ("ObservedAttentionPress", {}, None),
-    "tova": ("TOVAPress", {}, None),
-    "snapkv": ("SnapKVPress", SNAPKV, None),
-    "knorm": ("KnormPress", {}, None),
-    "keydiff": ("KeyDiffPress", {}, None),
-    "streaming": ("StreamingLLMPress", {"n_sink": 4}, None),
-    "expected": ("ExpectedAttentionPress", EXPECTED, None),
-    "expected_mean": ("ExpectedAttentionPress", EXPECTED | {"use_covariance": False, "use_vnorm": False}, None),
-    "curdkv": ("CURPress", CUR, None),
-    "curdkv_mean": ("CURPress", CUR | {"leverage_type": "kv_avg"}, None),
-    "curdkv_key": ("CURPress", CUR | {"leverage_type": "key", "use_local_approximation": False}, None),
-    "lagkv": ("LagKVPress", LAG, None),
-    "lagkv_cross": ("LagKVPress", LAG | {"cross_scoring": True}, None),
-    # 40 tokens are too few for beta 20 and window 16, and kvpress falls back to the same number a layer; 64 are not.
-    "pyramidkv": ("PyramidKVPress", SNAPKV | {"beta": 20}, None),
-    "pyramidkv_w8_b4": ("PyramidKVPress", {"window_size": 8, "kernel_size": 5, "beta": 4}, None),
-    # The window has the highest scores and is what is safe first: alpha 0.2 changes nothing here, 0.8 does.
-    "adakv": ("AdaKVPress", {"alpha_safeguard": 0.2}, SNAPKV),
-    "adakv_a0.8": ("AdaKVPress", {"alpha_safeguard": 0.8}, SNAPKV),
-    "criticalkv": ("CriticalKVPress", CRITICAL, SNAPKV),
-    "criticaladakv": ("CriticalAdaKVPress", CRITICAL | {"alpha_safeguard": 0.2}, SNAPKV),
-    "criticaladakv_a0.8": ("CriticalAdaKVPress", CRITICAL | {"alpha_safeguard": 0.8}, SNAPKV),
-    # New presses come last: the noise of those before them stays what it was, and so does the seed.
-    "chunkkv": ("ChunkKVPress", CHUNK, SNAPKV),
-    "q_filters": ("QFilterPress", {}, None),
-    # Half of the heads stream 8 tokens, and the others keep all 120: 64 on average.
-    "duo": ("DuoAttentionPress", {"head_compression_ratio": 0.5}, None),
-    # Two of three layers are lazy and keep 4 + 32 tokens (kvpress keeps one recent token less than it counts).
-    "simlayer": ("SimLayerKVPress", {"lazy_threshold": LAZY, "n_recent": 33, "n_initial": 4}, None),
-    "finch": ("FinchPress", {"rerotate_keys": False}, None),
+    name: (press["press"], press["settings"], press.get("base", (None, None))[1])
+    for name, press in json.loads((FOLDER / "presses.json").read_text())["presses"].items()
 }
 MASKING = ("AdaKVPress", "CriticalAdaKVPress", "DuoAttentionPress")
 NOT_EAGER = (*MASKING, "ChunkKVPress")  # refuse eager attention, which observed attention needs
@@ -125,7 +78,7 @@ def make_model(seed: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(**CONFIG)
+    config = transformers.AutoConfig.from_pretrained(FOLDER)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -138,6 +91,23 @@ def make_model(seed: int) -> Any:
         for layer, sharpness in zip(model.model.layers, SHARPNESS, strict=True):
             layer.self_attn.k_proj.weight *= torch.tensor(sharpness).repeat_interleave(config.head_dim)[:, None]
     return model
+
+
+def read_gguf(file: Path, attention: str) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a GGUF file, dequantised to float32."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    made = transformers.AutoModelForCausalLM.from_pretrained(
+        **place, dtype=torch.float32, attn_implementation=attention
+    )
+    return made.eval(), transformers.AutoTokenizer.from_pretrained(**place)
+
+
+def versions() -> np.ndarray:
+    return np.array([f"{name} {version(name).split('+')[0]}" for name in ("kvpress", "transformers", "torch")])
 
 
 def fed(model: Any, tokens: Any, press: Any = None) -> Any:
@@ -225,7 +195,7 @@ def q_filters(model: Any, tokens: Any) -> Any:
         left, _, right = torch.linalg.svd(query[0], full_matrices=False)  # of [N, T, D]
         most = torch.where((left[..., 0] > 0).float().mean(-1) > 0.5, 1.0, -1.0)
         filters.append(
-            -(most[:, None] * right[:, 0]).reshape(CONFIG["num_key_value_heads"], -1, right.shape[-1]).mean(1)
+            -(most[:, None] * right[:, 0]).reshape(model.config.num_key_value_heads, -1, right.shape[-1]).mean(1)
         )
 
     hooks = [layer.self_attn.register_forward_pre_hook(measure, with_kwargs=True) for layer in model.model.layers]
@@ -266,7 +236,7 @@ def merged_values(model: Any, tokens: Any) -> Any:
     import kvpress
     import torch
 
-    press = kvpress.MergingPress(press=kvpress.SnapKVPress(compression_ratio=2 / 3, **SNAPKV))
+    press = kvpress.MergingPress(press=kvpress.SnapKVPress(compression_ratio=2 / 3, **PRESSES["snapkv"][1]))
     full, cache = fed(model, tokens), fed(model, tokens, press)
     keys, left = full.layers[1].keys[0], cache.layers[1].keys[0]
     place = (keys[:, :, None] == left[:, None]).all(-1).float().argmax(1)  # of each slot, its position
@@ -314,7 +284,6 @@ def is_stable(model: Any, tokens: Any, seed: int) -> bool:
 
 
 def main() -> None:
-    import numpy as np
     import torch
     import transformers
 
@@ -322,11 +291,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for seed in itertools.count(int(sys.argv[1]) if sys.argv[1:] else 0):
         model = make_model(seed)
-        tokens = torch.randperm(CONFIG["vocab_size"])[None, :T]
+        tokens = torch.randperm(model.config.vocab_size)[None, :T]
         if is_stable(model, tokens, seed):
             break
-    for file in ("config.json", "model.safetensors", "presses.json", "kept.npz"):
-        (FOLDER / file).unlink(missing_ok=True)
     model.save_pretrained(FOLDER)
     (FOLDER / "generation_config.json").unlink(missing_ok=True)
     with torch.no_grad():
@@ -353,8 +320,7 @@ def main() -> None:
                 arrays[f"{name}/{kept}/scores" if kind in DEPENDS_ON_BUDGET else f"{name}/scores"] = scores
             presses[name]["kept"][kept] = mask.sum(-1).tolist()
     np.savez_compressed(FOLDER / "kept.npz", **arrays)
-    versions = {name: version(name).split("+")[0] for name in ("kvpress", "transformers", "torch")}
-    header = {"versions": versions, "seed": seed}
+    header = {"versions": dict(text.split() for text in versions()), "seed": seed}
     lines = [f"  {json.dumps(name)}: {json.dumps(press)}" for name, press in presses.items()]
     text = json.dumps(header)[:-1] + ', "presses": {\n' + ",\n".join(lines) + "\n}}\n"
     (FOLDER / "presses.json").write_text(text)

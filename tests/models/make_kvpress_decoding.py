@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.make_kvpress import CONFIG, FOLDER, NOISE, T
+from tests.models.make_kvpress import FOLDER, NOISE, T
 
 FILE = FOLDER / "decoding.npz"
 PROMPT, EVERY, KEPT = 96, 8, 40
@@ -91,7 +91,7 @@ def main() -> None:
         return 2 * torch.rand(shape, generator=random) - 1
 
     for seed in itertools.count():
-        tokens = torch.randperm(CONFIG["vocab_size"], generator=torch.Generator().manual_seed(seed))[None, :T]
+        tokens = torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(seed))[None, :T]
         kept = {kind: run(model, tokens, kind) for kind in PRESSES}
         if all((run(model, tokens, kind, noise) == kept[kind]).all() for kind in PRESSES for _ in range(4)):
             break

@@ -17,13 +17,12 @@ is repeated: of a chat's prompt kvpress leaves out the template's first tokens.
 """
 
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.models.make_kvpress import FOLDER
+from tests.models.make_kvpress import FOLDER, read_gguf, versions
 from tests.models.make_smollm2_kept import GOLDEN
 
 TINY, REAL, GRADIENT = FOLDER / "kvzip.npz", GOLDEN.with_name("kvzip.npz"), FOLDER / "kvgrad.npz"
@@ -98,8 +97,7 @@ def write(file: Path, model: Any, tokens: Any, tokenizer: Any, dtype: str) -> No
         name: np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
         for name, text in zip(("first", "following", "suffix"), WORDS, strict=False)
     }
-    versions = [f"{name} {version(name).split('+')[0]}" for name in ("kvpress", "transformers", "torch")]
-    arrays = {"versions": np.array(versions), "tokens": tokens[0].numpy().astype(np.int32), **words}
+    arrays = {"versions": versions(), "tokens": tokens[0].numpy().astype(np.int32), **words}
     for kept in KEPT[file]:
         for scope in ("model", "layer"):
             mask, scores = run(file, model, tokens, tokenizer, kept, scope == "layer")
@@ -123,12 +121,8 @@ def main(arguments: list[str]) -> None:
             write(file, model, tokens, Words(), "float32")
         return
     file = Path(arguments[0])
-    place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+    model, tokenizer = read_gguf(file, "sdpa")
     tokenizer.chat_template = None
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        **place, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
     with np.load(GOLDEN) as golden:
         tokens = torch.tensor(golden["tokens"])[None].long()
     write(REAL, model, tokens, tokenizer, "float16")

@@ -2,7 +2,7 @@
 
 Run in make_golden.py's environment with gguf installed beside torch and transformers, from the repository's root:
 
-    python tests/models/make_smollm2.py FILE
+    python -m tests.models.make_smollm2 FILE
 
 FILE is what `python -m models.get smollm2` says it fetched. transformers reads the same file, dequantised to float32.
 The passage, the prompts, the questions and the texts are those that expected.json has; all else is made again.
@@ -11,7 +11,8 @@ The passage, the prompts, the questions and the texts are those that expected.js
 import json
 import sys
 from pathlib import Path
-from typing import Any
+
+from tests.models.make_kvpress import read_gguf
 
 GOLDEN = Path(__file__).parent / "golden" / "smollm2" / "expected.json"
 TOP = 64  # logits that are kept of a position
@@ -24,9 +25,7 @@ def main(file: Path) -> None:
     import transformers
     from tokenizers import pre_tokenizers
 
-    transformers.utils.logging.disable_progress_bar()
-    place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+    model, tokenizer = read_gguf(file, "eager")
     # The conversion leaves out what SmolLM2's own tokenizer.json has: each digit stands alone, before all else.
     backend = tokenizer.backend_tokenizer
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,10 +33,6 @@ def main(file: Path) -> None:
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        **place, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
 
     expected = json.loads(GOLDEN.read_text())
     passage, questions, texts = (expected[name] for name in ("passage", "questions", "texts"))

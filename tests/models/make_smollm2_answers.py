@@ -17,27 +17,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.models.make_kvpress import CRITICAL, CUR, EXPECTED, LAG, Press, make_press
+from tests.models.make_kvpress import Press, make_press, read_gguf
 
 ANSWERS = Path(__file__).parents[2] / "docs" / "results" / "kvpress-answers.json"
 EVERY = 3  # of the study's texts
-SNAPKV = {"window_size": 32, "kernel_size": 7}
 # The policy of the study, and the press.
-PRESSES: dict[str, Press] = {
-    "streaming": ("StreamingLLMPress", {"n_sink": 4}, None),
-    "tova": ("TOVAPress", {}, None),
-    "snapkv(kernel=7)": ("SnapKVPress", SNAPKV, None),
-    "snapkv(kernel=5)": ("SnapKVPress", SNAPKV | {"kernel_size": 5}, None),
-    "snapkv(kernel=7)@adakv": ("AdaKVPress", {"alpha_safeguard": 0.2}, SNAPKV),
-    "snapkv(kernel=7)+critical@adakv": ("CriticalAdaKVPress", CRITICAL | {"alpha_safeguard": 0.2}, SNAPKV),
-    "snapkv(kernel=7)@pyramid": ("PyramidKVPress", SNAPKV | {"beta": 20}, None),
-    "snapkv(kernel=7)+chunks": ("ChunkKVPress", {"chunk_length": 20}, SNAPKV),
-    "expected_attention": ("ExpectedAttentionPress", EXPECTED, None),
-    "keydiff": ("KeyDiffPress", {}, None),
-    "key_norm": ("KnormPress", {}, None),
-    "curdkv": ("CURPress", CUR, None),
-    "lagkv(lag=32)": ("LagKVPress", LAG | {"lag_size": 32}, None),
-}
+PRESSES: dict[str, Press] = json.loads((Path(__file__).parent / "golden/smollm2/presses.json").read_text())
 
 
 def write_prompts(path: Path) -> None:
@@ -95,17 +80,10 @@ def answers(model: Any, row: dict[str, Any], press: Press | None) -> str:
 
 def main(prompts: Path, file: Path) -> None:
     import torch
-    import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_device(device)
-    place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model = (
-        transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, attn_implementation="sdpa")
-        .eval()
-        .to(device)
-    )
+    model = read_gguf(file, "sdpa")[0].to(device)
     rows = json.loads(prompts.read_text())
     made: dict[str, Any] = {"versions": {name: version(name) for name in ("kvpress", "transformers", "torch")}}
     made |= {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "every": EVERY}

@@ -13,48 +13,37 @@ the first 400 tokens of evals/haystack.txt. The file gets
 """
 
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.models.make_kvpress import CRITICAL, CUR, EXPECTED, LAG, Press, run
+from tests.models.make_kvpress import PRESSES as TINY
+from tests.models.make_kvpress import read_gguf, run, versions
 
 GOLDEN = Path(__file__).parent / "golden" / "smollm2" / "kept.npz"
 TEXT = Path(__file__).parents[2] / "evals" / "haystack.txt"
 T = 400
 KEPT = (200, 100)
-SNAPKV = {"window_size": 64, "kernel_size": 5}
-PRESSES: dict[str, Press] = {
-    "snapkv": ("SnapKVPress", SNAPKV, None),
-    "tova": ("TOVAPress", {}, None),
-    "keydiff": ("KeyDiffPress", {}, None),
-    "streaming": ("StreamingLLMPress", {"n_sink": 4}, None),
-    "knorm": ("KnormPress", {}, None),
-    "expected": ("ExpectedAttentionPress", EXPECTED, None),
-    "adakv": ("AdaKVPress", {"alpha_safeguard": 0.2}, SNAPKV),
-    "criticalkv": ("CriticalKVPress", CRITICAL, SNAPKV),
-    "curdkv": ("CURPress", CUR, None),
-    # Behind 4 sinks, 10 partitions of 36 are scored by their ranks, and 36 tokens stay: whole ranks of each are kept.
-    "lagkv": ("LagKVPress", LAG | {"lag_size": 36}, None),
-}
+# Behind 4 sinks, 10 partitions of 36 are scored by their ranks, and 36 tokens stay: whole ranks of each are kept.
+SIZES = {"window_size": 64, "lag_size": 36}
+
+
+def sized(settings: dict[str, Any] | None) -> Any:
+    return settings and {name: SIZES.get(name, value) for name, value in settings.items()}
+
+
+NAMES = "snapkv tova keydiff streaming knorm expected adakv criticalkv curdkv lagkv".split()
+PRESSES = {name: (TINY[name][0], *map(sized, TINY[name][1:])) for name in NAMES}
 
 
 def main(file: Path) -> None:
     import torch
-    import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(2)
-    place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        **place, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model, tokenizer = read_gguf(file, "eager")
     tokens = tokenizer.encode(TEXT.read_text(), add_special_tokens=False)[:T]
-    versions = [f"{name} {version(name).split('+')[0]}" for name in ("kvpress", "transformers", "torch")]
-    arrays = {"versions": np.array(versions), "tokens": np.array(tokens, np.int32)}
+    arrays = {"versions": versions(), "tokens": np.array(tokens, np.int32)}
     for name, press in PRESSES.items():
         for number in KEPT:
             mask, _ = run(model, torch.tensor([tokens]), press, number)

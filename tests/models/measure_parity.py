@@ -8,6 +8,7 @@ budget, and of those that are not the smallest share of tokens in common; for tr
 logit.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -17,9 +18,9 @@ import numpy as np
 
 import kvjax
 import models
-from tests.models import make_smollm2_kept, test_kvgrad, test_kvpress, test_kvzip
+from tests.models import make_smollm2_kept, test_kvpress, test_kvzip
 from tests.models.make_golden import GOLDEN, MODELS
-from tests.models.make_kvzip import KEPT, REAL, TINY
+from tests.models.make_kvzip import GRADIENT, KEPT, REAL, TINY
 from tests.models.test_families import largest_difference
 
 SMOLLM2 = {  # as in the tiny model, but for the sizes that its fixture has
@@ -55,17 +56,11 @@ def tiny() -> dict[str, Any]:
         else:
             found = test_kvpress.kept_by(policy, budget)
         parts.setdefault(press, []).append(compared(found, expected))
-    for scope, policy in test_kvzip.COMPETE.items():
-        tokens = test_kvzip.fixture()["tokens"][None]
-        for budget in KEPT[TINY]:
-            cache, _ = models.prefill(
-                test_kvzip.kvpress_model(), tokens, policy=test_kvzip.asking(policy), budget=budget, block=48
-            )
-            bits = np.unpackbits(test_kvzip.fixture()[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1])
-            found = test_kvzip.kept(cache, tokens.shape[1])[:, 0]
-            parts.setdefault("kvzip", []).append(compared(found, bits.astype(bool)))
+    sets = itertools.product(test_kvzip.COMPETE, KEPT[TINY])
+    parts["kvzip"] = [compared(*test_kvzip.kept_sets(*given)) for given in sets]
     parts["decoding"] = [compared(*test_kvpress.decoded(press)) for press in test_kvpress.DECODING]
-    parts["kvgrad"] = [compared(*test_kvgrad.kept_sets(scope)) for scope in test_kvgrad.COMPETE]
+    asked = [(scope, *KEPT[GRADIENT], GRADIENT) for scope in test_kvzip.COMPETE]
+    parts["kvgrad"] = [compared(*test_kvzip.kept_sets(*given)) for given in asked]
     return {press: added(*some) for press, some in parts.items()}
 
 
@@ -80,12 +75,9 @@ def smollm2() -> dict[str, Any]:
         expected = np.unpackbits(golden[f"{press}/{budget}"], axis=-1, count=T).astype(bool)
         parts.setdefault(press, []).append(compared(test_kvzip.kept(cache, T)[:, 0], expected))
         print(press, budget, parts[press][-1], flush=True)
-    golden, budget = test_kvzip.fixture(REAL), KEPT[REAL][0]
-    T = len(golden["tokens"])
-    for scope, policy in test_kvzip.COMPETE.items():
-        cache, _ = models.prefill(model, golden["tokens"][None], policy=test_kvzip.asking(policy, REAL), budget=budget)
-        expected = np.unpackbits(golden[f"{scope}/{budget}"], axis=-1, count=T).astype(bool)
-        parts.setdefault("kvzip", []).append(compared(test_kvzip.kept(cache, T)[:, 0], expected))
+    for scope in test_kvzip.COMPETE:
+        found = compared(*test_kvzip.kept_sets(scope, KEPT[REAL][0], REAL, model, block=128))
+        parts.setdefault("kvzip", []).append(found)
         print("kvzip", scope, parts["kvzip"][-1], flush=True)
     return {press: added(*some) for press, some in parts.items()}
 
@@ -100,8 +92,12 @@ def values() -> dict[str, Any]:
 def families() -> dict[str, Any]:
     """Return the largest difference of a logit from transformers', by golden file, beside the largest logit."""
     found = {}
-    for name, (config, _, lengths) in MODELS.items():
+    for name, lengths in MODELS.items():
         model, _ = models.load(GOLDEN / name)
+        (architecture,) = json.loads((GOLDEN / name / "config.json").read_text())["architectures"]
+        config = {"Gemma3ForCausalLM": "Gemma3TextConfig"}.get(
+            architecture, architecture[: -len("ForCausalLM")] + "Config"
+        )
         error = max(largest_difference(model, name, row) for row in range(len(lengths)))
         golden = np.load(GOLDEN / name / "golden.npz")
         largest = max(float(abs(golden[f"logits_{row}"]).max()) for row in range(len(lengths)))

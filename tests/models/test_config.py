@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,48 +114,26 @@ def test_what_transformers_does_not_derive_of_longrope_is_written():
     assert from_hugging_face(written) == config
 
 
-# As published.
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
-    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
-    "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
-    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
-GEMMA_2_2B = {
-    "architectures": ["Gemma2ForCausalLM"], "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 2304,
-    "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
-    "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
-    "sliding_window": 4096, "vocab_size": 256000,
-}  # fmt: skip
-GEMMA_3_1B = {
-    "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "final_logit_softcapping": None,
-    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
-    "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
-    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
-    "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
-}  # fmt: skip
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())  # config.json of models
 
 
 @pytest.mark.parametrize(
-    ("raw", "parameters", "windows"),
-    [(QWEN3_30B_A3B, 30_532_122_624, 0), (GEMMA_2_2B, 2_614_341_888, 13), (GEMMA_3_1B, 999_885_952, 22)],
-    ids=["Qwen3", "Gemma 2", "Gemma 3"],
+    ("name", "parameters", "windows"),
+    [("Qwen3-30B-A3B", 30_532_122_624, 0), ("gemma-2-2b", 2_614_341_888, 13), ("gemma-3-1b", 999_885_952, 22)],
 )
-def test_published_models_have_their_number_of_parameters_and_windows(raw, parameters, windows):
-    config = from_hugging_face(raw)
+def test_published_models_have_their_number_of_parameters_and_windows(name, parameters, windows):
+    config = from_hugging_face(PUBLISHED[name])
     assert sum(math.prod(shape) for shape in parameter_shapes(config).values()) == parameters
     assert sum(window is not None for window in config.sliding_windows) == windows
 
 
 def test_gemma_without_a_cap_has_none_and_without_an_entry_has_its_own():
-    gemma2 = from_hugging_face(GEMMA_2_2B)
+    gemma2 = from_hugging_face(PUBLISHED["gemma-2-2b"])
     assert (gemma2.attention_soft_cap, gemma2.logits_soft_cap) == (50.0, 30.0)
-    gemma2 = from_hugging_face(GEMMA_2_2B | {"attn_logit_softcapping": None})
+    gemma2 = from_hugging_face(PUBLISHED["gemma-2-2b"] | {"attn_logit_softcapping": None})
     assert (gemma2.attention_soft_cap, gemma2.logits_soft_cap) == (None, 30.0)
     assert from_hugging_face(to_hugging_face(gemma2)) == gemma2
-    gemma3 = from_hugging_face(GEMMA_3_1B)
+    gemma3 = from_hugging_face(PUBLISHED["gemma-3-1b"])
     assert (gemma3.attention_soft_cap, gemma3.attention_multiplier) == (None, None)
     assert gemma3.ropes[:6] == (Rope(theta=10_000.0),) * 5 + (None,) and gemma3.rope.theta == 1e6
 

@@ -15,7 +15,7 @@ from models.decoder import rms_norm
 from models.parameters import parameter_shapes
 from models.rotary import rope_frequencies
 from models.steps import at_layer, block_of
-from tests.models import reference
+from tests.models import reference, tiny
 from tests.models.make_golden import GOLDEN, MODELS
 from tests.tiers import first
 from train.scorer import largest_attention
@@ -46,10 +46,8 @@ def test_logits_bend_to_the_soft_cap_in_selections():
 
 
 def test_the_steps_of_a_selection_bend_to_the_soft_cap():
-    config = models.Config(
-        64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, architecture="gemma2", norms="both",
-        attention_soft_cap=0.5, attention_multiplier=0.3,
-    )  # fmt: skip
+    capped = dict(norms="both", attention_soft_cap=0.5, attention_multiplier=0.3)
+    config = tiny.config(architecture="gemma2", **capped)
     weights, tokens = reference.parameters(config, sharpness=4.0), np.arange(5, 25)[None]
     settings = dict(block=20, max_new_tokens=12, end=())
     found = models.generate(reference.decoder(config, weights), tokens, select="oracle", budget=1.0, **settings)
@@ -165,7 +163,7 @@ def largest_difference(model, name, row=0):
 
 # Each family's logits are compared with the reference's in tests/campaign; here, those that differ in kind.
 BY_DEFAULT = ("llama_yarn_mscale", "qwen3_sliding", "granite", "olmo2_bias", "qwen3_moe_mixed", "gemma3", "phi3")
-ROWS = [(name, row) for name, (_, _, lengths) in MODELS.items() for row in range(len(lengths))]
+ROWS = [(name, row) for name, lengths in MODELS.items() for row in range(len(lengths))]
 
 
 @pytest.mark.parametrize(

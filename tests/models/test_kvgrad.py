@@ -13,48 +13,20 @@ import kvjax
 import models
 from kernels_pallas import ColumnStatistics
 from kvjax.quantise import Dtypes
-from models import engine, host_steps, repeating
-from models.by_layer import LayerSteps
 from models.gradients import loss_gradient
 from tests.models import reference
-from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT
+from tests.models.make_kvzip import GRADIENT
 from tests.models.reference import gradients
-from tests.models.test_kvzip import LENGTHS, TOKENS, fixture, in_order, kept, kvpress_model
-from tests.models.tiny import CONFIG, decoder, on_mesh, weights
-
-PUBLISHED = f"kvgrad(chunk={CHUNK[GRADIENT]})"
-COMPETE = {"model": f"{PUBLISHED}@model(normalise=False,cap=None)", "layer": f"{PUBLISHED}@layer(cap=None)"}
-ASKING = repeating._asking(
-    kvjax.parse("kvgrad(chunk=16)+caote@model"), kvjax.RepeatPrompt((1, 2), (3,), (4,), overlap=2)
-)
-
-
-def asking(name):
-    words = (tuple(fixture(GRADIENT)[part].tolist()) for part in ("first", "following", "suffix"))
-    return repeating._asking(kvjax.parse(name), kvjax.RepeatPrompt(*words))
+from tests.models.test_kvzip import LENGTHS, OF_A_LOSS, TOKENS, asking, fixture, in_order, kept, kvpress_model
+from tests.models.tiny import CONFIG, decoder, weights
 
 
 def test_scores_are_those_of_kvpress():
     tokens = fixture(GRADIENT)["tokens"][None]
     settings = dict(budget=1.0, block=16, when="prompt")  # a part is one block, whatever the blocks
-    cache, _ = models.prefill(kvpress_model(), tokens, policy=asking(PUBLISHED), **settings)
+    cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvgrad", GRADIENT), **settings)
     scores = in_order(cache, np.asarray(cache.state.score), tokens.shape[1], np.nan)[:, 0]
     np.testing.assert_allclose(scores, fixture(GRADIENT)["scores"], rtol=1e-4, atol=1e-6)
-
-
-def kept_sets(scope):
-    """Those of ours and of kvpress, [L, K, T]."""
-    tokens, (budget,) = fixture(GRADIENT)["tokens"][None], KEPT[GRADIENT]
-    settings = dict(policy=asking(COMPETE[scope]), budget=budget, block=48, when="prompt")
-    cache, _ = models.prefill(kvpress_model(), tokens, **settings)
-    bits = np.unpackbits(fixture(GRADIENT)[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1])
-    return kept(cache, tokens.shape[1])[:, 0], bits.astype(bool)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("scope", COMPETE)
-def test_kept_tokens_are_those_of_kvpress(scope):
-    np.testing.assert_array_equal(*kept_sets(scope))
 
 
 def fed_twice(shift=None):
@@ -105,19 +77,8 @@ def test_the_gradient_is_that_by_hand(loss):
 
 
 @pytest.mark.matrix
-def test_one_program_and_single_layers_agree():
-    given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
-    run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
-    state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
-    expected, _ = models.prefill(
-        decoder(), TOKENS, lengths=LENGTHS, policy=ASKING, budget=10, block=8, question=3, when="prompt"
-    )
-    np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
-
-
-@pytest.mark.matrix
 def test_budgets_share_a_prompt_and_its_gradients():
-    asked, settings = [(ASKING, 10), (ASKING, 14)], dict(block=8, question=3)
+    asked, settings = [(OF_A_LOSS, 10), (OF_A_LOSS, 14)], dict(block=8, question=3)
     each = models.prefill_each(decoder(), TOKENS, lengths=LENGTHS, policies=asked, **settings)
     for (policy, budget), (cache, _) in zip(asked, each, strict=True):
         alone = models.prefill(
@@ -163,15 +124,3 @@ def test_a_change_has_a_direction_that_lengths_have_not():
 def _projection(weight):
     gram = np.einsum("kgde,kgfe->kgdf", weight, weight)
     return kvjax.OutputProjection(weight=weight, gram=gram)
-
-
-@pytest.mark.bad_input
-def test_what_it_cannot_do_is_said_before_anything_runs():
-    with pytest.raises(ValueError, match=r"'kvgrad\+positions' takes the gradient .* the cache's are 'compact'; leave"):
-        kvjax.parse("kvgrad+positions")
-    with pytest.raises(ValueError, match=r"'kvgrad' takes the gradient of a loss, which runs on one device, .* of 4:"):
-        models.prefill(on_mesh(), TOKENS, policy="kvgrad", budget=14)
-    with pytest.raises(ValueError, match=r"'kvgrad@cake': 'cake' measures the attention of the text's last queries"):
-        kvjax.parse("kvgrad@cake")
-    with pytest.raises(ValueError, match=r"kvgrad reads the gradient of a loss and .* one of them was not given"):
-        scores_of("kvgrad", seen_of(kvjax.Context()))

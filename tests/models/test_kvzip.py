@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from kvjax.schedule import Text, answer_copies, moments, repeats_of, schedule
 from models import engine, host_steps, one_program, prompts, published, repeating
 from models.by_layer import LayerSteps
 from tests.models.make_kvpress import FOLDER
-from tests.models.make_kvzip import CHUNK, KEPT, REAL, TINY
+from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT, REAL, TINY
 from tests.models.tiny import assert_keeps, decoder, positions, run
 from tests.tiers import first
 
@@ -36,7 +37,7 @@ def kvpress_model():
 def asking(name, file=TINY):
     """The policy with the fixture's chunks and words."""
     words = (tuple(fixture(file)[part].tolist()) for part in ("first", "following", "suffix"))
-    name = name.replace("kvzip", f"kvzip(chunk={CHUNK[file]})")
+    name = re.sub("^(kvzip|kvgrad)", rf"\1(chunk={CHUNK[file]})", name)
     return repeating._asking(kvjax.parse(name), kvjax.RepeatPrompt(*words))
 
 
@@ -64,32 +65,43 @@ def test_scores_are_those_of_kvpress(block):
     np.testing.assert_allclose(scores, fixture()["scores"], rtol=2e-5, atol=1e-7)
 
 
+def kept_sets(scope, budget, file=TINY, model=None, block=48):
+    """Those of ours and of kvpress, [L, K, T]."""
+    golden, name = fixture(file), COMPETE[scope].replace("kvzip", "kvgrad" if file == GRADIENT else "kvzip")
+    settings = dict(policy=asking(name, file), budget=budget, block=block, when="prompt")
+    cache, _ = models.prefill(model or kvpress_model(), golden["tokens"][None], **settings)
+    bits = np.unpackbits(golden[f"{scope}/{budget}"], axis=-1, count=len(golden["tokens"]))
+    return kept(cache, len(golden["tokens"]))[:, 0], bits.astype(bool)
+
+
+# What a layer's heads keep by KVzip follows from the scores that are compared above.
+SETS = [("model", TINY), ("model", GRADIENT), ("layer", GRADIENT)]
+
+
 @pytest.mark.matrix
-def test_kept_tokens_are_those_of_kvpress():
-    scope = "model"  # what a layer's heads keep follows from the scores that are compared above
-    tokens = fixture()["tokens"][None]
-    for budget in KEPT[TINY]:
-        settings = dict(budget=budget, block=48, when="prompt")
-        cache, _ = models.prefill(kvpress_model(), tokens, policy=asking(COMPETE[scope]), **settings)
-        expected = np.unpackbits(fixture()[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1]).astype(bool)
-        np.testing.assert_array_equal(kept(cache, tokens.shape[1])[:, 0], expected)
+@pytest.mark.parametrize(("scope", "file"), SETS, ids=lambda given: getattr(given, "stem", given))
+def test_kept_tokens_are_those_of_kvpress(scope, file):
+    for budget in KEPT[file]:
+        np.testing.assert_array_equal(*kept_sets(scope, budget, file))
 
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 40))
 LENGTHS = np.array([40, 23])
-ASKING = repeating._asking(
-    kvjax.parse("kvzip(chunk=16)+caote@model"), kvjax.RepeatPrompt((1, 2), (3,), (4,), overlap=2)
+WORDS = kvjax.RepeatPrompt((1, 2), (3,), (4,), overlap=2)
+ASKING, OF_A_LOSS = (
+    repeating._asking(kvjax.parse(f"{name}(chunk=16)+caote@model"), WORDS) for name in ("kvzip", "kvgrad")
 )
 NEVER = np.iinfo(np.int32).max  # nothing is taken back
-RUN = dict(policy=ASKING, budget=10, block=8, question=3, when="prompt")
 
 
 @pytest.mark.matrix
-def test_one_program_and_single_layers_agree():
+@pytest.mark.parametrize("policy", [ASKING, OF_A_LOSS], ids=["kvzip", "kvgrad"])
+def test_one_program_and_single_layers_agree(policy):
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
-    run, sizes, prompt = engine.prepare(decoder(), given, models.Options(ASKING, 10, 8, "prompt"))
+    run, sizes, prompt = engine.prepare(decoder(), given, models.Options(policy, 10, 8, "prompt"))
     state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
-    expected, _ = models.prefill(decoder(), TOKENS, lengths=LENGTHS, **RUN)
+    settings = dict(policy=policy, budget=10, block=8, question=3, when="prompt")
+    expected, _ = models.prefill(decoder(), TOKENS, lengths=LENGTHS, **settings)
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
     assert state.cache.next_position.tolist() == LENGTHS.tolist()
 
@@ -107,15 +119,11 @@ def test_a_second_turn_repeats_its_own_tokens():
     assert (after[held] > 0).all() and held[..., 24:].any()
 
 
-BY_BLOCK = [
-    "kvzip(chunk=4)",
-    "kvzip(visible='cache')+caote(per='query')@layer",
-    "kvzip@model(normalise=False,cap=None)",
-    "kvgrad(chunk=4)",
-    "kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer",
-    "kvgrad@model(normalise=False)",
-    "kvgrad(measure='change')",
-]
+BY_BLOCK = """
+kvzip(chunk=4) kvzip(visible='cache')+caote(per='query')@layer kvzip@model(normalise=False,cap=None) kvgrad(chunk=4)
+kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer kvgrad@model(normalise=False)
+kvgrad(measure='change')
+""".split()
 
 
 @pytest.mark.parametrize("policy", first(1, BY_BLOCK))
@@ -176,11 +184,6 @@ def test_memory_does_not_grow_with_the_prompt(policy, slots):
         held.add((memory.argument_size_in_bytes - fed, memory.temp_size_in_bytes, memory.output_size_in_bytes))
     assert sizes == {slots + 8 + (8 + 8)}  # what a head may keep, a block and its copies
     assert len(held) == 1
-
-
-def test_cake_cannot_measure_a_repeated_prompt():
-    with pytest.raises(ValueError, match=r"'kvzip@cake': 'cake' measures the attention of the text's last queries"):
-        kvjax.parse("kvzip@cake")
 
 
 def test_the_copy_of_an_answer_follows_whole_words():
@@ -297,12 +300,6 @@ def test_cake_may_measure_the_pseudo_queries_and_no_words_are_asked():
     assert models.with_repeat_prompt(policy, tokenizer) is policy
     for when in ("block", "prompt", "published"):
         assert moments(kvjax.parse("dapq"), when, None) == ("prompt", 0)
-
-
-@pytest.mark.bad_input
-def test_a_block_holds_all_pseudo_tokens():
-    with pytest.raises(ValueError, match=r"observes the last 6 queries, but a block has 4: give a block of at least 6"):
-        models.prefill(decoder(), TOKENS, policy=NAME, budget=14, block=4)
 
 
 def test_a_row_whose_turn_is_only_a_question_has_no_pseudo_tokens():

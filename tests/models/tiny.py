@@ -18,11 +18,16 @@ from tests.kvjax import blocks
 from tests.models import reference
 
 VOCABULARY = 256
-CONFIG = Config(VOCABULARY, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=512)
-SLIDING = Config(
-    VOCABULARY, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, architecture="mistral",
-    sliding_windows=(9, None, 30), max_positions=512,
-)  # fmt: skip
+
+
+def config(**changes: Any) -> Config:
+    """The shared sizes, but for these changes."""
+    sizes: dict[str, Any] = dict(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=512)
+    return Config(VOCABULARY, 32, 48, **(sizes | changes))
+
+
+CONFIG = config()
+SLIDING = config(num_layers=3, architecture="mistral", sliding_windows=(9, None, 30))
 BUDGET, BLOCK = 16, 8
 SETTINGS = dict(budget=BUDGET, block=BLOCK)
 # No token twice in a row of the batch: no two keys of the first layer have one length.
