@@ -13,25 +13,7 @@ from tests.tiers import nightly
 ROOT = Path(__file__).parents[1]
 SCREEN, PHONE = 1280, 390
 # Each page in a frame of that width: what is wider than the frame, and what scrolls sideways in a box of its own.
-LOOK = """
-const found = [];
-async function look(page, width) {
-  const frame = document.createElement("iframe");
-  frame.style.cssText = `width: ${width}px; height: 900px; border: 0`;
-  document.body.append(frame);
-  await new Promise(done => { frame.onload = done; frame.src = page; });
-  const inside = frame.contentDocument, root = inside.documentElement;
-  const scrolls = [...inside.querySelectorAll("article *")].filter(e =>
-    e.scrollWidth > e.clientWidth + 1 && ["auto", "scroll"].includes(getComputedStyle(e).overflowX));
-  const named = e => `${e.tagName}, ${e.scrollWidth} in ${e.clientWidth}: ${e.textContent.trim()}`.slice(0, 120);
-  found.push({page, width, wide: root.scrollWidth - root.clientWidth, scrolls: scrolls.map(named)});
-  frame.remove();
-}
-(async () => {
-  for (const page of PAGES) for (const width of WIDTHS) await look(page, width);
-  document.body.append(Object.assign(document.createElement("pre"), {id: "found", textContent: JSON.stringify(found)}));
-})();
-"""
+LOOK = Path(__file__).with_name("look.js").read_text()
 
 
 def looked_at(folder: Path) -> list[dict]:

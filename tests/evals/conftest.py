@@ -47,6 +47,7 @@ def retriever():
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
+    """A random model of the shipped tokenizer's vocabulary, with positions for the tasks' prompts."""
     folder = tmp_path_factory.mktemp("tiny")
     vocabulary = read_config(RETRIEVER).vocab_size
     config = models.Config(vocabulary, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, max_positions=1024)

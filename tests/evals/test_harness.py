@@ -2,6 +2,8 @@
 
 import functools
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -59,9 +61,8 @@ def test_a_selection_reads_its_share_of_the_tokens_in_every_row(retriever):
     assert everything[0].log_probability == pytest.approx(plain[0].log_probability, abs=2e-4)
 
 
-class Request:
-    def __init__(self, *args):
-        self.args = args
+def request(*args):
+    return SimpleNamespace(args=args)
 
 
 def test_the_registry_knows_the_model():
@@ -77,13 +78,13 @@ def test_the_registry_knows_the_model():
 @matrix
 def test_requests_are_answered_in_their_order(kvjax_lm):
     pairs = [("Question: what is it?\nAnswer: the code is", f" {code}") for code in ("4719", "12")]
-    together = kvjax_lm.loglikelihood([Request(*pair) for pair in pairs], disable_tqdm=True)
-    alone = [kvjax_lm.loglikelihood([Request(*pair)], disable_tqdm=True)[0] for pair in pairs]
+    together = kvjax_lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    alone = [kvjax_lm.loglikelihood([request(*pair)], disable_tqdm=True)[0] for pair in pairs]
     for (one, greedy), (other, same) in zip(together, alone, strict=True):
         assert one == pytest.approx(other, abs=1e-3) and greedy == same
         assert one < 0
-    (value, _), *_ = kvjax_lm.loglikelihood([Request("", "The river was calm")], disable_tqdm=True)
-    (rolling,) = kvjax_lm.loglikelihood_rolling([Request("The river was calm")], disable_tqdm=True)
+    (value, _), *_ = kvjax_lm.loglikelihood([request("", "The river was calm")], disable_tqdm=True)
+    (rolling,) = kvjax_lm.loglikelihood_rolling([request("The river was calm")], disable_tqdm=True)
     assert value == pytest.approx(rolling, abs=1e-3)  # an empty context is the begin token
 
 
@@ -91,18 +92,18 @@ def test_generation_stops_at_the_first_stop(kvjax_lm):
     prompt = f"{TEXT} Question: what is the code of amber falcon?\nAnswer: the code of amber falcon is"
     asked = {"until": [".", "\n"], "max_gen_toks": 12}
     answers = kvjax_lm.generate_until(
-        [Request(prompt, asked), Request("The river", {"max_gen_toks": 3})], disable_tqdm=True
+        [request(prompt, asked), request("The river", {"max_gen_toks": 3})], disable_tqdm=True
     )
     assert len(answers) == 2 and "." not in answers[0] and answers[1]
     with pytest.raises(ValueError, match="answers greedily"):
-        kvjax_lm.generate_until([Request(prompt, {"do_sample": True, "temperature": 1.0})], disable_tqdm=True)
+        kvjax_lm.generate_until([request(prompt, {"do_sample": True, "temperature": 1.0})], disable_tqdm=True)
 
 
 def test_a_simulated_selection_decodes_no_answers():
     pytest.importorskip("lm_eval")
     made = harness.model_class()(select="h2o", budget=0.5, block=16)
     with pytest.raises(ValueError, match="simulated on whole texts only"):
-        made.generate_until([Request("The river", {"max_gen_toks": 3})], disable_tqdm=True)
+        made.generate_until([request("The river", {"max_gen_toks": 3})], disable_tqdm=True)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +122,7 @@ def test_bad_arguments_end_in_one_sentence(arguments, message):
         harness.model_class()(**arguments)
 
 
-TASK = """task: amber
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{folder}/amber.jsonl"}}, cache_dir: "{folder}/cache"}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{text}}}} Question: what is the code of amber falcon?\\nAnswer: the code of amber falcon is"
-doc_to_choice: choices
-doc_to_target: label
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
+TASK = Path(__file__).with_name("amber.yaml").read_text()
 
 
 @pytest.fixture
@@ -147,7 +139,7 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
         {"text": TEXT.replace("4719", "9034"), "choices": ["4719", "9034", "1111"], "label": 1},
     ]
     (tmp_path / "amber.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (tmp_path / "amber.yaml").write_text(TASK.format(folder=tmp_path))
+    (tmp_path / "amber.yaml").write_text(TASK.replace("FOLDER", str(tmp_path)))
     line = ["lm_eval", "--tasks", "amber", "--include_path", str(tmp_path), "--out", str(tmp_path / "run")]
     line += ["--model_args", "block=32", "--model_args", "policy=recency,budget=16,block=32,when=prompt"]
     line += ["--against", "full"]

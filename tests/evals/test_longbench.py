@@ -8,6 +8,7 @@ import json
 import sys
 import urllib.error
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -24,22 +25,7 @@ RECORD = {
     "all_classes": ["River", "Town"],
     "dataset": "x",
 }
-FIND = "The largest number of the list is"
-INFINITE = {
-    "passkey": {"context": "x " * 50 + "The pass key is 71432.", "input": "What is the pass key?", "answer": ["71432"]},
-    "number_string": {"context": "x " * 50, "input": "Which digits?", "answer": ["555"]},
-    "kv_retrieval": {"context": '{"a": "b-1"}', "input": 'Key: "a"', "answer": ["b-1"]},
-    "longbook_sum_eng": {"context": "A book.", "input": "", "answer": ["It is a book."]},
-    "longbook_choice_eng": {
-        "context": "A", "input": "Who?", "answer": ["fox"], "options": ["owl", "fox", "cat", "dog"]
-    },
-    "longbook_qa_eng": {"context": "A", "input": "Who?", "answer": ["the fox", "fox"]},
-    "longdialogue_qa_eng": {"context": "$$MASK$$: hm", "input": "", "answer": ["ANNA", "ANN"]},
-    "math_find": {"context": "[3, 9]", "input": FIND, "answer": 9},
-    "math_calc": {"context": "1 + 2", "input": "", "answer": [1, 3]},
-    "code_run": {"context": "def func_0(x): ...", "input": "Value of func_0(-3)?", "answer": -3},
-    "code_debug": {"context": "code", "input": "", "answer": "b", "options": ["a", "b", "c", "d"]},
-}  # fmt: skip
+INFINITE = json.loads(Path(__file__).with_name("infinitebench.json").read_text())  # a record of each task
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +190,7 @@ def test_infinitebenchs_official_prompts_are_read_and_not_run(web, monkeypatch, 
     }
     assert said["longbook_qa_eng"].endswith("Q A: Who?")
     assert said["longbook_choice_eng"].endswith("C A: Who? owl dog")
-    assert said["math_find"].endswith("What is the largest number in the following list? [3, 9] " + FIND)
+    assert said["math_find"].endswith("in the following list? [3, 9] The largest number of the list is")
     assert tasks["code_run"] == infinitebench.TASKS["code_run"]
 
 

@@ -7,15 +7,9 @@ import pytest
 import models
 from evals import answering, perplexity, run_settings, selections, simulator, texts
 from tests.evals.conftest import TEXT
+from tests.evals.test_ruler import tokenizer_of
 from tests.models import reference
 from tests.tiers import matrix
-
-
-class Letters:
-    bos = 7
-
-    def encode(self, text, add_special_tokens=True):
-        return [ord(letter) for letter in text]
 
 
 def setting(policy, budget, when="block"):
@@ -23,7 +17,7 @@ def setting(policy, budget, when="block"):
 
 
 def test_chunks_begin_with_bos_and_leave_the_rest_out():
-    tokenizer = Letters()
+    tokenizer = tokenizer_of(lambda text: [ord(letter) for letter in text], bos=7)
     assert perplexity.make_chunks(tokenizer, "abcdefg", 3).tolist() == [[7, 97, 98], [7, 99, 100], [7, 101, 102]]
     assert perplexity.make_chunks(tokenizer, "abcdefg", 3, limit=1).tolist() == [[7, 97, 98]]
     tokenizer.bos = None
@@ -31,7 +25,7 @@ def test_chunks_begin_with_bos_and_leave_the_rest_out():
 
 
 def test_windows_slide_by_the_stride():
-    tokenizer = Letters()
+    tokenizer = tokenizer_of(lambda text: [ord(letter) for letter in text], bos=7)
     windows = perplexity.make_chunks(tokenizer, "abcdef", 5, stride=2)
     assert windows.tolist() == [[7, 97, 98, 99, 100], [7, 99, 100, 101, 102]]
     for stride in (0, 5):
@@ -117,21 +111,12 @@ def test_comparisons_are_paired_with_the_predictor_at_the_same_sparsity():
     def row(select, sparsity, losses):
         return {"select": select, "sparsity": sparsity, "by_chunk": losses}
 
-    rows = perplexity.compare(
-        [
-            row("full", 0.0, [1.0, 2.0] * 3),
-            row("butler", 0.0, [1.0, 2.0] * 3),
-            row("butler", 0.5, [1.0, 2.0] * 3),
-            row("h2o", 0.0, [1.0, 2.0] * 3),
-            row("h2o", 0.5, [1.2, 2.2] * 3),
-            row("oracle", 0.5, [0.9, 2.1] * 3),
-            row("oracle", 0.7, [0.9, 2.1] * 3),
-        ]
-    )
-    assert [(r["select"], r["sparsity"], r["larger"]) for r in rows] == [
-        ("h2o", 0.5, "yes"),
-        ("oracle", 0.5, "within noise"),
-    ]
+    like, worse, other = [1.0, 2.0] * 3, [1.2, 2.2] * 3, [0.9, 2.1] * 3
+    given = [row(select, sparsity, like) for select in ("full", "butler", "h2o") for sparsity in (0.0, 0.5)]
+    given[-1] = row("h2o", 0.5, worse)
+    rows = perplexity.compare([*given[:1], *given[2:], *(row("oracle", sparsity, other) for sparsity in (0.5, 0.7))])
+    found = [(r["select"], r["sparsity"], r["larger"]) for r in rows]
+    assert found == [("h2o", 0.5, "yes"), ("oracle", 0.5, "within noise")]
     assert rows[0]["increase"] == pytest.approx(np.exp(0.2) - 1)
     (alone,) = perplexity.compare([row("butler", 0.5, [1.0]), row("random", 0.5, [2.0])])
     assert alone["larger"] == "one chunk"

@@ -6,18 +6,13 @@ import re
 import numpy as np
 
 from evals import prose, ruler_tasks, tasks
+from tests.evals.test_ruler import tokenizer_of
 
 PLAIN = re.compile(r"[A-Z][a-z']*( [A-Za-z'\-]+[,;:]?)+\.")
 LIKE_A_FACT = re.compile(
     r"\b(answer|code|height|magic|number|password|price|question|score|secret|uuid|value|variable|weight)\b", re.I
 )
 LINES = prose.HAYSTACK_FILE.read_text(encoding="utf-8").splitlines()
-
-
-class Words:
-    """A token is a word."""
-
-    encode = staticmethod(lambda text, add_special_tokens=True: text.split())
 
 
 def test_figures_name_the_file_by_this_digest():
@@ -52,7 +47,8 @@ def test_no_line_comes_twice_before_all_have_come():
 
 
 def test_prompts_of_8192_words_repeat_no_line():
-    for tokens in (tasks.needle(0, Words, 8192).tokens, ruler_tasks.sample("niah_single_2", 0, Words, 8192).tokens):
+    words = tokenizer_of(str.split)  # a token a word
+    for tokens in (tasks.needle(0, words, 8192).tokens, ruler_tasks.sample("niah_single_2", 0, words, 8192).tokens):
         text = " ".join(tokens)
         assert len(tokens) > 8000
         assert not [line for line in prose._lines("test") if sum(map(text.count, line)) > 1]

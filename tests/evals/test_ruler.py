@@ -3,6 +3,7 @@
 import collections
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,14 +31,13 @@ HOTPOT = [
 ]
 
 
-class Words:
-    """A token a word: lengths can be counted by hand."""
+def tokenizer_of(encode, **more):
+    return SimpleNamespace(eos=None, encode=lambda text, add_special_tokens=True: encode(text), **more)
 
-    eos = None
 
-    @staticmethod
-    def encode(text, add_special_tokens=True):
-        return [0, *(hash(word) % 1000 + 1 for word in text.split())]
+WORDS = tokenizer_of(lambda text: [0, *(hash(word) % 1000 + 1 for word in text.split())])  # can be counted by hand
+TEXT = tokenizer_of(list)  # what a sample says can be read
+CHAT = tokenizer_of(list, chat=lambda messages: f"<user>{messages[0]['content'].strip()}<assistant>")
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +50,8 @@ def sources(tmp_path_factory):
     )
 
 
-class Text:
-    """Keeps the text: what a sample says can be read."""
-
-    @staticmethod
-    def encode(text, add_special_tokens=True):
-        return list(text)
-
-
-class Chat(Text):
-    """The same with a chat template that strips its messages."""
-
-    @staticmethod
-    def chat(messages):
-        ((_, text),) = ((message["role"], message["content"]) for message in messages)
-        return f"<user>{text.strip()}<assistant>"
-
-
 def text_of(task, sources=None, length=6000, index=0):
-    found = ruler_tasks.sample(task, index, Text, length, sources)
+    found = ruler_tasks.sample(task, index, TEXT, length, sources)
     return "".join(found.tokens[: found.context_end]), "".join(found.tokens[found.context_end :]), found.references
 
 
@@ -76,11 +59,11 @@ def text_of(task, sources=None, length=6000, index=0):
     ("task", "length"), [(task, 1500 + 3500 * (n % 2)) for n, task in enumerate(ruler_tasks.TASKS)]
 )
 def test_a_sample_is_as_long_as_fits_and_the_same_each_time(task, length, sources):
-    found = ruler_tasks.sample(task, 3, Words, length, sources)
+    found = ruler_tasks.sample(task, 3, WORDS, length, sources)
     room = length - ruler_tasks.NEW_TOKENS[task]
     assert room - 120 < len(found.tokens) <= room
-    assert found == ruler_tasks.sample(task, 3, Words, length, sources)
-    assert found.tokens != ruler_tasks.sample(task, 4, Words, length, sources).tokens
+    assert found == ruler_tasks.sample(task, 3, WORDS, length, sources)
+    assert found.tokens != ruler_tasks.sample(task, 4, WORDS, length, sources).tokens
     assert 0 < found.context_end < len(found.tokens)
 
 
@@ -120,7 +103,7 @@ def test_noise_and_essays_are_what_their_names_say(tmp_path):
 @pytest.mark.parametrize("task", ruler_tasks.TASKS)
 def test_in_a_chat_the_answer_begins_behind_the_assistants_header(task, sources):
     length = 12_000
-    plain, chat = (ruler_tasks.sample(task, 2, Chat, length, sources, chat=chat) for chat in (False, True))
+    plain, chat = (ruler_tasks.sample(task, 2, CHAT, length, sources, chat=chat) for chat in (False, True))
     text = "".join(chat.tokens)
     message, begun = text.removeprefix("<user>").split("<assistant>")
     assert begun.startswith("Answer:") and "".join(plain.tokens).endswith(begun)
@@ -140,7 +123,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_published_sample_ends_with_its_question_and_what_its_answer_begins_with(chat):
-    found = documents.make_sample(ruler.PUBLISHED["niah_single_1"], PUBLISHED, Chat, None, chat=chat)
+    found = documents.make_sample(ruler.PUBLISHED["niah_single_1"], PUBLISHED, CHAT, None, chat=chat)
     known, rest = ("".join(found.tokens[part]) for part in (slice(found.context_end), slice(found.context_end, None)))
     assert known.rstrip().endswith("4719.")
     header = "<assistant>" if chat else ""
@@ -151,11 +134,11 @@ def test_a_published_sample_ends_with_its_question_and_what_its_answer_begins_wi
 
 def test_published_answers_count_together_and_for_questions_any_one():
     record = {**PUBLISHED, "outputs": ["4719", "2650"]}
-    found = documents.make_sample(ruler.PUBLISHED["vt"], record, Text, None)
+    found = documents.make_sample(ruler.PUBLISHED["vt"], record, TEXT, None)
     assert documents.score(ruler.PUBLISHED["vt"], evaluator.Answer([], "4719"), found) == 0.5
     assert documents.score(ruler.PUBLISHED["qa_1"], evaluator.Answer([], "4719"), found) == 1.0
     older = {name: value for name, value in PUBLISHED.items() if name != "answer_prefix"}
-    found = documents.make_sample(ruler.PUBLISHED["cwe"], older, Text, None)  # it holds its answer's beginning itself
+    found = documents.make_sample(ruler.PUBLISHED["cwe"], older, TEXT, None)  # it holds its answer's beginning itself
     assert "".join(found.tokens) == PUBLISHED["input"]
 
 

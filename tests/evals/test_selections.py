@@ -7,20 +7,19 @@ import jax
 import numpy as np
 import pytest
 
-import models
 from evals import selections, simulator
 from tests.models import reference
 from tests.models.reference import selections as rules
 from tests.models.test_engine_select import foreseen
+from tests.models.tiny import CONFIG, config, decoder
 from tests.tiers import first, matrix
 
-T, N, K, D, LAYERS = 13, 4, 2, 8, 3
+T, N, K, D, LAYERS = 13, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.num_layers
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = models.Config(64, N * D, 48, num_layers=LAYERS, num_heads=N, num_kv_heads=K)
-    return reference.decoder(config)
+    return decoder()
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +146,7 @@ def test_padding_behind_a_sequence_changes_nothing_before_it(model, tokens):
 
 
 def test_sliding_windows_hold(tokens):
-    config = models.Config(64, N * D, 48, num_layers=2, num_heads=N, num_kv_heads=K, sliding_windows=(4, 4))
-    windowed = reference.decoder(config)
+    windowed = decoder(config(sliding_windows=(4, 4)))
     dense = jax.jit(lambda tokens: windowed(tokens))(tokens)
     for name in ("oracle", "oracle_eviction", "h2o"):
         np.testing.assert_allclose(simulator.simulate(windowed, tokens, name, 0.0), dense, atol=1e-5)

@@ -1,6 +1,7 @@
 """Studies: a sweep and its claims, whose JSON file is enough to judge them again."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,19 +9,7 @@ from evals import run_settings, studies, study, study_page
 from evals.__main__ import main
 from tests.evals.test_sweep import SMALL
 
-CLAIMS = """
-title = "Small"
-forms = {base = ["retriever"]}
-[[claims]]
-paper = "CAOTE"
-link = "caote"
-to = ["tova"]
-[[claims]]
-paper = "ours"
-policies = ["tova"]
-over = ["full"]
-expects = "not worse"
-"""
+CLAIMS = Path(__file__).with_name("claims.toml").read_text()
 
 
 @pytest.mark.parametrize("path", sorted(studies.FOLDER.glob("*.toml")), ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,25 +14,7 @@ from tests.evals import browser
 from tests.tiers import matrix, nightly
 
 # Budget, block and batch are those of test_needle and test_ruler: their programs are in the cache on the disk.
-SMALL = """
-models = ["retriever"]
-policies = ["full", "tova", "tova+caote"]
-budgets = [96]
-when = ["block"]
-block = 64
-batch = 4
-
-[tasks.needle]
-lengths = [256]
-depths = 2
-samples = 2
-facts = 4
-
-[tasks.ruler]
-tasks = ["niah_single_1", "niah_multikey_2"]
-lengths = [240]
-samples = 2
-"""
+SMALL = Path(__file__).with_name("small.toml").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import base64
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,19 +72,7 @@ def test_the_page_shades_tokens_for_two_policies_and_fits_a_phone(written):
 @matrix
 @browser.needed
 def test_slider_layer_head_and_policy_change_what_is_shown(written):
-    script = """
-      const set = (id, value) => { by(id).value = value; by(id).dispatchEvent(new Event("input")); };
-      const choice = document.querySelectorAll("section select")[0];
-      choice.value = 0; choice.dispatchEvent(new Event("change"));
-      const notes = [];
-      const note = () => notes.push([...document.querySelectorAll("section p")].map(p => p.textContent).join("|"));
-      note();
-      set("step", 0); note();
-      set("step", by("step").max); set("layer", 2); set("head", 1); note();
-      document.querySelector("[data-token='0']").click(); note();
-      const shown = { id: "notes", textContent: notes.join("\\n") };
-      document.body.append(Object.assign(document.createElement("pre"), shown));
-    """
+    script = Path(__file__).with_name("notes.js").read_text()
     notes = browser.dump(written, script=script).split('id="notes">')[1].split("</pre>")[0].split("\n")
     full, recent = notes[0].split("|")
     total = int(re.search(r"of (\d+) tokens", full)[1])

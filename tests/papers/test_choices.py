@@ -104,3 +104,11 @@ def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, run_e
         assert (r["evicts"], r["question"]) == (["prompt", 0], "unknown")
     assert [c["against"] for c in data["comparisons"]] == ["recency", "recency", "h2o"]
     assert data["fingerprints"]["data"] == fingerprints.digest([["recall", texts.digest(TEXT)]])
+
+
+def test_sections_are_cut_at_their_titles():
+    assert texts.sections("Before.\n\n== A ==\n\nOne\ntwo.\n\n\nThree.\n\n== B ==\n\n== C ==\n\n# == D ==\n") == {
+        "": ["Before."],
+        "A": ["One two.", "Three."],
+        "C": ["# == D =="],
+    }

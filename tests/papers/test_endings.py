@@ -1,7 +1,6 @@
 """Endings of a compressed prompt against whole sequences."""
 
 import numpy as np
-import pytest
 
 from evals import loglikelihood
 from papers.choices import endings
@@ -24,9 +23,3 @@ def test_endings_are_as_likely_as_in_whole_sequences(tiny):
         wanted = [next(rows).log_probability[-len(end) :].sum() for end in own]
         np.testing.assert_allclose(behind.log_probability, wanted, atol=1e-4)
         assert 0 < behind.cache_bytes <= behind.peak_cache_bytes
-
-
-@pytest.mark.parametrize("ends", [[], [[[1]], [[1], [2]]], [[[1]], [[]]], [[], []]])
-def test_prompts_without_as_many_endings_are_refused(tiny, ends):
-    with pytest.raises(ValueError, match="give each prompt as many as the others"):
-        endings.likelihoods(tiny[0], [[1, 2], [3, 4]], ends)

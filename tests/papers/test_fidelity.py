@@ -11,14 +11,10 @@ from evals import tasks
 from evals.run_settings import RECENCY, Setting
 from papers.caote import fidelity
 from tests.models import reference
+from tests.models.tiny import config, decoder
 from tests.tiers import matrix
 
 SMALL = ["--lengths", "256", "--samples", "2", "--facts", "4", "--batch", "2", "--block", "64", "--budgets", "32"]
-
-
-def random_model(layers=3):
-    config = models.Config(64, 32, 96, num_layers=layers, num_heads=4, num_kv_heads=2)
-    return reference.decoder(config)
 
 
 def random_samples(count=5, seed=0):
@@ -33,7 +29,7 @@ def random_samples(count=5, seed=0):
 
 def test_the_full_cache_is_exact():
     setting = Setting("full", None, "prompt", "known")
-    (result,) = fidelity.measure(random_model(), random_samples(), [setting], block=16)
+    (result,) = fidelity.measure(decoder(), random_samples(), [setting], block=16)
     assert (result["error"], result["cosine"], result["kl"]) == (0, 1, 0)
     assert (result["output_error"], result["output_cosine"]) == (0, 1)
     lengths = [len(sample.tokens) for sample in random_samples()]
@@ -42,7 +38,11 @@ def test_the_full_cache_is_exact():
 
 
 def test_attention_outputs_are_those_of_numpy_over_the_tokens_that_are_left():
-    policy, model, samples = "snapkv(window=4)@model", random_model(layers=1), random_samples(3)
+    policy, model, samples = (
+        "snapkv(window=4)@model",
+        decoder(config(num_layers=1)),
+        random_samples(3),
+    )
     longest = max(len(s.tokens) for s in samples)
     tokens = np.array([s.tokens + [0] * (longest - len(s.tokens)) for s in samples])
     lengths = np.array([len(s.tokens) for s in samples])
@@ -53,7 +53,7 @@ def test_attention_outputs_are_those_of_numpy_over_the_tokens_that_are_left():
     ).cache
     got = jax.tree.map(np.asarray, fidelity.outputs(model, cache, answers, position, lengths))
     weight = {name.removeprefix("layers."): array for name, array in reference.parameters(model.config).items()}
-    angle, _ = reference.inverse_frequencies(model.config, longest)
+    angle, _ = reference.inverse_frequencies(model.config.rope, model.config.head_dim, longest)
     held, heads = jax.jit(lambda cache: cache.layer(0))(cache), cache.heads_shape[-1]
     held = {name: np.asarray(getattr(held, name)) for name in ("position", "key", "value")}
     for row in range(3):

@@ -1,44 +1,25 @@
-"""Launches of a decode layer: counted in a program's text, pinned by lowering, compiled where the plugin is there."""
+"""What a decode layer launches, and what a predictor adds to a step: counted in programs and by hand."""
 
 import importlib.util
+import json
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import topologies
 
+import models
+from benchmarks import floors
 from benchmarks.shapes import shape
 from benchmarks.targets import gpu_chip
+from models.butler import Butler, ButlerConfig, parameter_shapes
 from papers.__main__ import main
 from papers.caote import launches
+from papers.predictor import flops as benchmark
 
-PROGRAM = """
-%fused_write (p0: f32[2,8], p1: f32[8], p2: s32[]) -> f32[2,8] {
-  %p0 = f32[2,8]{1,0} parameter(0)
-  %p1 = f32[8]{0} parameter(1)
-  %row = f32[1,8]{1,0} bitcast(%p1)
-  %p2 = s32[] parameter(2)
-  ROOT %write = f32[2,8]{1,0} dynamic-update-slice(%p0, %row, %p2, %p2)
-}
-%inner (i: (bf16[4], s32[])) -> (bf16[4], s32[]) {
-  %i = (bf16[4]{0}, s32[]) parameter(0)
-  %old = bf16[4]{0} get-tuple-element(%i), index=0
-  ROOT %copied = bf16[4]{0} copy(%old)
-}
-%layer (x: (f32[2,8], f32[2,3,4], s32[])) -> (f32[2,8], f32[2,3,4], s32[]) {
-  %x = (f32[2,8]{1,0}, /*index=1*/f32[2,3,4]{2,1,0}, s32[]) parameter(0)
-  %stack = f32[2,3,4]{2,1,0} get-tuple-element(%x), index=1
-  %kernel = f32[8]{0} custom-call(%stack), custom_call_target="t", metadata={op_name="jit(f)/my_kernel/pallas_call"}
-  %i0 = (bf16[4]{0}, s32[]) tuple(%kernel)
-  %search = (bf16[4]{0}, s32[]) while(%i0), condition=%c, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
-  %n = s32[] get-tuple-element(%x), index=2
-  %whole = f32[2,8]{1,0} get-tuple-element(%x), index=0
-  %put = f32[2,8]{1,0} fusion(%whole, %kernel, %n), kind=kLoop, calls=%fused_write
-  ROOT %t = (f32[2,8]{1,0}, f32[2,3,4]{2,1,0}, s32[]) tuple(%put, %stack, %n)
-}
-ENTRY %main (a: f32[2,8]) -> f32[2,8] {
-  %a = f32[2,8]{1,0} parameter(0)
-  ROOT %loop = f32[2,8]{1,0} while(%a), condition=%c, body=%layer, backend_config={"known_trip_count":{"n":"2"}}
-}
-"""
+PROGRAM = Path(__file__).with_name("loops.hlo").read_text()  # loops in loops, as XLA prints them
 
 
 def test_each_turn_of_an_inner_loop_counts_and_only_what_is_moved():
@@ -80,3 +61,70 @@ def test_without_the_plugin_one_sentence_says_what_to_install(monkeypatch, capsy
         "JAX's plugin for CUDA is not installed; install it with: pip install -e '.[cuda]'" in error
         and "Traceback" not in error
     )
+
+
+# Sizes at which the products of matrices are nearly all that is computed.
+SMALL = models.Config(512, 128, 384, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
+PREDICTOR = ButlerConfig(128, num_layers=5, num_heads=4, hidden=96, dim=16)
+
+
+def test_compiled_counts_are_the_products_of_a_hand_count():
+    tokens, slots = 1, 32
+    rest, layer = benchmark.model_cost(SMALL, tokens, slots)
+    network, logits = benchmark.predictor_cost(PREDICTOR, tokens, slots)
+    counted = [part.flops for part in (rest, layer, network, logits)]
+    E, N, r, H, D = PREDICTOR.hidden_size, SMALL.num_heads, PREDICTOR.reduced, PREDICTOR.hidden, PREDICTOR.dim
+    network_by_hand = 2 * (
+        E * r + 3 * r * r + 2 * r * r + 2 * r * E + 2 * (E * H + H * PREDICTOR.predicted_layers * N * D)
+    )
+    products = *floors.product_flops(SMALL, tokens, slots, tokens), network_by_hand + 4 * slots * r, 2 * slots * N * D
+    by_hand = np.array(products)  # 2 m n k for each product of matrices
+    ratios = np.array(counted) / by_hand
+    assert (ratios >= 1).all()  # beside the products there are sums, masks and norms
+    np.testing.assert_allclose(ratios, 1, atol=0.05)
+
+
+def test_floors_are_the_arrays_that_a_step_holds():
+    slots = 40
+    floor = benchmark.floor_numbers(SMALL, PREDICTOR, slots)
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in parameter_shapes(PREDICTOR).items()}
+    cache = jax.eval_shape(lambda weights: Butler(PREDICTOR, weights).init_cache(1, slots), weights)
+    assert floor.logits * PREDICTOR.predicted_layers == cache.importance_key.size
+    own = sum(np.prod(shape) for shape in parameter_shapes(PREDICTOR).values())
+    assert floor.network == own + cache.key.size + cache.value.size
+    sizes = {name: np.prod(shape) for name, shape in models.parameters.parameter_shapes(SMALL).items()}
+    keys_and_values = 2 * SMALL.num_layers * SMALL.num_kv_heads * slots * SMALL.head_dim
+    assert floor.rest + SMALL.num_layers * floor.layer == sum(sizes.values()) + keys_and_values
+
+
+def test_what_a_group_reads_lies_between_agreement_and_none():
+    config = benchmark.MODELS["Llama-3.2-1B"]  # G = 4, 2 K D = 1,024
+    few, many = (benchmark.selected_numbers(config, tokens, 1_000) for tokens in (100, 500))
+    assert few["heads"] == few["apart"] == 4 * few["same"] == 400 * 1024
+    assert few["same"] < few["chance"] < few["apart"]
+    assert many["heads"] == 2 * 1_000 * 1024 and many["apart"] == 1_000 * 1024  # more than there is, and all
+
+
+@pytest.mark.parametrize("reading", ["heads", "same", "chance", "apart"])
+@pytest.mark.parametrize("name", list(benchmark.MODELS))
+def test_break_even_is_where_the_bytes_of_a_step_cross(name, reading):
+    config = benchmark.MODELS[name]
+    predictor = ButlerConfig.of(config)
+    bound = benchmark.largest_share(config, predictor, reading)
+    assert benchmark.break_even(config, predictor, 1.01 * bound, reading) is None
+    slots = benchmark.break_even(config, predictor, 0.5 * bound, reading)
+    ratios = [benchmark.bytes_ratios(config, predictor, 0.5 * bound, n)[reading] for n in (slots - 40, slots + 40)]
+    assert ratios[0] > 1 > ratios[1]
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    out = tmp_path / "counts.json"
+    arguments = ["--models", "Llama-3.2-1B", "--lengths", "64", "--contexts", "256", "--shares", "0.1"]
+    assert main(["flops", *arguments, "--json", str(out)]) == 0
+    results, printed = json.loads(out.read_text())["results"], capsys.readouterr().out
+    assert {part: len(rows) for part, rows in results.items()} == {"prefill": 1, "decode": 1, "reading": 1}
+    forward, step = results["prefill"][0], results["decode"][0]
+    added = forward["network_flops"] + forward["importance_flops"]
+    assert forward["share"] == pytest.approx(added / forward["model_flops"])
+    assert step["selections"][0]["tokens"] == 26 + 4
+    assert f"{forward['share']:.2%}" in printed

@@ -1,0 +1,11 @@
+const set = (id, value) => { by(id).value = value; by(id).dispatchEvent(new Event("input")); };
+const choice = document.querySelectorAll("section select")[0];
+choice.value = 0; choice.dispatchEvent(new Event("change"));
+const notes = [];
+const note = () => notes.push([...document.querySelectorAll("section p")].map(p => p.textContent).join("|"));
+note();
+set("step", 0); note();
+set("step", by("step").max); set("layer", 2); set("head", 1); note();
+document.querySelector("[data-token='0']").click(); note();
+const shown = { id: "notes", textContent: notes.join("\n") };
+document.body.append(Object.assign(document.createElement("pre"), shown));
