@@ -193,7 +193,7 @@ def test_it_runs_on_a_gpu_or_tpu(sizes, names, span):
     targets.check_attention_here("cache_attention", arrays, **options)
 
 
-# On a mesh, each chip on its own heads: see test_prepare.py.
+# On a mesh, each chip on its own heads: see test_dispatch.py.
 @pytest.mark.tpu
 @matrix  # the TPU compiler is dear
 @pytest.mark.parametrize(("sizes", "names", "span"), first(1, TARGETS, rest=nightly), ids=str)

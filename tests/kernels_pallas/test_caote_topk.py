@@ -271,7 +271,7 @@ def test_it_runs_on_a_gpu_or_tpu(fast, sizes):
     np.testing.assert_array_equal(kept.position, best(np.asarray(kept.scores), given.position, given.budget))
 
 
-# On a mesh, each chip on its own heads: see test_prepare.py.
+# On a mesh, each chip on its own heads: see test_dispatch.py.
 @pytest.mark.tpu
 @matrix  # the TPU compiler is dear
 @pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS], rest=nightly), ids=str)
