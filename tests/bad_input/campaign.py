@@ -23,6 +23,12 @@ def cases(file: str) -> Iterator[tuple[str, str, str]]:
                 yield head, case.strip(), said
 
 
+def calls(file: str) -> list[Any]:
+    """Parameters of a test: each case in its head's place for it, to be evaluated, and what is said of it."""
+    whole = [(head.replace("{}", case), said) for head, case, said in cases(file)]
+    return [pytest.param(call, said, id=ascii(call)[1:61]) for call, said in whole]
+
+
 def refused(call: Callable[[], Any]) -> Exception:
     """The error with which a function refuses its input; it is raised by us, not by what we call."""
     with pytest.raises((ValueError, TypeError, OSError, NotImplementedError)) as caught:

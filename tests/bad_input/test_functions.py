@@ -14,23 +14,40 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
+from safetensors.numpy import save_file
 
 import kernels_pallas
 import kvjax
 import models
 from benchmarks import measure, steps
 from benchmarks.shapes import SHAPES
-from evals import best_tokens, claims, infinitebench, ruler, simulator, tasks
+from evals import best_tokens, claims, infinitebench, ruler, simulator, statistics, tasks
 from kernels_pallas.prepare import over_heads
+from kvjax.calibration import read_array
+from kvjax.policy_checks import check_measured
+from models import asking
+from models.butler import importance
 from models.commands import provenance
 from models.config_json import to_hugging_face
 from papers.caote import launches
+from papers.choices import endings
 from papers.predictor import coref_task
-from tests.bad_input.campaign import cases, refused
-from tests.kernels_pallas.test_prepare import mesh_of, on_mesh
-from tests.models import reference
+from tests.bad_input.campaign import calls, refused
+from tests.kernels_pallas.test_dispatch import mesh_of, on_mesh
+from tests.kvjax import blocks
+from tests.kvjax import test_attend_arguments as room
+from tests.kvjax import test_cache_file as cache_files
+from tests.kvjax import test_caote as caotes
+from tests.kvjax import test_checks as checks
+from tests.kvjax import test_split as meshes
+from tests.models import reference, tiny
+from tests.models import test_kvgrad as kvgrads
+from tests.models.commands import test_chat as asked
 from tests.models.make_golden import GOLDEN
+from tests.models.test_butler import CONFIG as BUTLER
+from tests.models.test_butler import MODEL as BUTLERS
+from tests.models.test_butler import a_butler
 from tests.models.test_config import MIXED, of, read
 from tests.papers.test_launches import PROGRAM
 from train import scorer
@@ -39,10 +56,14 @@ pytestmark = pytest.mark.bad_input
 
 NAN = float("nan")
 SIZES = dict(batch=1, kv_heads=2, slots=8, head_dim=4)
+PAGES = dict(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1)
+FOUR = dict(kv_heads=2, query_heads=4, head_dim=4, budget=2, block=2)
 BYTES = dict(layers=2, kv_heads=2, head_dim=4, budget=8)
+MADE = dict(policy="tova", batch=2, kv_heads=2, query_heads=4, head_dim=4, budget=6, block=4, page_size=2)
 A = np.full((2, 4), 0.25, np.float32)
 V = np.ones((2, 4, 3), np.float32)
 MODEL = dict(vocab_size=48, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
+# Few positions: what is longer is refused.
 CONFIG = models.Config(**MODEL, head_dim=8, max_positions=64)
 TOKENS = np.arange(40)[None]
 FILES = tempfile.TemporaryDirectory()
@@ -70,8 +91,24 @@ def attend(cache_: Any = None, **changes: Any) -> Any:
     return jax.eval_shape(lambda: kvjax.attend(held, *arrays, **given))  # refused before anything is compiled
 
 
+def attended(function: Any, held: Any, *given: Any, **options: Any) -> Any:
+    return jax.eval_shape(functools.partial(function, **options), held, *given)
+
+
+def linked(link: kvjax.Policy) -> Any:
+    """Attend by a link of one's own, behind a score where it is none."""
+    policy = link if link.base else kvjax.chain(kvjax.key_norm(), link)
+    return attend(kvjax.empty_cache(policy, **FOUR), policy=policy, budget=2)
+
+
+def observe_each(policies: list[str], budgets: list[float], states: int) -> Any:
+    state = (kvjax.h2o().state(1, 2, 2, 8, 4),) * states
+    rows = [zeros(1, 2, heads, 4) for heads in (4, 2, 2)]
+    return kvjax.observe_each(dataclasses.replace(cache(), state=state), *rows, policies=policies, budgets=budgets)
+
+
 def run(**changes: Any) -> Any:
-    given: dict[str, Any] = dict(tokens=TOKENS) | changes
+    given: dict[str, Any] = dict(tokens=TOKENS, max_new_tokens=4) | changes
     return models.generate(model(), given.pop("tokens"), **given)
 
 
@@ -85,6 +122,12 @@ def written(content: str | bytes, name: str = "a.json") -> Path:
     path = Path(FILES.name) / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
+
+
+def saved(array: Any = None, **arrays: Any) -> str:
+    path = Path(FILES.name) / ("array.npy" if arrays == {} else "arrays.safetensors")
+    np.save(path, array) if arrays == {} else save_file(arrays, path)
+    return str(path)
 
 
 def split(shape: tuple[int, ...], sizes: tuple[int, ...], *names: Any, **options: Any) -> Any:
@@ -121,13 +164,7 @@ chosen = of_shapes(
 select = of_shapes(kvjax.select, importance=zeros(1, 2, 8), position=POSITIONS, budget=4)
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        pytest.param(head.replace("{}", case), said, id=ascii(head.replace("{}", case))[1:61])
-        for head, case, said in cases("calls.txt")
-    ],
-)
+@pytest.mark.parametrize(("call", "said"), calls("calls.txt"))
 def test_is_refused_in_one_sentence(call, said):
     assert said in str(refused(lambda: eval(call)))
 

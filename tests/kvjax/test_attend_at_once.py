@@ -13,14 +13,10 @@ from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
 
-AT_ONCE = [
-    "h2o+caote",
-    "tova(heads='group')+fast_caote+protect(sinks=1,recent=0.25)",
-    "snapkv(window=2)+caote(group='mean')",
-    "h2o+protect(sinks=2)+caote(norm=1)",
-    "key_norm+normalise+caote",
-    "tova(heads='group')+caote+positions(kind='index')",
-]
+AT_ONCE = """
+h2o+caote tova(heads='group')+fast_caote+protect(sinks=1,recent=0.25) snapkv(window=2)+caote(group='mean')
+h2o+protect(sinks=2)+caote(norm=1) key_norm+normalise+caote tova(heads='group')+caote+positions(kind='index')
+""".split()
 IN_TWO = ["h2o", "h2o+caote+pool", "tova+caote", "snapkv(window=2)+caote@layer"]
 
 

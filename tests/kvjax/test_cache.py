@@ -211,6 +211,3 @@ def test_a_donated_cache_is_updated_in_place():
     whole = ",".join(map(str, cache.key.shape))
     assert f"f32[{whole}]" in text
     assert not re.findall(rf"f32\[{whole}\]\S* copy\(.*", text)
-
-
-# Errors.

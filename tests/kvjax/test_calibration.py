@@ -9,7 +9,6 @@ from safetensors.numpy import save_file
 
 import kvjax
 from kvjax.calibration import read_array
-from kvjax.policy_checks import check_measured
 from tests.kvjax import blocks
 from tests.kvjax.blocks import D, K, each_head, empty, in_context, scores
 
@@ -52,55 +51,6 @@ def test_a_short_name_names_the_file(filters):
     competing = policy @ "layer"
     assert re.fullmatch(f"{alone}@layer", competing.name) and kvjax.parse(competing.name) is competing
     assert (competing @ "model").name == f"{policy.name}@model"
-
-
-@pytest.mark.bad_input
-def test_filters_of_another_model_are_refused(tmp_path):
-    np.save(tmp_path / "filters.npy", np.ones((L, K + 1, D)))
-    policy = kvjax.q_filters(file=str(tmp_path / "filters.npy"))
-    with pytest.raises(ValueError, match=rf"are not this model's, whose keys have {K} heads of {D}; compute them with"):
-        policy.state(1, K, 2, 8, D)
-    with pytest.raises(ValueError, match=r"'q_filters' reads the model's filters from a file; write q_filters\(file="):
-        kvjax.q_filters().state(1, K, 2, 8, D)
-    np.save(tmp_path / "centres.npy", np.ones((L, K, 3, D)))
-    with pytest.raises(ValueError, match=rf"are not this model's, which has {K} groups of 2 query heads of {D}"):
-        kvjax.triattention(file=str(tmp_path / "centres.npy")).state(1, K, 2, 8, D)
-    with pytest.raises(ValueError, match=r"'triattention' reads the model's centres of queries from a file; write tri"):
-        kvjax.triattention().state(1, K, 2, 8, D)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("missing.npy", None, "No such file or directory; expected a .npy or .safetensors file with one array [L, K]"),
-        ("text.npy", b"no array", "cannot be read"),
-        ("text.safetensors", b"no array", "cannot be read"),
-        ("flat.npy", np.ones(3), "holds float64 of shape (3,); expected a .npy"),
-        ("whole.npy", np.ones((3, 2), int), "holds int64 of shape (3, 2)"),
-        ("bad.npy", np.array([[1.0, np.nan]]), "holds numbers that are not finite"),
-        ("two.safetensors", {"a": np.ones((3, 2)), "b": np.ones((3, 2))}, "holds 2 arrays"),
-        ("objects.npy", np.array([[None]]), "cannot be read"),
-    ],
-)
-def test_another_file_is_refused_with_its_name(tmp_path, name, content, message):
-    path = tmp_path / name
-    if isinstance(content, dict):
-        save_file(content, path)
-    elif isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        np.save(path, content)
-    with pytest.raises(ValueError, match=rf"headkv: '.*{re.escape(name)}'.*{re.escape(message)}"):
-        read_array("headkv", str(path), "L K")
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(("layers", "kv_heads"), [(L + 1, K), (L, 1)])
-def test_filters_of_a_model_with_other_layers_or_heads_are_refused(filters, layers, kv_heads):
-    policy = kvjax.chain(kvjax.q_filters(file=filters[1]), kvjax.normalise())
-    with pytest.raises(ValueError, match=f"was measured on a model of {L} layers with {K} KV heads"):
-        check_measured(policy, layers, kv_heads)
 
 
 def test_filters_of_half_precision_are_read(filters, tmp_path):

@@ -1,7 +1,6 @@
 """The link `caote`: what it measures, through W_O, over a block's scores. Its formula: test_scores.py."""
 
 import functools
-import re
 
 import jax
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 import kvjax
 from tests.kvjax import blocks
-from tests.kvjax.blocks import B, D, G, K, N, scores
+from tests.kvjax.blocks import B, D, G, K, N
 from tests.kvjax.definitions import attention_weights, layer_errors
 
 E = 7
@@ -29,18 +28,6 @@ def test_through_the_output_it_asks_for_what_it_reads(cross, kind):
     assert kvjax.caote(target="output", cross=cross).needs.projections == {kind}
     assert kvjax.chain(kvjax.h2o(), kvjax.fast_caote(target="output", cross=cross)).needs.projections == {kind}
     assert kvjax.caote().needs.projections == frozenset()
-
-
-@pytest.mark.parametrize("cross", [True, False])
-def test_without_the_projection_it_says_what_to_hand_over(cross):
-    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(target="output", cross=cross))
-    kind = "factor" if cross else "gram"
-    message = rf"target='output'.*reads the {kind} of the layer's output projection.*attend \(Context\(projection="
-    with pytest.raises(ValueError, match=message):
-        scores(policy, blocks.in_context(blocks.make(1).observation, projection=None))
-    other, _ = projected(1, kvjax.caote(target="output", cross=not cross))
-    with pytest.raises(ValueError, match=message):
-        scores(policy, other)
 
 
 def test_attend_evicts_through_the_output_and_holds_the_budget():
@@ -107,26 +94,3 @@ def test_of_a_single_query_both_kinds_of_errors_are_the_same():
 
     one, other = jax.jit(lambda: (of("tova+caote"), of("tova+caote(per='query')")))()
     np.testing.assert_allclose(one[..., :6], other[..., :6], rtol=1e-4)  # the others are free
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("streaming+caote(per='query')", "'streaming' reads no attention: no query observes; take another base score"),
-        (
-            "laprox+caote(per='query')",
-            "'laprox' reads more of attention than sums, means or the largest of its weights",
-        ),
-        ("snapkv+caote(per='query')+cam", "'cam' reads the attention that tokens get, but the policy's statistics are"),
-        ("dropkv@cake", "'cake' measures the attention of queries, but 'dropkv' has statistics of their errors"),
-        (
-            "h2o+caote(per='query',over='max')",
-            "over='max' takes the largest of a window's errors in place of their mean",
-        ),
-        ("snapkv+caote(over='max')", "over='max' is the largest error of a window's queries; take it with per='query'"),
-        ("h2o+caote(per='query',norm=1)", "norm is 1 and cross True, but per='query' measures the length"),
-    ],
-)
-def test_what_has_no_errors_of_queries_is_refused(name, why):
-    with pytest.raises(ValueError, match=re.escape(why)):
-        kvjax.parse(name)

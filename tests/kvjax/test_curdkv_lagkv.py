@@ -106,19 +106,3 @@ def test_memory_grows_with_the_slots_not_with_their_square(policy):
     rows, position = jnp.zeros((B, K, 1024, D)), jnp.zeros((B, K, 1024), jnp.int32)
     program = jax.jit(update).lower(rows, rows, position).compile()
     assert program.memory_analysis().temp_size_in_bytes <= 16 * rows.nbytes < B * K * 1024**2 * 4
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: kvjax.curdkv(sinks=-1), r"curdkv: sinks is -1; give a count \(an int from 0\) or a share"),
-        (lambda: kvjax.curdkv(leverage="both"), r"leverage is 'both'; expected 'product', 'mean', 'key' or 'value'"),
-        (lambda: kvjax.curdkv(local_window=0), r"curdkv: local_window is 0; give a number of neighbours"),
-        (lambda: kvjax.lagkv(lag=1), r"lagkv: lag is 1; give the tokens of a partition, an int from 2"),
-        (lambda: kvjax.check_budget(kvjax.lagkv(), 128), r"'lagkv' always keeps 4 first and 128 last ones: give at le"),
-    ],
-)
-def test_a_wrong_argument_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

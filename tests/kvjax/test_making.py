@@ -112,33 +112,6 @@ def test_a_cache_that_was_made_has_room_for_block_after_block_and_no_more(policy
     assert cache.next_position.tolist() == [3 * T] * B
 
 
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(policy=7), r"policy is 7; give a policy, or its short name"),
-        (dict(layers=0), r"layers is 0; a cache needs at least 1, or None"),
-        (dict(kv_heads=2.5), r"kv_heads is 2\.5; a cache needs at least 1"),
-        (dict(query_heads=3), r"3 query heads were given for 2 KV heads; expected a multiple"),
-        (dict(budget=0.5), r"the budget is 0\.5; give tokens per head, an int from 1"),
-        (dict(policy="streaming(sinks=9)"), r"the budget is 6 tokens, but .* always keeps 9 first"),
-        (dict(block=0), r"block is 0; a block has at least 1 token"),
-        (
-            dict(policy="snapkv(window=5)"),
-            r"observes the last 5 queries, but a block has 4: give a block of at least 5",
-        ),
-        (dict(policy="tova(heads='group')@layer", page_size=0), r"page_size is 0; a cache needs at least 1"),
-        (dict(dtype="int4"), r"dtype is 'int4'; keys and values are floats"),
-        (dict(policy="butler"), r"'butler' keeps a predictor's keys .* width is not known"),
-        (dict(budget=2**31 - 1), r"slots is 2147483651; give at most"),
-    ],
-)
-def test_what_no_cache_can_have_is_refused(changes, message):
-    with pytest.raises(ValueError) as error:
-        made(changes.pop("policy", "tova"), **changes)
-    assert re.search(message, str(error.value)) and "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(("policy", "layers"), first(1, [POLICIES[1], ("h2o@layer", None)]))
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=8)
@@ -184,13 +157,3 @@ def test_on_a_mesh_rows_stay_where_they_are():
     repeated = compiled(spread)
     assert repeated.key.sharding.is_equivalent_to(place(repeated.key), repeated.key.ndim)
     jax.tree.map(np.testing.assert_array_equal, repeated, repeat(cache, 2))
-
-
-@pytest.mark.bad_input
-def test_what_cannot_be_repeated_is_refused():
-    cache = made("tova")
-    with pytest.raises(ValueError, match=r"^a dict was given; expected a KVCache, a PagedCache or a SplitCache\.$"):
-        kvjax.repeat({}, 2)
-    for n in (0, -1, 1.5, "2", None):
-        with pytest.raises(ValueError, match=r"^n is .*; give how many rows each row is to become, from 1"):
-            kvjax.repeat(cache, n)

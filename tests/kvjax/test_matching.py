@@ -185,24 +185,3 @@ def test_the_query_of_a_token_that_has_left_is_no_sample():
             for stale in (0, np.int32([0] * 5 + [3]))]  # fmt: skip
     for one, other in zip(*fits, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda c, q: kvjax.match_attention(c, q[..., :2], 4), r"queries \(2, 24, 4, 2\) do not fit a cache of 2 rows"),
-        (lambda c, q: kvjax.match_attention(c, q, 0), r"the budget is 0; give tokens per head, an int from 1"),
-        (lambda c, q: kvjax.parse("h2o+match(queries=0)"), r"match: queries is 0; give the number of sample queries"),
-        (lambda c, q: kvjax.parse("h2o+match+merge"), r"merges values twice, by match and merge"),
-        (
-            lambda c, q: cache_attention(
-                q, **c.entries | {"bias": c.bias[..., :3]}, key_position=c.position, query_position=np.zeros((B, T))
-            ),
-            r"the bias is \(2, 2, 3\), but the slots are \(2, 2, 20\): give one float per slot",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(*given())

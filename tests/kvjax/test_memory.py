@@ -1,17 +1,14 @@
 """kvjax.memory against the bytes that caches really take."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 import models
+from tests.models import tiny
 
-CONFIG = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
 POLICIES = ["h2o+critical", "keydiff@layer", "h2o@pyramid", "sage(heads='query')", "kvzip+match"]
 SHAPE = dict(layers=3, kv_heads=2, head_dim=8, query_heads=4)
 
@@ -22,7 +19,7 @@ SHAPE = dict(layers=3, kv_heads=2, head_dim=8, query_heads=4)
 )
 def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, windows):
     """And a layer with a sliding window takes no slots beyond it."""
-    model = models.Decoder(dataclasses.replace(CONFIG, sliding_windows=windows), rngs=nnx.Rngs(0))
+    model = tiny.decoder(tiny.config(num_layers=3, sliding_windows=windows))
     tokens = np.arange(300)[None].repeat(3, 0) % 64  # longer than what one head may come to hold
     settings = dict(policy=policy, budget=40, block=16, page_size=4)
     cache = models.prefill(model, tokens, **settings).cache

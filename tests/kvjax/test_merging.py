@@ -109,20 +109,6 @@ def test_derivatives_pass_and_vmap_maps():
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("h2o+merge+cam", r"'h2o\+merge\+cam' merges values twice, by merge and cam; keep one of them"),
-        ("h2o+merge(similarity=-1.0)", r"merge: similarity is -1.0; give a cosine in \[0, 1\]"),
-        ("h2o+cam(window=0)", r"cam: window is 0; give the number of tokens that share a value, an int from 1"),
-    ],
-)
-def test_what_cannot_be_merged_is_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        kvjax.parse(name)
-
-
-@pytest.mark.bad_input
 def test_evidence_of_all_layers_must_know_of_the_merging():
     policy = kvjax.parse("streaming+merge")
 

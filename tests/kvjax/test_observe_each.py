@@ -5,7 +5,6 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 
 import kvjax
 
@@ -65,19 +64,3 @@ def test_a_layer_of_a_stack_is_written_in_its_place():
     for stacked, plain in zip(jax.tree.leaves(whole.state), jax.tree.leaves(alone.state), strict=True):
         np.testing.assert_allclose(stacked[1], plain, rtol=1e-5)
         assert not stacked[0].any() and not stacked[2].any()
-
-
-@pytest.mark.parametrize(
-    "policies, budgets, states, said",
-    [
-        ([], [], 0, "at least one policy"),
-        (["h2o", "full"], [4, 4], 2, "none of them 'full'"),
-        (["h2o", "tova"], [4], 2, "one budget for each policy"),
-        (["h2o", "tova"], [4, 4], 1, "a tuple of 2"),
-        (["h2o", "h2o"], [4, 0.5], 2, "tokens per head"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(policies, budgets, states, said):
-    state = tuple(kvjax.h2o().state(2, 2, 2, S, 8) for _ in range(states))
-    with pytest.raises(ValueError, match=said):
-        kvjax.observe_each(cache_of(state), *rows(), policies=policies, budgets=budgets)

@@ -436,22 +436,3 @@ def test_a_donated_pool_is_updated_in_place():
     assert {(0, 0), (1, 1), (2, 2)} <= aliased  # key, value, position
     assert "f32[64,8,8]" in text
     assert not re.findall(r"f32\[64,8,8\]\S* copy\(.*", text)
-
-
-# Errors.
-
-
-@pytest.mark.parametrize("name", ["page_size", "most"])
-def test_a_size_below_one_is_refused(name):
-    sizes = dict(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1)
-    with pytest.raises(ValueError, match=rf"{name} is 0; a cache needs at least 1"):
-        PagedCache.init(**sizes | {name: 0})
-    with pytest.raises(ValueError, match=r"1 pages were given for 8 heads; give at least one per head \(see pages"):
-        PagedCache.init(**sizes | dict(batch=2, kv_heads=2, layers=2))
-
-
-@pytest.mark.bad_input
-def test_rows_and_scores_that_do_not_fit_are_refused():
-    cache = empty(batch=B, kv_heads=K, pages=8, page_size=2, most=4, head_dim=D)
-    with pytest.raises(ValueError, match=r"scores \(2, 2, 4\) do not fit the slots: expected \(8, 2\)"):
-        kvjax.evict(cache, np.ones((B, K, 4), np.float32), 2)

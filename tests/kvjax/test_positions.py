@@ -79,12 +79,3 @@ def test_move_is_a_rotation_at_the_end_alone(start_at, end):
 
     there = jax.jit(move)(at(start_at), np.int32(start_at), np.int32(end), FREQUENCY[0])
     np.testing.assert_allclose(there, at(end), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("positions", "paged"), [("compact", True), ("index", False)])
-def test_without_frequencies_keys_cannot_be_turned(positions, paged):
-    name = f"random+positions(kind={positions!r}){'@layer' if paged else ''}"
-    with pytest.raises(
-        ValueError, match=rf"positions='{positions}' turn keys, but no rotary frequencies were given; .*frequency="
-    ):
-        kvjax.attend(start(name), *next(blocks())[:3], policy=name, budget=BUDGET)

@@ -122,23 +122,6 @@ def test_a_row_that_finds_too_few_pages_is_nan_under_jit():
     assert int(joined.num_free) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_wrong_rows_end_in_a_sentence(kind):
-    cache, one = empty(kind, B), sequence(kind, 8, 1)
-    with pytest.raises(ValueError, match="the row is 3; the cache has rows 0 to 2"):
-        kvjax.join(cache, 3, one)
-    with pytest.raises(ValueError, match="the row is -1; the cache has rows 0 to 2"):
-        kvjax.leave(cache, -1)
-    with pytest.raises(ValueError, match="expected one row of the same model, policy, positions and dtype"):
-        kvjax.join(cache, 0, cache)
-    with pytest.raises(ValueError, match=r"the row has .* slots per head, but the batch"):
-        kvjax.join(cache, 0, empty(kind, 1, more=40))
-    with pytest.raises(ValueError, match="give two alike"):
-        kvjax.join(cache, 0, sequence("paged" if kind == "plain" else "plain", 8, 1))
-    with pytest.raises(ValueError, match="a str was given; expected a KVCache, a PagedCache or a SplitCache"):
-        kvjax.leave("cache", 0)
-
-
 def test_a_row_that_is_not_due_keeps_its_window():
     policy = kvjax.parse("snapkv(window=2)")
     cache = join(join(empty("plain", 2), 0, sequence("plain", 8, 1)), 1, sequence("plain", 8, 2))

@@ -17,6 +17,7 @@ from kvjax.cache import entries_apart, entries_together
 from kvjax.merging import folded
 from kvjax.split import on_mesh
 from tests.kernels_pallas.targets import compiled_for_tpu
+from tests.kvjax.blocks import empty as empty_of
 from tests.tiers import first, nightly
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
@@ -34,14 +35,8 @@ def blocks(steps: int = 4, tokens: int = BLOCK):
         yield *(x.astype(np.float32) for x in rows), position
 
 
-@functools.cache
-def maker(policy: str, *sizes):
-    return jax.jit(lambda: kvjax.empty_cache(policy, **SIZES | dict(sizes)))
-
-
 def empty(policy: str, **sizes):
-    """In one program."""
-    return maker(policy, *sizes.items())()
+    return empty_of(policy, **SIZES | sizes)
 
 
 @pytest.fixture

@@ -182,39 +182,6 @@ def test_memory_counts_the_bytes_of_one_device(policy, windows):
     assert counted.total == (of_all + copies) / 8
 
 
-@pytest.mark.bad_input
-def test_what_does_not_fit_a_mesh_is_refused():
-    with pytest.raises(ValueError, match="the mesh has axes x; expected 'data', which splits the rows, and 'tensor'"):
-        cache_for("h2o@layer", mesh=Mesh(np.array(jax.devices()[:1]), ("x",)))
-    with pytest.raises(ValueError, match="the mesh has explicit axes; expected automatic ones"):
-        cache_for("h2o@layer", mesh=jax.make_mesh((1, 1), ("data", "tensor")))
-    for policy in ("h2o@layer", "h2o", None):  # in pages or not
-        with pytest.raises(ValueError, match="data=2 and tensor=4 do not divide a cache of 3 rows and 4 heads"):
-            cache_for(policy, batch=3, mesh=mesh(2, 4))
-    cache = cache_for("h2o@layer", mesh=mesh())
-    with pytest.raises(ValueError, match="the rows are split over 2 devices, but one row comes or goes; use data=1"):
-        jax.eval_shape(kvjax.leave, cache, 0)
-    with pytest.raises(ValueError, match="a paged cache evicts in all its layers at once"):
-        jax.eval_shape(functools.partial(kvjax.evict, layer=0), cache, cache.parts.position, 4)
-    rows = np.ones((B, T, 4, D), np.float32)
-    with pytest.raises(ValueError, match="cannot evict from one layer of a paged cache of 2 layers"):
-        attend = functools.partial(kvjax.attend, policy="h2o@layer", budget=4, context=kvjax.Context(layer=0))
-        jax.eval_shape(attend, cache, rows, rows, rows)
-    for key, layer, message in (
-        (rows, 2, "layer is 2; the cache has layers 0 to 1"),
-        (rows[:2], 0, r"do not fit .*a cache with B(, K = \(4, 4\)| = 4, K = 4)"),
-    ):
-        queries = np.ones((key.shape[0], T, N, D), np.float32)
-        observe = functools.partial(kvjax.observe, policy="h2o@layer", context=kvjax.Context(layer=layer))
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(observe, cache, queries, key, key)
-    with pytest.raises(ValueError, match="the cache's pages are split over a mesh, but a file holds those of one"):
-        kvjax.save_cache("book.safetensors", cache)
-    away = SplitCache(jax.device_put(jax.device_get(cache.parts)))
-    with pytest.raises(ValueError, match="the cache is split over a mesh, but its arrays are on none"):
-        jax.eval_shape(kvjax.rewind, away, np.zeros(B, int))
-
-
 def test_without_layers_heads_are_counted_and_a_full_pool_is_told():
     sizes = dict(batch=2, kv_heads=2, pages=3, page_size=2, most=6, head_dim=2, init_state=lambda *_: ())
     rows = np.ones((2, 5, 2, 2), np.float32)

@@ -1,6 +1,7 @@
 """`models.ask`: the document is read once, and each question answered as if it were the only one."""
 
 import io
+import itertools
 import json
 import sys
 
@@ -53,34 +54,18 @@ def test_options_without_a_policy_keep_the_default_one(model, monkeypatch, given
     assert read == [(None, None) if options.policy else ("kvzip@model", options.budget or 0.25)]
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, None])
-@pytest.mark.parametrize("system", [None, "Be kind."])
+@pytest.mark.parametrize(
+    ("template", "system"),
+    [(None, None), *itertools.product([CHATML, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS], [None, "Be kind."])],
+)
 def test_document_and_question_are_the_text_of_the_template(template, system):
     tokenizer = tokenizer_of(template)
-    if template is None and system is not None:
-        with pytest.raises(ValueError, match="a system message needs a chat template"):
-            _Form.of(tokenizer, system)
-        return
     form = _Form.of(tokenizer, system)
     tokens = form.document(" A text.\n") + form.question("Why? ")
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": "A text.\n\nWhy?"})
     whole = "A text.\n\nWhy?" if template is None else tokenizer.chat(messages)
     assert tokens == tokenizer.encode(whole, add_special_tokens=False)
-
-
-@pytest.mark.parametrize(
-    ("template", "document", "sentence"),
-    [
-        ("{{ bos_token }}", "A text.", "does not give a user's message as it is, once"),
-        ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "A text.", "as it is, once"),
-        (WITHOUT_THOUGHTS, "Why?</think> So.", "the chat template changes this document"),
-        (CHATML, " \n", "the document is empty"),
-    ],
-)
-def test_a_template_that_cannot_be_cut_says_so(template, document, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        _Form.of(tokenizer_of(template), None).document(document)
 
 
 def test_a_command_asks_a_file_and_what_it_saved(tmp_path, capsys, monkeypatch):

@@ -125,22 +125,3 @@ def test_what_comes_and_goes_compiles_nothing_new():
     before = [program._cache_size() for program in programs]
     served(requests(12, seed=8), 2, **EVERY)
     assert [program._cache_size() for program in programs] == before
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("engine_arguments", "arguments", "message"),
-    [
-        (dict(rows=0), {}, "rows is 0; the batch has at least 1 row"),
-        (dict(policy="butler", budget=8), {}, "scores by a network that remembers tokens"),
-        (dict(longest_prompt=20), dict(tokens=range(21)), "longest_prompt 21, but the engine's rows are for 20"),
-        (dict(max_new_tokens=4), dict(tokens=[1], max_new_tokens=5), "max_new_tokens 5, but the engine's rows are"),
-        (dict(policy="snapkv(window=4)", budget=0.5), dict(tokens=range(5)), "always keeps"),
-        (dict(policy="snapkv(window=4)@threshold(least=0.1)", budget=16), {}, "requests join at different steps"),
-        (dict(policy="h2o", budget=600), dict(tokens=[1] * 700), "longest_prompt 700, but the engine's rows are"),
-    ],
-)
-def test_bad_input_ends_in_a_sentence(engine_arguments, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        batch = models.Engine(decoder(), **dict(rows=1) | engine_arguments)
-        batch.submit(**arguments)

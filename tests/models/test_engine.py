@@ -13,7 +13,7 @@ from kvjax.window import Window
 from models import by_layer
 from models.layer_caches import LayerCaches
 from tests.models import reference, tiny
-from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
+from tests.models.tiny import SETTINGS, STATE, TOKENS, answers, decoder, held, run
 from tests.tiers import first, nightly
 
 END = tuple(range(0, tiny.VOCABULARY, 9))  # so many that the rows stop at different steps
@@ -142,3 +142,18 @@ def test_a_threshold_begins_a_new_window_whatever_the_budget():
     expected = run(prompt[0], policy=name, new_tokens=8, **settings)
     assert tokens[0].tolist() == expected.tokens
     tiny.assert_keeps(cache, 0, expected)
+
+
+@pytest.mark.parametrize("policy", first(2, ["h2o+caote", "kvzip(sinks=2)", "rkv(window=4)@adakv"]))
+def test_what_was_made_is_made_again(policy):
+    settings = dict(policy=policy, evict_every=4, **SETTINGS)
+    prompt = TOKENS[:2, :20]
+    out = models.generate(decoder(), prompt, max_new_tokens=22, end=(), **settings)
+    made = np.asarray(out.tokens)
+    text, lengths = np.concatenate([prompt, made[:, :-1]], axis=1), np.array([41, 33])
+    cache, hidden = models.teacher_forced(decoder(), text, lengths=lengths, prompt=20, **settings)
+    said = np.asarray(decoder().logits(hidden)).argmax(-1)
+    np.testing.assert_array_equal(said[0], made[0])
+    np.testing.assert_array_equal(said[1, : 33 - 20 + 1], made[1, : 33 - 20 + 1])
+    np.testing.assert_array_equal(cache.next_position, lengths)
+    assert held(cache, 0) == held(out.cache, 0)

@@ -95,12 +95,6 @@ def test_without_a_policy_nothing_more_leaves(policy, each_way):
     tiny.assert_keeps(out.cache, 0, expected)
 
 
-@pytest.fixture(scope="module")
-def kept():
-    """The document's cache under the policy with state."""
-    return models.prefill(decoder(), tiny.DOCUMENT, policy=STATE, **SETTINGS).cache
-
-
 @pytest.mark.matrix
 def test_a_smaller_budget_is_reached_though_no_context_comes():
     larger = models.prefill(decoder(), tiny.DOCUMENT, policy=STATE, budget=24, block=8).cache
@@ -190,49 +184,11 @@ def test_sage_warns_where_more_comes_behind_its_choice():
         models.stream(decoder(), [[1, 2, 3]], question=3, **settings)
 
 
-def test_rows_of_several_kinds_of_integers_keep_their_tokens():
-    rows = [np.array([1, 2, 3], np.uint8), np.array([300, 2], np.int64)]
-    with pytest.raises(ValueError, match="token 300 is outside the vocabulary of 256"):
-        models.prefill(decoder(), rows)
-    with pytest.raises(ValueError, match=r"tokens are float64 \(2, 3\)"):
-        models.prefill(decoder(), [[1, 2, 3], [1.7, 2]])
-
-
 @pytest.mark.matrix
 def test_a_ratio_is_of_all_that_was_seen():
     kept = models.prefill(decoder(), tiny.DOCUMENT, policy=STATE, budget=0.25, block=8).cache
     more = models.prefill(decoder(), tiny.DOCUMENT[:, :20], cache=kept, policy=STATE, budget=0.25, block=8).cache
     assert (kept.num_live.max(), more.num_live.max()) == (15, 20)
-
-
-REFUSED = {
-    "another number of rows": (dict(tokens=tiny.QUESTIONS), r"1 rows, but 3 prompts .* kvjax.repeat\(cache, 3\)"),
-    "another policy": (dict(policy="tova", budget=16), "the cache's policy state is not that of 'tova': give the"),
-    "an allocation": (dict(policy="h2o@layer", budget=16), "the cache is plain, but 'h2o@layer' divides"),
-    "query heads": (dict(policy="sage(heads='query')", budget=16), "holds 2 heads per layer, but .* is for 4"),
-    "a selection": (dict(select="oracle", budget=4), "a selection remembers tokens outside the cache"),
-    "no cache": (dict(cache="kept"), "the cache is a str; give what models.prefill"),
-    "all that prefill gave": (
-        dict(cache=lambda: models.Prefilled(tiny.empty(None), None)), "the cache is a Prefilled; give its .cache",
-    ),
-    "too much for a full cache": (dict(max_new_tokens=500), "take 521 positions, but the model has 512"),
-    "another model's": (
-        dict(cache=lambda: tiny.empty(None, layers=3, windows=None)),
-        "of another model: it has 3 layers and 2 heads of dimension 8",
-    ),
-    "pages": (
-        dict(cache=lambda: tiny.empty("h2o@layer"), policy="h2o", budget=16),
-        "the cache is paged, but 'h2o' divides the slots in an even way",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("given", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_go_on_is_refused_in_a_sentence(kept, given, sentence):
-    given = {"tokens": tiny.QUESTIONS[:1], "cache": kept, **given}
-    given["cache"] = given["cache"]() if callable(given["cache"]) else given["cache"]
-    with pytest.raises(ValueError, match=sentence):
-        models.generate(decoder(), given.pop("tokens"), **given)
 
 
 OF_EIGHT = dict(policy=STATE, **SETTINGS)

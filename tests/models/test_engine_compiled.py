@@ -11,12 +11,12 @@ import pytest
 import models
 from kvjax.capacity import rounded_up
 from kvjax.schedule import Phase
-from models import Config, by_layer, engine, host_steps, layer_caches, one_program, states, steps
+from models import by_layer, engine, host_steps, layer_caches, one_program, states, steps
 from models.options import Options
 from models.planning import plan_run
 from models.prompts import check_prompt
 from models.sampling import Sampling
-from tests.models import reference
+from tests.models import tiny
 from tests.tiers import first
 
 COMPILED = []
@@ -29,10 +29,7 @@ STACKED = (1, 2, 56)  # [B, K, S] behind the layers, S = 40 + 16; a window of 4 
 
 
 def model_of(layers):
-    config = Config(
-        64, 32, 48, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=64  # shorter than prompts
-    )  # fmt: skip
-    return reference.decoder(config)
+    return tiny.decoder(tiny.config(num_layers=layers, max_positions=64))  # fewer positions than prompts have
 
 
 @functools.cache
@@ -86,7 +83,7 @@ def test_one_compilation_serves_streamed_prompts_of_300_and_3000_tokens(each_way
 
 
 def test_memory_is_weights_and_cache_and_the_activations_of_one_block_in_one_layer():
-    V, E, F, N, K, D, S, G = 64, 32, 48, 4, 2, 8, BUDGET + BLOCK, 2
+    V, E, F, N, K, D, S, G = tiny.VOCABULARY, 32, 48, 4, 2, 8, BUDGET + BLOCK, 2
     temporary = {}
     for layers in (3, 9):
         given = {} if layers == 3 else dict(layers=layers)
@@ -197,9 +194,8 @@ def parse(text):
     return computations
 
 
-CONFIG = models.Config(
-    16, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, max_positions=40_000
-)  # fmt: skip
+# Only planned for: prompts of all lengths.
+CONFIG = models.Config(16, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, max_positions=40_000)
 MOST = 32_768
 FOLLOWING = [
     (None, None, "block"),

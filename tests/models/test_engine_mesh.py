@@ -15,7 +15,7 @@ from models import engine, host_steps, states, steps
 from models.options import Options
 from models.prompts import check_prompt
 from models.sampling import Sampling
-from tests.models.tiny import LONG, SETTINGS, assert_keeps, empty, on_mesh, run
+from tests.models.tiny import LONG, SETTINGS, assert_keeps, on_mesh, run
 from tests.tiers import first
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
@@ -111,12 +111,6 @@ def test_a_decode_step_with_pages_gathers_neither_scores_nor_cache():
     found = collectives(compiled_step("h2o@layer"))
     assert found.keys() == {"all-reduce", "all-gather"} and found["all-gather"] == 2  # those of the model
     assert found["all-reduce"] == 3 + 5  # three bisections, and a count before the second and the third
-
-
-def test_pages_go_on_only_on_the_devices_that_they_are_on():
-    cache = empty("h2o@layer", batch=4)
-    with pytest.raises(ValueError, match="on one device, but the model is on a mesh with data=2 and tensor=2"):
-        models.prefill(on_mesh(), TOKENS[:, :8], cache=cache, policy="h2o@layer", **SETTINGS)
 
 
 @pytest.mark.matrix

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 import models
 from kvjax import KVCache, PagedCache
-from models import Config, engine, states
+from models import engine, states
 from models.options import Options
 from models.prompts import check_prompt
 from tests.models import tiny
@@ -17,10 +17,7 @@ from tests.models.tiny import LONG, decoder, run
 from tests.tiers import first
 
 WINDOWS = (6, None, 9)
-CONFIG = Config(
-    64, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, architecture="qwen3", query_key_norm=True,
-    sliding_windows=WINDOWS, max_positions=96,
-)  # fmt: skip
+CONFIG = tiny.config(num_layers=3, sliding_windows=WINDOWS)  # narrower than the budgets
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 40))
 LENGTHS = np.array([40, 23])
 AMPLE = dict(budget=56, block=8)  # more tokens than there are: only what has left a window goes
@@ -103,8 +100,7 @@ def test_requests_that_come_and_go_get_the_tokens_that_they_get_alone(run_by_lay
 
 
 def of_windows(*windows: int | None) -> models.Decoder:
-    sizes = dict(num_layers=len(windows), num_heads=2, num_kv_heads=2, head_dim=8, max_positions=512)
-    return tiny.decoder(Config(64, 16, 24, sliding_windows=windows, **sizes))
+    return tiny.decoder(tiny.config(num_layers=len(windows), sliding_windows=windows))
 
 
 TEXT = np.random.default_rng(2).integers(0, 64, (1, 320))

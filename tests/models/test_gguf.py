@@ -29,6 +29,7 @@ from models.folders import find_folder
 from models.gguf_config import LONG_FACTORS, NAMES, SHORT_FACTORS
 from models.load import describe
 from models.parameters import layers_with, parameter_shapes, tensor_names
+from tests.bad_input.campaign import calls
 from tests.models import reference
 from tests.models.make_golden import GOLDEN
 from tests.models.test_load import PEAK, assert_same, parameters
@@ -239,7 +240,7 @@ def readable_kinds():
 @pytest.mark.parametrize("kind", list(readable_kinds()), ids=lambda kind: kind.name)
 def test_every_kind_that_the_package_dequantises_is_read(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["models.placing"], "CHUNK_BYTES", 3000)  # two rows and a bit
-    config = Config(**SMALL | {"hidden_size": 256, "num_layers": 1})
+    config = Config(**SMALL | {"hidden_size": 256, "num_layers": 1})  # whole blocks of every kind
     tensors = dict(tensors_of(config))
     block, size = gguf.GGML_QUANT_SIZES[kind]
     # Bytes below 0x3C: whatever of them is a half-precision scale is a moderate number.
@@ -264,6 +265,7 @@ def test_sharded_model_has_the_same_weights(make):
 @pytest.mark.matrix
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 def test_peak_memory_is_at_most_1_3_times_the_weights(tmp_path):
+    # So large that the weights are what a process takes.
     config = Config(16_000, 512, 1536, num_layers=12, num_heads=8, num_kv_heads=2)
     keys = keys_of(dataclasses.replace(config, bos=1, eos=(2,), pad=0))
     zeros = {
@@ -278,17 +280,13 @@ def test_peak_memory_is_at_most_1_3_times_the_weights(tmp_path):
     assert float(output) <= 1.3
 
 
-def test_describe_reads_no_weights(make):
+def test_describe_reads_no_weights_and_a_predictor_lies_beside_the_file(make):
     file = make()
+    assert find_folder(file) == file.parent
     with file.open("r+b") as stream:
         stream.seek(-400, 2)
         stream.write(b"\xff" * 400)  # NaN
     assert describe(file)[0] == CONFIGS["llama"]
-
-
-def test_predictor_lies_beside_the_file(make):
-    file = make()
-    assert find_folder(file) == file.parent
 
 
 SCALING = "llama.rope.scaling."
@@ -312,7 +310,7 @@ def test_rope_scaling(keys, rope, make):
 
 
 def frequencies(rope):
-    return reference.inverse_frequencies(dataclasses.replace(CONFIGS["llama"], rope=rope), 8)[0]
+    return reference.inverse_frequencies(rope, CONFIGS["llama"].head_dim, 8)[0]
 
 
 def with_factors(factors):
@@ -362,30 +360,6 @@ def test_damaged_header_ends_in_a_sentence_or_a_model(make, at, damage):
         models.load(file)
     except ValueError as error:
         assert "\n" not in str(error)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        ({"blk.1.attn_q.weight": None}, ["lacks the tensor blk.1.attn_q.weight"]),
-        ({"blk.0.attn_q.bias": np.ones(64)}, ["lacks the tensor blk.1."]),
-        ({"extra": np.ones(4)}, ["holds the tensor extra"]),
-        ({"blk.0.attn_q.weight": np.ones((48, 64))}, ["shape (48, 64); its metadata requires (64, 64)"]),
-        ({"output_norm.weight": np.full(64, np.inf)}, ["output_norm.weight holds NaN or infinite numbers"]),
-        ({"output_norm.weight": (Kind.I8, np.ones(64, np.int8))}, ["is stored as I8", "another quantisation"]),
-        ({"rope_freqs.weight": np.linspace(1, 9, 8)}, ["are not those of Llama 3.1's rope scaling"]),
-        ({"rope_freqs.weight": np.ones(5)}, ["has shape (5,); a head of 16 requires 8"]),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_tensors_that_are_refused(tensors, words, make):
-    def change(written):
-        for name, tensor in tensors.items():
-            written[name] = tensor.astype(np.float32) if isinstance(tensor, np.ndarray) else tensor
-            if tensor is None:
-                del written[name]
-
-    refused(make(change=change), *words)
 
 
 @pytest.mark.parametrize(
@@ -496,11 +470,7 @@ def test_special_tokens_and_chat_template(tokenizer):
     assert found.chat([{"role": "user", "content": "hi"}]) == "<s>hi<|eot_id|>"
     assert found.encode("<|end|>") == [2] and found.decode([2]) == ""
     assert found.encode("a<tool>")[-1] == 4 and found.decode([4]) == "<tool>"
-
-
-def test_unused_places_are_no_tokens(tokenizer):
-    found = tokenizer(bpe("gpt-2"))
-    assert found.backend.token_to_id("[PAD5]") is None and found.vocab_size == len(TOKENS) - 1
+    assert found.backend.token_to_id("[PAD5]") is None and found.vocab_size == len(TOKENS) - 1, "an unused place"
 
 
 @pytest.mark.parametrize(
@@ -537,49 +507,19 @@ def widened(tensors):
     tensors |= {name: np.zeros((400, 64), np.float32) for name in ("token_embd.weight", "output.weight")}
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"general.architecture": None}, ["lacks the key general.architecture"]),
-        ({"general.architecture": "gemma3n"}, ["architecture 'gemma3n'", "supported are llama, qwen2, qwen3"]),
-        ({"llama.attention.head_count_kv": None}, ["blk.0.attn_k.weight has shape (32, 64)", "(64, 64)"]),
-        ({"llama.block_count": 3}, ["lacks the tensor blk.2.attn_norm.weight"]),
-        ({"llama.block_count": 9000}, ["too few for the 9000 layers of its metadata"]),
-        ({"llama.attention.head_count_kv": [2, 1]}, ["differs from layer to layer"]),
-        ({"llama.attention.value_length": 8}, ["value_length is 8, but a head has 16"]),
-        ({"llama.rope.scaling.type": "longrope"}, ["scaling.type is 'longrope'; supported are none, linear and yarn"]),
-        ({"llama.rope.scaling.alpha": 2.0}, ["llama.rope.scaling.alpha is 2.0", "not supported"]),
-        ({"llama.expert_count": 8}, ["it lacks the key llama.expert_used_count (a whole number)"]),
-        ({"llama.attention.sliding_window": 4096}, ["llama.attention.sliding_window is 4096", "not supported"]),
-        ({"split.count": 3}, ["one of 3 pieces", "--merge"]),
-        (bpe("gpt-2"), [f"it has {len(TOKENS)} tokens and embeddings for 96"]),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_keys_that_are_refused(keys, words, make):
-    refused(make(keys=keys), *words)
+def put(tensors):
+    def change(written):
+        for name, tensor in tensors.items():
+            written[name] = tensor.astype(np.float32) if isinstance(tensor, np.ndarray) else tensor
+            if tensor is None:
+                del written[name]
+
+    return change
 
 
-def test_big_endian_files_and_two_rope_scalings_are_refused(make):
-    refused(make(endianess=gguf.GGUFEndian.BIG), "big-endian")
-    refused(make(keys=LINEAR, change=with_factors(np.full(8, 2))), "only one is supported")
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (bpe("deepseek-llm"), ["pre-tokenizer is 'deepseek-llm'", "put the model's tokenizer.json beside the file"]),
-        ({"tokenizer.ggml.model": "t5"}, ["of the kind 't5'", "put the model's tokenizer.json beside the file"]),
-        ({"tokenizer.ggml.model": "gpt2"}, ["lacks the key tokenizer.ggml.tokens"]),
-        (bpe("gpt-2") | {"tokenizer.ggml.token_type": [1]}, ["and the types of 1"]),
-        (bpe("gpt-2") | {"tokenizer.ggml.merges": ["Q Z", "QZ ZQ"]}, ["do not form a tokenizer"]),
-        (bpe("gpt-2", bos_token_id=None, add_bos_token=True), ["add_bos_token is true, and there is no such token"]),
-        (bpe("gpt-2") | {"tokenizer.ggml.model": "llama"}, ["and the scores of 0"]),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_tokenizers_that_are_refused(keys, words, make):
-    refused(make(keys=keys, change=widened), *words)
+@pytest.mark.parametrize(("made", "said"), calls("gguf.txt"))
+def test_a_file_is_refused(made, said, make):
+    refused(make(**eval(made)), said)
 
 
 @pytest.mark.parametrize("keys", [{}, bpe("deepseek-llm"), {"tokenizer.ggml.model": "t5"}])

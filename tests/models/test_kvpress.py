@@ -11,7 +11,9 @@ import pytest
 
 import kvjax
 import models
+from models.commands import calibrate
 from models.rotary import rope_frequencies
+from tests.models import tiny
 from tests.models.make_kvpress import FOLDER, KEPT, T
 from tests.models.make_kvpress_decoding import EVERY, PROMPT
 from tests.models.make_kvpress_decoding import FILE as DECODED
@@ -180,16 +182,6 @@ def test_scores_are_those_of_kvpress(press, budget):
     np.testing.assert_allclose(scores, expected, rtol=relative, atol=absolute)
 
 
-def test_q_filters_are_those_of_a_singular_value_decomposition_of_the_queries():
-    found = models.q_filters(model(), fixture()["tokens"][None, 1:])
-    np.testing.assert_allclose(found, fixture()["q_filters"], atol=1e-5)
-
-
-def test_scores_of_heads_are_those_of_kvpress():
-    found = models.head_scores(model(), fixture()["tokens"].reshape(2, -1), length=50)
-    np.testing.assert_allclose(found, fixture()["head_scores"], atol=1e-5)
-
-
 def merged():
     """Layer 1's values [K, 40, D], in the order of positions, after SnapKV has evicted and the others were merged."""
     scores, cache = observed(made(CASES["snapkv", 40]))
@@ -200,8 +192,12 @@ def merged():
     return np.stack([value[k, live[k]] for k in range(len(live))])  # slot is position
 
 
-def test_values_are_merged_as_in_kvpress():
-    np.testing.assert_allclose(merged(), fixture()["merged"], atol=1e-5)
+def test_filters_scores_of_heads_and_merged_values_are_those_of_kvpress():
+    tokens = fixture()["tokens"]
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    close(models.q_filters(model(), tokens[None, 1:]), fixture()["q_filters"])
+    close(models.head_scores(model(), tokens.reshape(2, -1), length=50), fixture()["head_scores"])
+    close(merged(), fixture()["merged"])
 
 
 # Of DecodingPress over these, every 8 steps; see make_kvpress_decoding.py for why not over others.
@@ -240,3 +236,34 @@ def test_norms_of_projected_values_are_those_of_kvpress():
     _, cache = observed(made(CASES["criticalkv", 40]))
     _, norms = cache.state[1]  # beside the window
     np.testing.assert_allclose(np.asarray(norms)[:, 0], fixture()["output_norms"], rtol=2**-12)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("tokens", [[1, 2, 3], [[0.5, 1.0]], np.zeros((1, 0), int)], ids=str)
+def test_texts_of_another_shape_are_refused(tokens):
+    model = tiny.decoder()
+    with pytest.raises(ValueError, match=r"tokens are \w+ of shape .*; expected integers \[B, T\]"):
+        models.q_filters(model, tokens)
+
+
+def test_equal_queries_lie_at_their_centre_wherever_they_stand():
+    model = tiny.decoder()
+    one, many = (models.query_centres(model, np.full((1, length), 7))[0] for length in (1, 9))
+    np.testing.assert_allclose(many, one, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(one[..., 8:], np.hypot(one[..., :4], one[..., 4:8]), rtol=1e-5)
+
+
+def test_the_command_writes_what_the_functions_return(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "The river was calm, and a small boat lay at the shore. " * 30
+    (tmp_path / "book.txt").write_text(text)
+    arguments = (
+        "retriever --text book.txt --q-filters filters.npy --centres centres.npy --heads heads.npy --rows 2 --length 64"
+    )
+    assert calibrate.main([*arguments.split(), "--compilation-cache", "off"]) == 0
+    assert "filters.npy: (6, " in capsys.readouterr().out
+    model, tokenizer = models.load("retriever")
+    tokens = np.asarray(tokenizer.encode(text))[:128].reshape(2, 64)
+    np.testing.assert_array_equal(np.load("filters.npy"), models.q_filters(model, tokens))
+    np.testing.assert_array_equal(np.load("centres.npy"), models.query_centres(model, tokens))
+    np.testing.assert_array_equal(np.load("heads.npy"), models.head_scores(model, tokens))

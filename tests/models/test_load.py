@@ -23,8 +23,9 @@ from models.families import FAMILIES
 from models.load import load
 from models.parameters import parameter_shapes
 from models.placing import parse_mesh
-from tests.models import reference
+from tests.models import tiny
 from tests.models.make_golden import GOLDEN
+from tests.models.tiny import decoder
 
 TOKENS = np.arange(12)[None]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -178,6 +179,7 @@ print((status("VmHWM") - before) / size)
 @pytest.mark.matrix
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 def test_peak_memory_is_at_most_1_3_times_the_weights(tmp_path):
+    # So large that the weights are what a process takes.
     config = Config(16_000, 512, 1536, num_layers=12, num_heads=8, num_kv_heads=2)
     ones = {name: np.ones(shape, ml_dtypes.bfloat16) for name, shape in parameter_shapes(config).items()}
     models.save(tmp_path, models.Decoder(config, ones))
@@ -282,8 +284,7 @@ def test_weights_that_a_narrow_dtype_cannot_hold_are_refused(folder):
 
 def renamed(folder) -> models.Decoder:
     """A Llama model, as a family would store it that calls one field and one tensor by other names."""
-    config = models.Config(32, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1)
-    model = reference.decoder(config)
+    model = decoder()
     models.save(folder, model)
     raw = json.loads((folder / "config.json").read_text())
     raw |= {"architectures": ["WideForCausalLM"], "model_type": "wide", "width": raw.pop("hidden_size")}
@@ -337,7 +338,7 @@ def test_a_built_in_family_is_registered_as_another_package_s_and_its_name_is_ta
         return dataclasses.replace(phi3.config(raw), architecture="wide")
 
     models.register_family("wide", config, fused=phi3.fused, architecture="WideForCausalLM", written=phi3.written)
-    model = reference.decoder(models.Config(32, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1, architecture="wide"))
+    model = decoder(tiny.config(architecture="wide"))
     models.save(tmp_path, model)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["WideForCausalLM"]
     assert_same(models.load(tmp_path)[0], model)

@@ -10,7 +10,7 @@ import kvjax
 import models
 from models import by_layer
 from tests.campaign.checking import held_of
-from tests.models.tiny import DOCUMENT, SETTINGS, SLIDING, assert_keeps, decoder, run
+from tests.models.tiny import DOCUMENT, SETTINGS, assert_keeps, decoder, run
 
 NAME = "kvzip+match@model(normalise=False)"
 
@@ -56,21 +56,6 @@ def test_several_budgets_share_the_prompt_and_keep_no_samples_either():
     cache = next(each).cache
     assert cache.nbytes == fitted().cache.nbytes
     np.testing.assert_array_equal(cache.position, fitted().cache.position)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(model=SLIDING), r"'match' fits attention over all tokens, but this model has sliding windows"),
-        (dict(policy="kvzip+match+positions"), r"but 'compact' positions turn them later; leave one of them out"),
-    ],
-)
-def test_where_it_cannot_work_a_sentence_says_so(change, message):
-    settings = dict(policy=NAME, when="prompt", evict_every=0, max_new_tokens=2) | SETTINGS | change
-    model = decoder(*[settings.pop("model")] if "model" in settings else [])
-    with pytest.raises(ValueError, match=message):
-        models.generate(model, DOCUMENT, **settings)
 
 
 def test_layers_called_one_by_one_are_fitted_alike(monkeypatch):

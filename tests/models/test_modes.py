@@ -19,24 +19,18 @@ from models.config import Config
 from tests.tiers import first
 from train import butler as training
 
-CONFIG = Config(
+CONFIG = Config(  # with what could promote a dtype: biases, norms of keys, a window
     64, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=128, attention_bias=True,
     query_key_norm=True, architecture="qwen3", sliding_windows=(9, None),
 )  # fmt: skip
 TOKENS = np.stack([np.random.default_rng(row).permutation(64)[:40] for row in range(2)])
 SETTINGS = dict(lengths=np.array([40, 31]), budget=14, block=8, max_new_tokens=4)
-POLICIES = [  # the first by default: it has a window and an allocation; state and CAOTE are among the functions below
-    "snapkv(window=4)@adakv",
-    "h2o+caote+protect(sinks=2,recent=0.5)",
-    "kvzip(chunk=16)+caote",
-    "streaming(sinks=2)+positions(kind='compact')",
-    "cake(window=4)+critical@cake",
-    "expected_attention@pyramid",
-    "butler+caote",
-    "sage(heads='query')+pool",
-    "dapq(window=4)+fast_caote+merge",
-    "tova(heads='group')+caote(target='output')@model",
-]
+# the first by default: it has a window and an allocation; state and CAOTE are among the functions below
+POLICIES = """
+snapkv(window=4)@adakv h2o+caote+protect(sinks=2,recent=0.5) kvzip(chunk=16)+caote
+streaming(sinks=2)+positions(kind='compact') cake(window=4)+critical@cake expected_attention@pyramid butler+caote
+sage(heads='query')+pool dapq(window=4)+fast_caote+merge tova(heads='group')+caote(target='output')@model
+""".split()
 SOURCES = ["quest(page_size=4)", "butler", "oracle", "first_layer", "previous_layer", "random", "streaming"]
 
 

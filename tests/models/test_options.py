@@ -1,15 +1,21 @@
-"""Settings as one value, or as keyword arguments."""
+"""What a run is told: settings as one value or as arguments, when it evicts, and what it refuses before it begins."""
 
 import dataclasses
+import warnings
 from typing import get_type_hints
 
+import jax
 import numpy as np
 import pytest
 
+import kvjax
 import models
+from kvjax.chains import LINKS
+from kvjax.schedule import moments
+from models import engine
 from models.options import AnswerSettings, AskSettings, EngineSettings, Options, PromptSettings
-from tests.models import tiny
-from tests.models.tiny import decoder
+from tests.models import reference, tiny
+from tests.models.tiny import DOCUMENT, SETTINGS, decoder
 
 GIVEN = dict(policy=tiny.WINDOW, **tiny.SETTINGS)
 
@@ -33,20 +39,104 @@ def test_options_are_keyword_arguments_that_come_first():
     np.testing.assert_array_equal(again.tokens, given.tokens)
 
 
-def test_each_function_takes_its_own_settings():
-    for call, wrong in {
-        "prefill": lambda: models.prefill(decoder(), tiny.TOKENS, max_new_tokens=3),
-        "generate": lambda: models.generate(decoder(), tiny.TOKENS, reserve=3),
-        "stream": lambda: models.stream(decoder(), tiny.TOKENS, polciy="h2o"),
-        "Engine": lambda: models.Engine(decoder(), rows=1, select="oracle"),
-        "submit": lambda: models.Engine(decoder(), rows=1).submit([1], budget=3),
-        "prefill_each": lambda: models.prefill_each(decoder(), tiny.TOKENS, policies=["h2o"], policy="h2o"),
-    }.items():
-        with pytest.raises(TypeError, match=rf"^{call}\(\) takes no argument '\w+'\."):
-            wrong()
-    with pytest.raises(TypeError, match="Did you mean 'policy'"):
-        models.stream(decoder(), tiny.TOKENS, polciy="h2o")
-    with pytest.raises(TypeError, match=r"options is a dict; expected a models\.Options"):
-        models.generate(decoder(), tiny.TOKENS, options={"policy": "h2o"})
-    with pytest.raises(ValueError, match=r"but prefill\(\) makes no selection"):
-        models.prefill(decoder(), tiny.TOKENS, options=Options(select="oracle", budget=4))
+AT_EVERY_BLOCK = "h2o tova streaming h2o+caote tova+fast_caote snapkv+caote keydiff key_norm q_filters"
+AT_ONCE = (
+    "snapkv snapkv@adakv snapkv@pyramid snapkv+critical laprox@model cake@cake lava@lava expected_attention curdkv"
+)
+AT_ONCE += " lagkv finch kvzip+pool"
+# docs/methods.md has the sources
+PUBLISHED = dict.fromkeys(AT_EVERY_BLOCK.split(), ("block", 1)) | dict.fromkeys(AT_ONCE.split(), ("prompt", 0))
+PUBLISHED["sage"] = ("prompt", 1)
+PUBLISHED["rkv"] = ("prompt", 128)
+USUAL = {"h2o+caote": 1, "snapkv": 32, "snapkv(window=8)+caote@adakv": 8, "h2o@cake": 32, "h2o@cake(window=5)": 5}
+USUAL["rkv"] = 128
+
+
+@pytest.mark.parametrize(("name", "expected"), PUBLISHED.items(), ids=PUBLISHED)
+def test_published_moments_are_those_of_the_paper(name, expected):
+    assert moments(kvjax.parse(name), "published", None) == expected
+
+
+def test_every_paper_of_a_base_score_says_when():
+    silent = {name for name, make in LINKS.items() if make().base and make().published is None}
+    assert silent == {"butler", "random"}, "TokenButler's paper evicts nothing, a random choice has none"
+    told = [make().published.source for make in LINKS.values() if make().published]
+    assert all("arXiv" in source or "openreview" in source for source in told)
+
+
+@pytest.mark.parametrize(("name", "every"), USUAL.items(), ids=USUAL)
+def test_by_default_a_policy_waits_for_its_window(name, every):
+    assert moments(kvjax.parse(name), "block", None) == ("block", every)
+
+
+def test_explicit_steps_win():
+    assert [moments(kvjax.parse("snapkv"), when, 3)[1] for when in ("block", "prompt", "published")] == [3] * 3
+
+
+def test_sage_warns_where_it_is_chosen_anew_by_every_block():
+    """A stream that nobody reads says so already."""
+    settings = dict(policy="sage", budget=16, max_new_tokens=2, end=())
+    with pytest.warns(UserWarning, match=r"'sage' is made to choose once, .* 60 tokens comes in blocks of 8") as caught:
+        models.stream(decoder(), DOCUMENT, block=8, **settings)
+    assert caught[0].filename == __file__, "the warning names the line that asked"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        models.stream(decoder(), DOCUMENT, block=8, when="published", **settings)
+        models.stream(decoder(), DOCUMENT, block=64, **settings)
+        models.stream(decoder(), DOCUMENT, block=8, **settings | dict(policy="h2o"))
+
+
+def test_the_warning_names_the_line_that_asked(monkeypatch):
+    monkeypatch.setattr(engine, "_run_prompt", None)  # it is warned before anything runs
+    with pytest.warns(UserWarning) as caught, pytest.raises(TypeError):
+        models.prefill(decoder(), DOCUMENT, policy="sage", **SETTINGS)
+    assert caught[0].filename == __file__
+
+
+CONFIG = tiny.config(max_positions=64)  # what is longer is refused
+TOKENS = np.arange(40)[None]
+
+
+@pytest.mark.parametrize("run", [models.prefill, models.generate, models.stream])
+def test_each_kind_of_run_refuses_what_cannot_be_before_anything_runs(model, run):
+    with pytest.raises(ValueError, match=r"the budget is 16 tokens, but .* 4 first and 20 last ones: give at least 24"):
+        run(model, TOKENS, policy="h2o+protect(sinks=4,recent=20)", budget=16)
+    with pytest.raises(ValueError, match=r"take (65|129) positions, but the model has 64: shorten the prompt"):
+        run(model, np.zeros((1, 65), int))
+
+
+def test_positions_are_enough_for_prompt_and_answer_or_tokens_are_evicted(model):
+    models.stream(model, TOKENS, max_new_tokens=24, end=())  # what is refused is refused here already
+    models.stream(model, np.tile(TOKENS, (1, 3)), policy="h2o", budget=8, block=8, max_new_tokens=4, end=())
+
+
+def test_padding_outside_the_vocabulary_does_no_harm(model):
+    tokens = np.where(np.arange(40) < 30, TOKENS, -1)
+    with_padding = models.prefill(model, tokens, lengths=np.array([30]), block=16).logits
+    np.testing.assert_allclose(with_padding, models.prefill(model, TOKENS, lengths=np.array([30]), block=16).logits)
+
+
+@pytest.mark.parametrize("run", [models.prefill, models.generate, models.stream])
+@pytest.mark.parametrize("traced", ["tokens", "lengths", "question"])
+def test_a_traced_prompt_is_refused(model, run, traced):
+    given = dict(tokens=TOKENS, lengths=np.array([40]), question=np.array([2]))
+
+    def inside(argument):
+        settings = given | {traced: argument}
+        return run(model, settings.pop("tokens"), policy="h2o", budget=16, **settings)
+
+    with pytest.raises(ValueError, match=r"the prompt is traced .* call prefill, generate and stream outside"):
+        jax.jit(inside)(given[traced])
+
+
+def test_a_ratio_is_rounded_up_once_from_the_exact_product(model):
+    cache, _ = models.prefill(model, np.arange(100)[None] % 48, policy="tova", budget=0.07, block=10)
+    assert cache.num_live.max() == 7
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(number):
+    weights = reference.parameters(CONFIG)
+    broken = reference.decoder(CONFIG, weights | {"norm": np.full_like(weights["norm"], number)})
+    with pytest.raises(ValueError, match=r"the model's logits are NaN or infinite: .* float32 is too narrow"):
+        next(models.stream(broken, TOKENS, max_new_tokens=2))

@@ -74,19 +74,6 @@ def test_top_1_and_the_smallest_share_are_greedy_at_any_temperature(temperature,
     assert drawn([2.0, 5.0, 5.0, 1.0], temperature=temperature, **least)[1] == DRAWS
 
 
-def test_of_equals_top_k_has_no_more_than_k():
-    assert (drawn([1.0, 4.0, 4.0, 4.0], temperature=1.0, top_k=2) > 0).tolist() == [False, True, True, False]
-
-
-def test_top_k_beyond_the_vocabulary_draws_from_all():
-    logits = [1.0, 0.0, 2.0]
-    assert close(drawn(logits, temperature=1.0, top_k=2**31 - 1), softmax(np.array(logits)))
-
-
-def test_nothing_asked_for_is_greedy():
-    assert drawn([2.0, 1.0, 4.0], temperature=0.0, top_k=3, top_p=0.5)[2] == DRAWS
-
-
 @pytest.mark.matrix
 def test_a_share_of_1_leaves_no_token_out():
     logits = jax.random.normal(jax.random.key(1), (1, 50_000)) * 1e-3
@@ -95,3 +82,10 @@ def test_a_share_of_1_leaves_no_token_out():
     for seed in range(20):
         key = jax.random.key(seed)
         assert sample(rows, key, whole).item() == sample(rows, key, alone).item()
+
+
+def test_top_k_takes_no_more_than_k_of_equals_and_all_beyond_the_vocabulary_and_without_temperature_the_best():
+    assert (drawn([1.0, 4.0, 4.0, 4.0], temperature=1.0, top_k=2) > 0).tolist() == [False, True, True, False]
+    logits = [1.0, 0.0, 2.0]
+    assert close(drawn(logits, temperature=1.0, top_k=2**31 - 1), softmax(np.array(logits)))
+    assert drawn([2.0, 1.0, 4.0], temperature=0.0, top_k=3, top_p=0.5)[2] == DRAWS

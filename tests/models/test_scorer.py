@@ -6,7 +6,6 @@ import math
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 import models
@@ -27,10 +26,6 @@ def scorer(hidden=4):
     shapes = parameter_shapes(config)
     drawn = {name: (0.3 * random.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
     return models.Scorer(config, jax.device_put(drawn))
-
-
-def other():
-    return models.Scorer(models.ScorerConfig(32, num_layers=3, num_kv_heads=2), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("hidden", first(1, [4, 0]))
@@ -69,20 +64,6 @@ def test_a_scorer_is_read_as_it_was_written(tmp_path):
     (tmp_path / "scorer.json").write_text("{}")
     with pytest.raises(ValueError, match="describes no scorer"):
         models.load_network(tmp_path, decoder())
-
-
-@pytest.mark.parametrize(
-    ("policy", "networks", "sentence"),
-    [
-        ("zap", None, r"the policy 'zap' needs a network that predicts score: pass networks=models.load_network"),
-        ("h2o", scorer, r"networks=scorer \(score\) was given, but nothing reads what it predicts"),
-        ("zap", other, r"another model, with hidden_size, num_layers, num_kv_heads = \[32, 3, 2\]"),
-        ("zap", lambda: [scorer(), scorer()], r"predicts score, but 2 were given \(scorer, scorer\)"),
-    ],
-)
-def test_a_scorer_belongs_to_its_policy_and_model(policy, networks, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        models.prefill(decoder(), TOKENS, budget=10, policy=policy, networks=networks and networks())
 
 
 def test_zap_says_what_it_lacks():

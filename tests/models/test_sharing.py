@@ -87,22 +87,6 @@ def test_a_result_is_made_when_its_turn_comes_and_may_be_used_up_before_the_next
 
 
 @pytest.mark.parametrize(
-    "policies, said",
-    [
-        ([], "give at least one policy"),
-        ("h2o", "give a list of policies"),
-        (None, "give a list of policies"),
-        ([("h2o", 8, 3)], "pair of a policy and its budget"),
-        (["h2o"], "needs a budget"),
-        ([("h2o", 0.5), ("snapkv", 8)], "always keeps 0 first and 32 last"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_the_model_runs(policies, said) -> None:
-    with pytest.raises(ValueError, match=said):
-        models.prefill_each(decoder(), TOKENS, policies=policies, block=32)
-
-
-@pytest.mark.parametrize(
     ("settings", "evict_every"),
     first(1, [(dict(policy=STATE, budget=24, question=HELD_BACK), None), (dict(policy="h2o@adakv", budget=24), 1)]),
 )

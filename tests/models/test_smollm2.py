@@ -49,22 +49,13 @@ def test_greedy_continuations_are_those_of_transformers(smollm2):
     assert found == expected
 
 
-def test_tokens_are_those_of_transformers(smollm2):
+def test_tokens_texts_and_chats_are_those_of_transformers(smollm2):
     _, tokenizer = smollm2
-    assert [tokenizer.encode(text) for text in EXPECTED["texts"]] == EXPECTED["token_ids"]
-    assert [tokenizer.encode(prompt) for prompt in EXPECTED["prompts"]] == EXPECTED["prompt_ids"]
-
-
-def test_texts_come_back(smollm2):
-    _, tokenizer = smollm2
-    found = [tokenizer.decode(ids, skip_special_tokens=False) for ids in EXPECTED["token_ids"]]
-    assert found == EXPECTED["texts"]
-
-
-def test_chats_are_those_of_transformers(smollm2):
-    _, tokenizer = smollm2
-    found = [tokenizer.chat([{"role": "user", "content": question}]) for question in EXPECTED["questions"]]
-    assert found == EXPECTED["chat_texts"]
+    for texts, ids in (("texts", "token_ids"), ("prompts", "prompt_ids")):
+        assert [tokenizer.encode(text) for text in EXPECTED[texts]] == EXPECTED[ids]
+    assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in EXPECTED["token_ids"]] == EXPECTED["texts"]
+    chats = [[{"role": "user", "content": question}] for question in EXPECTED["questions"]]
+    assert list(map(tokenizer.chat, chats)) == EXPECTED["chat_texts"]
 
 
 def test_config_and_end_tokens(smollm2):

@@ -13,15 +13,8 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PACKAGES = (
-    "kernels_pallas",
-    "kvjax",
-    "models",
-    "evals",
-    "train",
-    "benchmarks",
-    "papers",
-)  # each imports only those before it
+# Each imports only those before it.
+PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks", "papers")
 
 
 class Fault(NamedTuple):

@@ -18,13 +18,13 @@ import models
 from kernels_pallas import cache_attention, mse_logits
 from models import butler as butler_module
 from models.butler import Butler, butler_input
-from tests.models import reference
+from tests.models import reference, tiny
 from tests.tiers import first, matrix
 from train import butler as trainer
 from train import loop
 from train.butler import Settings, butler_config_of, loss_of, measure, settings_of
 
-CONFIG = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, max_positions=64)
+CONFIG = tiny.config(num_layers=3)  # two layers are predicted
 
 
 @pytest.fixture

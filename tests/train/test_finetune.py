@@ -18,6 +18,7 @@ from tests.tiers import matrix
 from train import answers, finetune, loop, lora
 from train.text import Corpus
 
+# It is trained: as small as can be, with a token that ends answers.
 CONFIG = models.Config(64, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64, bos=0, eos=(1,))
 SETTINGS = finetune.Settings(
     tokens=4 * 2 * 24, seq_len=24, batch=2, lr=0.01, policy="h2o+caote", budget=8, block=8, warmup=0.0

@@ -21,6 +21,7 @@ from train.butler import Settings
 from train.checkpoints import digest
 from train.text import Corpus
 
+# The least: no objective of this file runs it.
 CONFIG = models.Config(64, 16, 16, num_layers=1, num_heads=1, num_kv_heads=1, max_positions=64)
 SETTINGS = Settings(tokens=6 * 2 * 8, seq_len=8, batch=2, lr=0.1)
 

@@ -12,13 +12,13 @@ import kvjax
 import models
 from models import repeating
 from tests.models import reference
+from tests.models.tiny import CONFIG
 from tests.tiers import first, matrix, nightly
 from train import loop
 from train import scorer as trainer
 from train.scorer import Settings, largest_attention, measure, settings_of, train
 from train.text import Corpus
 
-CONFIG = models.Config(64, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64)
 SETTINGS = Settings(tokens=30 * 4 * 16, seq_len=16, batch=4, lr=0.02)
 WORDS = (3, 5)
 

@@ -5,6 +5,7 @@ import io
 import re
 import signal
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,28 +22,8 @@ from models.tokenizer import Tokenizer
 from tests.models import reference
 from tests.tiers import first
 
-CHATML = (
-    "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA = (
-    "{% for m in messages %}{% set text = '<|start|>' + m.role + '<|end|>\n\n' + m.content | trim + '<|eot|>' %}"
-    "{% if loop.first %}{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
-)
-WITHOUT_THOUGHTS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1].lstrip('\n') "
-    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
-)
-SYSTEM_LAST = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' }}"
-    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
-    "{{ m.content + '[/INST]' }}{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}"
-    "{% endfor %}"
-)
-TEMPLATES = dict(chatml=CHATML, llama=LLAMA, thoughts=WITHOUT_THOUGHTS, system_last=SYSTEM_LAST)
+TEMPLATES = {file.stem: file.read_text("utf-8") for file in sorted(Path(__file__).with_name("templates").iterdir())}
+CHATML, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS = (TEMPLATES[n] for n in ("chatml", "llama", "system_last", "thoughts"))
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>"]
 END = "<|im_end|>"
 SETTINGS = dict(policy="snapkv(window=4)+caote", budget=48, block=16, max_new_tokens=9)
@@ -100,6 +81,7 @@ class Scripted:
     """In a model's place: gives the answers that it was told to give."""
 
     def __init__(self, tokenizer, answers):
+        # No model is run: only the tokens that end an answer are read.
         self.config = models.Config(256 + len(SPECIAL), 16, 16, 1, 1, 1, eos=tuple(range(256, 256 + len(SPECIAL))))
         self.embedding = None
         self.answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in answers]

@@ -16,8 +16,7 @@ from models import commands, fingerprints
 from models.commands import provenance
 from models.tokenizer import Tokenizer
 from tests.models import reference
-
-CONFIG = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+from tests.models.tiny import CONFIG
 
 
 def a_model(seed=0):

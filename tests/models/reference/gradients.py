@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.models.reference.rotary import rope
+
 Back = Callable[[np.ndarray], np.ndarray]
 
 
@@ -78,7 +80,7 @@ def _attention(model: Any, layer: int, p: dict[str, np.ndarray], y: np.ndarray) 
             back.append(of_norm)
         plain[name], backs[name] = z, back
     scale = 1.0 if config.attention_multiplier is None else config.attention_multiplier * math.sqrt(D)
-    query = model.turned(plain["query"] * scale * amplitude, turns, frequency).reshape(K, -1, m, D)
+    query = rope(plain["query"] * scale * amplitude, turns, frequency).reshape(K, -1, m, D)
     logits = np.einsum("kgtd,kpd->kgtp", query, key) / math.sqrt(D)
     _, uncapped = _capped(logits, config.attention_soft_cap)
     out = np.einsum("kgtp,kpd->kgtd", weights, value).reshape(-1, m, D)
@@ -89,7 +91,7 @@ def _attention(model: Any, layer: int, p: dict[str, np.ndarray], y: np.ndarray) 
     def of_heads(d: np.ndarray, name: str, factor: Any) -> np.ndarray:
         """From rotated queries or keys, [heads, m, D], to the layer's attention input."""
         heads = plain[name].shape[0]
-        d = model.turned(d, -turns[: len(d)], frequency) * factor
+        d = rope(d, -turns[: len(d)], frequency) * factor
         d = d.reshape(heads, -1, m, D).sum(axis=1)
         for back in reversed(backs[name]):
             d = back(d)

@@ -16,7 +16,7 @@ from models.decoder import Decoder
 from models.parameters import parameter_shapes
 from models.scorer import Scorer, ScorerConfig
 from models.scorer import parameter_shapes as scorer_shapes
-from tests.models.reference.decoder import inverse_frequencies
+from tests.models.reference.rotary import inverse_frequencies
 
 
 def parameters(config: Config, seed: int = 0, sharpness: float = 1.5) -> dict[str, np.ndarray]:
@@ -66,7 +66,7 @@ def scorer(config: Config, seed: int = 0) -> Scorer:
 def masked_logits(weights: dict[str, Any], config: Config, tokens: Any, seen: np.ndarray) -> jax.Array:
     """A dense forward of one sequence in JAX; constants, ``seen`` [L, K, T, T], say which query sees which key."""
     T, K, D = len(tokens), config.num_kv_heads, config.head_dim
-    angle = np.arange(T)[:, None] * inverse_frequencies(config, T)[0]
+    angle = np.arange(T)[:, None] * inverse_frequencies(config.rope, config.head_dim, T)[0]
     cos, sin = jnp.cos(jnp.asarray(angle, jnp.float32)), jnp.sin(jnp.asarray(angle, jnp.float32))
 
     def normed(x, weight):

@@ -14,6 +14,7 @@ import numpy as np
 
 from tests.kvjax import contests
 from tests.models.reference.choices import LARGEST, TIE, Choices
+from tests.models.reference.rotary import rope
 
 
 class Seen(NamedTuple):
@@ -552,9 +553,7 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
         K, P, D = seen.key.shape
         at, attended, alike = np.arange(P), np.zeros((K, 1, P)), np.zeros((K, P))
         last = seen.query[:, :, -window:]
-        turn = np.exp(1j * at[P - last.shape[2] :, None] * seen.frequency)
-        turned = (last[..., : D // 2] + 1j * last[..., D // 2 :]) * turn
-        query = np.concatenate([turned.real, turned.imag], axis=-1)
+        query = rope(last, at[P - last.shape[2] :], seen.frequency)
         logits = np.einsum("kgwd,kpd->kgwp", query, seen.key) / D**0.5
         logits = logits if seen.soft_cap is None else seen.soft_cap * np.tanh(logits / seen.soft_cap)
         for k, kept in enumerate(seen.kept):

@@ -6,12 +6,19 @@ import math
 
 import numpy as np
 
+from tests.models.reference.rotary import rope
+
 
 def predicted(w: dict[str, np.ndarray], theta: float, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Queries q' and keys k', [L', N, T, D'], of a sequence [T, E]; ``w`` are the parameters by name."""
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        half = x.shape[-1] // 2
+        return rope(x, np.arange(x.shape[-2]), theta ** (-np.arange(half) / half))
+
     reduced = x @ w["reduce"]
     query, key, value = (np.einsum("tr,rnd->ntd", reduced, w[name]) for name in ("query", "key", "value"))
-    logits = np.einsum("nid,njd->nij", _rotated(query, theta), _rotated(key, theta)) / math.sqrt(query.shape[-1])
+    logits = np.einsum("nid,njd->nij", turned(query), turned(key)) / math.sqrt(query.shape[-1])
     logits = np.where(np.tri(len(x)) > 0, logits, -np.inf)
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     attended = np.einsum("nij,njd->ind", weights / weights.sum(-1, keepdims=True), value).reshape(len(x), -1)
@@ -23,12 +30,4 @@ def predicted(w: dict[str, np.ndarray], theta: float, x: np.ndarray) -> tuple[np
         np.einsum("th,hlnd->lntd", hidden / (1 + np.exp(-hidden)), w[out])
         for hidden, out in ((query, "query_out"), (key, "key_out"))
     )
-    return _rotated(query, theta), _rotated(key, theta)
-
-
-def _rotated(x: np.ndarray, theta: float) -> np.ndarray:
-    """[..., T, width]; element i turns with element i + width / 2."""
-    half = x.shape[-1] // 2
-    angle = np.arange(x.shape[-2])[:, None] * theta ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    return turned(query), turned(key)

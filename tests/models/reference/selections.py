@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.reference.decoder import inverse_frequencies, norm, rope, softmax
+from tests.models.reference.decoder import norm, softmax
+from tests.models.reference.rotary import inverse_frequencies, rope
 
 
 def forward(
@@ -21,7 +22,7 @@ def forward(
     """
     w = {name: np.asarray(array, np.float64) for name, array in weights.items()}
     group, at = config.num_heads // config.num_kv_heads, np.arange(len(tokens))
-    frequency, _ = inverse_frequencies(config, len(tokens))
+    frequency, _ = inverse_frequencies(config.rope, config.head_dim, len(tokens))
     x, logits, masks = w["embedding"][tokens], [], []
     for layer in range(config.num_layers):
         p = {name.removeprefix("layers."): a[layer] for name, a in w.items() if name.startswith("layers.")}
