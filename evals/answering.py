@@ -228,18 +228,6 @@ class _Job:
     width: int
 
     @property
-    def block(self) -> int:
-        return self.feed.block
-
-    @property
-    def batch(self) -> int:
-        return self.feed.batch
-
-    @property
-    def aids(self) -> Aids:
-        return self.feed.aids
-
-    @property
     def longest(self) -> int:
         return max(self.width, *(len(prompt.tokens) for prompt in self.prompts))
 
@@ -266,7 +254,7 @@ class _Job:
         contexts = [self.prompts[rows[0]].tokens[: self.prompts[rows[0]].context_end] for rows in self.texts]
         widest, longest, each = max(map(len, tails)), max(map(len, contexts)), len(self.texts[0])
         for number, (chosen, filled) in enumerate(
-            batches(self.model, range(len(contexts)), max(1, self.batch // each))
+            batches(self.model, range(len(contexts)), max(1, self.feed.batch // each))
         ):
             rows = [row for text in filled for row in self.texts[text]]
             told = rows[: len(chosen) * each]
@@ -287,7 +275,7 @@ class _Job:
                 cache = kvjax.repeat(kept, each)
                 steps = models.stream(
                     self.model, questions, lengths=np.array([len(tails[row]) for row in rows]), cache=cache,
-                    block=self.block, max_new_tokens=self.new_tokens, end=self.end, fit_prompt=True,
+                    block=self.feed.block, max_new_tokens=self.new_tokens, end=self.end, fit_prompt=True,
                     **self.feed.drawn(told),
                 )  # fmt: skip
                 yield setting, self.answer(setting, _ModelBatch(told, questions, counts, None), clock, steps)
@@ -303,9 +291,9 @@ class _Job:
             return
         (setting,) = settings
         ((_, cache),) = models.stream(
-            self.model, tokens, lengths=lengths, policy=self.aids.policy(setting), budget=setting.budget,
-            networks=self.aids.of(setting), when=setting.when, block=self.block, cache_dtype=setting.cache_dtype,
-            max_new_tokens=1, evict_every=0, end=(), on_block=clock.block, fit_prompt=True,
+            self.model, tokens, lengths=lengths, policy=self.feed.aids.policy(setting), budget=setting.budget,
+            networks=self.feed.aids.of(setting), when=setting.when, block=self.feed.block, max_new_tokens=1,
+            cache_dtype=setting.cache_dtype, evict_every=0, end=(), on_block=clock.block, fit_prompt=True,
         )  # fmt: skip
         yield setting, without_room(stacked_up(cache))
 
@@ -315,8 +303,8 @@ class _Job:
         """Run prompts once for settings that share them."""
         return models.prefill_each(
             self.model, tokens, lengths=lengths, when="prompt",
-            policies=[(self.aids.policy(setting), setting.budget) for setting in settings],
-            block=self.block, question=questions, networks=self.aids.networks,
+            policies=[(self.feed.aids.policy(setting), setting.budget) for setting in settings],
+            block=self.feed.block, question=questions, networks=self.feed.aids.networks,
             cache_dtype=settings[0].cache_dtype,
         )  # fmt: skip
 
@@ -331,7 +319,7 @@ class _Job:
             extremes = [max(prompts, key=lambda prompt: len(prompt.tokens))]
         if held_back:
             extremes += [min(prompts, key=_question_length), max(prompts, key=_question_length)]
-        for chosen, filled in batches(self.model, rows, self.batch, of=len(prompts)):
+        for chosen, filled in batches(self.model, rows, self.feed.batch, of=len(prompts)):
             fed = [prompts[row] for row in filled] + extremes
             counts = np.array([len(prompt.tokens) for prompt in fed])
             questions = np.array([_question_length(prompt) for prompt in fed]) if held_back else None
@@ -344,9 +332,10 @@ class _Job:
         for fed in self.model_batches([setting], rows):
             clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
             steps = models.stream(
-                self.model, fed.tokens, lengths=fed.lengths, policy=self.aids.policy(setting), budget=setting.budget,
-                select=setting.select, networks=self.aids.of(setting), block=self.block, max_new_tokens=self.new_tokens,
-                when=setting.when, evict_every=setting.evict_every, question=fed.questions, end=self.end,
+                self.model, fed.tokens, lengths=fed.lengths, policy=self.feed.aids.policy(setting),
+                budget=setting.budget, select=setting.select, networks=self.feed.aids.of(setting),
+                block=self.feed.block, max_new_tokens=self.new_tokens, when=setting.when,
+                evict_every=setting.evict_every, question=fed.questions, end=self.end,
                 cache_dtype=setting.cache_dtype, on_block=clock.block, fit_prompt=True,  # bytes are those of its need
                 **self.feed.drawn(fed.rows),
             )  # fmt: skip

@@ -167,7 +167,7 @@ def score(task: Task, answer: Answer, sample: TextSample) -> float:
     return max((task.metric(text, reference, sample.extra) for reference in sample.references), default=0.0)
 
 
-def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) -> Iterator[dict[str, Any]]:
+def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]] | None) -> Iterator[dict[str, Any]]:
     """Read the records of a .jsonl or .csv file in a folder, or on the hub where ``source`` is "hub".
 
     Args:
@@ -182,7 +182,7 @@ def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) ->
         FileNotFoundError: the folder or file does not exist.
         ValueError: a line is no JSON object, or the file is no CSV.
     """
-    lines = hub(file) if source == "hub" else _lines(Path(source), file)
+    lines = hub(file) if source == "hub" and hub is not None else _lines(Path(source), file)
     if file.endswith(".csv"):
         yield from _csv_records(source, file, lines)
         return
@@ -306,7 +306,7 @@ class DataSet(NamedTuple):
         prompts: the help text of ``--prompts``.
         read_tasks: returns the tasks with the prompts that the flags ask for.
         notes: returns the lines below the table about prompts and metrics.
-        hub: returns the lines of a file on the hub.
+        hub: returns the lines of a file on the hub; None if it has none.
         file: returns the file of a task.
         cut: whether the middle of a prompt that is too long is left out.
     """
@@ -316,7 +316,7 @@ class DataSet(NamedTuple):
     prompts: str
     read_tasks: Callable[[argparse.Namespace], Mapping[str, Task]]
     notes: Callable[[argparse.Namespace], list[str]]
-    hub: Callable[[str], Iterator[str]]
+    hub: Callable[[str], Iterator[str]] | None = None
     file: Callable[[str], str] = "{}.jsonl".format
     cut: bool = True
 
@@ -344,6 +344,8 @@ class DataSet(NamedTuple):
         """
         if flags.data is None:
             raise ValueError("no data was named; give the folder with the published files, or 'hub', with --data.")
+        if flags.data == "hub" and self.hub is None:
+            raise ValueError(f"--data is hub, but {self.title} has no records there; give a folder with its files.")
         command_line.check_least(flags, samples=1, length=1)
         chosen = command_line.choose("--tasks", flags.tasks, list(self.tasks))
         if flags.data != "hub" and not Path(flags.data).is_dir():

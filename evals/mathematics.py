@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -148,8 +148,6 @@ def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
     DATA.check(flags)
     command_line.check_least(flags, new_tokens=1, repeats=1)
-    if flags.data == "hub":
-        raise ValueError("--data is hub, but these records come from files; give a folder with math500.jsonl.")
     if flags.repeats > 1 and flags.temperature == 0:
         raise ValueError(
             f"--repeats is {flags.repeats}, but at --temperature 0 all answers are the same; give a temperature."
@@ -180,10 +178,6 @@ def notes(flags: argparse.Namespace) -> list[str]:
     return [f"prompts: {prompts}", f"answers: {drawn}, {flags.repeats} per problem; the last box, normalised"]
 
 
-def _hub(file: str) -> Iterator[str]:
-    raise FileNotFoundError(f"{file} is not read from the hub; give a folder with --data.")
-
-
 DATA = DataSet(
-    "Mathematics: MATH-500 and AIME", TASKS, 'a JSON file: {"math500": "... {context} ..."}', read_tasks, notes, _hub
+    "Mathematics: MATH-500 and AIME", TASKS, 'a JSON file: {"math500": "... {context} ..."}', read_tasks, notes
 )

@@ -166,10 +166,7 @@ def check(flags: argparse.Namespace) -> None:
         ValueError: a length is no number of tokens, or the block, batch, depths, samples or facts are below 1.
     """
     command_line.check_sizes(flags)
-    if flags.depths < 1 or flags.samples < 1 or flags.facts < 1:
-        raise ValueError(
-            f"{flags.depths} depths, {flags.samples} samples and {flags.facts} facts; give at least 1 of each."
-        )
+    command_line.check_least(flags, depths=1, samples=1, facts=1)
     if not 1 <= flags.asked <= flags.facts:
         raise ValueError(f"--asked is {flags.asked}; give a number from 1 to the {flags.facts} facts of a text.")
 

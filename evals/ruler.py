@@ -226,8 +226,6 @@ def command(flags: argparse.Namespace) -> None:
 def _check_data(flags: argparse.Namespace) -> None:
     if given := [name for name in ("essays", "qa", "lengths") if getattr(flags, name) is not None]:
         raise ValueError(f"--data holds whole samples; leave out {', '.join(f'--{name}' for name in given)}.")
-    if flags.data == "hub":
-        raise ValueError("RULER publishes scripts, not samples; give the folder that they wrote with --data.")
     DATA.check(flags)
 
 
@@ -280,7 +278,7 @@ def _parse_json(path: Path, text: str) -> Any:
         raise ValueError(f"{path} is not JSON ({error}); give the published file.") from None
 
 
-# Whole samples, which RULER's scripts made as long as they are asked for; --data is never the hub.
+# Whole samples, which RULER's scripts made as long as they were asked for.
 DATA = documents.DataSet(
-    "RULER", PUBLISHED, "", lambda _: PUBLISHED, notes, lambda _: iter(()), "{}/validation.jsonl".format, cut=False
+    "RULER", PUBLISHED, "", lambda _: PUBLISHED, notes, file="{}/validation.jsonl".format, cut=False
 )
