@@ -417,7 +417,7 @@ def command(flags: argparse.Namespace) -> None:
     chunks = chunks_for(model, tokenizer, text, flags)
     aids = answering.Aids(tokenizer, command_line.networks_for(flags, [*chosen, *settings], model))
     digests = evaluator.digests(model, tokenizer, aids.networks) | {"text": texts.digest(text)}
-    run(flags, "perplexity", digests, model, chunks, settings, aids)
+    _run(flags, digests, model, chunks, settings, aids)
 
 
 def make_settings(flags: argparse.Namespace) -> list[Setting]:
@@ -469,19 +469,15 @@ def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse
     return make_chunks(tokenizer, text, flags.chunk, flags.sequences, flags.stride)
 
 
-TITLES = {"perplexity": "Perplexity", "oracles": "Oracles and simple signals"}
-
-
-def run(
+def _run(
     flags: argparse.Namespace,
-    name: str,
     digests: Mapping[str, str],
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    settings: Sequence[Setting] = (),
-    aids: answering.Aids = answering.NO_AIDS,
+    settings: Sequence[Setting],
+    aids: answering.Aids,
 ) -> None:
-    """Measure all settings, print the tables, and write the files that the flags ask for; the picture has a title."""
+    """Measure all settings, print the tables, and write the files that the flags ask for."""
     chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
     like = simulator.DENSE._replace(networks=aids.networks, sinks=flags.sinks, heads=flags.heads)
     for setting in settings:  # all settings are checked before the first is run
@@ -496,24 +492,22 @@ def run(
         shared: dict[str, Any] = dict(counted=flags.stride, progress=progress)
         full = full_losses(model, chunks, batch=flags.batch, **shared)
         results = measure(model, chunks, full, chosen, sparsities, like=like, batch=flags.batch, **shared)
-        evicted = []
-        if settings:  # the papers' figures run no policies, and have no --block
-            feed = answering.Feed(flags.block, flags.batch, aids)
-            evicted = measure_policies(model, chunks, full, settings, feed=feed, **shared)
+        feed = answering.Feed(flags.block, flags.batch, aids)
+        evicted = measure_policies(model, chunks, full, settings, feed=feed, **shared)
         progress.set_description("done")
-    named = getattr(flags, "against", None)
-    of_selections = PREDICTOR if named is None or settings else str(selections.parse_selection(named))
+    predictor = flags.against is None or bool(settings)
+    of_selections = PREDICTOR if predictor else str(selections.parse_selection(flags.against))
     comparisons, gains = compare(results, of_selections), compare_policies(evicted, run_settings.baseline(flags))
     report.show(table(results), ratio_table(comparisons), table(evicted), ratio_table(gains))
     figures = {
-        "evaluation": name,
+        "evaluation": "perplexity",
         "settings": command_line.settings(flags),
         "chunks": len(chunks),
         "results": results,
         "comparisons": comparisons,
         **({"policies": evicted, "policy_comparisons": gains} if evicted else {}),
     }
-    title = f"{TITLES[name]} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
+    title = f"Perplexity ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
     of_budgets = [r for r in evicted if r["budget"] is not None]
     report.write(flags, figures, digests, lambda path: perplexity_lines(results, of_budgets, path, title=title))
 

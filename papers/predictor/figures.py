@@ -10,9 +10,6 @@ including layer 0, and its mean over pairs, the cross-head consensus (figure 8).
 is Pearson's per sequence, over all tokens up to the query. The share of tokens that the top 50% of two heads have in
 common is reported as well; it is 0.5 by chance.
 
-oracles: perplexity against sparsity for the oracle, the oracle with eviction, the first layer's logits, the previous
-layer's logits, and a random choice (figure 9); see `python -m evals perplexity`.
-
 choices: the right ones found in choice tasks made from the text; see papers/predictor/zero_shot.py.
 """
 
@@ -35,9 +32,8 @@ from models import commands
 from models.networks import Networks
 from papers.predictor import beside, zero_shot
 
-FIGURES = ("accuracy", "layers", "agreement", "oracles", "choices")
+FIGURES = ("accuracy", "layers", "agreement", "choices")
 SOURCES = f"{PREDICTOR},quest,first_layer,previous_layer,streaming,random"
-ORACLES = "oracle,oracle_eviction,first_layer,previous_layer,random"
 MEASURES = ("token_accuracy", "hit_rate", "mass")
 TOP = 0.5
 DRAWN = ("correlation", "overlap")  # a number for each two heads, which the picture has and the JSON file leaves out
@@ -263,12 +259,8 @@ def command(flags: argparse.Namespace) -> None:
         )
     if flags.figure == "choices" and flags.stride is not None:
         raise ValueError("--stride slides windows over a text, but choices are drawn from it; leave it out.")
-    names, sparsity = {
-        "oracles": (ORACLES, "0,0.1,...,0.7"),
-        "agreement": ("full", "0.5"),
-        "choices": (zero_shot.SELECT, "0.5"),
-    }.get(flags.figure, (SOURCES, "0.5"))
-    flags.select, flags.sparsity = flags.select or names, flags.sparsity or sparsity
+    names = {"agreement": "full", "choices": zero_shot.SELECT}.get(flags.figure, SOURCES)
+    flags.select, flags.sparsity = flags.select or names, flags.sparsity or "0.5"
     chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
     if flags.figure in ("accuracy", "layers"):
         for selection in chosen:
@@ -286,9 +278,6 @@ def command(flags: argparse.Namespace) -> None:
         report.write(flags, told | figures, digests, lambda path: zero_shot.dots(figures["results"], path))
         return
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
-    if flags.figure == "oracles":
-        perplexity.run(flags, "oracles", digests, model, chunks, aids=answering.Aids(networks=networks))
-        return
     if flags.figure == "agreement":
         figures = _agreement_of(model, chunks, flags.batch)
         print(agreement_table(figures))
