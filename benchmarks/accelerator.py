@@ -65,14 +65,7 @@ class Part(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """Return the platform, its memory in bytes, and :func:`models.commands.provenance.environment`.
-
-    Example:
-        >>> from benchmarks import accelerator
-        >>> found = accelerator.machine()
-        >>> found["platform"], found["memory"] > 0, "device" in found
-        ('cpu', True, True)
-    """
+    """Return the platform, its memory in bytes, and :func:`models.commands.provenance.environment`."""
     import jax
 
     return {"platform": jax.default_backend(), "memory": measure.free_bytes(), **provenance.environment()}

@@ -136,22 +136,6 @@ def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[d
 
     Args:
         by: "milliseconds", or "processor" for the processor's time of the records that have it.
-
-    Example:
-        >>> from benchmarks import decode
-        >>> same = dict(shape="tiny", batch=1, budget=16)
-        >>> records = [
-        ...     dict(same, policy="none", prompt=64, milliseconds=8.0),
-        ...     dict(same, policy="streaming", prompt=64, milliseconds=9.0),
-        ...     dict(same, policy="h2o+caote", prompt=64, milliseconds=10.0),
-        ...     dict(same, policy="h2o+caote", prompt=1000, milliseconds=10.5)
-        ... ]
-        >>> split = decode.parts(records)[0]
-        >>> (
-        ...     split["eviction"], split["scoring"], split["together"],
-        ...     split["long_over_short"]
-        ... )
-        (1.0, 1.0, 0.2, 1.05)
     """
     found = []
     timed = [r for r in results if r.get(by) is not None and r.get("budget") is not None]

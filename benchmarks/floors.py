@@ -26,13 +26,7 @@ def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False
 
 
 def keys_and_values(slots: int, D: int, width: int) -> int:
-    """Return the bytes of K and V: of a cache's B K S slots, of the slots of the live pages, or of the chosen slots.
-
-    Example:
-        >>> from benchmarks import floors
-        >>> floors.keys_and_values(1 * 2 * 10, 4, 2)
-        320
-    """
+    """Return the bytes of K and V: of a cache's B K S slots, of the slots of the live pages, or of the chosen slots."""
     return 2 * slots * D * width
 
 
@@ -86,15 +80,7 @@ def step_bytes(config: Config, batch: int, tokens: int, width: int) -> tuple[int
 
 
 def product_flops(config: Config, tokens: int, slots: int, outputs: int) -> Parts:
-    """Return the FLOPs, 2 m n k per product, of ``tokens`` queries over ``slots``, with logits for ``outputs`` tokens.
-
-    Example:
-        >>> import models
-        >>> from benchmarks import floors
-        >>> config = models.Config(10, 4, 8, num_layers=1, num_heads=2, num_kv_heads=1)
-        >>> floors.product_flops(config, 1, 3, 1)
-        Parts(rest=80, layer=336)
-    """
+    """Return the FLOPs, 2 m n k per product, of ``tokens`` queries over ``slots``, with ``outputs`` tokens' logits."""
     E, F, N, K, D = (
         config.hidden_size,
         config.intermediate_size,

@@ -42,16 +42,7 @@ class Times(NamedTuple):
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[float]]:
-    """Collect the compilation seconds of each program that is compiled in the ``with`` block.
-
-    Example:
-        >>> import jax
-        >>> from benchmarks.measure import compilations
-        >>> with compilations() as compiled:
-        ...     double = jax.jit(lambda x: 2 * x)(3)
-        >>> len(compiled)
-        1
-    """
+    """Collect the compilation seconds of each program that is compiled in the ``with`` block."""
     seconds: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -232,12 +223,6 @@ def device(*, tiny: bool = False, repetitions: int = 5) -> Device:
 
     The array is 1 GiB on an accelerator and 400 MB on a CPU; the product is bfloat16 of width 8,192 on an accelerator
     and float32 of width 2,048 on a CPU. The best of the repetitions counts, since a limit is what can be reached.
-
-    Example:
-        >>> from benchmarks.measure import device
-        >>> limits = device(tiny=True, repetitions=1)
-        >>> limits.copy_bytes > 0 and limits.product_flops > 0
-        True
     """
     fast = on_accelerator()
     size = 2**16 if tiny else 2**28 if fast else 10**8  # as large as the weights of a measured model
@@ -354,18 +339,7 @@ def show(tables: Mapping[str, tuple[report.Table, str]], path: Path | None) -> N
 
 
 def table(records: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, report.Cell]], *, left: int) -> report.Table:
-    """Return a table as :func:`evals.report.table` does; refused records say so, with the reasons below the table.
-
-    Example:
-        >>> from benchmarks import measure
-        >>> records = [{"name": "a", "ms": 1.5}, {"name": "b", "refused": "too wide"}]
-        >>> print(measure.table(records, [("name", "{name}"), ("ms", "{ms:.2f}")], left=1))
-        name       ms
-        ----  -------
-        a        1.50
-        b     refused
-        refused: too wide
-    """
+    """Return a table as :func:`evals.report.table` does; refused records say so, with the reasons below the table."""
 
     def unless_refused(place: int, cell: report.Cell) -> report.Cell:
         of = cell.format_map if isinstance(cell, str) else cell
@@ -402,11 +376,6 @@ def shares(name: str, text: str) -> list[float]:
 
     Raises:
         ValueError: there is none, or a part is not between 0 and 1.
-
-    Example:
-        >>> from benchmarks.measure import shares
-        >>> shares("--shares", "0.5,0.25")
-        [0.5, 0.25]
     """
     found = [commands.parse_budget(part) for part in commands.split_list(text)]
     if not found or any(isinstance(share, int) for share in found):
@@ -425,7 +394,7 @@ def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]
         ...         [{"name": "step", "milliseconds": 4.0}],
         ...     )
         ... )
-        record                  before ms  now ms  now / before
+        row                  before ms  now ms  now / before
         -------------------  ---------  ------  ------------
         step                     4.000   2.000         0.500
         geometric mean of 1                            0.500

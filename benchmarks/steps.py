@@ -262,20 +262,6 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
     """Time programs in turns; those with equally many slots share keys and values, and each has its own state.
 
     All programs must have equally many calls.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from benchmarks import steps
-        >>> from benchmarks.shapes import shape
-        >>> setting = steps.Setting(shape("tiny"), "streaming", budget=16, block=8)
-        >>> program = steps.program("decode", setting, 100, 1, free=2**30)
-        >>> model = steps.random_model(shape("tiny"), jnp.float32)
-        >>> list(
-        ...     steps.contest(
-        ...         model, {"one": steps.Contender(program, 100, 16, "streaming")}, 1
-        ...     )
-        ... )
-        ['one']
     """
     shared: dict[int, Entries] = {}
 

@@ -250,15 +250,7 @@ def chip_bytes(arrays: Any) -> int:
 
 
 def counts(text: str) -> dict[str, Any]:
-    """Count the kernels and collectives in a compiled program's text; those of a loop's body count once.
-
-    Example:
-        >>> from benchmarks.tpu_compile import counts
-        >>> counts(
-        ...     "%a = f32[8]{0} all-reduce-start(%x)\\n%b = f32[8]{0} all-reduce-done(%a)\\n"
-        ... )
-        {'kernels': 0, 'collectives': {'all-reduce': 1}}
-    """
+    """Count the kernels and collectives in a compiled program's text; those of a loop's body count once."""
     found = Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text))
     kernels = text.count('custom_call_target="tpu_custom_call"')
     return {"kernels": kernels, "collectives": {kind: found[kind] for kind in COLLECTIVES if found[kind]}}

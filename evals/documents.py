@@ -145,13 +145,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def cut_middle(tokens: Sequence[int], context_end: int, length: int) -> tuple[list[int], int]:
-    """Return the first and last half of a prompt that is too long, and the new end of its context.
-
-    Example:
-        >>> from evals import documents
-        >>> documents.cut_middle(list(range(10)), 8, 6)
-        ([0, 1, 2, 7, 8, 9], 4)
-    """
+    """Return the first and last half of a prompt that is too long, and the new end of its context."""
     left = len(tokens) - length
     if left <= 0:
         return list(tokens), context_end

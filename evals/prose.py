@@ -63,11 +63,6 @@ def sentences(part: Part = "test") -> tuple[str, ...]:
 
     Raises:
         ValueError: the part is unknown.
-
-    Example:
-        >>> from evals import prose
-        >>> len(prose.sentences("train")) + len(prose.sentences("test"))
-        3636
     """
     return tuple(itertools.chain.from_iterable(_lines(part)))
 
@@ -77,24 +72,13 @@ def text(part: Part = "test") -> str:
 
     Raises:
         ValueError: the part is unknown.
-
-    Example:
-        >>> from evals import prose
-        >>> prose.text("train")[:24]
-        'The ferry leaves the isl'
     """
     return " ".join(line[0] for line in _lines(part))
 
 
 @functools.cache
 def digest() -> str:
-    """Return a digest of the file (SHA-256, 16 digits), which is recorded with every figure that may depend on it.
-
-    Example:
-        >>> from evals import prose
-        >>> len(prose.digest())
-        16
-    """
+    """Return a digest of the file (SHA-256, 16 digits), which is recorded with every figure that may depend on it."""
     return hashlib.sha256("\n".join(_file()).encode()).hexdigest()[:16]
 
 

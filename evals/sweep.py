@@ -72,17 +72,6 @@ def plan(content: Mapping[str, Any]) -> list[Part]:
 
     Raises:
         ValueError: a name is unknown or missing, or a value is invalid.
-
-    Example:
-        >>> from evals import sweep
-        >>> parts = sweep.plan(
-        ...     {
-        ...         "models": ["retriever"], "policies": ["full", "tova"],
-        ...         "budgets": [64], "tasks": {"needle": {"lengths": [256]}}
-        ...     }
-        ... )
-        >>> [(part.flags.model, part.flags.name, len(part.settings)) for part in parts]
-        [('retriever', 'needle', 5)]
     """
     if unknown := set(content) - {"models", "tasks", *SHARED, *PLAIN}:
         raise ValueError(

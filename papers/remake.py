@@ -35,11 +35,6 @@ def read(path: Path = TABLES) -> dict[str, dict[str, Any]]:
 
     Raises:
         ValueError: a table is like one that does not come before it.
-
-    Example:
-        >>> from papers import remake
-        >>> remake.read()["docs/results/smollm2/ruler-2048.json"]["batch"]
-        17
     """
     tables: dict[str, dict[str, Any]] = {}
     for name, table in sweep.read(path).items():
@@ -51,16 +46,7 @@ def read(path: Path = TABLES) -> dict[str, dict[str, Any]]:
 
 
 def arguments(name: str, table: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of Python that make a file or a folder.
-
-    Example:
-        >>> from papers import remake
-        >>> remake.arguments(
-        ...     "once.json",
-        ...     {"run": "evals needle", "budgets": [64, 0.25], "plot": ".png"},
-        ... )
-        ['-m', 'evals', 'needle', '--budgets', '64,0.25', '--plot', 'once.png', '--json', 'once.json']
-    """
+    """Return the arguments of Python that make a file or a folder."""
     if "program" in table:
         return ["-c", table["program"]]
     line = ["-m", *table["run"].split()]

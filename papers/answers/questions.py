@@ -50,15 +50,7 @@ TOKENS = 64  # of a row for each of its questions
 
 
 def facts(rng: np.random.Generator) -> Draft:
-    """State facts in one wording, and ask for them.
-
-    Example:
-        >>> import numpy as np
-        >>> from papers.answers import questions
-        >>> hidden, asked = questions.facts(np.random.default_rng(0))
-        >>> all(answer in "".join(hidden) for _, answer in asked)
-        True
-    """
+    """State facts in one wording, and ask for them."""
     stated: list[tasks.Fact] = []
     for _ in range(int(rng.integers(2, 11))):
         stated.append(tasks.random_fact(rng, stated, alike=0.3))
@@ -69,15 +61,7 @@ def facts(rng: np.random.Generator) -> Draft:
 
 
 def keys(rng: np.random.Generator) -> Draft:
-    """List keys with values, and ask for the values.
-
-    Example:
-        >>> import numpy as np
-        >>> from papers.answers import questions
-        >>> hidden, asked = questions.keys(np.random.default_rng(0))
-        >>> asked[0][1] in hidden[0], asked[0][0].startswith("Look up")
-        (True, True)
-    """
+    """List keys with values, and ask for the values."""
     count, mark = int(rng.integers(6, 25)), tasks.pick(rng, (": ", " = ", " -> "))
     words = [f"{a}-{n}" for a, n in zip(rng.permutation(prose.ADJECTIVES), rng.permutation(prose.NOUNS), strict=False)]
     values = [str(value) for value in rng.permutation(90_000)[:count] + 10_000]
@@ -87,15 +71,7 @@ def keys(rng: np.random.Generator) -> Draft:
 
 
 def chains(rng: np.random.Generator) -> Draft:
-    """Give variables values, some by way of others, and ask for the values behind the last ones.
-
-    Example:
-        >>> import numpy as np
-        >>> from papers.answers import questions
-        >>> hidden, asked = questions.chains(np.random.default_rng(0))
-        >>> sum(sentence.endswith(f" be {asked[0][1]}.") for sentence in hidden)
-        1
-    """
+    """Give variables values, some by way of others, and ask for the values behind the last ones."""
     names = list(rng.permutation([f"{a}{b}" for a, b in itertools.product("ABCDEFGHJK", "23456789")]))
     lines: list[list[str]] = []
     values = [str(value) for value in rng.permutation(9_000)[:4] + 1_000]
@@ -112,16 +88,7 @@ def chains(rng: np.random.Generator) -> Draft:
 
 
 def counts(rng: np.random.Generator) -> Draft:
-    """Repeat two events, and ask how often each happened.
-
-    Example:
-        >>> import numpy as np
-        >>> from papers.answers import questions
-        >>> hidden, asked = questions.counts(np.random.default_rng(0))
-        >>> count = sum(sentence in asked[0][0] for sentence in hidden)
-        >>> questions.COUNTS[count] == asked[0][1]
-        True
-    """
+    """Repeat two events, and ask how often each happened."""
     often = dict(zip(rng.permutation(EVENTS), map(int, rng.permutation(6)[:2]), strict=False))
     happened = [event for event, count in often.items() for _ in range(count)]
     asks = 'How many times does the text say "{}"? Answer with a word.\nAnswer:'
@@ -166,14 +133,6 @@ def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, senten
 
     Raises:
         ValueError: no question fits into the length.
-
-    Example:
-        >>> import models
-        >>> from papers.answers import questions
-        >>> _, tokenizer = models.load("retriever")
-        >>> one = questions.row(0, 0, tokenizer, 256)
-        >>> len(tokenizer.encode(one.prompt + one.answer)) <= 256, one.answer[0]
-        (True, ' ')
     """
     rng = np.random.default_rng([seed, number])
     if sentences and rng.random() < 0.2:

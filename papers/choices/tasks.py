@@ -186,17 +186,7 @@ TASKS: dict[str, Callable[[np.random.Generator, Corpus, Count, int], Draft | Non
 
 
 def likeliest(sample: Sample, log_probability: Float[np.ndarray, "n"]) -> int:
-    """Return the index of the choice that is chosen, from the log-probability of each choice's tokens.
-
-    Example:
-        >>> import numpy as np
-        >>> from papers.choices.tasks import Sample, likeliest
-        >>> likeliest(
-        ...     Sample([1], 1, ([2], [3, 4]), right=1, sizes=(1, 4)),
-        ...     np.array([-1.0, -2.0]),
-        ... )
-        1
-    """
+    """Return the index of the choice that is chosen, from the log-probability of each choice's tokens."""
     return int(np.argmax(log_probability / np.array(sample.sizes)))
 
 

@@ -38,14 +38,6 @@ def make(name: str, folder: Path) -> Path:
 
     Raises:
         ValueError: the name is unknown, or the folder does not hold the text as expected.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from papers.debian.texts import make
-        >>> make("iliad", Path("debian"))
-        Traceback (most recent call last):
-        ...
-        ValueError: unknown text 'iliad'; expected one of king-james-bible, debian-handbook, python-doc.
     """
     check_names("text", name, PUBLISHED)
     file, text = place(name), READERS[name](folder)
@@ -96,14 +88,7 @@ def python_doc(unpacked: Path) -> str:
 
 
 def plain(page: str) -> str:
-    """Return a page as plain text: paragraphs, and code as it is, without navigation, scripts and tables of contents.
-
-    Example:
-        >>> from papers.debian.texts import plain
-        >>> page = "<nav>Home</nav><h1>Rivers</h1><p>The <i>river</i>\\n was calm."
-        >>> plain(page + "</p><pre>a\\n  b</pre>")
-        '== Rivers ==\\n\\nThe river was calm.\\n\\na\\n  b'
-    """
+    """Return a page as plain text: paragraphs, and code as it is, without navigation and tables of contents."""
     reader = _Page()
     reader.feed(page)
     reader.close()

@@ -118,13 +118,7 @@ def make_settings(
 
 
 def outcomes(guessed: Sequence[int], wanted: Sequence[int]) -> tuple[bool, float]:
-    """Return whether a name is right as a whole, and the share of its tokens that are right.
-
-    Example:
-        >>> from papers.predictor.coref import outcomes
-        >>> outcomes([5, 6, 7, 9], [5, 6, 7, 8])
-        (False, 0.75)
-    """
+    """Return whether a name is right as a whole, and the share of its tokens that are right."""
     right = [a == b for a, b in zip(guessed, wanted, strict=True)]
     return all(right), sum(right) / len(right)
 

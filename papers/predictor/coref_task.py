@@ -62,9 +62,6 @@ def pools(split: Split = "test") -> Pools:
 
     Raises:
         ValueError: the split is neither "train" nor "test".
-
-    >>> set(pools("train").names).isdisjoint(pools("test").names)
-    True
     """
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}; expected 'train' or 'test'.")

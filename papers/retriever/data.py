@@ -52,12 +52,7 @@ Cliff Stone""".split()
 
 
 def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
-    """Train a byte-level BPE with one token per digit (including a space before it) and per key word.
-
-    >>> tokenizer = train_tokenizer(1536)
-    >>> tokenizer.encode("is 4719.").tokens
-    ['<s>', 'is', 'Ġ4', '7', '1', '9', '.']
-    """
+    """Train a byte-level BPE with one token per digit (including a space before it) and per key word."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -86,11 +81,7 @@ def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
 
 
 def template_sentence(rng: np.random.Generator) -> str:
-    """Return a random sentence about people, places and things; it never states a fact that a question asks for.
-
-    >>> template_sentence(np.random.default_rng(0)).endswith(".")
-    True
-    """
+    """Return a random sentence about people, places and things; it never states a fact that a question asks for."""
     one = lambda words: words[int(rng.integers(len(words)))]  # noqa: E731
     like = lambda: f"{one(prose.ADJECTIVES)} " if rng.random() < 0.4 else ""  # noqa: E731
     thing = lambda: f"the {like()}{one(prose.NOUNS)}"  # noqa: E731
@@ -179,15 +170,7 @@ class Batch(NamedTuple):
 
 
 class Writer:
-    """Tokenises texts and writes training rows.
-
-    >>> writer = Writer(train_tokenizer(1536))
-    >>> batch = writer.batch(
-    ...     Level(64, facts=(2, 4), filler=(0, 0.5)), rows=2, seed=0, step=5
-    ... )
-    >>> batch.tokens.shape, bool((batch.kinds == FIRST).any())
-    ((2, 64), True)
-    """
+    """Tokenises texts and writes training rows."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer

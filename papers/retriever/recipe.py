@@ -75,11 +75,7 @@ def read_recipe() -> tuple[Phase, ...]:
 
 
 def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
-    """Return the config of the model that ships, with the ids of its tokenizer.
-
-    >>> make_config(data.train_tokenizer(1536), num_layers=7).num_layers
-    7
-    """
+    """Return the config of the model that ships, with the ids of its tokenizer."""
     shape: dict[str, Any] = dict(
         architecture="qwen3",
         hidden_size=192,
@@ -142,12 +138,7 @@ def hidden_states(
 def causal_attention(
     query: Float[Array, "B T N D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], block: int = 256
 ) -> Float[Array, "B T N D"]:
-    """Compute causal attention, a block of queries at a time, over the keys that the block may see only.
-
-    >>> one = np.ones((1, 3, 2, 4), np.float32)
-    >>> jax.jit(causal_attention)(one, one[:, :, :1], one[:, :, :1]).shape
-    (1, 3, 2, 4)
-    """
+    """Compute causal attention, a block of queries at a time, over the keys that the block may see only."""
     _, T, N, D = query.shape
     heads_first = lambda x: jnp.repeat(x.swapaxes(1, 2), N // x.shape[2], axis=1)  # noqa: E731
     query, key, value = heads_first(query * D**-0.5), heads_first(key), heads_first(value)
