@@ -224,7 +224,8 @@ def _judgements(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]
     for model, policy, values in table:
         place = dict(zip(PLACE, values, strict=True))
         counts = (model, policy) == (models[0], claim.policy) and all(place[name] == value for name, value in claim.at)
-        if counts and _there(table, models, claim.over, place | dict(claim.over_at)):
+        both = (claim.policy, place), (claim.over, place | dict(claim.over_at))
+        if counts and all(_there(table, models, *side) for side in both):
             groups.setdefault(tuple(place[name] for name in claim.each), []).append(place)
     found = [_judgement(claim, places, table, models) for places in groups.values()]
     return [judgement for judgement in found if judgement is not None]

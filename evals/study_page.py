@@ -48,10 +48,11 @@ class Panel(NamedTuple):
 
 
 def cells(study: studies.Study, lines: studies.Lines, panel: Panel) -> dict[tuple[str, Any], Cell]:
-    """Return what each policy scores under each budget in one panel."""
+    """Return what each policy that was run with all models of the form scores under each budget in one panel."""
     found: dict[tuple[str, Any], list[Mapping[str, Any]]] = {}
+    models = set(study.forms[panel.form])
     for line in lines:
-        there = line["model"] in study.forms[panel.form] and line["question"] == panel.question
+        there = line["model"] in models and line["question"] == panel.question
         if there and panel.length in (None, line["length"]):
             found.setdefault((line["policy"], line["budget"]), []).append(line)
     return {
@@ -62,6 +63,7 @@ def cells(study: studies.Study, lines: studies.Lines, panel: Panel) -> dict[tupl
             float(np.mean([line["increase"] for line in own])) if all("increase" in line for line in own) else None,
         )
         for key, own in found.items()
+        if {line["model"] for line in own} == models
     }
 
 

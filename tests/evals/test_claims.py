@@ -121,3 +121,4 @@ def test_models_of_other_seeds_widen_an_interval():
     (all_of_them,) = claims.judge([claim], rows, ["a", "b", "c"])
     assert one.difference == all_of_them.difference == 0.5 and one.samples == all_of_them.samples == 100
     assert one.low == one.high == 0.5 and all_of_them.low <= 1 / 6 and all_of_them.high >= 5 / 6
+    assert claims.judge([claim], [row for row in rows if (row.model, row.policy) != ("c", "tova")], ["a", "c"]) == []
