@@ -139,7 +139,7 @@ def test_random_is_roughly_uniform_and_independent_between_heads():
 def test_rkv_compares_a_part_of_the_keys_at_a_time(monkeypatch):
     block = blocks.make(34)
     whole = scores("rkv(window=2,kernel=3)", block)
-    monkeypatch.setattr(scores_of_generations, "_ROWS", 4)
+    monkeypatch.setattr(scores_of_generations, "_SLOTS", 4)
     parts = jax.jit(kvjax.rkv(window=2, kernel=3).update)(None, started(kvjax.rkv(window=2)), block.observation)[0]
     live = live_of(block) & np.isfinite(whole)  # what is protected has no score of its own
     close(np.asarray(parts)[:, :, 0][live], whole[live])
