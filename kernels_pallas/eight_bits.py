@@ -50,6 +50,6 @@ def unread_on_gpu(*vectors: Any) -> str | None:
     if capability is None or capability >= FLOAT8_FROM:
         return None
     return (
-        f"they are float8_e4m3fn, which Triton reads from compute capability {FLOAT8_FROM / 10} on, and this GPU has "
-        f"{capability / 10}"
+        f"keys or values are float8_e4m3fn, which Triton reads from compute capability {FLOAT8_FROM / 10} on, and "
+        f"this GPU has {capability / 10}"
     )

@@ -29,7 +29,7 @@ class Contest(NamedTuple):
     """The slots of all layers and heads, in lines of S, and the budget that they compete for.
 
     ``scores`` are +inf where a token is protected; ``position`` is -1 where a slot is free. ``layer``, ``batch`` and
-    ``head`` are the owner of each row. ``budget`` is the mean number of slots per head of each layer, at most the
+    ``head`` are the owner of each line. ``budget`` is the mean number of slots per head of each layer, at most the
     layer's sliding window. ``seen`` are the tokens of the sequence so far, ``entered`` those of this block.
     ``measured`` is what the allocation measured of each head.
 
@@ -82,7 +82,7 @@ class Contest(NamedTuple):
         return most[group].reshape(*x.shape[:-1], 1)
 
     def group(self, scope: Scope) -> Int[Array, "*heads"]:
-        """Return the number of the head, layer or model (of each batch row) that each row of slots belongs to."""
+        """Return the number of the head, layer or model (of each batch row) that each line of slots belongs to."""
         B = self.budget.shape[1]
         if scope == "model":
             return self.batch

@@ -25,8 +25,8 @@ def best_of_groups(
     """Return a mask of the ``budget`` best live slots of each group: :func:`keep_mask` with several heads per budget.
 
     Args:
-        head: the number of each row's head; of tokens with the same score and position, the lowest number stays.
-        group: the number of each row's group.
+        head: the number of each line's head; of tokens with the same score and position, the lowest number stays.
+        group: the number of each line's group.
         groups: how many groups there are.
         axis: the mesh axis whose devices have the other heads of the same groups; the counts are added up over it, and
             no score leaves its device. None where all heads are here.
@@ -41,7 +41,7 @@ def best_of_groups(
 
     ranks = rank(scores, position >= 0)
     stays, tied = best(ranks, position, budget, count, of_head)
-    # Apart from the position: position * heads + head would overflow in long sequences. A row has one such token.
+    # Apart from the position: position * heads + head would overflow in long sequences. A head has one such token.
     order = jnp.where(tied.any(axis=-1), -head, LOWEST)[..., None]
     last = of_head(nth_largest(order, budget - count(stays), count, of_head))
     return stays | (tied & (order >= last))

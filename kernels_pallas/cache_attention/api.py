@@ -65,7 +65,7 @@ def cache_attention(
         The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, eight bits have no scale, a statistic or the implementation is
+        ValueError: if shapes do not fit, vectors of eight bits have no scale, a statistic or the implementation is
             unknown, or a "window_" statistic has a window below 1.
         NotImplementedError: if a kernel was given by name and can't run with these arguments.
 

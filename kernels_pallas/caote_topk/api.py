@@ -42,7 +42,7 @@ def caote_topk(
         weights: those of the query heads that share the values, non-negative; each row sums to 1 over the live slots.
         position: of the token in each slot, -1 where it is free.
         budget: how many tokens each head keeps, at least 1; one number or one per row.
-        value_scale: by which each row of eight bits is multiplied; None for floats.
+        value_scale: by which each slot's eight bits are multiplied; None for floats.
         protected: slots that stay whatever they score.
         fast, norm, group: as in :func:`kvjax.score`.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, the slot to

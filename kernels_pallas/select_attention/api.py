@@ -36,7 +36,7 @@ def select_attention(
     Args:
         key, value: one layer's, or all layers' with ``layer``, which are then read in place. Without
             values each vector of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
-        key_scale, value_scale: by which each row of eight bits is multiplied; None for floats.
+        key_scale, value_scale: by which each slot's eight bits are multiplied; None for floats.
         slots: the slots that each head reads, as ``kvjax.select`` returns them, each slot once. -1 stands for no slot:
             its weight is exactly 0. The output of a head with no slot is 0. Any order works; ascending is fastest.
         layer: the layer to read of stacked keys and values.
@@ -48,7 +48,7 @@ def select_attention(
         The output in the queries' dtype; the softmax is float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, eight bits have no scale, M is 0, ``layer`` is missing or out of
+        ValueError: if shapes do not fit, vectors of eight bits have no scale, M is 0, ``layer`` is missing or out of
             place, or the implementation is unknown or for another platform.
         NotImplementedError: if a kernel was given by name and can't run with these arguments.
 

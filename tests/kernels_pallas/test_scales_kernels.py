@@ -152,7 +152,9 @@ def test_a_gpu_that_triton_converts_no_float8_on_takes_the_reference():
     call, given = shapes(operation, ("float8_e4m3fn", "float8_e4m3fn"))
     with on_device(AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")):
         run = functools.partial(call, implementation="pallas_gpu")
-        why = "they are float8_e4m3fn, which Triton reads from compute capability 8.9 on, and this GPU has 8.0"
+        why = (
+            "keys or values are float8_e4m3fn, which Triton reads from compute capability 8.9 on, and this GPU has 8.0"
+        )
         with pytest.raises(NotImplementedError, match=why):
             jax.eval_shape(run, *given)
         text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
