@@ -155,15 +155,16 @@ def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
         return
     T = max(policy.needs.window, 4)
     drawn = np.random.default_rng(0).normal(size=(1, T, K * (G + 2), head_dim)).astype(np.float32)
+    reference = Context(implementation="reference")  # kernels cannot be traced under ensure_compile_time_eval
 
     def nan(drawn: Any) -> Any:
         state = policy.state(1, K, G, T, head_dim)
         cache = KVCache.init(batch=1, kv_heads=K, slots=T, head_dim=head_dim, state=state)
         query, key, value = jnp.split(drawn, [K * G, K * (G + 1)], axis=2)
         block = LayerBlock(query, key, value, jnp.arange(T)[None])
-        _, here = inserted(cache, block, Context())
-        _, columns, block, here = attend_heads(here, block, policy.needs, Context(), None)
-        evidence, _ = ask(policy, here, block, columns, jnp.arange(K), jnp.full(1, T), Context())
+        _, here = inserted(cache, block, reference)
+        _, columns, block, here = attend_heads(here, block, policy.needs, reference, None)
+        evidence, _ = ask(policy, here, block, columns, jnp.arange(K), jnp.full(1, T), reference)
         scores: Any = with_scores(evidence, here).scores
         return jnp.isnan(scores) & here.live
 

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice
 
 import kvjax
+from kvjax.policy_checks import check_state
+from tests.kernels_pallas.targets import on_device
 from tests.kvjax import blocks
 
 CHAINS = """
@@ -52,6 +55,12 @@ def test_a_chain_of_one_own_score_runs():
     result = blocks.scores(kvjax.chain(newest), block)
     position = np.asarray(block.observation.position)
     np.testing.assert_array_equal(result, np.where(position >= 0, position, np.nan))
+
+
+def test_a_score_of_ones_own_is_tried_where_programs_are_made_for_a_tpu():
+    own = kvjax.base_score("own", lambda o: o.columns.sum, statistics=("sum",))
+    with on_device(AbstractDevice("TPU v5e", 1, "tpu")):
+        check_state(own, 8, 2, 2)
 
 
 SHARES = [x / 100 for x in range(101)]
