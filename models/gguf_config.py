@@ -73,8 +73,12 @@ NEUTRAL_KEYS = {
 
 def family_in(metadata: Mapping[str, Any]) -> tuple[str, Gguf]:
     """Return the family of a file's model, after a check that all its keys are supported: its name and its ``gguf``."""
-    known = {gguf.architecture: (name, gguf) for name, (*_, gguf) in FAMILIES.items() if gguf is not None}
     architecture = needed(metadata, "general.architecture", str)
+    known = _stored()
+    if architecture not in known:
+        for name in FAMILIES.names():  # an installed package may offer it
+            FAMILIES.find(name)
+        known = _stored()
     if architecture not in known:
         raise ValueError(
             f"architecture {architecture!r} is not supported in GGUF files; supported are {', '.join(known)}."
@@ -97,6 +101,10 @@ def family_in(metadata: Mapping[str, Any]) -> tuple[str, Gguf]:
                 "with config.json."
             )
     return known[architecture]
+
+
+def _stored() -> dict[str, tuple[str, Gguf]]:
+    return {gguf.architecture: (name, gguf) for name, (*_, gguf) in FAMILIES.items() if gguf is not None}
 
 
 def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Mapping[str, Tensor]) -> Config:

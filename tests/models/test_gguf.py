@@ -26,10 +26,11 @@ from safetensors.numpy import load_file
 import models
 from models.config import NO_ROPE, Config, Rope
 from models.folders import find_folder
-from models.gguf_config import LONG_FACTORS, NAMES, SHORT_FACTORS
+from models.gguf_config import LONG_FACTORS, NAMES, SHORT_FACTORS, family_in
 from models.load import describe
 from models.parameters import layers_with, parameter_shapes, tensor_names
 from tests.bad_input.campaign import calls
+from tests.kvjax.test_registry import installed
 from tests.models import reference
 from tests.models.make_golden import GOLDEN
 from tests.models.test_load import PEAK, assert_same, parameters
@@ -520,6 +521,13 @@ def put(tensors):
 @pytest.mark.parametrize(("made", "said"), calls("gguf.txt"))
 def test_a_file_is_refused(made, said, make):
     refused(make(**eval(made)), said)
+
+
+def test_a_family_of_an_installed_package_is_found(tmp_path, monkeypatch):
+    code = "from models.families import Family, Gguf\nown = Family(dict, gguf=Gguf('own', dict))"
+    installed(tmp_path, "pkg_gguf", code, families="mine = pkg_gguf:own")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert family_in({"general.architecture": "own"})[0] == "mine"
 
 
 @pytest.mark.parametrize("keys", [{}, bpe("deepseek-llm"), {"tokenizer.ggml.model": "t5"}])
