@@ -320,6 +320,8 @@ def _gemma3(raw: Raw) -> Config:
         rope_theta=1_000_000.0, sliding_window=4096, sliding_window_pattern=6, tie_word_embeddings=True,
     )  # fmt: skip
     parameters, windows = raw.get("rope_parameters") or {}, _gemma_windows(raw)
+    kinds = dict.fromkeys(("full_attention", "sliding_attention"), dict | None)
+    check_types(parameters, kinds, "rope_parameters")
     if "full_attention" in parameters:
         rope = read_rope({**raw, "rope_parameters": parameters["full_attention"]})
     else:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from kvjax.checks import check_count, check_types, shown
 from models.config import MOST, Config, check_size
-from models.families import FAMILIES, Family
+from models.families import FAMILIES, Family, family_of_architecture
 from models.rope_fields import Raw, positions_of, positive, read_rope, rope_written
 
 NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")  # null is no missing value there
@@ -87,15 +87,16 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
         2
     """
     family = family_of(raw)
+    called = raw.get("model_type") or family.architecture
     try:
         config = family.config(raw)
     except (LookupError, TypeError, AttributeError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the family {raw['model_type']!r} cannot read it ({said}).") from error
+        raise ValueError(f"the family {called!r} cannot read it ({said}).") from error
     known = [name for name, family in FAMILIES.items() if family.architecture is not None]
     if not isinstance(config, Config) or config.architecture not in known:
         raise ValueError(
-            f"the family {raw['model_type']!r} returned {shown(config)}; expected a models.Config of one of the "
+            f"the family {called!r} returned {shown(config)}; expected a models.Config of one of the "
             f"architectures {', '.join(known)}."
         )
     return config
@@ -259,7 +260,7 @@ def multiplier(config: Config) -> float:
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
     """Return the config.json of ``config``, in the form that every transformers release since 4.43 reads."""
-    family = FAMILIES[config.architecture]
+    family = family_of_architecture(config.architecture)
     raw: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": config.architecture,

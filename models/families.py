@@ -67,10 +67,40 @@ def _family(name: str, family: Any) -> Family:
     made = family if isinstance(family, Family) else Family(family)
     if not callable(made.config):
         raise ValueError(f"{name!r} is {shown(family)}; expected a function from a config.json to a models.Config.")
+    for other, known in FAMILIES.items():
+        if other != name and (shared := _architectures(made) & _architectures(known)):
+            raise ValueError(
+                f"{name!r} names the architecture {min(shared)[1]!r}, which {other!r} has; give its own, or None."
+            )
     return made
 
 
+def _architectures(family: Family) -> set[tuple[str, str]]:
+    """Return the names by which files choose the family: that of a config.json, and that of a GGUF file."""
+    stored = None if family.gguf is None else family.gguf.architecture
+    return {(of, name) for of, name in (("config.json", family.architecture), ("GGUF", stored)) if name is not None}
+
+
 FAMILIES: Registry[Family] = Registry("model family", "kvjax.families", _family)
+
+
+def family_of_architecture(name: str) -> Family:
+    """Return the family that a Config names as its ``architecture``.
+
+    Raises:
+        ValueError: there is none, or its models are saved as another's.
+
+    Example:
+        >>> import models
+        >>> from models.families import family_of_architecture
+        >>> family_of_architecture("llama").architecture
+        'LlamaForCausalLM'
+    """
+    family = FAMILIES.find(name)
+    if family is None or family.architecture is None:
+        known = [known for known, family in FAMILIES.items() if family.architecture is not None]
+        raise ValueError(f"the config's architecture is {shown(name)}; expected one of {', '.join(known)}.")
+    return family
 
 
 def register_family(
@@ -97,7 +127,8 @@ def register_family(
             ``models.save`` writes a folder of the architecture that the config names.
 
     Raises:
-        ValueError: if another module or an installed package has the ``model_type``.
+        ValueError: if another module or an installed package has the ``model_type``, or another family the
+            ``architecture``, or that of ``gguf``.
 
     Example:
         >>> import models

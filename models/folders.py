@@ -14,7 +14,7 @@ from models import published
 from models.checkpoint import Checkpoint, Tensor, arranged, refuse_pointer
 from models.config import Config
 from models.config_json import family_of, from_hugging_face
-from models.families import FAMILIES
+from models.families import family_of_architecture
 from models.parameters import tensor_names
 from models.tokenizer import Tokenizer, read_object
 
@@ -196,7 +196,7 @@ def open_folder(folder: Path) -> Checkpoint:
             f"{folder}: its family names tensors of {', '.join(sorted(unknown))}, which are no parameters."
         )
     names |= family.tensors
-    fused = {**FAMILIES[config.architecture].fused, **family.fused}
+    fused = {**family_of_architecture(config.architecture).fused, **family.fused}
     try:
         tensors = arranged(tensors, config, names, fused)
     except ValueError as error:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from models.config import Config
-from models.families import FAMILIES
+from models.families import family_of_architecture
 
 SPLIT = ("N", "K", "X", "F", "Fd", "V")  # the axes that a mesh splits: heads, experts, feed-forward and vocabulary
 
@@ -191,7 +191,7 @@ def tensor_of(config: Config, name: str, tensor: str, place: Sequence[int]) -> s
 def tensor_names(config: Config) -> dict[str, str]:
     """Return the name of each parameter in a checkpoint in Hugging Face layout, as in ``Parameter.tensor``."""
     names = {name: parameter.tensor for name, parameter in PARAMETERS.items()}
-    return {**names, **FAMILIES[config.architecture].tensors}
+    return {**names, **family_of_architecture(config.architecture).tensors}
 
 
 def head_order(config: Config) -> Int[np.ndarray, "D"] | None:

@@ -56,7 +56,7 @@ def read_rope(raw: Raw, names: Mapping[str, str] = {}, partial: bool = False) ->
 
     rotated = either("partial_rotary_factor")
     if rotated not in (None, 1) and not partial:
-        raise ValueError(f"partial_rotary_factor is {rotated}; only 1 is supported for {raw['model_type']}.")
+        raise ValueError(f"partial_rotary_factor is {rotated}; only 1 is supported for this family.")
     type_ = parameters.get("rope_type") or parameters.get("type") or "default"
     type_ = names.get(type_, type_)
     if type_ not in ROPE_TYPES:

@@ -17,7 +17,7 @@ from models import hosts
 from models.config import Config
 from models.config_json import lost_in_hugging_face, to_hugging_face
 from models.decoder import Decoder
-from models.families import FAMILIES
+from models.families import family_of_architecture
 from models.files import write_files
 from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ def _tensors(model: Decoder) -> dict[str, np.ndarray]:
             ours, name = array[place], tensor_of(model.config, path, names[path], place)
             shape = [functools.reduce(operator.mul, (ours.shape[axis] for axis in group)) for group in groups]
             tensors[name] = np.ascontiguousarray(ours.transpose(axes).reshape(shape))
-    for template, parts in FAMILIES[model.config.architecture].fused.items():
+    for template, parts in family_of_architecture(model.config.architecture).fused.items():
         for layer in range(model.config.num_layers):
             held = [tensors.pop(PARAMETERS[part].tensor.format(layer)) for part in parts]
             tensors[template.format(layer)] = np.concatenate(held)
