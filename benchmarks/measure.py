@@ -384,7 +384,7 @@ def shares(name: str, text: str) -> list[float]:
 
 
 def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table of each record's time over that of the same one in an older file; one in only one has no ratio.
+    """Return a table of each record's time over its time in an older file; a record of only one file has no ratio.
 
     Example:
         >>> from benchmarks.measure import ratio_table

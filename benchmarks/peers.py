@@ -203,7 +203,7 @@ def summary(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
 
 
 def table(records: Sequence[Mapping[str, Any]], what: str) -> report.Table:
-    """Return a table of "prefill" or "decode", with one record per side, budget and number of threads."""
+    """Return a table of "prefill" or "decode", with one line per side, budget and number of threads."""
     speed = lambda r: r[what].get("tokens_a_second")  # noqa: E731  older results do not have it
     last: tuple[str, report.Cell] = ("same", "{same_tokens} of {tokens}")
     if what == "prefill":

@@ -245,7 +245,7 @@ def _flatness(records: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
-    """Return a table of each run by title, with a record for each part, and a sentence on it."""
+    """Return each run by title: a table with a line for each part of the run, and a sentence on it."""
     held: list[tuple[str, report.Cell]] = [
         ("MiB held", lambda r: f"{r['resident_bytes'] / 2**20:,.0f}"),
         ("compiled", "{compilations}"),

@@ -233,8 +233,20 @@ def found_share(r: Mapping[str, Any]) -> float:
     return r["score"] if "score" in r else r["recall"]
 
 
+def better_with_caote(comparisons: Iterable[Mapping[str, Any]]) -> set[tuple[str, Any, str]]:
+    """Return where a policy is better at every length than without CAOTE, by policy, budget and moment."""
+    verdicts: dict[Any, list[str]] = {}  # one per length; older files compare the lengths together
+    for c in comparisons:
+        if c["against"] == report.without_caote(c["policy"]):
+            verdicts.setdefault((c["policy"], c["budget"], c["when"]), []).append(c["better"])
+    return {setting for setting, found in verdicts.items() if set(found) == {"yes"}}
+
+
 def needles() -> str:
-    """Make the table of needles on the embedded model, bold where CAOTE is better than the same policy without it."""
+    """Make the table of needles on the embedded model, bold where CAOTE is better than the same policy without it.
+
+    Shares are means over the lengths, and bold ones are better at each length.
+    """
     data = read("needle.json")
     protected = "+protect(recent=0.5)"
     columns = {"recency": RECENCY} | {
@@ -246,11 +258,7 @@ def needles() -> str:
     for r in data["results"]:
         of_lengths.setdefault((r["policy"], r["budget"], r["when"]), []).append(found_share(r))
     recall = {setting: sum(found) / len(found) for setting, found in of_lengths.items()}
-    better = {
-        (c["policy"], c["budget"], c["when"])
-        for c in data["comparisons"]
-        if c["better"] == "yes" and c["against"] == report.without_caote(c["policy"])
-    }
+    better = better_with_caote(data["comparisons"])
     lines = []
     for when, named in (("block", "after every block"), ("prompt", "once after the prompt")):
         for budget in sorted({b for _, b, w in recall if b is not None and w == when}):

@@ -90,7 +90,7 @@ def add_setting_flags(
 def _placements(known: Sequence[str], text: str) -> str:
     """Return a command line's places of the question, after a check of them."""
     try:
-        check_names("--question", commands.listed("place of the question", text, "--question known"), known)
+        check_names("place of the question", commands.listed("place of the question", text, "--question known"), known)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
     return text

@@ -339,7 +339,10 @@ class DataSet(NamedTuple):
         if flags.data is None:
             raise ValueError("no data was named; give the folder with the published files, or 'hub', with --data.")
         if flags.data == "hub" and self.hub is None:
-            raise ValueError(f"--data is hub, but {self.title} has no records there; give a folder with its files.")
+            raise ValueError(
+                "--data is hub, but the records of these tasks come from files; give a folder with them, such as "
+                f"{self.file(next(iter(self.tasks)))}."
+            )
         command_line.check_least(flags, samples=1, length=1)
         chosen = command_line.choose("--tasks", flags.tasks, list(self.tasks))
         if flags.data != "hub" and not Path(flags.data).is_dir():

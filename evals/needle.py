@@ -175,10 +175,10 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
     """Return the samples as groups for :func:`evals.evaluator.run`, one per question and length with all its depths."""
     groups = []
     questions: Any = commands.split_list(flags.question)
-    for question, length in itertools.product(questions, command_line.check_sizes(flags)):
+    for question, (place, length) in itertools.product(questions, enumerate(command_line.check_sizes(flags))):
         samples = draw(
             tokenizer, length, depths=flags.depths, samples=flags.samples, facts=flags.facts, question=question,
-            seed=flags.seed, asked=flags.asked,
+            seed=flags.seed + 1_000 * flags.depths * place, asked=flags.asked,  # each length has texts of its own
         )  # fmt: skip
         groups.append(
             evaluator.Group(

@@ -343,19 +343,19 @@ def perplexity_lines(
     panels = [(selected, "select", "sparsity", reads, "")] * bool(selected)
     for when in dict.fromkeys(r["when"] for r in policies):
         panels.append(([r for r in policies if r["when"] == when], "policy", "budget", keeps, moments.get(when, when)))
-    single = bool(panels) and all(len({r[along] for r in results}) == 1 for results, _, along, *_ in panels)
-    most = max((len(results) for results, *_ in panels), default=0)
+    single = bool(panels) and all(len({r[along] for r in drawn}) == 1 for drawn, _, along, *_ in panels)
+    most = max((len(drawn) for drawn, *_ in panels), default=0)
     plt = report.pyplot()
     figure, axes = plt.subplots(
         1, max(len(panels), 1), figsize=(6.4 * max(len(panels), 1), 1.6 + 0.3 * most if single else 5.4),
         layout="constrained", squeeze=False, sharey=not selected, sharex=single,
     )  # fmt: skip
-    for axis, (results, name, along, label, title_of) in zip(axes[0], panels, strict=False):
+    for axis, (drawn, name, along, label, title_of) in zip(axes[0], panels, strict=False):
         if single:
-            _points(axis, dense, results, name)
-            axis.set_xlabel(f"perplexity, {along} {results[0][along]:g}")
+            _points(axis, dense, drawn, name)
+            axis.set_xlabel(f"perplexity, {along} {drawn[0][along]:g}")
         else:
-            _panel(axis, dense, results, name, along)
+            _panel(axis, dense, drawn, name, along)
             axis.set_xlabel(label)
         axis.set_title(title_of, fontsize=10)
     if single:

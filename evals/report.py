@@ -26,7 +26,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 def task_table(
     lines: Sequence[dict[str, Any]], *, recency: str, short: Mapping[str, str], notes: Sequence[str] = ()
 ) -> str:
-    """Return a table with one line per setting and length: the mean of the tasks' means, and each one's.
+    """Return a table with one line per setting and length: the mean of the tasks' means, and each task's mean.
 
     A minus marks a mean below plain recency.
 

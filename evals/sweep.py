@@ -216,8 +216,8 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
             line += _flag(parser, option, content[option])
     try:
         flags = parser.parse_args(line)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"[tasks.{name}]: {error}.") from None
+    except ValueError as error:
+        raise ValueError(f"the sweep, [tasks.{name}]: {error}") from None
     flags.name = name
     command_line.check_least(flags, block=1, batch=1)
     return Part(flags, run_settings.make_settings(flags))
@@ -306,4 +306,4 @@ class _Flags(argparse.ArgumentParser):
     """A parser that raises a ValueError in place of ending the program."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"the sweep: {message}.")
+        raise ValueError(f"{message}.")

@@ -239,7 +239,7 @@ def _sources(
     named = [part.strip() for name in names for part in ([name] if Path(name).exists() else name.split(","))]
     named = [name for name in named if name]
     if not named:
-        raise ValueError(f"no data was named; give files, folders, a hub data set, or one of {', '.join(BUILTIN)}.")
+        raise ValueError(f"no data was named; give files, folders, a hub data set, or one of {_names()}.")
     own = (*BUILTIN, *WRITTEN)
     files = [file for name in named if name not in own and not _is_hub_name(name) for file in files_of(name)]
     out: list[Documents | Written] = []
@@ -256,6 +256,12 @@ def _sources(
             out.append(_file_documents(files, field, skip_bad_lines))
             files = []
     return out
+
+
+def _names() -> str:
+    """Return the names that are data, as an error's message has them."""
+    told = ", ".join((*BUILTIN, *WRITTEN))
+    return told if "retriever" in WRITTEN else f"{told}, or retriever with --import papers.retriever.rows"
 
 
 def _is_hub_name(name: str) -> bool:
@@ -292,8 +298,7 @@ def files_of(name: str) -> list[Path]:
         files = [path]
     else:
         raise FileNotFoundError(
-            f"there is no data file {name}; give a file, a folder, a hub data set (owner/name), or one of "
-            f"{', '.join(BUILTIN)}."
+            f"there is no data file {name}; give a file, a folder, a hub data set (owner/name), or one of {_names()}."
         )
     for file in files:
         if file.stat().st_size == 0:

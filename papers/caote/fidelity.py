@@ -36,6 +36,10 @@ POLICIES = (
     "snapkv(window=8,kernel=7)+caote",
     "laprox(window=8)@model",
 )
+EXAMPLES = """examples:
+  python -m papers fidelity --policies "h2o,h2o+caote,snapkv,snapkv+caote" --budgets 128 --plot layers.png
+  python -m papers fidelity --policies "laprox@model" --budgets 0.1 --heads heads.png --json fidelity.json
+"""
 MEASURES = ("error", "cosine", "output_error", "output_cosine")
 
 

@@ -22,6 +22,10 @@ from models.commands.programs import make_room
 from papers.choices import endings
 from papers.choices.tasks import BY_CHANCE, TASKS, Corpus, Sample, draw, likeliest, read_corpus
 
+EXAMPLES = """examples:
+  python -m papers choices --model smollm2 --text king-james-bible --policies full,snapkv,snapkv+caote --budgets 0.25
+  python -m papers choices --tasks recall --lengths 512 --question known,unknown --when prompt --plot choices.png
+"""
 TITLE = "Choices behind a compressed context: the right one found"
 
 

@@ -47,6 +47,11 @@ from papers.predictor.coref_task import CorefSample
 Mode = Literal["teacher", "generate"]
 SELECT = f"full,oracle,{PREDICTOR},quest,h2o,streaming,random"
 PAGE_SIZE = 4
+EXAMPLES = """examples:
+  python -m papers coref --select full,oracle,quest,h2o,streaming,random --sparsity 0.5
+  python -m papers coref --sparsity 0.3,0.5,0.7 --mode teacher,generate --json coref.json --plot coref.png
+  python -m papers coref --mode generate --select full,h2o,snapkv --when block,prompt,published --evict-every 0
+"""
 SNAPKV = "snapkv(window=32,kernel=7,pooling='max')"  # in "generate": its window fits into a block of the prompt
 
 

@@ -8,7 +8,7 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import main as benchmark
 from evals.__main__ import EVALUATIONS, main
 from evals.evaluations import EVALUATIONS as REGISTRY
-from models.commands import batch, calibrate, chat, generate, get
+from models.commands import batch, calibrate, chat, generate, get, subcommands
 from papers.__main__ import EXPERIMENTS
 from papers.__main__ import main as experiment
 from train import butler, finetune, scorer
@@ -25,6 +25,18 @@ def test_every_command_imports_modules_of_your_own(command, names, capsys):
         with pytest.raises(SystemExit, match="2"):
             command([*filter(None, [name]), "--import", "no_such_module"])
         assert "--import: no_such_module cannot be imported" in capsys.readouterr().err
+
+
+def test_an_experiment_s_help_ends_with_its_examples_and_exit_codes(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        experiment(["coref", "--help"])
+    assert "examples:\n  python -m papers coref --select" in (said := capsys.readouterr().out) and "exit codes:" in said
+
+
+def test_experiments_keep_compiled_programs_where_they_are_told(monkeypatch):
+    kept = []
+    monkeypatch.setattr(subcommands, "keep_compiled", kept.append)
+    assert experiment(["--compilation-cache", "off", "coref", "--samples", "0"]) == 2 and kept == ["off"]
 
 
 @pytest.fixture(autouse=True)

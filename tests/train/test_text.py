@@ -12,7 +12,7 @@ import pytest
 import models
 import papers.retriever.rows  # noqa: F401  which adds them to the texts
 from evals import prose, texts
-from train.text import PIECE_BYTES, open_corpus, python_documents
+from train.text import PIECE_BYTES, WRITTEN, open_corpus, python_documents
 
 TEXTS = [f"The {noun} number {i} was counted by the baker. " * (1 + i % 5) for i, noun in enumerate(prose.NOUNS[:60])]
 
@@ -132,6 +132,12 @@ def test_bad_lines_are_named_or_skipped_and_counted(tokenizer, tmp_path):
 def test_another_field_may_hold_the_text(tokenizer, tmp_path):
     corpus = open_corpus([write_lines(tmp_path / "a.jsonl", TEXTS, "body")], tokenizer, 32, field="body", eval_rows=1)
     assert corpus.held_out[0, 1:].tolist() == ids_of(tokenizer, TEXTS)[:31]
+
+
+def test_the_retriever_s_rows_are_asked_for_by_their_module(tokenizer, monkeypatch):
+    monkeypatch.delitem(WRITTEN, "retriever")
+    with pytest.raises(FileNotFoundError, match=r"or retriever with --import papers\.retriever\.rows\."):
+        open_corpus(["retriever"], tokenizer, 32)
 
 
 def test_a_data_set_needs_the_library(tokenizer, monkeypatch):
