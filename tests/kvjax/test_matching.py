@@ -1,5 +1,6 @@
 """Attention Matching against NumPy and SciPy in float64: biases, values, and what a link does with them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -42,11 +43,6 @@ def attention(cache, query):
     return weights, weights @ np.where(live[..., None], value, 0)
 
 
-def at(cache, small):
-    """The slots of the large cache whose tokens the small one holds: the tokens came in in slot order."""
-    return np.asarray(small.position)
-
-
 def test_where_nothing_leaves_nothing_changes():
     cache, _ = given()
     small = matched(S)
@@ -59,7 +55,7 @@ def test_the_tokens_that_stay_are_those_with_the_largest_mean_square_of_weights(
     cache, query = given()
     weights, _ = attention(cache, query)
     best = np.sort(np.argsort(-(weights**2).sum(axis=2), axis=-1)[..., :BUDGET], axis=-1)
-    np.testing.assert_array_equal(np.sort(at(cache, matched(BUDGET)), axis=-1), best)
+    np.testing.assert_array_equal(np.sort(np.asarray(matched(BUDGET).position), axis=-1), best)
 
 
 def with_ridge(columns):
@@ -74,7 +70,7 @@ def test_biases_and_values_are_the_least_squares_optimum():
     small = matched(BUDGET)
     found = attention(small, query)[1]
     for b, k in np.ndindex(B, K):
-        slot = at(cache, small)[b, k]
+        slot = np.asarray(small.position)[b, k]  # tokens came in in slot order
         own = weights[b, k][:, slot]
         rows, root = with_ridge(own)
         wanted = np.concatenate([np.ones(len(own)), np.full(BUDGET, root)])
@@ -97,16 +93,10 @@ def test_outputs_are_nearer_than_those_of_the_same_tokens_alone(budget):
     cache, query = given()
     small = matched(budget)
     _, outputs = attention(cache, query)
-    slot = at(cache, small)
-    alone = kvjax.KVCache(
-        position=small.position,
-        next_position=small.next_position,
-        entries=small.entries
-        | {
-            "value": np.take_along_axis(np.asarray(cache.value), slot[..., None], axis=2),
-            "bias": np.zeros(slot.shape, np.float32),
-        },
-    )
+    slot = np.asarray(small.position)
+    values = np.take_along_axis(np.asarray(cache.value), slot[..., None], axis=2)
+    plain = {"value": values, "bias": np.zeros(slot.shape, np.float32)}
+    alone = dataclasses.replace(small, entries=small.entries | plain)
     errors = [((attention(x, query)[1] - outputs) ** 2).sum(axis=(2, 3)) for x in (small, alone)]
     assert (errors[0] < errors[1]).all() and errors[0].sum() < 0.5 * errors[1].sum()
 
@@ -165,14 +155,11 @@ def test_an_eviction_fits_what_stays_to_the_queries_of_the_tokens():
     np.testing.assert_array_equal(np.asarray(state.query, np.float32), rounded)  # in slot order, as tokens came in
     fit = jax.jit(functools.partial(matching.fit, most=12))
     for b, k in np.ndindex(B, K):
-        stays = np.asarray(after.position[b, k]) >= 0
-        since = np.repeat(np.arange(12), G) + 1
-        rows = rounded[b, k].reshape(-1, D)
-        value, bias = fit(
-            before.key[b, k], before.value[b, k], np.zeros(12, np.float32), before.position[b, k], stays, rows, since
-        )
-        np.testing.assert_allclose(np.asarray(after.value[b, k])[stays], np.asarray(value)[stays], atol=1e-4)
-        np.testing.assert_allclose(np.asarray(after.bias[b, k])[stays], np.asarray(bias)[stays], atol=1e-4)
+        stays, samples = np.asarray(after.position[b, k]) >= 0, rounded[b, k].reshape(-1, D)
+        now = before.key[b, k], before.value[b, k], np.zeros(12, np.float32), before.position[b, k]
+        fitted = fit(*now, stays, samples, np.repeat(np.arange(12), G) + 1)
+        for one, other in zip((after.value, after.bias), fitted, strict=True):
+            np.testing.assert_allclose(np.asarray(one[b, k])[stays], np.asarray(other)[stays], atol=1e-4)
     assert abs(np.asarray(after.bias)).max() > 0.1
 
 
