@@ -20,16 +20,17 @@ import models  # noqa: E402
 from evals.__main__ import main as evaluate  # noqa: E402
 from models import commands  # noqa: E402
 from models.commands import batch, distributed, generate  # noqa: E402
+from papers.__main__ import main as experiment  # noqa: E402
 from train import finetune  # noqa: E402
 
 COMMANDS = (
     (
-        evaluate,
+        experiment,
         "fidelity --model {model} --policies h2o@layer(cap=2) --budgets 32 --lengths 128 --samples 2 --facts 2 "
         "--batch 2 --mesh data=2,tensor=4 --json {out}/fidelity.json",
     ),
     (
-        evaluate,
+        experiment,
         "coref --model {model} --select h2o,quest --mode teacher,generate --samples 2 --batch 2 --mesh tensor=8 "
         "--json {out}/coref.json",
     ),
