@@ -15,7 +15,7 @@ from models.config import Config
 
 
 class Gguf(NamedTuple):
-    """How llama.cpp stores a family in a GGUF file.
+    """Describe how llama.cpp stores a family in a GGUF file.
 
     Attributes:
         architecture: llama.cpp's name of the family.
@@ -42,7 +42,7 @@ def nothing_more(config: Config) -> dict[str, Any]:
 
 
 class Family(NamedTuple):
-    """How the models of one ``model_type`` are read and written.
+    """Describe how the models of one ``model_type`` are read and written.
 
     Attributes:
         config: ``config(raw) -> Config`` for the object of a config.json.

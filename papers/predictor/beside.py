@@ -1,4 +1,4 @@
-"""What the experiments on selections share: which of them are compared, and a picture of their figures."""
+"""Compare selections and draw their figures: what the experiments on them share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: times in turns, memory that is checked; and the kernels, on arrays that are what they say."""
+"""Test what benchmarks share: turns, memory that is checked; and kernels on arrays that are what they say."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How a kernel is found and run: by its file alone, with the reference's derivative; on a mesh nothing is gathered."""
+"""Test how a kernel is found and run: by its file alone, with the reference's derivative; a mesh gathers nothing."""
 
 import sys
 import types

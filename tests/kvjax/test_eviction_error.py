@@ -239,7 +239,7 @@ def test_behind_w_o_the_ends_are_those_of_the_plain_score():
 
 
 def test_weights_are_looked_at_where_they_are_known():
-    """Which are refused: tests/bad_input/calls.txt. What is masked does not count, nor does bfloat16's rounding."""
+    """Leave what is refused to tests/bad_input/calls.txt. What is masked, and bfloat16's rounding, do not count."""
     none, V = np.float32([0.5, 0.5, 0.5]), np.ones((3, 2), np.float32)
     assert kvjax.score(none, V, mask=np.array([True, True, False])).shape == (3,)
     assert kvjax.score(np.float32([0.35, 0.34, 0.34]), V).shape == jax.jit(kvjax.score)(none, V).shape == (3,)

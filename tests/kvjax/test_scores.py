@@ -179,7 +179,7 @@ def test_sage_keeps_what_it_chose_in_a_row_without_a_query_in_the_block():
 
 
 def test_butler_leaves_out_slots_that_are_not_filled_yet():
-    """What it says of those that are filled is shown in whole runs: tests/campaign."""
+    """Leave those that are filled to whole runs: tests/campaign."""
     seen, held = blocks.make(36).observation, np.random.default_rng(36).normal(size=(B, K, S, G, DIM))
     position, held = np.array(seen.position), held.astype(np.float32)
     position[:, :, 6:] = -1

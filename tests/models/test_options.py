@@ -1,4 +1,4 @@
-"""What a run is told: settings as one value or as arguments, when it evicts, and what it refuses before it begins."""
+"""Test what a run is told: settings in one value or arguments, when it evicts, and what it refuses before it begins."""
 
 import dataclasses
 import warnings

@@ -1,4 +1,4 @@
-"""What a decode layer launches, and what a predictor adds to a step: counted in programs and by hand."""
+"""Count what a decode layer launches, and what a predictor adds to a step: counted in programs and by hand."""
 
 import importlib.util
 import json
