@@ -23,8 +23,8 @@ from jaxtyping import Array, Int
 import kvjax
 import models
 from benchmarks import measure
-from kvjax.cache import Entries, map_entries
-from kvjax.schedule import Phase
+from kvjax.cache import Entries
+from kvjax.schedule import Phase, Text
 from models.config import Config
 from models.options import PAGE_SIZE, Options
 from models.parameters import parameter_shapes
@@ -121,16 +121,15 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
     """
     keeps = setting.policy is None
     length = setting.held(prompt) if keeps else prompt
-    lengths = np.full(setting.batch, length, np.int32)
-    prompts = CheckedPrompt(np.zeros((setting.batch, length), np.int8), lengths, np.zeros_like(lengths))
+    prompts = CheckedPrompt(Text.of(np.zeros((setting.batch, length), np.int8)))
     options = Options(
         setting.policy, None if keeps else setting.budget, setting.block, evict_every=0 if keeps else 1,
         page_size=setting.page_size, reserve=setting.block, fit_prompt=keeps,
     )  # fmt: skip
     model = abstract_model(unbounded(setting.config), setting.dtype)
-    plan, sizes, rows, _ = plan_run(model, prompts, options)
-    projection = jax.eval_shape(functools.partial(models.output_projection, policy=plan.policy), model)
-    run = Run(model, rows, projection, None, plan)
+    run, sizes = plan_run(model, prompts, options)
+    projection = jax.eval_shape(functools.partial(models.output_projection, policy=run.plan.policy), model)
+    run = dataclasses.replace(run, projection=projection)
     return Shapes(run, jax.eval_shape(lambda r: start(r, sizes, setting.batch), run).cache)
 
 
@@ -240,7 +239,7 @@ def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) ->
             position = jax.random.permutation(next(keys), position, axis=-1, independent=True)
         return dataclasses.replace(
             shape,
-            entries=map_entries(draw, shape) if numbers else {},
+            entries=jax.tree.map(draw, shape.entries) if numbers else {},
             position=position.astype(jnp.int32),
             next_position=jnp.full(shape.next_position.shape, prompt, jnp.int32),
             state=jax.tree.map(state, shape.state),

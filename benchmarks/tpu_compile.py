@@ -7,6 +7,7 @@ several chips is split as the decoder splits it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib.metadata
 import math
@@ -31,7 +32,7 @@ from benchmarks.targets import executable, tpu_chips
 from evals import command_line, report
 from kvjax.cache import Entries, empty_entries
 from kvjax.quantise import Dtypes
-from kvjax.schedule import Phase
+from kvjax.schedule import Phase, Text
 from models import commands, host_steps
 from models.options import PAGE_SIZE, Options
 from models.parameters import parameter_shapes, partition
@@ -39,7 +40,7 @@ from models.planning import plan_run
 from models.prompts import CheckedPrompt
 from models.sampling import Sampling
 from models.states import start
-from models.steps import Run, decode_phase
+from models.steps import decode_phase
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 LEGEND = """Compiled, not timed: nothing here ran on a TPU. arrays: MiB per chip of weights and cache, as counted.
@@ -184,13 +185,12 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
         for name, size in parameter_shapes(config).items()
     }
     model: Any = models.Decoder(config, parameters)  # type: ignore[arg-type]
-    chosen, lengths = kvjax.parse(policy), np.full(B, sizes.prompt, np.int32)
-    prompts = CheckedPrompt(np.zeros((B, sizes.prompt), np.int8), lengths, np.zeros(B, np.int32))
+    chosen, prompts = kvjax.parse(policy), CheckedPrompt(Text.of(np.zeros((B, sizes.prompt), np.int8)))
     options = Options(chosen, sizes.budget, sizes.block, evict_every=1, fit_prompt=False)
-    plan, buffers, made, _ = plan_run(model, prompts, options)
-    rows = jax.eval_shape(lambda: made)
+    run, buffers = plan_run(model, prompts, options)
+    plan, rows = run.plan, jax.eval_shape(lambda: run.rows)
     projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)
-    run = Run(model, rows, projection, None, plan)
+    run = dataclasses.replace(run, rows=rows, projection=projection)
     row = jax.ShapeDtypeStruct((B, sizes.block), jnp.int32)
     token, finished = jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((B,), bool)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the decoder places its cache when it makes it

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from kernels_pallas.dispatch import platform
+from kernels_pallas.dispatch import of_layer, platform
 from kernels_pallas.prepare import apart
 from kvjax.checks import check_count, check_names, is_known, typed
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
@@ -198,7 +198,7 @@ class Stored(AnyKind):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class KVCache(Stored):
     """Keys and values of the tokens that are kept; the module's docstring has the layout.
 
@@ -218,28 +218,6 @@ class KVCache(Stored):
     next_position: Int[Array, "B"]
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
-
-    def __init__(
-        self,
-        key: Real[Array, "*L B K S D"] | None = None,
-        value: Real[Array, "*L B K S D"] | None = None,
-        position: Any = None,
-        next_position: Any = None,
-        state: PyTree = (),
-        positions: Positions = "absolute",
-        *,
-        entries: Entries | None = None,
-    ):
-        """Make a cache of keys and values in two arrays, or of ``entries`` with those that are given in their place.
-
-        Raises:
-            ValueError: if, without ``entries``, there are no keys, values, positions or next positions.
-        """
-        if entries is None or key is not None or value is not None:
-            entries = _given_entries(key, value, position, next_position, entries)
-        vars(self).update(
-            entries=entries, position=position, next_position=next_position, state=state, positions=positions
-        )
 
     @classmethod
     def init(
@@ -292,7 +270,19 @@ class KVCache(Stored):
     ) -> KVCache:
         """Make an empty cache with slots of a shape, ``(*L, B, K, S)``, to which its state is known to fit."""
         entries, position = empty_entries(shape, head_dim, dtypes), jnp.full(shape, -1, jnp.int32)
-        return cls(None, None, position, jnp.zeros(shape[-3], jnp.int32), state, positions, entries=entries)
+        return cls(entries, position, jnp.zeros(shape[-3], jnp.int32), state, positions)
+
+    @classmethod
+    def of(
+        cls,
+        key: Real[Array, "*L B K S D"],
+        value: Real[Array, "*L B K S D"],
+        position: Int[Array, "*L B K S"],
+        next_position: Int[Array, "B"],
+        **others: Any,
+    ) -> KVCache:
+        """Make a cache of keys and values that there are already; ``others`` are its state and its positions' kind."""
+        return cls(dict(key=key, value=value), position, next_position, **others)
 
     @property
     def num_slots(self) -> int:
@@ -345,11 +335,8 @@ class KVCache(Stored):
 
     def layer(self, index: int | Int[Array, ""] | None) -> KVCache:
         """Return one layer of a stacked cache; the cache itself, which stacks none, for None."""
-        if index is None:
-            return self
-
-        take = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
-        entries, position, state = jax.tree.map(take, (self.entries, self.position, self.state))
+        arrays = self.entries, self.position, self.state
+        entries, position, state = jax.tree.map(lambda stack: of_layer(stack, index), arrays)
         return dataclasses.replace(self, entries=entries, position=position, state=state)
 
 
@@ -357,14 +344,6 @@ class KVCache(Stored):
 def count_live(position: Int[Array, "*heads S"]) -> Int[Array, "*heads"]:
     """Count the slots that hold a token; compiled, so that a look from outside jit is one program."""
     return jnp.sum(position >= 0, axis=-1, dtype=jnp.int32)
-
-
-def _given_entries(key: Any, value: Any, position: Any, next_position: Any, entries: Entries | None) -> Entries:
-    """Return the entries of a cache that is made of keys and values, or ``entries`` with those that are given."""
-    if entries is None and any(array is None for array in (key, value, position, next_position)):
-        raise ValueError("a cache needs key, value, position and next_position; kvjax.KVCache.init makes an empty one.")
-    given = {name: array for name, array in dict(key=key, value=value).items() if array is not None}
-    return given if entries is None else with_entries(entries, given)
 
 
 def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -406,11 +385,6 @@ def check_positions(positions: str) -> None:
         ValueError: unknown positions 'rank'; expected one of absolute, compact, index.
     """
     check_names("positions", positions, get_args(Positions))
-
-
-def map_entries(function: Callable[..., Array], cache: Stored, *rest: Entries) -> Entries:
-    """Apply a function to each array of a cache's entries, and to those of the same name in ``rest``."""
-    return jax.tree.map(function, cache.entries, *rest)
 
 
 def entries_apart(cache: Stored) -> Entries:
@@ -566,12 +540,14 @@ def insert_plain(
     next_position = jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1)
     cache = dataclasses.replace(
         cache,
-        entries=map_entries(lambda leaf, new: write_slots(leaf, new.astype(leaf.dtype), slot, layer), cache, entries),
+        entries=jax.tree.map(
+            lambda leaf, new: write_slots(leaf, new.astype(leaf.dtype), slot, layer), cache.entries, entries
+        ),
         next_position=next_position,
     )
     return cache, dataclasses.replace(
         here,
-        entries=cache.entries if layer is None else cache.layer(layer).entries,
+        entries=cache.layer(layer).entries,
         position=write(here.position, jnp.broadcast_to(position[:, None], (B, K, T))),
         next_position=next_position,
         state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[3:]))), here.state),
@@ -664,7 +640,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
 
     return dataclasses.replace(
         cache,
-        entries=unreadable(map_entries(lambda leaf: gather(leaf, 0), cache), lost),
+        entries=unreadable(jax.tree.map(lambda leaf: gather(leaf, 0), cache.entries), lost),
         position=gather(cache.position, -1),
         state=map_slots(lambda leaf: gather(leaf, 0), cache.state),
     )

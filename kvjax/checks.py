@@ -168,7 +168,7 @@ def _fitted(value: Any, annotation: Any) -> Any:
         return kind(_fitted(plain(part), parts[0]) for part in _fitted(value, list | tuple))
     if annotation in (int, float):
         fits = isinstance(value, int | annotation) and not isinstance(value, bool)
-        if not fits or (annotation is float and not _is_finite(value)):
+        if not fits or (annotation is float and not abs(value) < math.inf):
             raise _Misfit
         return value
     known = isinstance(annotation, type) and annotation.__module__ not in ("typing", "jaxtyping")
@@ -182,13 +182,6 @@ def _fitted_to_literal(value: Any, options: tuple[Any, ...]) -> Any:
         if isinstance(value, type(option)) and value == option and not isinstance(value, bool):
             return option
     raise _Misfit
-
-
-def _is_finite(value: int | float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int that no float holds
-        return False
 
 
 def _words(annotation: Any) -> str:

@@ -72,10 +72,8 @@ class Evidence:
             budget: one number or one per row.
             slots: those of the cache, per head.
         """
-        idle = self.entered == 0
-        if not self.allocation.fills:  # then a budget of all slots keeps no token that scores too little
-            return idle
-        return idle | (jnp.asarray(budget) >= slots)
+        enough = (jnp.asarray(budget) >= slots) & self.allocation.fills  # else a token that scores too little leaves
+        return (self.entered == 0) | enough
 
     def waits(self, budget: Budget, slots: int) -> Bool[Array, "B"]:
         """Return a mask of the rows that this eviction leaves out, so that their windows of queries go on.
@@ -83,7 +81,7 @@ class Evidence:
         A cache may have no more slots than a short text needs. So a budget of all slots is no sign: with it the row
         would have other windows beside longer texts.
         """
-        return self.spares(budget, slots) & ((self.entered == 0) | (jnp.asarray(budget) > slots))
+        return self.spares(budget, slots + 1)
 
     @classmethod
     def of_layers(

@@ -83,7 +83,7 @@ def layer_of(cache: Cache, context: Context) -> KVCache:
 def inserted(cache: KVCache, block: LayerBlock, context: Context, room: bool = False) -> tuple[KVCache, KVCache]:
     """Insert a block; return the cache with its entries, and the layer, whose other arrays are to be put back."""
     layer = layer_index(cache, context)
-    here = layer_of(cache, context)
+    here = cache.layer(layer)
     if layer is not None and platform() != "gpu":
         # Taken out once: if they were read from the stacked arrays several times, XLA would copy those arrays in every
         # layer instead of writing the new ones in place. For a GPU it does not, and each would be a program of its own.

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.cache import HeadState, KVCache, Positions, PyTree, check_heads, map_entries
+from kvjax.cache import HeadState, KVCache, Positions, PyTree, check_heads
 from kvjax.capacity import Capacity, Demand, Layout, ModelSizes, capacity, check_sizes, in_pages
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
@@ -129,7 +129,7 @@ def _repeated(cache: Any, n: int) -> Any:
     repeated = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
     return dataclasses.replace(
         cache,
-        entries=map_entries(repeated, cache),
+        entries=jax.tree.map(repeated, cache.entries),
         position=repeated(cache.position),
         next_position=jnp.repeat(cache.next_position, n),
         state=jax.tree.map(repeated, cache.state),
@@ -155,7 +155,7 @@ def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
     table = repeated(cache.table)
     return dataclasses.replace(
         cache,
-        entries=map_entries(pools, cache),
+        entries=jax.tree.map(pools, cache.entries),
         position=pools(cache.position),
         owner=jnp.where(cache.owner >= 0, owner, -1).reshape(n * P),
         table=jnp.where(table >= 0, table + first_page, -1),

@@ -43,7 +43,6 @@ from kvjax.cache import (
     check_positions,
     count_live,
     empty_entries,
-    map_entries,
     map_slots,
     nth_true,
     overwriting,
@@ -221,7 +220,7 @@ class PagedCache(Stored):
         entries = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
         return dataclasses.replace(
             cache,
-            entries=map_entries(write, cache, entries),
+            entries=jax.tree.map(write, cache.entries, entries),
             position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
             next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
             state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[2:]))), cache.state),
@@ -312,7 +311,7 @@ class PagedCache(Stored):
         free = jax.lax.dynamic_update_slice(grown(self.free), jnp.arange(P, P + new, dtype=jnp.int32), (self.num_free,))
         return dataclasses.replace(
             self,
-            entries=map_entries(grown, self),
+            entries=jax.tree.map(grown, self.entries),
             position=grown(self.position, -1),
             owner=grown(self.owner, -1),
             table=jnp.pad(self.table, ((0, 0),) * (self.table.ndim - 1) + ((0, longer),), constant_values=-1),
@@ -339,7 +338,7 @@ class PagedCache(Stored):
             return HeadState(value if head is None else jax.lax.dynamic_slice_in_dim(value, head, 1, axis=1))
 
         return KVCache(
-            entries=map_entries(lambda leaf: laid_out(leaf, table), self),
+            entries=jax.tree.map(lambda leaf: laid_out(leaf, table), self.entries),
             position=slot_positions(self.position, table),
             next_position=self.next_position,
             state=jax.tree.map(of_heads, self.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
@@ -429,7 +428,7 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         moved = flat.at[jnp.maximum(head_of_page, 0)[:, None], row_of_page].get(mode="fill", fill_value=fill)
         return jnp.where((head_of_page < 0).reshape(-1, *(1,) * (moved.ndim - 1)), fill, moved).astype(leaf.dtype)
 
-    entries = map_entries(lambda leaf: gather(leaf, 0), cache)
+    entries = jax.tree.map(lambda leaf: gather(leaf, 0), cache.entries)
     if lost is not None:
         entries = unreadable(entries, jnp.broadcast_to(lost, heads).ravel()[jnp.maximum(head_of_page, 0)])
     stack = jnp.arange(pages - 1, -1, -1, dtype=jnp.int32)  # the pages in use are its last entries
@@ -457,7 +456,7 @@ def trimmed(cache: PagedCache, pages: int) -> PagedCache:
 
     return dataclasses.replace(
         cache,
-        entries=map_entries(take, cache),
+        entries=jax.tree.map(take, cache.entries),
         position=take(cache.position),
         owner=take(cache.owner),
         table=jnp.where(cache.table >= 0, place[cache.table], -1),

@@ -125,10 +125,8 @@ class Policy:
 
     def protected(self, budget: Any) -> tuple[Any, Any]:
         """Return how many first and last tokens always stay under a budget; see :func:`kvjax.protected`."""
-        sinks, recent = 0, 0
-        for protection in self.protections:
-            more_sinks, more_recent = protection.counts(budget)
-            sinks, recent = _larger(sinks, more_sinks), _larger(recent, more_recent)
+        each = [protection.counts(budget) for protection in self.protections]
+        sinks, recent = (functools.reduce(_larger, counts, 0) for counts in zip((0, 0), *each, strict=True))
         return sinks, recent
 
     @property

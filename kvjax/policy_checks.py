@@ -100,9 +100,10 @@ def check_budget(policy: Policy | str | None, budget: int) -> None:
 or protect fewer.
     """
     budget = check_count("the budget", budget, 1, "at least 1 token must stay")
-    policy = policy_of(policy)
-    sinks, recent = protected(policy, budget)
-    if policy is not None and sinks + recent > budget:
+    if (policy := policy_of(policy)) is None:
+        return
+    sinks, recent = policy.protected(budget)
+    if sinks + recent > budget:
         raise ValueError(
             f"the budget is {budget} tokens, but {policy.name!r} always keeps {sinks} first and {recent} last ones: "
             f"give at least {sinks + recent}, or protect fewer."

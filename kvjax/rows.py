@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import AnyKind, HeadState, KVCache, dtypes_of, entries_apart, entries_together, map_entries, unreadable
+from kvjax.cache import AnyKind, HeadState, KVCache, dtypes_of, entries_apart, entries_together, unreadable
 from kvjax.checks import is_known, plain
 from kvjax.insertion import check_cache
 from kvjax.paged import PagedCache
@@ -93,7 +93,7 @@ def _write(cache: Any, row: int | Int[Array, ""], one: KVCache) -> Any:
     state = jax.tree.map(put_slots, cache.state, one.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
     return dataclasses.replace(
         cache,
-        entries=map_entries(put_slots, cache, one.entries),
+        entries=jax.tree.map(put_slots, cache.entries, one.entries),
         position=put_slots(cache.position, one.position, fill=-1),
         next_position=_put(cache.next_position, one.next_position, row, 0),
         state=state,
@@ -189,7 +189,7 @@ def _write_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) 
     table = jnp.pad(jnp.where(found, page, -1), widths, constant_values=-1)
     return dataclasses.replace(
         cache,
-        entries=map_entries(copy, cache, unreadable(one.entries, lost)),
+        entries=jax.tree.map(copy, cache.entries, unreadable(one.entries, lost)),
         position=copy(cache.position, one.position),
         owner=cache.owner.at[page].set(jnp.broadcast_to(head, page.shape), mode="drop"),
         table=_put(cache.table, table, row, len(L)),

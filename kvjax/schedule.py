@@ -74,6 +74,13 @@ class Step:
         assert tokens is not None and positions is not None
         return dataclasses.replace(self, tokens=tokens, positions=positions, parts=parts)
 
+    def padded(self, rounds: int) -> Step:
+        """Return the step with empty rounds behind its own, up to this many."""
+        more = ((0, rounds - len(self.tokens)), (0, 0), (0, 0))
+        positions = np.pad(self.positions, more, constant_values=-1)
+        parts = None if self.parts is None else np.pad(self.parts, more)
+        return dataclasses.replace(self, tokens=np.pad(self.tokens, more), positions=positions, parts=parts)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -419,17 +426,8 @@ def _stage(exact: bool, *steps: Step) -> Stage:
     count = len(steps[0].tokens)
     if exact:
         return Stage(steps)
-    more = ((0, power_of_two(max(count, 1)) - count), (0, 0), (0, 0))
-    padded = (
-        dataclasses.replace(
-            step,
-            tokens=np.pad(step.tokens, more),
-            positions=np.pad(step.positions, more, constant_values=-1),
-            parts=None if step.parts is None else np.pad(step.parts, more),
-        )
-        for step in steps
-    )
-    return Stage(tuple(padded), np.asarray(count, np.int32))
+    rounds = power_of_two(max(count, 1))
+    return Stage(tuple(step.padded(rounds) for step in steps), np.asarray(count, np.int32))
 
 
 def _but_last(step: Step, exact: bool) -> list[Stage]:

@@ -26,8 +26,8 @@ from jaxtyping import Array, Int
 import kvjax
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
-from kvjax.schedule import HostOrDevice, Phase
-from models import engine, host_steps, hosts, one_program
+from kvjax.schedule import HostOrDevice, Phase, Text
+from models import engine, host_steps, hosts
 from models.by_layer import next_token
 from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache, stacked
@@ -38,7 +38,7 @@ from models.prompts import CheckedPrompt, check_prompt
 from models.sampling import Sampling, check_end, check_sampling
 from models.selecting import check_memory_is_kept
 from models.states import settled
-from models.steps import DecodeState, Run, decode_phase
+from models.steps import DecodeState, decode_phase
 
 
 class NewToken(NamedTuple):
@@ -113,23 +113,19 @@ class Engine:
         self.model = model
         rows = check_count("rows", rows, 1, "the batch has at least 1 row")
         asked = options_of("Engine", EngineSettings, options, settings)
-        block = check_count("block", asked.block, 1, "a block has at least 1 token")
-        most = check_count("max_new_tokens", asked.max_new_tokens, 1, "ask for at least 1")
+        most = asked.max_new_tokens
         longest = max(1, model.config.max_positions - most) if longest_prompt is None else longest_prompt
         longest = check_count("longest_prompt", longest, 1, "a prompt has at least 1 token")
         fit_prompt, policy = bool(asked.fit_prompt), policy_of(asked.policy)
         if policy is not None:
             check_memory_is_kept(policy, "'snapkv+caote'")
-        self._options = dataclasses.replace(
-            asked, policy=policy, block=block, max_new_tokens=most, reserve=most, fit_prompt=fit_prompt
-        )
+        self._options = dataclasses.replace(asked, policy=policy, reserve=most, fit_prompt=fit_prompt)
         # Any prompts of this size: the plan says how large the rows are.
-        prompt = CheckedPrompt(
-            np.zeros((rows, longest), np.int32), np.full(rows, longest, np.int32), np.zeros(rows, np.int32)
-        )
+        prompt = CheckedPrompt(Text.of(np.zeros((rows, longest), np.int32)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about these prompts
-            plan, sizes, numbers, network = plan_run(model, prompt, self._options)
+            run, sizes = plan_run(model, prompt, self._options)
+        plan = run.plan
         if plan.mesh is not None and plan.mesh.shape["data"] > 1:
             raise ValueError("the model is on a mesh that splits rows, but prompts are fed one by one; use data=1.")
         if plan.policy is not None and not plan.policy.allocation.fills and plan.evict_every > 1:
@@ -148,7 +144,7 @@ class Engine:
         if asked.projection is None:
             projection = engine.output_projection(model, plan.policy)
             self._options = dataclasses.replace(self._options, projection=projection)
-        run = Run(model, numbers, self._options.projection, network, plan)
+            run = dataclasses.replace(run, projection=projection)
         self._steps = host_steps.steps_of(run, sizes)
         state = self._steps.start(rows)  # the rows that join have no more to remember than after their prompts
         self._state = dataclasses.replace(state, cache=settled(state.cache, plan))
@@ -180,8 +176,7 @@ class Engine:
         given = np.asarray(list(tokens))
         prompt = check_prompt(self.model, (given if given.size else given.astype(int))[None], None, None)
         allowed, own = self._options.max_new_tokens, options_of("submit", RequestSettings, self._options, settings)
-        most = check_count("max_new_tokens", own.max_new_tokens, 1, "ask for at least 1")
-        length = int(prompt.lengths[0])
+        most, length = own.max_new_tokens, int(prompt.text.lengths[0])
         for what, count, limit in (("longest_prompt", length, self._longest), ("max_new_tokens", most, allowed)):
             if limit is not None and count > limit:
                 raise ValueError(
@@ -309,8 +304,7 @@ class Engine:
 
     def _chosen(self, request: _Request, hidden: Array) -> tuple[int, Array]:
         """Choose a request's next token, and return whether its logits are finite."""
-        request.key, draw = one_program.split_key(request.key if request.sampling.temperature > 0 else None)
-        chosen, finite = next_token(self.model, hidden, draw, request.sampling)
+        chosen, request.key, finite = next_token(self.model, hidden, request.key, request.sampling)
         return int(hosts.fetched(chosen)[0]), finite
 
     def _note(self, request: _Request, token: int) -> NewToken:

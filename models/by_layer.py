@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Evidence, KVCache
+from kvjax import Evidence, KVCache, OutputProjection
 from kvjax.checks import is_known
 from kvjax.layer import LayerBlock
 from kvjax.merging import Merging, folded
@@ -28,14 +28,13 @@ from models.decoder import Decoder, attention_input, embed, run_layer, sliding_w
 from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
 from models.networks import Network
 from models.parameters import layers_with
-from models.plan import Plan, Rows, Sizes
+from models.plan import Plan, Sizes
 from models.sampling import Sampling, sample
 from models.selecting import LayerCarry
 from models.states import settled, shrink, shrinks, start
 from models.steps import (
     Block,
     DecodeState,
-    Place,
     Run,
     at_layer,
     attend,
@@ -54,10 +53,12 @@ LARGE_LAYER = 8 << 20
 
 
 class Layer(NamedTuple):
-    """One layer: its parameters by name, and its place."""
+    """One layer: its parameters by name, and what else differs between layers; ``number`` counts from 0."""
 
     weights: dict[str, Array]
-    place: Place
+    number: Int[Array, ""]
+    window: Int[Array, ""] | None
+    projection: OutputProjection | None
 
 
 def runs_by_layer(run: Run, key: Array | None = None) -> bool:
@@ -88,9 +89,14 @@ class LayerSteps:
         return _start(self.run, self.sizes, batch, cache)
 
     def block(
-        self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase, part: np.ndarray | None = None
+        self,
+        state: DecodeState,
+        tokens: np.ndarray,
+        position: HostOrDevice,
+        phase: Phase,
+        part: np.ndarray | None = None,
     ) -> tuple[Float[Array, "B T E"], DecodeState]:
-        """Feed a block of the prompt; the given state is donated."""
+        """Feed a block; the given state is donated."""
         run = self.run
         x, block = _enter(
             run.model.config, run.plan, run.model.embedding[...], tokens, position, run.rows.lengths,
@@ -120,15 +126,12 @@ class LayerSteps:
         key: Array | None,
         step: int,
         sampling: Sampling,
-    ) -> tuple[Int[Array, "B"], DecodeState]:
+    ) -> tuple[Int[Array, "B"], DecodeState, Array | None]:
         """Feed one token per row and choose the next ones; the given state is donated."""
-        run, cache = self.run, state.cache
-        model = run.model
-        x, block = _enter_token(
-            model.config, run.plan, model.embedding[...], token, finished, cache.next_position, run.rows
-        )
-        hidden, state = self._run(state, token[:, None], x, block, decode_phase(run.plan, step))
-        return next_token(model, hidden, key, sampling)[0], state
+        position = _positions(finished, state.cache.next_position)
+        hidden, state = self.block(state, token[:, None], position, decode_phase(self.run.plan, step))
+        chosen, key, _ = next_token(self.run.model, hidden, key, sampling)
+        return chosen, state, key
 
     def _run(
         self, state: DecodeState, tokens: HostOrDevice, x: Float[Array, "B T E"], block: Block, phase: Phase
@@ -137,7 +140,7 @@ class LayerSteps:
         model, plan = run.model, run.plan
         cache, evidence = state.cache, None
         if evicts_together(plan, phase, cache):
-            evidence = _evidence_of_layers(model.config, plan, phase, block, cache)
+            evidence = _evidence_of_layers(model.config, plan, block, cache)
         carry = LayerCarry(cache.at(0), evidence, state.memory, state.source)
         for number, layer in enumerate(self.layers):
             carry = dataclasses.replace(carry, cache=cache.at(number))
@@ -169,7 +172,7 @@ def _layers(run: Run) -> tuple[Layer, ...]:
             }
             window = None if windows is None else windows[index]
             projection = None if run.projection is None else run.projection.layer(index)
-            layers.append(Layer(weights, Place(jax.device_put(np.int32(index)), window, projection)))
+            layers.append(Layer(weights, jax.device_put(np.int32(index)), window, projection))
     return tuple(layers)
 
 
@@ -197,23 +200,9 @@ def _enter(
     return embed(config, embedding, tokens), block_of(config, plan, tokens, position, lengths, budgets, part)
 
 
+_positions = jax.jit(decode_positions)
 _fresh = jax.jit(fresh, donate_argnames="state")
 _with_gradient = jax.jit(with_gradient, static_argnames="plan")  # one program: a block of copies is long
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _enter_token(
-    config: Config,
-    plan: Plan,
-    embedding: Float[Array, "V E"],
-    token: Int[Array, "B"],
-    finished: Array,
-    next_position: Int[Array, "B"],
-    rows: Rows,
-) -> tuple[Float[Array, "B 1 E"], Block]:
-    position = decode_positions(finished, next_position)
-    block = block_of(config, plan, token[:, None], position, rows.lengths, rows.decode_budgets)
-    return embed(config, embedding, token[:, None]), block
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("x", "carry"))
@@ -227,23 +216,24 @@ def _run_layer(
     carry: LayerCarry,
     network: Network | None,
 ) -> tuple[Float[Array, "B T E"], LayerCarry]:
-    block = at_layer(config, block, layer.place.number)
+    weights, number, window, projection = layer
+    block = at_layer(config, block, number, sliding_window=window, projection=projection)
     if network is not None:
-        carry = selecting.predicted(network, carry, layer.place.number, attention_input(config, layer.weights, x))
+        carry = selecting.predicted(network, carry, number, attention_input(config, weights, x))
 
     def attend_here(query, key, value):
-        return *attend(plan, phase, block, layer.place, carry, LayerBlock(query, key, value, block.position)), None
+        return *attend(plan, phase, block, carry, LayerBlock(query, key, value, block.position)), None
 
-    x, carry, _ = run_layer(config, layer.weights, x, block.waves, attend_here)
+    x, carry, _ = run_layer(config, weights, x, block.waves, attend_here)
     return x, carry
 
 
 _look_ahead = jax.jit(selecting.looked_ahead, static_argnames="keeps", donate_argnames="carry")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _evidence_of_layers(config: Config, plan: Plan, phase: Phase, block: Block, cache: AnyCache) -> Evidence | None:
-    return shared_evidence(config, plan, phase, block, cache.slots)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _evidence_of_layers(config: Config, plan: Plan, block: Block, cache: AnyCache) -> Evidence:
+    return shared_evidence(config, plan, block, cache.slots)
 
 
 def _evict_together(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> AnyCache:
@@ -274,7 +264,7 @@ def _evict(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> Any
 @functools.partial(jax.jit, static_argnames="sampling")
 def next_token(
     model: Decoder, hidden: Float[Array, "B T E"], key: Array | None, sampling: Sampling
-) -> tuple[Int[Array, "B"], Array]:
-    """Choose each row's next token from its last hidden state, and return whether all logits are finite."""
+) -> tuple[Int[Array, "B"], Array | None, Array]:
+    """Choose each row's next token from its last hidden state; return the next key, and whether logits are finite."""
     logits = model.logits(hidden[:, -1])
-    return sample(logits, key, sampling), jnp.isfinite(logits).all()
+    return *sample(logits, key, sampling), jnp.isfinite(logits).all()

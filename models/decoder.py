@@ -179,10 +179,8 @@ class Decoder(nnx.Module):
         """Apply the last norm and the projection to the vocabulary, in float32."""
         hidden = _norm(self.config, hidden, self.norm[...])
         accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
-        if self.head is None:
-            logits = jnp.einsum("...e,ve->...v", hidden, self.embedding[...], preferred_element_type=accumulate)
-        else:
-            logits = jnp.einsum("...e,ev->...v", hidden, self.head[...], preferred_element_type=accumulate)
+        weights, axes = (self.embedding, "ve") if self.head is None else (self.head, "ev")
+        logits = jnp.einsum(f"...e,{axes}->...v", hidden, weights[...], preferred_element_type=accumulate)
         logits, cap = _times(logits, 1 / self.config.logits_scaling), self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -22,13 +22,13 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import OutputProjection, Policy
 from kvjax.chains import policy_of
-from kvjax.checks import check_count, is_known
-from kvjax.schedule import HostOrDevice, Schedule, schedule
+from kvjax.checks import is_known
+from kvjax.schedule import HostOrDevice, Schedule, Text, schedule
 from models.by_layer import LayerSteps, runs_by_layer
 from models.decoder import Decoder
 from models.host_steps import OnBlock, check_finite, feed_prompt, steps_of, tokens_of
 from models.layer_caches import AnyCache, stacked_up
-from models.one_program import Choice, generate_at_once, pad_of, prefill_at_once
+from models.one_program import Choice, choice_of, generate_at_once, pad_of, prefill_at_once
 from models.options import AnswerSettings, Options, PromptSettings, options_of
 from models.plan import Sizes
 from models.planning import overflowing, plan_run
@@ -171,19 +171,18 @@ def generate(
         >>> out.tokens.shape, out.lengths.tolist(), out.cache.num_live.max().item()
         ((1, 4), [4], 19)
     """
-    options = _to_answer("generate", options, settings)
+    options = options_of("generate", AnswerSettings, options, settings)
+    options = dataclasses.replace(options, reserve=options.max_new_tokens)
     given = check_prompt(model, tokens, lengths, question, cache, options.policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
-    choice = Choice.of(model, options, key)
+    choice, key = choice_of(model, options, key)
     if runs_by_layer(run, key):
         return _generate_by_layer(LayerSteps(run, sizes), prompt, cache, logits, choice, key)
-    state, out, count, finite = generate_at_once(
-        run, sizes, prompt, cache, logits, key if choice.draws else None, choice
-    )
+    state, out, count, finite = generate_at_once(run, sizes, prompt, cache, logits, key, choice)
     if is_known(finite):
         check_finite(model, finite)
-    return Generation(out, stacked_up(state.cache), count)
+    return Generation(out, state.cache, count)
 
 
 def stream(
@@ -227,20 +226,14 @@ def stream(
         >>> [int(step[0]) for step, _ in steps] == whole.tokens[0].tolist()
         True
     """
-    options = _to_answer("stream", options, settings)
-    options = dataclasses.replace(options, fit_prompt=bool(options.fit_prompt))
+    options = options_of("stream", AnswerSettings, options, settings)
+    options = dataclasses.replace(options, reserve=options.max_new_tokens, fit_prompt=bool(options.fit_prompt))
     given = check_prompt(model, tokens, lengths, question, cache, options.policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
-    made = tokens_of(steps_of(run, sizes), prompt, cache, logits, Choice.of(model, options, key), key, on_block)
+    choice, key = choice_of(model, options, key)
+    made = tokens_of(steps_of(run, sizes), prompt, cache, logits, choice, key, on_block)
     return ((token, state.cache) for token, state in made)
-
-
-def _to_answer(function: str, options: Options | None, settings: AnswerSettings) -> Options:
-    """Return the options of a call that makes an answer, for which the cache has room."""
-    options = options_of(function, AnswerSettings, options, settings)
-    most = check_count("max_new_tokens", options.max_new_tokens, 1, "ask for at least 1")
-    return dataclasses.replace(options, max_new_tokens=most, reserve=most)
 
 
 def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
@@ -274,14 +267,16 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
     Args:
         given: the whole prompts.
     """
-    asked, cache = given.questions, prefilled.cache
+    text, cache = given.text, prefilled.cache
+    asked = text.questions
     if not asked.any():
         return prefilled
-    place = (given.lengths - asked)[:, None] + np.arange(asked.max())
-    tokens = np.take_along_axis(given.tokens, np.minimum(place, given.tokens.shape[1] - 1), axis=1)
+    place = text.context[:, None] + np.arange(asked.max())
+    tokens = np.take_along_axis(text.tokens, np.minimum(place, text.tokens.shape[1] - 1), axis=1)
     kept = kept_of(model, cache, policy_of(options.policy), len(asked))
+    held_back = CheckedPrompt(Text(tokens, asked, asked, kept.start, kept.pending), kept)
     options = dataclasses.replace(options, projection=None, networks=None)
-    run, sizes, prompt = prepare(model, CheckedPrompt(tokens, asked, asked, kept), options)
+    run, sizes, prompt = prepare(model, held_back, options)
     state, hidden = _feed(run, sizes, prompt, cache)
     logits = jnp.where(asked[:, None] > 0, logits_of(model, hidden)[:, 0], prefilled.logits)
     return Prefilled(stacked_up(state.cache), logits)
@@ -304,28 +299,24 @@ def _run_prompt(
     """Feed a prompt, and return the cache and the hidden states of each row's last token, [B, 1, E], or of all."""
     state, hidden = _feed(run, sizes, prompt, cache, every)
     if every:  # [B, n m, E] of every place in a block -> [B, T, E]
-        place = np.zeros(given.tokens.shape, np.int32)
+        place = np.zeros(given.text.tokens.shape, np.int32)
         positions = [np.swapaxes(step.positions, 0, 1).reshape(len(place), -1) for step in prompt.text]
         for row, position in enumerate(np.concatenate(positions, axis=1)):
-            place[row, position[position >= 0] - given.start[row]] = np.flatnonzero(position >= 0)
+            place[row, position[position >= 0] - given.text.start[row]] = np.flatnonzero(position >= 0)
         hidden = jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1)
     return stacked_up(state.cache), hidden
 
 
 def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool = False) -> tuple[Run, Sizes, Schedule]:
     """Check a run's arguments, and return the run, the sizes of its buffers, and its prompts in blocks."""
-    options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
-    plan, sizes, rows, network = plan_run(model, given, options)
-    if plan.selection is not None or not given.fed:
-        given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before them
-    projection = options.projection
-    if projection is None and plan.policy is not None and plan.policy.needs.projections:
-        projection = projected(model, plan.policy.needs.projections, plan.heads)
-    if not isinstance(projection, OutputProjection | None):
-        raise ValueError(f"projection is {projection!r}; expected what models.output_projection returns.")
-    run = Run(model, rows, projection, network, plan)
+    run, sizes = plan_run(model, given, options)
+    plan, text = run.plan, given.text
+    if plan.selection is not None or not given.fed:  # nothing is compressed before the questions
+        given = given._replace(text=text._replace(questions=np.zeros_like(text.questions)))
+    if run.projection is None and plan.policy is not None and plan.policy.needs.projections:
+        run = dataclasses.replace(run, projection=projected(model, plan.policy.needs.projections, plan.heads))
     # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
-    exact = every or not is_known(*jax.tree.leaves((model, projection, network)))
+    exact = every or not is_known(*jax.tree.leaves((model, run.projection, run.network)))
     return run, sizes, scheduled(given, options, run, exact)
 
 

@@ -63,7 +63,7 @@ def teacher_forced(
         >>> hidden.shape, cache.num_live.max().item(), cache.next_position.item()
         ((1, 33, 32), 16, 40)
     """
-    whole = check_prompt(model, tokens, lengths, None)
+    whole = check_prompt(model, tokens, lengths, None).text
     prompt = check_count("prompt", prompt, 1, "give at least 1 token")
     if (whole.lengths <= prompt).any():
         raise ValueError(

@@ -17,7 +17,7 @@ from models import hosts
 from models.by_layer import LayerSteps, next_token, runs_by_layer
 from models.decoder import Decoder
 from models.layer_caches import AnyCache, stacked
-from models.one_program import Choice, newest, next_step, split_key
+from models.one_program import Choice, newest, next_step
 from models.plan import Sizes
 from models.sampling import Sampling, sample
 from models.states import settled, shrink, shrinks, start
@@ -73,7 +73,7 @@ class ProgramSteps:
     def token(
         self, state: DecodeState, token: np.ndarray, finished: np.ndarray, key: Array | None, step: int,
         sampling: Sampling,
-    ) -> tuple[Int[Array, "B"], DecodeState]:  # fmt: skip
+    ) -> tuple[Int[Array, "B"], DecodeState, Array | None]:  # fmt: skip
         return token_step(self.run, state, token, finished, key, decode_phase(self.run.plan, step), sampling)
 
 
@@ -94,11 +94,10 @@ def tokens_of(
     """Yield each step's tokens as they come, -1 in rows that have ended, and the state after the step."""
     run = steps.run
     state, hidden = feed_prompt(steps, prompt, cache, on_block)
-    key, draw = split_key(key if choice.draws else None)
     if logits is None:
-        chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
+        chosen, key, finite = next_token(run.model, hidden, key, choice.sampling)
     else:
-        chosen, finite = sample(logits, draw, choice.sampling), jnp.isfinite(logits).all()
+        (chosen, key), finite = sample(logits, key, choice.sampling), jnp.isfinite(logits).all()
     token = hosts.fetched(chosen)
     check_finite(run.model, finite)
     finished = np.isin(token, choice.end)
@@ -107,8 +106,7 @@ def tokens_of(
     for step in range(1, choice.most):
         if finished.all():
             return
-        key, draw = split_key(key)
-        chosen, state = steps.token(state, token, finished, draw, step, choice.sampling)
+        chosen, state, key = steps.token(state, token, finished, key, step, choice.sampling)
         if run.plan.repeats is not None and every and step % every == 0:
             state = repeated_answer(steps, state, np.stack(fed[-every:], axis=1), finished)
         token = hosts.fetched(chosen)

@@ -123,7 +123,7 @@ class LayerCaches(AnyKind):
         """Return the positions of all layers, stacked, without keys and values: enough to decide what to evict."""
         position = self.position
         nothing = jnp.zeros((*position.shape, 0))
-        return KVCache(nothing, nothing, position, self.next_position)
+        return KVCache.of(nothing, nothing, position, self.next_position)
 
     def with_slots(self, left: KVCache, begins: Bool[Array, "B"]) -> LayerCaches:
         """Return the caches after an eviction from :attr:`slots`; where a row ``begins``, its window does anew."""

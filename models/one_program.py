@@ -27,15 +27,12 @@ class Choice(NamedTuple):
     most: int
     end: tuple[int, ...]
 
-    @classmethod
-    def of(cls, model: Decoder, options: Options, key: Array | None) -> Choice:
-        """Check the settings."""
-        sampling = check_sampling(options.temperature, options.top_k, options.top_p, key)
-        return cls(sampling, options.max_new_tokens, check_end(model.config, options.end))
 
-    @property
-    def draws(self) -> bool:
-        return self.sampling.temperature > 0
+def choice_of(model: Decoder, options: Options, key: Array | None) -> tuple[Choice, Array | None]:
+    """Check the settings of an answer, and return them with the key, None where nothing is drawn."""
+    sampling = check_sampling(options.temperature, options.top_k, options.top_p, key)
+    choice = Choice(sampling, options.max_new_tokens, check_end(model.config, options.end))
+    return choice, key if sampling.temperature > 0 else None
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "every"))
@@ -119,8 +116,7 @@ def generate_at_once(
     state, hidden = prefill_at_once(run, sizes, prompt, cache)
     logits = run.model.logits(hidden[:, 0]) if logits is None else logits
     B, pad = logits.shape[0], pad_of(run)
-    key, draw = split_key(key)
-    token = sample(logits, draw, choice.sampling)
+    token, key = sample(logits, key, choice.sampling)
     out = jnp.full((B, choice.most), pad, jnp.int32).at[:, 0].set(token)
     finished = jnp.isin(token, jnp.array(choice.end, jnp.int32))
 
@@ -130,8 +126,7 @@ def generate_at_once(
 
     def advance(loop, phase):
         step, state, key, token, finished, out, count = loop
-        key, draw = split_key(key)
-        token, state = next_step(run, state, token, finished, draw, phase, choice.sampling)
+        token, state, key = next_step(run, state, token, finished, key, phase, choice.sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
         count = count + (~finished).astype(jnp.int32)
         finished = finished | jnp.isin(token, jnp.array(choice.end, jnp.int32))
@@ -191,17 +186,11 @@ def next_step(
     key: Array | None,
     phase: Phase,
     sampling: Sampling,
-) -> tuple[Int[Array, "B"], DecodeState]:
+) -> tuple[Int[Array, "B"], DecodeState, Array | None]:
     position = decode_positions(finished, state.cache.next_position)
     hidden, state = forward(run, state, token[:, None], position, phase)
-    return sample(run.model.logits(hidden[:, 0]), key, sampling), state
-
-
-def split_key(key: Array | None) -> tuple[Array | None, Array | None]:
-    if key is None:
-        return None, None
-    key, draw = jax.random.split(key)
-    return key, draw
+    token, key = sample(run.model.logits(hidden[:, 0]), key, sampling)
+    return token, state, key
 
 
 def pad_of(run: Run) -> int:

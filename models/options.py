@@ -12,13 +12,20 @@ import dataclasses
 from typing import Any, TypedDict, get_type_hints
 
 from kvjax import OutputProjection, Policy
-from kvjax.checks import nearest
+from kvjax.checks import check_count, nearest
 from kvjax.quantise import DtypesLike
 from kvjax.schedule import When
 from kvjax.sources import Source
 from models.networks import Networks
 
 PAGE_SIZE = 16
+# Fields that count something: the least that they accept, and what to give.
+COUNTS = {
+    "block": (1, "a block has at least 1 token"),
+    "page_size": (1, "a page has at least 1 slot"),
+    "reserve": (0, "give a number of slots, from 0"),
+    "max_new_tokens": (1, "ask for at least 1"),
+}
 
 
 class Settings(TypedDict, total=False):
@@ -147,6 +154,10 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     end: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, (least, hint) in COUNTS.items():
+            object.__setattr__(self, name, check_count(name, getattr(self, name), least, hint))
 
 
 def options_of(function: str, taken: type, options: Options | None, settings: Any, **fixed: Any) -> Options:

@@ -13,7 +13,6 @@ from kvjax.cache import Positions
 from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
 from models.options import PAGE_SIZE
-from models.prompts import ways_of
 from models.selecting import Selection
 
 FLOAT32 = Dtypes("float32", "float32")
@@ -45,11 +44,6 @@ class Plan:
     def several(self) -> Mesh | AbstractMesh | None:
         """Return the mesh if it has several devices, whose pages are then split; else None."""
         return None if self.mesh is None or self.mesh.size == 1 else self.mesh
-
-    @property
-    def ways(self) -> tuple[int, int]:
-        """Return the numbers of devices that split the rows, and the heads of each layer."""
-        return ways_of(self.mesh) or (1, 1)
 
 
 class Sizes(NamedTuple):

@@ -8,52 +8,46 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Bool, Int
 
-from kvjax import Policy
+from kvjax import OutputProjection, Policy
 from kvjax.chains import policy_of
-from kvjax.checks import check_count, is_known, plain
+from kvjax.checks import is_known, plain
 from kvjax.policy import fits_biases
 from kvjax.policy_checks import check_measured, check_policy_given, check_state
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.schedule import When, moments
 from models.config import Config, Rope
 from models.decoder import Decoder
-from models.networks import LooksAhead, Network, network_of, remembers
+from models.networks import LooksAhead, network_of, remembers
 from models.options import Options
 from models.plan import Plan, Rows, Sizes
 from models.prompts import CheckedPrompt, Kept, cache_heads, ways_of
 from models.selecting import Selection, checked_selection
 from models.sizing import budgets_of, held_of, layout_of, rounded, sized, with_pages, with_slots
+from models.steps import Run
 
 _HERE = (os.path.dirname(__file__) + os.sep,)  # so that a warning names the line that called this package
 
 
-def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[Plan, Sizes, Rows, Network | None]:
-    """Check the options of a run against its model and prompts, and size its buffers; return its network, too."""
-    config, mesh, kept = model.config, mesh_of(model), prompt.kept
-    lengths, questions, seen = prompt.lengths, prompt.questions, prompt.start + prompt.lengths
-    policy = policy_of(options.policy)
+def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[Run, Sizes]:
+    """Check the options of a run against its model and prompts, and return the run and the sizes of its buffers."""
+    config, mesh, text, kept = model.config, mesh_of(model), *prompt
+    seen, policy = text.start + text.lengths, policy_of(options.policy)
     when, every = moments(policy, "block" if options.when is None else options.when, options.evict_every)
-    options = dataclasses.replace(
-        options,
-        policy=policy,
-        budget=plain(options.budget),
-        reserve=check_count("reserve", options.reserve, 0, "give a number of slots, from 0"),
-        page_size=check_count("page_size", options.page_size, 1, "a page has at least 1 slot"),
-        fit_prompt=options.fit_prompt is not False,
-    )
+    budget, fit_prompt = plain(options.budget), options.fit_prompt is not False
+    options = dataclasses.replace(options, policy=policy, budget=budget, fit_prompt=fit_prompt)
     if mesh is not None:
-        _check_rows(mesh, len(lengths))
+        _check_rows(mesh, len(seen))
     selection = None
     if options.select is not None:
-        most = int(lengths.max())
-        selection = checked_selection(options.select, policy, options.budget, options.sinks, most, options.reserve)
+        most = int(text.lengths.max())
+        selection = checked_selection(options.select, policy, budget, options.sinks, most, options.reserve)
     if config.rope.follows_length:
         _check_frequencies(config.rope, prompt, seen, options.reserve)
     traced = not is_known(*jax.tree.leaves(model))
@@ -66,41 +60,37 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[P
     check_measured(policy, config.num_layers, config.num_kv_heads)
     if policy is not None and mesh is not None and mesh.size > 1:
         _check_no_gradient(policy, mesh)
+    if not isinstance(options.projection, OutputProjection | None):
+        raise ValueError(f"projection is {options.projection!r}; expected what models.output_projection returns.")
+    heads = cache_heads(config, policy)
+    plan = Plan(policy, when, every, mesh, selection, heads, cache_dtype=dtype, rounded_to=rounded_to)
     if policy is None:
-        plan, sizes, rows = _plan_full(config, mesh, prompt, options, selection)
-        return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), sizes, rows, network
+        plan, sizes = _plan_full(config, plan, prompt, options)
+        return Run(model, Rows(jax.device_put(seen)), options.projection, network, plan), sizes
     remembered = 0
     if network is not None and network.looks_ahead:
         policy = cast(LooksAhead, network).fitted(policy)
         remembered = rounded(prompt.most + options.reserve, options, whole=True)
-    heads = cache_heads(config, policy)
     check_state(policy, config.head_dim, heads, config.num_heads // heads)  # before anything is compiled
     budgets = budgets_of(policy, options, seen)
     if policy.published is not None and policy.published.final:
-        _warn_of_choices(policy, max(int((lengths - questions).max()), 0), options.block, when, kept is not None)
-    stored: Any = dict(cache_dtype=dtype, rounded_to=rounded_to)
-    plan = Plan(policy, when, every, mesh, heads=heads, positions=policy.positions, **stored)
+        _warn_of_choices(policy, max(int(text.context.max()), 0), options.block, when, kept is not None)
+    plan = dataclasses.replace(plan, policy=policy, positions=policy.positions)
     if kept is not None:
         plan = _continued(plan, policy, prompt, kept, budgets)
     if fits_biases(policy):
-        _check_fitted(config, plan, kept is not None and kept.spent and bool((lengths > questions).any()))
+        _check_fitted(config, plan, kept is not None and kept.spent and bool((text.context > 0).any()))
     sizes = sized(config, plan, prompt, options, budgets, traced)
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
-    rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + questions, most))))
-    return plan, sizes._replace(memory_slots=remembered), rows, network
+    rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + text.questions, most))))
+    return Run(model, rows, options.projection, network, plan), sizes._replace(memory_slots=remembered)
 
 
-def _plan_full(
-    config: Config,
-    mesh: Mesh | AbstractMesh | None,
-    prompt: CheckedPrompt,
-    options: Options,
-    selection: Selection | None,
-) -> tuple[Plan, Sizes, Rows]:
+def _plan_full(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options) -> tuple[Plan, Sizes]:
     """Plan a run in which nothing is evicted."""
     held, most, kept = prompt.most + options.reserve, config.max_positions, prompt.kept
-    if selection is None:
+    if plan.selection is None:
         check_policy_given(None, options.budget)
     if held > most:
         raise ValueError(
@@ -108,17 +98,16 @@ def _plan_full(
             "shorten the prompt, or give a policy and a budget."
         )
     slots = min(rounded(held, options), most)
-    sizes = Sizes(slots, slots, memory_slots=0 if selection is None else slots)
-    plan = Plan(None, "block", 0, mesh, selection=selection, heads=config.num_kv_heads)
+    sizes = Sizes(slots, slots, memory_slots=0 if plan.selection is None else slots)
     if kept is not None:
         plan = dataclasses.replace(plan, heads=kept.heads, positions=kept.positions)
         if kept.pages:
             layout = layout_of(config, plan, kept.page_size)
-            together = layout.on_devices(kept.held + prompt.tokens.shape[1] + options.reserve)
+            together = layout.on_devices(kept.held + prompt.text.tokens.shape[1] + options.reserve)
             sizes = with_pages(layout, sizes, options, kept, slots, together)
         else:
             sizes = with_slots(sizes, options, kept, slots)
-    return plan, sizes, Rows(jax.device_put(prompt.start + prompt.lengths))
+    return plan, sizes
 
 
 def overflowing(
@@ -126,9 +115,9 @@ def overflowing(
 ) -> tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
     """Return the rows whose contexts do not fit their budgets, and those whose answers may not."""
     assert plan.policy is not None
-    budgets = budgets_of(plan.policy, options, prompt.start + prompt.lengths)
+    budgets = budgets_of(plan.policy, options, prompt.text.start + prompt.text.lengths)
     held = 0 if prompt.kept is None else held_of(plan.policy, prompt.kept)
-    context, always = prompt.lengths - prompt.questions, not plan.policy.allocation.fills
+    context, always = prompt.text.context, not plan.policy.allocation.fills
     compresses = ((held + context > budgets) | always) & (context > 0)
     after = np.where(compresses, budgets, held + context)
     return compresses, ((after + options.reserve > budgets) | always) & (plan.evict_every > 0)
@@ -175,7 +164,7 @@ def _check_kept(
     def where(ways: tuple[int, int]) -> str:
         return "one device" if ways == (1, 1) else f"a mesh with data={ways[0]} and tensor={ways[1]}"
 
-    if kept.pages and kept.ways != (ways := ways_of(mesh) or (1, 1)):
+    if kept.pages and kept.ways != (ways := ways_of(mesh)):
         raise ValueError(
             f"the cache's pages are on {where(kept.ways)}, but the model is on {where(ways)}: continue on the "
             "devices that the cache was made on, or leave cache out and give the whole prompt."
@@ -197,14 +186,14 @@ def _continued(plan: Plan, policy: Policy, prompt: CheckedPrompt, kept: Kept, bu
 
     An answer must have the prompt's budget: a step evicts one token, so it cannot reach a smaller one.
     """
-    held, room, evicts = held_of(policy, kept), budgets + prompt.questions, plan.evict_every > 0
+    held, room, evicts = held_of(policy, kept), budgets + prompt.text.questions, plan.evict_every > 0
     if not prompt.fed and evicts and (held > room).any():
         row = int(np.argmax(held - room))
         raise ValueError(
             f"the cache holds {int(held[row])} tokens per head, but budget and question sum to {int(room[row])}: give "
             "the same policy, budget and question as to prefill, or evict_every=0."
         )
-    above = bool(((prompt.lengths == prompt.questions) & (held > budgets)).any())
+    above = bool(((prompt.text.context == 0) & (held > budgets)).any())
     overfull = prompt.fed and evicts and above
     return dataclasses.replace(plan, heads=kept.heads, positions=kept.positions, overfull=overfull)
 
@@ -242,7 +231,7 @@ def _check_frequencies(rope: Rope, prompt: CheckedPrompt, seen: Int[np.ndarray, 
         seen: the tokens of each row, with those in the cache.
         reserve: the number of tokens that may follow.
     """
-    most, fed_before = rope.original_positions, np.asarray(prompt.start)
+    most, fed_before = rope.original_positions, np.asarray(prompt.text.start)
     crossing = seen > most
     if rope.type == "longrope":  # longer texts have frequencies of their own, but one set for all lengths
         crossing &= fed_before <= most

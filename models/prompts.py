@@ -61,36 +61,22 @@ class Kept(NamedTuple):
 class CheckedPrompt(NamedTuple):
     """Prompts on the host, padded on the right: on the device, each prompt length would be compiled separately.
 
-    ``kept`` describes the cache that they continue from, None for new prompts. Where ``tokens`` is ``[B, 0]``, the
-    whole prompts are in that cache.
+    ``kept`` describes the cache that they continue from, None for new prompts. Where the text's tokens are ``[B, 0]``,
+    the whole prompts are in that cache.
     """
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    questions: np.ndarray
+    text: Text
     kept: Kept | None = None
-
-    @property
-    def start(self) -> np.ndarray:
-        """Return the position of each row's first token."""
-        return np.zeros_like(self.lengths) if self.kept is None else self.kept.start
-
-    @property
-    def text(self) -> Text:
-        """Return what a schedule reads."""
-        return Text(
-            self.tokens, self.lengths, self.questions, self.start, () if self.kept is None else self.kept.pending
-        )
 
     @property
     def fed(self) -> bool:
         """Tell whether there is a token to feed."""
-        return self.tokens.shape[1] > 0
+        return self.text.tokens.shape[1] > 0
 
     @property
     def most(self) -> int:
         """Return the number of tokens in the fullest head after the prompt, as long as nothing is evicted."""
-        return self.tokens.shape[1] + (0 if self.kept is None else self.kept.most)
+        return self.text.tokens.shape[1] + (0 if self.kept is None else self.kept.most)
 
 
 def cache_heads(config: Config, policy: Policy | None) -> int:
@@ -98,9 +84,9 @@ def cache_heads(config: Config, policy: Policy | None) -> int:
     return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
 
 
-def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int] | None:
-    """Return how many devices of a mesh split the rows, and the heads; None for one device."""
-    return None if mesh is None or mesh.size == 1 else (mesh.shape["data"], mesh.shape["tensor"])
+def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int]:
+    """Return how many devices of a mesh split the rows, and the heads of each layer."""
+    return (1, 1) if mesh is None else (mesh.shape["data"], mesh.shape["tensor"])
 
 
 def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -> Kept:
@@ -239,7 +225,8 @@ def check_prompt(
     questions = np.zeros(B, np.int32)
     if question is not None:
         questions = _checked_questions(question, counts, counts - 1 if kept is None else counts)
-    return CheckedPrompt(host.astype(np.int32), counts.astype(np.int32), questions, kept)
+    behind: Any = (np.zeros_like(questions),) if kept is None else (kept.start, kept.pending)
+    return CheckedPrompt(Text(host.astype(np.int32), counts.astype(np.int32), questions, *behind), kept)
 
 
 def _checked_questions(question: int | HostOrDevice, prompts: np.ndarray, most: np.ndarray) -> np.ndarray:
@@ -279,4 +266,5 @@ def _check_prefilled(
             f"{(B, model.config.vocab_size)}, as models.prefill returns them for outputs='last'."
         )
     questions = np.zeros(B, np.int32) if question is None else _checked_questions(question, kept.start, kept.start)
-    return CheckedPrompt(np.zeros((B, 0), np.int32), np.zeros(B, np.int32), questions, kept)
+    text = Text(np.zeros((B, 0), np.int32), np.zeros(B, np.int32), questions, kept.start, kept.pending)
+    return CheckedPrompt(text, kept)

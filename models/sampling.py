@@ -22,12 +22,13 @@ class Sampling(NamedTuple):
     top_p: float | None = None
 
 
-def sample(logits: Float[Array, "B V"], key: Array | None, sampling: Sampling) -> Int[Array, "B"]:
-    """Choose the next token of each row; ``key`` is read only at a temperature above 0."""
+def sample(logits: Float[Array, "B V"], key: Array | None, sampling: Sampling) -> tuple[Int[Array, "B"], Array | None]:
+    """Choose the next token of each row, and return the key of the next choice; at temperature 0 none is needed."""
     if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), key
     assert key is not None
-    return _drawn(logits, key, sampling)
+    key, draw = jax.random.split(key)
+    return _drawn(logits, draw, sampling), key
 
 
 def _drawn(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, "B"]:

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import Evidence, KVCache, Policy
 from kvjax.chains import policy_of
-from kvjax.checks import check_count
 from kvjax.layer import LayerBlock
 from kvjax.policy import fits_biases
 from kvjax.reconstruction import Reconstruction
@@ -105,8 +104,7 @@ def prefill_each(
         [40, 16, 10, 16]
     """
     options = options_of("prefill_each", EachSettings, options, settings, evict_every=0, projection=None)
-    block = check_count("block", options.block, 1, "a block has at least 1 token")
-    options = dataclasses.replace(options, block=block, when="prompt" if options.when is None else options.when)
+    options = dataclasses.replace(options, when="prompt" if options.when is None else options.when)
     if isinstance(policies, str | Policy) or not isinstance(policies, Iterable):
         raise ValueError(f"policies is {policies!r}; give a list of policies, such as ['full', ('snapkv+caote', 256)].")
     pairs = [asked if isinstance(asked, tuple) else (asked, options.budget) for asked in policies]
@@ -121,14 +119,14 @@ def prefill_each(
         policy = policy_of(asked)
         budget = None if policy is None else own
         alone = dataclasses.replace(options, policy=policy, budget=budget, networks=read_by(options.networks, policy))
-        plan, sizes, rows, network = plan_run(model, given, alone)
-        arms.append(_Arm(alone, Run(model, rows, None, network, plan), sizes))
+        arms.append(_Arm(alone, *plan_run(model, given, alone)))
     return _each(model, given, arms)
 
 
 def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterator[Prefilled]:
     groups: dict[Any, list[int]] = {}
-    asked = bool(given.questions.any())
+    text = given.text
+    asked = bool(text.questions.any())
     for number, arm in enumerate(arms):
         if arm.shares(asked):
             groups.setdefault(arm.group, []).append(number)
@@ -136,7 +134,7 @@ def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterato
     for number, arm in enumerate(arms):
         together = groups.get(arm.group, []) if arm.shares(asked) else []
         if len(together) < 2:
-            yield prefill(model, given.tokens, lengths=given.lengths, options=arm.options, question=given.questions)
+            yield prefill(model, text.tokens, lengths=text.lengths, options=arm.options, question=text.questions)
             continue
         if arm.group not in seen:
             seen[arm.group] = _observe(model, given, [arms[index] for index in together])
@@ -168,7 +166,7 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
     kinds = frozenset().union(*(plan.policy.needs.projections for plan in plans if plan.policy is not None))
     projection = projected(model, kinds, plans[0].heads) if kinds else None
     runs = tuple(dataclasses.replace(arm.run, projection=projection) for arm in arms)
-    B = len(given.lengths)
+    B = len(given.text.lengths)
     cache = _start(runs, Sizes(slots, slots), B)
     last: Any = np.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype)
     said: tuple[Evidence | None, ...] = ()
@@ -212,8 +210,7 @@ def _block(
     def attend_at(carry, index, window, query, key, value):
         cache, said = carry
         part = None if projection is None else projection.layer(index)
-        here = at_layer(model.config, block, index).context
-        context = dataclasses.replace(here, layer=index, sliding_window=window, projection=part, compressed=False)
+        context = at_layer(model.config, block, index, sliding_window=window, projection=part, compressed=False).context
         own = rounded_block(plans[0], LayerBlock(query, key, value, position))
         if not policies:
             out, cache, _ = kvjax.observe(cache, *own, policy=None, context=context)

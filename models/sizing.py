@@ -17,7 +17,7 @@ from kvjax.schedule import power_of_two, question_room, words_of
 from models.config import Config
 from models.options import Options
 from models.plan import Plan, Sizes
-from models.prompts import CheckedPrompt, Kept
+from models.prompts import CheckedPrompt, Kept, ways_of
 
 
 def rounded(size: int, options: Options, whole: bool = False) -> int:
@@ -83,7 +83,7 @@ def sized(
     """
     policy, kept, by_ratio = plan.policy, prompt.kept, isinstance(options.budget, float)
     assert policy is not None
-    asked, whole = question_room(prompt.questions), plan.when == "prompt" and prompt.fed
+    asked, whole = question_room(prompt.text.questions), plan.when == "prompt" and prompt.fed
     # The copies of a block, and of an answer; what is left of a prompt is repeated by blocks before the answer.
     copies, later = (copied(policy, size) if plan.repeats else 0 for size in (options.block, plan.evict_every))
     decode_room = max(plan.evict_every + later, copies) if plan.evict_every else options.reserve
@@ -99,7 +99,7 @@ def sized(
     held = np.array([rounded_up(int(budget), few, beside=asked + room) for budget in budgets])
     # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
     # Where heads compete by a ratio, or without a cap, they follow it by powers of two: a head is read at that width.
-    all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
+    all_tokens = prompt.most if prompt.fed else int(prompt.text.start.max())  # as many as one call for all would feed
     if isinstance(options.budget, float) and not options.fit_prompt:
         all_tokens = math.ceil(int(held.max()) / options.budget)
     limit = all_tokens + options.reserve + max(copies, later)
@@ -107,8 +107,8 @@ def sized(
         limit = _stream_limit(config, policy, prompt, options, int(budgets.max()), limit)
     demand = Demand(held + asked, room, step, limit)
     before = 0  # slots for the whole prompt and its copies
-    if whole and (prompt.lengths > prompt.questions).any():
-        more = prompt.most - int(prompt.questions.min()) + copied(policy, prompt.most)
+    if whole and (prompt.text.context > 0).any():
+        more = prompt.most - int(prompt.text.questions.min()) + copied(policy, prompt.most)
         before = rounded(more, options, whole=True)
     layout = layout_of(config, plan, options.page_size)
     if kept is not None:
@@ -156,7 +156,7 @@ def _resized(
     assert prompt.kept is not None
     context = int(prompt.text.context.max())
     entering = min(options.block, power_of_two(context)) + more[0] if context else 0  # a question is not repeated
-    if (prompt.lengths == prompt.questions).any():
+    if (prompt.text.context == 0).any():
         entering = max(entering, more[1])
     resized = _resized_pages if prompt.kept.pages else _resized_slots
     return resized(plan, layout, prompt, options, demand, before, entering)
@@ -180,7 +180,7 @@ def _resized_slots(
     if not prompt.fed:
         slots = max(kept.slots, slots)
         return Sizes(slots, slots)
-    evicted = bool((prompt.lengths > prompt.questions).all())
+    evicted = bool((prompt.text.context > 0).all())
     return with_slots(Sizes(slots, max(slots, before)), options, kept, slots, kept.most + entering, evicted)
 
 
@@ -248,4 +248,4 @@ def with_pages(
 def layout_of(config: Config, plan: Plan, page_size: int) -> Layout:
     """Return where the heads of a run's cache are."""
     allocation = UNIFORM if plan.policy is None else plan.policy.allocation
-    return Layout(plan.heads, tuple(config.sliding_windows), allocation, page_size, plan.ways)
+    return Layout(plan.heads, tuple(config.sliding_windows), allocation, page_size, ways_of(plan.mesh))

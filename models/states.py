@@ -43,16 +43,11 @@ def _memories(run: Run, batch: int, slots: int) -> tuple[Any, Any]:
 
 def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> Cache:
     config, paged = model.config, sizes.prompt_slots == 0
+    heads = Heads(config.num_layers, batch, plan.heads, config.num_heads // plan.heads, config.head_dim)
     held = Capacity(sizes.slots, sizes.pages) if paged else Capacity(sizes.prompt_slots)
-    return blank(
-        plan.policy,
-        Heads(config.num_layers, batch, plan.heads, config.num_heads // plan.heads, config.head_dim),
-        held,
-        dtype=plan.cache_dtype,
-        positions=plan.positions,
-        page_size=sizes.page_size,
-        mesh=plan.several if paged else plan.mesh,
-    )
+    mesh = plan.several if paged else plan.mesh
+    stored = dict[str, Any](dtype=plan.cache_dtype, positions=plan.positions, page_size=sizes.page_size)
+    return blank(plan.policy, heads, held, mesh=mesh, **stored)
 
 
 def _with_room(cache: Any, plan: Plan, sizes: Sizes) -> AnyCache:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kernels_pallas.dispatch import of_layer
 from kvjax import Context, Evidence, OutputProjection, Reconstructed
 from kvjax.attention import attend_unchecked, observe_unchecked
 from kvjax.eviction import evict_by
@@ -85,14 +86,6 @@ class Block:
     context: Context
 
 
-class Place(NamedTuple):
-    """Values that differ between layers besides the weights; ``number`` counts from 0."""
-
-    number: Int[Array, ""]
-    window: Int[Array, ""] | None
-    projection: OutputProjection | None
-
-
 def forward(
     run: Run,
     state: DecodeState,
@@ -117,13 +110,13 @@ def forward(
         block = with_gradient(model, plan, state.cache, block, tokens, part, run.rows.lengths)
 
     def attend_at(carry, index, window, query, key, value):
-        place = Place(index, window, None if run.projection is None else run.projection.layer(index))
-        here = at_layer(model.config, block, index)
-        return *attend(plan, phase, here, place, carry, LayerBlock(query, key, value, position)), None
+        projection = None if run.projection is None else run.projection.layer(index)
+        here = at_layer(model.config, block, index, sliding_window=window, projection=projection)
+        return *attend(plan, phase, here, carry, LayerBlock(query, key, value, position)), None
 
     hook = _after_first(run, tokens, position) if run.pauses(phase) else None
     cache: Any = state.cache  # not of layers apart, which models/by_layer.py calls
-    evidence = shared_evidence(model.config, plan, phase, block, cache)
+    evidence = shared_evidence(model.config, plan, block, cache) if evicts_together(plan, phase, cache) else None
     carry = LayerCarry(cache, evidence, state.memory, state.source)
     predict = None if network is None else functools.partial(selecting.predicted, network)
     hidden, carry, _ = model.run(
@@ -174,12 +167,11 @@ def first_of(position: Int[Array, "B T"]) -> Int[Array, "B"]:
     return jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
 
 
-def at_layer(config: Config, block: Block, layer: Int[Array, ""]) -> Block:
-    """Return the block with the rotary embedding, and the gradient, of one layer."""
+def at_layer(config: Config, block: Block, layer: Int[Array, ""], **own: Any) -> Block:
+    """Return the block with one layer's rotary embedding and gradient, and other fields of its context, ``own``."""
     waves, frequency = rope_of_layer(config, layer, (block.waves, block.context.frequency))
-    of_layer = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
-    gradient = jax.tree.map(of_layer, block.context.gradient)
-    context = dataclasses.replace(block.context, frequency=frequency, gradient=gradient)
+    gradient = None if block.context.gradient is None else of_layer(block.context.gradient, layer)
+    context = dataclasses.replace(block.context, layer=layer, frequency=frequency, gradient=gradient, **own)
     return dataclasses.replace(block, waves=waves, context=context)
 
 
@@ -211,10 +203,8 @@ def evicts_together(plan: Plan, phase: Phase, cache: AnyCache) -> bool:
     return not plan.policy.allocation.even or cache.paged
 
 
-def shared_evidence(config: Config, plan: Plan, phase: Phase, block: Block, cache: Cache) -> Evidence | None:
-    """Make empty evidence if all layers are evicted from together; None if each is separately, or none is."""
-    if not evicts_together(plan, phase, cache):
-        return None
+def shared_evidence(config: Config, plan: Plan, block: Block, cache: Cache) -> Evidence:
+    """Make empty evidence of all layers, which are evicted from together."""
     assert plan.policy is not None
     return Evidence.of_layers(
         cache, plan.policy.allocation, block.context.end, sliding_windows(config), plan.policy.merging
@@ -222,14 +212,12 @@ def shared_evidence(config: Config, plan: Plan, phase: Phase, block: Block, cach
 
 
 def attend(
-    plan: Plan, phase: Phase, block: Block, place: Place, carry: LayerCarry, own: LayerBlock
+    plan: Plan, phase: Phase, block: Block, carry: LayerCarry, own: LayerBlock
 ) -> tuple[Float[Array, "B T N D"], LayerCarry]:
     """Compute one layer's attention over its part of ``carry.cache``, and let the policy observe or evict."""
     policy, budgets, cache, evidence = plan.policy, block.budgets, carry.cache, carry.evidence
-    context = dataclasses.replace(
-        block.context, layer=place.number, sliding_window=place.window, projection=place.projection,
-        predicted=carry.predicted, compressed=phase.compressed, filled=phase.filled, excess=phase.excess,
-    )  # fmt: skip
+    of_phase: Any = dict(compressed=phase.compressed, filled=phase.filled, excess=phase.excess)
+    context = dataclasses.replace(block.context, predicted=carry.predicted, **of_phase)
     own = rounded_block(plan, own)
     if plan.selection is not None:
         out, cache, carry = selecting.attend(plan.selection, cache, carry, own, context)
@@ -239,7 +227,7 @@ def attend(
         out, cache, said = observe_unchecked(cache, own, policy, budgets, context)
         if evidence is not None:
             assert said is not None
-            evidence = evidence.with_layer(cache, place.number, said)
+            evidence = evidence.with_layer(cache, context.layer, said)
     return out, dataclasses.replace(carry, cache=cache, evidence=evidence, predicted=None)
 
 

@@ -74,7 +74,7 @@ def evict(what: kvjax.Allocation, cache, scores, budget, measured=None, entered=
 def plain_cache(position: np.ndarray, seen) -> KVCache:
     """Keys and values tell slots apart; position is [L, B, K, S]."""
     rows = np.arange(position.size, dtype=np.float32).reshape(*position.shape, 1)
-    return jax.device_put(KVCache(rows, -rows, position, np.asarray(seen, np.int32)))
+    return jax.device_put(KVCache.of(rows, -rows, position, np.asarray(seen, np.int32)))
 
 
 @jax.jit

@@ -61,7 +61,9 @@ def test_layers_are_read_where_they_are_stacked():
             )
             return cache, out
 
-        return jax.lax.scan(layer, kvjax.KVCache(key, value, position, next_position, ((), ())), jnp.arange(slots[0]))
+        return jax.lax.scan(
+            layer, kvjax.KVCache.of(key, value, position, next_position, state=((), ())), jnp.arange(slots[0])
+        )
 
     sizes = [
         *[(slots, jnp.bfloat16)] * 2,

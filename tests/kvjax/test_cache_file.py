@@ -156,7 +156,9 @@ def test_a_cache_that_was_donated_or_is_traced_is_refused(path):
 
 def test_a_dtype_that_no_file_holds_is_refused(path):
     cache = tiny(None)
-    cache = dataclasses.replace(cache, key=jax.device_put(np.zeros(cache.key.shape, "float8_e5m2")))
+    cache = dataclasses.replace(
+        cache, entries=cache.entries | {"key": jax.device_put(np.zeros(cache.key.shape, "float8_e5m2"))}
+    )
     assert "key is of float8_e5m2, which a file does not hold" in refused(kvjax.save_cache, path, cache)
 
 

@@ -138,7 +138,7 @@ def filled(seed=0, layers=2):
     position[..., 0, 0, :] = -1  # a head without tokens
     key, value = (np.where(position[..., None] >= 0, rng.normal(size=(*shape, D)), np.nan) for _ in range(2))
     rows = (x.astype(np.float32) for x in (key, value))
-    return jax.device_put(kvjax.KVCache(*rows, position.astype(np.int32), np.full(B, S, np.int32)))
+    return jax.device_put(kvjax.KVCache.of(*rows, position.astype(np.int32), np.full(B, S, np.int32)))
 
 
 @pytest.mark.parametrize(("layers", "similarity"), first(1, [(2, 0.6), (None, 0.0)]))

@@ -359,7 +359,7 @@ def test_packing_keeps_tokens_and_takes_the_fewest_pages(layers, page_size, page
         "age": rng.integers(9, size=(*shape, S)).astype(np.int32),
         "head": HeadState(rng.normal(size=(*shape, 4)).astype(np.float32)),
     }
-    plain = KVCache(rows, -rows, position, np.full(B, 40, np.int32), state, "compact")
+    plain = KVCache.of(rows, -rows, position, np.full(B, 40, np.int32), state=state, positions="compact")
     paged = pack(pages, page_size)(plain)
     check_pages(paged, fewest=True)
     assert_same_tokens(plain, paged)

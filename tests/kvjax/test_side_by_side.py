@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import kvjax
 from kernels_pallas import STATISTICS
 from kernels_pallas.dispatch import Kernel
-from kvjax.cache import entries_apart, entries_together
+from kvjax.cache import entries_apart, entries_together, with_entries
 from kvjax.merging import folded
 from kvjax.split import on_mesh
 from tests.kernels_pallas.targets import compiled_for_tpu
@@ -109,13 +109,14 @@ def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
     one = insert(empty("tova", batch=1), *(x[:1] for x in (*rows, position)))
     evicted = jax.jit(kvjax.evict)(cache, np.float32(np.arange(12).repeat(4)).reshape(B, K, -1), 2)
     sizes = dict(pages=16, page_size=2, most=12)
+    swapped = lambda whole: with_entries(whole.entries, dict(key=whole.value, value=whole.key))  # noqa: E731
     changes = (
         lambda whole, part: kvjax.compact(whole, 5),
         lambda whole, part: kvjax.repeat(whole, 2),
         lambda whole, part: kvjax.pack(whole, **sizes),
         lambda whole, part: kvjax.repeat(kvjax.pack(whole, **sizes), 2),
         lambda whole, part: kvjax.join(whole, 1, part),
-        lambda whole, part: dataclasses.replace(whole, key=whole.value, value=whole.key),
+        lambda whole, part: dataclasses.replace(whole, entries=swapped(whole)),
         lambda whole, part: folded(kvjax.merge().merging, whole, whole.position, evicted.position),
     )
     changed = jax.jit(lambda whole, part: [change(whole, part) for change in changes])

@@ -57,7 +57,9 @@ def evict(what: kvjax.Allocation):
 
 def tagged(plain: kvjax.KVCache, scores: np.ndarray) -> jax.Array:
     """Scores of a plain cache's slots as those of the pages that each device packs."""
-    return pack()(dataclasses.replace(plain, key=np.asarray(scores)[..., None])).parts.key[..., 0]
+    return pack()(dataclasses.replace(plain, entries=plain.entries | {"key": np.asarray(scores)[..., None]})).parts.key[
+        ..., 0
+    ]
 
 
 def parts_of(cache: SplitCache) -> list[kvjax.PagedCache]:

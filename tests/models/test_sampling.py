@@ -16,7 +16,7 @@ def drawn(logits: list[float], dtype: str = "float32", **how: float) -> np.ndarr
     """How often each token is drawn, in DRAWS rows of the same logits."""
     padded = np.full((DRAWS, WIDTH), -np.inf, np.float32)
     padded[:, : len(logits)] = logits
-    found = sample(jnp.asarray(padded, dtype), jax.random.key(0), Sampling(**how))  # type: ignore[arg-type]
+    found, _ = sample(jnp.asarray(padded, dtype), jax.random.key(0), Sampling(**how))  # type: ignore[arg-type]
     counts = np.bincount(found, minlength=len(logits))
     assert not counts[len(logits) :].any()
     return counts[: len(logits)]
@@ -81,7 +81,7 @@ def test_a_share_of_1_leaves_no_token_out():
     whole, alone = (Sampling(1.0, top_p=p) for p in (1.0, None))
     for seed in range(20):
         key = jax.random.key(seed)
-        assert sample(rows, key, whole).item() == sample(rows, key, alone).item()
+        assert sample(rows, key, whole)[0].item() == sample(rows, key, alone)[0].item()
 
 
 def test_top_k_takes_no_more_than_k_of_equals_and_all_beyond_the_vocabulary_and_without_temperature_the_best():
