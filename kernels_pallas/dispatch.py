@@ -142,9 +142,10 @@ def check_scale(what: str, vectors: Any, scale: Any) -> None:
         )
 
 
-def of_layer(x: Array, layer: Int[Array, ""] | int | None) -> Array:
-    """Return one layer of an array that stacks layers, or the array itself where ``layer`` is None."""
-    return x if layer is None else jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+def of_layer[Tree: Any](arrays: Tree, layer: Int[Array, ""] | int | None) -> Tree:
+    """Return one layer of arrays that stack layers, or the arrays themselves where ``layer`` is None."""
+    take = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
+    return arrays if layer is None else jax.tree.map(take, arrays)
 
 
 def platform() -> str:

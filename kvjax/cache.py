@@ -335,8 +335,7 @@ class KVCache(Stored):
 
     def layer(self, index: int | Int[Array, ""] | None) -> KVCache:
         """Return one layer of a stacked cache; the cache itself, which stacks none, for None."""
-        arrays = self.entries, self.position, self.state
-        entries, position, state = jax.tree.map(lambda stack: of_layer(stack, index), arrays)
+        entries, position, state = of_layer((self.entries, self.position, self.state), index)
         return dataclasses.replace(self, entries=entries, position=position, state=state)
 
 
@@ -591,17 +590,16 @@ def unreadable(entries: Entries, lost: Bool[Array, "*heads"] | None) -> Entries:
 
 def put_back(cache: KVCache, here: KVCache, layer: int | Int[Array, ""] | None) -> KVCache:
     """Return the cache with the positions and the state of one layer, or of ``here`` where it has no layers."""
-    position, state = jax.tree.map(
-        lambda whole, part: with_layer(whole, part, layer), (cache.position, cache.state), (here.position, here.state)
-    )
+    position, state = with_layer((cache.position, cache.state), (here.position, here.state), layer)
     if layer is not None:  # written once: XLA would write it again where it is read, for which it copies all layers
         position = jax.lax.optimization_barrier(position)
     return dataclasses.replace(cache, position=position, state=state)
 
 
-def with_layer(stack: Array, part: Array, layer: int | Int[Array, ""] | None) -> Array:
+def with_layer[Tree: Any](stacks: Tree, part: Tree, layer: int | Int[Array, ""] | None) -> Tree:
     """Return stacked layers with one of them replaced, or that one itself where ``layer`` is None."""
-    return part if layer is None else jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0)
+    set_layer = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+    return part if layer is None else jax.tree.map(set_layer, stacks, part)
 
 
 @typed

@@ -9,9 +9,9 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from kernels_pallas import ONLY_REFERENCE, STATISTICS
+from kernels_pallas.cache_attention.api import check_statistics
 from kvjax.allocation import ALLOCATIONS
-from kvjax.checks import check_count, check_names, typed
+from kvjax.checks import check_count, typed
 from kvjax.names import called, makers, read, registered
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.policy import (
@@ -79,13 +79,12 @@ def base_score(
         >>> str(kvjax.chain(value_norm, kvjax.protect(sinks=4)))
         'value_norm+protect(sinks=4)'
     """
-    check_names("statistic", frozenset(statistics), (*STATISTICS, *ONLY_REFERENCE))
     check_count(f"{name}: window", window, 0, "give the number of queries that observe, from 0")
     return Policy(
         name=name,
         init=no_state,
         update=lambda _, state, observation: (score(observation), state),
-        needs=needs | Needs(frozenset(statistics), window),
+        needs=needs | Needs(check_statistics(statistics, window), window),
         protections=() if protection is None else (protection,),
         base=True,
         nonnegative=nonnegative,

@@ -194,9 +194,8 @@ def ask(
     B, K = here.position.shape[:2]
     entered = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     columns = jax.tree.map(lambda column: column.reshape(B, K, -1, *column.shape[2:]), columns)
-    remembered = here.state
-    if observed(policy.needs.statistics):
-        window, remembered = here.state
+    window, remembered = here.state if observed(policy.needs.statistics) else (None, here.state)
+    if window is not None:
         columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.needs.window))
     if context.sliding_window is not None:
         budget, columns = jnp.minimum(budget, context.sliding_window), _of_live(here, columns)
@@ -205,8 +204,7 @@ def ask(
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.
     state, observation = jax.lax.stop_gradient((remembered, mark_protected(policy, observation)))
     scores, stays, new = update_scores(policy, state, observation)
-    if observed(policy.needs.statistics):
-        new = (window, new)
+    new = new if window is None else (window, new)
     state = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), new, here.state)  # float64 inputs would widen it
     measure = policy.allocation.measure
     evidence = Evidence(

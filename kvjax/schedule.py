@@ -193,8 +193,7 @@ def schedule(
     *,
     block: int,
     when: Literal["block", "prompt"] = "block",
-    compresses: Bool[np.ndarray, "B"] | None = None,
-    answers: Bool[np.ndarray, "B"] | None = None,
+    overflows: tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]] | None = None,
     overfull: bool = False,
     exact: bool = False,
 ) -> Schedule:
@@ -203,8 +202,9 @@ def schedule(
     Args:
         block: tokens per step.
         when: evict after every "block", or once after the "prompt".
-        compresses: the rows whose context does not fit the budget; all by default. Others need not be repeated.
-        answers: the rows whose answer may not fit it, so that all that is left of their prompts is repeated before it.
+        overflows: the rows whose context does not fit the budget, for others need not be repeated; and those whose
+            answer may not, so that all that is left of their prompts is repeated before it. By default all rows, and
+            no answer.
         overfull: whether the question's last block evicts.
         exact: whether to make no more rounds than needed; else their number is a power of two, and ``used`` counts
             those needed.
@@ -233,7 +233,7 @@ def schedule(
     rest: list[Stage] = []
     again: list[Stage] = []
     if wanted is not None:
-        first, again = _with_copies(text, context, wanted, block, when, compresses, answers, exact)
+        first, again = _with_copies(text, context, wanted, block, when, overflows, exact)
     elif text.context.any() and when == "block":
         first = [_stage(exact, dataclasses.replace(context, phase=Phase(evicts=True)))]
     elif text.context.any():
@@ -255,13 +255,12 @@ def _with_copies(
     wanted: Reconstruction,
     block: int,
     when: Literal["block", "prompt"],
-    compresses: Bool[np.ndarray, "B"] | None,
-    answers: Bool[np.ndarray, "B"] | None,
+    overflows: tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]] | None,
     exact: bool,
 ) -> tuple[list[Stage], list[Stage]]:
     """Return the stages that feed the context and repeat it, and those that repeat the rest before an answer."""
-    everywhere, nothing = np.ones(len(text.lengths), bool), np.zeros(0, np.int32)
-    compresses = everywhere if compresses is None else compresses
+    nothing = np.zeros(0, np.int32)
+    compresses, answers = (np.ones(len(text.lengths), bool), None) if overflows is None else overflows
     left = text.pending or (nothing,) * len(text.lengths)  # what is still to be repeated
     fed = [row[:count] for row, count in zip(text.tokens, text.context, strict=True)]
     first: list[Stage] = []

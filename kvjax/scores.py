@@ -105,14 +105,9 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
         (Protection(sinks=0, recent=16),)
     """
     check_kernel("snapkv", kernel)
-    _check_window("snapkv", window)
-
-    def score(o: Observation) -> Scores:
-        return _pooled_before(o.columns.window_mean, o, window, kernel, pooling)
-
     return base_score(
         "snapkv",
-        score,
+        lambda o: _pooled_before(o.columns.window_mean, o, window, kernel, pooling),
         statistics=("window_mean",),
         window=window,
         protection=Protection(recent=window),
@@ -163,7 +158,6 @@ def dropkv(*, window: int = 32, kernel: int = 7) -> Policy:
         (frozenset({'window_mean'}), 'value')
     """
     check_kernel("dropkv", kernel)
-    _check_window("dropkv", window)
 
     return base_score(
         "dropkv",
@@ -209,14 +203,9 @@ def dapq(
         (16, (Protection(sinks=0, recent=16),))
     """
     check_kernel("dapq", kernel)
-    _check_window("dapq", window)
-
-    def score(o: Observation) -> Scores:
-        return _pooled_before(o.columns.window_mean, o, window, kernel, pooling)
-
     return base_score(
         "dapq",
-        score,
+        lambda o: _pooled_before(o.columns.window_mean, o, window, kernel, pooling),
         statistics=("window_mean",),
         window=window,
         protection=Protection(recent=window),
@@ -244,7 +233,6 @@ def finch(*, window: int = 32) -> Policy:
         >>> str(kvjax.parse("finch(window=16)+positions"))
         'finch(window=16)+positions'
     """
-    _check_window("finch", window)
 
     def score(o: Observation) -> Scores:
         held = jnp.sum(o.live, axis=-1).astype(jnp.float32)[:, :, None, None]
@@ -376,7 +364,6 @@ def laprox(
         (['gram'], [])
     """
     check_kernel("laprox", kernel)
-    _check_window("laprox", window)
 
     def score(o: Observation) -> Scores:
         squares = o.columns.window_square if gqa == "heads" else o.columns.window_group_square
@@ -455,7 +442,6 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         'lava(window=16)@lava'
     """
     check_kernel("lava", kernel)
-    _check_window("lava", window)
 
     def score(o: Observation) -> Scores:
         length = jnp.sum(jnp.abs(o.value.astype(jnp.float32)), axis=-1)
@@ -861,10 +847,6 @@ def _newest(name: str, sinks: int) -> Policy:
         protection=Protection(sinks=sinks),
         published=Moments("block", 1, "arXiv 2309.17453: a rolling cache"),
     )
-
-
-def _check_window(name: str, window: int) -> None:
-    check_count(f"{name}: window", window, 1, "give the number of queries that observe, an int from 1")
 
 
 def _pooled_before(scores: Scores, o: Observation, window: int, kernel: int, pooling: str) -> Scores:

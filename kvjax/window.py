@@ -7,6 +7,7 @@ method that observes a window; so the statistics of the steps are kept and joine
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,20 +72,22 @@ def join(
     counts = jnp.broadcast_arrays(before, new, jnp.maximum(count, 1))
     m, n, both = (x.astype(jnp.float32)[:, :, None, None] for x in counts)
 
-    def together(name: str) -> Array:
-        if name == "window_mean":
-            return (m * old[name] + n * now[name]) / both
-        if name == "window_max":
-            return jnp.maximum(old[name], now[name])
-        return _MORE[name](old, now, m, n, both) if name in _MORE else old[name] + now[name]
-
     def chosen(name: str) -> Array:
-        joined = jnp.where(alone[:, :, None, None], now[name], together(name))
+        together = _JOINED[name](old, now, m, n, both) if name in _JOINED else old[name] + now[name]
+        joined = jnp.where(alone[:, :, None, None], now[name], together)
         return jnp.where((new == 0)[:, :, None, None] & (before > 0)[:, :, None, None], old[name], joined)
 
     joined = {name: chosen(name) for name in old}
     kept = {name: tuple(jnp.moveaxis(column, 2, 0)) for name, column in joined.items()}
     return columns._replace(**joined), Window(HeadState(count), kept)
+
+
+def _means(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array, both: Array) -> Array:
+    return (m * old["window_mean"] + n * now["window_mean"]) / both
+
+
+def _largest(old: dict[str, Array], now: dict[str, Array], *_: Array) -> Array:
+    return jnp.maximum(old["window_max"], now["window_max"])
 
 
 def _places(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array, both: Array) -> Array:
@@ -99,7 +102,13 @@ def _variances(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array,
     return (own + new + between) / jnp.maximum(both - 1, 1)
 
 
-_MORE = {"window_place": _places, "window_variance": _variances}
+# How the statistics of m queries and of n more are joined; the others are sums.
+_JOINED: dict[str, Callable[..., Array]] = {
+    "window_mean": _means,
+    "window_max": _largest,
+    "window_place": _places,
+    "window_variance": _variances,
+}
 
 
 def begin_anew(state: Any, rows: Bool[Array, "B"], layer: int | Int[Array, ""] | None = None) -> Any:

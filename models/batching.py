@@ -31,11 +31,12 @@ from models import engine, host_steps, hosts
 from models.by_layer import next_token
 from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache, stacked
+from models.one_program import Choice, choice_of
 from models.options import EngineSettings, Options, RequestSettings, options_of
 from models.plan import Rows
 from models.planning import plan_run
 from models.prompts import CheckedPrompt, check_prompt
-from models.sampling import Sampling, check_end, check_sampling
+from models.sampling import Sampling
 from models.selecting import check_memory_is_kept
 from models.states import settled
 from models.steps import DecodeState, decode_phase
@@ -55,9 +56,7 @@ class _Request:
 
     handle: int
     prompt: CheckedPrompt
-    most: int
-    end: tuple[int, ...]
-    sampling: Sampling
+    choice: Choice
     key: Array | None
     made: int = 0
     token: int = 0
@@ -183,13 +182,12 @@ class Engine:
                     f"the request has {what} {count}, but the engine's rows are for {limit}; make the engine with a "
                     f"larger {what}=."
                 )
-        sampling = check_sampling(own.temperature, own.top_k, own.top_p, key)
-        end = check_end(self.model.config, own.end)
+        choice, key = choice_of(self.model, own, key)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come when the prompt is fed
             plan_run(self.model, prompt, self._options)  # a prompt that cannot run is refused here
         self._last_handle += 1
-        request = _Request(self._last_handle, prompt, most, end, sampling, key, length=length)
+        request = _Request(self._last_handle, prompt, choice, key, length=length)
         self._waiting.append(request)
         return request.handle
 
@@ -295,7 +293,7 @@ class Engine:
             if request is None:
                 continue
             token = int(greedy[row])
-            if request.sampling.temperature > 0:
+            if request.choice.sampling.temperature > 0:
                 token, _ = self._chosen(request, hidden[row : row + 1])
             made.append(self._note(request, token))
             if made[-1].ended:
@@ -304,12 +302,12 @@ class Engine:
 
     def _chosen(self, request: _Request, hidden: Array) -> tuple[int, Array]:
         """Choose a request's next token, and return whether its logits are finite."""
-        chosen, request.key, finite = next_token(self.model, hidden, request.key, request.sampling)
+        chosen, request.key, finite = next_token(self.model, hidden, request.key, request.choice.sampling)
         return int(hosts.fetched(chosen)[0]), finite
 
     def _note(self, request: _Request, token: int) -> NewToken:
         request.token, request.made = token, request.made + 1
-        return NewToken(request.handle, token, token in request.end or request.made == request.most)
+        return NewToken(request.handle, token, token in request.choice.end or request.made == request.choice.most)
 
     def _leave(self, row: int) -> None:
         self._rows[row] = None

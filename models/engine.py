@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -180,8 +180,7 @@ def generate(
     if runs_by_layer(run, key):
         return _generate_by_layer(LayerSteps(run, sizes), prompt, cache, logits, choice, key)
     state, out, count, finite = generate_at_once(run, sizes, prompt, cache, logits, key, choice)
-    if is_known(finite):
-        check_finite(model, finite)
+    check_finite(model, finite)
     return Generation(out, state.cache, count)
 
 
@@ -322,13 +321,10 @@ def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool 
 
 def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = False) -> Schedule:
     """Return what a run feeds, in order."""
-    plan, compresses, answers = run.plan, None, None
-    if plan.repeats is not None:
-        compresses, answers = overflowing(plan, given, options)
-    return schedule(
-        given.text, plan.policy, block=options.block, when=plan.when, compresses=compresses, answers=answers,
-        overfull=plan.overfull, exact=exact,
-    )  # fmt: skip
+    plan = run.plan
+    overflows = None if plan.repeats is None else overflowing(plan, given, options)
+    when: Any = dict(when=plan.when, overflows=overflows, overfull=plan.overfull)
+    return schedule(given.text, plan.policy, block=options.block, exact=exact, **when)
 
 
 def _generate_by_layer(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.checks import is_known
 from kvjax.schedule import Phase, Schedule, answer_copies
 from models import hosts
 from models.by_layer import LayerSteps, next_token, runs_by_layer
@@ -193,8 +194,8 @@ def filled_slots(fed: int, slots: int) -> int | None:
 
 
 def check_finite(model: Decoder, finite: Array) -> None:
-    """Check that the logits are finite: with others, every token would be the first of the vocabulary."""
-    if not finite:
+    """Check that the logits are finite, where it is known: else every token would be the first of the vocabulary."""
+    if is_known(finite) and not finite:
         raise ValueError(
             f"the model's logits are NaN or infinite: its weights are not finite, or {model.embedding[...].dtype} is "
             "too narrow for it; load it in another dtype."

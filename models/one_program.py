@@ -31,8 +31,8 @@ class Choice(NamedTuple):
 def choice_of(model: Decoder, options: Options, key: Array | None) -> tuple[Choice, Array | None]:
     """Check the settings of an answer, and return them with the key, None where nothing is drawn."""
     sampling = check_sampling(options.temperature, options.top_k, options.top_p, key)
-    choice = Choice(sampling, options.max_new_tokens, check_end(model.config, options.end))
-    return choice, key if sampling.temperature > 0 else None
+    end = model.config.eos if options.end is None else check_end(options.end)
+    return Choice(sampling, options.max_new_tokens, end), key if sampling.temperature > 0 else None
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "every"))

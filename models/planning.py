@@ -43,7 +43,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     budget, fit_prompt = plain(options.budget), options.fit_prompt is not False
     options = dataclasses.replace(options, policy=policy, budget=budget, fit_prompt=fit_prompt)
     if mesh is not None:
-        _check_rows(mesh, len(seen))
+        _check_mesh(mesh, policy, len(seen))
     selection = None
     if options.select is not None:
         most = int(text.lengths.max())
@@ -58,8 +58,6 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
         dtype, rounded_to = kept.dtypes, (None, None)
     network = network_of(options.networks, config, policy, None if selection is None else selection.source)
     check_measured(policy, config.num_layers, config.num_kv_heads)
-    if policy is not None and mesh is not None and mesh.size > 1:
-        _check_no_gradient(policy, mesh)
     if not isinstance(options.projection, OutputProjection | None):
         raise ValueError(f"projection is {options.projection!r}; expected what models.output_projection returns.")
     heads = cache_heads(config, policy)
@@ -133,17 +131,13 @@ def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
     return sharding.mesh if known or sharding.mesh.size > 1 else None
 
 
-def _check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
-    """Check that a mesh divides the rows of a batch."""
+def _check_mesh(mesh: Mesh | AbstractMesh, policy: Policy | None, rows: int) -> None:
+    """Check that a mesh divides the rows of a batch, and that a policy on several devices takes no gradient."""
     ways = mesh.shape["data"]
     if rows % ways:
         raise ValueError(f"data={ways} does not divide the batch of {rows}; give a multiple of {ways} rows, or data=1.")
-
-
-def _check_no_gradient(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
-    """Check that a policy on several devices takes no gradient of a loss."""
-    wanted = policy.needs.reconstruction
-    if wanted is not None and wanted.loss is not None:
+    wanted = None if policy is None else policy.needs.reconstruction
+    if policy is not None and mesh.size > 1 and wanted is not None and wanted.loss is not None:
         raise ValueError(
             f"{policy.name!r} takes the gradient of a loss, which runs on one device, but the model is on a mesh of "
             f"{mesh.size}: load it on one, or give another policy, such as 'kvzip'."

@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.checks import check_count, check_types, shown
-from models.config import Config
 
 
 class Sampling(NamedTuple):
@@ -72,9 +71,7 @@ class Repetition:
         return bool((self.same >= self.least).any())
 
 
-def check_end(config: Config, end: tuple[int, ...] | None) -> tuple[int, ...]:
-    if end is None:
-        return config.eos
+def check_end(end: tuple[int, ...]) -> tuple[int, ...]:
     if not isinstance(end, Iterable):
         raise ValueError(f"end is {shown(end)}; give a tuple of token ids, () for none.")
     return tuple(check_count("a token of end", token, 0, "give a tuple of token ids, () for none") for token in end)

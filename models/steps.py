@@ -170,7 +170,7 @@ def first_of(position: Int[Array, "B T"]) -> Int[Array, "B"]:
 def at_layer(config: Config, block: Block, layer: Int[Array, ""], **own: Any) -> Block:
     """Return the block with one layer's rotary embedding and gradient, and other fields of its context, ``own``."""
     waves, frequency = rope_of_layer(config, layer, (block.waves, block.context.frequency))
-    gradient = None if block.context.gradient is None else of_layer(block.context.gradient, layer)
+    gradient = of_layer(block.context.gradient, layer)
     context = dataclasses.replace(block.context, layer=layer, frequency=frequency, gradient=gradient, **own)
     return dataclasses.replace(block, waves=waves, context=context)
 
@@ -218,7 +218,8 @@ def attend(
     policy, budgets, cache, evidence = plan.policy, block.budgets, carry.cache, carry.evidence
     of_phase: Any = dict(compressed=phase.compressed, filled=phase.filled, excess=phase.excess)
     context = dataclasses.replace(block.context, predicted=carry.predicted, **of_phase)
-    own = rounded_block(plan, own)
+    if any(plan.rounded_to):
+        own = rounded_block(plan, own)
     if plan.selection is not None:
         out, cache, carry = selecting.attend(plan.selection, cache, carry, own, context)
     elif policy is None or (phase.evicts and evidence is None):

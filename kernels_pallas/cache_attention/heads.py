@@ -39,8 +39,7 @@ def on_heads(
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.cache_attention`."""
     (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
     slots = "l b k s d"
-    of_slots = (x if x is None else of_layer(x, layer) for x in (key_scale, value_scale, bias))
-    floats, beside = given_beside(*of_slots)
+    floats, beside = given_beside(*of_layer((key_scale, value_scale, bias), layer))
     arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number), *(("b k s", x) for x in floats)]
     return in_groups(kernel, query, query_position, arrays, beside, kv_heads=key.shape[2], **options)
 

@@ -80,9 +80,8 @@ def cache_attention(
     bias: Float[Array, "*L B K S"] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
-    values = None if value is None else of_layer(value, layer)
-    key, value = apart(of_layer(key, layer), values, query.shape[-1])
-    key_scale, value_scale, bias = (s if s is None else of_layer(s, layer) for s in (key_scale, value_scale, bias))
+    key, value, key_scale, value_scale, bias = of_layer((key, value, key_scale, value_scale, bias), layer)
+    key, value = apart(key, value, query.shape[-1])
     live = key_position >= 0
     age = query_position[:, None, :, None] - key_position[:, :, None, :]  # [B, K, T, S]
     visible = live[:, :, None, :] & (query_position >= 0)[:, None, :, None] & (age >= 0)

@@ -31,7 +31,7 @@ def on_heads(
     (_, H, M), K = slots.shape, key.shape[-3]
     grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
     queries = "b k h t g d"
-    scales, beside = given_beside(*(s if s is None else of_layer(s, layer) for s in (key_scale, value_scale)))
+    scales, beside = given_beside(*of_layer((key_scale, value_scale), layer))
     run = over_heads(
         functools.partial(kernel, beside=beside, scale=scale, soft_cap=soft_cap),
         [queries, "l b k s d", "l b k s d", "b k h m", "u", *["b k s"] * len(scales)],

@@ -224,7 +224,9 @@ def test_parts_of_the_prompt_and_what_asks_for_them():
 
 
 def test_only_rows_that_do_not_fit_are_repeated_block_by_block():
-    plan = schedule(Text.of(TOKENS[:, :20]), kvjax.kvzip(), block=8, compresses=np.array([True, False]))
+    plan = schedule(
+        Text.of(TOKENS[:, :20]), kvjax.kvzip(), block=8, overflows=(np.array([True, False]), np.zeros(2, bool))
+    )
     (context, *copies), *_ = (stage.steps for stage in plan.context)
     assert (np.asarray(context.positions)[:, 1] >= 0).any()
     of_row = [np.concatenate([np.asarray(one.positions[:, row]).ravel() for one in copies]) for row in (0, 1)]
