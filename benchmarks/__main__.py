@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from models import commands
 from models.commands.subcommands import run_one
 
 NAMES = (
@@ -16,7 +17,8 @@ BENCHMARKS: dict[str, Any] = {name: importlib.import_module(f"benchmarks.{name}"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark that the first argument names, and return the exit code."""
-    return run_one("benchmarks", "Speed and memory of kvjax.", BENCHMARKS, arguments)
+    flags = commands.parser("benchmarks", "benchmarks", description="Speed and memory of kvjax.")
+    return run_one(flags, "benchmarks", BENCHMARKS, arguments)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,19 @@ docs/how-to/add-an-eval.md says what each of them does. The entry-point group of
 
 from __future__ import annotations
 
+import importlib
 import types
 from typing import Any
 
 from kvjax.checks import shown
 from kvjax.registry import Registry
 
+# Those of this package, in the order of the help, and the modules of those that are not named like theirs.
+NAMES = (
+    "needle", "ruler", "longbench", "infinitebench", "booksum", "generation", "mathematics", "lm_eval", "regret",
+    "perplexity", "sweep", "study", "report", "view",
+)  # fmt: skip
+MODULES = {"lm_eval": "evals.harness", "report": "evals.page"}
 PARTS = ("__doc__", "EXAMPLES", "add_flags", "command")
 
 
@@ -37,3 +44,11 @@ def register(name: str, evaluation: Any) -> None:
     """
     is_module = isinstance(evaluation, types.ModuleType)
     EVALUATIONS.add(name, evaluation, source=evaluation.__name__ if is_module else evaluation.__module__)
+
+
+def with_own() -> Registry[Any]:
+    """Return the registry with the evaluations of this package in it, whose modules are imported now at the latest."""
+    for name in NAMES:
+        if name not in EVALUATIONS:
+            register(name, importlib.import_module(MODULES.get(name, f"evals.{name}")))
+    return EVALUATIONS

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals import command_line, results, run_settings, statistics, summaries, sweep
+from evals import command_line, evaluations, results, run_settings, statistics, summaries, sweep
 from models import commands
 
 LEAST_BATCHES = 3  # for an interval of the time per token
@@ -48,7 +48,7 @@ def figures(folder: Path) -> dict[str, Any]:
         line["kind"] = {"full": "full", run_settings.RECENCY: "recency"}.get(line["policy"], "policy")
     short: dict[str, str] = {}
     for evaluation in {line["evaluation"] for line in lines}:
-        short |= getattr(sweep.EVALUATIONS.get(evaluation), "SHORT", {})
+        short |= getattr(evaluations.EVALUATIONS.get(evaluation), "SHORT", {})
     return {
         "title": f"{header['evaluation']}: {folder.resolve().name}",
         "command": header["command"],

@@ -15,29 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
-from evals import (
-    booksum,
-    command_line,
-    evaluations,
-    evaluator,
-    generation,
-    infinitebench,
-    longbench,
-    mathematics,
-    needle,
-    report,
-    results,
-    ruler,
-    run_settings,
-    summaries,
-)
+from evals import command_line, evaluations, evaluator, report, results, run_settings, summaries
 from models import commands, hosts
 from models.commands import distributed, provenance
 
-EVALUATIONS = {
-    "needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench, "booksum": booksum,
-    "generation": generation, "mathematics": mathematics,
-}  # fmt: skip
 # What all evaluations of a sweep share: names that may be lists in the file, and single values.
 SHARED = ("policies", "allocations", "against", "budgets", "when", "evict_every", "question")
 PLAIN = ("block", "batch", "seed", "dtype", "cache_dtype", "mesh", "import")
@@ -272,9 +253,11 @@ def _groups(part: Part, config: Any, tokenizer: Any) -> list[evaluator.Group]:
 
 
 def _evaluation(name: str) -> Any:
-    found = EVALUATIONS.get(name) or evaluations.EVALUATIONS.find(name)
+    known = evaluations.with_own()
+    found = known.find(name)
     if not hasattr(found, "make_groups"):
-        raise ValueError(f"the sweep has the unknown evaluation {name!r}; expected {', '.join(EVALUATIONS)}.")
+        able = [own for own in known if hasattr(known[own], "make_groups")]
+        raise ValueError(f"the sweep has the unknown evaluation {name!r}; expected {', '.join(able)}.")
     return found
 
 

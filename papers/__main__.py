@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from models import commands
 from models.commands.subcommands import run_one
 from papers import remake
 from papers.answers import questions
@@ -20,7 +21,8 @@ EXPERIMENTS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the experiment that the first argument names, and return the exit code."""
-    return run_one("papers", "The experiments behind the pages.", EXPERIMENTS, arguments)
+    flags = commands.parser("papers", "papers", description="The experiments behind the pages.")
+    return run_one(flags, "papers", EXPERIMENTS, arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ import models
 from models import commands, fingerprints, hosts
 from models.asking import BUDGET, POLICY, Answers, Watch, ask, checked
 from models.commands import distributed, provenance
-from models.commands.run_flags import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
+from models.commands.run_flags import (
+    MODEL,
+    add_mesh_flags,
+    add_policy_flags,
+    add_run_flags,
+    mesh_of,
+    read_input,
+    run_settings,
+)
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.networks import load_networks, wanted_by
 
@@ -36,9 +44,7 @@ def parser() -> argparse.ArgumentParser:
         description="Reads and compresses a document once, and answers questions about it.",
         examples=EXAMPLES,
     )
-    flags.add_argument(
-        "model", help="'smollm2', 'retriever' (inside the package), a Hugging Face folder, a GGUF file or a hub name"
-    )
+    flags.add_argument("model", help=MODEL)
     source = flags.add_mutually_exclusive_group(required=True)
     source.add_argument("--document", metavar="FILE", help="a UTF-8 text file; - for standard input")
     source.add_argument("--load", metavar="FILE", help="a document that --save wrote, which is not read again")
@@ -47,17 +53,7 @@ def parser() -> argparse.ArgumentParser:
         help="a question; give the flag once for each (default: the lines of standard input)",
     )  # fmt: skip
     flags.add_argument("--save", metavar="FILE", help="write the compressed document into a file (default: no file)")
-    flags.add_argument(
-        "--policy", default=POLICY, help="what to keep, such as curdkv; 'full' keeps all (default: %(default)s)"
-    )
-    flags.add_argument(
-        "--budget", help=f"slots per head (512), or a ratio of the document (default: {BUDGET}; none for 'full')"
-    )
-    flags.add_argument(
-        "--when", default="block", choices=["block", "prompt", "published"],
-        help="when to evict: after every block, once after the document, or as in the policy's paper (default: "
-        "%(default)s)",
-    )  # fmt: skip
+    add_policy_flags(flags, budget=f" (default: {BUDGET}; none for 'full')", policy=POLICY, text="document")
     flags.add_argument("--system", help="the text of the system message (default: that of the chat template)")
     flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
     commands.add_networks_flag(flags)

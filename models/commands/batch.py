@@ -24,7 +24,7 @@ from models import commands, fingerprints, hosts
 from models.batching import Engine
 from models.commands import distributed, parse_budget, provenance
 from models.commands.programs import make_room
-from models.commands.run_flags import add_mesh_flags, add_run_flags, mesh_of, run_settings
+from models.commands.run_flags import MODEL, add_mesh_flags, add_policy_flags, add_run_flags, mesh_of, run_settings
 
 EXAMPLES = """examples:
   python -m models.batch prompts.jsonl --out answers.jsonl
@@ -59,17 +59,10 @@ def parser() -> argparse.ArgumentParser:
         "prompts", metavar="FILE", help='one JSON object {"prompt": ...} per line, with any "id" that you like'
     )
     flags.add_argument("--out", type=Path, required=True, help="file of the answers, one JSON object per line")
-    flags.add_argument("--model", default="retriever", help="'retriever', 'smollm2', a folder, a GGUF file, a hub name")
+    flags.add_argument("--model", default="retriever", help=MODEL)
     flags.add_argument("--rows", type=int, default=8, help="answers that are made at once")
     flags.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
-    flags.add_argument("--policy", default="full", help="what to keep, such as snapkv+caote; 'full' keeps all tokens")
-    flags.add_argument("--budget", help="slots per head (512), or a ratio of the prompt (0.25) (default: none)")
-    flags.add_argument(
-        "--when",
-        default="block",
-        choices=["block", "prompt", "published"],
-        help="when to evict: after every block, once after the prompt, or as in the policy's paper",
-    )
+    add_policy_flags(flags, budget=" (default: none)")
     flags.add_argument(
         "--longest-prompt",
         type=int,

@@ -25,7 +25,7 @@ import models
 from kvjax.chains import policy_of
 from kvjax.quantise import check_dtypes
 from models import commands, hosts, selecting
-from models.commands.run_flags import add_run_flags, run_settings
+from models.commands.run_flags import MODEL, add_run_flags, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.layer_caches import AnyCache
 from models.load import published_sampling
@@ -291,9 +291,7 @@ def parser() -> argparse.ArgumentParser:
     flags = commands.parser(
         "kvjax-chat", "models.chat", description="Chats in the terminal; its memory does not grow.", examples=EXAMPLES
     )
-    flags.add_argument(
-        "model", help="'smollm2', 'retriever' (inside the package), a Hugging Face folder, a GGUF file or a hub name"
-    )
+    flags.add_argument("model", help=MODEL)
     flags.add_argument("--policy", help=f"what to keep; 'full' keeps all, so memory grows (default: {POLICY})")
     flags.add_argument("--budget", type=int, help=f"tokens that each head keeps (default: {BUDGET}; none for 'full')")
     flags.add_argument("--system", help="the text of the system message (default: that of the chat template)")

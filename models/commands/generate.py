@@ -22,7 +22,15 @@ from kvjax.sources import SOURCES
 from models import commands, fingerprints, hosts, selecting
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
-from models.commands.run_flags import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
+from models.commands.run_flags import (
+    MODEL,
+    add_mesh_flags,
+    add_policy_flags,
+    add_run_flags,
+    mesh_of,
+    read_input,
+    run_settings,
+)
 from models.commands.terminal import sizes_in_words
 from models.layer_caches import AnyCache
 from models.networks import Network, load_networks, read_by, wanted_by
@@ -67,9 +75,7 @@ def parser() -> argparse.ArgumentParser:
         description="Generates text with a KV cache inside a budget.",
         examples=EXAMPLES,
     )
-    flags.add_argument(
-        "model", help="'retriever' (inside the package), 'smollm2', a Hugging Face folder, a GGUF file or a hub name"
-    )
+    flags.add_argument("model", help=MODEL)
     source = flags.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the prompt itself (default: the text of --prompt-file)")
     source.add_argument(
@@ -88,11 +94,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--chat", action="store_true", help="put the prompt into the model's chat template (default: no)"
     )
-    flags.add_argument(
-        "--policy",
-        default="full",
-        help="what to keep, such as snapkv+caote; 'full' keeps all tokens (default: %(default)s)",
-    )
+    with_select = "; with --select, the number or the share of tokens that a step reads (default: none, for 'full')"
+    add_policy_flags(flags, budget=with_select)
     flags.add_argument(
         "--select",
         help="evict nothing, but read only some tokens in each step, by a source of importance: "
@@ -101,18 +104,6 @@ def parser() -> argparse.ArgumentParser:
     commands.add_networks_flag(flags)
     flags.add_argument(
         "--sinks", type=int, default=4, help="number of first tokens that --select always reads (default: %(default)s)"
-    )
-    flags.add_argument(
-        "--budget",
-        help="slots per head (512), or a ratio of the prompt (0.25); with --select, the number or the share of tokens "
-        "that a step reads (default: none, for 'full')",
-    )
-    flags.add_argument(
-        "--when",
-        default="block",
-        choices=["block", "prompt", "published"],
-        help="when to evict: after every block, once after the prompt, or as in the policy's paper (default: "
-        "%(default)s)",
     )
     add_run_flags(flags, max_new_tokens=64)
     add_mesh_flags(flags)
@@ -128,16 +119,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    made = parser()
-    flags = made.parse_args(arguments)
-    for name in ("question", "json"):
-        if flags.prompts is not None and getattr(flags, name) not in (None, False):
-            made.error(f"argument --{name}: not allowed with argument --prompts")
-    commands.keep_compiled(vars(flags).pop("compilation_cache"))
-    return commands.run(lambda: _generate(flags), "models.generate")
+    return commands.call(parser(), _generate, "models.generate", arguments)
 
 
 def _generate(flags: argparse.Namespace) -> None:
+    for name in ("question", "json"):
+        if flags.prompts is not None and getattr(flags, name) not in (None, False):
+            raise ValueError(f"argument --{name}: not allowed with argument --prompts.")
     distributed.join(flags)
     requests = _many(flags) if flags.prompts is not None else [_only(flags)]  # checked before the weights are read
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))

@@ -13,6 +13,30 @@ import models
 from models import commands, hosts
 from models.commands import distributed
 
+MODEL = "'smollm2', 'retriever' (inside the package), a Hugging Face folder, a GGUF file or a hub name"
+
+
+def add_policy_flags(
+    flags: argparse.ArgumentParser, *, budget: str, policy: str = "full", text: str = "prompt"
+) -> None:
+    """Add --policy, --budget and --when.
+
+    Args:
+        budget: the end of the help of --budget.
+        policy: the default of --policy.
+        text: what is compressed, in one word.
+    """
+    flags.add_argument(
+        "--policy", default=policy,
+        help="what to keep, such as snapkv+caote; 'full' keeps all tokens (default: %(default)s)",
+    )  # fmt: skip
+    flags.add_argument("--budget", help=f"slots per head (512), or a ratio of the {text} (0.25){budget}")
+    flags.add_argument(
+        "--when", default="block", choices=["block", "prompt", "published"],
+        help=f"when to evict: after every block, once after the {text}, or as in the policy's paper (default: "
+        "%(default)s)",
+    )  # fmt: skip
+
 
 def add_run_flags(
     flags: argparse.ArgumentParser, max_new_tokens: int, *, evicts: bool = True, published: bool = False

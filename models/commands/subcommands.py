@@ -6,27 +6,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.commands import distributed
-from models.commands.arguments import add_cache_flag, add_import_flag, epilog, parser
+from models.commands.arguments import Parser, add_cache_flag, add_import_flag, epilog
 from models.commands.execution import check_extras, keep_compiled, run
 
 
-def run_one(package: str, description: str, modules: Mapping[str, Any], arguments: list[str] | None) -> int:
+def run_one(flags: Parser, package: str, modules: Mapping[str, Any], arguments: list[str] | None) -> int:
     """Run the module that the first argument of ``python -m package`` names, and return the exit code.
 
     Args:
+        flags: the package's parser, which gets the subcommands.
         modules: by the names of the subcommands; each has a docstring, ``add_flags`` and ``command``, and may have
-            ``EXAMPLES`` for the end of its help.
+            ``EXAMPLES`` for the end of its help. A text is the help of one that is not imported.
         arguments: by default those of the command line.
     """
-    flags = parser(package, package, description=description)
+    add_import_flag(flags)
     add_cache_flag(flags)
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, module in modules.items():
+        if isinstance(module, str):
+            names.add_parser(name, help=module)
+            continue
         summary = str(module.__doc__).splitlines()[0]
+        examples = getattr(module, "EXAMPLES", "").replace(f"python -m {package}", flags.prog)
         made = names.add_parser(
-            name, help=summary, description=summary, epilog=epilog(getattr(module, "EXAMPLES", "")),
-            formatter_class=flags.formatter_class,
-        )  # fmt: skip
+            name, help=summary, description=summary, epilog=epilog(examples), formatter_class=flags.formatter_class
+        )
         module.add_flags(made)
         add_import_flag(made)
     chosen = flags.parse_args(arguments)

@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import main as benchmark
-from evals.__main__ import EVALUATIONS, main
+from evals.__main__ import main
 from evals.evaluations import EVALUATIONS as REGISTRY
+from evals.evaluations import NAMES
 from models.commands import batch, calibrate, chat, generate, get, subcommands
 from papers.__main__ import EXPERIMENTS
 from papers.__main__ import main as experiment
@@ -18,7 +19,7 @@ ALONE = (batch, calibrate, chat, generate, get, butler, finetune, scorer)
 
 @pytest.mark.parametrize(
     ("command", "names"),
-    [(main, EVALUATIONS), (benchmark, BENCHMARKS), (experiment, EXPERIMENTS), *((own.main, [None]) for own in ALONE)],
+    [(main, NAMES), (benchmark, BENCHMARKS), (experiment, EXPERIMENTS), *((own.main, [None]) for own in ALONE)],
 )
 def test_every_command_imports_modules_of_your_own(command, names, capsys):
     for name in names:
