@@ -12,7 +12,6 @@ import functools
 import hashlib
 import http.client
 import io
-import json
 import string
 import urllib.request
 import zipfile
@@ -26,6 +25,7 @@ from evals import command_line, evaluator
 from evals.evaluator import Answer, Group, TextSample
 from kvjax import install
 from models import commands, fingerprints
+from models.files import json_object
 
 OFFICIAL = Path("official")  # the value of --prompts for the published wording
 
@@ -183,11 +183,8 @@ def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]] | N
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict):
+        record = json_object(line)
+        if record is None:
             raise ValueError(f"{file}, line {number}, of {source} is no JSON object; download the file again.")
         yield record
 
@@ -457,11 +454,8 @@ def parse_object(text: str, source: str | Path) -> dict[str, Any]:
         >>> documents.parse_object('{"trec": 64}', "lengths.json")
         {'trec': 64}
     """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
+    content = json_object(text)
+    if content is None:
         raise ValueError(f"{source} is no JSON object; expected prompts by task.")
     return content
 

@@ -195,6 +195,21 @@ def to_json(data: Any) -> str:
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the object that a JSON text holds; None if it holds none.
+
+    Example:
+        >>> from models.files import json_object
+        >>> json_object('{"prompt": "Why?"}'), json_object("[1]")
+        ({'prompt': 'Why?'}, None)
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def check_folder(folder: Path) -> None:
     """Check that a folder can be written into, or made, before the long work starts.
 

@@ -10,7 +10,6 @@ no prompt: all of its ids are learned.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
+from models.files import json_object
 from models.tokenizer import Tokenizer
 from train.text import BUILTIN, Corpus, files_of, open_file
 
@@ -81,11 +81,8 @@ def are_answers(names: Sequence[str]) -> bool:
         return False
     with open_file(files_of(first)[0]) as stream:
         line = next((line for line in stream if line.strip()), b"")
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(entry, dict) and all(name in entry for name in FIELDS)
+    entry = json_object(line)
+    return entry is not None and all(name in entry for name in FIELDS)
 
 
 def open_answers(
@@ -159,12 +156,10 @@ def _rows(files: Sequence[Path], tokenizer: Tokenizer, length: int, chat: bool, 
 
 
 def _tokens(line: bytes, tokenizer: Tokenizer, length: int, chat: bool) -> list[tuple[list[int], list[int]]]:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError("this is not JSON; fix it.") from None
-    more = entry.get("more", []) if isinstance(entry, dict) else None
-    turns = [[entry.get(name) if isinstance(entry, dict) else None for name in FIELDS]]
+    entry = json_object(line)
+    if entry is None:
+        raise ValueError("this is no JSON object; fix it.")
+    more, turns = entry.get("more", []), [[entry.get(name) for name in FIELDS]]
     if not isinstance(more, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in more):
         raise ValueError('its "more" is no list of pairs of a prompt and an answer.')
     if not all(isinstance(text, str) and text.strip() for turn in (*turns, *more) for text in turn):

@@ -25,6 +25,7 @@ from models.batching import Engine
 from models.commands import distributed, parse_budget, provenance
 from models.commands.programs import make_room
 from models.commands.run_flags import MODEL, add_mesh_flags, add_policy_flags, add_run_flags, mesh_of, run_settings
+from models.files import json_object
 
 EXAMPLES = """examples:
   python -m models.batch prompts.jsonl --out answers.jsonl
@@ -159,11 +160,8 @@ def read_prompts(path: str | Path) -> list[Asked]:
     for number, line in enumerate(hosts.from_first(lambda: commands.read_text(path, "prompts")).split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            fields = None
-        if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str) or not fields["prompt"].strip():
+        fields = json_object(line)
+        if fields is None or not isinstance(fields.get("prompt"), str) or not fields["prompt"].strip():
             raise ValueError(
                 f'{path}, line {number}: expected a JSON object such as {{"prompt": "Why is the sky blue?"}}.'
             )

@@ -32,6 +32,7 @@ from models.commands.run_flags import (
     run_settings,
 )
 from models.commands.terminal import sizes_in_words
+from models.files import json_object
 from models.layer_caches import AnyCache
 from models.networks import Network, load_networks, read_by, wanted_by
 from models.sizes import full_cache_bytes
@@ -273,11 +274,8 @@ def _many(flags: argparse.Namespace) -> list[Request]:
 
 def _fields(line: str) -> dict[str, Any]:
     """Read the fields of a line of --prompts and check their types."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
+    fields = json_object(line)
+    if fields is None:
         raise ValueError('it is no JSON object; expected one such as {"prompt": "Why is the sky blue?"}.')
     for name, value in fields.items():
         if name not in PROMPT_FIELDS:
