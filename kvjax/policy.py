@@ -126,7 +126,7 @@ class Policy:
     def protected(self, budget: Any) -> tuple[Any, Any]:
         """Return how many first and last tokens always stay under a budget; see :func:`kvjax.protected`."""
         each = [protection.counts(budget) for protection in self.protections]
-        sinks, recent = (functools.reduce(_larger, counts, 0) for counts in zip((0, 0), *each, strict=True))
+        sinks, recent = (functools.reduce(_larger, counts) for counts in zip((0, 0), *each, strict=True))
         return sinks, recent
 
     @property
