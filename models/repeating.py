@@ -30,7 +30,7 @@ def with_repeat_prompt(policy: Policy | str | None, tokenizer: Tokenizer) -> Pol
     policy = policy_of(policy)
     if policy is None or policy.needs.reconstruction is None or policy.needs.reconstruction.pseudo:
         return policy
-    return _asking(policy, repeat_prompt(tokenizer))
+    return asking(policy, repeat_prompt(tokenizer))
 
 
 def repeat_prompt(tokenizer: Tokenizer) -> RepeatPrompt:
@@ -42,7 +42,7 @@ def repeat_prompt(tokenizer: Tokenizer) -> RepeatPrompt:
 
 
 @functools.cache  # equal arguments give the same object, so that a compiled program is found again
-def _asking(policy: Policy, prompt: RepeatPrompt) -> Policy:
+def asking(policy: Policy, prompt: RepeatPrompt) -> Policy:
     assert policy.needs.reconstruction is not None
     wanted = dataclasses.replace(policy.needs.reconstruction, prompt=prompt)
     return dataclasses.replace(policy, needs=dataclasses.replace(policy.needs, reconstruction=wanted))

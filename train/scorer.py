@@ -6,14 +6,16 @@ The loss is the network's own, as published:
     scorer    KVzap's (arXiv 2601.07891): the mean squared error of the score's logarithm
     gate      Fast KVzip's (arXiv 2601.17668): the binary cross-entropy of the score
 
-or that of a network of yours: one that predicts the score alone, and has ``loss`` and ``started``. The targets:
+or that of a network of yours: one that predicts the score alone, and has ``loss`` and ``started``. The target is the
+score of a policy that observes the model while it repeats the row, asked to in words, or "future":
 
-    kvzip     the largest attention that a token gets while the model repeats the row (KVzip), asked to in words
+    kvzip     the largest attention that a token gets from the repeated ones
+    kvgrad    the most that a loss of the repeated tokens would feel its absence, from 0 to 1 (:func:`scores_of`)
     future    the largest attention that a later token of the row gives it: what only an oracle knows in decode
 
-A step runs the model once over its rows, followed by the words and the rows again for kvzip, and computes each layer's
-targets and loss as the layer runs. What a step reads follows from the data's position, so a run that was killed and
-resumed ends with the same parameters as one that was not, bit for bit (train/loop.py).
+A step runs the policy over its rows, as :func:`models.prefill` does, then the model once more, and computes each
+layer's loss as the layer runs. What a step reads follows from the data's position, so a run that was killed and resumed
+ends with the same parameters as one that was not, bit for bit (train/loop.py).
 
 The folder --out holds NAME.safetensors and NAME.json (the last checkpoint's network), checkpoints/, run.json (which
 describes the run), log.jsonl, TensorBoard's events, and summary.json at the end.
@@ -33,7 +35,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,20 +44,23 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+import kvjax
+import models
 from kernels_pallas.softmax import grouped_logits, scaled
+from kvjax import Policy, RepeatPrompt
+from kvjax.policy import UNIFORM
+from kvjax.reconstruction import NO_WORDS
 from models import commands, hosts
 from models.config import Config
 from models.decoder import Decoder
 from models.dense import attention_in_chunks
 from models.networks import NETWORKS, Network, files_of, parameters_of, save_network
-from models.repeating import repeat_prompt
+from models.repeating import asking, repeat_prompt
 from models.scorer import logarithm
 from train import command, loop
 from train.loop import Parameters, State
 from train.text import Corpus
 
-Target = Literal["kvzip", "future"]
-TARGETS = ("kvzip", "future")
 QUERIES_AT_ONCE = 64
 EXAMPLES = """examples:
   python -m train.scorer --model smollm2 --data books/ --target kvzip --out scorer/
@@ -119,7 +124,7 @@ class Settings(NamedTuple):
     warmup: float = 0.1
     clip: float = 1.0
     weight_decay: float = 0.0
-    target: Target = "kvzip"
+    target: str = "kvzip"
     seed: int = 0
 
 
@@ -133,15 +138,59 @@ def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
         ValueError: a setting is out of range.
     """
     settings = Settings()._replace(**{name: value for name, value in changes.items() if value is not None})
-    if settings.target not in TARGETS:
-        raise ValueError(f"--target is {settings.target!r}; expected {' or '.join(TARGETS)}.")
+    repeats = policy_of_target(settings.target) is not None
     loop.check_settings(settings, model)
-    if settings.target == "kvzip" and 2 * settings.seq_len + words > model.max_positions:
+    if repeats and 2 * settings.seq_len + words > model.max_positions:
         raise ValueError(
-            f"--seq-len is {settings.seq_len}; for the target kvzip the model repeats a row after {words} words, which "
-            f"takes {2 * settings.seq_len + words} of its {model.max_positions} positions: give a smaller one."
+            f"--seq-len is {settings.seq_len}; for the target {settings.target} the model repeats a row after {words} "
+            f"words, which takes {2 * settings.seq_len + words} of its {model.max_positions} positions: give a smaller "
+            "one."
         )
     return settings
+
+
+def policy_of_target(target: str, prompt: RepeatPrompt = NO_WORDS) -> Policy | None:
+    """Return the policy whose score is the target; None for "future".
+
+    Args:
+        prompt: asks the model to repeat a row; :func:`models.repeating.repeat_prompt` has KVzip's words. Without any
+            the row is fed again unasked, and scores are others.
+
+    Raises:
+        ValueError: the target is no score that is observed while the model repeats its text.
+
+    Example:
+        >>> from train.scorer import policy_of_target
+        >>> policy_of_target("kvgrad(loss='tokens')").needs.reconstruction.loss
+        'tokens'
+    """
+    if target == "future":
+        return None
+    policy = kvjax.parse(target)
+    wanted = policy.needs.reconstruction
+    if not policy.base or policy.allocation is not UNIFORM or wanted is None or wanted.pseudo:
+        raise ValueError(
+            f"--target is {target!r}; expected future, or a score of a text that is repeated: kvzip or kvgrad."
+        )
+    return asking(policy, prompt)
+
+
+def scores_of(model: Decoder, tokens: Int[Array, "B T"], policy: Policy) -> Float[Array, "L B T K"]:
+    """Return the scores that a policy gives rows while the model repeats them, from 0 to 1.
+
+    KVzip's are weights of attention. Those that a loss feels (KVgrad) have its scale: a score s becomes s / (s + c),
+    where a tenth of the row's scores, of all layers and heads together, exceed c. That keeps their order, and tells
+    apart those next to c, where a budget of a tenth to a quarter divides them.
+    """
+    rows = hosts.fetched(tokens)
+    cache: Any = models.prefill(model, rows, policy=policy, budget=rows.shape[1], when="prompt").cache
+    wanted = policy.needs.reconstruction
+    return _scaled(cache.state.score.swapaxes(2, 3), wanted is not None and wanted.loss is not None)
+
+
+@functools.partial(jax.jit, static_argnames="unbounded")
+def _scaled(score: Float[Array, "L B T K"], unbounded: bool) -> Float[Array, "L B T K"]:
+    return score / (score + jnp.quantile(score, 0.9, axis=(0, 2, 3), keepdims=True)) if unbounded else score
 
 
 def largest_attention(
@@ -181,47 +230,38 @@ def largest_attention(
 def run_layers(
     model: Decoder,
     tokens: Int[Array, "B T"],
-    target: Target,
-    words: tuple[int, ...],
+    score: Float[Array, "L B T K"] | None,
     of_layer: Callable[[Int[Array, ""], Float[Array, "B T E"], Float[Array, "B T K"]], Any],
 ) -> Any:
     """Run a frozen model over rows and collect what a function returns of each layer.
 
     Args:
-        words: the token ids that ask the model to repeat a row, for the target kvzip; the command asks with KVzip's
-            own (:func:`models.with_repeat_prompt`). Without any the row is fed again unasked, and scores are others.
+        score: see :func:`scores_of`; None for the target "future", which is observed here.
         of_layer: ``of_layer(layer, x, score)`` gets the input of the layer's attention and the tokens' scores.
 
     Returns:
         The functions' results, stacked over layers.
     """
     B, T = tokens.shape
-    repeats = target == "kvzip"
-    fed = tokens
-    if repeats:
-        asked = jnp.broadcast_to(jnp.array(words, tokens.dtype), (B, len(words)))
-        fed = jnp.concatenate([tokens, asked, tokens], axis=1)
-    at = jnp.arange(fed.shape[1])
-    position = jnp.broadcast_to(at, fed.shape)
+    at = jnp.arange(T)
+    position = jnp.broadcast_to(at, (B, T))
 
     def attend(x, layer, sliding_window, query, key, value):
         cap = model.config.attention_soft_cap
         out = attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position, sliding_window, cap)
-        first = T if repeats else 0  # only what asks for the row and repeats it scores the row
-        score = largest_attention(query[:, first:], key, at[first:], at, sliding_window, cap)[:, :T]
-        return out, x, of_layer(layer, x[:, :T], jax.lax.stop_gradient(score))
+        own = largest_attention(query, key, at, at, sliding_window, cap) if score is None else score[layer]
+        return out, x, of_layer(layer, x, jax.lax.stop_gradient(own))
 
     def before_attention(_, layer, x):
         return jax.lax.stop_gradient(x)
 
-    lengths = jnp.full(B, fed.shape[1])
-    nothing = jnp.zeros((*fed.shape, model.config.hidden_size), model.embedding[...].dtype)
-    _, _, found = model.run(fed, position, lengths, attend, nothing, before_attention=before_attention)
+    nothing = jnp.zeros((B, T, model.config.hidden_size), model.embedding[...].dtype)
+    _, _, found = model.run(tokens, position, jnp.full(B, T), attend, nothing, before_attention=before_attention)
     return found
 
 
 def loss_of(
-    model: Decoder, network: Scoring, tokens: Int[Array, "B T"], target: Target = "kvzip", words: tuple[int, ...] = ()
+    model: Decoder, network: Scoring, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"] | None = None
 ) -> Float[Array, ""]:
     """Return the network's loss on the scores, a mean over layers, heads and tokens.
 
@@ -231,7 +271,7 @@ def loss_of(
     def of_layer(layer, x, score):
         return jnp.mean(network.loss(layer, x, score)[:, :-1])
 
-    return jnp.mean(run_layers(model, tokens, target, words, of_layer))
+    return jnp.mean(run_layers(model, tokens, score, of_layer))
 
 
 def measure(
@@ -239,21 +279,22 @@ def measure(
     network: Scoring,
     rows: Int[np.ndarray, "R T"],
     budget: float,
-    target: Target = "kvzip",
-    words: tuple[int, ...] = (),
+    policy: Policy | None,
 ) -> dict[str, Float[np.ndarray, "layers"]]:
     """Measure a network on held-out rows, for each layer: means over rows and heads.
 
     ``error`` is the mean squared error of the logarithm of the score. ``explained`` is the share of the logarithms'
     variance over a head's tokens that is explained (R squared). ``hit_rate`` is the share of the best tokens by the
     target that are also among the best by the network, where a head keeps the share ``budget`` of its tokens.
+
+    Args:
+        policy: see :func:`policy_of_target`.
     """
     parameters = parameters_of(network)
     made = []
     for row in rows:
-        both = jax.tree.map(
-            hosts.fetched, _predicted_and_true(model, parameters, row[None], network.config, target, words)
-        )
+        own = None if policy is None else scores_of(model, row[None], policy)
+        both = jax.tree.map(hosts.fetched, _predicted_and_true(model, parameters, row[None], own, network.config))
         predicted, true = (np.asarray(x, np.float64)[:, 0, :-1] for x in both)  # [L, T - 1, K]
         error = (predicted - true) ** 2
         spread = np.maximum(((true - true.mean(axis=1, keepdims=True)) ** 2).mean(axis=1), 1e-12)
@@ -273,22 +314,22 @@ def measure(
     return {name: np.mean([one[name] for one in made], axis=0) for name in made[0]}
 
 
-@functools.partial(jax.jit, static_argnames=("config", "target", "words"))
-def _predicted_and_true(model, parameters, tokens, config, target, words):
+@functools.partial(jax.jit, static_argnames="config")
+def _predicted_and_true(model, parameters, tokens, score, config):
     network = _kind_of(config)(config, parameters)
 
     def both(layer, x, score):
         return network.predict(layer, x).score, logarithm(score)
 
-    return run_layers(model, tokens, target, words, both)
+    return run_layers(model, tokens, score, both)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "words"))
+@jax.jit
 def mean_logarithms(
-    model: Decoder, tokens: Int[Array, "B T"], target: Target, words: tuple[int, ...]
+    model: Decoder, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"] | None
 ) -> Float[Array, "L K"]:
     """Return the mean logarithm of the scores of rows, for each head of each layer."""
-    return run_layers(model, tokens, target, words, lambda layer, x, score: jnp.mean(logarithm(score), axis=(0, 1)))
+    return run_layers(model, tokens, score, lambda layer, x, score: jnp.mean(logarithm(score), axis=(0, 1)))
 
 
 def init_state(config: Any, settings: Settings, mean: Float[Array, "L K"], mesh: Mesh) -> State:
@@ -308,7 +349,7 @@ def train(
     corpus: Corpus,
     settings: Settings,
     *,
-    words: tuple[int, ...] = (),
+    prompt: RepeatPrompt = NO_WORDS,
     budget: float = 0.3,
     options: loop.Options = loop.DEFAULTS,
 ) -> tuple[Any, dict[str, Any] | None]:
@@ -316,7 +357,7 @@ def train(
 
     Args:
         config: the network's shape, which tells its kind.
-        words: the token ids that ask the model to repeat a row, for the target kvzip.
+        prompt: asks the model to repeat a row; see :func:`policy_of_target`.
         budget: the share of its tokens that a head keeps, for the hit rate.
         folder, model, corpus, settings, options: see :func:`train.loop.run`.
 
@@ -331,19 +372,21 @@ def train(
     mesh = options.mesh or loop.one_device()
     if not 0 < budget <= 1:
         raise ValueError(f"--budget is {budget}; give the share of its tokens that a head keeps, in (0, 1].")
-    kind, target = _kind_of(config), settings.target
-    words = words if target == "kvzip" else ()
+    kind, policy = _kind_of(config), policy_of_target(settings.target, prompt)
 
-    def objective(model, parameters, tokens, key):
-        return loss_of(model, kind(config, parameters), tokens, target, words)
+    def with_scores(tokens: Any) -> Any:
+        return tokens, None if policy is None else scores_of(model, tokens, policy)
+
+    def objective(model, parameters, scored, key):
+        return loss_of(model, kind(config, parameters), *scored)
 
     def init() -> State:
         row, _ = next(corpus.rows(None))
-        mean = jax.tree.map(hosts.fetched, mean_logarithms(model, row[None], target, words))
+        mean = jax.tree.map(hosts.fetched, mean_logarithms(model, *with_scores(row[None])))
         return init_state(config, settings, mean, mesh)
 
     def figures(parameters: Parameters) -> dict[str, np.ndarray]:
-        return measure(model, kind(config, parameters), corpus.held_out, budget, target, words)
+        return measure(model, kind(config, parameters), corpus.held_out, budget, policy)
 
     def summarise(parameters: Parameters) -> tuple[dict[str, Any], dict[str, float]]:
         found = figures(parameters)
@@ -353,11 +396,12 @@ def train(
         said = {"parameters": size, "budget": budget, "held_out_rows": len(corpus.held_out)}
         return said | {"figures": means, "layers": layers}, means
 
+    step = loop.make_step(objective, settings, mesh)
     trainer = loop.Trainer(
         command="train.scorer",
-        configuration={kind.name: dataclasses.asdict(config), "words": list(words)},
+        configuration={kind.name: dataclasses.asdict(config), "words": [list(ids) for ids in prompt[:3]]},
         init=init,
-        step=loop.make_step(objective, settings, mesh),
+        step=lambda model, state, tokens, number: step(model, state, with_scores(tokens), number),
         save=lambda parameters: save_network(folder, kind(config, parameters), model, options.name),
         measure=lambda parameters: {name: float(values.mean()) for name, values in figures(parameters).items()},
         summarise=summarise,
@@ -395,7 +439,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_text_flags(flags)
     flags.add_argument("--network", default="scorer", help="scorer (KVzap, the default), gate (Fast KVzip) or yours")
-    flags.add_argument("--target", choices=TARGETS, help="the score that is predicted (default kvzip)")
+    flags.add_argument("--target", help="the score that is predicted: kvzip (the default), kvgrad or future")
     flags.add_argument(
         "--hidden", type=int,
         help="width of a scorer's hidden layer, 0 for a linear map (default E / 8), or of a gate's keys (default 16)",
@@ -413,14 +457,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(flags: argparse.Namespace) -> None:
     loaded = command.load(flags)
-    ask = repeat_prompt(loaded.tokenizer)
-    words = (*ask.first, *ask.suffix)
+    prompt = repeat_prompt(loaded.tokenizer)
     changes = {name: getattr(flags, name) for name in Settings._fields}
-    settings = settings_of(loaded.model.config, len(words), **changes)
+    settings = settings_of(loaded.model.config, len(prompt.first) + len(prompt.suffix), **changes)
     config = cast(Any, kind_named(flags.network).Config).of(loaded.model.config, flags.hidden)
     corpus = command.open_text(flags, loaded.tokenizer, settings)
     options = command.options_of(flags, loaded, "train.scorer")
     _, summary = train(
-        flags.out, loaded.model, config, corpus, settings, words=words, budget=flags.budget, options=options,
+        flags.out, loaded.model, config, corpus, settings, prompt=prompt, budget=flags.budget, options=options,
     )  # fmt: skip
     command.report(flags, summary, table)

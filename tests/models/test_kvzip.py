@@ -38,7 +38,7 @@ def asking(name, file=TINY):
     """The policy with the fixture's chunks and words."""
     words = (tuple(fixture(file)[part].tolist()) for part in ("first", "following", "suffix"))
     name = re.sub("^(kvzip|kvgrad)", rf"\1(chunk={CHUNK[file]})", name)
-    return repeating._asking(kvjax.parse(name), kvjax.RepeatPrompt(*words))
+    return repeating.asking(kvjax.parse(name), kvjax.RepeatPrompt(*words))
 
 
 def in_order(cache, array, T, nothing):
@@ -89,7 +89,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (2, 40))
 LENGTHS = np.array([40, 23])
 WORDS = kvjax.RepeatPrompt((1, 2), (3,), (4,), overlap=2)
 ASKING, OF_A_LOSS = (
-    repeating._asking(kvjax.parse(f"{name}(chunk=16)+caote@model"), WORDS) for name in ("kvzip", "kvgrad")
+    repeating.asking(kvjax.parse(f"{name}(chunk=16)+caote@model"), WORDS) for name in ("kvzip", "kvgrad")
 )
 NEVER = np.iinfo(np.int32).max  # nothing is taken back
 

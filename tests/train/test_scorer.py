@@ -10,7 +10,6 @@ from flax import nnx
 
 import kvjax
 import models
-from models import repeating
 from tests.models import reference
 from tests.models.tiny import CONFIG
 from tests.tiers import first, matrix, nightly
@@ -20,7 +19,7 @@ from train.scorer import Settings, largest_attention, measure, settings_of, trai
 from train.text import Corpus
 
 SETTINGS = Settings(tokens=30 * 4 * 16, seq_len=16, batch=4, lr=0.02)
-WORDS = (3, 5)
+PROMPT = kvjax.RepeatPrompt(first=(3, 5))
 
 
 def rows(position):
@@ -36,7 +35,7 @@ def corpus():
 
 def run(folder, model, shape, settings=SETTINGS, **options):
     options = loop.Options(**dict(save_every=10, eval_every=0, log_every=1) | options)
-    return train(folder, model, shape.of(CONFIG, 8), corpus(), settings, words=WORDS, options=options)
+    return train(folder, model, shape.of(CONFIG, 8), corpus(), settings, prompt=PROMPT, options=options)
 
 
 def test_the_largest_attention_is_that_of_a_brute_force_reading(monkeypatch):
@@ -55,15 +54,15 @@ def test_the_largest_attention_is_that_of_a_brute_force_reading(monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_target_is_the_policy_kvzip(model):
+@pytest.mark.parametrize("target", ["kvzip", "kvgrad"])
+def test_the_target_is_the_score_of_the_policy(model, target):
     tokens = np.stack([next(rows(None))[0], next(rows({"row": 7}))[0]])
-    read = jax.jit(lambda tokens: trainer.run_layers(model, tokens, "kvzip", WORDS, lambda layer, x, score: score))
-    scores = read(tokens)
-    policy = repeating._asking(kvjax.parse("kvzip(chunk=16)"), kvjax.RepeatPrompt(first=WORDS))
+    policy = trainer.policy_of_target(target, PROMPT)
     cache, _ = models.prefill(model, tokens, policy=policy, budget=16, block=16, when="prompt")
-    position, state = np.asarray(cache.position), np.asarray(cache.state.score)
-    in_order = np.take_along_axis(state, np.argsort(np.where(position < 0, 99, position), axis=-1), axis=-1)[..., :16]
-    np.testing.assert_allclose(scores.swapaxes(2, 3), in_order, rtol=1e-5)
+    raw = np.asarray(cache.state.score)
+    assert (np.asarray(cache.position) == np.arange(16)).all() and raw.min() > 0
+    expected = raw if target == "kvzip" else raw / (raw + np.quantile(raw, 0.9, axis=(0, 2, 3), keepdims=True))
+    np.testing.assert_allclose(trainer.scores_of(model, tokens, policy).swapaxes(2, 3), expected, rtol=1e-5)
 
 
 @matrix
@@ -77,7 +76,7 @@ def test_the_loss_falls_and_the_folder_loads(model, tmp_path, shape, size):
     for name in loaded.shapes(loaded.config):
         assert np.array_equal(getattr(whole, name)[...], getattr(loaded, name)[...]), name
     assert summary["figures"]["hit_rate"] > 0.3 and summary["parameters"] == 2 * size
-    found = measure(model, whole, corpus().held_out, 0.3, "kvzip", WORDS)
+    found = measure(model, whole, corpus().held_out, 0.3, trainer.policy_of_target("kvzip", PROMPT))
     assert summary["layers"]["hit_rate"] == found["hit_rate"].round(6).tolist()
     generated = models.generate(
         model, corpus().held_out, policy="zap", budget=6, block=8, networks=loaded, max_new_tokens=2
@@ -89,10 +88,10 @@ def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatc
     own = models.Scorer(models.ScorerConfig.of(CONFIG, 0), rngs=nnx.Rngs(0))
     scores = np.random.default_rng(0).normal(size=(2, 1, 16, 2))
     monkeypatch.setattr(trainer, "_predicted_and_true", lambda *given: (scores, scores))
-    found = measure(model, own, corpus().held_out, 0.5)
+    found = measure(model, own, corpus().held_out, 0.5, None)
     assert found["hit_rate"].tolist() == [1, 1] and found["error"].tolist() == [0, 0]
     monkeypatch.setattr(trainer, "_predicted_and_true", lambda *given: (-scores, scores))
-    assert measure(model, own, corpus().held_out, 0.2)["hit_rate"].tolist() == [0, 0]
+    assert measure(model, own, corpus().held_out, 0.2, None)["hit_rate"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("target", first(1, ["kvzip", "future"], rest=nightly))
