@@ -55,6 +55,7 @@ from models.config import Config
 from models.decoder import Decoder
 from models.dense import attention_in_chunks
 from models.networks import NETWORKS, Network, files_of, parameters_of, save_network
+from models.planning import mesh_of
 from models.repeating import asking, repeat_prompt
 from models.scorer import logarithm
 from train import command, loop
@@ -64,7 +65,7 @@ from train.text import Corpus
 QUERIES_AT_ONCE = 64
 EXAMPLES = """examples:
   python -m train.scorer --model smollm2 --data books/ --target kvzip --out scorer/
-  python -m train.scorer --model smollm2 --data books/ --network gate --lr 5e-3 --out gate/
+  python -m train.scorer --model smollm2 --data books/ --network gate --target kvgrad --out gate/
   python -m train.scorer --model path/to/Llama-3.2-1B --data text/ --target future --hidden 0 --out scorer/
   python -m models.generate smollm2 --policy "zap+protect(recent=128)" --networks scorer/ --budget 0.3 \\
       --prompt-file a.txt
@@ -182,10 +183,12 @@ def scores_of(model: Decoder, tokens: Int[Array, "B T"], policy: Policy) -> Floa
     where a tenth of the row's scores, of all layers and heads together, exceed c. That keeps their order, and tells
     apart those next to c, where a budget of a tenth to a quarter divides them.
     """
-    rows = hosts.fetched(tokens)
-    cache: Any = models.prefill(model, rows, policy=policy, budget=rows.shape[1], when="prompt").cache
+    (B, T), mesh = tokens.shape, mesh_of(model)
+    ways = 1 if mesh is None else mesh.shape["data"]
+    rows = np.resize(hosts.fetched(tokens), (-(-B // ways) * ways, T))  # some twice, so that they can be spread
+    cache: Any = models.prefill(model, rows, policy=policy, budget=T, when="prompt").cache
     wanted = policy.needs.reconstruction
-    return _scaled(cache.state.score.swapaxes(2, 3), wanted is not None and wanted.loss is not None)
+    return _scaled(cache.state.score[:, :B].swapaxes(2, 3), wanted is not None and wanted.loss is not None)
 
 
 @functools.partial(jax.jit, static_argnames="unbounded")
