@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Real
+from jaxtyping import Array, Bool, Float, Int, Real
 
 
 def grouped_logits(
@@ -24,6 +24,15 @@ def grouped_logits(
     logits = jnp.einsum("bkqd,bksd->bkqs", queries, key, preferred_element_type=accumulate)
     logits = logits if key_scale is None else logits * key_scale[:, :, None]
     return logits.reshape(B, K, N // K, T, S)
+
+
+def sees(
+    query_position: Int[Array, "*#heads T"], key_position: Int[Array, "*#heads S"], sliding_window: Array | int | None
+) -> Bool[Array, "*heads T S"]:
+    """Return which slots each query sees; see :func:`kernels_pallas.cache_attention`."""
+    own, place = query_position[..., :, None], key_position[..., None, :]
+    visible = (place >= 0) & (own >= place)  # a query that is padding, at -1, sees nothing
+    return visible if sliding_window is None else visible & (own - place < sliding_window)
 
 
 def scaled(logits: Float[Array, "*shape"], scale: float, soft_cap: float | None) -> Float[Array, "*shape"]:

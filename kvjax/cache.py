@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Required, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, Required, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,14 @@ def map_slots(function: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyT
         return leaf if isinstance(leaf, HeadState) else function(leaf, *others)
 
     return jax.tree.map(apply, state, *rest, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+
+
+class Pages(NamedTuple):
+    """Hold a layer of a plain or a paged cache as a page table of each head, and the pool of all pages."""
+
+    entries: Entries
+    position: Int[Array, "P page"]
+    table: Int[Array, "B K M"]
 
 
 class AnyKind:
@@ -332,6 +340,13 @@ class KVCache(Stored):
     def resized(self, slots: int, pages: int = 0) -> KVCache:
         """Return the cache with this many slots per head."""
         return self if self.num_slots == slots else compact(self, slots)
+
+    def in_pages(self, layer: Int[Array, ""], most: int) -> Pages:
+        """Return a layer of a stacked cache as if its slots were in pages of at most so many; no slot is copied."""
+        page, lead = math.gcd(self.num_slots, most), len(self.heads_shape) + 1
+        entries = jax.tree.map(lambda leaf: leaf.reshape(-1, page, *leaf.shape[lead:]), self.entries)
+        position = self.position.reshape(-1, page)
+        return Pages(entries, position, jnp.arange(len(position)).reshape(*self.heads_shape, -1)[layer])
 
     def layer(self, index: int | Int[Array, ""] | None) -> KVCache:
         """Return one layer of a stacked cache; the cache itself, which stacks none, for None."""

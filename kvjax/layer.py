@@ -161,7 +161,7 @@ def attended(
 
 def attention_options(cache: KVCache | PagedCache, needs: Needs, context: Context) -> dict[str, Any]:
     """Return the arguments that attention over slots and attention over pages share."""
-    statistics = needs.statistics | observed(needs.statistics)
+    statistics, gradient = needs.statistics | observed(needs.statistics), context.gradient
     if needs.reconstruction is not None and context.reconstructed is not None:
         statistics |= needs.reconstruction.statistics
     return dict(
@@ -169,6 +169,7 @@ def attention_options(cache: KVCache | PagedCache, needs: Needs, context: Contex
         window=needs.window,
         errors=needs.errors is not None,
         projection=part_of(context.projection, "factor") if needs.errors == "output" else None,
+        query_scale=None if gradient is None else jnp.linalg.norm(gradient.astype(jnp.float32), axis=-1),
         sliding_window=context.sliding_window,
         scale=cache.head_dim**-0.5 if context.scale is None else context.scale,
         soft_cap=context.soft_cap,

@@ -101,7 +101,7 @@ class Context:
         reconstructed: the part of the prompt that the block repeats; None for a block of the text.
         tokens: the ids of the block's tokens, for a policy that has the model repeat them (:func:`kvjax.kvzip`).
         gradient: for a block that repeats a part of the prompt, the derivative of a loss with respect to the layer's
-            attention output, behind W_O; see ``loss`` of :class:`kvjax.Reconstruction`.
+            attention output, behind W_O, or its length for each token; see ``loss`` of :class:`kvjax.Reconstruction`.
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c); None for no cap.
         compressed: whether the context was compressed before this block, as in decode or when a question follows; by
@@ -125,7 +125,7 @@ class Context:
     predicted: Prediction | None = None
     reconstructed: Reconstructed | None = None
     tokens: Int[Array, "B T"] | None = None
-    gradient: Float[Array, "B T E"] | None = None
+    gradient: Float[Array, "B T _"] | None = None
     scale: float | None = _static(None)
     soft_cap: float | None = _static(None)
     compressed: bool | None = _static(None)

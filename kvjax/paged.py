@@ -34,6 +34,7 @@ from kvjax.cache import (
     HeadSizes,
     HeadState,
     KVCache,
+    Pages,
     Positions,
     PyTree,
     Stored,
@@ -344,6 +345,10 @@ class PagedCache(Stored):
             state=jax.tree.map(of_heads, self.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
             positions=self.positions,
         )
+
+    def in_pages(self, layer: Int[Array, ""], most: int) -> Pages:
+        """Return a layer's page table, and the pool, whose pages have the size that they have."""
+        return Pages(self.entries, self.position, self.table[layer])
 
     def layer_table(self, index: int | Int[Array, ""] | None) -> Int[Array, "B K M"]:
         """Return the pages of a layer's heads; ``index`` is None for a cache that does not stack layers."""

@@ -41,7 +41,8 @@ class Reconstruction:
 
     For KVgrad, ``loss`` names what is differentiated while the model repeats a part: "hidden", the squared lengths of
     the last layer's hidden states, or "tokens", the cross-entropy of the repeated tokens. A score reads the gradient as
-    ``Context.gradient``. A part is then fed as one block, however long the blocks of the text are.
+    ``Context.gradient``: whole if its ``statistics`` are the "weights", else its length for each token. A part is then
+    fed as one block, however long the blocks of the text are.
 
     For DapQ, where ``pseudo`` is not 0, the prompt's ``tokens``, that many of its last or first ones, are fed once in
     place of the answer to come. They see the whole prompt, and a score reads its own statistics of them.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
 from kernels_pallas import cache_attention
-from kvjax.cache import HeadState
+from kvjax.cache import HeadState, nth_true
 from kvjax.chains import base_score, chain, no_state, parse, register
 from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
@@ -585,8 +585,7 @@ def kvgrad(
     tokens is differentiated with respect to each layer's attention output. A token's score is the largest, over these
     tokens and the group's heads, of its weight times ``|v W_O|`` times the length of the gradient (openreview
     cg1wTCJjjk, as in kvpress, pull request 279, from where all defaults are). It bounds the change of the loss, to
-    first order, if the token's part of the sum were gone. One backward pass per part is what it costs beside KVzip, and
-    all weights of a block in memory.
+    first order, if the token's part of the sum were gone. It costs a forward and a backward pass per part beside KVzip.
 
     Args:
         chunk: how many tokens are repeated at a time, at most a block with ``when="block"``.
@@ -594,7 +593,7 @@ def kvgrad(
         visible: whether the weights are of attention over the "part" that is repeated, or over the whole "cache".
         measure: "norms", the published product, or the "change" itself: the magnitude of the gradient's product with
             the exact change of a head's output, ``a / (1 - a) (x - v) W_O`` (CAOTE's theorem 3.2, arXiv 2504.14051),
-            in place of a bound by lengths.
+            in place of a bound by lengths, and all weights of a block in memory.
         loss: "hidden", the sum of the squared lengths of the last layer's hidden states, as published; or "tokens", the
             cross-entropy of the repeated tokens.
 
@@ -609,13 +608,13 @@ def kvgrad(
     """
     check_count("kvgrad: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
     check_protected("kvgrad", "sinks", sinks)
-    kind = "gram" if measure == "norms" else "weight"
+    kind, statistic = ("gram", "scaled_max") if measure == "norms" else ("weight", "weights")
     return _while_repeating(
         "kvgrad",
         _felt_at_most if measure == "norms" else _felt,
         Needs(
             projections=frozenset({kind}),
-            reconstruction=Reconstruction(chunk, sinks, visible, frozenset({"weights"}), loss=loss),
+            reconstruction=Reconstruction(chunk, sinks, visible, frozenset({statistic}), loss=loss),
         ),
         Moments("prompt", 0, "openreview cg1wTCJjjk, as in kvpress: once after the prompt, which the model repeats"),
     )
@@ -806,18 +805,30 @@ def _while_repeating(name: str, seen: Callable[[Observation], Scores], needs: Ne
 
 
 def _felt_at_most(o: Observation) -> Float[Array, "B K S"]:
-    """Return the largest product of a weight, the length of the query's gradient, and that of ``v W_O``."""
-    gradient, gram, value = _of_gradient(o, "gram")
-    length = jnp.linalg.norm(gradient, axis=-1)[:, None, None, :, None]
-    squares = jnp.einsum("bksd,kgde,bkse->bkgs", value, gram, value, precision=jax.lax.Precision.HIGHEST)
-    largest = jnp.max(o.columns.weights * length, axis=3)  # [B, K, G, S]
-    return jnp.max(largest * jnp.sqrt(jnp.maximum(squares, 0)), axis=2)
+    """Return the largest product of a weight, the length of the query's gradient, and that of ``v W_O``.
+
+    It is 0 but for the tokens of the part that is repeated, of which a block has at most T.
+    """
+    _, gram = _of_gradient(o, "gram")
+    part = o.context.reconstructed
+    assert part is not None
+    inside = (o.position >= part.start[:, None, None]) & (o.position < part.stop[:, None, None])
+    order = jnp.arange(1, o.query.shape[1] + 1)
+    slot = nth_true(inside, jnp.broadcast_to(order, (*inside.shape[:2], len(order))))  # [B, K, T], S for none
+    value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0).astype(jnp.float32)
+    largest = jnp.take_along_axis(o.columns.scaled_max, slot[:, :, None], axis=3, mode="fill", fill_value=0)
+    squares = jnp.einsum("bktd,kgde,bkte->bkgt", value, gram, value, precision=jax.lax.Precision.HIGHEST)
+    felt = jnp.max(largest * jnp.sqrt(jnp.maximum(squares, 0)), axis=2)
+    row, head = jnp.ogrid[: len(slot), : slot.shape[1]]
+    return jnp.zeros(o.position.shape, felt.dtype).at[row[..., None], head[..., None], slot].set(felt, mode="drop")
 
 
 def _felt(o: Observation) -> Float[Array, "B K S"]:
     """Return the largest change of the loss, to first order, if a head's output for a query were without the token."""
-    gradient, weight, value = _of_gradient(o, "weight")
+    gradient, weight = _of_gradient(o, "weight")
     shares, high = o.columns.weights, jax.lax.Precision.HIGHEST
+    seen = (shares > 0).any(axis=(2, 3))  # the copies too, and no free slot, which may hold anything
+    value = jnp.where(seen[..., None], o.value, 0).astype(jnp.float32)
     along = jnp.einsum("bte,kgde->bkgtd", gradient, weight, precision=high)
     part = jnp.einsum("bkgtd,bksd->bkgts", along, value, precision=high)
     whole = jnp.sum(shares * part, axis=-1, keepdims=True)
@@ -825,19 +836,15 @@ def _felt(o: Observation) -> Float[Array, "B K S"]:
     return jnp.max(jnp.abs(shares / rest * (whole - part)), axis=(2, 3))
 
 
-def _of_gradient(
-    o: Observation, kind: str
-) -> tuple[Float[Array, "B T E"], Float[Array, "K G D _"], Float[Array, "B K S D"]]:
-    """Return a block's gradient, a part of W_O, and the values of the slots that its queries see, all in float32."""
+def _of_gradient(o: Observation, kind: str) -> tuple[Float[Array, "B T _"], Float[Array, "K G D _"]]:
+    """Return a block's gradient and a part of W_O, in float32."""
     projection = None if o.context.projection is None else getattr(o.context.projection, kind)
     if o.context.gradient is None or projection is None:
         raise ValueError(
             "kvgrad reads the gradient of a loss and the layer's output projection, but one of them was not given; "
             "hand over Context(gradient=..., projection=...), or run it with models.prefill."
         )
-    seen = (o.columns.weights > 0).any(axis=(2, 3))  # the copies too, and no free slot, which may hold anything
-    value = jnp.where(seen[..., None], o.value, 0)
-    return tuple(x.astype(jnp.float32) for x in (o.context.gradient, projection, value))  # type: ignore[return-value]
+    return o.context.gradient.astype(jnp.float32), projection.astype(jnp.float32)
 
 
 def _newest(name: str, sinks: int) -> Policy:

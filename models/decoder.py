@@ -131,7 +131,6 @@ class Decoder(nnx.Module):
         *,
         after_first: Callable[[Float[Array, "B T E"], Carry], Carry] | None = None,
         before_attention: Callable[[Carry, Int[Array, ""], Float[Array, "B T E"]], Carry] | None = None,
-        shift: Float[Array, "L B T E"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Carry, Output]:
         """Embed the tokens and run every layer with the attention that the caller passes.
 
@@ -144,11 +143,28 @@ class Decoder(nnx.Module):
                 then compiled separately.
             before_attention: called once per layer, ``before_attention(carry, layer index, input of the attention)``,
                 and returns the carry that ``attend`` gets.
-            shift: is added to each layer's attention output, behind W_O, so that a derivative may be taken with respect
-                to it. Of each layer only its input is kept for that.
 
         Returns:
             The hidden states before the last norm, the carry, and the layers' outputs stacked, [L, ...].
+        """
+        step, scanned = self.scanned(position, lengths, attend, before_attention)
+        state = embed(self.config, self.embedding[...], tokens), carry
+        if after_first is not None:
+            return _first_apart(step, state, scanned, after_first)
+        (x, carry), outputs = jax.lax.scan(step, state, scanned)
+        return x, carry, outputs
+
+    def scanned(
+        self,
+        position: Int[Array, "B T"],
+        lengths: Int[Array, "B"],
+        attend: Attend[Carry, Output],
+        before_attention: Callable[[Carry, Int[Array, ""], Float[Array, "B T E"]], Carry] | None = None,
+    ) -> tuple[Callable[..., Any], Any]:
+        """Return the step that runs a layer, and what is scanned over the layers; for the arguments see :meth:`run`.
+
+        ``step((x, carry), scanned, shift=None)`` returns ``((x, carry), output)`` of the layer; for ``shift`` see
+        :func:`run_layer`.
         """
         config = self.config
         waves = rotation(config, position, lengths)
@@ -156,24 +172,17 @@ class Decoder(nnx.Module):
         if config.dense_sizes and config.sparse_layers:
             everywhere, feeds = _by_kind(config, everywhere)
 
-        def step(state, scanned):
+        def step(state, scanned, shift=None):
             x, carry = state
-            weights, index, window, moved = scanned
+            weights, index, window = scanned
             if before_attention is not None:
                 carry = before_attention(carry, index, attention_input(config, weights, x))
             here = rope_of_layer(config, index, waves)
             feed = None if feeds is None else partial(_feed_forward_of, config, feeds, index)
-            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, index, window), feed, moved)
+            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, index, window), feed, shift)
             return (x, carry), output
 
-        if shift is not None:
-            step = jax.checkpoint(step, prevent_cse=False)
-        scanned = (everywhere, jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config), shift)
-        state = embed(config, self.embedding[...], tokens), carry
-        if after_first is not None:
-            return _first_apart(step, state, scanned, after_first)
-        (x, carry), outputs = jax.lax.scan(step, state, scanned)
-        return x, carry, outputs
+        return step, (everywhere, jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config))
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
         """Apply the last norm and the projection to the vocabulary, in float32."""
@@ -275,7 +284,7 @@ def run_layer[Carry, Output](
         weights: the layer's parameters by name.
         waves: the layer's cosines and sines; see :func:`rotation`.
         feed: the layer's feed-forward; None for :func:`feed_forward` with these parameters.
-        shift: is added to the attention's output, behind W_O.
+        shift: is added to the attention's output, behind W_O, so that a derivative may be taken with respect to it.
 
     Returns:
         The input of the next layer, then the carry and the output that ``attend`` returned.

@@ -192,7 +192,7 @@ def with_gradient(
     if plan.repeats is None or plan.repeats.loss is None:
         return block
     dtypes = Dtypes(*(b or a for a, b in zip(plan.cache_dtype, plan.rounded_to, strict=True)))
-    found = loss_gradient(model, plan.repeats.loss, stacked(cache), tokens, block.position, part, lengths, dtypes)
+    found = loss_gradient(model, plan.repeats, stacked(cache), tokens, block.position, part, lengths, dtypes)
     return dataclasses.replace(block, context=dataclasses.replace(block.context, gradient=found))
 
 

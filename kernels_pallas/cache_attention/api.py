@@ -30,6 +30,7 @@ def cache_attention(
     window: int = 0,
     errors: bool = False,
     projection: Float[Array, "K G D F"] | None = None,
+    query_scale: Float[Array, "B T"] | None = None,
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -54,6 +55,7 @@ def cache_attention(
         errors: take the statistics of each query's squared change of output without a slot, in place of its weight.
         projection: with ``errors``, a factor of W_O (:class:`kvjax.OutputProjection`): the change is that of a group's
             heads together, behind it, and the same for all of them. No kernel has it.
+        query_scale: a factor of each query's weights in the statistic "scaled_max"; 1 by default.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
@@ -107,6 +109,7 @@ def cache_attention(
         window=window,
         errors=errors,
         projection=projection,
+        query_scale=query_scale,
         sliding_window=sliding_window,
         scale=D**-0.5 if scale is None else scale,
         soft_cap=check_soft_cap(soft_cap),

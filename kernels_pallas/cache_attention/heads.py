@@ -56,6 +56,7 @@ def in_groups(
     window: int,
     errors: bool = False,
     projection: Float[Array, "K G D F"] | None = None,
+    query_scale: Float[Array, "B T"] | None = None,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
@@ -72,6 +73,7 @@ def in_groups(
         arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`. The last ones are
             those that are ``beside`` keys and values.
         projection: refused: no kernel multiplies by it.
+        query_scale: not read, as no kernel computes the statistic that reads it.
     """
     B, T, N, D = query.shape
     if projection is not None:

@@ -38,7 +38,7 @@ def queries_entering(
 ) -> tuple[Float[Array, "B K G some _"], Int[Array, "B some 3"]]:
     """Return the queries that enter a statistic, and maybe a few more, with their descriptions."""
     most = max(window, 1)
-    if {"sum", "max", "weights"} & set(names) or most >= about.shape[1]:
+    if {"sum", "max", "scaled_max", "weights"} & set(names) or most >= about.shape[1]:
         return vectors, about
     enters = (about[:, :, IS_LAST] > 0) | (about[:, :, IN_WINDOW] > 0)
     some = jnp.argsort(~enters, axis=1, stable=True)[:, :most]

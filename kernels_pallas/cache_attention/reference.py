@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Real, Shaped
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe, queries_entering, ratios
 from kernels_pallas.dispatch import of_layer
 from kernels_pallas.prepare import apart
-from kernels_pallas.softmax import exponentials, grouped_logits, scaled, weighted_values
+from kernels_pallas.softmax import exponentials, grouped_logits, scaled, sees, weighted_values
 
 STATISTICS = (
     "sum",
@@ -25,7 +25,7 @@ STATISTICS = (
     "window_place",
     "window_group_square",
 )
-ONLY_REFERENCE = ("weights",)  # statistics that no kernel computes
+ONLY_REFERENCE = ("scaled_max", "weights")  # statistics that no kernel computes
 
 
 class ColumnStatistics(NamedTuple):
@@ -44,7 +44,8 @@ class ColumnStatistics(NamedTuple):
     ``window_place``, the mean of the weights times their queries' places, counted from the end (1 for the last). Per KV
     head ``[B, K, S]``: ``window_group_square``, the sum of squares of the group's mean weight.
 
-    And ``weights``, all of them, per query head ``[B, N, T, S]``, 0 for a padding query.
+    And, per query head, ``scaled_max``, the largest product of a weight and its query's ``query_scale``; and
+    ``weights``, all of them, ``[B, N, T, S]``, 0 for a padding query.
     """
 
     sum: Float[Array, "*heads S"] = None  # type: ignore[assignment]
@@ -57,6 +58,7 @@ class ColumnStatistics(NamedTuple):
     window_log: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_place: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_group_square: Float[Array, "*groups S"] = None  # type: ignore[assignment]
+    scaled_max: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     weights: Float[Array, "*heads T S"] = None  # type: ignore[assignment]
 
 
@@ -71,6 +73,7 @@ def cache_attention(
     window: int,
     errors: bool = False,
     projection: Float[Array, "K G D F"] | None = None,
+    query_scale: Float[Array, "B T"] | None = None,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
@@ -83,10 +86,7 @@ def cache_attention(
     key, value, key_scale, value_scale, bias = of_layer((key, value, key_scale, value_scale, bias), layer)
     key, value = apart(key, value, query.shape[-1])
     live = key_position >= 0
-    age = query_position[:, None, :, None] - key_position[:, :, None, :]  # [B, K, T, S]
-    visible = live[:, :, None, :] & (query_position >= 0)[:, None, :, None] & (age >= 0)
-    if sliding_window is not None:
-        visible &= age < sliding_window
+    visible = sees(query_position[:, None], key_position, sliding_window)
     logits = scaled(grouped_logits(query, key, key_scale), scale, soft_cap)
     if bias is not None:
         logits = logits + bias[:, :, None, None].astype(logits.dtype)
@@ -115,7 +115,7 @@ def cache_attention(
     columns = _weighted_sums(weights, total, factors) if factors else {}
 
     if statistics - columns.keys():  # weights are 0 where a query is padding
-        columns |= _of_divided(weights / total, columns, statistics, seen)
+        columns |= _of_divided(weights / total, columns, statistics, seen, query_scale)
     # [B, K, G or 1, ...] -> N heads, or K groups
     flat = {name: columns[name].reshape(len(query), -1, *columns[name].shape[3:]) for name in statistics}
     return out, ColumnStatistics(**flat)
@@ -126,6 +126,7 @@ def _of_divided(
     sums: dict[str, Float[Array, "B K G S"]],
     statistics: frozenset[str],
     seen: Bool[Array, "B T"],
+    query_scale: Float[Array, "B T"] | None,
 ) -> dict[str, Float[Array, "B K _ *T S"]]:
     """Compute the statistics that are no weighted sums over queries: they read the weights themselves.
 
@@ -135,6 +136,9 @@ def _of_divided(
     columns = {}
     if "weights" in statistics:
         columns["weights"] = weights
+    if "scaled_max" in statistics:
+        scale = 1 if query_scale is None else query_scale[:, None, None, :, None].astype(weights.dtype)
+        columns["scaled_max"] = jnp.max(weights * scale, axis=3)
     if "max" in statistics:
         columns["max"] = jnp.max(weights, axis=3)
     if "window_max" in statistics:

@@ -33,6 +33,7 @@ def paged_attention(
     window: int,
     errors: bool = False,
     projection: Float[Array, "K G D F"] | None = None,
+    query_scale: Float[Array, "B T"] | None = None,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
@@ -66,6 +67,7 @@ def paged_attention(
             projection=(
                 None if projection is None else jax.lax.dynamic_index_in_dim(projection, head, axis=0, keepdims=True)
             ),
+            query_scale=None if query_scale is None else jax.lax.dynamic_slice_in_dim(query_scale, first, rows),
             sliding_window=sliding_window,
             scale=scale,
             soft_cap=soft_cap,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -62,11 +63,11 @@ def test_the_derivative_by_hand_is_that_of_small_steps(loss):
 
 
 def gradient(loss, cache):
-    place = np.array([[-1, -1, 12, 13, 14, 15, 16]])  # padding in front has no part in it
-    return np.asarray(jax.jit(loss_gradient, static_argnums=(1, 7))(
-        decoder(), loss, cache, np.pad(TOKENS[:1, 4:9], ((0, 0), (2, 0))), place, np.array([[6, 9, 12]]),
-        np.array([12]), Dtypes("float32", "float32"),
-    ))  # fmt: skip
+    wanted = kvjax.Reconstruction(statistics=frozenset({"weights"}), loss=loss)  # whole; padding has no part in it
+    arrays = map(np.array, ([[0, 0, *TOKENS[0, 4:9]]], [[-1, -1, *range(12, 17)]], [[6, 9, 12]], [12]))
+    run = jax.jit(loss_gradient, static_argnums=(1, 7))
+    with mock.patch("models.gradients.SLOTS", 4):
+        return np.asarray(run(decoder(), wanted, cache, *arrays, Dtypes("float32", "float32")))
 
 
 def test_a_slot_with_a_bias_far_below_0_is_none_to_the_gradient():
@@ -80,7 +81,7 @@ def test_a_slot_with_a_bias_far_below_0_is_none_to_the_gradient():
 @pytest.mark.parametrize("loss", ["hidden", "tokens"])
 def test_the_gradient_is_that_by_hand(loss):
     cache, _ = models.prefill(decoder(), TOKENS[:1, :12], block=12)
-    found = gradient(loss, cache)
+    found = gradient(loss, cache if loss == "hidden" else kvjax.pack(cache, pages=40, page_size=2, most=20))
     model, tokens, _ = fed_twice()
     expected = gradients.of_loss(model, tokens, loss, 3)
     np.testing.assert_allclose(found[:, 0, 2:], expected, atol=1e-5 * abs(expected).max())
@@ -89,19 +90,18 @@ def test_the_gradient_is_that_by_hand(loss):
 
 @pytest.mark.matrix
 def test_budgets_share_a_prompt_and_its_gradients():
-    asked, settings = [(OF_A_LOSS, 10), (OF_A_LOSS, 14)], dict(block=8, question=3)
-    each = models.prefill_each(decoder(), TOKENS, lengths=LENGTHS, policies=asked, **settings)
+    asked, settings = [(OF_A_LOSS, 10), (OF_A_LOSS, 14)], dict(block=8, question=3, lengths=LENGTHS)
+    each = models.prefill_each(decoder(), TOKENS, policies=asked, **settings)
     for (policy, budget), (cache, _) in zip(asked, each, strict=True):
-        alone = models.prefill(
-            decoder(), TOKENS, lengths=LENGTHS, policy=policy, budget=budget, when="prompt", **settings
-        )
+        alone = models.prefill(decoder(), TOKENS, policy=policy, budget=budget, when="prompt", **settings)
         np.testing.assert_array_equal(kept(cache, 40), kept(alone.cache, 40))
 
 
 def seen_of(context):
     """One head with two queries that repeat a part of two tokens, whose values are of length 1."""
     shares = np.float32([[0.7, 0.1, 0.2, 0], [0.1, 0.6, 0.2, 0.1]])[None, None, None]
-    columns = ColumnStatistics(max=shares.max(axis=3), weights=shares)
+    scaled = shares * np.linalg.norm(context.gradient, axis=2)[:, None, None, :, None]
+    columns = ColumnStatistics(max=shares.max(axis=3), scaled_max=scaled.max(axis=3), weights=shares)
     value = np.float32([[1, 0], [0, -1], [0.6, 0.8], [0, 1]])[None, None]
     copies = kvjax.Reconstructed(*(np.array([x]) for x in (0, 2, 2)))
     return kvjax.Observation(
