@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -168,7 +168,7 @@ def _fitted(value: Any, annotation: Any) -> Any:
         return kind(_fitted(plain(part), parts[0]) for part in _fitted(value, list | tuple))
     if annotation in (int, float):
         fits = isinstance(value, int | annotation) and not isinstance(value, bool)
-        if not fits or (annotation is float and not abs(value) < math.inf):
+        if not fits or (annotation is float and not abs(value) <= sys.float_info.max):
             raise _Misfit
         return value
     known = isinstance(annotation, type) and annotation.__module__ not in ("typing", "jaxtyping")
