@@ -487,16 +487,6 @@ METHODS, PRESSES = entries_of("methods", Method), entries_of("kvpress", Press)
 PAGES = tomllib.loads((DOCS / "tables.toml").read_text(encoding="utf-8"))
 
 
-def equal(part: dict[str, Any], names: Sequence[str], where: str) -> list[str]:
-    """Return how many kept sets of a part of parity.json are equal, and how near the others are."""
-    found = [part[name] for name in names if name in part]
-    if not found:
-        return []
-    sets, same = (sum(press[count] for press in found) for count in ("sets", "equal"))
-    least = min(press["overlap"] for press in found)
-    return [f"{same} of {sets}{where}" + ("" if same == sets else f" (the rest {least:.1%} alike)")]
-
-
 def presses(kind: str) -> str:
     """Make the table of kvpress' presses: the policy here, and how many kept sets are equal."""
     data = read("parity.json")
@@ -504,34 +494,55 @@ def presses(kind: str) -> str:
     lines = []
     for press in PRESSES[kind]:
         values = [f"values to {data['values'][name]:.0e}" for name in press.compared if name in data["values"]]
-        sets = equal(data["tiny"], press.compared, ""), equal(data["smollm2"], press.compared, " in SmolLM2")
+        found = [data["tiny"][name] for name in press.compared if name in data["tiny"]]
+        sets, same = (sum(kept[count] for kept in found) for count in ("sets", "equal"))
+        counted = [f"{same} of {sets}"] if found else []
         here = "; ".join(filter(None, [press.here or "not here", press.note]))
-        lines.append([f"`{press.name}`", here, *([", ".join([*values, *sets[0], *sets[1]])] if compared else [])])
+        lines.append([f"`{press.name}`", here, *([", ".join([*values, *counted])] if compared else [])])
     return markdown(("press", "here", "same kept sets")[: 2 + compared], lines)
 
 
 DIFFERENT = {
-    "lagkv(lag=32)": "its scores are ranks: of tokens with the same rank the newest stay here, and any there",
     "snapkv(kernel=7)+critical@adakv": "attention divides a layer's budget there, the rescored tokens do here",
-    "snapkv(kernel=7)@pyramid": "its budgets count the window, those here do not",
-    "snapkv(kernel=7)+chunks": "its layer chooses chunks for all heads; so does `chunks(heads='layer')`",
+    "snapkv(kernel=7)@pyramid": "where a twentieth of the budget is less than the window, it is SnapKV there",
+    "snapkv(kernel=7)+chunks": "a layer's heads share whole chunks there, fewer tokens, as in `chunks(heads='layer')`",
+    "key_norm": "norms that differ by less than 2^-12 tie here, and the newest token stays",
+    "curdkv": "norms that differ by less than 2^-12 tie here, and the newest token stays",
+    "lagkv(lag=32)": "scores are ranks: of tokens with the same rank the newest stay here, and any there",
 }
+ROUNDING = "a token or two, whose scores differ by less than 2e-5 of themselves"
 
 
 def same_questions() -> str:
-    """Make the table of the answers under kvpress' presses beside those of the study "once"."""
+    """Make the table of kvpress' answers and kept sets beside those of the study "once"."""
     data, found = read("kvpress-answers.json"), studies.find("once")
-    ours_of = {r["policy"]: r for r in read("once.json")["results"]
-            if (r["model"], r["question"]) == (REAL, "unknown")}  # fmt: skip
+    ours_of = {(r["model"], r["question"], r["policy"]): r["scores"]["needle"] for r in read("once.json")["results"]}
+    forms = {form: [part for part in data["results"] if part["model"] == models[0]]
+             for form, models in found.forms.items() if form in ("base", "adapted")}  # fmt: skip
     lines = []
-    for policy, theirs in data["answers"].items():
-        of_all = ours_of[full_name(policy)]["scores"]["needle"]
-        texts = range(0, len(of_all), data["every"] * found.asked)
-        ours = "".join(of_all[first : first + found.asked] for first in texts)
-        same = sum(a == b for a, b in zip(theirs, ours, strict=True))
-        note = "" if same == len(ours) else DIFFERENT[policy]
-        lines.append([f"`{policy}`", theirs.count("1"), ours.count("1"), same, note])
-    return markdown(("policy", "right, kvpress", "right, kvjax", "the same", "where they differ"), lines)
+    for policy in data["results"][0]["answers"]:
+        line, alike = [f"`{policy}`"], True
+        for parts in forms.values():
+            pairs = [
+                (theirs, ours_of[part["model"], part["question"], full_name(policy)][sample])
+                for part in parts
+                for sample, theirs in zip(part["samples"], part["answers"][policy], strict=True)
+                if theirs != "-"
+            ]
+            right = [sum(side == "1" for side in sides) for sides in zip(*pairs, strict=True)]
+            line += [f"{right[0]}, {right[1]}", f"{sum(a == b for a, b in pairs)} of {len(pairs)}"]
+            kept = [part["kept"][policy] for part in parts if policy in part["kept"]]
+            sets, same = (sum(of_part[count] for of_part in kept) for count in ("sets", "equal"))
+            share = sum(of_part["alike"] * of_part["sets"] for of_part in kept) / max(sets, 1)
+            unlike = "" if share > 0.9999 else f" ({share:.2%} alike)"
+            line.append(f"{same:,} of {sets:,}{unlike}" if kept else "")
+            alike = alike and same == sets
+        lines.append([*line, "" if alike else DIFFERENT.get(policy, ROUNDING)])
+    (asked,) = {tuple(len(part["samples"]) for part in parts) for parts in forms.values()}
+    columns = [f"{form}: {what}" for form in forms for what in ("right there, here", "same answers", "same kept sets")]
+    head = ("policy", *columns, "where kept sets differ")
+    note = f"{min(asked)} texts, with {max(asked)} questions that come afterwards and {min(asked)} that are known."
+    return f"{note}\n\n{markdown(head, lines)}"
 
 
 def peers() -> str:

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from tests.models.make_kvpress import FOLDER, read_gguf, versions
-from tests.models.make_smollm2_kept import GOLDEN
 
-TINY, REAL, GRADIENT = FOLDER / "kvzip.npz", GOLDEN.with_name("kvzip.npz"), FOLDER / "kvgrad.npz"
+TINY, GRADIENT = FOLDER / "kvzip.npz", FOLDER / "kvgrad.npz"
+REAL, TEXT = Path(__file__).parent / "golden/smollm2/kvzip.npz", Path(__file__).parents[2] / "evals" / "haystack.txt"
 SINKS = 4
 CHUNK = {TINY: 45, GRADIENT: 45, REAL: 150}  # three parts of 120 and of 400 tokens
 KEPT = {TINY: (40, 64), GRADIENT: (40,), REAL: (100, 200)}
@@ -123,8 +123,7 @@ def main(arguments: list[str]) -> None:
     file = Path(arguments[0])
     model, tokenizer = read_gguf(file, "sdpa")
     tokenizer.chat_template = None
-    with np.load(GOLDEN) as golden:
-        tokens = torch.tensor(golden["tokens"])[None].long()
+    tokens = torch.tensor([tokenizer.encode(TEXT.read_text(), add_special_tokens=False)[:400]])
     write(REAL, model, tokens, tokenizer, "float16")
 
 

@@ -1,7 +1,6 @@
 """Writes docs/results/parity.json: how far our results are those of others, for the tables of docs/methods.md.
 
-    python -m tests.models.measure_parity             all but SmolLM2, whose figures are kept
-    python -m tests.models.measure_parity --smollm2   also SmolLM2, if `python -m models.get smollm2` has fetched it
+    python -m tests.models.measure_parity
 
 It counts what the tests of the golden files check: for kvpress the kept sets that are equal, one per layer, head and
 budget, and of those that are not the smallest share of tokens in common; for transformers the largest difference of a
@@ -10,7 +9,6 @@ logit.
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +16,19 @@ import numpy as np
 
 import kvjax
 import models
-from tests.models import make_smollm2_kept, test_kvpress, test_kvzip
+from tests.models import test_kvpress, test_kvzip
 from tests.models.make_golden import GOLDEN, MODELS
-from tests.models.make_kvzip import GRADIENT, KEPT, REAL, TINY
+from tests.models.make_kvzip import GRADIENT, KEPT, TINY
+from tests.models.make_smollm2_answers import overlap
 from tests.models.test_families import largest_difference
 
-SMOLLM2 = {  # as in the tiny model, but for the sizes that its fixture has
-    press: test_kvpress.ANY_BUDGET[press].replace("window=16", "window=64").replace("lag=12", "lag=36")
-    for press in make_smollm2_kept.PRESSES
-}
 FILE = Path(__file__).resolve().parents[2] / "docs" / "results" / "parity.json"
 
 
 def compared(found: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
     """Count the rows of two masks that are equal; the overlap is the smallest of a row's."""
-    both, either = (found & expected).sum(axis=-1), np.maximum(found.sum(axis=-1), expected.sum(axis=-1))
-    overlap = np.where(either > 0, both / np.maximum(either, 1), 1.0)
-    return {"sets": overlap.size, "equal": int((overlap == 1).sum()), "overlap": round(float(overlap.min()), 4)}
+    shares = overlap(found, expected)
+    return {"sets": shares.size, "equal": int((shares == 1).sum()), "overlap": round(float(shares.min()), 4)}
 
 
 def added(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -64,24 +58,6 @@ def tiny() -> dict[str, Any]:
     return {press: added(*some) for press, some in parts.items()}
 
 
-def smollm2() -> dict[str, Any]:
-    """Compare with kvpress on a text in SmolLM2."""
-    model, parts = models.load("smollm2", dtype="float32")[0], {}
-    golden, T = test_kvzip.fixture(make_smollm2_kept.GOLDEN), make_smollm2_kept.T
-    asked = [(press, budget) for press in SMOLLM2 for budget in make_smollm2_kept.KEPT]
-    policies = [(SMOLLM2[press], budget) for press, budget in asked]
-    caches = models.prefill_each(model, golden["tokens"][None], policies=policies)
-    for (press, budget), (cache, _) in zip(asked, caches, strict=True):
-        expected = np.unpackbits(golden[f"{press}/{budget}"], axis=-1, count=T).astype(bool)
-        parts.setdefault(press, []).append(compared(test_kvzip.kept(cache, T)[:, 0], expected))
-        print(press, budget, parts[press][-1], flush=True)
-    for scope in test_kvzip.COMPETE:
-        found = compared(*test_kvzip.kept_sets(scope, KEPT[REAL][0], REAL, model, block=128))
-        parts.setdefault("kvzip", []).append(found)
-        print("kvzip", scope, parts["kvzip"][-1], flush=True)
-    return {press: added(*some) for press, some in parts.items()}
-
-
 def values() -> dict[str, Any]:
     """Return the largest difference of a merged value from kvpress' MergingPress, and from CAMPress without draws."""
     found = {"merge": (test_kvpress.merged(), "merged"), "cam": (test_kvpress.shared(test_kvpress.T), "shared")}
@@ -107,13 +83,10 @@ def families() -> dict[str, Any]:
 
 def main() -> None:
     """Run the comparisons, and write the file."""
-    before = json.loads(FILE.read_text()) if FILE.exists() else {}
-    real = smollm2() if "--smollm2" in sys.argv[1:] else before.get("smollm2", {})
     data = {
-        "command": "python -m tests.models.measure_parity --smollm2",
+        "command": "python -m tests.models.measure_parity",
         "versions": {"kvjax": kvjax.__version__, "kvpress": "0.5.5", "transformers": "5.2.0"},
         "tiny": tiny(),
-        "smollm2": real,
         "values": values(),
         "families": families(),
     }
