@@ -230,7 +230,6 @@ def schedule(
         size = min(block, power_of_two(int(text.context.max())))
     context = _cut(text, np.zeros_like(text.context), text.context, size)
     first: list[Stage] = []
-    rest: list[Stage] = []
     again: list[Stage] = []
     if wanted is not None:
         first, again = _with_copies(text, context, wanted, block, when, overflows, exact)
@@ -238,8 +237,8 @@ def schedule(
         first = [_stage(exact, dataclasses.replace(context, phase=Phase(evicts=True)))]
     elif text.context.any():
         first = _but_last(context, exact)
-    if text.questions.any():
-        rest = _question(text, block, overfull and (wanted is None or wanted.pseudo > 0), exact)
+    evicts = overfull and (wanted is None or wanted.pseudo > 0)
+    rest = _question(text, block, evicts, exact) if text.questions.any() else []
     return Schedule(tuple(first), (*rest, *again))
 
 

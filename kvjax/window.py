@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import ColumnStatistics
-from kvjax.cache import HeadState
+from kernels_pallas.dispatch import of_layer
+from kvjax.cache import HeadState, with_layer
 
 
 @jax.tree_util.register_dataclass
@@ -117,8 +118,7 @@ def begin_anew(state: Any, rows: Bool[Array, "B"], layer: int | Int[Array, ""] |
     def forget(part: Any) -> Any:
         if not isinstance(part, Window):
             return part
-        queries = part.queries.value
-        left = jnp.where(rows[:, None], 0, queries if layer is None else queries[layer])
-        return dataclasses.replace(part, queries=HeadState(left if layer is None else queries.at[layer].set(left)))
+        left = jnp.where(rows[:, None], 0, of_layer(part.queries.value, layer))
+        return dataclasses.replace(part, queries=HeadState(with_layer(part.queries.value, left, layer)))
 
     return jax.tree.map(forget, state, is_leaf=lambda part: isinstance(part, Window))

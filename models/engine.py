@@ -321,10 +321,9 @@ def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool 
 
 def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = False) -> Schedule:
     """Return what a run feeds, in order."""
-    plan = run.plan
-    overflows = None if plan.repeats is None else overflowing(plan, given, options)
-    when: Any = dict(when=plan.when, overflows=overflows, overfull=plan.overfull)
-    return schedule(given.text, plan.policy, block=options.block, exact=exact, **when)
+    overflows = None if run.plan.repeats is None else overflowing(run.plan, given, options)
+    when: Any = dict(when=run.plan.when, overflows=overflows, overfull=run.plan.overfull)
+    return schedule(given.text, run.plan.policy, block=options.block, exact=exact, **when)
 
 
 def _generate_by_layer(

@@ -55,10 +55,9 @@ def prefill_at_once(
             of_places += [] if hidden is None else [hidden]
         if turn == 0:  # the context is in
             carry = (shrink(carry[0], plan, sizes), carry[1])
-    state, last = carry
     if not every:
-        return state, last
-    return state, jnp.concatenate([x.swapaxes(0, 1).reshape(B, -1, x.shape[-1]) for x in of_places], axis=1)
+        return carry
+    return carry[0], jnp.concatenate([x.swapaxes(0, 1).reshape(B, -1, x.shape[-1]) for x in of_places], axis=1)
 
 
 def _over_rounds(run: Run, stage: Stage, carry: Any, every: bool) -> tuple[Any, Array | None]:
