@@ -86,7 +86,7 @@ def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_atten
     assert found.share[1:].mean() > 0.62  # at random 0.5
 
 
-@pytest.mark.nightly  # of 20 s; the shipped gate's recall is in docs/results/smollm2/gate.json
+@pytest.mark.nightly  # of 20 s; the shipped gate's recall is in docs/results/smollm2/gate-kvgrad.json
 def test_its_gate_ships_with_the_package_and_keeps_what_is_asked_for_later(smollm2):
     model, tokenizer = smollm2
     gate = models.own_network("smollm2", model, "gate")
