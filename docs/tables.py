@@ -112,14 +112,15 @@ def as_good(cell: study_page.Cell, best: study_page.Cell) -> bool:
 
 
 README_LINES = (
-    ("once", "base", "known", 0.25), ("once", "adapted", "known", 0.25),
-    ("once", "base", "unknown", 0.25), ("once", "adapted", "unknown", 0.25),
     ("fixed-memory", "base", "unknown", 0.25), ("fixed-memory", "adapted", "unknown", 0.25),
+    ("fixed-memory", "adapted", "unknown", 0.1), ("once", "adapted", "unknown", 0.25),
+    ("once", "base", "known", 0.25), ("once", "adapted", "known", 0.25),
 )  # fmt: skip
 README_COLUMNS = {
     "newest tokens": ("recency",), "SnapKV": ("snapkv(kernel=7)", "snapkv"),
-    "SnapKV + CAOTE": ("snapkv(kernel=7)+caote", "snapkv+caote"), "CurDKV": ("curdkv",),
-    "LaProx": ("laprox(kernel=7)@model",), "KVzip": ("kvzip@model(normalise=False)",),
+    "SnapKV + CAOTE": ("snapkv(kernel=7)+caote", "snapkv+caote"), "LaProx": ("laprox(kernel=7)@model",),
+    "KVzip": ("kvzip@model(normalise=False)",), "KVgrad": ("kvgrad@model(normalise=False)",),
+    "the gate": ("zap+protect(sinks=4,recent=0.02)@model(normalise=False)",),
 }  # fmt: skip
 
 

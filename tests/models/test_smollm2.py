@@ -87,9 +87,10 @@ def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_atten
 
 
 @pytest.mark.nightly  # of 20 s; the shipped gate's recall is in docs/results/smollm2/gate-kvgrad.json
-def test_its_gate_ships_with_the_package_and_keeps_what_is_asked_for_later(smollm2):
-    model, tokenizer = smollm2
-    gate = models.own_network("smollm2", model, "gate")
+@pytest.mark.parametrize("name", ["smollm2", "smollm2-answers"])
+def test_its_gate_ships_with_the_package_and_keeps_what_is_asked_for_later(name, smollm2):
+    model, tokenizer = smollm2 if name == "smollm2" else models.load(name, dtype="float32")
+    gate = models.own_network(name, model, "gate")
     texts = (tasks.needles(seed, tokenizer, 1024, 0.0, 10, "after", asked=5) for seed in (50_000, 50_001))
     samples = [sample._replace(text=text) for text, asked in enumerate(texts) for sample in asked]
 
