@@ -48,7 +48,7 @@ def figures(folder: Path) -> dict[str, Any]:
         line["kind"] = {"full": "full", run_settings.RECENCY: "recency"}.get(line["policy"], "policy")
     short: dict[str, str] = {}
     for evaluation in {line["evaluation"] for line in lines}:
-        short |= getattr(evaluations.EVALUATIONS.get(evaluation), "SHORT", {})
+        short |= getattr(evaluations.with_own().get(evaluation), "SHORT", {})
     return {
         "title": f"{header['evaluation']}: {folder.resolve().name}",
         "command": header["command"],

@@ -206,7 +206,7 @@ class Stored(AnyKind):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache(Stored):
     """Keys and values of the tokens that are kept; the module's docstring has the layout.
 
@@ -278,7 +278,10 @@ class KVCache(Stored):
     ) -> KVCache:
         """Make an empty cache with slots of a shape, ``(*L, B, K, S)``, to which its state is known to fit."""
         entries, position = empty_entries(shape, head_dim, dtypes), jnp.full(shape, -1, jnp.int32)
-        return cls(entries, position, jnp.zeros(shape[-3], jnp.int32), state, positions)
+        next_position = jnp.zeros(shape[-3], jnp.int32)
+        return cls(
+            entries=entries, position=position, next_position=next_position, state=state, positions=positions
+        )
 
     @classmethod
     def of(
@@ -290,7 +293,7 @@ class KVCache(Stored):
         **others: Any,
     ) -> KVCache:
         """Make a cache of keys and values that there are already; ``others`` are its state and its positions' kind."""
-        return cls(dict(key=key, value=value), position, next_position, **others)
+        return cls(entries=dict(key=key, value=value), position=position, next_position=next_position, **others)
 
     @property
     def num_slots(self) -> int:

@@ -79,7 +79,8 @@ def base_score(
         >>> str(kvjax.chain(value_norm, kvjax.protect(sinks=4)))
         'value_norm+protect(sinks=4)'
     """
-    check_count(f"{name}: window", window, 0, "give the number of queries that observe, from 0")
+    least = int(any(statistic.startswith("window_") for statistic in statistics))
+    check_count(f"{name}: window", window, least, f"give the number of queries that observe, from {least}")
     return Policy(
         name=name,
         init=no_state,
