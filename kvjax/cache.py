@@ -279,9 +279,7 @@ class KVCache(Stored):
         """Make an empty cache with slots of a shape, ``(*L, B, K, S)``, to which its state is known to fit."""
         entries, position = empty_entries(shape, head_dim, dtypes), jnp.full(shape, -1, jnp.int32)
         next_position = jnp.zeros(shape[-3], jnp.int32)
-        return cls(
-            entries=entries, position=position, next_position=next_position, state=state, positions=positions
-        )
+        return cls(entries=entries, position=position, next_position=next_position, state=state, positions=positions)
 
     @classmethod
     def of(
