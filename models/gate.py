@@ -6,8 +6,8 @@
                       where z = q.k / sqrt(d) + b, and a KV head has S learned sinks s
 
 It is the weight that a token would give itself, beside the sinks, in attention of low rank, between 0 and 1. It learns
-KVzip's scores, which lie there too, by the binary cross-entropy. Parameters are stacked over layers, in any dtype; it
-computes in float32.
+KVzip's scores, which lie there too, or KVgrad's, mapped there, by the binary cross-entropy. Parameters are stacked over
+layers, in any dtype; it computes in float32.
 """
 
 from __future__ import annotations

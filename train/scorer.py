@@ -47,9 +47,9 @@ from jaxtyping import Array, Float, Int
 import kvjax
 import models
 from kernels_pallas.softmax import grouped_logits, scaled
-from kvjax import Policy, RepeatPrompt
+from kvjax import OutputProjection, Policy, RepeatPrompt
 from kvjax.policy import UNIFORM
-from kvjax.reconstruction import NO_WORDS
+from kvjax.reconstruction import NO_WORDS, Repeated
 from models import commands, hosts
 from models.config import Config
 from models.decoder import Decoder
@@ -167,33 +167,63 @@ def policy_of_target(target: str, prompt: RepeatPrompt = NO_WORDS) -> Policy | N
     """
     if target == "future":
         return None
-    policy = kvjax.parse(target)
-    wanted = policy.needs.reconstruction
-    if not policy.base or policy.allocation is not UNIFORM or wanted is None or wanted.pseudo:
+    try:
+        policy = kvjax.parse(target)
+    except ValueError as error:
+        raise ValueError(f"--target expects future, kvzip or kvgrad: {error}") from None
+    if policy.allocation is not UNIFORM or not isinstance(policy.init(1, 1, 1, 1, 1), Repeated):
         raise ValueError(
-            f"--target is {target!r}; expected future, or a score of a text that is repeated: kvzip or kvgrad."
+            f"--target is {target!r}; expected future, or a score of a text that is repeated, kvzip or kvgrad, with no "
+            "link or allocation behind it."
         )
     return asking(policy, prompt)
 
 
-def scores_of(model: Decoder, tokens: Int[Array, "B T"], policy: Policy) -> Float[Array, "L B T K"]:
+def scores_of(
+    model: Decoder, tokens: Int[Array, "B T"], policy: Policy, projection: OutputProjection | None = None
+) -> Float[Array, "L B T K"]:
     """Return the scores that a policy gives rows while the model repeats them, from 0 to 1.
 
     KVzip's are weights of attention. Those that a loss feels (KVgrad) have its scale: a score s becomes s / (s + c),
     where a tenth of the row's scores, of all layers and heads together, exceed c. That keeps their order, and tells
-    apart those next to c, where a budget of a tenth to a quarter divides them.
+    apart those next to c, where a budget of a tenth to a quarter divides them. A token that a layer's sliding window
+    hides from the repeated ones has 0.
+
+    Args:
+        projection: see :func:`models.output_projection`; computed anew if it is not given.
     """
     (B, T), mesh = tokens.shape, mesh_of(model)
     ways = 1 if mesh is None else mesh.shape["data"]
     rows = np.resize(hosts.fetched(tokens), (-(-B // ways) * ways, T))  # some twice, so that they can be spread
-    cache: Any = models.prefill(model, rows, policy=policy, budget=T, when="prompt").cache
-    wanted = policy.needs.reconstruction
-    return _scaled(cache.state.score[:, :B].swapaxes(2, 3), wanted is not None and wanted.loss is not None)
+    cache = models.prefill(model, rows, policy=policy, budget=T, when="prompt", projection=projection).cache
+    return _by_position(cache, B, T, _has_loss(policy))
 
 
-@functools.partial(jax.jit, static_argnames="unbounded")
-def _scaled(score: Float[Array, "L B T K"], unbounded: bool) -> Float[Array, "L B T K"]:
-    return score / (score + jnp.quantile(score, 0.9, axis=(0, 2, 3), keepdims=True)) if unbounded else score
+def _has_loss(policy: Policy | None) -> bool:
+    """Return whether a policy takes the gradient of a loss, whose scale its scores have."""
+    wanted = None if policy is None else policy.needs.reconstruction
+    return wanted is not None and wanted.loss is not None
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _by_position(cache: Any, B: int, T: int, unbounded: bool) -> Float[Array, "L B T K"]:
+    """Return the scores that a cache's policy has given the first B rows, from 0 to 1; free slots and pages have none.
+
+    Args:
+        unbounded: whether they are mapped to [0, 1], as :func:`scores_of` says.
+    """
+
+    def of_layer(layer):
+        here = cache.layer(layer)
+        position = jnp.where(here.position < 0, T, here.position)[:B]  # [B, K, S]; T is left out
+        nothing = jnp.zeros((*position.shape[:2], T))
+        return jnp.put_along_axis(nothing, position, here.state.score[:B], axis=-1, inplace=False, mode="drop")
+
+    score = jax.lax.map(of_layer, jnp.arange(cache.heads_shape[0])).swapaxes(2, 3)
+    if not unbounded:
+        return score
+    scale = jnp.quantile(score, 0.9, axis=(0, 2, 3), keepdims=True)
+    return jnp.where(score > 0, score / (score + scale), 0)  # both are 0 where windows hide nine tenths
 
 
 def largest_attention(
@@ -294,9 +324,10 @@ def measure(
         policy: see :func:`policy_of_target`.
     """
     parameters = parameters_of(network)
+    projection = models.output_projection(model, policy)
     made = []
     for row in rows:
-        own = None if policy is None else scores_of(model, row[None], policy)
+        own = None if policy is None else scores_of(model, row[None], policy, projection)
         both = jax.tree.map(hosts.fetched, _predicted_and_true(model, parameters, row[None], own, network.config))
         predicted, true = (np.asarray(x, np.float64)[:, 0, :-1] for x in both)  # [L, T - 1, K]
         error = (predicted - true) ** 2
@@ -368,7 +399,8 @@ def train(
         The network, and the summary; None if the run was stopped before its end.
 
     Raises:
-        ValueError: the budget is not in (0, 1], or :func:`train.loop.run` refuses the run.
+        ValueError: the budget is not in (0, 1], the target takes a gradient on several devices, or
+            :func:`train.loop.run` refuses the run.
         OSError: a checkpoint cannot be written.
     """
     folder = Path(folder)
@@ -376,9 +408,15 @@ def train(
     if not 0 < budget <= 1:
         raise ValueError(f"--budget is {budget}; give the share of its tokens that a head keeps, in (0, 1].")
     kind, policy = _kind_of(config), policy_of_target(settings.target, prompt)
+    if _has_loss(policy) and mesh.size > 1:
+        raise ValueError(
+            f"--target is {settings.target!r}, which takes the gradient of a loss on one device, but --mesh has "
+            f"{mesh.size}: leave --mesh out, or give another target, such as kvzip."
+        )
+    projection = models.output_projection(model, policy)
 
     def with_scores(tokens: Any) -> Any:
-        return tokens, None if policy is None else scores_of(model, tokens, policy)
+        return tokens, None if policy is None else scores_of(model, tokens, policy, projection)
 
     def objective(model, parameters, scored, key):
         return loss_of(model, kind(config, parameters), *scored)
@@ -402,7 +440,7 @@ def train(
     step = loop.make_step(objective, settings, mesh)
     trainer = loop.Trainer(
         command="train.scorer",
-        configuration={kind.name: dataclasses.asdict(config), "words": [list(ids) for ids in prompt[:3]]},
+        configuration={kind.name: dataclasses.asdict(config), "words": [] if policy is None else prompt._asdict()},
         init=init,
         step=lambda model, state, tokens, number: step(model, state, with_scores(tokens), number),
         save=lambda parameters: save_network(folder, kind(config, parameters), model, options.name),
@@ -442,7 +480,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_text_flags(flags)
     flags.add_argument("--network", default="scorer", help="scorer (KVzap, the default), gate (Fast KVzip) or yours")
-    flags.add_argument("--target", help="the score that is predicted: kvzip (the default), kvgrad or future")
+    flags.add_argument("--target", help="the score to predict: kvzip (the default), kvgrad (one device) or future")
     flags.add_argument(
         "--hidden", type=int,
         help="width of a scorer's hidden layer, 0 for a linear map (default E / 8), or of a gate's keys (default 16)",

@@ -11,7 +11,8 @@ from flax import nnx
 import kvjax
 import models
 from tests.models import reference
-from tests.models.tiny import CONFIG
+from tests.models.test_kvzip import in_order, slots_of
+from tests.models.tiny import CONFIG, SLIDING, decoder
 from tests.tiers import first, matrix, nightly
 from train import loop
 from train import scorer as trainer
@@ -54,13 +55,12 @@ def test_the_largest_attention_is_that_of_a_brute_force_reading(monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("target", ["kvzip", "kvgrad"])
-def test_the_target_is_the_score_of_the_policy(model, target):
-    tokens = np.stack([next(rows(None))[0], next(rows({"row": 7}))[0]])
+@pytest.mark.parametrize(("target", "config"), [("kvzip", SLIDING), ("kvgrad", CONFIG)])
+def test_the_target_is_the_score_of_the_policy(target, config):
+    model, tokens = decoder(config), np.random.default_rng(0).integers(0, 64, (2, 17))  # in buffers of 18
     policy = trainer.policy_of_target(target, PROMPT)
-    cache, _ = models.prefill(model, tokens, policy=policy, budget=16, block=16, when="prompt")
-    raw = np.asarray(cache.state.score)
-    assert (np.asarray(cache.position) == np.arange(16)).all() and raw.min() > 0
+    cache = models.prefill(model, tokens, policy=policy, budget=17, when="prompt").cache
+    raw = in_order(cache, slots_of(cache, lambda own: own.state.score), 17, 0)
     expected = raw if target == "kvzip" else raw / (raw + np.quantile(raw, 0.9, axis=(0, 2, 3), keepdims=True))
     np.testing.assert_allclose(trainer.scores_of(model, tokens, policy).swapaxes(2, 3), expected, rtol=1e-5)
 
@@ -103,8 +103,7 @@ def test_the_command_trains(tmp_path, capsys, target):
     arguments += ["--out", tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--target", target, "--hidden", 0]
     assert trainer.main([str(argument) for argument in arguments]) == 0
     assert f"target {target}" in capsys.readouterr().out
-    scorer = models.load_network(tmp_path / "out", models.load(tmp_path / "model")[0])
-    assert scorer.config.hidden == 0
+    assert models.load_network(tmp_path / "out", models.load(tmp_path / "model")[0]).config.hidden == 0
 
 
 def test_a_prompt_that_is_not_repeated_may_take_all_positions():
