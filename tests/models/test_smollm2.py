@@ -86,7 +86,7 @@ def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_atten
     assert found.share[1:].mean() > 0.62  # at random 0.5
 
 
-@pytest.mark.nightly  # of 20 s; the shipped gate's recall is in docs/results/smollm2/gate-kvgrad.json
+@pytest.mark.nightly  # of 20 s; the shipped gate's recall is in docs/results/fixed-memory.json
 @pytest.mark.parametrize("name", ["smollm2", "smollm2-answers"])
 def test_its_gate_ships_with_the_package_and_keeps_what_is_asked_for_later(name, smollm2):
     model, tokenizer = smollm2 if name == "smollm2" else models.load(name, dtype="float32")
