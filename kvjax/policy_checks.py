@@ -28,9 +28,7 @@ def check_measured(policy: Policy | None, layers: int | None, kv_heads: int) -> 
         kv_heads: the heads of the cache: the model's KV heads, or its query heads.
     """
     for link in () if policy is None else policy.links or (policy,):
-        if link.measured is None:
-            continue
-        if layers not in (None, link.measured[0]) or kv_heads % link.measured[1]:
+        if link.measured and (layers not in (None, link.measured[0]) or kv_heads % link.measured[1]):
             raise ValueError(
                 f"{link.name!r} was measured on a model of {link.measured[0]} layers with {link.measured[1]} KV heads, "
                 f"but this one has {layers} with {kv_heads}; measure this model."

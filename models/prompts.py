@@ -216,11 +216,10 @@ def check_prompt(
     counts = np.full(B, T) if lengths is None else np.asarray(lengths)
     if not np.issubdtype(counts.dtype, np.integer) or counts.shape != (B,) or counts.min() < 1 or counts.max() > T:
         raise ValueError(f"lengths are {counts.tolist()}; expected {B} numbers from 1 (no empty prompt) to {T}.")
-    counted = host[np.arange(T) < counts[:, None]]
-    vocabulary = model.config.vocab_size
-    if counted.min() < 0 or counted.max() >= vocabulary:
-        wrong = counted.min() if counted.min() < 0 else counted.max()
-        raise ValueError(f"token {wrong} is outside the vocabulary of {vocabulary}; was it made by another tokenizer?")
+    counted, vocabulary = host[np.arange(T) < counts[:, None]], model.config.vocab_size
+    wrong = counted[(counted < 0) | (counted >= vocabulary)]
+    if wrong.size:
+        raise ValueError(f"token {wrong[0]} is outside the vocabulary of {vocabulary}; is it another tokenizer's?")
     kept = None if cache is None else kept_of(model, cache, policy_of(policy), B)
     questions = np.zeros(B, np.int32)
     if question is not None:
