@@ -28,7 +28,7 @@ from models import commands  # noqa: E402
 
 MORE = 1.1  # times the bytes of the full cache, from which a policy saves no memory
 SHOWN = 3  # policies that a line names beside the best one
-STUDIES = ("once", "budgets", "fixed-memory", "slots", "ruler", "beyond")
+STUDIES = ("once", "budgets", "long", "fixed-memory", "slots", "ruler", "ruler-block", "beyond")
 REAL = "smollm2"  # the folder of results on a real model that belong to no study
 
 
@@ -91,6 +91,8 @@ def choice(name: str, question: str) -> str:
 
 def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: str) -> tuple[str, tuple[str, ...]]:
     """Return the best of some policies under a budget, and its line of such a table."""
+    most = max(len(cell.samples) for cell in own.values())
+    own = {policy: cell for policy, cell in own.items() if len(cell.samples) == most}
     # Among equals the simplest comes first.
     ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
     ranked = [item for item in ranked if item[0] != RECENCY]
@@ -108,7 +110,7 @@ def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: st
 
 def as_good(cell: study_page.Cell, best: study_page.Cell) -> bool:
     """Return whether ``best`` is not clearly better than ``cell`` on the same samples."""
-    return statistics.paired_interval(best.scores - cell.scores)[1] <= 0
+    return statistics.paired_interval(best.less(cell))[1] <= 0
 
 
 README_LINES = (

@@ -24,14 +24,22 @@ CLAIM = (
 class Cell(NamedTuple):
     """A policy's scores under a budget, and the means of the bytes that a prompt's cache takes, in MiB.
 
-    ``peak`` is the most that it took, ``size`` what is left behind the answer. ``increase`` is by how much its
-    perplexity is above the full cache's, the models' mean; None where it was not measured.
+    ``samples`` name the columns of the scores. ``peak`` is the most that it took, ``size`` what is left behind the
+    answer. ``increase`` is by how much its perplexity is above the full cache's, the models' mean; None where it was
+    not measured.
     """
 
+    samples: Sequence[Any]
     scores: Float[np.ndarray, "models samples"]
     peak: float
     size: float
     increase: float | None = None
+
+    def less(self, other: Cell) -> Float[np.ndarray, "models samples"]:
+        """Return the scores less another cell's, of the samples that both have."""
+        shared = [key for key in self.samples if key in other.samples]
+        own, theirs = ([cell.samples.index(key) for key in shared] for cell in (self, other))
+        return self.scores[:, own] - other.scores[:, theirs]
 
 
 class Panel(NamedTuple):
@@ -57,7 +65,7 @@ def cells(study: studies.Study, lines: studies.Lines, panel: Panel) -> dict[tupl
             found.setdefault((line["policy"], line["budget"]), []).append(line)
     return {
         key: Cell(
-            studies.samples(own, study.asked),
+            *studies.samples(own, study.asked),
             float(np.mean([line["peak_cache_bytes"] for line in own])) / 2**20,
             float(np.mean([line["cache_bytes"] for line in own])) / 2**20,
             float(np.mean([line["increase"] for line in own])) if all("increase" in line for line in own) else None,
@@ -122,6 +130,7 @@ def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
     """Return a table of policies and budgets, the best first: score, its 95% interval, and the most bytes held."""
     found = cells(study, lines, panel)
     budgets = sorted({budget for _, budget in found if budget is not None}, key=float)
+    most = max(len(cell.samples) for cell in found.values())
     best = {budget: max((c.scores.mean(), p) for (p, b), c in found.items() if b == budget)[1] for budget in budgets}
     own = {p: [found[p, b].scores.mean() for b in budgets if (p, b) in found] for p, at in found if at is not None}
     names = sorted(own, key=lambda p: (-len(own[p]), -np.mean(own[p])))  # what lacks a budget comes last
@@ -129,13 +138,14 @@ def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
     def told(policy: str, budget: Any) -> str:
         if (policy, budget) not in found:
             return ""
-        scores, peak, kept, increase = found[policy, budget]
+        samples, scores, peak, kept, increase = cell = found[policy, budget]
         mean, low, high = statistics.mean_interval(scores)
         text = f"{mean:.2f}"
         if budget is not None:
-            _, _, above = statistics.paired_interval(scores - found[best[budget], budget].scores)
+            _, _, above = statistics.paired_interval(cell.less(found[best[budget], budget]))
             text = f"**{text}**" if above >= 0 else text
         more = "" if increase is None else f", perplexity {increase:+.1%}"
+        more += f", {len(samples)} texts" if len(samples) < most else ""
         size = f"{kept:.0f} of {peak:.0f}" if _evicts_once(study) else f"{peak:.0f}"
         return f"{text} [{low:.2f}, {high:.2f}], {size} MiB{more}"
 

@@ -133,15 +133,16 @@ def scores_of(lines: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[cl
         yield claims.PolicyScores(line["model"], line["policy"], tuple(line[name] for name in claims.PLACE), scores)
 
 
-def samples(lines: Lines, asked: int) -> Float[np.ndarray, "models samples"]:
-    """Return the score of each sample that was run with all of the models that the lines have."""
-    by_model: dict[str, dict[Any, float]] = {}
-    for one in scores_of(lines, asked):
-        of_model = by_model.setdefault(one.model, {})
-        of_model |= {(one.policy, one.place, sample): score for sample, score in sorted(one.scores.items())}
+def samples(lines: Lines, asked: int) -> tuple[list[Any], Float[np.ndarray, "models samples"]]:
+    """Return the samples that a policy was run on with all of the models that its lines have, and their scores.
+
+    Args:
+        lines: those of one policy in one place.
+    """
+    by_model = {one.model: one.scores for one in scores_of(lines, asked)}
     first, *others = by_model.values()
-    shared = [key for key in first if all(key in other for other in others)]
-    return np.array([[of_model[key] for key in shared] for of_model in by_model.values()])
+    shared = sorted(key for key in first if all(key in other for other in others))
+    return shared, np.array([[of_model[key] for key in shared] for of_model in by_model.values()])
 
 
 def forms(study: Study, lines: Lines) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from evals import run_settings, studies, study, study_page
@@ -88,3 +89,8 @@ def test_answers_from_one_text_are_one_sample():
     assert len(found.scores) == 6
     (found,) = studies.scores_of([row | {"scores": {"needle": "1-0001"}}], asked=3)
     assert found.scores == {("needle", 1): 1 / 3}
+
+
+def test_cells_are_compared_on_the_samples_that_both_have():
+    cell = study_page.Cell(["a", "b", "c"], np.array([[1.0, 0.5, 0.0]]), 1, 1)
+    assert cell.less(study_page.Cell(["c", "b"], np.array([[1.0, 0.25]]), 1, 1)).tolist() == [[0.25, -1.0]]
