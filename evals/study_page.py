@@ -205,10 +205,16 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
 
     Where a study evicts once, all policies hold the prompt at most, and what they keep is drawn.
 
-    There is a panel for each study, form of the model and question, with 95% intervals.
+    There is a panel for each study, form of the model, question and length that at least half of the policies were run
+    in, with 95% intervals.
     """
     plt = report.pyplot()
-    drawn = [(study, lines, panel) for study, lines in made for panel in panels(study, lines)]
+    drawn = []
+    for study, lines in made:
+        run = {
+            panel: len({p for p, _ in cells(study, lines, panel)} & set(study.drawn)) for panel in panels(study, lines)
+        }
+        drawn += [(study, lines, panel) for panel, count in run.items() if 2 * count >= max(run.values())]
     across = 2 if len(drawn) == 4 else min(3, len(drawn))
     down = -(-len(drawn) // across)
     size = (6.4 if across == 1 else 4.4 * across, 3.9 * down + 1)
@@ -233,7 +239,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
             if policy == "full":
                 axis.axhspan(low[0], high[0], color=report.GREY, alpha=0.12, linewidth=0)
                 line = axis.axhline(score[0], color=report.GREY, linestyle="--", linewidth=1)
-                handles.setdefault(f"{name}, {held[0]:.0f} MiB", line)
+                size = "" if panel.length else f", {held[0]:.0f} MiB"  # it differs from length to length
+                handles.setdefault(name + size, line)
                 continue
             number = numbers[name]
             line = "-" if number < len(report.COLOURS) else ":"  # the second of a colour
@@ -244,7 +251,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
             handles.setdefault(name, bars)
         report.plain(axis)
         moment = report.MOMENTS.get(str(study.content.get("when")), "")
-        axis.set_title(f"{moment}, {panel.title()}", fontsize=9)
+        title = f"{moment}, {panel.title()}"
+        axis.set_title(title.replace(" model, ", " model,\n") if panel.length else title, fontsize=9)
         axis.set_ylim(-0.03, 1.03)
     for axis in axes.flat[len(drawn) :]:
         axis.set_visible(False)

@@ -60,7 +60,7 @@ def find(name: str) -> Study:
 
     Example:
         >>> from evals import studies
-        >>> studies.find("fixed-memory").forms
+        >>> studies.find("budgets").forms
         {'base': ['smollm2'], 'adapted': ['smollm2-answers']}
     """
     path = Path(name)
