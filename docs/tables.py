@@ -90,9 +90,9 @@ def choice(name: str, question: str) -> str:
 
 
 def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: str) -> tuple[str, tuple[str, ...]]:
-    """Return the best of some policies under a budget, and its line of such a table."""
+    """Return the best of the policies with the most samples under a budget, and its line of such a table."""
     most = max(len(cell.samples) for cell in own.values())
-    own = {policy: cell for policy, cell in own.items() if len(cell.samples) == most}
+    own = {policy: cell for policy, cell in own.items() if len(cell.samples) == most or policy == RECENCY}
     # Among equals the simplest comes first.
     ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
     ranked = [item for item in ranked if item[0] != RECENCY]
@@ -136,6 +136,7 @@ def readme() -> str:
         if not cells:
             continue
         full = cells["full", None]
+        cells = {key: cell for key, cell in cells.items() if len(cell.samples) == len(full.samples)}
         own = [
             next(
                 (cells[full_name(policy), budget] for policy in policies if (full_name(policy), budget) in cells), None

@@ -131,7 +131,11 @@ def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
     found = cells(study, lines, panel)
     budgets = sorted({budget for _, budget in found if budget is not None}, key=float)
     most = max(len(cell.samples) for cell in found.values())
-    best = {budget: max((c.scores.mean(), p) for (p, b), c in found.items() if b == budget)[1] for budget in budgets}
+    # The best is one of those with the most samples.
+    best = {
+        budget: max((len(c.samples), c.scores.mean(), p) for (p, b), c in found.items() if b == budget)[2]
+        for budget in budgets
+    }
     own = {p: [found[p, b].scores.mean() for b in budgets if (p, b) in found] for p, at in found if at is not None}
     names = sorted(own, key=lambda p: (-len(own[p]), -np.mean(own[p])))  # what lacks a budget comes last
 
@@ -142,10 +146,10 @@ def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
         mean, low, high = statistics.mean_interval(scores)
         text = f"{mean:.2f}"
         if budget is not None:
-            _, _, above = statistics.paired_interval(cell.less(found[best[budget], budget]))
-            text = f"**{text}**" if above >= 0 else text
+            less = cell.less(found[best[budget], budget])
+            text = f"**{text}**" if less.size and statistics.paired_interval(less)[2] >= 0 else text
         more = "" if increase is None else f", perplexity {increase:+.1%}"
-        more += f", {len(samples)} texts" if len(samples) < most else ""
+        more += f", {len(samples)} samples" if len(samples) < most else ""
         size = f"{kept:.0f} of {peak:.0f}" if _evicts_once(study) else f"{peak:.0f}"
         return f"{text} [{low:.2f}, {high:.2f}], {size} MiB{more}"
 
@@ -205,8 +209,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
 
     Where a study evicts once, all policies hold the prompt at most, and what they keep is drawn.
 
-    There is a panel for each study, form of the model, question and length that at least half of the policies were run
-    in, with 95% intervals.
+    There is a panel for each study, form of the model, question and length, with 95% intervals, but for those with less
+    than half as many of the drawn policies as the fullest one.
     """
     plt = report.pyplot()
     drawn = []
@@ -239,8 +243,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
             if policy == "full":
                 axis.axhspan(low[0], high[0], color=report.GREY, alpha=0.12, linewidth=0)
                 line = axis.axhline(score[0], color=report.GREY, linestyle="--", linewidth=1)
-                size = "" if panel.length else f", {held[0]:.0f} MiB"  # it differs from length to length
-                handles.setdefault(name + size, line)
+                bytes_of = "" if panel.length else f", {held[0]:.0f} MiB"  # they differ from length to length
+                handles.setdefault(name + bytes_of, line)
                 continue
             number = numbers[name]
             line = "-" if number < len(report.COLOURS) else ":"  # the second of a colour

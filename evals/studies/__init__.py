@@ -137,9 +137,13 @@ def samples(lines: Lines, asked: int) -> tuple[list[Any], Float[np.ndarray, "mod
     """Return the samples that a policy was run on with all of the models that its lines have, and their scores.
 
     Args:
-        lines: those of one policy in one place.
+        lines: those of one policy under one budget; each evaluation has samples of its own.
     """
-    by_model = {one.model: one.scores for one in scores_of(lines, asked)}
+    by_model: dict[str, dict[Any, float]] = {}
+    for one in scores_of(lines, asked):
+        of_model = by_model.setdefault(one.model, {})
+        evaluation, length, *_ = one.place  # budgets are compared on the same samples
+        of_model |= {(evaluation, length, *sample): score for sample, score in one.scores.items()}
     first, *others = by_model.values()
     shared = sorted(key for key in first if all(key in other for other in others))
     return shared, np.array([[of_model[key] for key in shared] for of_model in by_model.values()])
