@@ -47,15 +47,12 @@ Record = dict[str, Any]
 
 
 class Part(NamedTuple):
-    """A command with its time limit in seconds; ``where`` is the folder that it runs in, None for that of the results.
-
-    A part that measures writes its figures to ``NAME.json`` in that folder.
-    """
+    """A command with its time limit; one that measures writes its figures to ``NAME.json`` in the folder of results."""
 
     name: str
     seconds: int
     words: list[str]
-    where: Path | None = None
+    where: Path | None = None  # the folder that it runs in; None is that of the results
     variables: Mapping[str, str] = MappingProxyType({})
 
     @property
@@ -72,11 +69,7 @@ def machine() -> dict[str, Any]:
 
 
 def probe() -> dict[str, Any]:
-    """Return what :func:`machine` says in another process: a TPU belongs to one process, a GPU's memory to the first.
-
-    Raises:
-        ValueError: that process failed.
-    """
+    """Return what :func:`machine` says in a process of its own, as a TPU, or a GPU's memory, belongs to one process."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE], cwd=report.DOCS.parent, env=os.environ | MEMORY, capture_output=True, text=True
     )
@@ -93,12 +86,7 @@ def _largest_shape(memory: float, names: Sequence[str] = SHAPES, copies: int = 1
 
 
 def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
-    """Return the parts for a machine, the most important first; each ends early where less time is needed.
-
-    Args:
-        here: the machine, from :func:`machine`.
-        flags: the command's flags: ``tiny``, ``model``, ``environment``.
-    """
+    """Return the parts for a machine (:func:`machine`), the most important first."""
     platform, tiny = here["platform"], ["--tiny"] if flags.tiny else []
     one = "tiny" if flags.tiny else _largest_shape(here["memory"])
 
@@ -123,7 +111,8 @@ def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
         bench("prefill", 100, "prefill", *steps, "--full", "131072", "--feed", "131072"),
     ]
     if platform == "gpu":
-        found.append(bench("decode-cublas", 60, "decode", *steps, "--full", "8192", XLA_FLAGS=_flags_with(CUBLAS)))
+        xla = f"{os.environ.get('XLA_FLAGS', '')} {CUBLAS}".strip()
+        found.append(bench("decode-cublas", 60, "decode", *steps, "--full", "8192", XLA_FLAGS=xla))
     python = flags.environment or os.environ.get(peers.KVPRESS.variable)
     if platform != "tpu" and not python and (torch := with_torch()):
         found.append(Part("kvpress", 90, ["bash", "-c", _environment_beside(*torch)]))
@@ -154,11 +143,6 @@ def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
     if flags.tiny:  # a CPU is slow, and has no price by the minute
         return [part._replace(seconds=flags.seconds) for part in found]
     return found
-
-
-def _flags_with(flag: str) -> str:
-    """Return the caller's flags of XLA, and one more."""
-    return f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 def with_torch() -> tuple[str, str] | None:
@@ -262,9 +246,8 @@ def _last_lines(log: Path, *, bars: bool = False) -> list[str]:
 
 def table(results: Sequence[Record]) -> Table:
     """Return a table of the parts: what became of them, and how long they took."""
-    return Table(
-        ("part", "result", "seconds"), [(r["part"], r["result"], f"{r['seconds']:.0f}") for r in results], left=2
-    )
+    lines = [(r["part"], r["result"], f"{r['seconds']:.0f}") for r in results]
+    return Table(("part", "result", "seconds"), lines, left=2)
 
 
 def page(document: Record) -> str:
@@ -331,11 +314,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def chosen(found: list[Part], names: str | None) -> list[Part]:
-    """Return the parts that a flag names; all if it is None.
-
-    Raises:
-        ValueError: there is no such part.
-    """
+    """Return the parts that a flag names, or all."""
     if names is None:
         return found
     asked = commands.listed("part", names, "--parts decode")
@@ -348,8 +327,7 @@ def _run_all(
 ) -> list[str]:
     """Run the parts, and return those that did not end well.
 
-    Args:
-        keys: of all parts, a digest of what their figures depend on; records with another key are dropped.
+    ``keys`` has for all parts a digest of what their figures depend on; records with another one are dropped.
     """
     path = folder / f"{NAME}.json"
     facts = {name: here[name] for name in ("device", "cores", "versions", "commit")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +21,20 @@ STEPS: dict[str, Any] = {"batches": [1], "budgets": [512], "prompts": [1_000, 10
 FULL, FED = [1_000, 8_192, 32_768], [1_000, 100_000]  # prompts of full caches, and those fed to the embedded model
 
 
-def measurements(
-    timing: measure.Timing,
-    *,
-    tiny: bool = False,
-    on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None,
-) -> list[dict[str, Any]]:
-    """Measure everything, the most important first.
-
-    Args:
-        on_records: called with all records so far whenever some are added.
-    """
-    records: list[dict[str, Any]] = []
-
-    def keep(found: list[dict[str, Any]]) -> None:
-        on_records([*records, *found])
-
+def measurements(timing: measure.Timing, *, tiny: bool = False) -> Iterator[dict[str, Any]]:
+    """Measure everything, the most important first, and yield the records."""
     name = "tiny" if tiny else "small"
     sizes = kernels.TINY if tiny else SIZES
     given: dict[str, Any] = decode.TINY if tiny else STEPS
     grid = decode.Grid(shapes=[name], policy=POLICY, **given)
-    records += decode.sweep("decode", grid, timing, keep)
+    yield from decode.sweep("decode", grid, timing)
     shipped, _ = models.load("retriever", dtype=jnp.float32)
     setting = steps.Setting(shipped.config, POLICY, grid.budgets[0], block=grid.block)
     for prompt in [32, 64] if tiny else FED:
-        records.append(prefill.prompt_record(shipped, "retriever", setting, prompt))
-        on_records(records)
-    records += decode.sweep("block", grid, timing, keep)
-    records += kernels.sweep([name], [1], sizes, timing, on_records=keep)
-    records += decode.sweep("decode", grid._replace(budgets=[], full=[64] if tiny else FULL), timing, keep)
-    return records
+        yield prefill.prompt_record(shipped, "retriever", setting, prompt)
+    yield from decode.sweep("block", grid, timing)
+    yield from kernels.sweep([name], [1], sizes, timing)
+    yield from decode.sweep("decode", grid._replace(budgets=[], full=[64] if tiny else FULL), timing)
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
@@ -60,12 +44,7 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, s
 
 
 def older(path: Path) -> list[dict[str, Any]]:
-    """Read the records of an older results file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no results file of this benchmark.
-    """
+    """Read the records of an older results file; ValueError for any other file."""
     try:
         document = json.loads(path.read_text())
         records = document["results"]
@@ -90,11 +69,7 @@ def command(flags: argparse.Namespace) -> None:
     old = None if flags.against is None else older(flags.against)
     timing = measure.timing(flags)
     digests = fingerprints.fingerprints(models.load("retriever", dtype=jnp.float32)[0])
-
-    def write(records: list[dict[str, Any]]) -> None:
-        measure.write(flags, "cpu", timing.settings(), records, digests)
-
-    results = measurements(timing, tiny=flags.tiny, on_records=write)
+    results = measure.collect(flags, "cpu", timing.settings(), measurements(timing, tiny=flags.tiny), digests)
     measure.show(tables(results), flags.json)
     if old is not None:
         print(f"\nAgainst {flags.against}\n\n{measure.ratio_table(results, old)}")

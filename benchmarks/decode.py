@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,18 +43,8 @@ class Grid(NamedTuple):
     full: Sequence[int] = ()
 
 
-def sweep(
-    kind: steps.Kind,
-    grid: Grid,
-    timing: measure.Timing,
-    on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None,
-) -> list[dict[str, Any]]:
-    """Time steps of all shapes, batches and budgets; a setting that does not fit in memory has a refusal in its record.
-
-    Args:
-        on_records: called with all records so far after each setting.
-    """
-    records: list[dict[str, Any]] = []
+def sweep(kind: steps.Kind, grid: Grid, timing: measure.Timing) -> Iterator[dict[str, Any]]:
+    """Yield records of all shapes, batches and budgets; one of what does not fit in memory has a refusal."""
     shapes, batches, budgets, prompts, policy, block, full = grid
     settings = [(n, b, budget) for n in shapes for b in batches for budget in (*budgets, *((None,) * bool(full)))]
     model, held_name = None, ""
@@ -65,7 +55,7 @@ def sweep(
                 model = steps.random_model(shape(name), steps.dtype_here(), free=timing.free)
             except measure.DoesNotFit as reason:
                 refused = {"name": f"{kind} {name}", "kind": kind, "shape": name, "batch": batch}
-                records.append({**refused, "refused": str(reason)})
+                yield {**refused, "refused": str(reason)}
         if model is None:
             continue
         if budget is None:
@@ -73,10 +63,7 @@ def sweep(
         else:
             groups = [{policy: list(prompts), POSITION_ONLY: [prompts[0]], "none": [prompts[0]]}]
         for group in groups:
-            records += _measurements(kind, model, name, batch, budget, group, timing, block)
-            on_records(records)
-    measure.check_some_ran(records)
-    return records
+            yield from _measurements(kind, model, name, batch, budget, group, timing, block)
 
 
 def _measurements(
@@ -93,13 +80,9 @@ def _measurements(
         setting = steps.Setting(config, evicts, budget, batch, block, dtype)
         program = None
         for prompt in prompts:
-            held = setting.held(prompt)
-            where = "full cache" if budget is None else f"budget {budget:,}"
-            label = f"{kind} {name} x {batch}, {where}, prompt {prompt:,}, {policy}"
-            records[label] = {
-                "name": label, "kind": kind, "shape": name, "batch": batch, "budget": budget, "prompt": prompt,
-                "policy": policy, "block": block,
-            }  # fmt: skip
+            held, told = setting.held(prompt), labels(kind, name, setting, prompt)
+            label = told["name"]
+            records[label] = told
             try:
                 program = program or steps.program(kind, setting, prompt, calls, free=timing.free)
             except measure.DoesNotFit as reason:
@@ -129,6 +112,16 @@ def _measurements(
         for label in contenders:  # a process' peak never falls, so only a new peak belongs to these programs
             records[label]["peak_bytes"] = peak if before is None or peak is None or peak > before else None
     return list(records.values())
+
+
+def labels(kind: str, name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
+    """Return the fields that tell a record apart; ``name`` is the shape's."""
+    where = "full cache" if setting.budget is None else f"budget {setting.budget:,}"
+    policy = setting.policy or "none"
+    return {
+        "name": f"{kind} {name} x {setting.batch}, {where}, prompt {prompt:,}, {policy}", "kind": kind, "shape": name,
+        "batch": setting.batch, "budget": setting.budget, "prompt": prompt, "policy": policy, "block": setting.block,
+    }  # fmt: skip
 
 
 def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[dict[str, Any]]:
@@ -263,5 +256,5 @@ def command(flags: argparse.Namespace) -> None:
     grid = step_grid(flags)
     timing = measure.timing(flags)
     settings = {**timing.settings(), **grid._asdict()}
-    results = sweep("decode", grid, timing, lambda records: measure.write(flags, "decode", settings, records))
+    results = measure.collect(flags, "decode", settings, sweep("decode", grid, timing))
     measure.show(tables(results), flags.json)

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any, get_args
 
@@ -77,26 +77,24 @@ def measurements(
     prompts: Sequence[tuple[int, int]],
     longest: int,
     like: models.Options,
-    on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None,
-) -> list[dict[str, Any]]:
-    """Compile a prefill for each policy, moment and prompt, and time those of at most ``longest`` tokens.
+) -> Iterator[dict[str, Any]]:
+    """Compile a prefill for each policy, moment and prompt, time those of at most ``longest`` tokens, yield records.
 
     Args:
         prompts: rows that are fed together, and the tokens of each.
         like: the budget, the block, and the networks that the policies read.
-        on_records: called after each with all records so far.
     """
     arms = [(name, when) for name in policies for when in (["block"] if name == "full" else moments)]
-    found = []
     # Policies take turns, so that what slows a machine down for a while slows all of them.
     for prompt, (name, when) in commands.progress_bar("prompt", over=[(n, a) for n in prompts for a in arms]):
         make_room()
         named: dict[str, Any] = {"policy": name, "when": when, "rows": prompt[0], "prompt": prompt[1]}
         named |= {"seconds": None, "cache_bytes": None}
         policy = policy_of(name)
-        own: dict[str, Any] = dict(networks=read_by(like.networks, policy))
-        own["budget"] = None if policy is None else like.budget
-        options = dataclasses.replace(like, policy=policy, when=when, evict_every=0, **own)
+        options = dataclasses.replace(
+            like, policy=policy, budget=None if policy is None else like.budget, when=when, evict_every=0,
+            networks=read_by(like.networks, policy),
+        )  # fmt: skip
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a policy that should choose once chooses by block, on purpose
@@ -104,9 +102,7 @@ def measurements(
                 named |= timing(model, prompt, options) if prompt[1] <= longest else {}
         except (ValueError, jax.errors.JaxRuntimeError) as reason:  # longer than the model's positions, or memory
             named["refused"] = measure.reason_of(reason)
-        found.append(named)
-        on_records(found)
-    return found
+        yield named
 
 
 def table(results: Sequence[dict[str, Any]]) -> report.Table:
@@ -170,10 +166,6 @@ def command(flags: argparse.Namespace) -> None:
     like = models.Options(budget=flags.budget, block=flags.block, networks=networks)
     names = ("model", "policies", "when", "budget", "rows", "prompts", "longest", "block")
     settings, digests = {name: getattr(flags, name) for name in names}, fingerprints.fingerprints(model, tokenizer)
-
-    def write(found: list[dict[str, Any]]) -> None:
-        measure.write(flags, "fixed_memory", settings, found, digests)
-
-    found = measurements(model, policies, moments, prompts, flags.longest, like, write)
-    measure.check_some_ran(found)
+    records = measurements(model, policies, moments, prompts, flags.longest, like)
+    found = measure.collect(flags, "fixed_memory", settings, records, digests)
     measure.show(tables(found), flags.json)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +17,7 @@ from jaxtyping import Array, Float
 from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import command_line, report
-from kernels_pallas.dispatch import BY_NAME_ONLY, Kernel, kernels_of, of_layer, platform
+from kernels_pallas.dispatch import BY_NAME_ONLY, kernels_of, of_layer, platform
 from kvjax.checks import check_names
 from models import commands
 from models.config import Config
@@ -52,9 +51,7 @@ class Case(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of cases: tokens kept, tokens per block, a long context and the share of it that is read, tokens of the
-    loss.
-    """
+    """The sizes of cases: tokens kept, per block, of a long context, its share that is read, tokens of the loss."""
 
     budget: int = 8192
     block: int = 128
@@ -69,25 +66,24 @@ TINY = Sizes(budget=24, block=8, context=64, loss_tokens=16)
 def cases(config: Config, batch: int, sizes: Sizes, dtype: DTypeLike, operations: Sequence[str]) -> Iterator[Case]:
     """Yield the cases of a model's shape."""
     if "caote_topk" in operations:
-        yield _caote_topk(config, batch, sizes, dtype, "block")
-        yield _caote_topk(config, batch, sizes, dtype, "block, fast")
-        yield _caote_topk(config, batch, sizes, dtype, "decode")
+        for name in ("block", "block, fast", "decode"):
+            yield _caote_topk(config, batch, sizes, dtype, name)
     if "cache_attention" in operations:
-        yield _cache_attention(config, batch, sizes.budget + sizes.block, 1, frozenset(), dtype)
-        yield _cache_attention(config, batch, sizes.budget + sizes.block, 1, STATISTICS, dtype)
-        yield _cache_attention(config, batch, sizes.budget + sizes.block, sizes.block, frozenset(), dtype)
-        yield _cache_attention(config, batch, sizes.budget + sizes.block, sizes.block, STATISTICS, dtype)
-        yield _cache_attention(config, batch, sizes.budget + sizes.block, sizes.block, ERRORS, dtype, errors=True)
-    if "paged_attention" in operations and importlib.util.find_spec("kernels_pallas.paged_attention") is not None:
+        slots = sizes.budget + sizes.block
+        for tokens in (1, sizes.block):
+            for statistics in (frozenset[str](), STATISTICS):
+                yield _cache_attention(config, batch, slots, tokens, statistics, dtype)
+        yield _cache_attention(config, batch, slots, sizes.block, ERRORS, dtype, errors=True)
+    if "paged_attention" in operations:
         yield _paged_attention(config, batch, sizes, 1, dtype)
         yield _paged_attention(config, batch, sizes, sizes.block, dtype)
     if "select_attention" in operations:
-        yield _select_attention(config, batch, sizes, dtype, config.num_kv_heads)
-        yield _select_attention(config, batch, sizes, dtype, config.num_heads)
+        for heads in (config.num_kv_heads, config.num_heads):
+            yield _select_attention(config, batch, sizes, dtype, heads)
         yield _cache_attention(config, batch, sizes.context, 1, frozenset(), dtype, case="dense, for select_attention")
     if "mse_logits" in operations:
-        yield _mse_logits(config, batch, sizes.loss_tokens, causal=False)
-        yield _mse_logits(config, batch, sizes.loss_tokens, causal=True)
+        for causal in (False, True):
+            yield _mse_logits(config, batch, sizes.loss_tokens, causal=causal)
 
 
 def _layers(numbers_bytes: int) -> int:
@@ -228,12 +224,8 @@ def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
 
 def _implementations_here(operation: str) -> list[str]:
     """Return the reference, the kernel that "auto" takes on this device, and for the loss the materialised form."""
-    able = [n for n, kernel in _kernels(operation).items() if kernel.platform == platform() and n not in BY_NAME_ONLY]
+    able = [n for n, kernel in kernels_of(operation).items() if kernel.platform == platform() and n not in BY_NAME_ONLY]
     return ["reference", *able, *(["materialised"] if operation == "mse_logits" else [])]
-
-
-def _kernels(operation: str) -> dict[str, Kernel]:
-    return {} if importlib.util.find_spec(f"kernels_pallas.{operation}") is None else kernels_of(operation)
 
 
 def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> list[str]:
@@ -248,17 +240,15 @@ def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> li
     found = []
     for name in commands.split_list(asked):
         check_names("implementation", name, ["auto", *IMPLEMENTATIONS])
-        kernel = _kernels(operation).get(name)
+        kernel = kernels_of(operation).get(name)
         if name in here or (kernel is not None and (interpret or kernel.platform == platform())):
             found.append(name)
-        elif not interpret:
-            machine = name.rpartition("_")[2]
+        elif not interpret and (machine := name.rpartition("_")[2]) != platform():
             able = ", ".join(["auto", *(n for n in IMPLEMENTATIONS if n in here)])
-            if machine != platform():
-                raise ValueError(
-                    f"implementation {name!r} runs on a {machine}, but this is a {platform()}; {able} can run here, "
-                    "and --interpret emulates it."
-                )
+            raise ValueError(
+                f"implementation {name!r} runs on a {machine}, but this is a {platform()}; {able} can run here, "
+                "and --interpret emulates it."
+            )
     return found
 
 
@@ -287,7 +277,7 @@ def _function_of(operation: str, implementation: str, *, interpret: bool) -> Cal
     if implementation == "materialised":
         return direct_loss
     if interpret and implementation != "reference":
-        kernel = _kernels(operation)[implementation]
+        kernel = kernels_of(operation)[implementation]
         how: Any = True
         if kernel.file == "tpu":
             from jax.experimental.pallas import tpu
@@ -312,8 +302,7 @@ def measurement(
     """
     shapes = jax.eval_shape(case.make)
     measure.check_fits(measure.tree_bytes(shapes), f"{case.operation} ({case.case})", timing.free)
-    programs: dict[str, jax.stages.Compiled] = {}
-    records: list[dict[str, Any]] = []
+    programs, records = dict[str, jax.stages.Compiled](), list[dict[str, Any]]()
     for name in implementations:
         function = functools.partial(case.call, _function_of(case.operation, name, interpret=interpret))
         program, what = measure.loop(function, timing.calls), f"{case.operation} ({case.case}, {name})"
@@ -351,17 +340,12 @@ def sweep(
     operations: Sequence[str] = OPERATIONS,
     implementations: str = "auto",
     interpret: bool = False,
-    on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None,
-) -> list[dict[str, Any]]:
-    """Time all cases of all shapes; a case that does not fit in memory has a refusal in its record.
-
-    Args:
-        on_records: called with all records so far after each case.
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of all cases of all shapes; that of a case that does not fit in memory has a refusal.
 
     Raises:
-        ValueError: a shape, operation or implementation is unknown or cannot run here, or nothing is left to run.
+        ValueError: an implementation is unknown or cannot run here, or nothing is left to run.
     """
-    check_names("operation", list(operations), OPERATIONS)
     configs = {name: shape(name) for name in shapes}
     chosen = {name: chosen_implementations(implementations, name, interpret=interpret) for name in OPERATIONS}
     settings = [
@@ -375,7 +359,6 @@ def sweep(
         raise ValueError(
             f"no operation out of {', '.join(operations)} has the implementation {implementations}; give another."
         )
-    records: list[dict[str, Any]] = []
     for name, batch, case in commands.progress_bar("case", over=settings):
         try:
             found = measurement(case, chosen[case.operation], timing, interpret=interpret)
@@ -384,10 +367,7 @@ def sweep(
         for record in found:
             label = f"{case.operation} ({case.case}), {name} x {batch}, {record['implementation']}"
             of_case = {"operation": case.operation, "case": case.case, "shape": name, "batch": batch}
-            records.append({"name": label, **of_case, **record})
-        on_records(records)
-    measure.check_some_ran(records)
-    return records
+            yield {"name": label, **of_case, **record}
 
 
 def table(results: Sequence[dict[str, Any]]) -> report.Table:
@@ -433,14 +413,11 @@ def command(flags: argparse.Namespace) -> None:
     batches = [1] if flags.tiny else measure.whole_numbers("--batches", flags.batches)
     shapes = names_of(flags)
     options = dict(implementations=flags.implementations, interpret=flags.interpret)
-    for operation in commands.split_list(flags.operations):
+    operations = commands.split_list(flags.operations)
+    check_names("operation", operations, OPERATIONS)
+    for operation in operations:
         chosen_implementations(flags.implementations, operation, interpret=flags.interpret)
     timing = measure.timing(flags)
     settings = {**timing.settings(), **sizes._asdict(), **options}
-
-    def write(records: list[dict[str, Any]]) -> None:
-        measure.write(flags, "kernels", settings, records)
-
-    operations = commands.split_list(flags.operations)
-    results = sweep(shapes, batches, sizes, timing, operations=operations, on_records=write, **options)
-    measure.show(tables(results), flags.json)
+    records = sweep(shapes, batches, sizes, timing, operations=operations, **options)
+    measure.show(tables(measure.collect(flags, "kernels", settings, records)), flags.json)

@@ -6,9 +6,10 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -154,17 +155,6 @@ def reason_of(error: Exception) -> str:
     return text if isinstance(error, DoesNotFit | NotImplementedError) else f"{type(error).__name__}: {text}"
 
 
-def check_some_ran(results: Sequence[Mapping[str, Any]]) -> None:
-    """Raise the first refusal if every record was refused: single records may be refused, but not all of a command's.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
-    refused = [record["refused"] for record in results if "refused" in record]
-    if results and len(refused) == len(results):
-        raise ValueError(refused[0])
-
-
 def tree_bytes(tree: Any) -> int:
     """Return the bytes of a pytree's arrays or shapes."""
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
@@ -186,14 +176,10 @@ def free_bytes() -> float:
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    available = [line for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable")]
-    if available:
-        return 0.9 * 1024 * int(available[0].split()[1])
+    memory = Path("/proc/meminfo")
+    if memory.is_file() and (available := re.search(r"^MemAvailable:\s+(\d+)", memory.read_text(), re.MULTILINE)):
+        return 0.9 * 1024 * int(available[1])
     return 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.is_file() else []
 
 
 def peak_bytes() -> int | None:
@@ -322,6 +308,27 @@ def write(
         provenance.write(flags, found, digests)
         if done:
             print(f"figures: {flags.json}")
+
+
+def collect(
+    flags: argparse.Namespace,
+    benchmark: str,
+    settings: Mapping[str, Any],
+    records: Iterable[dict[str, Any]],
+    digests: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Return the records of a benchmark, all of which are written (:func:`write`) whenever there is another one.
+
+    Raises:
+        ValueError: nothing was measured, as every record was refused.
+    """
+    found: list[dict[str, Any]] = []
+    for record in records:
+        found.append(record)
+        write(flags, benchmark, settings, found, digests)
+    if found and all("refused" in record for record in found):
+        raise ValueError(found[0]["refused"])
+    return found
 
 
 def write_page(path: Path, text: str) -> None:

@@ -46,21 +46,16 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
     }
     slot = 2 * CONFIG.head_dim * 4 + 4  # key, value, position
     heads = CONFIG.num_layers * CONFIG.num_kv_heads
+    counted, in_flight, arrays = heads * budget * slot, heads * block * slot, measure.tree_bytes(cache)
     result: dict[str, Any] = {
-        "policy": policy,
-        "share": share,
-        "budget": budget,
-        "slots": heads * budget,
-        "counted_bytes": heads * budget * slot,
-        "in_flight_bytes": heads * block * slot,
-        "array_bytes": measure.tree_bytes(cache),
-    }
+        "policy": policy, "share": share, "budget": budget, "slots": heads * budget, "counted_bytes": counted,
+        "in_flight_bytes": in_flight, "array_bytes": arrays, "ratio": arrays / (counted + in_flight),
+    }  # fmt: skip
     for name, program in lowered.items():
         memory: Any = program.compile().memory_analysis()
         result[f"{name}_cache_bytes"] = memory.argument_size_in_bytes - measure.tree_bytes(run.model)
         result[f"{name}_temporary_bytes"] = memory.temp_size_in_bytes
         result[f"{name}_copied_bytes"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    result["ratio"] = result["array_bytes"] / (result["counted_bytes"] + result["in_flight_bytes"])
     return result
 
 
@@ -99,14 +94,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Compile, print the table, write JSON."""
     commands.check_outputs([flags.json, flags.page])
-    shares = [commands.parse_budget(text) for text in commands.split_list(flags.shares)]
+    shares = measure.shares("--shares", flags.shares)
     settings = [(policy, share) for share in shares for policy in commands.split_list(flags.policies)]
-    results = []
-    for policy, share in commands.progress_bar("setting", over=settings):
-        results.append(compiled_bytes(policy, flags.prompt, float(share), flags.block, flags.page_size))
-    print(table(results))
-    print(LEGEND)
     sizes = {"prompt": flags.prompt, "block": flags.block, "page_size": flags.page_size}
+    bar = commands.progress_bar("setting", over=settings)
+    results = [compiled_bytes(policy, share=share, **sizes) for policy, share in bar]
+    print(table(results), LEGEND, sep="\n")
     measure.write(flags, "memory", sizes, results, done=True)
     if flags.page is not None:
         size = f"{CONFIG.num_layers} layers, {CONFIG.num_kv_heads} KV heads of {CONFIG.head_dim}, float32, a prompt of"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -46,38 +47,16 @@ its first tokens this side has too. keys_values is not among the peers: the pack
 
 
 class Environment(NamedTuple):
-    """Another interpreter, with packages that ours does not have.
+    """Another interpreter, with packages that ours does not have."""
 
-    Attributes:
-        package: the package that it must import.
-        flag: the command's flag that names it.
-        variable: the environment variable that names it.
-        packages: what pip installs into it.
-    """
-
-    package: str
-    flag: str
-    variable: str
-    packages: str
-
-    @property
-    def install(self) -> str:
-        """Return the shell command that makes one in the folder ``peers``."""
-        return f"python3.11 -m venv peers && peers/bin/pip install {self.packages}"
+    package: str  # what it must import
+    flag: str  # of the command, that names it
+    variable: str  # of the environment, that names it
+    packages: str  # what pip installs into it
 
 
-KVPRESS = Environment(
-    "kvpress",
-    "--environment",
-    "KVJAX_PEERS",
-    "torch transformers==5.2.0 kvpress==0.5.5",
-)
-LLAMA_CPP = Environment(
-    "llama_cpp",
-    "--llama-cpp",
-    "KVJAX_LLAMA_CPP",
-    "llama-cpp-python",
-)
+KVPRESS = Environment("kvpress", "--environment", "KVJAX_PEERS", "torch transformers==5.2.0 kvpress==0.5.5")
+LLAMA_CPP = Environment("llama_cpp", "--llama-cpp", "KVJAX_LLAMA_CPP", "llama-cpp-python")
 
 
 def checked_environment(python: str | None, wanted: Environment = KVPRESS) -> str:
@@ -87,8 +66,8 @@ def checked_environment(python: str | None, wanted: Environment = KVPRESS) -> st
         ValueError: no interpreter was named, or it lacks the package; the message says how to make one.
     """
     how = (
-        f"make one with `{wanted.install}` and name it with {wanted.flag} peers/bin/python or "
-        f"{wanted.variable}=peers/bin/python."
+        f"make one with `python3.11 -m venv peers && peers/bin/pip install {wanted.packages}` and name it with "
+        f"{wanted.flag} peers/bin/python or {wanted.variable}=peers/bin/python."
     )
     python = python or os.environ.get(wanted.variable)
     if not python:
@@ -110,8 +89,7 @@ def sides(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None) -> dict
 
     Args:
         given: the arguments of all sides; a budget of None is the full cache.
-        kvpress: the interpreter that has kvpress.
-        llama_cpp: the interpreter that has llama.cpp, if any.
+        kvpress, llama_cpp: the interpreters that have them.
     """
     full = given["budget"] is None
     started = {FULL_PEER if full else PEER: [kvpress, "-m", "benchmarks.peer_kvpress", json.dumps(given)]}
@@ -128,13 +106,8 @@ class Worker:
 
     def __init__(self, name: str, arguments: Sequence[str], threads: int, device: str):
         self.name = name
-        count = str(threads)
-        variables = {
-            "OMP_NUM_THREADS": count,
-            "MKL_NUM_THREADS": count,
-            "JAX_PLATFORMS": "cuda" if device == "gpu" else "cpu",
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        }
+        variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        variables |= {"JAX_PLATFORMS": "cuda" if device == "gpu" else "cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self.process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | variables,
         )  # fmt: skip
@@ -175,11 +148,7 @@ def answers(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repet
 
 
 def summary(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
-    """Return one record per side: median and quartiles of its times, and its figures compared with the first side's.
-
-    Args:
-        prompt: the number of tokens of the prompt.
-    """
+    """Return one record per side: median and quartiles of its times, and its figures compared with the first side's."""
     records: list[dict[str, Any]] = []
     expected = next(iter(found.values()))["runs"][0]["tokens"]
     for name, side in found.items():
@@ -189,12 +158,10 @@ def summary(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
             taken = [1e3 * run[f"{what}_seconds"] for run in runs]
             low, high = (float(x) for x in np.quantile(taken, [0.25, 0.75]))
             work = statistics.median(1e3 * run[f"{what}_work"] for run in runs)
-            record[what] = {"milliseconds": statistics.median(taken), "lowest": min(taken), "low": low, "high": high}
-            record[what] |= {"work_milliseconds": work, "all": taken}
-            record[what]["tokens_a_second"] = 1e3 * tokens / record[what]["milliseconds"]
-            record[f"{what}_ratio"] = (
-                None if not records else records[0][what]["milliseconds"] / record[what]["milliseconds"]
-            )
+            middle = statistics.median(taken)
+            record[what] = {"milliseconds": middle, "lowest": min(taken), "low": low, "high": high}
+            record[what] |= {"work_milliseconds": work, "all": taken, "tokens_a_second": 1e3 * tokens / middle}
+            record[f"{what}_ratio"] = records[0][what]["milliseconds"] / middle if records else None
         differ = [i for i, (a, b) in enumerate(zip(runs[0]["tokens"], expected, strict=True)) if a != b]
         record |= {"peak_bytes": max(run["peak_bytes"] for run in runs), "held": runs[0]["held"]}
         record |= {"same_tokens": differ[0] if differ else len(expected), "tokens": len(expected)}
@@ -275,50 +242,40 @@ def command(flags: argparse.Namespace) -> None:
     if flags.llama_cpp or (os.environ.get(LLAMA_CPP.variable) and flags.model):
         llama_cpp, gguf = checked_environment(flags.llama_cpp, LLAMA_CPP), _gguf(flags)
     with tempfile.TemporaryDirectory() as folder:
-        made = _inputs(flags, folder, processes=3 if llama_cpp is None else 4)
-        _check_longer(len(made.prompt), budgets)
-        given = {
-            "folder": folder,
-            "gguf": gguf,
-            "prompt": made.prompt,
-            "window": WINDOW,
-            **{name: getattr(flags, name) for name in ("block", "new_tokens", "device", "dtype")},
-        }
+        parameters, prompt, digests = _inputs(flags, folder, processes=3 if llama_cpp is None else 4)
+        _check_longer(len(prompt), budgets)
+        shared = {"window": WINDOW}
+        shared |= {name: getattr(flags, name) for name in ("block", "new_tokens", "device", "dtype")}
         records = []
-        for count in threads:
-            for budget in budgets:
-                told = {**given, "threads": count, "budget": budget}
-                found = answers(told, kvpress, llama_cpp, flags.repetitions)
-                records += [
-                    {"threads": count, "budget": budget, **record} for record in summary(found, len(made.prompt))
-                ]
+        for count, budget in itertools.product(threads, budgets):
+            of_both = {"threads": count, "budget": budget}
+            given = {"folder": folder, "gguf": gguf, "prompt": prompt, **shared, **of_both}
+            found = answers(given, kvpress, llama_cpp, flags.repetitions)
+            records += [{**of_both, **record} for record in summary(found, len(prompt))]
     measure.show(tables(records), None)
-    settings = {key: value for key, value in given.items() if key not in ("folder", "gguf", "prompt")}
-    settings |= {
+    settings = {
+        **shared,
         "threads": threads,
         "budgets": budgets,
         "model": flags.model,
         "shape": None if flags.model else flags.shape or "small",
-        "parameters": made.parameters,
-        "prompt": len(made.prompt),
+        "parameters": parameters,
+        "prompt": len(prompt),
+        "policy": "snapkv",
+        "keys_values": "not on the package index",
+        "load": os.getloadavg(),
     }
-    settings |= {"policy": "snapkv", "keys_values": "not on the package index"}
-    settings["load"] = os.getloadavg() if hasattr(os, "getloadavg") else None
-    measure.write(flags, "peers", settings, records, made.digests, done=True)
+    measure.write(flags, "peers", settings, records, digests, done=True)
 
 
-class _Inputs(NamedTuple):
-    """The inputs of all sides beside the checkpoint."""
+def _inputs(flags: argparse.Namespace, folder: str, processes: int) -> tuple[int, list[int], Mapping[str, str]]:
+    """Write the checkpoint that all sides load; return its number of parameters, a prompt, and its fingerprints.
 
-    prompt: list[int]
-    parameters: int
-    digests: Mapping[str, str]
-
-
-def _inputs(flags: argparse.Namespace, folder: str, processes: int) -> _Inputs:
-    """Write the checkpoint that all sides load; random weights get a random prompt, a real model gets a text."""
+    Random weights get a random prompt, a real model gets a text.
+    """
     config = describe(flags.model)[0] if flags.model else shape(flags.shape or "small")
-    needed = processes * np.dtype(flags.dtype).itemsize * parameter_count(config)
+    parameters = parameter_count(config)
+    needed = processes * np.dtype(flags.dtype).itemsize * parameters
     measure.check_fits(needed, f"the checkpoint, in {processes} processes,", measure.free_bytes())
     if flags.model:
         model, tokenizer = command_line.load_with_tokenizer(flags.model)
@@ -329,7 +286,7 @@ def _inputs(flags: argparse.Namespace, folder: str, processes: int) -> _Inputs:
         prompt = np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist()
         digests = fingerprints.fingerprints(model)
     models.save(folder, model)
-    return _Inputs(prompt, parameter_count(config), digests)
+    return parameters, prompt, digests
 
 
 def _budgets(text: str) -> list[int | None]:

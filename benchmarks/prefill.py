@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +20,8 @@ in between. compiled: how often a block was compiled; later prompts under the sa
 budget: seconds of a full cache over those of a budget, for the same prompt."""
 
 
-def feed_all(
-    grid: decode.Grid, free: float, on_records: Callable[[list[dict[str, Any]]], None] = lambda records: None
-) -> list[dict[str, Any]]:
-    """Feed ``grid.prompts`` under budgets, and those of ``grid.full`` into full caches."""
-    records: list[dict[str, Any]] = []
+def feed_all(grid: decode.Grid, free: float) -> Iterator[dict[str, Any]]:
+    """Feed ``grid.prompts`` under budgets, and those of ``grid.full`` into full caches, and yield their records."""
     shapes, batches, budgets, prompts, policy, block, full = grid
     wanted: list[tuple[int | None, int]] = [(budget, prompt) for budget in budgets for prompt in prompts]
     wanted += [(None, prompt) for prompt in full]
@@ -37,38 +35,21 @@ def feed_all(
             if name != held_name:
                 model, held_name = None, ""  # free the last model's weights before the next are made
                 model, held_name = steps.random_model(config, dtype, free=free), name
-            records.append(prompt_record(model, name, setting, prompt))
+            yield prompt_record(model, name, setting, prompt)
         except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:
-            records.append({**_labels(name, setting, prompt), "refused": measure.reason_of(reason)})
-        on_records(records)
-    return records
+            yield {**decode.labels("feed", name, setting, prompt), "refused": measure.reason_of(reason)}
 
 
 def prompt_record(model: Any, name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
     """Feed one prompt, and return its record."""
     fed = steps.feed(model, setting, prompt)
     return {
-        **_labels(name, setting, prompt),
+        **decode.labels("feed", name, setting, prompt),
         "milliseconds": 1e3 * fed.prompt,
         "step_milliseconds": 1e3 * fed.step,
         "repetitions": 1,
         "compilations": fed.compilations,
         "peak_bytes": measure.peak_bytes(),
-    }
-
-
-def _labels(name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
-    where = "full cache" if setting.budget is None else f"budget {setting.budget:,}"
-    policy = setting.policy or "none"
-    return {
-        "name": f"feed {name} x {setting.batch}, {where}, prompt {prompt:,}, {policy}",
-        "kind": "feed",
-        "shape": name,
-        "batch": setting.batch,
-        "budget": setting.budget,
-        "prompt": prompt,
-        "policy": policy,
-        "block": setting.block,
     }
 
 
@@ -115,12 +96,6 @@ def command(flags: argparse.Namespace) -> None:
     fed = [32, 64] if flags.tiny else [] if asked == "none" else measure.whole_numbers("--feed", asked)
     timing = measure.timing(flags)
     settings = {**timing.settings(), **grid._asdict(), "feed": fed}
-    done: list[dict[str, Any]] = []
-
-    def write(records: list[dict[str, Any]]) -> None:
-        measure.write(flags, "prefill", settings, [*done, *records])
-
-    done += decode.sweep("block", grid, timing, write)
-    if fed:
-        done += feed_all(grid._replace(prompts=fed, full=fed if grid.full else []), timing.free, write)
-    measure.show(tables(done), flags.json)
+    whole = feed_all(grid._replace(prompts=fed, full=fed if grid.full else []), timing.free) if fed else ()
+    records = itertools.chain(decode.sweep("block", grid, timing), whole)
+    measure.show(tables(measure.collect(flags, "prefill", settings, records)), flags.json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +14,7 @@ from evals import report
 from models import commands
 
 DOCS = Path(__file__).parent.parent / "docs"
-ORDER = (
-    "peers",
-    "decode",
-    "prefill",
-    "fixed_memory",
-    "kernels",
-    "cpu",
-    "memory",
-    "soak",
-    "tpu_compile",
-)
+ORDER = ("peers", "decode", "prefill", "fixed_memory", "kernels", "cpu", "memory", "soak", "tpu_compile")
 LARGE, SMALL = "llama-3.1-8b", "small"
 Record = dict[str, Any]
 Document = dict[str, Any]
@@ -54,10 +44,6 @@ class Target(NamedTuple):
     most: float | None = None
 
 
-def _first(records: Iterator[float]) -> float | None:
-    return next(records, None)
-
-
 def _steps(records: Sequence[Record], kind: str, shape: str, budget: int) -> list[Record]:
     own = [r for r in records if r.get("kind") == kind and r["shape"] == shape and "milliseconds" in r]
     return [r for r in own if r["batch"] == 1 and r["budget"] == budget]
@@ -65,49 +51,46 @@ def _steps(records: Sequence[Record], kind: str, shape: str, budget: int) -> lis
 
 def _over_floor(records: Sequence[Record]) -> float | None:
     own = [r for r in _steps(records, "decode", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
-    return _first(r["milliseconds"] / r["floor_milliseconds"] for r in own)
+    return next((r["milliseconds"] / r["floor_milliseconds"] for r in own), None)
 
 
 def _of_parts(
     part: str, kind: str, shape: str, budget: int, by: str = "milliseconds"
 ) -> Callable[[Sequence[Record]], float | None]:
-    return lambda records: _first(s[part] for s in decode.parts(_steps(records, kind, shape, budget), by))
+    return lambda records: next((s[part] for s in decode.parts(_steps(records, kind, shape, budget), by)), None)
 
 
 def _memory(records: Sequence[Record]) -> float | None:
     own = [r for r in _steps(records, "block", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
-    return _first(r["compiled_bytes"] / (r["weight_bytes"] + r["cache_bytes"]) for r in own)
+    return next((r["compiled_bytes"] / (r["weight_bytes"] + r["cache_bytes"]) for r in own), None)
 
 
 def _prompt(records: Sequence[Record]) -> float | None:
     own = [r for r in records if r.get("kind") == "feed" and r["prompt"] == 131_072 and "milliseconds" in r]
     full = {r["shape"]: r["milliseconds"] for r in own if r["budget"] is None}
-    return _first(full[r["shape"]] / r["milliseconds"] for r in own if r["budget"] == 8192 and r["shape"] in full)
+    ours = (r for r in own if r["budget"] == 8192 and r["shape"] in full)
+    return next((full[r["shape"]] / r["milliseconds"] for r in ours), None)
 
 
-def _kernel(records: Sequence[Record], operation: str, case: str) -> Iterator[Record]:
-    for record in records:
-        if record.get("operation") == operation and record["case"].startswith(case) and "milliseconds" in record:
-            yield record
+def _kernel(records: Sequence[Record], operation: str, case: str) -> list[Record]:
+    own = [r for r in records if r.get("operation") == operation and "milliseconds" in r]
+    return [r for r in own if r["case"].startswith(case)]
 
 
 def _caote(figure: Callable[[Record], float]) -> Callable[[Sequence[Record]], float | None]:
     def best(records: Sequence[Record]) -> float | None:
         own = [r for r in _kernel(records, "caote_topk", "block") if r["shape"] == LARGE and r["batch"] == 8]
-        return _first(figure(r) for r in own if r["case"] == "block" and r["implementation"] == "pallas_gpu")
+        own = [r for r in own if r["case"] == "block" and r["implementation"] == "pallas_gpu"]
+        return next(map(figure, own), None)
 
     return best
 
 
-def _fastest(records: Iterator[Record]) -> float | None:
-    return min((r["milliseconds"] for r in records), default=None)
-
-
 def _selection(records: Sequence[Record]) -> float | None:
     own = [r for r in records if r.get("shape") == LARGE and r.get("batch") == 1]
-    dense = _fastest(_kernel(own, "cache_attention", "dense"))
-    chosen = _fastest(_kernel(own, "select_attention", "25%, a set a KV head"))
-    return None if dense is None or chosen is None else dense / chosen
+    dense = [r["milliseconds"] for r in _kernel(own, "cache_attention", "dense")]
+    chosen = [r["milliseconds"] for r in _kernel(own, "select_attention", "25%, a set a KV head")]
+    return min(dense) / min(chosen) if dense and chosen else None
 
 
 def _loss(records: Sequence[Record]) -> float | None:
@@ -169,7 +152,7 @@ def documents(folder: Path) -> list[Document]:
 
 
 def parts_of(document: Document) -> list[Document]:
-    """Return a document, or the benchmarks' documents in one of `python -m benchmarks accelerator`, by their parts."""
+    """Return a document, or the documents of the parts of one of `python -m benchmarks accelerator`."""
     if document["benchmark"] != "accelerator":
         return [document]
     name = f"{Path(document['file']).stem}-" if "file" in document else ""
@@ -215,7 +198,7 @@ def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> re
     """Return a table of the targets of those kinds of devices with their figures: met, missed or unmeasured."""
     records = []
     for target in (target for target in TARGETS if target.on in on):
-        own = [target.figure(_records(d)) for d in found if (d["device"] == "cpu") == (target.on == "cpu")]
+        own = [target.figure(d["results"]) for d in found if (d["device"] == "cpu") == (target.on == "cpu")]
         figure = next((one for one in own if one is not None), None)  # of the first file that has one
         bound = f"at least {target.least:g}" if target.least is not None else f"at most {target.most:g}"
         if figure is None:
@@ -224,11 +207,6 @@ def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> re
         met = figure >= target.least if target.least is not None else figure <= (target.most or 0)
         records.append((target.text, target.on, bound, f"{figure:.3f}", "met" if met else "missed"))
     return report.Table(("target", "on", "bound", "figure", ""), records, left=2)
-
-
-def _records(document: Document) -> list[Record]:
-    records = document["results"]
-    return records if isinstance(records, list) else []
 
 
 def page(found: Sequence[Document], images: Sequence[str]) -> str:
@@ -307,10 +285,10 @@ def plots(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path
     }
     plots = {}
     for name, (draw, fits) in wanted.items():
-        able = [d for d in found if any(fits(r) for r in _records(d) if isinstance(r, dict))]
+        able = [d for d in found if any(map(fits, d["results"]))]
         if able:
             alike = [d for d in able if (d["benchmark"], d["device"]) == (able[0]["benchmark"], able[0]["device"])]
-            plots[name] = (draw, {**able[0], "results": [record for d in alike for record in _records(d)]})
+            plots[name] = (draw, {**able[0], "results": [record for d in alike for record in d["results"]]})
     return plots
 
 

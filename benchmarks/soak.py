@@ -8,6 +8,7 @@ killed at random moments, and started again, must end up as if nothing had happe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,38 +48,33 @@ def prompt_parts(model: models.Decoder, tokens: int, policy: str, budget: int, b
     """Feed one prompt of so many tokens, drawn at random, and return the figures of each part of it."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens), dtype=np.int32)
     records: list[dict[str, Any]] = []
-    walls: list[float] = []
-    works: list[float] = []
-    before = [time.perf_counter(), time.process_time()]
-    bar = tqdm(total=tokens, unit="token", unit_scale=True, disable=None, dynamic_ncols=True)
-
-    with measure.compilations() as compiled:
+    taken: list[np.ndarray] = []  # seconds of each block, by the clock and by the processor
+    clocks = lambda: np.array([time.perf_counter(), time.process_time()])  # noqa: E731
+    before = clocks()
+    with (
+        tqdm(total=tokens, unit="token", unit_scale=True, disable=None, dynamic_ncols=True) as bar,
+        measure.compilations() as compiled,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # the prompt is longer than the model's positions, on purpose
 
         def note(done: int, total: int, _: Any) -> None:
-            now = [time.perf_counter(), time.process_time()]
-            walls.append(1e3 * (now[0] - before[0]))
-            works.append(1e3 * (now[1] - before[1]))
+            taken.append(clocks() - before)
             bar.update(done - bar.n)
             if done * PARTS // total > len(records):
+                wall, work = (1e3 * np.median(taken, axis=0)).tolist()
                 records.append(
                     {
-                        "run": "tokens", "done": done, "milliseconds": statistics.median(walls),
-                        "processor": statistics.median(works), "resident_bytes": _resident_bytes(),
-                        "compilations": len(compiled),
+                        "run": "tokens", "done": done, "milliseconds": wall, "processor": work,
+                        "resident_bytes": _resident_bytes(), "compilations": len(compiled),
                     }
                 )  # fmt: skip
-                walls.clear()
-                works.clear()
+                taken.clear()
                 compiled.clear()
-            before[:] = [time.perf_counter(), time.process_time()]
+            before[:] = clocks()
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the prompt is longer than the model's positions, on purpose
-            for _ in models.stream(
-                model, prompt, policy=policy, budget=budget, block=block, max_new_tokens=1, on_block=note
-            ):
-                pass
-    bar.close()
+        options: dict[str, Any] = dict(policy=policy, budget=budget, block=block, max_new_tokens=1)
+        list(models.stream(model, prompt, on_block=note, **options))
     return records
 
 
@@ -99,8 +95,7 @@ def request_figures(
         for prompt in tqdm(prompts, desc="alone", unit="prompt", disable=None, dynamic_ncols=True)
     ]
     engine = models.Engine(model, rows=rows, max_new_tokens=MOST, longest_prompt=LONGEST, **options)
-    asked: dict[int, tuple[int, int]] = {}  # handle -> the prompt's number, tokens asked for
-    got: dict[int, list[int]] = {}
+    asked: dict[int, tuple[list[int], list[int]]] = {}  # handle -> the tokens that are right, those that it got
     counts: Counter[str] = Counter()
     found: list[dict[str, Any]] = []
     submitted = 0
@@ -108,9 +103,7 @@ def request_figures(
     bar = tqdm(total=requests, unit="request", disable=None, dynamic_ncols=True)
 
     def end(handle: int, what: str) -> None:
-        number, most = asked.pop(handle)
-        answer = got.pop(handle)
-        expected = _until_end(alone[number][:most], model.config.eos)
+        expected, answer = asked.pop(handle)
         counts[what] += 1
         counts["tokens"] += len(answer)
         counts["wrong"] += answer != expected[: len(answer)]
@@ -122,10 +115,10 @@ def request_figures(
             while submitted < requests and len(asked) < 2 * rows:
                 number, most = rng.randrange(POOL), rng.randint(1, MOST)
                 handle = engine.submit(prompts[number], max_new_tokens=most)
-                asked[handle], got[handle] = (number, most), []
+                asked[handle] = _until_end(alone[number][:most], model.config.eos), []
                 submitted += 1
             for made in engine.step():
-                got[made.handle].append(made.token)
+                asked[made.handle][1].append(made.token)
                 if made.ended:
                     end(made.handle, "ended")
             if asked and rng.random() < CANCELLED:
@@ -199,6 +192,7 @@ def kill_figures(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str
 
         def compare() -> None:
             counts.update(_fates(out.read_text().splitlines(), expected))
+            out.unlink()
 
         finish(whole)
         expected = whole.read_text().splitlines()
@@ -208,16 +202,14 @@ def kill_figures(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str
         while len(records) < flags.kills:
             process = start(out)
             try:
-                process.wait(rng.uniform(0, seconds))
-            except subprocess.TimeoutExpired:
-                pass
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(rng.uniform(0, seconds))
             finally:
                 process.kill()
                 process.wait()
             check(process.returncode > 0)
             if process.returncode == 0:  # it ended before its moment: the file is whole; begin another
                 compare()
-                out.unlink()
                 continue
             there = out.read_bytes().count(b"\n") if out.exists() else 0
             records.append({"run": "kills", "there": there, **{name: counts[name] for name in FATES}})
@@ -332,17 +324,17 @@ def command(flags: argparse.Namespace) -> None:
     settings = {name: getattr(flags, name) for name in ("model", "policy", "budget", "block", "rows")}
     settings |= {"pool": POOL, "longest": LONGEST, "most": MOST, "load": os.getloadavg()[0]}
     digests = fingerprints.fingerprints(model)
-    results: list[dict[str, Any]] = []
-    if flags.tokens:
-        results += prompt_parts(model, flags.tokens, flags.policy, flags.budget, flags.block)
-        measure.write(flags, "soak", settings, results, digests)
-    if flags.requests:
-        budget, block = flags.budget // 8, min(flags.block, 32)
-        results += request_figures(model, flags.requests, flags.rows, flags.policy, budget, block)
-        measure.write(flags, "soak", settings, results, digests)
-    if flags.kills:
-        results += kill_figures(flags)
-        measure.write(flags, "soak", settings, results, digests)
+
+    def records() -> Iterator[dict[str, Any]]:
+        if flags.tokens:
+            yield from prompt_parts(model, flags.tokens, flags.policy, flags.budget, flags.block)
+        if flags.requests:
+            budget, block = flags.budget // 8, min(flags.block, 32)
+            yield from request_figures(model, flags.requests, flags.rows, flags.policy, budget, block)
+        if flags.kills:
+            yield from kill_figures(flags)
+
+    results = measure.collect(flags, "soak", settings, records(), digests)
     measure.show(tables(results), flags.json)
     if flags.plot is not None:
         figure(results, flags.plot)

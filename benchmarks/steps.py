@@ -69,14 +69,14 @@ def abstract_model(config: Config, dtype: DTypeLike) -> models.Decoder:
     return jax.eval_shape(lambda parameters: models.Decoder(config, parameters), shapes)
 
 
-def random_model(config: Config, dtype: DTypeLike, *, free: float | None = None) -> models.Decoder:
+def random_model(config: Config, dtype: DTypeLike, *, free: float) -> models.Decoder:
     """Return a decoder with random weights, the same in all layers, and with room for any prompt.
 
     Raises:
         benchmarks.measure.DoesNotFit: its weights take more memory than is free.
     """
     needed = measure.tree_bytes(abstract_model(config, dtype))
-    measure.check_fits(needed, "the model", measure.free_bytes() if free is None else free)
+    measure.check_fits(needed, "the model", free)
     return models.Decoder(unbounded(config), random_parameters(config, dtype))
 
 
@@ -106,15 +106,8 @@ def random_parameters(config: Config, dtype: DTypeLike) -> dict[str, Array]:
     return parameters
 
 
-class Shapes(NamedTuple):
-    """The parts of a setting's run, as `models` plans it, with abstract arrays."""
-
-    run: Run
-    cache: Any
-
-
-def shapes(setting: Setting, prompt: int) -> Shapes:
-    """Return the plan of a run and its abstract arrays; nothing is allocated.
+def shapes(setting: Setting, prompt: int) -> tuple[Run, Any]:
+    """Return a setting's run as `models` plans it, and its cache, with abstract arrays; nothing is allocated.
 
     Raises:
         ValueError: the policy or the budget is invalid.
@@ -126,17 +119,17 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
         setting.policy, None if keeps else setting.budget, setting.block, evict_every=0 if keeps else 1,
         page_size=setting.page_size, reserve=setting.block, fit_prompt=keeps,
     )  # fmt: skip
-    model = abstract_model(unbounded(setting.config), setting.dtype)
+    model = abstract_model(setting.config, setting.dtype)
     run, sizes = plan_run(model, prompts, options)
     projection = jax.eval_shape(functools.partial(models.output_projection, policy=run.plan.policy), model)
     run = dataclasses.replace(run, projection=projection)
-    return Shapes(run, jax.eval_shape(lambda r: start(r, sizes, setting.batch), run).cache)
+    return run, jax.eval_shape(lambda r: start(r, sizes, setting.batch), run).cache
 
 
 def check_fits(setting: Setting, prompt: int, free: float) -> None:
     """Raise :class:`benchmarks.measure.DoesNotFit` if weights and cache alone take more memory than is free."""
-    made = shapes(setting, prompt)
-    needed = measure.tree_bytes((made.run.model, made.cache))
+    run, cache = shapes(setting, prompt)
+    needed = measure.tree_bytes((run.model, cache))
     measure.check_fits(needed, f"the weights and the cache of {description(setting, prompt)}", free)
 
 
@@ -209,12 +202,8 @@ def restart(cache: Any, start: Any) -> Any:
 def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) -> kvjax.KVCache:
     """Return a cache of random numbers whose heads hold ``held`` tokens each, spread over the prompt in random order.
 
-    All layers hold the same keys and values. If all tokens of the prompt are held, they are in order, as in a full
-    cache.
-
-    Args:
-        shape: the abstract cache of a :class:`Program`.
-        numbers: draw keys and values, or leave them out.
+    All layers hold the same keys and values, or none without ``numbers``. If all tokens of the prompt are held, they
+    are in order, as in a full cache. ``shape`` is the abstract cache of a :class:`Program`.
     """
 
     @jax.jit
@@ -287,12 +276,10 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
 
 
 class PromptTimes(NamedTuple):
-    """The seconds of a whole prompt through ``models.stream`` to its first token, the median of the following decode
-    steps, and the number of compilations.
-    """
+    """The figures of a whole prompt through ``models.stream``."""
 
-    prompt: float
-    step: float
+    prompt: float  # seconds to the first token
+    step: float  # seconds of a following decode step, the median
     compilations: int
 
 

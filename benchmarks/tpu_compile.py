@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import math
 import os
 import re
@@ -266,17 +267,7 @@ def table(results: list[dict[str, Any]]) -> report.Table:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for r in results:
         groups.setdefault((r["shape"], f"{r['chips']} of {r['topology']}"), []).append(r)
-    head = (
-        "shape",
-        "for",
-        "worst program",
-        "its temporary",
-        "compiled",
-        "arrays",
-        "decode step",
-        "block",
-        "collectives",
-    )
+    head = "shape|for|worst program|its temporary|compiled|arrays|decode step|block|collectives".split("|")
     lines, reasons = [], []
     for (name, chips), programs in groups.items():
         good = [r for r in programs if r["compiles"]]
@@ -333,25 +324,23 @@ def command(flags: argparse.Namespace) -> None:
     meshes = {(at, name): mesh_of(at, all_sizes[name].config) for at in topologies for name in split}
     settings = {name: getattr(flags, name) for name in ("batch", "budget", "block", "prompt")}
     settings |= {"libtpu": importlib.metadata.version("libtpu"), "dtype": "bfloat16", "timed": False}
-    results: list[dict[str, Any]] = []
-    progress = commands.progress_bar("program")
 
-    def add(name: str, program: str, topology: str, chips: int, lower: Lower) -> None:
-        found = {"shape": name, "program": program, "topology": topology, "chips": chips, **describe(lower)}
-        results.append(found)
-        measure.write(flags, "tpu_compile", settings, results)
-        progress.update()
+    def programs() -> Iterator[tuple[str, str, str, int, Lower]]:
+        for topology in topologies:
+            one = mesh_of(topology)
+            for name, (program, operation) in itertools.product(names, OPERATIONS.items()):
+                lower = functools.partial(lowered_operation, operation, all_sizes[name], one)
+                yield name, program, topology, 1, lower
+            for name, mesh in [(name, one) for name in names] + [(name, meshes[topology, name]) for name in split]:
+                for policy in policies:
+                    for program, lower in lowered_programs(all_sizes[name], policy, mesh):
+                        yield name, f"{program}, {policy}", topology, mesh.size, lower
 
-    for topology in topologies:
-        one = mesh_of(topology)
-        for name in names:
-            for program, operation in OPERATIONS.items():
-                add(name, program, topology, 1, functools.partial(lowered_operation, operation, all_sizes[name], one))
-        for name, mesh in [(name, one) for name in names] + [(name, meshes[topology, name]) for name in split]:
-            for policy in policies:
-                for program, lower in lowered_programs(all_sizes[name], policy, mesh):
-                    add(name, f"{program}, {policy}", topology, mesh.size, lower)
-    progress.close()
+    records = (
+        {"shape": name, "program": program, "topology": topology, "chips": chips, **describe(lower)}
+        for name, program, topology, chips, lower in commands.progress_bar("program", over=programs())
+    )
+    results = measure.collect(flags, "tpu_compile", settings, records)
     print(table(results))
     print(LEGEND)
     if flags.json is not None:

@@ -6,6 +6,7 @@ XLA's compiler for GPUs is in JAX's plugin for CUDA and needs no GPU. What it wo
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import re
@@ -34,7 +35,6 @@ _SILENT = {
     "fusion-done", "copy-done", "async-done", "custom-call-done",
 }  # fmt: skip
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that holds the updates; the first is what is updated
-_BITS = {"pred": 8}
 
 
 class Launch(NamedTuple):
@@ -138,7 +138,7 @@ def _bytes_of(text: str, layers: int | None = None) -> int:
     total = 0
     for dtype, sizes in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text):
         numbers = [int(size) for size in sizes.split(",") if size]
-        bits = _BITS.get(dtype) or int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
+        bits = 8 if dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
         stacked = layers is not None and len(numbers) > 2 and numbers[0] == layers
         total += math.prod(numbers[1:] if stacked else numbers) * bits // 8
     return total
@@ -188,13 +188,11 @@ def table(results: Sequence[dict[str, Any]]) -> report.Table:
     lines = []
     for r in results:
         found = [Launch(*x) for x in r["launches"]]
-        kernels = [x.kernel for x in found if x.kernel]
+        kernels = sum(x.kernel is not None for x in found)
         inner = sum(x.times for x in found if x.times > 1)
         moved = sum(x.numbers_bytes for x in found) / 2**20
         total = sum(x.times for x in found)
-        lines.append(
-            (r["shape"], r["batch"], f"{r['budget']:,}", r["policy"], total, len(kernels), inner, f"{moved:.1f}")
-        )
+        lines.append((r["shape"], r["batch"], f"{r['budget']:,}", r["policy"], total, kernels, inner, f"{moved:.1f}"))
     return report.Table(head, [tuple(map(str, line)) for line in lines], left=4)
 
 
@@ -215,16 +213,17 @@ def command(flags: argparse.Namespace) -> None:
     command_line.check_least(flags, batch=1, budget=1)
     if not os.environ.get("JAX_PLATFORMS"):  # with the plugin installed, JAX would look for a GPU first
         jax.config.update("jax_platforms", "cpu")
-    chip, results = gpu_chip(), []
+    chip = gpu_chip()
     settings = {"batch": flags.batch, "budget": flags.budget, "device": chip.device_kind, "timed": False}
-    for name in commands.split_list(flags.shapes):
-        for policy in commands.split_list(flags.policies):
+
+    def records() -> Iterator[dict[str, Any]]:
+        for name, policy in itertools.product(*map(commands.split_list, (flags.shapes, flags.policies))):
             program = lowering(shape(name), policy, flags.batch, flags.budget, chip)
             text = executable(program, {"xla_gpu_autotune_level": 0}).as_text() or ""
             sizes = {"shape": name, "batch": flags.batch, "budget": flags.budget, "policy": policy}
-            results.append({**sizes, "launches": launches(text, shape(name).num_layers)})
-            measure.write(flags, "launches", settings, results)
-    print(table(results))
+            yield {**sizes, "launches": launches(text, shape(name).num_layers)}
+
+    print(table(measure.collect(flags, "launches", settings, records())))
     print(LEGEND)
     if flags.json is not None:
         print(f"figures: {flags.json}")

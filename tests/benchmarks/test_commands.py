@@ -56,7 +56,7 @@ def test_a_run_against_an_older_one_prints_each_row_s_ratio(rows_of, tmp_path, m
     row |= {"policy": "none", "milliseconds": 2.0, "low": 2.0, "high": 2.0, "floor_milliseconds": 1.0}
     row |= {"compiled_bytes": 30, "weight_bytes": 10, "cache_bytes": 10}
     monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))
-    monkeypatch.setattr(cpu, "measurements", lambda timing, *, tiny, on_records: (on_records([row]), [row])[1])
+    monkeypatch.setattr(cpu, "measurements", lambda timing, *, tiny: [row])
     before = [{**row, "milliseconds": 4.0}, {"name": "gone", "milliseconds": 1.0}]
     (tmp_path / "old.json").write_text(json.dumps({"benchmark": "cpu", "results": before}))
     assert rows_of(f"cpu --tiny --against {tmp_path / 'old.json'}") == [row]
@@ -96,7 +96,7 @@ def test_the_rate_of_whole_prompts_counts_all_rows():
 
 @matrix
 def test_prefill_rows_of_fed_prompts_say_what_they_fed():
-    rows = prefill.feed_all(Grid(["tiny"], [1], [16], [24, 48], "h2o+caote", block=8, full=[24]), 2**30)
+    rows = [*prefill.feed_all(Grid(["tiny"], [1], [16], [24, 48], "h2o+caote", block=8, full=[24]), 2**30)]
     assert [(r["budget"], r["prompt"], r["policy"]) for r in rows] == [
         (16, 24, "h2o+caote"),
         (16, 48, "h2o+caote"),
@@ -112,9 +112,8 @@ CONFIG = models.Config(64, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, ma
 
 
 def test_under_a_budget_the_peak_is_the_same_for_all_prompts(model):
-    found = fixed_memory.measurements(
-        model, ["full", "recency"], ["block"], [(1, 64), (1, 128), (1, 512)], 64, models.Options(budget=16, block=8)
-    )
+    prompts, like = [(1, 64), (1, 128), (1, 512)], models.Options(budget=16, block=8)
+    found = [*fixed_memory.measurements(model, ["full", "recency"], ["block"], prompts, 64, like)]
     peaks = {name: [r.get("peak_bytes") for r in found if r["policy"] == name] for name in ("full", "recency")}
     assert peaks["full"][0] < peaks["full"][1] and peaks["full"][2] is None  # longer than the model's positions
     assert len(set(peaks["recency"])) == 1
