@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,17 +12,12 @@ from kvjax.sources import PREDICTOR
 
 
 def sides(
-    results: Sequence[Mapping[str, Any]], against: Collection[str] = ()
+    results: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], dict[str, Any]]]:
-    """Yield each two selections to compare, of one sparsity, mode and moment, and the labels of their comparison.
-
-    Args:
-        against: each selection is compared with each of these; without any, the predictor with each other.
-    """
+    """Yield the predictor with each other selection of its sparsity and mode, and the labels of their comparison."""
     for one, other in itertools.product(results, results):
-        compared = other["select"] in against if against else one["select"] == PREDICTOR
-        same = all(len({r.get(name) for r in (one, other)} - {None}) <= 1 for name in ("mode", "sparsity", "when"))
-        if compared and same and one["select"] not in (other["select"], "full"):
+        same = all(len({r.get(name) for r in (one, other)} - {None}) <= 1 for name in ("mode", "sparsity"))
+        if same and one["select"] == PREDICTOR != other["select"]:
             yield one, other, {"select": one["select"], "against": other["select"], "sparsity": one["sparsity"]}
 
 
@@ -40,9 +35,7 @@ def dots(panels: Sequence[Sequence[Panel]], path: Path, *, title: str) -> None:
     """Draw values from 0 to 1 with their intervals: a line per selection, a colour per sparsity."""
     plt = report.pyplot()
     every = [r for across in panels for panel in across for r in panel.results]
-    several = len({r.get("when") for r in every} - {None}) > 1
-    name_of = lambda r: f"{r['select']}, {r['when']}" if several and r["when"] else r["select"]  # noqa: E731
-    names = list(dict.fromkeys(map(name_of, every)))
+    names = list(dict.fromkeys(r["select"] for r in every))
     sparsities = sorted({r["sparsity"] for r in every if r["sparsity"] is not None})
     height = 0.5 + 0.16 * len(names) * (1 + len(sparsities))
     figure, axes = plt.subplots(
@@ -57,7 +50,7 @@ def dots(panels: Sequence[Sequence[Panel]], path: Path, *, title: str) -> None:
             shift = 0 if dense else (index - (len(sparsities) - 1) / 2) * 0.7 / len(sparsities)
             value, low, high = (r[field] for field in panel[2:])
             drawn = axis.errorbar(
-                value, names.index(name_of(r)) + shift, xerr=[[max(value - low, 0)], [max(high - value, 0)]],
+                value, names.index(r["select"]) + shift, xerr=[[max(value - low, 0)], [max(high - value, 0)]],
                 fmt="osv^D"[index % 5], markersize=4.5, color="#777777" if dense else report.colour(index),
                 elinewidth=1.2,
             )  # fmt: skip

@@ -7,9 +7,9 @@ This is the task of arXiv 2503.07518 (section 4.2, table 2) on pools of our own,
 query head keeps its own tokens.
 
 "generate": the prompt is read in blocks, and the name is decoded greedily. A source selects in decode only, so the
-name's first token is the dense model's. A policy evicts from the prompt on, down to a share of it that includes the
-sinks, at the moments of ``--when`` and ``--evict-every``. The query heads of a group share their tokens, as everywhere
-in the library.
+name's first token is the dense model's. A policy evicts after every block of the prompt, down to a share of it that
+includes the sinks, and as it does by default in decode. The query heads of a group share their tokens, as everywhere in
+the library.
 
 Accuracy is the share of names that are right as a whole, coverage the mean share of a name's tokens that are right.
 Quest's pages hold 4 tokens here, as in the paper, unless its name says otherwise.
@@ -18,10 +18,9 @@ Quest's pages hold 4 tokens here, as in the paper, unless its name says otherwis
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ from evals import answering, command_line, evaluator, report, selections, simula
 from evals.selections import Selection
 from evals.simulator import Simulation
 from kvjax.checks import check_names
-from kvjax.schedule import When, moments
+from kvjax.schedule import moments
 from kvjax.sources import PREDICTOR
 from models import commands, hosts
 from models.commands import run_flags
@@ -50,55 +49,40 @@ PAGE_SIZE = 4
 EXAMPLES = """examples:
   python -m papers coref --select full,oracle,quest,h2o,streaming,random --sparsity 0.5
   python -m papers coref --sparsity 0.3,0.5,0.7 --mode teacher,generate --json coref.json --plot coref.png
-  python -m papers coref --mode generate --select full,h2o,snapkv --when block,prompt,published --evict-every 0
 """
 SNAPKV = "snapkv(window=32,kernel=7,pooling='max')"  # in "generate": its window fits into a block of the prompt
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One line of the table. "full" has no sparsity, and only a policy in "generate" has a moment of eviction."""
+class Setting(NamedTuple):
+    """One line of the table. "full" has no sparsity."""
 
     selection: Selection
     sparsity: float | None
     mode: Mode
-    when: When | None = None
-    evict_every: int | None = None
-
-    @property
-    def moments(self) -> tuple[str, int] | None:
-        """Return when the policy evicts (:func:`kvjax.schedule.moments`); None where nothing is, or it is simulated."""
-        return None if self.when is None else moments(self.selection.policy, self.when, self.evict_every)
 
     def fields(self) -> dict[str, Any]:
-        """Return the setting's fields in a table or a JSON file, with the resolved moments of eviction."""
+        """Return the setting's fields in a table or a JSON file, with the moments at which a policy really evicts."""
+        evicts = self.mode == "generate" and self.selection.policy is not None
         return {
             "select": str(self.selection),
             "sparsity": self.sparsity,
             "mode": self.mode,
-            "when": self.when,
-            "evicts": None if self.moments is None else list(self.moments),
+            "when": "block" if evicts else None,
+            "evicts": list(moments(self.selection.policy, "block", None)) if evicts else None,
         }
 
     def title(self) -> str:
         sparsity = "" if self.sparsity is None else f", sparsity {self.sparsity:g}"
-        return f"{self.selection}{sparsity}, {self.mode}{'' if self.when is None else f', {self.when}'}"
+        return f"{self.selection}{sparsity}, {self.mode}"
 
 
-def make_settings(
-    select: str,
-    sparsities: Sequence[float],
-    modes: Sequence[Mode],
-    moments: Sequence[When] = ("block",),
-    evict_every: int | None = None,
-) -> list[Setting]:
-    """Return all combinations, checked before any work; in "generate", each policy is run at each moment.
+def make_settings(select: str, sparsities: Sequence[float], modes: Sequence[Mode]) -> list[Setting]:
+    """Return all combinations, checked before any work.
 
     Raises:
-        ValueError: a selection, mode or moment is unknown, or a selection for "generate" can only be simulated.
+        ValueError: a selection or mode is unknown, or a selection for "generate" can only be simulated.
     """
     check_names("--mode", modes, get_args(Mode))
-    check_names("--when", moments, get_args(When))
     settings = []
     for mode in dict.fromkeys(modes):
         names = commands.split_list(select)
@@ -108,17 +92,8 @@ def make_settings(
             simulated = selection.name.split("(")[0] in (selections.ORACLE_EVICTION, "rolling_snapkv")
             if mode == "generate" and simulated:
                 raise ValueError(f"{selection.name!r} can only be simulated; leave it out, or give --mode teacher.")
-            of_full: list[float | None] = [None]
-            shares = of_full if selection.name == "full" else list(sparsities)
-            evicts = mode == "generate" and selection.policy is not None
-            at: list[When | None] = [*dict.fromkeys(moments)] if evicts else [None]
-            settings += [
-                Setting(selection, sparsity, mode, when, evict_every if evicts else None)
-                for when in at
-                for sparsity in shares
-            ]
-    for setting in settings:
-        _ = setting.moments  # raises for moments that cannot be, before any work
+            shares: Sequence[float | None] = [None] if selection.name == "full" else sparsities
+            settings += [Setting(selection, sparsity, mode) for sparsity in shares]
     return settings
 
 
@@ -180,10 +155,10 @@ def measure(
     }
 
 
-def compare(results: Sequence[dict[str, Any]], against: Collection[str] = ()) -> list[dict[str, Any]]:
+def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare the selections of :func:`papers.predictor.beside.sides` on the same samples: accuracy and coverage."""
     compared = []
-    for r, other, told in beside.sides(results, against):
+    for r, other, told in beside.sides(results):
         accuracy, coverage = (
             statistics.comparison([ours - theirs for ours, theirs in zip(r[name], other[name], strict=True)])
             for name in ("correct", "covered")
@@ -215,42 +190,18 @@ def _coverage(field: str, form: str) -> list[tuple[str, report.Cell]]:
 def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw accuracy and coverage with intervals: two panels per mode."""
     panels = []
-    for mode in dict.fromkeys(r["mode"] for r in results):
-        own, what = (
-            [r for r in results if r["mode"] == mode],
-            {"teacher": "teacher-forced", "generate": "generated"}[mode],
-        )
-        panels.append(
-            [
-                Panel(f"{what}, accuracy: whole name", own),
-                Panel(f"{what}, coverage: its tokens", own, "coverage", "coverage_low", "coverage_high"),
-            ]
-        )
+    for mode, what in {"teacher": "teacher-forced", "generate": "generated"}.items():
+        if own := [r for r in results if r["mode"] == mode]:
+            coverage = ("coverage", "coverage_low", "coverage_high")
+            accuracy = Panel(f"{what}, accuracy: whole name", own)
+            panels.append([accuracy, Panel(f"{what}, coverage: its tokens", own, *coverage)])
     beside.dots(panels, path, title=f"Co-reference: naming the place again ({results[0]['samples']} samples)")
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     selections.add_flags(flags, select=SELECT, sparsity="0.5", batch=10)
-    flags.add_argument(
-        "--against",
-        metavar="SELECTION",
-        help="what each selection is compared with on the same samples; it is run, too (default: the predictor is "
-        "compared with each other selection)",
-    )
     flags.add_argument("--mode", default="teacher", help="teacher, generate; several by comma")
-    flags.add_argument(
-        "--when",
-        default="block",
-        help="with --mode generate: evict after every block of the prompt (block), once after it (prompt), or as in "
-        "each policy's paper (published); several by comma",
-    )
-    flags.add_argument(
-        "--evict-every",
-        type=int,
-        help="with --mode generate: evict every n decode steps, 0 for never (default: every step, or once per "
-        "observation window)",
-    )
     flags.add_argument("--samples", type=int, default=100)
     command_line.add_shared_flags(flags, "block", "seed")
     run_flags.add_mesh_flags(flags)
@@ -259,16 +210,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, answer the samples, print the table, write JSON and picture."""
     modes: Any = commands.listed("mode", flags.mode, "--mode generate")
-    moments: Any = commands.listed("moment", flags.when, "--when prompt")
-    sparsities = selections.parse_sparsities(flags.sparsity)
-    named = (sparsities, modes, moments, flags.evict_every)
-    settings = make_settings(flags.select if flags.against is None else f"{flags.select},{flags.against}", *named)
-    against = () if flags.against is None else {str(s.selection) for s in make_settings(flags.against, *named)}
-    if "generate" not in modes and (moments != ["block"] or flags.evict_every is not None):
-        raise ValueError(
-            "--when and --evict-every are for --mode generate, but with --mode teacher eviction is simulated token by "
-            "token; add --mode generate, or leave them out."
-        )
+    settings = make_settings(flags.select, selections.parse_sparsities(flags.sparsity), modes)
     command_line.check_least(flags, samples=1, block=1, seed=0)
     selections.check_flags(flags)
     model, tokenizer, networks = selections.load(flags, [setting.selection for setting in settings])
@@ -284,7 +226,7 @@ def command(flags: argparse.Namespace) -> None:
                 measure(model, samples, setting, like=like, block=flags.block, batch=flags.batch, progress=progress)
             )
         progress.set_description("done")
-    comparisons = compare(results, against)
+    comparisons = compare(results)
     report.show(table(results), comparison_table(comparisons))
     figures = {
         "evaluation": "coref",
@@ -319,8 +261,7 @@ def _generation(model, samples, setting, width, most, like, block) -> list[list[
     if selection.source is not None:
         given.update(select=selection.source, sinks=like.sinks)
     elif selection.policy is not None:  # the sinks are kept, within the budget
-        given["policy"] = simulator.with_sinks(selection.policy, like.sinks)
-        given.update(when=setting.when, evict_every=setting.evict_every)
+        given.update(policy=simulator.with_sinks(selection.policy, like.sinks), when="block")
     given["networks"] = read_by(like.networks, selection.policy, selection.source)
     out = models.generate(model, tokens, lengths=lengths, block=block, max_new_tokens=most, end=(), **given)
     return hosts.fetched(out.tokens).tolist()
