@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 import models
-from evals import answering, command_line, evaluator, results, run_settings, texts
+from evals import command_line, evaluator, results, run_settings, texts
+from evals.answering import Feed
 from evals.run_settings import Setting
 from models.commands.programs import make_room
 from papers.choices import endings
@@ -30,66 +31,26 @@ TITLE = "Choices behind a compressed context: the right one found"
 
 
 def answer(
-    model: models.Decoder,
-    samples: Sequence[Sample],
-    settings: Sequence[Setting],
-    *,
-    block: int = 128,
-    batch: int = 8,
-    rows: Sequence[int] | None = None,
-    on_row: Callable[[Setting, int, dict[str, Any]], None] | None = None,
-    aids: answering.Aids = answering.NO_AIDS,
-) -> list[list[dict[str, Any]]]:
-    """Choose for each sample under settings of one question and moment; those that evict once share a prompt.
+    model: models.Decoder, samples: Sequence[Sample], settings: Sequence[Setting], rows: Sequence[int], feed: Feed
+) -> Iterator[tuple[Setting, int, dict[str, Any]]]:
+    """Choose for samples under settings, and yield each setting and row with its record.
 
     Args:
-        samples: results of :func:`papers.choices.tasks.draw`.
-        settings: policies and budgets, of one moment, whose question is known or unknown alike.
-        block, batch: see :func:`papers.choices.endings.likelihoods`.
-        rows: the indices of the samples to answer, all by default.
-        on_row: called with a setting, a sample's number and its record as soon as it is answered.
-        aids: see :func:`evals.answering.answers`.
+        samples, settings, rows, feed: see :func:`papers.choices.endings.likelihoods`.
 
     Returns:
-        For each setting one record per sample: the ``score`` (1 where the right choice is the likeliest), the index
-        that was ``chosen``, the ``log_probability`` of each choice, and the cache's bytes.
+        Records of the ``score`` (1 where the right choice is the likeliest), the index that was ``chosen``, the
+        ``log_probability`` of each choice, and the cache's bytes.
     """
     make_room()
-    given = [samples[row] for row in (range(len(samples)) if rows is None else rows)]
-    numbers = list(range(len(samples))) if rows is None else list(rows)
-    found: list[list[dict[str, Any]]] = [[{} for _ in given] for _ in settings]
-
-    def keep(number: int, place: int, behind: endings.Behind) -> None:
-        sample = given[place]
+    for setting, row, behind in endings.likelihoods(model, samples, settings, rows, feed):
+        sample = samples[row]
         chosen = likeliest(sample, behind.log_probability)
-        found[number][place] = {
-            "score": float(chosen == sample.right),
-            "chosen": chosen,
-            "right": sample.right,
-            "log_probability": behind.log_probability.tolist(),
-            "prompt_tokens": len(sample.tokens),
-            "cache_bytes": behind.cache_bytes,
-            "peak_cache_bytes": behind.peak_cache_bytes,
-        }
-        if on_row is not None:
-            on_row(settings[number], numbers[place], found[number][place])
-
-    unknown = settings[0].question == "unknown"
-    endings.likelihoods(
-        model,
-        [sample.tokens for sample in given],
-        [sample.choices for sample in given],
-        [len(sample.tokens) - sample.context_end for sample in given] if unknown else None,
-        policies=[(aids.policy(setting), setting.budget) for setting in settings],
-        networks=aids.networks,
-        cache_dtype=settings[0].cache_dtype,
-        block=block,
-        when=settings[0].when,
-        batch=batch,
-        width=max((len(sample.tokens) for sample in samples), default=0),
-        on_row=keep,
-    )
-    return found
+        yield setting, row, {
+            "score": float(chosen == sample.right), "chosen": chosen, "right": sample.right,
+            "log_probability": behind.log_probability.tolist(), "prompt_tokens": len(sample.tokens),
+            "cache_bytes": behind.cache_bytes, "peak_cache_bytes": behind.peak_cache_bytes,
+        }  # fmt: skip
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -143,25 +104,20 @@ def make_groups(
 
 def _answer(
     model: models.Decoder, tokenizer: models.Tokenizer, groups: Sequence[evaluator.Group], settings: Sequence[Setting],
-    store: results.Results, *, labels: dict[str, Any], progress: tqdm, feed: answering.Feed,
+    store: results.Results, *, labels: dict[str, Any], progress: tqdm, feed: Feed,
 ) -> None:  # fmt: skip
     """Answer the samples that a store has no record of yet, as :func:`evals.evaluator.run` does for other tasks."""
     for group, together in itertools.product(groups, _of_one_moment(settings)):
         progress.set_description(f"{group.task}, {group.length}, {together[0].title()}")
         about, missing = evaluator.open_samples(group, together, store, labels)
         progress.update(group.size * len(together) - sum(map(len, missing.values())))
-
-        def add(setting: Setting, row: int, record: dict[str, Any], about=about, missing=missing) -> None:
+        asked = [setting for setting, rows in missing.items() if rows]
+        if not asked:
+            continue
+        for setting, row, record in answer(model, group.draw(), asked, sorted(set().union(*missing.values())), feed):
             if row in missing[setting]:
                 store.add([{**about[setting], "sample": row, **record, "prefill": [0, 0], "decode": [0, 0]}])
                 progress.update()
-
-        asked = [setting for setting, rows in missing.items() if rows]
-        rows = sorted(set().union(*missing.values()))
-        if asked:
-            answer(
-                model, group.draw(), asked, rows=rows, on_row=add, block=feed.block, batch=feed.batch, aids=feed.aids
-            )
 
 
 def _of_one_moment(settings: Sequence[Setting]) -> list[list[Setting]]:

@@ -1,11 +1,11 @@
-"""The likelihood of endings of a prompt after the prompt was compressed."""
+"""The likelihood of the choices of a sample after its prompt was compressed."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Unpack
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,17 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 import models
-from evals.answering import batches, padded
-from evals.loglikelihood import BLOCK, log_probabilities, longest_first, width_in_blocks
-from kvjax.chains import policy_of
+from evals.answering import Feed, batches, padded
+from evals.loglikelihood import log_probabilities, longest_first, width_in_blocks
+from evals.run_settings import Setting
 from kvjax.insertion import Cache
-from kvjax.policy import Policy
-from kvjax.schedule import moments
 from models import hosts
-from models.options import EachSettings
+from papers.choices.tasks import Sample
 
 
 class Behind(NamedTuple):
-    """The log-probability of each ending of a prompt, summed over its tokens, in nats; and the bytes of the prompt's
-    cache after compression and at its largest.
+    """The log-probability of each choice, summed over its tokens, in nats; and the bytes of the prompt's cache after
+    compression and at its largest.
     """
 
     log_probability: Float[np.ndarray, "n"]
@@ -35,79 +33,49 @@ class Behind(NamedTuple):
 
 
 def likelihoods(
-    model: models.Decoder,
-    prompts: Sequence[Sequence[int]],
-    ends: Sequence[Sequence[Sequence[int]]],
-    held_back: Sequence[int] | None = None,
-    *,
-    policies: Sequence[tuple[Policy | str | None, int | float | None]] = (("full", None),),
-    batch: int = 8,
-    width: int = 0,
-    on_row: Callable[[int, int, Behind], None] | None = None,
-    **settings: Unpack[EachSettings],
-) -> list[list[Behind]]:
-    """Compute the likelihood of each of a prompt's endings after compression; a prompt is read once for all of them.
+    model: models.Decoder, samples: Sequence[Sample], settings: Sequence[Setting], rows: Sequence[int], feed: Feed
+) -> Iterator[tuple[Setting, int, Behind]]:
+    """Yield the likelihood of each sample's choices, with its setting and row; a prompt is read once for all of them.
 
-    Policies that evict once share the prompt's prefill. Nothing is evicted while an ending is read, as for the tokens
+    Settings that evict once share the prompt's prefill. Nothing is evicted while a choice is read, as for the tokens
     that :func:`evals.loglikelihood.predict` holds back.
 
     Args:
-        prompts: tokens, at least one per prompt.
-        ends: the endings of each prompt: equally many for all prompts, at least one token each.
-        held_back: the number of last tokens of each prompt that are fed after the rest was compressed; nothing is
-            evicted after them.
-        policies: pairs of a policy and its budget; a ratio is one of the prompt.
-        batch: the number of prompts per batch.
-        width: the least number of prompt tokens that the buffers hold, so that calls share compiled programs.
-        on_row: called with the number of a pair, a prompt's number, and its figures as soon as they are known.
-        settings: of :func:`models.prefill_each`.
-
-    Returns:
-        For each pair, the figures of each prompt.
-
-    Raises:
-        ValueError: ``ends`` is not as long as ``prompts``, the prompts differ in their number of endings, or an ending
-            is empty.
+        samples: of one task, so all have equally many choices.
+        settings: policies and budgets, of one moment, whose question is known or unknown alike.
+        rows: the indices of the samples that are wanted.
+        feed: the block, the prompts of a batch, and what the policies need besides the model.
     """
-    counts = {len(row) for row in ends}
-    if len(ends) != len(prompts) or len(counts) > 1 or not all(row and all(row) for row in ends):
-        raise ValueError(
-            f"{len(prompts)} prompts have {len(ends)} lists of {sorted(counts)} endings; give each prompt as many as "
-            "the others, each of at least 1 token."
-        )
-    count, longest = max(counts, default=0), max((len(end) for row in ends for end in row), default=0)
-    sizes = [len(prompt) for prompt in prompts]
-    width = max(width, *sizes, 0)
-    block, when = settings.get("block", BLOCK), settings.get("when") or "prompt"
-    room = model.config.max_positions - longest
-    found: list[list[Behind | None]] = [[None] * len(prompts) for _ in policies]
-    full = [number for number, (policy, _) in enumerate(policies) if policy == "full"]
-    # The full cache reserves slots for the endings, and has no use for a question that is held back.
-    for together in (full[:1], [number for number in range(len(policies)) if number not in full]):
-        asked = [0] * len(prompts) if held_back is None or together == full[:1] else list(held_back)
-        fed_width = width_in_blocks(width, min(asked, default=0), block, room)
-        for rows, fed in batches(model, longest_first(sizes), batch) if together else ():
-            lengths, questions = np.array([sizes[row] for row in fed]), np.array([asked[row] for row in fed])
+    longest = max(len(choice) for row in rows for choice in samples[row].choices)
+    width = max(len(sample.tokens) for sample in samples)  # of all, so that calls share compiled programs
+    full = [setting for setting in settings if setting.policy == "full"]
+    # The full cache reserves slots for the choices, and has no use for a question that is held back.
+    for together in (full[:1], [setting for setting in settings if setting not in full]):
+        if not together:
+            continue
+        whole = together == full[:1]
+        held_back = settings[0].question == "unknown" and not whole
+        asked = [len(samples[row].tokens) - samples[row].context_end if held_back else 0 for row in rows]
+        fed_width = width_in_blocks(width, min(asked), feed.block, model.config.max_positions - longest)
+        for places, filled in batches(model, longest_first([len(samples[row].tokens) for row in rows]), feed.batch):
+            fed = [samples[rows[place]] for place in filled]
             each = models.prefill_each(
-                model, padded([prompts[row] for row in fed], fed_width), lengths=lengths,
-                policies=[policies[number] for number in together],
-                question=questions if questions.any() else None,
-                **settings | EachSettings(reserve=longest if together == full[:1] else 0),
+                model, padded([sample.tokens for sample in fed], fed_width),
+                lengths=np.array([len(sample.tokens) for sample in fed]),
+                policies=[(feed.aids.policy(setting), setting.budget) for setting in together],
+                question=np.array([asked[place] for place in filled]) if held_back else None,
+                networks=feed.aids.networks, cache_dtype=settings[0].cache_dtype, block=feed.block,
+                when=settings[0].when, reserve=longest if whole else 0,
             )  # fmt: skip
-            following = padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
-            counted = np.array([len(end) for row in fed for end in ends[row]])
-            for number, (cache, last) in zip(together, each, strict=True):
-                sums = _sums(model, cache, last, following, counted, count, block)
+            for setting, (cache, last) in zip(together, each, strict=True):
+                ends = [choice for sample in fed for choice in sample.choices]
+                sums = _sums(model, cache, last, padded(ends, longest), [len(end) for end in ends], feed.block)
                 size, slots = cache.nbytes // len(fed), cache.position.size
-                policy = policies[number][0]
-                once = policy == "full" or moments(policy_of(policy), when, 0)[0] == "prompt"
+                once = whole or setting.moments[0] == "prompt"
                 most = max(slots, math.prod(cache.heads_shape) * width) if once else slots
-                for place, row in enumerate(rows):
-                    for one in full if number in full else [number]:
-                        found[one][row] = behind = Behind(sums[place], size, size * most // slots)
-                        if on_row is not None:
-                            on_row(one, row, behind)
-    return [[behind for behind in rows if behind is not None] for rows in found]
+                for own, place in zip(sums.reshape(len(fed), -1), places, strict=False):
+                    for one in full if whole else [setting]:
+                        yield one, rows[place], Behind(own, size, size * most // slots)
 
 
 def _sums(
@@ -115,20 +83,19 @@ def _sums(
     cache: Cache,
     last: Float[Array, "B V"],
     following: Int[np.ndarray, "Bn m"],
-    counted: Int[np.ndarray, "Bn"],
-    count: int,
+    counted: Sequence[int],
     block: int,
-) -> Float[np.ndarray, "B n"]:
-    """Return the log-probability of each row's ``count`` endings after a cache whose next logits are ``last``."""
+) -> Float[np.ndarray, "Bn"]:
+    """Return the log-probability of each row's endings after a cache whose next logits are ``last``."""
+    count, lengths = len(following) // len(last), np.array(counted)
     parts = [_first(last, following[:, :1], count)]
-    longest = following.shape[1]
-    if longest > 1:
+    if following.shape[1] > 1:
         _, hidden = models.hidden_states(
-            model, following, lengths=counted, cache=kvjax.repeat(cache, count), block=block
+            model, following, lengths=lengths, cache=kvjax.repeat(cache, count), block=block
         )
         parts.append(log_probabilities(model, hidden[:, :-1], following[:, 1:], None)[0])
     told = np.concatenate([hosts.fetched(part).astype(np.float64) for part in parts], axis=1)
-    return np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)
+    return np.where(np.arange(told.shape[1]) < lengths[:, None], told, 0).sum(axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="count")

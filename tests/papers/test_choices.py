@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import models
 from evals import loglikelihood, texts
+from evals.answering import Feed
 from evals.run_settings import Setting
 from models import fingerprints
 from papers.choices import command
@@ -84,8 +85,10 @@ def test_of_words_to_recall_the_right_one_stands_in_the_passage(index):
 def test_the_full_cache_chooses_the_likeliest_of_the_whole_sequences(tiny, task):
     model = tiny[0]
     samples = [drawn(task, index) for index in range(3)]
-    records = command.answer(model, samples, [FULL], block=64, batch=2, rows=[2, 0])[0]
-    for sample, record in zip([samples[2], samples[0]], records, strict=True):
+    found = {row: record for _, row, record in command.answer(model, samples, [FULL], [2, 0], Feed(64, 2))}
+    assert set(found) == {0, 2}
+    for row, record in found.items():
+        sample = samples[row]
         rows = loglikelihood.predict(model, [sample.tokens + choice for choice in sample.choices], block=64)
         sums = [row.log_probability[-len(own) :].sum() for row, own in zip(rows, sample.choices, strict=True)]
         assert record["log_probability"] == pytest.approx(sums, abs=1e-3)
