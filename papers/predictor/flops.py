@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +33,7 @@ from models.networks import kinds_for
 from models.parameters import parameter_shapes as model_shapes
 
 KIND: Any = kinds_for(frozenset({"query", "key"}))[0]
-MODELS = {
-    "Llama-3.2-1B": shape("llama-3.2-1b"),
-    "Llama-3.2-3B": shape("llama-3.2-3b"),
-    "Llama-3.1-8B": shape("llama-3.1-8b"),
-}
+MODELS = {name: shape(name.lower()) for name in ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")}
 BLOCK = 128  # tokens of a prompt per step
 SINKS = 4  # read beside the share, as in the paper
 WIDTH = 2  # bytes per number in the floors: bfloat16, for the predictor as well
@@ -57,9 +54,7 @@ def _compiled_cost(function: Callable, *arguments: Any, donate: tuple[int, ...] 
 
 
 class Parts(NamedTuple):
-    """The parts of a forward: the whole model is ``rest`` plus L times ``layer``, the predictor is ``network`` plus
-    L - 1 times ``logits``.
-    """
+    """The parts of a forward: a model is ``rest`` + L ``layer``, a predictor is ``network`` + (L - 1) ``logits``."""
 
     rest: Any  # embedding, last norm, head
     layer: Any
@@ -287,9 +282,41 @@ def reading(name: str, shares: list[float]) -> dict[str, Any]:
     }
 
 
-def prefill_table(results: list[dict[str, Any]]) -> report.Table:
-    """Return a table of what the predictor adds to a forward."""
-    cells: list[tuple[str, report.Cell]] = [
+PREFILL = """What the predictor adds to the model's FLOPs. network: reduction, attention, feed-forward and the two
+projection networks; + logits: and q'.k' in all predicted layers; last: against a model that projects only the last
+token to the vocabulary. The prompt comes in blocks of 128 tokens; attention and logits are over the slots that are
+filled so far, rounded up to quarters of all. The paper's figure 4 gives 1 to 2% of a whole forward's latency and does
+not say what it holds; network is the reading taken for it, as the public code's inference path prefills densely,
+without logits."""
+DECODE_FLOPS = """Of one sequence. network, logits: what the predictor adds to a dense step; 50% and so on: a step
+with predictor and selection over a dense one. Finding the largest logits is not counted."""
+DECODE_BYTES = """MiB in bfloat16, each array read once. weights, K and V: a dense step; network: the predictor's
+weights and the cache of its own attention; k': its keys of all tokens. 50% and so on: all that a step with selection
+reads over a dense step, where each query head gathers its own tokens (in parentheses, where a group's tokens are
+gathered once: if its heads choose the same .. if no two do)."""
+READING = """Numbers for each token and predicted layer: K and V, 2 K D; k', N D'; own, the cache of the
+predictor's own attention, 2 r / (L - 1). largest share: below it selection saves bytes once a context is long enough;
+from: the shortest context that saves. Each query head gathers its own tokens (in parentheses: a group's heads choose
+the same tokens, gathered once)."""
+
+
+def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[report.Table, str]]:
+    """Return each table and its legend by title."""
+
+    def by_share(part: str, field: str, cell: Callable[[dict[str, Any]], str], head: str = "") -> Any:
+        """Return one column per share: its head, and the cell of each result's entry of that share."""
+        return [
+            (f"{head}{entry['share']:.0%}", lambda r, place=place: cell(r[field][place]))
+            for place, entry in enumerate(results[part][0][field])
+        ]
+
+    def mib(*names: str) -> report.Cell:
+        return lambda r: f"{sum(r['bytes'][name] for name in names) / 2**20:,.0f}"
+
+    def length(slots: int | None) -> str:
+        return "never" if slots is None else f"{slots:,}"
+
+    of_forward: list[tuple[str, report.Cell]] = [
         ("model", "{model}"),
         ("tokens", "{tokens:,}"),
         ("GFLOPs", lambda r: f"{r['model_flops'] / 1e9:,.0f}"),
@@ -298,97 +325,38 @@ def prefill_table(results: list[dict[str, Any]]) -> report.Table:
         ("network, last", "{network_share_last_logits:.2%}"),
         ("+ logits, last", "{share_last_logits:.2%}"),
     ]
-    return report.table(results, cells, left=1)
-
-
-def _by_share(results: list[dict[str, Any]], part: str, cell: Callable[[dict[str, Any]], str], head: str = "") -> Any:
-    """Return one column per share: its head, and the cell of each result's entry of that share."""
-    return [
-        (f"{head}{entry['share']:.0%}", functools.partial(lambda place, r: cell(r[part][place]), place))
-        for place, entry in enumerate(results[0][part])
-    ]
-
-
-def decode_flops_table(results: list[dict[str, Any]]) -> report.Table:
-    """Return a table of the FLOPs of a decode step."""
-    cells: list[tuple[str, report.Cell]] = [
+    of_flops: list[tuple[str, report.Cell]] = [
         ("model", "{model}"),
         ("context", "{context:,}"),
         ("GFLOPs", lambda r: f"{r['flops'] / 1e9:.2f}"),
         ("network", lambda r: f"+{r['network_flops'] / r['flops']:.2%}"),
         ("logits", lambda r: f"+{r['importance_flops'] / r['flops']:.2%}"),
-        *_by_share(results, "selections", "{flops_ratio:.3f}".format_map),
+        *by_share("decode", "selections", "{flops_ratio:.3f}".format_map),
     ]
-    return report.table(results, cells, left=1)
-
-
-def decode_bytes_table(results: list[dict[str, Any]]) -> report.Table:
-    """Return a table of a decode step's bytes: the dense step, the predictor's, and selection over the dense step."""
-
-    def mib(*names: str) -> report.Cell:
-        return lambda r: f"{sum(r['bytes'][name] for name in names) / 2**20:,.0f}"
-
     ratios = "{bytes_ratio[heads]:.2f} ({bytes_ratio[same]:.2f}..{bytes_ratio[apart]:.2f})".format_map
-    cells: list[tuple[str, report.Cell]] = [
+    of_bytes: list[tuple[str, report.Cell]] = [
         ("model", "{model}"),
         ("context", "{context:,}"),
         ("weights", mib("weights")),
         ("K and V", mib("cache")),
         ("network", mib("predictor_weights", "predictor_cache")),
         ("k'", mib("importance_keys")),
-        *_by_share(results, "selections", ratios),
+        *by_share("decode", "selections", ratios),
     ]
-    return report.table(results, cells, left=1)
-
-
-def reading_table(results: list[dict[str, Any]]) -> report.Table:
-    """Return a table of the contexts from which selection saves bytes."""
-
-    def length(slots: int | None) -> str:
-        return "never" if slots is None else f"{slots:,}"
-
-    cells: list[tuple[str, report.Cell]] = [
+    of_reading: list[tuple[str, report.Cell]] = [
         ("model", "{model}"),
         ("K, V", "{key_value_numbers:,.0f}"),
         ("k'", "{importance_key_numbers:,.0f}"),
         ("own", "{own_attention_numbers:,.0f}"),
         ("largest share", "{largest_share[heads]:.1%} ({largest_share[same]:.1%})"),
-        *_by_share(
-            results, "break_even", lambda entry: f"{length(entry['heads'])} ({length(entry['same'])})", "from, "
-        ),
+        *by_share("reading", "break_even", lambda e: f"{length(e['heads'])} ({length(e['same'])})", "from, "),
     ]
-    return report.table(results, cells, left=1)
-
-
-LEGENDS = {
-    "prefill": """What the predictor adds to the model's FLOPs. network: reduction, attention, feed-forward and the two
-projection networks; + logits: and q'.k' in all predicted layers; last: against a model that projects only the last
-token to the vocabulary. The prompt comes in blocks of 128 tokens; attention and logits are over the slots that are
-filled so far, rounded up to quarters of all. The paper's figure 4 gives 1 to 2% of a whole forward's latency and does
-not say what it holds; network is the reading taken for it, as the public code's inference path prefills densely,
-without logits.""",
-    "decode_flops": """Of one sequence. network, logits: what the predictor adds to a dense step; 50% and so on: a step
-with predictor and selection over a dense one. Finding the largest logits is not counted.""",
-    "decode_bytes": """MiB in bfloat16, each array read once. weights, K and V: a dense step; network: the predictor's
-weights and the cache of its own attention; k': its keys of all tokens. 50% and so on: all that a step with selection
-reads over a dense step, where each query head gathers its own tokens (in parentheses, where a group's tokens are
-gathered once: if its heads choose the same .. if no two do).""",
-    "reading": """Numbers for each token and predicted layer: K and V, 2 K D; k', N D'; own, the cache of the
-predictor's own attention, 2 r / (L - 1). largest share: below it selection saves bytes once a context is long enough;
-from: the shortest context that saves. Each query head gathers its own tokens (in parentheses: a group's heads choose
-the same tokens, gathered once).""",
-}
-TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], report.Table]]] = {
-    "prefill": ("A forward", prefill_table),
-    "decode_flops": ("FLOPs of a decode step", decode_flops_table),
-    "decode_bytes": ("Bytes of a decode step", decode_bytes_table),
-    "reading": ("Where selection saves bytes", reading_table),
-}
-
-
-def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[report.Table, str]]:
-    """Return each table and its legend by title."""
-    return {title: (table(results[n.split("_")[0]]), LEGENDS[n]) for n, (title, table) in TABLES.items()}
+    return {
+        "A forward": (report.table(results["prefill"], of_forward, left=1), PREFILL),
+        "FLOPs of a decode step": (report.table(results["decode"], of_flops, left=1), DECODE_FLOPS),
+        "Bytes of a decode step": (report.table(results["decode"], of_bytes, left=1), DECODE_BYTES),
+        "Where selection saves bytes": (report.table(results["reading"], of_reading, left=1), READING),
+    }
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -408,15 +376,12 @@ def command(flags: argparse.Namespace) -> None:
     shares = measure.shares("--shares", flags.shares)
     lengths = sorted(measure.whole_numbers("--lengths", flags.lengths))
     contexts = sorted(measure.whole_numbers("--contexts", flags.contexts))
-    parts: dict[str, list[Callable[[], dict[str, Any]]]] = {
-        "prefill": [functools.partial(prefill, name, length) for name in names for length in lengths],
-        "decode": [functools.partial(decode, name, context, shares) for name in names for context in contexts],
-        "reading": [functools.partial(reading, name, shares) for name in names],
+    forwards, steps = (list(itertools.product(names, sizes)) for sizes in (lengths, contexts))
+    results = {
+        "prefill": [prefill(*setting) for setting in commands.progress_bar("forward", over=forwards)],
+        "decode": [decode(*setting, shares) for setting in commands.progress_bar("step", over=steps)],
+        "reading": [reading(name, shares) for name in names],
     }
-    settings = [(part, run) for part, runs in parts.items() for run in runs]
-    results: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
-    for part, run in commands.progress_bar("setting", over=settings):
-        results[part].append(run())
     for title, (table, legend) in tables(results).items():
         print(title, table, legend, "", sep="\n")
     report.write(flags, {"benchmark": "predictor", "sinks": SINKS, "results": results}, {})
