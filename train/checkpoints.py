@@ -94,7 +94,8 @@ class Checkpoints:
 
     def newest(self) -> int | None:
         """Return the step of the newest checkpoint on disk, None without one."""
-        return newest_step(self.manager)
+        self.manager.reload()
+        return max(self.manager.all_steps(), default=None)
 
     def _unwritten(self, error: Exception) -> OSError:
         reason = " ".join(str(error).split())[:160]
@@ -104,12 +105,6 @@ class Checkpoints:
             f"a checkpoint could not be written to {self.folder} ({type(error).__name__}: {reason}); {last}. Make room "
             "and run the same command again to resume."
         )
-
-
-def newest_step(manager: ocp.CheckpointManager) -> int | None:
-    """Return the step of the newest checkpoint on disk, None without one."""
-    manager.reload()
-    return max(manager.all_steps(), default=None)
 
 
 def digest(state: Any) -> int:

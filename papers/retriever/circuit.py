@@ -30,16 +30,12 @@ SHARPNESS = 1.6  # the weights of those norms; the greatest attention logit is t
 NOISE = 0.1  # of ordinary random weights, left on the circuit's matrices
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init_parameters(config: Config, key: Array) -> dict[str, Array]:
     """Return random parameters with the circuit in layers 0 and 1. Nothing else writes to the residual stream.
 
     The config must have query and key norms, at least two layers, and a head_dim of at least 16.
     """
-    return _parameters(config, key)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _parameters(config: Config, key: Array) -> dict[str, Array]:
     E, V = config.hidden_size, config.vocab_size
     key, *subkeys = jax.random.split(key, 1 + len(parameter_shapes(config)))
     parameters = {}

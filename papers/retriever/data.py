@@ -51,7 +51,7 @@ _LANDS = """Ford Hollow Vale Gate Ridge Marsh Hill Point Wood Cross Heath Sands 
 Cliff Stone""".split()
 
 
-def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
+def train_tokenizer() -> Tokenizer:
     """Train a byte-level BPE with one token per digit (including a space before it) and per key word."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -62,12 +62,12 @@ def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=1536,
         special_tokens=[BOS, EOS, PAD],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     sentences = [*prose.sentences("train"), *(template_sentence(rng) for _ in range(4000))]
     corpus = [*sentences, *(f" {sentence}" for sentence in sentences)]  # as the first sentence of a text and as others
     # Repeated, so that the merges of these words come before those of ordinary words.
@@ -129,11 +129,7 @@ def _invented_name(rng: np.random.Generator) -> str:
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """Return the id of BOS, EOS or PAD.
-
-    >>> special_id(train_tokenizer(1536), PAD)
-    2
-    """
+    """Return the id of BOS, EOS or PAD; ValueError for another tokenizer than that of :func:`train_tokenizer`."""
     index = tokenizer.token_to_id(token)
     if index is None:
         raise ValueError(f"the tokenizer has no {token}; use one that train_tokenizer made.")
@@ -153,9 +149,7 @@ class Level(NamedTuple):
     prose: float = 0.05  # share of rows without facts
     library: float = 0.0  # share of their sentences that are sure to be from the haystack's file
     places: float = 0.0  # share of rows in which places are named, and named again later
-    pieces: float = (
-        0.0  # share of those names that are made of any tokens, so that the model learns to repeat every token
-    )
+    pieces: float = 0.0  # share of those names that are made of any tokens, all of which are then repeated at times
     cues: float = 0.0  # share of those names that are repeated after an arbitrary sentence with a colon
     reach: int = 0  # the largest position that jumps between sentences may lead to
 

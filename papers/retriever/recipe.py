@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
@@ -38,13 +37,20 @@ from papers.predictor import coref_task
 from papers.retriever import data
 from papers.retriever.circuit import init_parameters
 from train import folder as folders
-from train.checkpoints import newest_step
+from train.checkpoints import Checkpoints, Progress
 from train.finetune import parameters_of
 from train.interrupts import Interrupts, interrupted
 from train.loop import Options, prefetch
 from train.meter import Meter
 
 Parameters = dict[str, Array]
+
+
+class State(NamedTuple):
+    """Holds what a step changes: the parameters and the optimizer's state."""
+
+    parameters: Parameters
+    optimizer: Any
 
 
 class Phase(NamedTuple):
@@ -76,20 +82,11 @@ def read_recipe() -> tuple[Phase, ...]:
 
 def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
     """Return the config of the model that ships, with the ids of its tokenizer."""
+    # A theta so large that half of each head hardly rotates within 2,048 positions: it matches content at any distance.
     shape: dict[str, Any] = dict(
-        architecture="qwen3",
-        hidden_size=192,
-        intermediate_size=192,
-        num_layers=6,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        # Slow enough that half of each head hardly rotates within 2,048 positions: it matches content at any distance.
-        rope=Rope(theta=1_000_000.0),
-        max_positions=4096,
-        tie_embeddings=True,
-        query_key_norm=True,
-    )
+        architecture="qwen3", hidden_size=192, intermediate_size=192, num_layers=6, num_heads=4, num_kv_heads=2,
+        head_dim=64, rope=Rope(theta=1_000_000.0), max_positions=4096, tie_embeddings=True, query_key_norm=True,
+    )  # fmt: skip
     return Config(
         vocab_size=tokenizer.get_vocab_size(),
         bos=data.special_id(tokenizer, data.BOS),
@@ -102,15 +99,9 @@ def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
 def make_optimizer(rate: Callable[[Array], Array]) -> optax.GradientTransformation:
     """Return an optimizer: Muon for the layers' matrices, Adam for the embedding and the norms."""
     dimensions = optax.contrib.MuonDimensionNumbers
-    matrices = {
-        "layers.query": dimensions(1, (2, 3)),
-        "layers.key": dimensions(1, (2, 3)),
-        "layers.value": dimensions(1, (2, 3)),
-        "layers.output": dimensions((1, 2), 3),
-        "layers.gate": dimensions(1, 2),
-        "layers.up": dimensions(1, 2),
-        "layers.down": dimensions(1, 2),
-    }
+    matrices = {"layers.output": dimensions((1, 2), 3)}
+    matrices |= {f"layers.{name}": dimensions(1, (2, 3)) for name in ("query", "key", "value")}
+    matrices |= {f"layers.{name}": dimensions(1, 2) for name in ("gate", "up", "down")}
     return optax.contrib.muon(
         rate,
         weight_decay=0.01,
@@ -165,7 +156,7 @@ def losses(
 
 
 def make_step(config: Config, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> Callable:
-    """Compile a step: (parameters, optimizer state, batch, weights) -> parameters, optimizer state, losses.
+    """Compile a step: (state, batch, weights) -> state, losses.
 
     A batch is [groups, rows, T]. The groups are split over the devices; each device runs its groups one after the other
     and adds up the gradients. The optimizer's work is split by layers.
@@ -198,14 +189,14 @@ def make_step(config: Config, optimizer: optax.GradientTransformation, mesh: jax
         split = name.startswith("layers.") and array.shape[0] % mesh.size == 0
         return jax.lax.with_sharding_constraint(array, by_layer if split else replicated)
 
-    def step(parameters, state, batch, weights):
-        gradients, parts = gradients_of(parameters, weights, *batch)
+    def step(state, batch, weights):
+        gradients, parts = gradients_of(state.parameters, weights, *batch)
         gradients = {name: share(name, array) for name, array in gradients.items()}
-        updates, state = optimizer.update(gradients, state, parameters)
-        parameters = optax.apply_updates(parameters, updates)
-        return jax.lax.with_sharding_constraint(parameters, replicated), state, parts
+        updates, of_optimizer = optimizer.update(gradients, state.optimizer, state.parameters)
+        parameters = optax.apply_updates(state.parameters, updates)
+        return State(jax.lax.with_sharding_constraint(parameters, replicated), of_optimizer), parts
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=0)
 
 
 def arrange(batch: data.Batch, devices: int) -> tuple[np.ndarray, ...]:
@@ -300,13 +291,9 @@ def measure(config: Config, parameters: Parameters, tokenizer: Tokenizer, count:
         }
         for placement in placements
     }
-    return {
-        "samples": count,
-        "facts": 10,
-        "recall": exact,
-        **_names_summary(names_right(tokens_right, parameters, tokenizer, count)),
-        "perplexity": perplexity(config, parameters, tokenizer),
-    }
+    names = _names_summary(names_right(tokens_right, parameters, tokenizer, count))
+    prose = {"perplexity": perplexity(config, parameters, tokenizer)}
+    return {"samples": count, "facts": 10, "recall": exact, **names, **prose}
 
 
 def _names_summary(names: Sequence[np.ndarray]) -> dict[str, float]:
@@ -367,18 +354,16 @@ def train(
             never for 0.
 
     Raises:
-        ValueError: the checkpoints in ``folder`` are of another model, seed or first step, another run writes there, or
-            ``begin`` has a model of another shape or no log with its last step.
+        ValueError: ``folder`` holds another run or one that is running, or ``begin`` has a model of another shape or no
+            log with its last step.
         FileNotFoundError: ``begin`` has no model.
         KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; the message has its path and the command that resumes.
     """
     parameters, first = init_parameters(config, jax.random.key(seed)), 0
     if begin is not None:
         parameters, first = _read_model(begin, config)
-    invocation, resume = (
-        options.invocation or commands.Invocation("papers.retriever.recipe.train(...)", time.monotonic()),
-        options.resume,
-    )
+    invocation = options.invocation or commands.Invocation("papers.retriever.recipe.train(...)", time.monotonic())
+    resume, say = options.resume, lambda text: print(f"papers.retriever.recipe: {text}.", file=sys.stderr)
     run = {"config": dataclasses.asdict(config), "seed": seed, "first": first, "jax": provenance.settings()}
     folders.check_run(folder, run, (), resume, flag="--work")
     devices = jax.devices()
@@ -388,8 +373,7 @@ def train(
     step_function, tokens_right = make_step(config, optimizer, mesh), make_recall(config)
     everywhere, groups = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
-    parameters = jax.device_put(parameters, everywhere)
-    state = jax.device_put(optimizer.init(parameters), everywhere)
+    state = jax.device_put(State(parameters, optimizer.init(parameters)), everywhere)
     total = sum(phase.steps for phase in recipe)
     last = total if options.stop_after is None else min(total, options.stop_after)
     writer = data.Writer(tokenizer)
@@ -400,22 +384,17 @@ def train(
         folders.begin_run(folder, run, (), resume, {})
         if begin is not None and not (folder / "log.jsonl").exists():
             commands.write_files(folder, {"log.jsonl": (begin / "log.jsonl").read_bytes()})
-        kept = ocp.CheckpointManagerOptions(max_to_keep=options.keep)
-        checkpoints = stack.enter_context(ocp.CheckpointManager((folder / "checkpoints").absolute(), options=kept))
-        start = first
-        if resume and (newest := checkpoints.latest_step()) is not None:
-            target = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"parameters": parameters, "state": state})
-            restored = checkpoints.restore(newest, args=ocp.args.StandardRestore(target))
-            parameters, state, start = restored["parameters"], restored["state"], newest
+        checkpoints = Checkpoints(folder, options.keep, say)
+        stack.callback(checkpoints.close)
+        state, progress = checkpoints.restore(state, Progress(first, None, 0.0))
+        start = progress.step
         made = (
             (step, phase, arrange(writer.batch(phase.level, phase.rows, seed, step), len(devices)))
             for step, phase in plan(recipe, start)
             if step < last
         )
         interrupts = stack.enter_context(Interrupts())
-        meter = Meter(
-            last, start, options.progress_bar, lambda text: print(f"papers.retriever.recipe: {text}.", file=sys.stderr)
-        )
+        meter = Meter(last, start, options.progress_bar, say)
         stack.callback(meter.close)
         timed, seen, totals = time.monotonic(), 0, []
         done = saved = start
@@ -424,15 +403,15 @@ def train(
             nonlocal saved
             if done > saved:
                 with interrupts.held():
-                    checkpoints.save(done, args=ocp.args.StandardSave({"parameters": parameters, "state": state}))
-                    checkpoints.wait_until_finished()
+                    checkpoints.save(state, Progress(done, None, 0.0))
+                    checkpoints.wait()
                     saved = done
 
         try:
             for step, phase, batch in prefetch(made):
                 weights, batch = jnp.array(phase.weights), jax.device_put(batch, groups)
                 with interrupts.held():  # a step deletes what it reads
-                    parameters, state, parts = step_function(parameters, state, batch, weights)
+                    state, parts = step_function(state, batch, weights)
                     done = step + 1
                 totals.append(parts)
                 seen += batch[0].size
@@ -451,19 +430,19 @@ def train(
                     trained = phase.level.length
                     for length in sorted({256, max(trained, 256), min(2 * trained, 2048)}):
                         facts = 6 if length < 512 else 10
-                        right = recall(tokens_right, parameters, tokenizer, length, count=32, facts=facts)
+                        right = recall(tokens_right, state.parameters, tokenizer, length, count=32, facts=facts)
                         line = {"step": done, "recall_length": length, "recall": float(right.all(-1).mean())}
                         _log(folder, line | {"digits": right.mean(0).round(3).tolist()})
                     if phase.level.places:
-                        names = names_right(tokens_right, parameters, tokenizer, 32)
+                        names = names_right(tokens_right, state.parameters, tokenizer, 32)
                         _log(folder, {"step": done} | _names_summary(names))
                     timed = time.monotonic()
         except KeyboardInterrupt:
             meter.close()
             with contextlib.suppress(KeyboardInterrupt):
                 save()
-            raise interrupted(folder, newest_step(checkpoints), invocation, resume) from None
-    return parameters
+            raise interrupted(folder, checkpoints.newest(), invocation, resume) from None
+    return state.parameters
 
 
 def _read_model(folder: Path, config: Config) -> tuple[Parameters, int]:

@@ -88,8 +88,10 @@ def test_devices_add_up_their_gradients_and_losses(monkeypatch, config):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     tokens, shares = np.arange(8.0).reshape(2, 2, 2), np.ones((2, 2, 2, len(data.KINDS)))
     step, batch = recipe.make_step(config, optax.sgd(1.0), mesh), (tokens, tokens, tokens, shares)
-    after, _, parts = step({"w": np.float32(3)}, optax.sgd(1.0).init({"w": 0.0}), batch, np.eye(len(data.KINDS))[0])
-    assert after["w"] == 3 - tokens.sum() and np.asarray(parts).tolist() == [3 * tokens.sum()] * len(data.KINDS)
+    state = recipe.State({"w": np.float32(3)}, optax.sgd(1.0).init({"w": 0.0}))
+    after, parts = step(state, batch, np.eye(len(data.KINDS))[0])
+    assert after.parameters["w"] == 3 - tokens.sum()
+    assert np.asarray(parts).tolist() == [3 * tokens.sum()] * len(data.KINDS)
 
 
 def test_recall_reads_the_answers_places(config, tokenizer):
