@@ -284,11 +284,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Run the parts, and after each write the JSON file and the page.
-
-    Raises:
-        ValueError: there is no accelerator or no such model, a part's name is unknown, or a part failed.
-    """
+    """Run the parts, and after each write the JSON file and the page."""
     command_line.check_least(flags, seconds=1)
     if flags.model and Path(flags.model).exists():
         flags.model = str(Path(flags.model).resolve())

@@ -127,8 +127,7 @@ def labels(kind: str, name: str, setting: steps.Setting, prompt: int) -> dict[st
 def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[dict[str, Any]]:
     """Split a step for each shape, batch and budget: milliseconds of model, eviction and scoring, and ratios.
 
-    Args:
-        by: "milliseconds", or "processor" for the processor's time of the records that have it.
+    ``by`` is "milliseconds", or "processor" for the processor's time of the records that have it.
     """
     found = []
     timed = [r for r in results if r.get(by) is not None and r.get("budget") is not None]
@@ -229,11 +228,7 @@ def add_step_flags(flags: argparse.ArgumentParser, name: str) -> None:
 
 
 def step_grid(flags: argparse.Namespace) -> Grid:
-    """Check the common flags and return what :func:`sweep` times.
-
-    Raises:
-        ValueError: a shape or policy is unknown, a number is invalid, or a prompt is shorter than a budget.
-    """
+    """Check the common flags and return what :func:`sweep` times."""
     if not kvjax.parse(flags.policy).allocation.even:
         raise ValueError(f"--policy is {flags.policy}, but here all heads have the same budget; leave out its '@'.")
     full = [] if flags.full == "none" else measure.whole_numbers("--full", flags.full)

@@ -36,23 +36,7 @@ POLICIES = "full,recency,snapkv,kvzip,kvzip@model(normalise=False,cap=8)"
 
 
 def peak_bytes(model: models.Decoder, prompt: tuple[int, int], options: models.Options) -> int:
-    """Return the bytes that a compiled prefill of so many rows and tokens takes beside weights and prompt.
-
-    Nothing runs.
-
-    Example:
-        >>> from flax import nnx
-        >>> import models
-        >>> from benchmarks.fixed_memory import peak_bytes
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> options = models.Options("recency", budget=16, block=8)
-        >>> short, long = (
-        ...     peak_bytes(model, (1, tokens), options) for tokens in (256, 512)
-        ... )
-        >>> short == long
-        True
-    """
+    """Return the bytes that a compiled prefill of so many rows and tokens takes beside weights and prompt."""
     given = check_prompt(model, np.zeros(prompt, np.int32), None, None)
     run, sizes, fed = engine.prepare(model, given, options)
     program = one_program.prefill_at_once.lower(run, sizes, fed, None).compile()
@@ -80,9 +64,8 @@ def measurements(
 ) -> Iterator[dict[str, Any]]:
     """Compile a prefill for each policy, moment and prompt, time those of at most ``longest`` tokens, yield records.
 
-    Args:
-        prompts: rows that are fed together, and the tokens of each.
-        like: the budget, the block, and the networks that the policies read.
+    ``prompts`` are rows that are fed together, and the tokens of each. ``like`` has the budget, the block, and the
+    networks that the policies read.
     """
     arms = [(name, when) for name in policies for when in (["block"] if name == "full" else moments)]
     # Policies take turns, so that what slows a machine down for a while slows all of them.

@@ -31,41 +31,17 @@ def keys_and_values(slots: int, D: int, width: int) -> int:
 
 
 def attention_flops(B: int, T: int, N: int, S: int, D: int) -> int:
-    """Return the FLOPs of both products of all queries with all slots.
-
-    Example:
-        >>> from benchmarks import floors
-        >>> floors.attention_flops(1, 3, 2, 5, 4)
-        480
-    """
+    """Return the FLOPs of both products of all queries with all slots."""
     return 4 * B * T * N * S * D
 
 
 def mse_bytes(B: int, T: int, N: int, K: int, D: int, F: int, width: int) -> int:
-    """Return the bytes of reading the model's and the predictor's queries and keys once, and writing two gradients.
-
-    Example:
-        >>> from benchmarks import floors
-        >>> # 480 of the model, 160 of the predictor twice, 4 bytes each
-        >>> floors.mse_bytes(1, 10, 4, 2, 8, 2, 4)
-        3200
-    """
+    """Return the bytes of reading the model's and the predictor's queries and keys once, and writing two gradients."""
     return B * T * ((N + K) * D + 4 * N * F) * width
 
 
 def weight_numbers(config: Config) -> Parts:
-    """Return the number of weights that a step reads: all but the embedding's table where it is untied.
-
-    Example:
-        >>> from benchmarks import floors
-        >>> from benchmarks.shapes import shape
-        >>> rest, layer = floors.weight_numbers(shape("llama-3.1-8b"))
-        >>> (
-        ...     rest == 128_256 * 4096 + 4096,
-        ...     layer == 4096 * (2 * 4096 + 2 * 1024 + 3 * 14_336 + 2),
-        ... )
-        (True, True)
-    """
+    """Return the number of weights that a step reads: all but the embedding's table where it is untied."""
     sizes = {name: math.prod(size) for name, size in parameter_shapes(config).items()}
     layers = sum(count for name, count in sizes.items() if name.startswith("layers."))
     head = sizes["embedding"] if config.tie_embeddings else sizes["head"]
@@ -81,14 +57,8 @@ def step_bytes(config: Config, batch: int, tokens: int, width: int) -> tuple[int
 
 def product_flops(config: Config, tokens: int, slots: int, outputs: int) -> Parts:
     """Return the FLOPs, 2 m n k per product, of ``tokens`` queries over ``slots``, with ``outputs`` tokens' logits."""
-    E, F, N, K, D = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-    )
-    weights = 2 * E * N * D + 2 * E * K * D + 3 * E * F
+    E, N, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    weights = 2 * E * N * D + 2 * E * K * D + 3 * E * config.intermediate_size
     return Parts(2 * outputs * E * config.vocab_size, 2 * tokens * weights + attention_flops(1, tokens, N, slots, D))
 
 

@@ -229,11 +229,7 @@ def _implementations_here(operation: str) -> list[str]:
 
 
 def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> list[str]:
-    """Return the implementations of an operation to run; "auto" stands for all that "auto" takes here.
-
-    Raises:
-        ValueError: an implementation does not exist, or cannot run on this device.
-    """
+    """Return the implementations of an operation to run; "auto" stands for all that "auto" takes here."""
     here = _implementations_here(operation)
     if asked == "auto":
         return here
@@ -295,11 +291,7 @@ def _function_of(operation: str, implementation: str, *, interpret: bool) -> Cal
 def measurement(
     case: Case, implementations: Sequence[str], timing: measure.Timing, *, interpret: bool = False
 ) -> list[dict[str, Any]]:
-    """Time a case's implementations in turns on the same arrays; one that cannot run has a refusal in its record.
-
-    Raises:
-        benchmarks.measure.DoesNotFit: the arrays take more memory than is free.
-    """
+    """Time a case's implementations in turns on the same arrays; one that cannot run has a refusal in its record."""
     shapes = jax.eval_shape(case.make)
     measure.check_fits(measure.tree_bytes(shapes), f"{case.operation} ({case.case})", timing.free)
     programs, records = dict[str, jax.stages.Compiled](), list[dict[str, Any]]()
@@ -341,11 +333,7 @@ def sweep(
     implementations: str = "auto",
     interpret: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of all cases of all shapes; that of a case that does not fit in memory has a refusal.
-
-    Raises:
-        ValueError: an implementation is unknown or cannot run here, or nothing is left to run.
-    """
+    """Yield the records of all cases of all shapes; that of a case that does not fit in memory has a refusal."""
     configs = {name: shape(name) for name in shapes}
     chosen = {name: chosen_implementations(implementations, name, interpret=interpret) for name in OPERATIONS}
     settings = [

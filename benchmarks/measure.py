@@ -27,17 +27,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Times(NamedTuple):
-    """Milliseconds of one call: the median of the repetitions, the lowest, and the quartiles ``low`` and ``high``.
+    """Milliseconds of one call over all repetitions."""
 
-    ``processor``: the median of the processor's time, of all threads together, which is steadier on a CPU that other
-    programs use, too; None on an accelerator.
-    """
-
-    milliseconds: float
+    milliseconds: float  # the median
     lowest: float
-    low: float
+    low: float  # the quartiles
     high: float
-    processor: float | None
+    processor: float | None  # the median of all threads' time, steadier on a busy CPU; None on an accelerator
     repetitions: int
 
 
@@ -66,11 +62,7 @@ def take_turns(
 ) -> dict[str, Times]:
     """Time programs after one warm-up call each; they take turns, so that a busy machine slows all of them alike.
 
-    Args:
-        calls: the number of timed calls inside one call of a program; the times are per timed call.
-
-    Raises:
-        ValueError: ``repetitions`` is below 1.
+    ``calls`` is the number of timed calls inside one call of a program; the times are per timed call.
     """
     if repetitions < 1:
         raise ValueError(f"{repetitions} repetitions were asked for; give at least 1.")
@@ -116,14 +108,9 @@ def loop(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 def executable(
     function: Callable[..., Any], *shapes: Any, what: str, free: float, donate: Sequence[int] = ()
 ) -> jax.stages.Compiled:
-    """Compile for abstract arguments, and check that they and the program fit in memory.
+    """Compile for abstract arguments; DoesNotFit if they or the program take more than ``free`` bytes.
 
-    Args:
-        what: the program's name in the error.
-        free: the bytes that it may take, including its arguments.
-
-    Raises:
-        DoesNotFit: the arguments or the program need more than ``free``.
+    ``what`` is the program's name in the error.
     """
     check_fits(tree_bytes(shapes), what, free)
     program = jax.jit(function, donate_argnums=tuple(donate)).lower(*shapes).compile()
@@ -141,16 +128,7 @@ def check_fits(needed: float, what: str, free: float) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as text for a record: its first line, after its type unless the error is our own.
-
-    Example:
-        >>> from benchmarks.measure import reason_of
-        >>> (
-        ...     reason_of(ValueError("too wide\\nat line 7")),
-        ...     reason_of(NotImplementedError("no float64")),
-        ... )
-        ('ValueError: too wide', 'no float64')
-    """
+    """Return an error as text for a record: its first line, after its type unless the error is our own."""
     text = (str(error).splitlines() or [""])[0]
     return text if isinstance(error, DoesNotFit | NotImplementedError) else f"{type(error).__name__}: {text}"
 
@@ -163,12 +141,8 @@ def tree_bytes(tree: Any) -> int:
 def program_bytes(program: jax.stages.Compiled) -> int:
     """Return the bytes that a compiled program takes while it runs: arguments, results and temporary arrays."""
     memory: Any = program.memory_analysis()
-    return (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
 
 
 def free_bytes() -> float:
@@ -245,20 +219,16 @@ def add_json_flag(flags: argparse.ArgumentParser, name: str) -> None:
 
 
 class Timing(NamedTuple):
-    """A benchmark's way to measure: calls per program, repetitions, bytes that may be taken, the device's limits, and a
-    note on the run.
-    """
+    """A benchmark's way to measure: calls per program, repetitions, bytes that may be taken, the device's limits."""
 
     calls: int
     repetitions: int
     free: float
     limits: Device
-    note: str = ""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings for a results file."""
-        found = {"calls": self.calls, "repetitions": self.repetitions, "limits": self.limits._asdict()}
-        return found | ({"note": self.note} if self.note else {})
+        return {"calls": self.calls, "repetitions": self.repetitions, "limits": self.limits._asdict()}
 
 
 def add_timing_flags(flags: argparse.ArgumentParser, name: str) -> None:
@@ -267,16 +237,11 @@ def add_timing_flags(flags: argparse.ArgumentParser, name: str) -> None:
     flags.add_argument("--repetitions", type=int, help="runs of a timed program (default: 10, on a CPU 5)")
     flags.add_argument("--memory", type=float, help="GiB that may be taken (default: all free memory)")
     flags.add_argument("--tiny", action="store_true", help="smallest shape and sizes, to check that everything runs")
-    flags.add_argument("--note", default="", help="a note beside the figures, such as: other work ran on the machine")
     add_json_flag(flags, name)
 
 
 def timing(flags: argparse.Namespace) -> Timing:
-    """Check the flags and measure the device's limits.
-
-    Raises:
-        ValueError: a number is below 1, or the memory is not above 0.
-    """
+    """Check the flags and measure the device's limits."""
     fast = on_accelerator()
     calls = flags.calls if flags.calls is not None else 1 if flags.tiny else 16 if fast else 2
     repetitions = flags.repetitions if flags.repetitions is not None else 1 if flags.tiny else 10 if fast else 5
@@ -284,7 +249,7 @@ def timing(flags: argparse.Namespace) -> Timing:
     if flags.memory is not None and not flags.memory > 0:
         raise ValueError(f"--memory is {flags.memory}; give a number of GiB above 0.")
     free = free_bytes() if flags.memory is None else flags.memory * 2**30
-    return Timing(calls, repetitions, free, device(tiny=flags.tiny), flags.note)
+    return Timing(calls, repetitions, free, device(tiny=flags.tiny))
 
 
 def write(
@@ -296,11 +261,9 @@ def write(
     *,
     done: bool = False,
 ) -> None:
-    """Write a benchmark's results and their provenance, if a path was given.
+    """Write a benchmark's results and their provenance, if a path was given; ``done``: and print it.
 
-    Args:
-        digests: fingerprints of a model that was loaded; other weights are drawn at random from fixed keys.
-        done: print the path, too.
+    ``digests`` are those of a model that was loaded; other weights are drawn at random from fixed keys.
     """
     if flags.json is not None:
         flags_of = {"XLA_FLAGS": os.environ["XLA_FLAGS"]} if os.environ.get("XLA_FLAGS") else {}
@@ -357,33 +320,19 @@ def table(records: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, repor
     return report.table(records, told, left=left, notes=list(reasons))
 
 
-def whole_numbers(name: str, text: str, low: int = 1) -> list[int]:
-    """Parse a command line's list of integers.
-
-    Raises:
-        ValueError: a part is not an integer, or is below ``low``.
-
-    Example:
-        >>> from benchmarks.measure import whole_numbers
-        >>> whole_numbers("--batches", "1,8")
-        [1, 8]
-    """
-    found = []
-    for part in commands.split_list(text):
-        if not part.isdecimal() or int(part) < low:
-            raise ValueError(f"{name} has {part!r}; give whole numbers from {low}, separated by commas.")
-        found.append(int(part))
+def whole_numbers(name: str, text: str) -> list[int]:
+    """Parse a command line's list of integers from 1."""
+    found = commands.split_list(text)
+    for part in found:
+        if not part.isdecimal() or int(part) < 1:
+            raise ValueError(f"{name} has {part!r}; give whole numbers from 1, separated by commas.")
     if not found:
         raise ValueError(f"{name} is {text!r}; give at least one number.")
-    return found
+    return [int(part) for part in found]
 
 
 def shares(name: str, text: str) -> list[float]:
-    """Parse a command line's list of shares.
-
-    Raises:
-        ValueError: there is none, or a part is not between 0 and 1.
-    """
+    """Parse a command line's list of shares between 0 and 1."""
     found = [commands.parse_budget(part) for part in commands.split_list(text)]
     if not found or any(isinstance(share, int) for share in found):
         raise ValueError(f"{name} is {text!r}; give shares of the tokens between 0 and 1, such as 0.5,0.1.")
@@ -391,21 +340,7 @@ def shares(name: str, text: str) -> list[float]:
 
 
 def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table of each record's time over its time in an older file; a record of only one file has no ratio.
-
-    Example:
-        >>> from benchmarks.measure import ratio_table
-        >>> print(
-        ...     ratio_table(
-        ...         [{"name": "step", "milliseconds": 2.0}],
-        ...         [{"name": "step", "milliseconds": 4.0}],
-        ...     )
-        ... )
-        row                  before ms  now ms  now / before
-        -------------------  ---------  ------  ------------
-        step                     4.000   2.000         0.500
-        geometric mean of 1                            0.500
-    """
+    """Return a table of each record's time over its time in an older file; a record of only one file has no ratio."""
     before = {record["name"]: record["milliseconds"] for record in old if record.get("milliseconds")}
     lines = []
     for record in results:

@@ -14,13 +14,7 @@ from typing import Any, TextIO
 def timing(begin: Callable[[], int], step: Callable[[int], int], steps: int) -> dict[str, Any]:
     """Time a prompt up to its first new token, and the mean of the steps after it, by the clock and the processor.
 
-    Args:
-        begin: reads the prompt and returns the first token.
-        step: reads a token and returns the next.
-        steps: the number of tokens after the first.
-
-    Returns:
-        The four times in seconds, and the tokens.
+    ``begin`` reads the prompt and returns the first token, ``step`` reads a token and returns the next.
     """
     started, worked = time.perf_counter(), time.process_time()
     tokens = [begin()]
@@ -38,11 +32,7 @@ def timing(begin: Callable[[], int], step: Callable[[int], int], steps: int) -> 
 
 
 def serve(run: Callable[[], dict[str, Any]], versions: dict[str, str], answers: TextIO | None = None) -> None:
-    """Write a line of JSON with the versions, and then one with the result of a run for each line that it reads.
-
-    Args:
-        answers: where to write; standard output if None.
-    """
+    """Write a line of JSON with the versions, and then one with the result of a run for each line that it reads."""
     print(json.dumps({"versions": versions, "python": sys.version.split()[0]}), file=answers, flush=True)
     for _ in sys.stdin:
         print(json.dumps(run()), file=answers, flush=True)

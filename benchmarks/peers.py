@@ -60,11 +60,7 @@ LLAMA_CPP = Environment("llama_cpp", "--llama-cpp", "KVJAX_LLAMA_CPP", "llama-cp
 
 
 def checked_environment(python: str | None, wanted: Environment = KVPRESS) -> str:
-    """Find the interpreter that has the package of a side.
-
-    Raises:
-        ValueError: no interpreter was named, or it lacks the package; the message says how to make one.
-    """
+    """Find the interpreter that has the package of a side, or say how to make one (ValueError)."""
     how = (
         f"make one with `python3.11 -m venv peers && peers/bin/pip install {wanted.packages}` and name it with "
         f"{wanted.flag} peers/bin/python or {wanted.variable}=peers/bin/python."
@@ -87,9 +83,7 @@ def checked_environment(python: str | None, wanted: Environment = KVPRESS) -> st
 def sides(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None) -> dict[str, list[str]]:
     """Return the command to start for each side; the first side is the one that the others are compared with.
 
-    Args:
-        given: the arguments of all sides; a budget of None is the full cache.
-        kvpress, llama_cpp: the interpreters that have them.
+    ``given`` are the arguments of all sides; a budget of None is the full cache. The others are interpreters.
     """
     full = given["budget"] is None
     started = {FULL_PEER if full else PEER: [kvpress, "-m", "benchmarks.peer_kvpress", json.dumps(given)]}
@@ -190,13 +184,7 @@ def table(records: Sequence[Mapping[str, Any]], what: str) -> report.Table:
 
 
 def heading(settings: Mapping[str, Any]) -> str:
-    """Return the heading of a results file in the report.
-
-    Example:
-        >>> from benchmarks import peers
-        >>> peers.heading({"model": None, "shape": "small", "prompt": 2048})
-        'Beside other libraries: random weights (small), a prompt of 2,048 tokens'
-    """
+    """Return the heading of a results file in the report."""
     what = settings.get("model") or f"random weights ({settings['shape']})"
     return f"Beside other libraries: {what}, a prompt of {settings['prompt']:,} tokens"
 

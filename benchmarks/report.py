@@ -130,11 +130,7 @@ TARGETS = (
 
 
 def documents(folder: Path) -> list[Document]:
-    """Read the results files of a folder, in a fixed order.
-
-    Raises:
-        ValueError: the folder holds no results, or a file is no results file.
-    """
+    """Read the results files of a folder, in a fixed order; ValueError for a file of another kind."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -180,8 +176,6 @@ def section(document: Document) -> str:
         made += f"{settings['calls']} calls"
     if settings.get("XLA_FLAGS"):
         made += f". XLA_FLAGS={settings['XLA_FLAGS']}"
-    if settings.get("note"):
-        made += f". {settings['note']}"
     heading = module.heading(settings) if hasattr(module, "heading") else document["file"].removesuffix(".json")
     text = f"## {heading}\n\n{made}.\n"
     for title, (table, legend) in tables.items():

@@ -50,21 +50,13 @@ PUBLISHED = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-8b")
 
 
 def shape(name: str) -> models.Config:
-    """Return the shape of that name.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Return the shape of that name; ValueError for an unknown one."""
     check_names("shape", name, SHAPES)
     return SHAPES[name]
 
 
 def names_of(flags: argparse.Namespace) -> list[str]:
-    """Return the shapes that a command's ``--shapes`` and ``--tiny`` ask for; by default those that suit the device.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """Return the shapes that a command's ``--shapes`` and ``--tiny`` ask for; by default those that suit the device."""
     if flags.tiny:
         return ["tiny"]
     asked = flags.shapes or ("small" if jax.default_backend() == "cpu" else ",".join(PUBLISHED))

@@ -159,8 +159,7 @@ def _fates(found: Sequence[str], expected: Sequence[str]) -> dict[str, int]:
 def kill_figures(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str, Any]]:
     """Kill `models.batch` at random moments, start it again, and compare its answers with a run's that nothing killed.
 
-    The moments are drawn over the time of the whole run, so most kills fall before the first answer or between answers.
-    A file that is done is begun anew.
+    The moments are drawn over the time of the whole run; a file that is done is begun anew.
     """
     rng = random.Random(2)
     counts: Counter[str] = Counter()

@@ -70,48 +70,29 @@ def abstract_model(config: Config, dtype: DTypeLike) -> models.Decoder:
 
 
 def random_model(config: Config, dtype: DTypeLike, *, free: float) -> models.Decoder:
-    """Return a decoder with random weights, the same in all layers, and with room for any prompt.
-
-    Raises:
-        benchmarks.measure.DoesNotFit: its weights take more memory than is free.
-    """
+    """Return a decoder with random weights, the same in all layers, and with room for any prompt."""
     needed = measure.tree_bytes(abstract_model(config, dtype))
     measure.check_fits(needed, "the model", free)
     return models.Decoder(unbounded(config), random_parameters(config, dtype))
 
 
 def random_parameters(config: Config, dtype: DTypeLike) -> dict[str, Array]:
-    """Return random weights by name, the same in all layers: drawing those of one takes a CPU seconds.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from benchmarks import steps
-        >>> from benchmarks.shapes import shape
-        >>> steps.random_parameters(shape("tiny"), jnp.float32)["embedding"].shape
-        (256, 128)
-    """
+    """Return random weights by name, the same in all layers: drawing those of one takes a CPU seconds."""
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def draw(key: Array, size: tuple[int, ...], layers: bool) -> Array:
-        if layers:
-            return jnp.broadcast_to(0.02 * jax.random.normal(key, size[1:], dtype), size)
-        return 0.02 * jax.random.normal(key, size, dtype)
+        return jnp.broadcast_to(0.02 * jax.random.normal(key, size[layers:], dtype), size)
 
-    parameters = {}
-    for number, (name, size) in enumerate(parameter_shapes(config).items()):
-        if name.endswith("norm"):
-            parameters[name] = jnp.ones(size, dtype)
-        else:
-            parameters[name] = draw(jax.random.key(number), size, name.startswith("layers."))
-    return parameters
+    return {
+        name: jnp.ones(size, dtype)
+        if name.endswith("norm")
+        else draw(jax.random.key(number), size, name.startswith("layers."))
+        for number, (name, size) in enumerate(parameter_shapes(config).items())
+    }
 
 
 def shapes(setting: Setting, prompt: int) -> tuple[Run, Any]:
-    """Return a setting's run as `models` plans it, and its cache, with abstract arrays; nothing is allocated.
-
-    Raises:
-        ValueError: the policy or the budget is invalid.
-    """
+    """Return a setting's run as `models` plans it, and its cache, with abstract arrays; nothing is allocated."""
     keeps = setting.policy is None
     length = setting.held(prompt) if keeps else prompt
     prompts = CheckedPrompt(Text.of(np.zeros((setting.batch, length), np.int8)))
@@ -154,16 +135,10 @@ class Program(NamedTuple):
 
 
 def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: float) -> Program:
-    """Compile ``calls`` decode steps, or as many blocks, in a loop, before anything is allocated.
+    """Compile ``calls`` decode steps (at most a block of them), or as many blocks, before anything is allocated.
 
     With a budget, the program does not depend on the prompt's length.
-
-    Raises:
-        ValueError: the policy or the budget is invalid, or ``calls`` is larger than a block.
-        benchmarks.measure.DoesNotFit: weights, cache and program take more memory than is free.
     """
-    if kind == "decode" and calls > setting.block:
-        raise ValueError(f"{calls} decode steps per call were asked for; give at most {setting.block}, the block.")
     run, cache = shapes(setting, prompt)
     config, keeps = run.model.config, setting.policy is None
     tokens = jnp.zeros((setting.batch, 1 if kind == "decode" else setting.block), jnp.int32)

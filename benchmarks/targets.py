@@ -12,21 +12,12 @@ import jax
 from kvjax import install
 
 # With these, libtpu asks no metadata server, and lets other processes, such as test workers, load it, too.
-_WITHOUT_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+_WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 @functools.cache
 def tpu_chips(topology: str) -> tuple[Any, ...]:
-    """Return the chips of a TPU topology, such as "v5e:2x4", to compile for and not to run on.
-
-    Raises:
-        ImportError: libtpu is not installed.
-        ValueError: libtpu does not know the topology.
-    """
+    """Return the chips of a TPU topology, such as "v5e:2x4", to compile for and not to run on."""
     try:
         import libtpu  # type: ignore # noqa: F401
     except ImportError as error:
@@ -60,19 +51,14 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 @functools.cache
 def gpu_chip() -> Any:
-    """Return an H100 to compile for and not to run on.
-
-    Raises:
-        ImportError: JAX's plugin for CUDA is not installed.
-    """
+    """Return an H100 to compile for and not to run on."""
     from jax.experimental import topologies
 
     try:
         return topologies.get_topology_desc(platform="cuda", target_config=_H100, topology="1x1x1").devices[0]
     except NotImplementedError as error:
-        raise ImportError(
-            f"compiling for a GPU needs no GPU, but {install.needed(["JAX's plugin for CUDA"], 'cuda')}"
-        ) from error
+        needed = install.needed(["JAX's plugin for CUDA"], "cuda")
+        raise ImportError(f"compiling for a GPU needs no GPU, but {needed}") from error
 
 
 def executable(program: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:

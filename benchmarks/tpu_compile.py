@@ -147,9 +147,6 @@ def mesh_of(topology: str, config: models.Config | None = None) -> Mesh:
     """Return the decoder's mesh over all chips of a topology; over one of them without a config.
 
     As many chips as divide the KV heads are along "tensor". Where chips are left, they split experts.
-
-    Raises:
-        ValueError: the model has no experts for the chips that its heads leave.
     """
     chips = np.array(tpu_chips(topology))
     if config is None:
