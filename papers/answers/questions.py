@@ -96,15 +96,7 @@ def counts(rng: np.random.Generator) -> Draft:
 
 
 def quotations(rng: np.random.Generator) -> Draft:
-    """Hide sentences about keys, and ask for them word by word.
-
-    Example:
-        >>> import numpy as np
-        >>> from papers.answers import questions
-        >>> hidden, asked = questions.quotations(np.random.default_rng(0))
-        >>> sorted(answer for _, answer in asked) == sorted(hidden)
-        True
-    """
+    """Hide sentences about keys, and ask for them word by word."""
     said = ("{} was last seen near the {}.", "Nobody asked {} about the {}.", "They gave {} a {} and went home.")
     firsts, seconds = rng.permutation(prose.ADJECTIVES)[:4], rng.permutation(prose.NOUNS)
     named = [f"the {first} {second}" for first, second in zip(firsts, seconds, strict=False)]
@@ -125,11 +117,9 @@ FAMILIES: dict[str, tuple[Callable[[np.random.Generator], Draft], float]] = {
 
 
 def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, sentences: Sequence[str] = ()) -> Row:
-    """Make a row of at most ``length`` tokens, prompt and answer.
+    """Make a row of at most ``length`` tokens, prompt and answer, from its seed and number.
 
-    Args:
-        seed: the row is a function of it and of ``number``.
-        sentences: those of a text; a fifth of the rows then ask how one of them goes on.
+    Where ``sentences`` of a text are given, a fifth of the rows ask how they go on.
 
     Raises:
         ValueError: no question fits into the length.
@@ -164,10 +154,8 @@ def _row(text: str, asked: Sequence[Turn], family: str) -> Row:
 def _size(tokenizer: models.Tokenizer, text: str, asked: Sequence[Turn]) -> int:
     """Count the tokens of a row: those of its prompts and answers, and the end token."""
     row = _row(text, asked, "")
-    parts = [row.answer, *itertools.chain(*row.more)]
-    return (
-        len(tokenizer.encode(row.prompt)) + sum(len(tokenizer.encode(p, add_special_tokens=False)) for p in parts) + 1
-    )
+    rest = (tokenizer.encode(part, add_special_tokens=False) for part in (row.answer, *itertools.chain(*row.more)))
+    return len(tokenizer.encode(row.prompt)) + sum(map(len, rest)) + 1
 
 
 def _text(hidden: Sentences, filler: Sentences, places: Float[np.ndarray, "hidden"]) -> str:

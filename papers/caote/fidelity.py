@@ -23,6 +23,7 @@ from tqdm import tqdm
 import kvjax
 import models
 from evals import answering, claims, command_line, evaluator, needle, report, run_settings, statistics, tasks
+from evals.answering import Feed
 from evals.run_settings import PLACEMENTS, RECENCY, Setting
 from kvjax.insertion import Cache
 from models import commands, hosts
@@ -61,10 +62,7 @@ def outputs(
 ) -> Outputs:
     """Feed tokens after what a cache holds, without eviction, and return their outputs.
 
-    Args:
-        cache: the cache of all layers, with room for the tokens.
-        position: the tokens' positions, -1 for padding.
-        lengths: the prompts' lengths that prefill was given.
+    The cache has room for the tokens; positions are -1 for padding; ``lengths`` are those that prefill was given.
     """
     config = model.config
     frequency = None if cache.positions == "absolute" else frequencies(config, lengths)
@@ -124,15 +122,10 @@ def measure(
     samples: Sequence[tasks.Sample],
     settings: Sequence[Setting],
     *,
-    block: int = 128,
-    batch: int = 16,
+    feed: Feed = answering.FEED,
     progress: tqdm = evaluator.QUIET,
-    aids: answering.Aids = answering.NO_AIDS,
 ) -> list[dict[str, Any]]:
     """Measure each setting over the samples.
-
-    Args:
-        aids: see :class:`evals.answering.Aids`.
 
     Returns:
         For each setting: ``layers``, one entry per layer with the means of :func:`differences` and their 95% intervals;
@@ -142,7 +135,7 @@ def measure(
     collected: list[list[dict[str, np.ndarray]]] = [[] for _ in settings]
     longest = max(len(sample.tokens) for sample in samples)
     most = max(len(sample.answer_tokens) for sample in samples)
-    for rows, filled in answering.batches(model, range(len(samples)), batch):
+    for rows, filled in answering.batches(model, range(len(samples)), feed.batch):
         fed = [samples[row] for row in filled]
         tokens = answering.padded([sample.tokens for sample in fed], longest)
         answers = answering.padded([sample.answer_tokens for sample in fed], most)
@@ -150,15 +143,15 @@ def measure(
         said = np.array([len(sample.answer_tokens) for sample in fed])
         position = np.where(np.arange(most) < said[:, None], lengths[:, None] + np.arange(most), -1).astype(np.int32)
         questions = np.array([len(sample.tokens) - sample.context_end for sample in fed])
-        cache = models.prefill(model, tokens, lengths=lengths, block=block, reserve=most).cache
+        cache = models.prefill(model, tokens, lengths=lengths, block=feed.block, reserve=most).cache
         full = jax.tree.map(hosts.fetched, outputs(model, cache, answers, position, lengths))
         for setting, found in zip(settings, collected, strict=True):
             make_room()
             progress.set_description(setting.title())
             cache = models.prefill(
-                model, tokens, lengths=lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
-                when=setting.when, question=questions if setting.question == "unknown" else None, reserve=most,
-                cache_dtype=setting.cache_dtype, networks=aids.of(setting),
+                model, tokens, lengths=lengths, policy=feed.aids.policy(setting), budget=setting.budget,
+                block=feed.block, when=setting.when, question=questions if setting.question == "unknown" else None,
+                reserve=most, cache_dtype=setting.cache_dtype, networks=feed.aids.of(setting),
             ).cache  # fmt: skip
             evicted = outputs(model, _for_more(cache, most), answers, position, lengths)
             shift = differences(full, jax.tree.map(hosts.fetched, evicted), position >= 0)
@@ -211,7 +204,6 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _compare_errors(results: Sequence[dict[str, Any]], against: str) -> list[dict[str, Any]]:
-    """Compare the mean relative error of each policy with those of :func:`evals.report.pairs`, on the same samples."""
     errors = lambda r: (-np.array(r["by_sample"]["error"]).mean(axis=1)).tolist()  # noqa: E731
     evicted = [r for r in results if r["budget"] is not None]  # the full cache has no error
     return report.compare(evicted, against, errors, ("question",))
@@ -235,23 +227,22 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
+def _layer_lines(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw error and cosine over layers, before and after W_O: one line per policy, panels per budget and moment."""
     plt = report.pyplot()
     groups = list(dict.fromkeys(map(report.group, results)))
     if len(groups) > 1:
         groups = [group for group in groups if group[2] is not None]  # the full cache has no budget, and no error
-    panels = (
-        ("error", "relative error"),
-        ("cosine", "cosine"),
-        ("output_error", "relative error behind W_O"),
-        ("output_cosine", "cosine behind W_O"),
-    )
+    panels = [
+        (f"{place}{name}", f"{title}{behind}")
+        for place, behind in (("", ""), ("output_", " behind W_O"))
+        for name, title in (("error", "relative error"), ("cosine", "cosine"))
+    ]
     figure, axes = plt.subplots(
         len(groups), len(panels), figsize=(13.5, 1.4 + 2.9 * len(groups)), squeeze=False, layout="constrained"
     )
     handles: dict[str, Any] = {}
-    policies = [name for name in dict.fromkeys(r["policy"] for r in results) if name not in (recency, "full")]
+    policies = [name for name in dict.fromkeys(r["policy"] for r in results) if name not in (RECENCY, "full")]
     bases = list(dict.fromkeys(map(report.without_caote, policies)))  # one colour each, dashed with CAOTE
     for number, group in enumerate(groups):
         for axis, (name, title) in zip(axes[number], panels, strict=True):
@@ -259,17 +250,14 @@ def _layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str)
                 layer = [x["layer"] + 1 for x in r["layers"]]
                 if r["policy"] in policies:
                     index = bases.index(report.without_caote(r["policy"]))
-                    style = {
-                        "color": report.COLOURS[index % len(report.COLOURS)],
-                        "marker": "osv^D"[index % 5],
-                        "linestyle": "-" if r["policy"] in bases else "--",
-                    }
+                    dashes = "-" if r["policy"] in bases else "--"
+                    style = {"color": report.colour(index), "marker": "osv^D"[index % 5], "linestyle": dashes}
                 else:
                     style = {"color": "#999999", "marker": "", "linestyle": "-"}
                 (line,) = axis.plot(layer, [x[name] for x in r["layers"]], linewidth=1.5, markersize=4, **style)
                 bounds = np.array([x[f"{name}_interval"] for x in r["layers"]]).T
                 axis.fill_between(layer, *bounds, color=style["color"], alpha=0.12, linewidth=0)
-                handles.setdefault("recency" if r["policy"] == recency else r["policy"], line)
+                handles.setdefault("recency" if r["policy"] == RECENCY else r["policy"], line)
             if number == 0:
                 axis.set_title(title, fontsize=9.5)
             if number == len(groups) - 1:
@@ -343,28 +331,26 @@ def command(flags: argparse.Namespace) -> None:
     command_line.check_least(flags, samples=1)
     report.check_outputs(flags.json, flags.plot, flags.heads)
     model, tokenizer = command_line.load(flags)
+    seeds = [(flags.seed + 1_000 * i + j, length) for i, length in enumerate(lengths) for j in range(flags.samples)]
     samples = {
         question: [
-            tasks.needle(
-                flags.seed + 1_000 * index + sample, tokenizer, length, None, flags.facts,
-                needle.placement(question),
-            )
-            for index, length in enumerate(lengths)
-            for sample in range(flags.samples)
+            tasks.needle(seed, tokenizer, length, None, flags.facts, needle.placement(question))
+            for seed, length in seeds
         ]
         for question in dict.fromkeys(setting.question for setting in settings)
-    }  # fmt: skip
+    }
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
+    feed = Feed(flags.block, flags.batch, aids)
     for setting in settings:
         most = max(len(sample.answer_tokens) for sample in samples[setting.question])
         answering.check_answers(
             model, samples[setting.question], setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
         )
     results = []
-    with commands.progress_bar("sample", total=flags.samples * len(lengths) * len(settings)) as progress:
+    with commands.progress_bar("sample", total=len(seeds) * len(settings)) as progress:
         for question, drawn in samples.items():
             chosen = [setting for setting in settings if setting.question == question]
-            results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress, aids=aids)
+            results += measure(model, drawn, chosen, feed=feed, progress=progress)
         progress.set_description("done")
     compared, errors = compare(results), _compare_errors(results, run_settings.baseline(flags))
     note = "\ndifference of the mean relative errors; positive: closer to the full cache" if errors else ""
@@ -378,14 +364,14 @@ def command(flags: argparse.Namespace) -> None:
         "evaluation": "fidelity",
         "title": "Attention outputs: how close to the full cache's",
         "settings": command_line.settings(flags),
-        "samples": flags.samples * len(lengths),
+        "samples": len(seeds),
         "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
         "claims": compared,
         "comparisons": errors,
         "results": results,
     }
     digests = evaluator.digests(model, tokenizer, aids.networks)
-    report.write(flags, figures, digests, lambda path: _layer_lines(results, path, recency=RECENCY))
+    report.write(flags, figures, digests, lambda path: _layer_lines(results, path))
     if flags.heads is not None:
         _head_map(results, flags.heads)
         print(f"picture: {flags.heads}")

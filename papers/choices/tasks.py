@@ -33,20 +33,13 @@ ATTEMPTS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A prompt, and the choices that may follow it.
+    """A prompt, and the choices that may follow it."""
 
-    Attributes:
-        tokens: the prompt's tokens; those before ``context_end`` are known before the question is.
-        choices: the tokens of each choice.
-        right: the index of the right choice.
-        sizes: the divisor of each choice's log-probability.
-    """
-
-    tokens: list[int]
-    context_end: int
+    tokens: list[int]  # of the prompt
+    context_end: int  # the tokens before it are known before the question is
     choices: tuple[list[int], ...]
-    right: int
-    sizes: tuple[int, ...]
+    right: int  # the index of the right choice
+    sizes: tuple[int, ...]  # the divisor of each choice's log-probability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +62,7 @@ class Corpus:
 
 
 def read_corpus(text: str) -> Corpus:
-    """Find the sentences of a text that are prose: no headings, no code.
-
-    Args:
-        text: may have section titles as :func:`evals.texts.sections` reads them.
+    """Find the sentences of a text that are prose, and its sections as :func:`evals.texts.sections` reads them.
 
     Raises:
         ValueError: the text has fewer than 100 sentences.
@@ -90,15 +80,9 @@ def read_corpus(text: str) -> Corpus:
 
 
 def draw(task: str, index: int, corpus: Corpus, tokenizer: Any, length: int, *, seed: int = 0) -> Sample:
-    """Draw a sample; the same seed gives the same sample on every machine and for every policy.
+    """Draw the sample of a number; the same seed gives the same one on every machine and for every policy.
 
-    Args:
-        task: one of :data:`TASKS`.
-        index: the sample's number.
-        corpus: the result of :func:`read_corpus`.
-        tokenizer: has ``encode(text)``.
-        length: the largest number of tokens of prompt and choice together.
-        seed: another seed gives other samples.
+    ``length`` is the largest number of tokens of prompt and choice together.
 
     Raises:
         ValueError: the task is unknown, or cannot be made from this text at this length.

@@ -27,19 +27,11 @@ from models import commands
 
 
 def make(name: str, folder: Path) -> Path:
-    """Make a text of the packages that are unpacked in a folder, and write it into the user's cache folder.
-
-    Args:
-        name: one of :data:`PUBLISHED`.
-        folder: where its package is unpacked.
-
-    Returns:
-        The text's file.
+    """Make a text, one of :data:`PUBLISHED`, of its package unpacked in a folder; return its file in the user's cache.
 
     Raises:
-        ValueError: the name is unknown, or the folder does not hold the text as expected.
+        ValueError: the folder does not hold the text as expected.
     """
-    check_names("text", name, PUBLISHED)
     file, text = place(name), READERS[name](folder)
     if not text.strip():
         raise ValueError(
@@ -53,11 +45,7 @@ def make(name: str, folder: Path) -> Path:
 
 
 def king_james(unpacked: Path) -> str:
-    """Make the text of the Bible: one section per book, one paragraph per chapter, without the verses' numbers.
-
-    Raises:
-        ValueError: the package's file is damaged.
-    """
+    """Make the text of the Bible: one section per book, one paragraph per chapter, without the verses' numbers."""
     file = unpacked / "usr/lib/bible.data"
     if not file.is_file():
         return ""

@@ -77,11 +77,7 @@ class Setting(NamedTuple):
 
 
 def make_settings(select: str, sparsities: Sequence[float], modes: Sequence[Mode]) -> list[Setting]:
-    """Return all combinations, checked before any work.
-
-    Raises:
-        ValueError: a selection or mode is unknown, or a selection for "generate" can only be simulated.
-    """
+    """Return all combinations, checked before any work: some selections can only be simulated."""
     check_names("--mode", modes, get_args(Mode))
     settings = []
     for mode in dict.fromkeys(modes):
@@ -113,17 +109,12 @@ def measure(
     batch: int = 10,
     progress: tqdm = evaluator.QUIET,
 ) -> dict[str, Any]:
-    """Answer every sample under one setting.
-
-    Args:
-        like: has what the setting's selection reads beside the model.
+    """Answer every sample under one setting; ``like`` has what its selection reads beside the model.
 
     Returns:
         The setting; ``accuracy`` and ``coverage`` with their Wilson intervals; and per sample ``correct``,
         ``covered``, and the answered tokens ``guessed``.
     """
-    if not samples:
-        raise ValueError("samples is empty; give at least 1.")
     widest = max(len(sample.tokens) for sample in samples)
     most = max(len(sample.answer_tokens) for sample in samples)
     guessed: list[list[int]] = []
@@ -138,21 +129,14 @@ def measure(
         progress.update(len(rows))
     judged = [outcomes(row, sample.answer_tokens) for row, sample in zip(guessed, samples, strict=True)]
     correct, covered = [whole for whole, _ in judged], [share for _, share in judged]
-    low, high = statistics.wilson(sum(correct), len(correct))
-    coverage_low, coverage_high = statistics.wilson(sum(covered), len(covered))
+    count = len(samples)
+    low, high = statistics.wilson(sum(correct), count)
+    coverage_low, coverage_high = statistics.wilson(sum(covered), count)
     return {
-        **setting.fields(),
-        "samples": len(samples),
-        "accuracy": sum(correct) / len(correct),
-        "low": low,
-        "high": high,
-        "coverage": sum(covered) / len(covered),
-        "coverage_low": coverage_low,
-        "coverage_high": coverage_high,
-        "correct": list(map(int, correct)),
-        "covered": covered,
-        "guessed": guessed,
-    }
+        **setting.fields(), "samples": count, "accuracy": sum(correct) / count, "low": low, "high": high,
+        "coverage": sum(covered) / count, "coverage_low": coverage_low, "coverage_high": coverage_high,
+        "correct": list(map(int, correct)), "covered": covered, "guessed": guessed,
+    }  # fmt: skip
 
 
 def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -173,8 +157,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one line per selection, mode and sparsity."""
     names = report.labels(results)
     cells = [*names, *report.figure("accuracy", "accuracy"), *_coverage("coverage", ".3f")]
-    note = "\naccuracy: names that are right as a whole; coverage: the mean share of a name's tokens that are right"
-    return report.table(results, cells, left=len(names)) + note
+    note = "accuracy: names that are right as a whole; coverage: the mean share of a name's tokens that are right"
+    return report.table(results, cells, left=len(names), notes=[note])
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:

@@ -42,27 +42,19 @@ class Story(NamedTuple):
 
 
 class CorefSample(NamedTuple):
-    """One place to name again. ``tokens`` encode ``prompt`` and begin with BOS; a model answers well if it continues
-    with ``answer_tokens``, which encode a space and the ``name``. Where the text states the name, ``stated_at`` is the
-    index of its first token in ``tokens``; it takes as many tokens there. The tokens before ``context_end`` are known
-    before the sentence that leads back is.
-    """
+    """One place to name again."""
 
     prompt: str
     name: str
-    tokens: list[int]
-    answer_tokens: list[int]
-    stated_at: int
-    context_end: int
+    tokens: list[int]  # of the prompt, with BOS
+    answer_tokens: list[int]  # of a space and the name
+    stated_at: int  # where the name's first token is in ``tokens``
+    context_end: int  # the tokens before it are known before the sentence that leads back is
 
 
 @functools.cache
 def pools(split: Split = "test") -> Pools:
-    """Return the pools of one split; the two splits share no entry.
-
-    Raises:
-        ValueError: the split is neither "train" nor "test".
-    """
+    """Return the pools of one split; the two splits share no entry."""
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}; expected 'train' or 'test'.")
     raw = json.loads(POOLS_FILE.read_text(encoding="utf-8"))
@@ -74,12 +66,7 @@ def pools(split: Split = "test") -> Pools:
 
 
 def story(rng: np.random.Generator, split: Split = "test") -> Story:
-    """Draw the parts of one sample, each from its pool.
-
-    >>> parts = story(np.random.default_rng(0))
-    >>> parts.introduction.endswith("The place is:"), len(parts.distractions)
-    (True, 3)
-    """
+    """Draw the parts of one sample, each from its pool."""
     drawn = pools(split)
     name, reflection, dish, problem = (
         tasks.pick(rng, pool) for pool in (drawn.names, drawn.reflections, drawn.dishes, drawn.problems)
@@ -89,15 +76,9 @@ def story(rng: np.random.Generator, split: Split = "test") -> Story:
 
 
 def sample(seed: int, tokenizer: Any, split: Split = "test") -> CorefSample:
-    """Make one sample: about 170 words, at whose end the introduction's place has to be named again.
+    """Make one sample of a seed: about 170 words, at whose end the introduction's place has to be named again.
 
-    Args:
-        seed: everything random in the sample follows from it.
-        tokenizer: has ``encode(text)``, which gives ids, or an object with ``.ids``, with BOS in front.
-        split: which pools to draw from.
-
-    Raises:
-        ValueError: the split is neither "train" nor "test", or the seed is below 0.
+    The tokenizer has ``encode(text)``, which gives ids, or an object with ``.ids``, with BOS in front.
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}; expected 0 or more.")

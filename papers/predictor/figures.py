@@ -16,6 +16,7 @@ choices: the right ones found in choice tasks made from the text; see papers/pre
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,18 +67,11 @@ def accuracies(
                 parts.append(np.stack([share[..., -1], share.mean(axis=-1), mass.mean(axis=-1)]))
                 progress.update(len(rows))
             by_sequence = np.concatenate(parts, axis=-1)  # [measures, L - 1, n]
-            layers = [
-                {"layer": layer + 1, **_intervals(by_sequence[:, layer])} for layer in range(by_sequence.shape[1])
-            ]
-            results.append(
-                {
-                    "select": str(selection),
-                    "sparsity": sparsity,
-                    **_intervals(by_sequence.mean(axis=1)),
-                    "layers": layers,
-                    "by_sequence": dict(zip(MEASURES, by_sequence.mean(axis=1).tolist(), strict=True)),
-                }
-            )
+            layers = [{"layer": layer, **_intervals(x)} for layer, x in enumerate(by_sequence.swapaxes(0, 1), 1)]
+            whole = by_sequence.mean(axis=1)
+            named = {"by_sequence": dict(zip(MEASURES, whole.tolist(), strict=True))}
+            told = {"select": str(selection), "sparsity": sparsity}
+            results.append({**told, **_intervals(whole), "layers": layers, **named})
     return results
 
 
@@ -101,8 +95,6 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
         and between it and the next.
     """
     L, B, N, T = logits.shape
-    if L * N < 2 or T < 2:
-        raise ValueError(f"{L * N} heads over {T} tokens cannot be compared; give at least 2 of each.")
     by_head = np.moveaxis(np.asarray(logits, np.float64), 1, 0).reshape(B, L * N, T)
     correlation = np.array([_correlation(logits) for logits in by_head])
     top = np.zeros((B, L * N, T))
@@ -110,35 +102,27 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
     newest_first = np.argsort(-by_head[..., ::-1], axis=-1, kind="stable")[..., :count]  # stable: newer tokens win ties
     np.put_along_axis(top, T - 1 - newest_first, 1, axis=-1)
     overlap = top @ top.swapaxes(1, 2) / count
-    upper = np.triu_indices(L * N, 1)
-    head_layer = np.arange(L * N) // N
+    one, other = np.triu_indices(L * N, 1)
     found: dict[str, Any] = {"heads": N, "correlation": correlation.mean(axis=0).tolist()}
-    found["overlap"] = overlap.mean(axis=0).tolist()
+    found |= {"overlap": overlap.mean(axis=0).tolist()}
+    layers: list[dict[str, Any]] = [{"layer": layer} for layer in range(L)]
     for name, matrix in (("consensus", correlation), ("common", overlap)):
-        mean, low, high = statistics.mean_interval(matrix[:, upper[0], upper[1]].mean(axis=1).tolist())
+        pairs = matrix[:, one, other]  # [B, pairs]
+        mean, low, high = statistics.mean_interval(pairs.mean(axis=1).tolist())
         found |= {name: mean, f"{name}_interval": [low, high] if B > 1 else None}
-    layers = []
-    for layer in range(L):
-        told: dict[str, Any] = {"layer": layer}
-        within = (head_layer[upper[0]] == layer) & (head_layer[upper[1]] == layer)
-        behind = (head_layer[upper[0]] == layer) & (head_layer[upper[1]] == layer + 1)
-        for name, matrix in (("consensus", correlation), ("common", overlap)):
-            pairs = matrix[:, upper[0], upper[1]].mean(axis=0)
-            told[f"{name}_within"] = float(pairs[within].mean()) if within.any() else None
-            told[f"{name}_next"] = float(pairs[behind].mean()) if behind.any() else None
-        layers.append(told)
+        for layer, (place, there) in itertools.product(range(L), (("within", 0), ("next", 1))):
+            own = pairs[:, (one // N == layer) & (other // N == layer + there)]
+            layers[layer][f"{name}_{place}"] = float(own.mean(axis=0).mean()) if own.size else None
     return found | {"layers": layers}
 
 
 def accuracy_table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table of the share of the oracle's tokens that each source finds, over all layers but the first."""
     cells: list[tuple[str, report.Cell]] = [("select", "{select}"), ("sparsity", "{sparsity:g}")]
-    return report.table(
-        results, [*cells, *_columns("token_accuracy"), *_columns("hit_rate"), *_columns("mass")], left=1
-    ) + (
-        "\ntoken accuracy: share of the oracle's tokens that are chosen, for the last query; hit rate: for all "
-        "queries; mass: attention on the chosen tokens"
-    )
+    note = "token accuracy: share of the oracle's tokens that are chosen, for the last query; hit rate: for all "
+    note += "queries; mass: attention on the chosen tokens"
+    measured = [column for measure in MEASURES for column in _columns(measure)]
+    return report.table(results, [*cells, *measured], left=1, notes=[note])
 
 
 def _columns(measure: str) -> list[tuple[str, report.Cell]]:
@@ -173,13 +157,12 @@ def agreement_table(figures: dict[str, Any]) -> str:
         ("common top 50% within", figure("common_within")),
         ("with the next", figure("common_next")),
     ]
-    lines: list[str] = [report.table(figures["layers"], cells, left=0)]
+    notes = []
     for name, what in (("consensus", "cross-head consensus (correlation)"), ("common", "common top 50%")):
         bounds = figures[f"{name}_interval"]
-        lines.append(
-            f"{what}, all pairs: {figures[name]:.3f}" + (f" {report.interval(bounds, '.3f')}" if bounds else "")
-        )
-    return "\n".join(lines)
+        within = f" {report.interval(bounds, '.3f')}" if bounds else ""
+        notes.append(f"{what}, all pairs: {figures[name]:.3f}{within}")
+    return report.table(figures["layers"], cells, left=0, notes=notes)
 
 
 def source_lines(results: Sequence[dict[str, Any]], path: Path) -> None:

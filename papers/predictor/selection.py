@@ -42,9 +42,7 @@ def timings(
 ) -> list[dict[str, Any]]:
     """Time steps of one sequence after a random prompt; the dense step, the predictor and each selection take turns.
 
-    Args:
-        groups: how the query heads of a group choose; see :data:`kvjax.sources.Group`.
-        shares: of the tokens so far that a step reads.
+    ``groups`` say how the query heads of a group choose (:data:`kvjax.sources.Group`), ``shares`` what a step reads.
     """
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, context))
 

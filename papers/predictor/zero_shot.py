@@ -41,13 +41,11 @@ def measure(
     batch: int = 4,
     progress: tqdm = evaluator.QUIET,
 ) -> list[dict[str, Any]]:
-    """Choose for each sample under each selection and sparsity.
+    """Choose for each sample, by task, under each selection and sparsity; "full" reads everything, so it has none.
 
     Args:
-        samples: results of :func:`papers.choices.tasks.draw`, by task.
-        chosen: selections; "full" reads everything, so it has no sparsity.
         like: has what the selections read beside the model.
-        sparsities, batch: see :func:`evals.loglikelihood.simulate`.
+        batch: see :func:`evals.loglikelihood.simulate`.
 
     Returns:
         Lines of ``task`` ("all" for all tasks together), ``select``, ``sparsity``, the ``accuracy`` with its Wilson
@@ -68,11 +66,9 @@ def measure(
                     model, [[*sample.tokens, *end] for sample, end in ends], simulation, batch=batch,
                     on_row=lambda *_: progress.update(),
                 )  # fmt: skip
-                sums = iter([own.log_probability[-len(end) :].sum() for own, (_, end) in zip(found, ends, strict=True)])
-                correct = []
-                for sample in drawn:
-                    told_of = np.array([next(sums) for _ in sample.choices])
-                    correct.append(int(choices.likeliest(sample, told_of) == sample.right))
+                sums = (own.log_probability[-len(end) :].sum() for own, (_, end) in zip(found, ends, strict=True))
+                each = [np.array([next(sums) for _ in sample.choices]) for sample in drawn]
+                correct = [int(choices.likeliest(s, x) == s.right) for s, x in zip(drawn, each, strict=True)]
                 lines.append({"task": task, **told, **_accuracy(correct)})
                 every += correct
             lines.append({"task": "all", **told, **_accuracy(every)})
@@ -82,14 +78,7 @@ def measure(
 def draw(
     corpus: choices.Corpus, tokenizer: Any, length: int, count: int
 ) -> tuple[dict[str, list[Sample]], dict[str, str]]:
-    """Draw ``count`` samples of each task that can be made from the text at this length.
-
-    Returns:
-        The samples by task, and why each other task could not be made.
-
-    Raises:
-        ValueError: no task can be made from it.
-    """
+    """Draw samples of each task that can be made from the text; return them by task, and why the others cannot."""
     found: dict[str, list[Sample]] = {}
     missing: dict[str, str] = {}
     for task in choices.TASKS:
@@ -113,24 +102,18 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one line per selection and sparsity, and a column per task."""
     tasks = list(dict.fromkeys(r["task"] for r in results))
-    lines = []
-    for key in dict.fromkeys((r["select"], r["sparsity"]) for r in results):
-        own = {r["task"]: r for r in results if (r["select"], r["sparsity"]) == key}
-        lines.append({**own["all"], **{task: own[task]["accuracy"] for task in tasks}})
+    lines: dict[Any, dict[str, Any]] = {}
+    for r in results:  # that of all tasks is the last of its setting
+        own = lines.setdefault((r["select"], r["sparsity"]), {})
+        own |= {**r, r["task"]: r["accuracy"]}
     names = ("select", "sparsity")
     cells: list[tuple[str, report.Cell]] = [
         *((name, report.LABELS[name]) for name in names),
         *((task, f"{{{task}:.2f}}") for task in tasks),
         ("95%", "{low:.2f}..{high:.2f}"),
     ]
-    note = f"\n{len(lines[0]['correct'])} samples; {choices.BY_CHANCE}"
-    return report.table(lines, cells, left=2) + note
-
-
-def steps(samples: Mapping[str, Sequence[Sample]], chosen: Sequence[Selection], sparsities: Sequence[float]) -> int:
-    """Return how many sequences :func:`measure` feeds."""
-    sequences = sum(len(sample.choices) for drawn in samples.values() for sample in drawn)
-    return sequences * sum(1 if selection.name == "full" else len(sparsities) for selection in chosen)
+    note = f"{len(results[-1]['correct'])} samples; {choices.BY_CHANCE}"
+    return report.table([*lines.values()], cells, left=2, notes=[note])
 
 
 def run(
@@ -144,7 +127,9 @@ def run(
 ) -> dict[str, Any]:
     """Draw the samples that a command line asks for, choose, print the tables, and return the figures."""
     samples, missing = draw(choices.read_corpus(text), tokenizer, flags.chunk, flags.sequences or 20)
-    with commands.progress_bar("sequence", total=steps(samples, chosen, sparsities)) as progress:
+    sequences = sum(len(sample.choices) for drawn in samples.values() for sample in drawn)
+    often = sum(1 if selection.name == "full" else len(sparsities) for selection in chosen)
+    with commands.progress_bar("sequence", total=often * sequences) as progress:
         like = simulator.DENSE._replace(networks=networks, sinks=flags.sinks, heads=flags.heads)
         results = measure(model, samples, chosen, sparsities, like=like, batch=flags.batch, progress=progress)
         progress.set_description("done")

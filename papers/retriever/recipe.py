@@ -276,11 +276,7 @@ def perplexity(config: Config, parameters: Parameters, tokenizer: Tokenizer, len
 
 
 def measure(config: Config, parameters: Parameters, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
-    """Measure the finished model with a full cache: recall by placement and length, co-reference, and perplexity.
-
-    Of the co-reference task, accuracy is the share of names that are right as a whole, and coverage the share of a
-    name's tokens that are right, a mean over samples.
-    """
+    """Measure the finished model with a full cache: recall by placement and length, co-reference, and perplexity."""
     tokens_right = make_recall(config)
     lengths = (512, 1024, 2048)
     placements: tuple[tasks.Placement, ...] = ("after", "both", "before")

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 import kvjax
 import models
 from evals import tasks
+from evals.answering import Feed
 from evals.run_settings import RECENCY, Setting
 from papers.caote import fidelity
 from tests.models import reference
@@ -29,7 +30,7 @@ def random_samples(count=5, seed=0):
 
 def test_the_full_cache_is_exact():
     setting = Setting("full", None, "prompt", "known")
-    (result,) = fidelity.measure(decoder(), random_samples(), [setting], block=16)
+    (result,) = fidelity.measure(decoder(), random_samples(), [setting], feed=Feed(16))
     assert (result["error"], result["cosine"], result["kl"]) == (0, 1, 0)
     assert (result["output_error"], result["output_cosine"]) == (0, 1)
     lengths = [len(sample.tokens) for sample in random_samples()]
