@@ -60,17 +60,13 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
 
 
-COLUMNS = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
-
-
 def choice(name: str, question: str) -> str:
     """Make a table of a study: each budget's best policy, those as good within noise, recency, and the full cache.
 
     Where the best policy holds far more than the full cache, the best of the others follows.
     """
     found, data = studies.find(name), read(f"{name}.json")
-    lines = []
-    fulls = {}
+    lines, fulls = [], {}
     for panel in study_page.panels(found, data["results"]):
         if panel.question != question:
             continue
@@ -86,7 +82,8 @@ def choice(name: str, question: str) -> str:
     scores = ", ".join(f"{full.scores.mean():.2f} ({form})" for form, full in fulls.items())
     texts = next(iter(fulls.values())).scores.shape[1]
     text = f"From [{name}](../results/{name}.md): {texts} texts; the full cache has {scores}. {found.note}"
-    return f"{text}\n\n{markdown(COLUMNS, lines)}"
+    head = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
+    return f"{text}\n\n{markdown(head, lines)}"
 
 
 def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: str) -> tuple[str, tuple[str, ...]]:
@@ -137,12 +134,8 @@ def readme() -> str:
             continue
         full = cells["full", None]
         cells = {key: cell for key, cell in cells.items() if len(cell.samples) == len(full.samples)}
-        own = [
-            next(
-                (cells[full_name(policy), budget] for policy in policies if (full_name(policy), budget) in cells), None
-            )
-            for policies in README_COLUMNS.values()
-        ]
+        of_columns = ([cells.get((full_name(name), budget)) for name in names] for names in README_COLUMNS.values())
+        own = [next(filter(None, found), None) for found in of_columns]
         most = max(cell.scores.mean() for cell in own if cell is not None)
         held = [cell.peak for cell in own if cell is not None]
         between = " to ".join(dict.fromkeys(f"{most:.0f}" for most in (min(held), max(held))))
@@ -162,23 +155,20 @@ def share(cell: study_page.Cell, most: float) -> str:
 
 def selections(chosen: Sequence[str]) -> str:
     """Make the table of some selections without eviction: perplexity and co-reference by the tokens left out."""
-    perplexity, coref = read("perplexity.json"), read("coref.json")
-    increase = {(r["select"], r["sparsity"]): r["increase"] for r in perplexity["results"]}
-    named = {(r["select"], r["sparsity"]): r["accuracy"] for r in coref["results"]}
-    shares = sorted({s for _, s in increase if s} & {s for _, s in named if s})
-
-    def cell(table: dict[tuple[str, float], float], name: str, share: float, form: str) -> str:
-        value = next((v for (found, s), v in table.items() if found.split("(")[0] == name and s == share), None)
-        return "" if value is None else format(value, form)
-
+    perplexity, coref = read("perplexity.json")["results"], read("coref.json")["results"]
+    shares = sorted({r["sparsity"] for r in perplexity if r["sparsity"]} & {r["sparsity"] for r in coref})
     heads = [f"{what}, {1 - share:.0%} read" for what in ("perplexity", "co-reference") for share in shares]
     lines = []
     for name in chosen:
-        labels = dict.fromkeys(s for s, _ in [*increase, *named] if s.split("(")[0] == name)
-        cells = [cell(increase, name, share, "+.1%") for share in shares]
-        cells += [cell(named, name, share, ".2f") for share in shares]
-        lines.append([", then ".join(f"`{label}`" for label in labels), *cells])
-    full = next(r["accuracy"] for r in coref["results"] if r["select"] == "full")
+        both = [[r for r in results if r["select"].split("(")[0] == name] for results in (perplexity, coref)]
+        labels = dict.fromkeys(f"`{r['select']}`" for own in both for r in own)
+        cells = [
+            next((format(r[field], form) for r in own if r["sparsity"] == share), "")
+            for own, field, form in zip(both, ("increase", "accuracy"), ("+.1%", ".2f"), strict=True)
+            for share in shares
+        ]
+        lines.append([", then ".join(labels), *cells])
+    full = next(r["accuracy"] for r in coref if r["select"] == "full")
     text = (
         "From [perplexity.json](../results/perplexity.json) (increase over all tokens) and "
         f"[coref.json](../results/coref.json) (names found; all tokens: {full:.2f})."
@@ -217,16 +207,12 @@ def eight_bits() -> str:
     """Make the table of recall and bytes on SmolLM2 by question, budget and dtype; "-" where none was run."""
     data = read(f"{REAL}/eight-bits.json")
     given = [r for r in data["results"] if r["cache_dtype"]]
+    cells: dict[Any, dict[str, str]] = {}
+    for r in sorted(given, key=lambda r: (r["question"], r["budget"] or float("inf"))):
+        own = cells.setdefault(f"{r['budget'] or 'all'}, {r['question']}", {})
+        own[r["cache_dtype"]] = f"{r['recall']:.2f}, {r['cache_bytes'] / 2**20:.2f} MiB"
     dtypes = list(dict.fromkeys(r["cache_dtype"] for r in given))
-    found = {
-        (r["question"], r["budget"], r["cache_dtype"]): f"{r['recall']:.2f}, {r['cache_bytes'] / 2**20:.2f} MiB"
-        for r in given
-    }
-    lines = []
-    for question in ("known", "unknown"):
-        for budget in sorted({r["budget"] for r in given}, key=lambda budget: budget or float("inf")):
-            cells = [found.get((question, budget, dtype), "-") for dtype in dtypes]
-            lines.append([f"{budget or 'all'}, {question}", *cells])
+    lines = [[name, *(own.get(dtype, "-") for dtype in dtypes)] for name, own in cells.items()]
     policy = next(r["policy"] for r in given if r["budget"])
     note = f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."
     return f"{markdown(['slots per head, question', *dtypes], lines)}\n\n{note}"
@@ -239,11 +225,11 @@ def found_share(r: Mapping[str, Any]) -> float:
 
 def better_with_caote(comparisons: Iterable[Mapping[str, Any]]) -> set[tuple[str, Any, str]]:
     """Return where a policy is better at every length than without CAOTE, by policy, budget and moment."""
-    verdicts: dict[Any, list[str]] = {}  # one per length; older files compare the lengths together
+    verdicts: dict[Any, set[str]] = {}  # of each length; older files compare the lengths together
     for c in comparisons:
         if c["against"] == report.without_caote(c["policy"]):
-            verdicts.setdefault((c["policy"], c["budget"], c["when"]), []).append(c["better"])
-    return {setting for setting, found in verdicts.items() if set(found) == {"yes"}}
+            verdicts.setdefault((c["policy"], c["budget"], c["when"]), set()).add(c["better"])
+    return {setting for setting, found in verdicts.items() if found == {"yes"}}
 
 
 def needles() -> str:
@@ -288,31 +274,23 @@ def predictions(file: str) -> str:
     results = sorted(read(file)["results"], key=lambda r: -r["hit_rate"])
     lines = []
     for r in results:
-        rate = f"{r['hit_rate']:.3f}"
-        cells = (label(r["select"]), f"**{rate}**" if r is results[0] else rate)
-        lines.append([*cells, f"{r['token_accuracy']:.3f}", f"{r['mass']:.3f}"])
+        form = "**{hit_rate:.3f}**" if r is results[0] else "{hit_rate:.3f}"
+        lines.append([label(r["select"]), *(f.format(**r) for f in (form, "{token_accuracy:.3f}", "{mass:.3f}"))])
     return markdown(("source", "hit rate, all queries", "last query (the paper's accuracy)", "attention held"), lines)
 
 
-VARIANTS = {
-    "mixed": "both texts, layer 0's output",
-    "attention": "both texts, attention's input",
-    "prose": "the Bible alone",
-    "code": "Python's documentation alone",
-}
+VARIANTS = {"mixed": "both texts, layer 0's output", "attention": "both texts, attention's input",
+            "prose": "the Bible alone", "code": "Python's documentation alone"}  # fmt: skip
 VARIED_ON = {"king-james-bible": "Bible, held out", "python-doc": "Python, held out", "debian-handbook": "handbook"}
 
 
 def variants(folder: str) -> str:
     """Make the table of predictors by what they were trained on and what they read, on three texts."""
     lines = []
+    form = "{hit_rate:.3f} [{hit_rate_interval[0]:.3f}, {hit_rate_interval[1]:.3f}], {token_accuracy:.3f}"
     for name, title in VARIANTS.items():
-        (found,) = zip(*(read(f"{folder}/{name}-{text}.json")["results"] for text in VARIED_ON), strict=True)
-        cells = [
-            f"{r['hit_rate']:.3f} [{', '.join(f'{x:.3f}' for x in r['hit_rate_interval'])}], {r['token_accuracy']:.3f}"
-            for r in found
-        ]
-        lines.append([title, *cells])
+        found = (read(f"{folder}/{name}-{text}.json")["results"][0] for text in VARIED_ON)
+        lines.append([title, *map(form.format_map, found)])
     return markdown(["trained on, reads", *VARIED_ON.values()], lines)
 
 
@@ -322,13 +300,7 @@ def tuning() -> str:
     losses = {title: read(f"{REAL}/{name}.json") for title, name in runs.items()}
     first = losses["trained under the policy"]
     policy, share = first["settings"]["policy"], first["settings"]["budget"]
-    head = (
-        "",
-        "loss, full cache",
-        f"loss, `{policy}`, {share:g}",
-        "found, full cache",
-        f"found, `{policy}`, {share:g}",
-    )
+    head = ["", *(f"{what}, {of}" for what in ("loss", "found") for of in ("full cache", f"`{policy}`, {share:g}"))]
 
     def found(file: str) -> list[str]:
         data = read(f"{REAL}/{file}.json")
@@ -339,10 +311,9 @@ def tuning() -> str:
     evicted = lambda r: r["policy"] == policy and r["budget"] in (share, round(share * 512))  # noqa: E731
     loss = lambda when, of: [f"{of[name][when]:.3f}" for name in ("full", policy)]  # noqa: E731
     lines = [("before", *loss("before", first["held_out_loss"]), *found("needle-before"))]
-    lines += [
-        (title, *loss("after", data["held_out_loss"]), *found(runs[title].replace("finetune", "needle")))
-        for title, data in losses.items()
-    ]
+    for title, data in losses.items():
+        file = runs[title].replace("finetune", "needle")
+        lines.append((title, *loss("after", data["held_out_loss"]), *found(file)))
     return markdown(head, lines)
 
 
@@ -351,11 +322,18 @@ def by_sparsity(results: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any
     shares = sorted({r["sparsity"] for r in results if r["sparsity"]})
     found = {(r["select"], r["sparsity"]): r for r in results}
     middle = shares[len(shares) // 2]
-    order = sorted(
-        {select for select, share in found if share == middle}, key=lambda select: (found[select, middle][rank], select)
-    )
-    lines = [[label(select), *(cell(found[select, share]) for share in shares)] for select in order]
+    order = sorted((found[select, share][rank], select) for select, share in found if share == middle)
+    lines = [[label(select), *(cell(found[select, share]) for share in shares)] for _, select in order]
     return markdown(["selection", *(f"{share:.0%}" for share in shares)], lines)
+
+
+def compared(data: Mapping[str, Any], sparsity: float) -> str:
+    """Return the predictor less each other selection at a sparsity, with intervals."""
+    return "; ".join(
+        f"{label(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
+        for c in data["comparisons"]
+        if c["sparsity"] == sparsity
+    )
 
 
 def perplexities(file: str) -> str:
@@ -375,17 +353,12 @@ def names(file: str, generated: str | None = None) -> str:
     cell = lambda r: f"{r['accuracy']:.2f} / {r['coverage']:.2f}"  # noqa: E731
     full = next(r for r in data["results"] if r["select"] == "full")
     lines = [r | {"worse": (-r["accuracy"], -r["coverage"])} for r in data["results"] if r["select"] != "full"]
-    sides = [
-        f"{label(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
-        for c in data["comparisons"]
-        if c["sparsity"] == 0.5
-    ]
     width = max((r["high"] - r["low"]) / 2 for r in data["results"])
     text = (
         f"[{Path(file).name}]({file}): {data['samples']} samples, teacher-forced; accuracy (whole name) / coverage "
         f"(its tokens). All tokens: {cell(full)}.\n\n{by_sparsity(lines, cell, 'worse')}\n\n"
         f"Half-widths of the 95% intervals are at most {width:.2f}. The predictor less each other, on the same samples "
-        f"at 50%: {'; '.join(sides)}."
+        f"at 50%: {compared(data, 0.5)}."
     )
     if generated is None:
         return text
@@ -410,15 +383,8 @@ def choice_tasks(file: str) -> str:
         reads = "everything" if whole["sparsity"] is None else f"{label(whole['select'])}, {1 - whole['sparsity']:.0%}"
         cells = [f"{own[task]['accuracy']:.2f}" for task in tasks]
         lines.append([reads, *cells, f"[{whole['low']:.2f}, {whole['high']:.2f}]"])
-    sides = [
-        f"- {sparsity:.0%} left out: "
-        + "; ".join(
-            f"{label(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
-            for c in data["comparisons"]
-            if c["sparsity"] == sparsity
-        )
-        for sparsity in sorted({c["sparsity"] for c in data["comparisons"]})
-    ]
+    sparsities = sorted({c["sparsity"] for c in data["comparisons"]})
+    sides = [f"- {sparsity:.0%} left out: {compared(data, sparsity)}" for sparsity in sparsities]
     return (
         f"[{Path(file).name}]({file}): {len(order[0]['all']['correct'])} samples of {data['settings']['chunk']} "
         "tokens; by chance 0.25, of section 0.50.\n\n"
@@ -437,10 +403,8 @@ def decode_steps() -> str:
     contexts = sorted(found["dense", None])
     lines = []
     for (step, share), own in found.items():
-        cells = [
-            f"{own[c]['milliseconds']:.1f} ms" + ("" if step == "dense" else f" ({own[c]['ratio']:.2f})")
-            for c in contexts
-        ]
+        form = "{milliseconds:.1f} ms" + ("" if step == "dense" else " ({ratio:.2f})")
+        cells = [form.format_map(own[context]) for context in contexts]
         reads = "all" if step == "dense" else "its own" if share is None else f"{share:.0%}"
         lines.append([STEPS.get(step, step), reads, *cells])
     bytes_of = [r for r in data["results"] if r["share"] == 0.5 and r["context"] == contexts[-1]]
@@ -453,12 +417,7 @@ def decode_steps() -> str:
     )
 
 
-STEPS = {
-    "dense": "dense",
-    "predictor": "the predictor alone",
-    "separate": "one set per query head",
-    "max": "one set per KV head",
-}
+STEPS = {"predictor": "the predictor alone", "separate": "one set per query head", "max": "one set per KV head"}
 
 
 class Method(NamedTuple):
@@ -494,7 +453,7 @@ PAGES = tomllib.loads((DOCS / "tables.toml").read_text(encoding="utf-8"))
 def presses(kind: str) -> str:
     """Make the table of kvpress' presses: the policy here, and how many kept sets are equal."""
     data = read("parity.json")
-    compared = any(press.compared for press in PRESSES[kind])
+    several = any(press.compared for press in PRESSES[kind])
     lines = []
     for press in PRESSES[kind]:
         values = [f"values to {data['values'][name]:.0e}" for name in press.compared if name in data["values"]]
@@ -502,8 +461,8 @@ def presses(kind: str) -> str:
         sets, same = (sum(kept[count] for kept in found) for count in ("sets", "equal"))
         counted = [f"{same} of {sets}"] if found else []
         here = "; ".join(filter(None, [press.here or "not here", press.note]))
-        lines.append([f"`{press.name}`", here, *([", ".join([*values, *counted])] if compared else [])])
-    return markdown(("press", "here", "same kept sets")[: 2 + compared], lines)
+        lines.append([f"`{press.name}`", here, *([", ".join([*values, *counted])] if several else [])])
+    return markdown(("press", "here", "same kept sets")[: 2 + several], lines)
 
 
 DIFFERENT = {
@@ -573,13 +532,13 @@ def peers() -> str:
 
 def families() -> str:
     """Make the table of model families: their golden files, and the largest difference from transformers' logits."""
-    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, golden in read("parity.json")["families"].items():
-        found.setdefault(golden["config"], []).append((name, golden))
+        found.setdefault(golden["config"], {})[name] = golden
     lines = []
     for config, files in sorted(found.items()):
-        names = ", ".join(f"`{name}`" for name, _ in files)
-        worst = max(files, key=lambda file: file[1]["error"])[1]
+        worst = max(files.values(), key=lambda golden: golden["error"])
+        names = ", ".join(f"`{name}`" for name in files)
         lines.append([f"`{config}`", names, f"{worst['largest']:.1f}", f"{worst['error']:.1e}"])
     return markdown(("transformers' class", "golden files", "largest logit", "largest difference"), lines)
 
@@ -696,11 +655,7 @@ def parts_of(page: str) -> dict[str, Callable[[], str]]:
 
 
 def page_text(page: str) -> str:
-    """Return a page's text with new contents of its parts.
-
-    Raises:
-        ValueError: the page has no place for a part.
-    """
+    """Return a page's text with new contents of its parts; ValueError if it has no place for one."""
     text = (DOCS / page).read_text()
     for name, make in parts_of(page).items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
