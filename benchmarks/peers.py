@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,47 +95,38 @@ def sides(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None) -> dict
     return started
 
 
-class Worker:
-    """A process that answers each line that it reads with a line of JSON."""
-
-    def __init__(self, name: str, arguments: Sequence[str], threads: int, device: str):
-        self.name = name
-        variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-        variables |= {"JAX_PLATFORMS": "cuda" if device == "gpu" else "cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        self.process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | variables,
-        )  # fmt: skip
-
-    def read(self) -> dict[str, Any]:
-        line = self.process.stdout.readline() if self.process.stdout else ""
-        if not line:
-            raise ValueError(f"{self.name} ended without an answer; see its output above.")
-        return json.loads(line)
-
-    def ask(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        print("run", file=self.process.stdin, flush=True)
-        return self.read()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+@contextlib.contextmanager
+def _started(arguments: Sequence[str], given: Mapping[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that answers each line that it reads with a line of JSON, and end it."""
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(given["threads"]))
+    variables["JAX_PLATFORMS"] = "cuda" if given["device"] == "gpu" else "cpu"
+    variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | variables,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def answers(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repetitions: int) -> dict[str, Any]:
     """Run all sides in turns, and return each side's versions and its answers of all repetitions."""
+
+    def read(name: str) -> dict[str, Any]:
+        line = workers[name].stdout.readline()
+        if not line:
+            raise ValueError(f"{name} ended without an answer; see its output above.")
+        return json.loads(line)
+
     with contextlib.ExitStack() as stack:
-        workers = {}
-        for name, arguments in sides(given, kvpress, llama_cpp).items():
-            workers[name] = Worker(name, arguments, given["threads"], given["device"])
-            stack.callback(workers[name].close)
-        found: dict[str, Any] = {name: {**worker.read(), "runs": []} for name, worker in workers.items()}
+        commanded = sides(given, kvpress, llama_cpp)
+        workers: dict[str, Any] = {name: stack.enter_context(_started(x, given)) for name, x in commanded.items()}
+        found: dict[str, Any] = {name: {**read(name), "runs": []} for name in workers}
         for turn in commands.progress_bar("turn", over=range(repetitions + 1)):
             for name, worker in workers.items():
-                answer = worker.ask()
+                print("run", file=worker.stdin, flush=True)
+                answer = read(name)
                 if turn:  # the first turn compiles
                     found[name]["runs"].append(answer)
     return found

@@ -49,20 +49,18 @@ def _steps(records: Sequence[Record], kind: str, shape: str, budget: int) -> lis
     return [r for r in own if r["batch"] == 1 and r["budget"] == budget]
 
 
-def _over_floor(records: Sequence[Record]) -> float | None:
-    own = [r for r in _steps(records, "decode", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
-    return next((r["milliseconds"] / r["floor_milliseconds"] for r in own), None)
+def _of_step(kind: str, figure: Callable[[Record], float]) -> Callable[[Sequence[Record]], float | None]:
+    def first(records: Sequence[Record]) -> float | None:
+        own = [r for r in _steps(records, kind, LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
+        return next(map(figure, own), None)
+
+    return first
 
 
 def _of_parts(
     part: str, kind: str, shape: str, budget: int, by: str = "milliseconds"
 ) -> Callable[[Sequence[Record]], float | None]:
     return lambda records: next((s[part] for s in decode.parts(_steps(records, kind, shape, budget), by)), None)
-
-
-def _memory(records: Sequence[Record]) -> float | None:
-    own = [r for r in _steps(records, "block", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
-    return next((r["compiled_bytes"] / (r["weight_bytes"] + r["cache_bytes"]) for r in own), None)
 
 
 def _prompt(records: Sequence[Record]) -> float | None:
@@ -105,7 +103,8 @@ def _peer(what: str, side: str) -> Callable[[Sequence[Record]], float | None]:
 
 
 TARGETS = (
-    Target("8B decode, batch 1, budget 8k: time over its floor", "gpu", _over_floor, most=1.15),
+    Target("8B decode, batch 1, budget 8k: time over its floor", "gpu",
+           _of_step("decode", lambda r: r["milliseconds"] / r["floor_milliseconds"]), most=1.15),
     Target("8B decode: longest prompt over shortest", "gpu", _of_parts("long_over_short", "decode", LARGE, 8192),
            most=1.02),
     Target("8B decode: share of scoring and eviction", "gpu", _of_parts("together", "decode", LARGE, 8192), most=0.03),
@@ -115,7 +114,8 @@ TARGETS = (
            _caote(lambda r: r["floor_milliseconds"] / r["milliseconds"]), least=0.8),
     Target("caote_topk, the same: times the reference", "gpu", _caote(lambda r: r["times_reference"] or 0), least=3),
     Target("prefill of 128k, budget 8k: full cache's time over ours", "gpu", _prompt, least=2),
-    Target("8B block: memory over weights, budget and block", "gpu", _memory, most=1.05),
+    Target("8B block: memory over weights, budget and block", "gpu",
+           _of_step("block", lambda r: r["compiled_bytes"] / (r["weight_bytes"] + r["cache_bytes"])), most=1.05),
     Target("select_attention at 25% of 128k: dense attention's time over ours", "gpu", _selection, least=2.5),
     Target("loss at T 4k with gradients: materialised time over ours", "gpu", _loss, least=2),
     Target("small decode, budget 512: prompt 100k over 1k", "cpu", _of_parts("long_over_short", "decode", SMALL, 512),
@@ -205,14 +205,10 @@ def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> re
 
 def page(found: Sequence[Document], images: Sequence[str]) -> str:
     """Return the whole page in Markdown."""
-    pictures = {
-        "decode": ("Decode time against prompt length", "Solid: under a budget; dashed: a full cache; dotted: floors."),
-        "kernels": ("Operations against their floors", "The share of the floor's speed that each reaches."),
-    }
     compared = [document for document in found if document["benchmark"] == "peers"]
     text = INTRODUCTION + "".join(f"\n{section(document)}" for document in compared) + FLOORS
     for name in images:
-        title, caption = pictures[name]
+        title, caption, *_ = PICTURES[name]
         text += f"\n![{title}](images/performance-{name}.png)\n\n*{title}. {caption}*\n"
     text += f"\n## Targets\n\n{targets(found).markdown()}\n"
     return text + "".join(f"\n{section(document)}" for document in found if document not in compared)
@@ -220,15 +216,14 @@ def page(found: Sequence[Document], images: Sequence[str]) -> str:
 
 def draw_decode(document: Document, path: Path) -> None:
     """Draw the milliseconds of a decode step against the prompt's length, with and without eviction."""
-    plt = report.pyplot()
-    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axis = report.pyplot().subplots(figsize=(7, 4.2), layout="constrained")
     records = [r for r in document["results"] if r.get("kind") == "decode" and "milliseconds" in r]
     lines: dict[tuple[Any, ...], list[Record]] = {}
     for r in records:
         if r["budget"] is None or r["policy"] not in ("none", decode.POSITION_ONLY):
             lines.setdefault((r["shape"], r["batch"], r["budget"], r["policy"]), []).append(r)
     for number, ((shape, batch, budget, policy), own) in enumerate(lines.items()):
-        colour = report.COLOURS[number % len(report.COLOURS)]
+        colour = report.colour(number)
         own = sorted(own, key=lambda r: r["prompt"])
         prompts = [r["prompt"] for r in own]
         kept = "full cache" if budget is None else f"{policy}, budget {budget:,}"
@@ -236,10 +231,7 @@ def draw_decode(document: Document, path: Path) -> None:
         times = [r["milliseconds"] for r in own]
         axis.plot(prompts, times, style, color=colour, marker="o", label=f"{shape} x {batch}, {kept}")
         axis.plot(prompts, [r["floor_milliseconds"] for r in own], ":", color=colour, linewidth=1)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("tokens of the prompt")
-    axis.set_ylabel("ms of a decode step")
+    axis.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="ms of a decode step")
     axis.set_title(f"{_device(document)}; dotted: floors", fontsize=9.5)
     axis.legend(loc="best", fontsize=7.5, frameon=False)
     axis.grid(alpha=0.2)
@@ -248,7 +240,6 @@ def draw_decode(document: Document, path: Path) -> None:
 
 def draw_kernels(document: Document, path: Path) -> None:
     """Draw the share of its floor's speed that each implementation of an operation reaches, for one model's shape."""
-    plt = report.pyplot()
     records = [r for r in document["results"] if "operation" in r and "milliseconds" in r]
     shape = LARGE if any(r["shape"] == LARGE for r in records) else records[0]["shape"]
     shares: dict[str, dict[str, float]] = {}
@@ -256,7 +247,7 @@ def draw_kernels(document: Document, path: Path) -> None:
         case = f"{r['operation']}: {r['case']}, x {r['batch']}"
         shares.setdefault(case, {})[r["implementation"]] = r["floor_milliseconds"] / r["milliseconds"]
     names = list(dict.fromkeys(name for own in shares.values() for name in own))
-    figure, axis = plt.subplots(figsize=(8, 0.9 + 0.34 * len(shares)), layout="constrained")
+    figure, axis = report.pyplot().subplots(figsize=(8, 0.9 + 0.34 * len(shares)), layout="constrained")
     height = 0.8 / len(names)
     for number, name in enumerate(names):
         own = {place + number * height: case[name] for place, case in enumerate(shares.values()) if name in case}
@@ -273,17 +264,26 @@ def draw_kernels(document: Document, path: Path) -> None:
 
 def plots(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path], None], Document]]:
     """Return each plot with the first document that has records for it, joined by those of its kind and device."""
-    wanted: dict[str, tuple[Callable[[Document, Path], None], Callable[[Record], Any]]] = {
-        "decode": (draw_decode, lambda r: r.get("kind") == "decode" and "milliseconds" in r),
-        "kernels": (draw_kernels, lambda r: "operation" in r and "milliseconds" in r),
-    }
     plots = {}
-    for name, (draw, fits) in wanted.items():
+    for name, (_, _, draw, fits) in PICTURES.items():
         able = [d for d in found if any(map(fits, d["results"]))]
         if able:
             alike = [d for d in able if (d["benchmark"], d["device"]) == (able[0]["benchmark"], able[0]["device"])]
             plots[name] = (draw, {**able[0], "results": [record for d in alike for record in d["results"]]})
     return plots
+
+
+# Each picture's title, caption, how it is drawn, and the records that it needs.
+PICTURES: dict[str, tuple[str, str, Callable[[Document, Path], None], Callable[[Record], bool]]] = {
+    "decode": (
+        "Decode time against prompt length", "Solid: under a budget; dashed: a full cache; dotted: floors.",
+        draw_decode, lambda r: r.get("kind") == "decode" and "milliseconds" in r,
+    ),
+    "kernels": (
+        "Operations against their floors", "The share of the floor's speed that each reaches.",
+        draw_kernels, lambda r: "operation" in r and "milliseconds" in r,
+    ),
+}  # fmt: skip
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

@@ -338,7 +338,6 @@ def command(flags: argparse.Namespace) -> None:
         for name, program, topology, chips, lower in commands.progress_bar("program", over=programs())
     )
     results = measure.collect(flags, "tpu_compile", settings, records)
-    print(table(results))
-    print(LEGEND)
+    print(table(results), LEGEND, sep="\n")
     if flags.json is not None:
         print(f"figures: {flags.json}")

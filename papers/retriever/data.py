@@ -205,25 +205,23 @@ class Writer:
         distances of a long one.
         """
         draw = rng.random()
+        other = draw >= level.prose + level.before + level.places
+        streams = other and rng.random() < 0.5
+        row = _Row(self, level, rng, filler=1.0 if draw < level.prose else None)
         if draw < level.prose:
-            row = _Row(self, level, rng, filler=1.0)
             while row.space():
                 row.add_prose()
         elif draw < level.prose + level.before:
-            row = _Row(self, level, rng)
             while level.episodes and row.space():
                 row.add_episode()
             if not level.episodes:
                 row.add_question_then_text()
-        elif draw < level.prose + level.before + level.places:
-            row = _Row(self, level, rng)
+        elif not other:
             while row.space():
                 row.add_story()
-        elif rng.random() < 0.5:
-            row = _Row(self, level, rng)
+        elif streams:
             row.add_stream()
         else:
-            row = _Row(self, level, rng)
             row.add_text_then_questions()
         size = level.length + 1
         return row.ids[:size], row.positions[:size], row.kinds[:size]
@@ -272,6 +270,11 @@ class _Row:
             self.extend(self.writer.encode("\n"), [TEXT])
         self.line_start = True
 
+    def add_line(self, text: str) -> None:
+        self.new_line()
+        self.add(text)
+        self.new_line()
+
     def add_filler(self) -> None:
         self.maybe_jump()
         self.add(_filler_sentence(self.rng))
@@ -300,9 +303,7 @@ class _Row:
         if form < 0.5:  # a repetition is the shortest question: it needs no extra words
             self.add(self._statement(fact), stated=True)
             return
-        self.new_line()
-        self.add(tasks.question(fact))
-        self.new_line()
+        self.add_line(tasks.question(fact))
         self.add(f"{tasks.cue(fact, 'after' if form < 0.8 else 'before')} {fact.value}.", stated=True)
         self.new_line()
 
@@ -338,8 +339,7 @@ class _Row:
         share = float(rng.uniform(0.35, 0.9))
         asked = self._fact()
         self.stated.append(asked)
-        self.add(tasks.question(asked))
-        self.new_line()
+        self.add_line(tasks.question(asked))
         # The place of the asked fact is drawn first. A fact takes about 13 tokens; prose fills the rest.
         facts = min(self.facts, max(1, int((share * size - len(self.ids)) / 13)))
         at, stated = int(rng.integers(facts)), 0
@@ -366,9 +366,7 @@ class _Row:
         asked = self._fact()
         self.stated.append(asked)
         count = int(rng.integers(1, self.facts + 1))
-        self.new_line()
-        self.add(tasks.question(asked))
-        self.new_line()
+        self.add_line(tasks.question(asked))
         at = int(rng.integers(count))
         for i in range(count):
             while rng.random() < self.filler and self.space(0.9):
@@ -388,8 +386,7 @@ class _Row:
         self.new_line()
         repeated = self.rng.random() < again
         if repeated:
-            self.add(tasks.question(asked))
-            self.new_line()
+            self.add_line(tasks.question(asked))
         self.add(f"{tasks.cue(asked, 'after' if repeated else 'before')} {asked.value}.", stated=True)
         return repeated
 
@@ -440,6 +437,5 @@ class _Row:
         return tasks.random_fact(self.rng, self.stated, two_words=self.level.two_words, alike=self.level.alike)
 
     def _statement(self, fact: tasks.Fact) -> str:
-        introductions = tasks.INTRODUCTIONS
         plain = self.rng.random() < 0.5
-        return tasks.statement(fact, "" if plain else introductions[int(self.rng.integers(len(introductions)))])
+        return tasks.statement(fact, "" if plain else tasks.pick(self.rng, tasks.INTRODUCTIONS))

@@ -473,20 +473,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stop-after", type=int, default=None, help="stop early, after this step")
     commands.add_import_flag(parser)
     options = parser.parse_args(arguments)
-    try:
-        command_line.check_least(options, devices=1, samples=0, stop_after=1)
-        for folder in (options.out, options.work):
-            commands.check_folder(folder)
-    except (ValueError, PermissionError) as error:
-        parser.error(str(error))
-    if options.begin is not None and not options.begin.is_dir():
-        parser.error(f"--from is {options.begin}, which is no folder; expected one with a model of this recipe.")
-    if not 0 <= options.keep < 1 or (options.keep and options.begin is None):
-        parser.error(f"--keep is {options.keep}; expected a share from 0 to less than 1, and --from with it.")
     return commands.run(lambda: _make(options), "papers.retriever.recipe")
 
 
 def _make(options: argparse.Namespace) -> None:
+    command_line.check_least(options, devices=1, samples=0, stop_after=1)
+    for folder in (options.out, options.work):
+        commands.check_folder(folder)
+    if options.begin is not None and not options.begin.is_dir():
+        raise ValueError(f"--from is {options.begin}, which is no folder; expected one with a model of this recipe.")
+    if not 0 <= options.keep < 1 or (options.keep and options.begin is None):
+        raise ValueError(f"--keep is {options.keep}; expected a share from 0 to less than 1, and --from with it.")
     jax.config.update("jax_num_cpu_devices", options.devices)
     tokenizer = data.train_tokenizer()
     config = make_config(tokenizer)
