@@ -79,10 +79,10 @@ def probe() -> dict[str, Any]:
     return {**json.loads(done.stdout.splitlines()[-1]), "said": done.stderr.strip()}
 
 
-def _largest_shape(memory: float, names: Sequence[str] = SHAPES, copies: int = 1) -> str:
+def _largest_shape(memory: float, copies: int = 1) -> str:
     """Return the first shape whose weights in bfloat16, times ``copies``, leave 4 GiB free; else the last."""
-    needed = {name: 2 * copies * parameter_count(shape(name)) + 2**32 for name in names}
-    return next((name for name in names if needed[name] <= memory), names[-1])
+    fits = (name for name in SHAPES if 2 * copies * parameter_count(shape(name)) + 2**32 <= memory)
+    return next(fits, SHAPES[-1])
 
 
 def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:

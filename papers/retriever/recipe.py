@@ -44,6 +44,7 @@ from train.loop import Options, prefetch
 from train.meter import Meter
 
 Parameters = dict[str, Array]
+HELD_OUT = 1_000_000  # the seed of the first held-out sample
 
 
 class State(NamedTuple):
@@ -237,18 +238,17 @@ def recall(
     question: tasks.Placement = "after",
     count: int = 64,
     facts: int = 10,
-    seed: int = 1_000_000,
 ) -> np.ndarray:
     """Return which digits of ``count`` held-out needles are right with a full cache, bool [count, 4]."""
     samples = [
-        tasks.needle(seed + i, tokenizer, length, depth=(i + 0.5) / count, facts=facts, question=question)
+        tasks.needle(HELD_OUT + i, tokenizer, length, depth=(i + 0.5) / count, facts=facts, question=question)
         for i in range(count)
     ]
     return np.stack(_answers_right(tokens_right, parameters, samples, length + 4))
 
 
 def names_right(
-    tokens_right: Callable, parameters: Parameters, tokenizer: Tokenizer, count: int = 64, seed: int = 1_000_000
+    tokens_right: Callable, parameters: Parameters, tokenizer: Tokenizer, count: int, seed: int = HELD_OUT
 ) -> list[np.ndarray]:
     """Return which tokens of each final name are right in ``count`` held-out samples of the co-reference task."""
     samples = [coref_task.sample(seed + i, tokenizer) for i in range(count)]

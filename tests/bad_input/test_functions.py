@@ -31,7 +31,6 @@ from models.butler import importance
 from models.commands import provenance
 from models.config_json import to_hugging_face
 from papers.caote import launches
-from papers.predictor import coref_task
 from tests.bad_input.campaign import calls, refused
 from tests.kernels_pallas.test_dispatch import mesh_of, on_mesh
 from tests.kvjax import blocks

@@ -26,7 +26,7 @@ def test_outcomes_by_hand():
 
 def test_accuracy_and_coverage_by_hand(monkeypatch):
     rows = [([1, 2, 3], [4, 5]), ([1, 2], [6, 7, 8, 9]), ([1, 2, 3, 4], [5])]
-    samples = [CorefSample("", "", prompt, answer, 0, 0) for prompt, answer in rows]
+    samples = [CorefSample("", "", prompt, answer) for prompt, answer in rows]
 
     def next_tokens(model, tokens, *_, **__):  # says the token that follows, but for 8 and 9, which it never says
         following = np.roll(tokens, -1, axis=1)
@@ -133,17 +133,15 @@ def test_names_take_several_tokens(tokenizer):
     assert min(sizes) >= 2
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_a_sample_is_the_papers_template(tokenizer, split):
-    pools = coref_task.pools(split)
-    sample = coref_task.sample(3, tokenizer, split)
-    introduction, tie_back = next(place for place in pools.places if sample.prompt.startswith(place[0]))
+def test_a_sample_is_the_papers_template(tokenizer):
+    sample = coref_task.sample(3, tokenizer)
+    introduction, tie_back = next(place for place in TEST.places if sample.prompt.startswith(place[0]))
     distractions = sample.prompt.removeprefix(f"{introduction} {sample.name}. ").removesuffix(f" {tie_back}:")
-    reflection = next(text for text in pools.reflections if distractions.startswith(text))
-    dish = next(text for text in pools.dishes if f" {text} " in distractions)
-    problem = next(text for text in pools.problems if distractions.endswith(text))
+    reflection = next(text for text in TEST.reflections if distractions.startswith(text))
+    dish = next(text for text in TEST.dishes if f" {text} " in distractions)
+    problem = next(text for text in TEST.problems if distractions.endswith(text))
     assert distractions == f"{reflection} {dish} {problem}"
-    assert sample.name in pools.names
+    assert sample.name in TEST.names
 
 
 def test_tokens_name_the_place_twice(tokenizer):
@@ -152,10 +150,7 @@ def test_tokens_name_the_place_twice(tokenizer):
         assert sample.tokens == tokenizer.encode(sample.prompt).ids
         assert sample.prompt.count(sample.name) == 1
         assert tokenizer.encode(f"{sample.prompt} {sample.name}").ids == sample.tokens + sample.answer_tokens
-        stated = sample.tokens[sample.stated_at :][: len(sample.answer_tokens)]
-        assert stated == sample.answer_tokens and tokenizer.decode(stated) == f" {sample.name}"
-        assert tokenizer.decode(sample.tokens[: sample.context_end])[-1] == "."
-        assert sample.name in tokenizer.decode(sample.tokens[: sample.context_end])
+        assert tokenizer.decode(sample.answer_tokens) == f" {sample.name}"
         assert 140 <= len(sample.prompt.split()) <= 220
 
 
