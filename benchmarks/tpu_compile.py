@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib.metadata
 import itertools
 import math
@@ -17,6 +16,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +68,7 @@ Operation = Callable[[Sizes], tuple[Callable[..., Any], Shapes]]
 def _entries(sizes: Sizes, *slots: int) -> Entries:
     """Return the shapes of keys and values as a cache on this platform stores them."""
     dtypes = Dtypes("bfloat16", "bfloat16")
-    return jax.eval_shape(functools.partial(empty_entries, slots, sizes.config.head_dim, dtypes))
+    return jax.eval_shape(partial(empty_entries, slots, sizes.config.head_dim, dtypes))
 
 
 def _caote_topk(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
@@ -326,8 +326,7 @@ def command(flags: argparse.Namespace) -> None:
         for topology in topologies:
             one = mesh_of(topology)
             for name, (program, operation) in itertools.product(names, OPERATIONS.items()):
-                lower = functools.partial(lowered_operation, operation, all_sizes[name], one)
-                yield name, program, topology, 1, lower
+                yield name, program, topology, 1, partial(lowered_operation, operation, all_sizes[name], one)
             for name, mesh in [(name, one) for name in names] + [(name, meshes[topology, name]) for name in split]:
                 for policy in policies:
                     for program, lower in lowered_programs(all_sizes[name], policy, mesh):

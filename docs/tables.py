@@ -14,7 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
@@ -420,48 +420,27 @@ def decode_steps() -> str:
 STEPS = {"predictor": "the predictor alone", "separate": "one set per query head", "max": "one set per KV head"}
 
 
-class Method(NamedTuple):
-    """A line of the methods table; ``run`` is a policy of the study "once" that has the method."""
-
-    name: str
-    paper: str
-    where: str
-    file: str
-    run: str = ""
-    note: str = ""
+def entries(page: str) -> dict[str, Any]:
+    """Read the TOML file beside a page, which says what its entries mean."""
+    return tomllib.loads((DOCS / f"{page}.toml").read_text(encoding="utf-8"))
 
 
-class Press(NamedTuple):
-    """A press of kvpress 0.5.5: what it is called here, and its names in docs/results/parity.json."""
-
-    name: str
-    here: str = ""  # empty: not here
-    compared: Sequence[str] = ()
-    note: str = ""
-
-
-def entries_of[Entry: (Method, Press)](name: str, kind: type[Entry]) -> dict[str, list[Entry]]:
-    """Read the lines of a page's tables, by table, from a TOML file beside the page."""
-    tables = tomllib.loads((DOCS / f"{name}.toml").read_text(encoding="utf-8"))
-    return {title: [kind(**line) for line in lines] for title, lines in tables.items()}
-
-
-METHODS, PRESSES = entries_of("methods", Method), entries_of("kvpress", Press)
-PAGES = tomllib.loads((DOCS / "tables.toml").read_text(encoding="utf-8"))
+METHODS, PRESSES, PAGES = entries("methods"), entries("kvpress"), entries("tables")
 
 
 def presses(kind: str) -> str:
     """Make the table of kvpress' presses: the policy here, and how many kept sets are equal."""
     data = read("parity.json")
-    several = any(press.compared for press in PRESSES[kind])
+    several = any("compared" in press for press in PRESSES[kind])
     lines = []
     for press in PRESSES[kind]:
-        values = [f"values to {data['values'][name]:.0e}" for name in press.compared if name in data["values"]]
-        found = [data["tiny"][name] for name in press.compared if name in data["tiny"]]
+        names = press.get("compared", ())
+        values = [f"values to {data['values'][name]:.0e}" for name in names if name in data["values"]]
+        found = [data["tiny"][name] for name in names if name in data["tiny"]]
         sets, same = (sum(kept[count] for kept in found) for count in ("sets", "equal"))
         counted = [f"{same} of {sets}"] if found else []
-        here = "; ".join(filter(None, [press.here or "not here", press.note]))
-        lines.append([f"`{press.name}`", here, *([", ".join([*values, *counted])] if several else [])])
+        here = "; ".join(filter(None, [press.get("here", "not here"), press.get("note")]))
+        lines.append([f"`{press['name']}`", here, *([", ".join([*values, *counted])] if several else [])])
     return markdown(("press", "here", "same kept sets")[: 2 + several], lines)
 
 
@@ -550,10 +529,10 @@ def methods(kind: str) -> str:
     head = ("short name", "paper", "equation, or what it is", "file", "run as", "25%, known", "25%, unknown")
     lines = []
     for m in METHODS[kind]:
-        there = m.run and all((full_name(m.run), 0.25) in cells[q] for q in cells)
-        scores = [f"{cells[q][full_name(m.run), 0.25].scores.mean():.2f}" if there else "" for q in cells]
-        run = f"`{m.run}`" if there else m.note
-        lines.append([f"`{m.name}`", m.paper, m.where, f"`{m.file}`", run, *scores])
+        there = "run" in m and all((full_name(m["run"]), 0.25) in cells[q] for q in cells)
+        scores = [f"{cells[q][full_name(m['run']), 0.25].scores.mean():.2f}" if there else "" for q in cells]
+        run = f"`{m['run']}`" if there else m.get("note", "")
+        lines.append([f"`{m['name']}`", m["paper"], m["where"], f"`{m['file']}`", run, *scores])
     full, floor = (" and ".join(f"{cells[q][key].scores.mean():.2f}" for q in cells) for key in FULL_AND_FLOOR)
     known = "with the question known and unknown"
     note = f"The full cache has {full} {known}, the newest tokens {floor} ([every figure](results/once.md))."

@@ -378,8 +378,8 @@ def command(flags: argparse.Namespace) -> None:
     contexts = sorted(measure.whole_numbers("--contexts", flags.contexts))
     forwards, steps = (list(itertools.product(names, sizes)) for sizes in (lengths, contexts))
     results = {
-        "prefill": [prefill(*setting) for setting in commands.progress_bar("forward", over=forwards)],
-        "decode": [decode(*setting, shares) for setting in commands.progress_bar("step", over=steps)],
+        "prefill": [prefill(name, tokens) for name, tokens in commands.progress_bar("forward", over=forwards)],
+        "decode": [decode(name, context, shares) for name, context in commands.progress_bar("step", over=steps)],
         "reading": [reading(name, shares) for name in names],
     }
     for title, (table, legend) in tables(results).items():
