@@ -93,33 +93,28 @@ def comparison(
         cache = kvjax.repeat(models.prefill(model, [document], **given).cache, len(questions))
         return answers("at once", questions, cache=cache)
 
-    def noted(name: str, way: Callable[[], list[list[int]]]) -> Callable[[], list[list[int]]]:
-        return lambda: found.setdefault(name, way())
-
-    ways = {name: noted(name, way) for name, way in (("scratch", scratch), ("kept", kept), ("at once", at_once))}
-    times = measure.take_turns(ways, repetitions, progress=True)
+    ways: dict[str, Callable[[], list[list[int]]]] = {"scratch": scratch, "kept": kept, "at once": at_once}
+    noted = {name: lambda name=name, way=way: found.setdefault(name, way()) for name, way in ways.items()}
+    times = measure.take_turns(noted, repetitions, progress=True)
     cache = models.prefill(model, [document], **given).cache
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "document.cache"
         kvjax.save_cache(path, cache, model=models.fingerprint(model), policy=policy or "full", budget=budget)
         file_bytes = path.stat().st_size
-    records = []
-    for name in ways:
-        texts = [tokenizer.decode(tokens) for tokens in found[name]]
-        records.append(
-            {
-                "policy": policy or "full",
-                "budget": budget,
-                "way": name,
-                **times[name]._asdict(),
-                "cache_bytes": caches[name].nbytes // caches[name].heads_shape[1],
-                "kept_bytes": cache.nbytes,
-                "file_bytes": file_bytes,
-                "right": sum(value in text for value, text in zip(values, texts, strict=True)),
-                "same_as_scratch": found[name] == found["scratch"],
-            }
-        )
-    return records
+    return [
+        {
+            "policy": policy or "full",
+            "budget": budget,
+            "way": name,
+            **times[name]._asdict(),
+            "cache_bytes": caches[name].nbytes // caches[name].heads_shape[1],
+            "kept_bytes": cache.nbytes,
+            "file_bytes": file_bytes,
+            "right": sum(value in tokenizer.decode(own) for value, own in zip(values, tokens, strict=True)),
+            "same_as_scratch": tokens == found["scratch"],
+        }
+        for name, tokens in found.items()
+    ]
 
 
 def table(records: list[dict[str, Any]]) -> report.Table:

@@ -68,16 +68,11 @@ def outputs(
     frequency = None if cache.positions == "absolute" else frequencies(config, lengths)
 
     def attend(cache, layer, sliding_window, query, key, value):
-        out, cache, _ = kvjax.observe(
-            cache, query, key, value, position,
-            policy=None,
-            context=kvjax.Context(
-                layer=layer,
-                sliding_window=sliding_window,
-                frequency=rope_of_layer(config, layer, frequency),
-                soft_cap=config.attention_soft_cap,
-            ),
-        )  # fmt: skip
+        own = rope_of_layer(config, layer, frequency)
+        context = kvjax.Context(
+            layer=layer, sliding_window=sliding_window, frequency=own, soft_cap=config.attention_soft_cap
+        )
+        out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=context)
         return out, cache, out
 
     hidden, _, attention = model.run(tokens, position, lengths, attend, cache)
@@ -221,10 +216,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ("95%", "{kl_interval[0]:.3f}..{kl_interval[1]:.3f}"),
         ("tokens", lambda r: f"{np.min(r['retained']['mean']):.0f}..{np.max(r['retained']['mean']):.0f}"),
     ]
-    return report.table(results, cells, left=4) + (
-        "\nerror: |full - evicted| / |full| of the attention output, mean over layers; W_O: after the projection; "
-        "tokens: the smallest and the largest mean of a head"
-    )
+    note = "error: |full - evicted| / |full| of the attention output, mean over layers; W_O: after the projection; "
+    return report.table(results, cells, left=4, notes=[f"{note}tokens: the smallest and the largest mean of a head"])
 
 
 def _layer_lines(results: Sequence[dict[str, Any]], path: Path) -> None:
@@ -354,12 +347,9 @@ def command(flags: argparse.Namespace) -> None:
         progress.set_description("done")
     compared, errors = compare(results), _compare_errors(results, run_settings.baseline(flags))
     note = "\ndifference of the mean relative errors; positive: closer to the full cache" if errors else ""
-    told = "\n".join(
-        f"{claim['paper']}: {claim['claim']}: {claim['verdict']} "
-        f"({claim['difference']:+.3f} [{claim['low']:+.3f}, {claim['high']:+.3f}])"
-        for claim in compared
-    )
-    report.show(table(results), report.comparison_table(errors) + note, told)
+    told = "{paper}: {claim}: {verdict} ({difference:+.3f} [{low:+.3f}, {high:+.3f}])"
+    judged = "\n".join(map(told.format_map, compared))
+    report.show(table(results), report.comparison_table(errors) + note, judged)
     figures = {
         "evaluation": "fidelity",
         "title": "Attention outputs: how close to the full cache's",

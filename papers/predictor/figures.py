@@ -255,9 +255,9 @@ def command(flags: argparse.Namespace) -> None:
     model, tokenizer, networks = selections.load(flags, chosen)
     digests = evaluator.digests(model, tokenizer, networks)
     figures: dict[str, Any]
+    told: dict[str, Any] = {"evaluation": f"predictor {flags.figure}", "settings": command_line.settings(flags)}
     if flags.figure == "choices":
         figures = zero_shot.run(flags, text, model, tokenizer, chosen, sparsities, networks)
-        told: dict[str, Any] = {"evaluation": "predictor choices", "settings": command_line.settings(flags)}
         report.write(flags, told | figures, digests, lambda path: zero_shot.dots(figures["results"], path))
         return
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
@@ -276,8 +276,7 @@ def command(flags: argparse.Namespace) -> None:
             report.show(accuracy_table(results), report.comparison_table(figures["comparisons"], hits))
         else:
             print(layer_table(results))
-    told = {"evaluation": f"predictor {flags.figure}", "settings": command_line.settings(flags)}
-    told |= {"sequences": len(chunks)}
+    told["sequences"] = len(chunks)
 
     def draw(path: Path) -> None:
         if flags.figure == "agreement":
