@@ -21,6 +21,7 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+from evals import sweep
 from evals.texts import PUBLISHED, TITLE, place
 from kvjax.checks import check_names
 from models import commands
@@ -83,6 +84,7 @@ def plain(page: str) -> str:
     return reader.text()
 
 
+BOOKS = sweep.read(Path(__file__).with_name("books.toml"))
 READERS = {"king-james-bible": king_james, "debian-handbook": handbook, "python-doc": python_doc}
 
 
@@ -213,21 +215,3 @@ class _Page(HTMLParser):
             self.paragraphs.append(self.form.format(text))
             self.form = "{}"
         self.parts = []
-
-
-# The package's abbreviations.
-BOOKS = {
-    short: name.strip()
-    for short, name in zip(
-        """Ge Exo Lev Num Deu Josh Jdgs Ruth 1Sm 2Sm 1Ki 2Ki 1Chr 2Chr Ezra Neh Est Job Psa Prv Eccl SSol Isa Jer Lam
-        Eze Dan Hos Joel Amos Obad Jonah Mic Nahum Hab Zep Hag Zec Mal Mat Mark Luke John Acts Rom 1Cor 2Cor Gal Eph Phi
-        Col 1Th 2Th 1Tim 2Tim Titus Phmn Heb Jas 1Pet 2Pet 1Jn 2Jn 3Jn Jude Rev""".split(),
-        """Genesis|Exodus|Leviticus|Numbers|Deuteronomy|Joshua|Judges|Ruth|1 Samuel|2 Samuel|1 Kings|2 Kings|
-        1 Chronicles|2 Chronicles|Ezra|Nehemiah|Esther|Job|Psalms|Proverbs|Ecclesiastes|Song of Solomon|Isaiah|Jeremiah|
-        Lamentations|Ezekiel|Daniel|Hosea|Joel|Amos|Obadiah|Jonah|Micah|Nahum|Habakkuk|Zephaniah|Haggai|Zechariah|
-        Malachi|Matthew|Mark|Luke|John|Acts|Romans|1 Corinthians|2 Corinthians|Galatians|Ephesians|Philippians|
-        Colossians|1 Thessalonians|2 Thessalonians|1 Timothy|2 Timothy|Titus|Philemon|Hebrews|James|1 Peter|2 Peter|
-        1 John|2 John|3 John|Jude|Revelation""".split("|"),
-        strict=True,
-    )
-}

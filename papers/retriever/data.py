@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from evals import prose, tasks
+from evals import prose, sweep, tasks
 from papers.predictor import coref_task
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -27,28 +28,7 @@ _SENTENCE_END = re.compile(r"(?<=[.?]) ")
 FIRST, REST, TEXT, BEFORE, NAME = 1, 2, 3, 4, 5
 KINDS = (FIRST, REST, TEXT, BEFORE, NAME)
 
-# Parts of the sentences that training makes from templates.
-_PEOPLE = """baker farmer teacher doctor singer painter captain soldier merchant judge miller gardener hunter
-traveler brother sister mother father neighbor stranger child student king queen friend writer""".split()
-_VERBS = """carried watched found followed painted repaired opened sold bought described remembered visited crossed
-admired lost guarded cleaned moved touched passed measured wanted kept left studied""".split()
-_ADVERBS = "slowly quickly quietly often never always sometimes carefully gladly suddenly".split()
-_TIMES = """in the morning|at night|before dawn|after the rain|during the winter|last summer|on the first day|every
-evening|for many years|at the end of the week|when the bells rang|while the others slept|as usual|once again""".replace(
-    "\n", " "
-).split("|")
-_PLACES = """near the river|behind the old house|in the market|on the hill|beside the road|under the bridge|at the
-edge of the village|in the great hall|by the sea|inside the barn|across the field|along the wall|in the north|next to
-the well""".replace("\n", " ").split("|")
-_FEELINGS = "tired happy certain worried pleased afraid ready late hungry surprised".split()
-
-# Parts of the names that training invents, so that it cannot learn a list of names by heart.
-_ONSETS = """b bl br c ch cr d dr f fl fr g gl gr h j k kr l m n p pl pr qu r s sc sh sk sl st str t th tr v w wh x y z
-zh""".split()
-_VOWELS = "a a a e e e i i o o u u y ae ai ea ee ei ia ie oa oo ou ui".split()
-_CODAS = "b ck d f g k l ll m mb n nd ng nt p r rd rk rn rt s ss st t th v x z".split()
-_LANDS = """Ford Hollow Vale Gate Ridge Marsh Hill Point Wood Cross Heath Sands Harbor Spring Field Falls Bridge Moor
-Cliff Stone""".split()
+WORDS = sweep.read(Path(__file__).with_name("words.toml"))  # what its sentences and names are made of
 
 
 def train_tokenizer() -> Tokenizer:
@@ -82,31 +62,24 @@ def train_tokenizer() -> Tokenizer:
 
 def template_sentence(rng: np.random.Generator) -> str:
     """Return a random sentence about people, places and things; it never states a fact that a question asks for."""
-    one = lambda words: words[int(rng.integers(len(words)))]  # noqa: E731
-    like = lambda: f"{one(prose.ADJECTIVES)} " if rng.random() < 0.4 else ""  # noqa: E731
-    thing = lambda: f"the {like()}{one(prose.NOUNS)}"  # noqa: E731
-    who = f"{'The' if rng.random() < 0.6 else 'A'} {one(_PEOPLE)}"
-    match int(rng.integers(9)):
-        case 0:
-            return f"{who} {one(_VERBS)} {thing()} {one(_TIMES)}."
-        case 1:
-            return f"{who} {one(_ADVERBS)} {one(_VERBS)} {thing()} {one(_PLACES)}."
-        case 2:
-            start = one(_TIMES)
-            return f"{start[0].upper()}{start[1:]}, the {one(_PEOPLE)} {one(_VERBS)} {thing()}."
-        case 3:
-            return f"{who} was {one(_FEELINGS)}, because the {one(_PEOPLE)} {one(_VERBS)} {thing()}."
-        case 4:
-            return f"There was a {one(prose.NOUNS)} {one(_PLACES)}, and nobody {one(_VERBS)} it."
-        case 5:
-            return f"{who} and the {one(_PEOPLE)} {one(_VERBS)} {thing()} {one(_PLACES)} {one(_TIMES)}."
-        case 6:
-            return f"Nobody knew who {one(_VERBS)} {thing()} {one(_PLACES)}."
-        case 7:
-            return f"{who} {one(_VERBS)} {thing()}, then {one(_VERBS)} {thing()}, and was {one(_FEELINGS)}."
-        case _:
-            count = int(rng.integers(2, 100))
-            return f"{who} counted {count} steps from {thing()} to {thing()}."
+    who = f"{'The' if rng.random() < 0.6 else 'A'} {tasks.pick(rng, WORDS['people'])}"
+
+    def drawn(field: re.Match[str]) -> str:
+        match field[1]:
+            case "who":
+                return who
+            case "count":
+                return str(int(rng.integers(2, 100)))
+            case "noun":
+                return tasks.pick(rng, prose.NOUNS)
+            case "thing":
+                like = f"{tasks.pick(rng, prose.ADJECTIVES)} " if rng.random() < 0.4 else ""
+                return f"the {like}{tasks.pick(rng, prose.NOUNS)}"
+            case kind:
+                return tasks.pick(rng, WORDS[kind])
+
+    sentence = re.sub(r"\{(\w+)\}", drawn, tasks.pick(rng, WORDS["sentences"]))
+    return sentence[0].upper() + sentence[1:]
 
 
 def _filler_sentence(rng: np.random.Generator) -> str:
@@ -118,12 +91,12 @@ def _invented_name(rng: np.random.Generator) -> str:
     """Return a name for a place from random syllables; never one that the co-reference task tests with."""
     while True:
         word = "".join(
-            tasks.pick(rng, _ONSETS) * (i > 0 or rng.random() < 0.8)
-            + tasks.pick(rng, _VOWELS)
-            + tasks.pick(rng, _CODAS) * (rng.random() < 0.4)
+            tasks.pick(rng, WORDS["onsets"]) * (i > 0 or rng.random() < 0.8)
+            + tasks.pick(rng, WORDS["vowels"])
+            + tasks.pick(rng, WORDS["codas"]) * (rng.random() < 0.4)
             for i in range(int(rng.integers(2, 4)))
         ).capitalize()
-        name = f"{word} {tasks.pick(rng, _LANDS)}" if rng.random() < 0.2 else word
+        name = f"{word} {tasks.pick(rng, WORDS['lands'])}" if rng.random() < 0.2 else word
         if name not in coref_task.pools("test").names:
             return name
 
