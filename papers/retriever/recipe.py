@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -236,7 +237,8 @@ def recall(
     tokenizer: Tokenizer,
     length: int,
     question: tasks.Placement = "after",
-    count: int = 64,
+    *,
+    count: int,
     facts: int = 10,
 ) -> np.ndarray:
     """Return which digits of ``count`` held-out needles are right with a full cache, bool [count, 4]."""
@@ -247,11 +249,9 @@ def recall(
     return np.stack(_answers_right(tokens_right, parameters, samples, length + 4))
 
 
-def names_right(
-    tokens_right: Callable, parameters: Parameters, tokenizer: Tokenizer, count: int, seed: int = HELD_OUT
-) -> list[np.ndarray]:
+def names_right(tokens_right: Callable, parameters: Parameters, tokenizer: Tokenizer, count: int) -> list[np.ndarray]:
     """Return which tokens of each final name are right in ``count`` held-out samples of the co-reference task."""
-    samples = [coref_task.sample(seed + i, tokenizer) for i in range(count)]
+    samples = [coref_task.sample(HELD_OUT + i, tokenizer) for i in range(count)]
     return _answers_right(tokens_right, parameters, samples)
 
 
@@ -278,18 +278,16 @@ def perplexity(config: Config, parameters: Parameters, tokenizer: Tokenizer, len
 def measure(config: Config, parameters: Parameters, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
     """Measure the finished model with a full cache: recall by placement and length, co-reference, and perplexity."""
     tokens_right = make_recall(config)
-    lengths = (512, 1024, 2048)
-    placements: tuple[tasks.Placement, ...] = ("after", "both", "before")
     exact = {
-        placement: {
-            length: float(recall(tokens_right, parameters, tokenizer, length, placement, count).all(-1).mean())
-            for length in lengths
+        place: {
+            length: float(recall(tokens_right, parameters, tokenizer, length, place, count=count).all(-1).mean())
+            for length in (512, 1024, 2048)
         }
-        for placement in placements
+        for place in get_args(tasks.Placement)
     }
     names = _names_summary(names_right(tokens_right, parameters, tokenizer, count))
-    prose = {"perplexity": perplexity(config, parameters, tokenizer)}
-    return {"samples": count, "facts": 10, "recall": exact, **names, **prose}
+    found = perplexity(config, parameters, tokenizer)
+    return {"samples": count, "facts": 10, "recall": exact, **names, "perplexity": found}
 
 
 def _names_summary(names: Sequence[np.ndarray]) -> dict[str, float]:
@@ -300,13 +298,9 @@ def _names_summary(names: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def plan(recipe: Sequence[Phase], start: int) -> Iterator[tuple[int, Phase]]:
-    """Yield (step, phase) for every step from ``start``."""
-    step = 0
-    for phase in recipe:
-        for _ in range(phase.steps):
-            if step >= start:
-                yield step, phase
-            step += 1
+    """Return (step, phase) for every step from ``start``."""
+    phases = itertools.chain.from_iterable(itertools.repeat(phase, phase.steps) for phase in recipe)
+    return itertools.islice(enumerate(phases), start, None)
 
 
 def rate_schedule(recipe: Sequence[Phase]) -> Callable[[Array], Array]:
