@@ -8,6 +8,7 @@ Bytes are floors: each array is read once. The bytes that the compiled programs 
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -151,13 +152,10 @@ def break_even(model: models.Config, predictor: Any, share: float, reading: str)
         read = selected_numbers(model, min(slots, share * slots + SINKS), slots)[reading] + floor.logits
         return predictor.predicted_layers * (_token_numbers(model) * slots - read) - floor.network
 
-    low, high = 1, 2**40
-    if saved(high) <= 0:
+    longest = 2**40
+    if saved(longest) <= 0:
         return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if saved(middle) > 0 else (middle + 1, high)
-    return low
+    return bisect.bisect_left(range(longest), True, lo=1, key=lambda slots: saved(slots) > 0)
 
 
 def largest_share(model: models.Config, predictor: Any, reading: str) -> float:
