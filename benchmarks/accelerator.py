@@ -148,11 +148,11 @@ def parts(here: dict[str, Any], flags: argparse.Namespace) -> list[Part]:
 def with_torch() -> tuple[str, str] | None:
     """Return ``python3`` of the path and the folder that it has PyTorch in, None if it has none."""
     python = shutil.which("python3")
-    look = "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('torch').origin))"
-    found = None if python is None else subprocess.run([python, "-c", look], capture_output=True, text=True)
-    if python is None or found is None or found.returncode:
+    if python is None:
         return None
-    return python, str(Path(found.stdout.strip()).parent)
+    look = "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('torch').origin))"
+    found = subprocess.run([python, "-c", look], capture_output=True, text=True)
+    return None if found.returncode else (python, str(Path(found.stdout.strip()).parent))
 
 
 def _environment_beside(python: str, packages: str) -> str:

@@ -165,15 +165,13 @@ def section(document: Document) -> str:
     else:
         title = str(module.__doc__).splitlines()[0].rstrip(".")
         tables = {title: (module.table(results), getattr(module, "LEGEND", ""))}
-    made = f"`python -m benchmarks {document['benchmark']}` on {_device(document)}"
-    made += f", jax {document['versions']['jax']}"
+    made = f"`python -m benchmarks {document['benchmark']}` on {_device(document)}, jax {document['versions']['jax']}"
     made += f", commit {document['commit']}" if document.get("commit") else ""
     settings = document.get("settings", {})
-    if "limits" in settings:
-        limits = settings["limits"]
+    if limits := settings.get("limits"):
         made += f". Measured limits: copies {limits['copy_bytes'] / 1e9:,.1f} GB/s (read and written), products "
-        made += f"{limits['product_flops'] / 1e12:,.3f} TFLOP/s. {settings['repetitions']} repetitions of "
-        made += f"{settings['calls']} calls"
+        made += f"{limits['product_flops'] / 1e12:,.3f} TFLOP/s. "
+        made += "{repetitions} repetitions of {calls} calls".format_map(settings)
     if settings.get("XLA_FLAGS"):
         made += f". XLA_FLAGS={settings['XLA_FLAGS']}"
     heading = module.heading(settings) if hasattr(module, "heading") else document["file"].removesuffix(".json")

@@ -71,12 +71,16 @@ def _entries(sizes: Sizes, *slots: int) -> Entries:
     return jax.eval_shape(partial(empty_entries, slots, sizes.config.head_dim, dtypes))
 
 
+def _array(*size: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(size, dtype)
+
+
 def _caote_topk(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
     config, S = sizes.config, sizes.budget + sizes.block
     slots = (sizes.batch, config.num_kv_heads, S)
-    entries, position = _entries(sizes, *slots), jax.ShapeDtypeStruct(slots, jnp.int32)
+    entries, position = _entries(sizes, *slots), _array(*slots, dtype=jnp.int32)
     groups = config.num_heads // config.num_kv_heads
-    weights = jax.ShapeDtypeStruct((sizes.batch, config.num_kv_heads, groups, S), jnp.float32)
+    weights = _array(sizes.batch, config.num_kv_heads, groups, S, dtype=jnp.float32)
 
     def run(weights, value, position):
         return kernels_pallas.caote_topk(weights, value, position, sizes.budget, head_dim=config.head_dim).position
@@ -87,9 +91,9 @@ def _caote_topk(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
 def _cache_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
     config = sizes.config
     slots = (sizes.batch, config.num_kv_heads, sizes.budget + tokens)
-    entries, position = _entries(sizes, *slots), jax.ShapeDtypeStruct(slots, jnp.int32)
-    query = jax.ShapeDtypeStruct((sizes.batch, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
-    queries = jax.ShapeDtypeStruct((sizes.batch, tokens), jnp.int32)
+    entries, position = _entries(sizes, *slots), _array(*slots, dtype=jnp.int32)
+    query = _array(sizes.batch, tokens, config.num_heads, config.head_dim)
+    queries = _array(sizes.batch, tokens, dtype=jnp.int32)
 
     def run(query, key, value, position, queries):
         return kernels_pallas.cache_attention(query, key, value, position, queries, statistics=[statistic])
@@ -102,9 +106,8 @@ def _paged_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callabl
     B, K, most = sizes.batch, config.num_kv_heads, -(-(sizes.budget + tokens) // page)
     pages = B * K * most * config.num_layers
     pool = _entries(sizes, pages, page)
-    position, owned = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((pages, page), (B, K, most)))
-    query = jax.ShapeDtypeStruct((B, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
-    queries = jax.ShapeDtypeStruct((B, tokens), jnp.int32)
+    position, owned, queries = (_array(*x, dtype=jnp.int32) for x in ((pages, page), (B, K, most), (B, tokens)))
+    query = _array(B, tokens, config.num_heads, config.head_dim)
 
     def run(query, key, value, position, owned, queries):
         return kernels_pallas.paged_attention(query, key, value, position, owned, queries, statistics=[statistic])
@@ -115,19 +118,14 @@ def _paged_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callabl
 def _select_attention(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
     config = sizes.config
     entries = _entries(sizes, sizes.batch, config.num_kv_heads, sizes.prompt)
-    query = jax.ShapeDtypeStruct((sizes.batch, 1, config.num_heads, config.head_dim), jnp.bfloat16)
-    chosen = jax.ShapeDtypeStruct((sizes.batch, config.num_heads, sizes.budget), jnp.int32)
+    query = _array(sizes.batch, 1, config.num_heads, config.head_dim)
+    chosen = _array(sizes.batch, config.num_heads, sizes.budget, dtype=jnp.int32)
     return kernels_pallas.select_attention, (query, entries["key"], entries["value"], chosen)
 
 
 def _mse_logits(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
-    config, T, F = sizes.config, 4096, 32
-    query, key, predicted = (
-        jax.ShapeDtypeStruct((sizes.batch, T, heads, width), jnp.bfloat16)
-        for heads, width in (
-            (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim), (config.num_heads, F),
-        )
-    )  # fmt: skip
+    N, K, D = sizes.config.num_heads, sizes.config.num_kv_heads, sizes.config.head_dim
+    query, key, predicted = (_array(sizes.batch, 4096, heads, width) for heads, width in ((N, D), (K, D), (N, 32)))
     loss = jax.value_and_grad(kernels_pallas.mse_logits, argnums=(2, 3))
     return loss, (query, key, predicted, predicted)
 
@@ -189,8 +187,8 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     plan, rows = run.plan, jax.eval_shape(lambda: run.rows)
     projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)
     run = dataclasses.replace(run, rows=rows, projection=projection)
-    row = jax.ShapeDtypeStruct((B, sizes.block), jnp.int32)
-    token, finished = jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((B,), bool)
+    row, token = _array(B, sizes.block, dtype=jnp.int32), _array(B, dtype=jnp.int32)
+    finished = _array(B, dtype=bool)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the decoder places its cache when it makes it
         empty = jax.jit(lambda r: start(r, buffers, B)).lower(run)
     placed = empty.compile().output_shardings
@@ -276,18 +274,11 @@ def table(results: list[dict[str, Any]]) -> report.Table:
         most = Counter[str]()
         for r in steps:
             most |= Counter(r["collectives"])
-        lines.append(
-            (
-                name,
-                chips,
-                worst["program"] if worst else "",
-                f"{worst['temporary_bytes'] / 2**20:,.1f} MiB" if worst else "",
-                f"{len(good)} of {len(programs)}",
-                f"{max(r['array_bytes'] for r in steps) / 2**20:,.0f}" if steps else "",
-                *(f"{max(map(_overhead, some)):.3f}" if some else "" for some in (steps, blocks)),
-                " ".join(f"{count} {kind}" for kind, count in most.items()) or ("none" if steps else ""),
-            )
-        )
+        largest = (worst["program"], f"{worst['temporary_bytes'] / 2**20:,.1f} MiB") if worst else ("", "")
+        arrays = f"{max(r['array_bytes'] for r in steps) / 2**20:,.0f}" if steps else ""
+        over = (f"{max(map(_overhead, some)):.3f}" if some else "" for some in (steps, blocks))
+        collectives = " ".join(f"{count} {kind}" for kind, count in most.items()) or ("none" if steps else "")
+        lines.append((name, chips, *largest, f"{len(good)} of {len(programs)}", arrays, *over, collectives))
     return report.Table(head, lines, left=3, notes=reasons)
 
 
