@@ -84,7 +84,7 @@ def plain(page: str) -> str:
     return reader.text()
 
 
-BOOKS = sweep.read(Path(__file__).with_name("books.toml"))
+BOOKS: dict[str, str] = sweep.read(Path(__file__).with_name("books.toml"))
 READERS = {"king-james-bible": king_james, "debian-handbook": handbook, "python-doc": python_doc}
 
 
