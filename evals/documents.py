@@ -68,17 +68,8 @@ def make_sample(
 ) -> TextSample:
     """Make a record's prompt of at most ``length`` tokens; the middle of a longer one is left out.
 
-    The tokens before the end of ``{context}`` are known before the question is.
-
-    Args:
-        task: has the prompt's template.
-        record: the record as it was read.
-        tokenizer: the model's tokenizer.
-        length: the largest number of tokens; None leaves nothing out.
-        chat: put the prompt into the model's chat template, unless the task excludes it.
-
-    Returns:
-        The sample, with the record as its ``extra``.
+    The tokens before the end of ``{context}`` are known before the question is. The record is the sample's ``extra``.
+    In a ``chat`` the prompt goes into the model's chat template, unless the task excludes it.
 
     Raises:
         KeyError: the record lacks a field that the prompt needs.
@@ -99,17 +90,10 @@ def make_sample(
 def prompt_text(
     tokenizer: models.Tokenizer, known: str, question: str, answer: str = "", *, chat: bool = False
 ) -> tuple[str, str]:
-    """Return a prompt as text, in a chat as the user's turn; ``answer`` follows the template and is in no turn.
+    """Return a prompt's text up to the end of ``known``, which is known before the question is, and the whole text.
 
-    Args:
-        tokenizer: has the chat template.
-        known: the part that is known before the question is.
-        question: the rest of the prompt.
-        answer: the beginning of the answer.
-        chat: put ``known`` and ``question`` into the chat template; the text then holds all special tokens.
-
-    Returns:
-        The text up to the end of ``known``, and the whole text.
+    In a chat both parts are the user's turn, and the text holds all special tokens; ``answer``, the beginning of the
+    answer, follows the template and is in no turn.
 
     Raises:
         ValueError: ``chat`` is asked of a tokenizer without a chat template.
@@ -134,13 +118,7 @@ def prompt_text(
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the first tokens that two texts share. A token across the boundary is not counted.
-
-    Example:
-        >>> from evals import documents
-        >>> documents.common_prefix([1, 2, 3], [1, 2, 4, 5])
-        2
-    """
+    """Count the first tokens that two texts share. A token across the boundary is not counted."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -162,15 +140,7 @@ def score(task: Task, answer: Answer, sample: TextSample) -> float:
 
 
 def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]] | None) -> Iterator[dict[str, Any]]:
-    """Read the records of a .jsonl or .csv file in a folder, or on the hub where ``source`` is "hub".
-
-    Args:
-        source: a folder, or "hub".
-        file: the file's name in it.
-        hub: returns the lines of a file on the hub.
-
-    Yields:
-        One record per line of a .jsonl file, or per record of a .csv file.
+    """Yield the records of a .jsonl or .csv file in a folder, or where ``source`` is "hub", from the lines on the hub.
 
     Raises:
         FileNotFoundError: the folder or file does not exist.
@@ -209,12 +179,7 @@ def hub_file(repository: str, file: str) -> Path:
 
 
 def lines_of_hub(repository: str, file: str) -> Iterator[str]:
-    """Read the lines of a data set's file from the hub.
-
-    Raises:
-        ImportError: huggingface_hub is not installed.
-        FileNotFoundError: the hub or the file cannot be reached.
-    """
+    """Read the lines of a data set's file from the hub; see :func:`hub_file`."""
     path = hub_file(repository, file)
     try:
         with path.open(encoding="utf-8") as content:
@@ -225,12 +190,6 @@ def lines_of_hub(repository: str, file: str) -> Iterator[str]:
 
 def published_text(file: PublishedFile) -> str:
     """Return the text of a published file, downloaded once and then kept in the user's cache folder.
-
-    Args:
-        file: its address, and the digest that it must have.
-
-    Returns:
-        Its text.
 
     Raises:
         FileNotFoundError: the address cannot be reached.
@@ -267,15 +226,6 @@ def lines_of_zip(path: Path, name: str) -> Iterator[str]:
     Raises:
         FileNotFoundError: the archive holds no such file.
         ValueError: the archive is damaged.
-
-    Example:
-        >>> import io, zipfile
-        >>> from evals import documents
-        >>> held = io.BytesIO()
-        >>> with zipfile.ZipFile(held, "w") as archive:
-        ...     archive.writestr("data/trec.jsonl", "{}")
-        >>> list(documents.lines_of_zip(held, "trec.jsonl"))
-        ['{}']
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -440,20 +390,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str, source: str | Path) -> dict[str, Any]:
-    """Parse the object in a JSON text.
-
-    Args:
-        text: the text.
-        source: where it came from, for the error message.
-
-    Raises:
-        ValueError: the text is no JSON object.
-
-    Example:
-        >>> from evals import documents
-        >>> documents.parse_object('{"trec": 64}', "lengths.json")
-        {'trec': 64}
-    """
+    """Parse the object in a JSON text; ``source`` says in the ValueError where it came from."""
     content = json_object(text)
     if content is None:
         raise ValueError(f"{source} is no JSON object; expected prompts by task.")

@@ -65,9 +65,7 @@ EXAMPLES = """examples:
 
 class Losses(NamedTuple):
     """For each chunk, the mean negative log-likelihood of its tokens but the first, and their mean divergence from the
-    dense model, both in nats.
-
-    ``hidden`` are each chunk's hidden states, if they were asked for: the reference of other settings.
+    dense model, both in nats. ``hidden`` are the dense model's hidden states, the reference of other settings.
     """
 
     by_chunk: Float[np.ndarray, "n"]
@@ -109,38 +107,25 @@ def make_chunks(
     return np.array([first + tokens[i * step : i * step + own] for i in range(count)], np.int32)
 
 
-def full_losses(model: models.Decoder, chunks: Int[np.ndarray, "n T"], **options: Any) -> Losses:
-    """Measure the dense model, and keep its hidden states as the reference of all other settings.
-
-    Args:
-        options: ``batch``, ``counted`` and ``progress`` of :func:`losses`.
-    """
-    return losses(model, chunks, simulator.DENSE, keep_hidden=True, **options)
-
-
 def losses(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    simulation: Simulation,
+    simulation: Simulation = simulator.DENSE,
     *,
     full: Losses | None = None,
     batch: int = 4,
     counted: int | None = None,
     progress: tqdm = evaluator.QUIET,
-    keep_hidden: bool = False,
 ) -> Losses:
-    """Measure a selection.
+    """Measure a selection, or the dense model.
 
     Args:
-        simulation: the selection, its sparsity, and what it reads.
-        full: the result of :func:`full_losses`; without it there is no divergence (NaN).
-        batch: the number of chunks per batch.
+        full: the dense model's losses; None measures them, and keeps its hidden states.
         counted: count only the last so many tokens of each chunk.
-        keep_hidden: whether to keep the hidden states.
     """
     found = loglikelihood.simulate(
         model, chunks.tolist(), simulation, block=1, batch=batch,
-        reference=None if full is None else full.hidden, keep_hidden=keep_hidden, on_row=lambda *_: progress.update(),
+        reference=None if full is None else full.hidden, keep_hidden=full is None, on_row=lambda *_: progress.update(),
     )  # fmt: skip
     return _losses(found, counted)
 
@@ -160,9 +145,7 @@ def policy_losses(
 ) -> Losses:
     """Measure a policy that evicts after every block, or once before the last ``counted`` tokens of each chunk.
 
-    Args:
-        setting: policy, budget and moment; see :func:`models.prefill`.
-        full, counted: see :func:`losses`.
+    Without ``full``, the dense model's losses, there is no divergence (NaN).
 
     Raises:
         ValueError: the policy evicts once and ``counted`` is None, so that all tokens would be predicted before it
@@ -208,7 +191,7 @@ def measure(
     At sparsity 0 nothing is left out: those have the dense model's figures.
 
     Args:
-        full: the result of :func:`full_losses`.
+        full: the dense model's losses.
         like: has what the selections read beside the model.
         options: see :func:`losses`.
 
@@ -243,11 +226,6 @@ def measure_policies(
 ) -> list[dict[str, Any]]:
     """Measure each policy at each budget and moment.
 
-    Args:
-        full: the result of :func:`full_losses`.
-        settings: the result of :func:`make_settings`.
-        options: see :func:`policy_losses`.
-
     Returns:
         Lines like those of :func:`measure`, with the setting, when it evicts, and ``difference``: the perplexity minus
         the dense model's, as in CAOTE's tables.
@@ -260,12 +238,6 @@ def measure_policies(
         told = {name: setting.fields()[name] for name in ("policy", "budget", "when", "evicts", "cache_dtype")}
         results.append({**told, "block": feed.block, **against(found, full)})
     return results
-
-
-def steps(chosen: Sequence[Selection], sparsities: Sequence[float], chunks: int, settings: int = 0) -> int:
-    """Count the chunks that the dense model, :func:`measure` and :func:`measure_policies` run."""
-    named = [selection for selection in chosen if selection.name != "full"]
-    return chunks * (1 + len(named) * sum(sparsity > 0 for sparsity in sparsities) + settings)
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = PREDICTOR) -> list[dict[str, Any]]:
@@ -290,20 +262,14 @@ def compare_policies(results: Sequence[dict[str, Any]], against: str = run_setti
 
 
 def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    ratio, low, high = _ratio(statistics.paired_interval, np.array(one["by_chunk"]) - np.array(other["by_chunk"]))
-    return {
-        "increase": ratio - 1,
-        "low": None if low is None else low - 1,
-        "high": None if high is None else high - 1,
-        "larger": "one chunk" if low is None or high is None else statistics.verdict(low - 1, high - 1),
-    }
+    apart = np.array(one["by_chunk"]) - np.array(other["by_chunk"])
+    increase, low, high = _ratio(statistics.paired_interval, apart, less=1)
+    larger = "one chunk" if low is None or high is None else statistics.verdict(low, high)
+    return {"increase": increase, "low": low, "high": high, "larger": larger}
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with one line per selection and sparsity, or policy and budget, compared with the dense model.
-
-    The difference of policies is as in CAOTE's tables.
-    """
+    """Return a table with one line per selection and sparsity, or policy and budget, compared with the dense model."""
 
     def unless_full(cell: Callable[[dict[str, Any]], str]) -> report.Cell:
         return lambda r: "" if r.get("select") == "full" else cell(r)
@@ -407,8 +373,7 @@ def command(flags: argparse.Namespace) -> None:
         flags.select = SELECT if flags.policies is None else "full"
     if flags.against is not None and flags.policies is None:
         flags.select += f",{flags.against}"
-    chosen = selections.parse_selections(flags.select)
-    selections.parse_sparsities(flags.sparsity)
+    chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
     settings = [] if flags.policies is None else make_settings(flags)
     command_line.check_least(flags, block=1, batch=1)
     selections.check_flags(flags)
@@ -417,15 +382,43 @@ def command(flags: argparse.Namespace) -> None:
     chunks = chunks_for(model, tokenizer, text, flags)
     aids = answering.Aids(tokenizer, command_line.networks_for(flags, [*chosen, *settings], model))
     digests = evaluator.digests(model, tokenizer, aids.networks) | {"text": texts.digest(text)}
-    _run(flags, digests, model, chunks, settings, aids)
+    like = simulator.DENSE._replace(networks=aids.networks, sinks=flags.sinks, heads=flags.heads)
+    for setting in settings:  # all settings are checked before the first is run
+        models.stream(
+            model, chunks[: flags.batch, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
+            when=setting.when, cache_dtype=setting.cache_dtype, networks=aids.of(setting),
+            question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
+        )  # fmt: skip
+    simulated = sum(selection.name != "full" for selection in chosen) * sum(map(bool, sparsities))
+    with commands.progress_bar("chunk", total=len(chunks) * (1 + simulated + len(settings))) as progress:
+        progress.set_description("full")
+        shared: dict[str, Any] = dict(counted=flags.stride, progress=progress)
+        full = losses(model, chunks, batch=flags.batch, **shared)
+        results = measure(model, chunks, full, chosen, sparsities, like=like, batch=flags.batch, **shared)
+        feed = answering.Feed(flags.block, flags.batch, aids)
+        evicted = measure_policies(model, chunks, full, settings, feed=feed, **shared)
+        progress.set_description("done")
+    predictor = flags.against is None or bool(settings)
+    of_selections = PREDICTOR if predictor else str(selections.parse_selection(flags.against))
+    comparisons, gains = compare(results, of_selections), compare_policies(evicted, run_settings.baseline(flags))
+    report.show(table(results), ratio_table(comparisons), table(evicted), ratio_table(gains))
+    figures = {
+        "evaluation": "perplexity",
+        "settings": command_line.settings(flags),
+        "chunks": len(chunks),
+        "results": results,
+        "comparisons": comparisons,
+        **({"policies": evicted, "policy_comparisons": gains} if evicted else {}),
+    }
+    title = f"Perplexity ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
+    of_budgets = [r for r in evicted if r["budget"] is not None]
+    report.write(flags, figures, digests, lambda path: perplexity_lines(results, of_budgets, path, title=title))
 
 
 def make_settings(flags: argparse.Namespace) -> list[Setting]:
     """Return all combinations of the policies, budgets and moments of a command line, checked before any work.
 
     The policies begin with the one that the others are compared with.
-
-    Nothing is decoded, and no setting evicts after the prompt: the tokens held back are not evicted from.
 
     Raises:
         ValueError: a moment is unknown or needs ``--stride``, or :func:`_parse_policies` or
@@ -469,49 +462,6 @@ def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse
     return make_chunks(tokenizer, text, flags.chunk, flags.sequences, flags.stride)
 
 
-def _run(
-    flags: argparse.Namespace,
-    digests: Mapping[str, str],
-    model: models.Decoder,
-    chunks: Int[np.ndarray, "n T"],
-    settings: Sequence[Setting],
-    aids: answering.Aids,
-) -> None:
-    """Measure all settings, print the tables, and write the files that the flags ask for."""
-    chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
-    like = simulator.DENSE._replace(networks=aids.networks, sinks=flags.sinks, heads=flags.heads)
-    for setting in settings:  # all settings are checked before the first is run
-        models.stream(
-            model, chunks[: flags.batch, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
-            when=setting.when, cache_dtype=setting.cache_dtype, networks=aids.of(setting),
-            question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
-        )  # fmt: skip
-    total = steps(chosen, sparsities, len(chunks), len(settings))
-    with commands.progress_bar("chunk", total=total) as progress:
-        progress.set_description("full")
-        shared: dict[str, Any] = dict(counted=flags.stride, progress=progress)
-        full = full_losses(model, chunks, batch=flags.batch, **shared)
-        results = measure(model, chunks, full, chosen, sparsities, like=like, batch=flags.batch, **shared)
-        feed = answering.Feed(flags.block, flags.batch, aids)
-        evicted = measure_policies(model, chunks, full, settings, feed=feed, **shared)
-        progress.set_description("done")
-    predictor = flags.against is None or bool(settings)
-    of_selections = PREDICTOR if predictor else str(selections.parse_selection(flags.against))
-    comparisons, gains = compare(results, of_selections), compare_policies(evicted, run_settings.baseline(flags))
-    report.show(table(results), ratio_table(comparisons), table(evicted), ratio_table(gains))
-    figures = {
-        "evaluation": "perplexity",
-        "settings": command_line.settings(flags),
-        "chunks": len(chunks),
-        "results": results,
-        "comparisons": comparisons,
-        **({"policies": evicted, "policy_comparisons": gains} if evicted else {}),
-    }
-    title = f"Perplexity ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
-    of_budgets = [r for r in evicted if r["budget"] is not None]
-    report.write(flags, figures, digests, lambda path: perplexity_lines(results, of_budgets, path, title=title))
-
-
 def _check_compression(setting: Setting, counted: int | None) -> bool:
     """Return whether a setting compresses once, before the last ``counted`` tokens of a chunk are predicted.
 
@@ -534,7 +484,7 @@ def _line(selection: Selection, sparsity: float, found: Losses, full: Losses) ->
 def against(found: Losses, full: Losses) -> dict[str, Any]:
     """Return the figures of losses, compared with those of the dense model on the same chunks."""
     perplexity, low, high = _ratio(statistics.mean_interval, found.by_chunk)
-    increase, increase_low, increase_high = _ratio(statistics.paired_interval, found.by_chunk - full.by_chunk)
+    increase, increase_low, increase_high = _ratio(statistics.paired_interval, found.by_chunk - full.by_chunk, less=1)
     whole, _, _ = _ratio(statistics.mean_interval, full.by_chunk)
     kl, kl_low, kl_high = statistics.mean_interval(found.divergence.tolist())
     several = len(found.by_chunk) > 1
@@ -542,9 +492,9 @@ def against(found: Losses, full: Losses) -> dict[str, Any]:
         "perplexity": perplexity,
         "low": low,
         "high": high,
-        "increase": increase - 1,
-        "increase_low": None if increase_low is None else increase_low - 1,
-        "increase_high": None if increase_high is None else increase_high - 1,
+        "increase": increase,
+        "increase_low": increase_low,
+        "increase_high": increase_high,
         "difference": perplexity - whole,
         "kl": kl,
         "kl_low": kl_low if several else None,
@@ -555,13 +505,11 @@ def against(found: Losses, full: Losses) -> dict[str, Any]:
 
 
 def _ratio(
-    interval: Callable[..., tuple[float, float, float]], logarithms: np.ndarray
+    interval: Callable[..., tuple[float, float, float]], logarithms: np.ndarray, less: int = 0
 ) -> tuple[float, float | None, float | None]:
-    """Return the exponential of the mean, with its 95% interval if there are at least two values."""
-    mean, low, high = interval(logarithms.tolist())
-    if len(logarithms) < 2:
-        return math.exp(mean), None, None
-    return math.exp(mean), math.exp(low), math.exp(high)
+    """Return the exponential of the mean less a number, with its 95% interval if there are at least two values."""
+    mean, low, high = (math.exp(bound) - less for bound in interval(logarithms.tolist()))
+    return (mean, low, high) if len(logarithms) > 1 else (mean, None, None)
 
 
 def _points(axis: Any, dense: dict[str, Any], results: list[dict[str, Any]], name: str) -> None:

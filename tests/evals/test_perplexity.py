@@ -45,18 +45,18 @@ def dense(tiny):
 def test_the_loss_is_the_mean_over_the_tokens_that_count(tiny, dense):
     model, (chunks, told) = tiny[0], dense
     losses = -np.take_along_axis(told[:, :-1], chunks[:, 1:, None], axis=-1)[..., 0]
-    found = perplexity.full_losses(model, chunks, batch=2)  # all but the first
+    found = perplexity.losses(model, chunks, batch=2)  # all but the first
     np.testing.assert_allclose(found.by_chunk, losses.mean(axis=1), rtol=1e-5)
     assert found.divergence.tolist() == [0, 0, 0]
     wanted = losses[:, -8:].mean(axis=1)  # of a window the last ones
-    np.testing.assert_allclose(perplexity.losses(model, chunks, simulator.DENSE, counted=8).by_chunk, wanted, rtol=1e-5)
+    np.testing.assert_allclose(perplexity.losses(model, chunks, counted=8).by_chunk, wanted, rtol=1e-5)
     found = perplexity.policy_losses(model, chunks, setting("tova", 24), feed=answering.Feed(8, 4), counted=8)
     np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
 
 
 def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, dense):
     model, (chunks, true) = tiny[0], dense
-    full, true = perplexity.full_losses(model, chunks, batch=2, counted=8), true[:, -9:-1]
+    full, true = perplexity.losses(model, chunks, batch=2, counted=8), true[:, -9:-1]
     found = perplexity.policy_losses(
         model, chunks, setting("h2o", 6, "prompt"), full=full, feed=answering.Feed(4, 2), counted=8
     )
@@ -92,11 +92,10 @@ def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
     model, tokenizer, butler = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=4)
     chosen = selections.parse_selections("full,butler,random")
-    dense, like = perplexity.full_losses(model, chunks), simulator.DENSE._replace(networks=butler)
+    dense, like = perplexity.losses(model, chunks), simulator.DENSE._replace(networks=butler)
     results = perplexity.measure(model, chunks, dense, chosen, [0.0, 0.5], like=like, batch=4)
     named = [(r["select"], r["sparsity"]) for r in results]
     assert named == [("full", 0.0), ("butler", 0.0), ("butler", 0.5), ("random", 0.0), ("random", 0.5)]
-    assert perplexity.steps(chosen, [0.0, 0.5], 4) == 12
     full, none, half = results[0], results[1], results[2]
     assert (none["perplexity"], none["increase"], none["kl"]) == (full["perplexity"], 0, 0)
     assert 0 < half["kl_low"] < half["kl"] == pytest.approx(np.mean(half["kl_by_chunk"]))

@@ -73,7 +73,7 @@ def test_the_librarys_rounding_costs_what_its_cache_costs(tiny):
     model, tokenizer, _ = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
     plain, eight = rounding.measure(model, chunks, [("int8", "float8_e4m3fn")])
-    full = perplexity.full_losses(model, chunks)
+    full = perplexity.losses(model, chunks)
     np.testing.assert_allclose(plain["by_chunk"], full.by_chunk, rtol=1e-5)
     setting = run_settings.Setting("full", None, "block", "unknown", cache_dtype="int8/float8_e4m3fn")
     cached = perplexity.policy_losses(model, chunks, setting, full=full, feed=answering.Feed(8, 4))
