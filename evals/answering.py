@@ -108,12 +108,7 @@ def answers(
     rows: Sequence[int] | None = None,
     **options: Any,
 ) -> Iterator[Batch]:
-    """Answer prompts under one setting, batch by batch.
-
-    Args:
-        rows: the prompts to answer, all by default.
-        options: see :func:`answers_each`.
-    """
+    """Answer prompts under one setting, batch by batch; see :func:`answers_each`."""
     chosen = None if rows is None else {setting: rows}
     return (batch for _, batch in answers_each(model, prompts, [setting], rows=chosen, **options))
 
@@ -184,10 +179,8 @@ def check_answers(
     setting: Setting,
     *,
     new_tokens: int,
-    block: int = 128,
-    batch: int = 16,
     width: int = 0,
-    aids: Aids = NO_AIDS,
+    feed: Feed = FEED,
 ) -> None:
     """Raise the errors that :func:`answers` would raise under a setting, without a step of the model.
 
@@ -198,7 +191,6 @@ def check_answers(
     sizes: list[Callable[[Prompt], int]] = [lambda p: len(p.tokens), _question_length, lambda p: p.context_end]
     each = range(len(prompts))
     rows = {end(each, key=lambda row: size(prompts[row])) for size in sizes for end in (min, max)}
-    feed = Feed(block, batch, aids)
     for _ in _Job(model, prompts, new_tokens, feed, (), width).starts(setting, sorted(rows)):
         pass
 
@@ -372,13 +364,7 @@ def _per_slot(leaf: Any, position: Any) -> bool:
 
 
 def padded(sequences: Sequence[Sequence[int]], width: int = 0) -> np.ndarray:
-    """Return sequences of tokens as rows of ``width`` tokens or more, filled up with zeros.
-
-    Example:
-        >>> from evals import answering
-        >>> answering.padded([[5], [6, 7]]).tolist()
-        [[5, 0], [6, 7]]
-    """
+    """Return sequences of tokens as rows of ``width`` tokens or more, filled up with zeros."""
     tokens = np.zeros((len(sequences), max(width, *map(len, sequences))), np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):
         row[: len(sequence)] = sequence

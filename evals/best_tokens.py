@@ -31,6 +31,7 @@ from jaxtyping import Array, Bool, Float
 HIGH = jax.lax.Precision.HIGHEST
 FEW = 4096  # so many sets are tried one by one
 TRIED = 8  # tokens to take back, where the first of them does not help
+GAP = 1e-9  # the relative gap at which a branch and bound ends
 SHARE = 16  # a greedy step takes one in so many of the tokens that are left to take
 
 
@@ -140,14 +141,6 @@ def improve(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array,
 
     A swap takes back the token that lowers it most and evicts the best other one; where that does not help, each of
     the eight that lower it most is tried.
-
-    Example:
-        >>> import numpy as np
-        >>> from evals import best_tokens
-        >>> value = np.array([[5.0], [0.0], [0.1], [0.0]])
-        >>> case = best_tokens.make_case(np.zeros((1, 1, 4)), value, 3)
-        >>> best_tokens.improve(case, np.array([False, True, False])).tolist()
-        [True, False, False]
     """
     squares = _squares(case)
 
@@ -184,11 +177,8 @@ def improve(case: Case, kept: Bool[Array, "S"], swaps: int = 256) -> Bool[Array,
 def best(case: Case, budget: int, starts: Bool[Array, "n S"] | None = None) -> Bool[Array, "S"]:
     """Search for the ``budget`` tokens of the smallest error: greedy from either side and from ``starts``, with swaps.
 
-    A greedy step takes one in sixteen of the tokens that it has to take yet, at least one.
-
-    Args:
-        budget: how many of the S tokens are kept, from 1 to S.
-        starts: more sets of that size to start from, such as what policies keep.
+    A greedy step takes one in sixteen of the tokens that it has to take yet, at least one. ``starts`` are more sets of
+    that size, such as what policies keep.
     """
     squares = _squares(case)
     S = case.weights.shape[-1]
@@ -221,7 +211,6 @@ def lower_bound(
 
     Args:
         low, high: bounds of z: 0 and 1, equal to each other for a token that is decided.
-        count: how many tokens are evicted in all.
         start: the z to start from.
     """
     free, left = low < high, count - jnp.sum(jnp.where(low < high, 0, low))
@@ -281,7 +270,7 @@ def lower_bound(
 _errors = jax.jit(jax.vmap(error, (None, 0)))
 
 
-def bracket(case: Case, budget: int, *, nodes: int = 1_000_000, tolerance: float = 1e-9, steps: int = 200) -> Bracket:
+def bracket(case: Case, budget: int, *, nodes: int = 1_000_000, steps: int = 200) -> Bracket:
     """Bracket the smallest error of ``budget`` tokens by branch and bound, in float64.
 
     A node has decided some tokens; :func:`lower_bound` bounds what is below it. The node of the lowest bound is next,
@@ -289,7 +278,6 @@ def bracket(case: Case, budget: int, *, nodes: int = 1_000_000, tolerance: float
 
     Args:
         nodes: how many nodes are opened at most; 1 takes the relaxation alone.
-        tolerance: it ends when the relative gap is below this.
         steps: of each relaxation.
 
     Raises:
@@ -300,7 +288,7 @@ def bracket(case: Case, budget: int, *, nodes: int = 1_000_000, tolerance: float
         raise ValueError(f"the budget is {budget}; give a number of the {S} tokens, from 1.")
     with jax.enable_x64(True):
         case = Case(*(jnp.asarray(x, jnp.float64) for x in case))
-        return _Search(case, S - budget, steps).run(nodes, tolerance)
+        return _Search(case, S - budget, steps).run(nodes)
 
 
 class _Search:
@@ -308,17 +296,18 @@ class _Search:
 
     def __init__(self, case: Case, count: int, steps: int):
         self.case, self.count, self.steps = case, count, steps
+        self.mass = np.asarray(case.weights).sum((0, 1))
         self.kept = np.asarray(best(case, case.weights.shape[-1] - count))
         self.error = float(error(case, self.kept))
         self.open: list[tuple[float, int, Any, Any, Any]] = []
         self.opened = 0
 
-    def run(self, nodes: int, tolerance: float) -> Bracket:
+    def run(self, nodes: int) -> Bracket:
         S = len(self.kept)
         self.look(np.zeros(S), np.ones(S), (~self.kept).astype(float), 0.0)
-        while self.open and self.opened < nodes and self.open[0][0] < self.error * (1 - tolerance):
+        while self.open and self.opened < nodes and self.open[0][0] < self.error * (1 - GAP):
             lower, _, low, high, z = heapq.heappop(self.open)
-            undecided = np.where(low < high, (np.minimum(z, 1 - z) + 1e-9) * self.heavy, -1)
+            undecided = np.where(low < high, (np.minimum(z, 1 - z) + 1e-9) * self.mass, -1)
             token = int(np.argmax(undecided))
             for decided in (0.0, 1.0):
                 ends = low.copy(), high.copy()
@@ -326,10 +315,6 @@ class _Search:
                 self.look(*ends, z, lower)
         lower = min([self.error, *(node[0] for node in self.open)])
         return Bracket(self.kept, self.error, lower, self.opened)
-
-    @property
-    def heavy(self) -> np.ndarray:
-        return np.asarray(self.case.weights).sum((0, 1))
 
     def look(self, low: np.ndarray, high: np.ndarray, z: np.ndarray, lower: float) -> None:
         """Bound what is below a node, and keep the node if it may hold a smaller error."""

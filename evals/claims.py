@@ -94,13 +94,7 @@ class Judgement(NamedTuple):
 
 
 def better(low: float, high: float) -> str:
-    """Return the verdict on a claim of a larger value by the interval of the difference, where nothing bounds it.
-
-    Example:
-        >>> from evals import claims
-        >>> claims.better(0.1, 0.3), claims.better(-0.1, 0.3)
-        ('holds', 'within noise')
-    """
+    """Return the verdict on a claim of a larger value by the interval of the difference, where nothing bounds it."""
     return HOLDS if low > 0 else FAILS if high < 0 else NOISE
 
 

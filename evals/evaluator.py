@@ -80,10 +80,7 @@ def check_groups(
     model: models.Decoder,
     groups: Sequence[Group],
     settings: Sequence[Setting],
-    *,
-    block: int = 128,
-    batch: int = 16,
-    aids: Aids = NO_AIDS,
+    feed: Feed = FEED,
 ) -> None:
     """Check that :func:`run` can answer all groups, before the first step of the model.
 
@@ -94,10 +91,7 @@ def check_groups(
         samples = group.few()
         for setting in settings:
             if setting.question in group.questions:
-                check_answers(
-                    model, samples, setting, new_tokens=group.new_tokens, block=block, batch=batch,
-                    width=_width(group), aids=aids,
-                )  # fmt: skip
+                check_answers(model, samples, setting, new_tokens=group.new_tokens, width=_width(group), feed=feed)
 
 
 def _width(group: Group) -> int:
@@ -197,17 +191,15 @@ def command(
     model, tokenizer = load(flags)
     groups = make_groups(flags, model.config, tokenizer)
     aids = load_aids(flags, settings, model, tokenizer)
-    check_groups(model, groups, settings, block=flags.block, batch=flags.batch, aids=aids)
+    feed = feed_of(flags, aids)
+    check_groups(model, groups, settings, feed)
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
         total = sum(group.size for group in groups) * len(settings)
         fingerprints = digests(model, tokenizer, aids.networks, groups)
         store.check_digests(labels, fingerprints)
         with commands.progress_bar("sample", total=total) as progress:
-            (answer or run)(
-                model, tokenizer, groups, settings, store, labels=labels, progress=progress,
-                feed=feed_of(flags, aids),
-            )  # fmt: skip
+            (answer or run)(model, tokenizer, groups, settings, store, labels=labels, progress=progress, feed=feed)
             progress.set_description("done")
         together = None if answer else sharing_note(settings, sum(group.size for group in groups))
         remarks = [*notes(flags), *([] if together is None else [together])]
@@ -245,12 +237,6 @@ def digests(
 
     These are the project's version, the built-in prose, the model, its tokenizer, small networks, the
     records that groups were read from, and :func:`models.commands.provenance.of_process`.
-
-    Example:
-        >>> import models
-        >>> from evals import evaluator
-        >>> sorted(evaluator.digests(*models.load("retriever")))
-        ['config', 'kvjax', 'prose', 'tokenizer', 'weights']
     """
     found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **fingerprints.fingerprints(model, tokenizer)}
     found |= provenance.of_process(tokenizer)

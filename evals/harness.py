@@ -103,14 +103,9 @@ def model_class() -> type:
 
         def __init__(self, pretrained: str = "retriever", **arguments: Any) -> None:
             super().__init__()
-            arguments = {name: value for name, value in arguments.items() if name not in ("device", "max_batch_size")}
-            if unknown := set(arguments) - set(Arguments._fields):
-                raise ValueError(f"the model kvjax has no argument {', '.join(sorted(unknown))}; see --help.")
-            given = Arguments(**arguments)
+            given = _arguments(arguments)
             select, dtype = given.select, given.dtype
-            self.settings: dict[str, Any] = check_settings(
-                given.policy, given.budget, given.block, given.when, select, given.sinks, given.cache_dtype
-            )
+            self.settings: dict[str, Any] = check_settings(given)
             self.batch = int(given.batch_size) if str(given.batch_size).isdigit() and int(given.batch_size) > 0 else 8
             self.model, self.text = command_line.load_with_tokenizer(str(pretrained), dtype=dtype)
             asking = models.with_repeat_prompt(self.settings.get("policy"), self.text)
@@ -245,15 +240,15 @@ def model_class() -> type:
     return KvjaxLM
 
 
-def check_settings(
-    policy: str,
-    budget: int | float | str | None,
-    block: int,
-    when: str,
-    select: str | None = None,
-    sinks: int = 4,
-    cache_dtype: str | None = None,
-) -> dict[str, Any]:
+def _arguments(given: Mapping[str, Any]) -> Arguments:
+    """Return what the model's arguments say beside the model, without the harness' own."""
+    own = {name: value for name, value in given.items() if name not in ("pretrained", "device", "max_batch_size")}
+    if unknown := set(own) - set(Arguments._fields):
+        raise ValueError(f"the model kvjax has no argument {', '.join(sorted(unknown))}; see --help.")
+    return Arguments(**own)
+
+
+def check_settings(given: Arguments) -> dict[str, Any]:
     """Return the arguments of a run, checked before the model is loaded.
 
     Raises:
@@ -261,15 +256,15 @@ def check_settings(
 
     Example:
         >>> from evals import harness
-        >>> harness.check_settings("tova", "0.25", 64, "prompt")
+        >>> harness.check_settings(harness.Arguments("tova", "0.25", 64))
         {'policy': 'tova', 'budget': 0.25, 'block': 64, 'when': 'prompt'}
-        >>> harness.check_settings("full", 0.5, 64, "prompt", select="quest")
-        {'select': 'quest', 'budget': 0.5, 'block': 64, 'sinks': 4}
     """
+    policy, budget, block, when, select = str(given.policy), given.budget, given.block, str(given.when), given.select
+    sinks = given.sinks
     check_names("when", when, get_args(When))
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"block is {block!r}; give at least 1.")
-    dtype = {} if cache_dtype is None else {"cache_dtype": str(check_dtypes(cache_dtype))}
+    dtype = {} if given.cache_dtype is None else {"cache_dtype": str(check_dtypes(given.cache_dtype))}
     if select is not None:
         if dtype:
             raise ValueError(f"select {select} is simulated on whole texts, without a cache; leave cache_dtype out.")
@@ -339,14 +334,8 @@ def command(flags: argparse.Namespace) -> None:
 def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     command_line.check_least(flags, limit=1, batch=1)
     given = [_parse_arguments(text) for text in flags.model_args]
-    against, named = run_settings.baseline(flags), []
-    for arguments in given:
-        checked = check_settings(
-            str(arguments.get("policy", "full")), arguments.get("budget"), arguments.get("block", 128),
-            str(arguments.get("when", "prompt")), arguments.get("select"), arguments.get("sinks", 4),
-            arguments.get("cache_dtype"),
-        )  # fmt: skip
-        named.append(_policy(checked))
+    against = run_settings.baseline(flags)
+    named = [_policy(check_settings(_arguments(arguments))) for arguments in given]
     if flags.against is not None and against not in named:
         raise ValueError(
             f"--against is {against}, but the --model_args have {', '.join(named)}; repeat --model_args with it."

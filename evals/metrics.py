@@ -45,14 +45,8 @@ def f1(answer: str, reference: str) -> float:
 def longbench_rouge_l(answer: str, reference: str) -> float:
     """Return ROUGE-L's F as LongBench's script does, computed by the package rouge.
 
-    Upper and lower case differ, sentences end at full stops, and a word counts once, however often a text has it.
-
-    Args:
-        answer: the model's answer.
-        reference: the right answer.
-
-    Returns:
-        A number from 0 to just below 1; 0 where the package fails, such as for a text of nothing but full stops.
+    Upper and lower case differ, sentences end at full stops, and a word counts once, however often a text has it. 0
+    where the package fails, such as for a text of nothing but full stops.
 
     Raises:
         ImportError: rouge is not installed.
@@ -68,13 +62,6 @@ def rouge_l(answer: str, reference: str) -> float:
 
     Raises:
         ImportError: rouge-score is not installed.
-
-    Example:
-        >>> from evals import metrics
-        >>> round(
-        ...     metrics.rouge_l("The cat sat on the mat.", "the cat lay on the mat"), 6
-        ... )
-        0.833333
     """
     return _scorer("rougeL").score(reference, answer)["rougeL"].fmeasure
 
@@ -84,11 +71,6 @@ def rouge_l_sum(answer: str, reference: str) -> float:
 
     Raises:
         ImportError: rouge-score is not installed.
-
-    Example:
-        >>> from evals import metrics
-        >>> metrics.rouge_l_sum("two lines\\none line", "one line\\ntwo lines")
-        1.0
     """
     return _scorer("rougeLsum").score(reference, answer)["rougeLsum"].fmeasure
 
@@ -98,13 +80,6 @@ def edit_similarity(answer: str, reference: str) -> float:
 
     It is fuzzywuzzy's ratio without python-Levenshtein, which LongBench's requirements leave out: difflib's ratio in
     whole percent.
-
-    Args:
-        answer: the model's answer.
-        reference: the right line of code.
-
-    Returns:
-        A number from 0 to 1, in hundredths.
 
     Example:
         >>> from evals import metrics

@@ -33,7 +33,6 @@ def task_table(
     Args:
         lines: from :func:`evals.summaries.summarise`.
         short: the tasks' names in the head.
-        notes: lines below the table.
     """
     where = ("model", "evaluation", "length", "budget", "when", "question")
     under = below(lines, recency, "score", where)
@@ -61,7 +60,7 @@ def task_table(
             *map(of_task, tasks if len(tasks) > 1 else ()),
             *predicted,
             ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),
-            ("decode tok/s", lambda r: rate(r["decode_tokens_per_second"])),
+            ("decode tok/s", lambda r: _rate(r["decode_tokens_per_second"])),
         ],
         left=len(names),
     )
@@ -89,14 +88,7 @@ def between(form: str, low: str = "low", high: str = "high") -> Callable[[Mappin
 
 
 def labels(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, Cell]]:
-    """Return the columns that tell lines apart: :data:`LABELS` that lines have, and :data:`IF_SEVERAL` that differ.
-
-    Example:
-        >>> from evals import report
-        >>> lines = [{"policy": "h2o", "budget": 64, "model": "tiny", "score": 0.5}]
-        >>> [head for head, _ in report.labels(lines)]
-        ['policy', 'budget']
-    """
+    """Return the columns that tell lines apart: :data:`LABELS` that lines have, and :data:`IF_SEVERAL` that differ."""
     there = [name for name in LABELS if any(name in line for line in lines)]
     there = [name for name in there if name not in IF_SEVERAL or len({line.get(name) for line in lines}) > 1]
     return [(name, LABELS[name]) for name in there]
@@ -144,11 +136,7 @@ def compare(
 
 
 def check_outputs(figures: Path | None, *pictures: Path | None) -> None:
-    """Check before any work that a JSON file and pictures can be written.
-
-    Raises:
-        ValueError, OSError, ImportError: a picture cannot be drawn (:func:`check_plot`), or a file cannot be written.
-    """
+    """Check before any work that a JSON file and pictures can be written; see :func:`check_plot`."""
     for path in pictures:
         if path is not None:
             check_plot(path)
@@ -196,13 +184,7 @@ def budget(line: Mapping[str, Any]) -> str:
 
 
 def evicts(line: Mapping[str, Any]) -> str:
-    """Return in words when the policy of a line evicts: in the prompt, and after it.
-
-    Example:
-        >>> from evals import report
-        >>> report.evicts({"budget": 64, "when": "published", "evicts": ["prompt", 0]})
-        'prompt, then never'
-    """
+    """Return in words when the policy of a line evicts, such as "prompt, then never"."""
     if line.get("budget", line.get("sparsity")) is None or str(line.get("policy")).startswith(READS):
         return "never"
     if line.get("evicts") is None:  # simulated; or a file of an earlier version, which evicted at every step of decode
@@ -300,8 +282,7 @@ def pyplot() -> Any:
     return plt
 
 
-def rate(per_second: float | None) -> str:
-    """Return tokens per second as text, or "n/a" where they were not measured."""
+def _rate(per_second: float | None) -> str:
     return "n/a" if per_second is None else f"{per_second:,.0f}"
 
 
@@ -358,12 +339,8 @@ class Table(str):
         ------  ---
         h2o     1.5
         on a CPU
-        >>> print(table.markdown())
-        | policy | ms |
-        | --- | ---: |
-        | h2o | 1.5 |
-        <BLANKLINE>
-        on a CPU
+        >>> table.markdown()
+        '| policy | ms |\\n| --- | ---: |\\n| h2o | 1.5 |\\n\\non a CPU'
     """
 
     cells: Sequence[Sequence[str]]
@@ -405,18 +382,11 @@ def table(
 
     Example:
         >>> from evals import report
-        >>> cells = [
-        ...     ("policy", "{policy}"), ("budget", report.budget),
-        ...     ("share", "{share:.1%}")
-        ... ]
-        >>> print(
-        ...     report.table(
-        ...         [{"policy": "h2o", "budget": None, "share": 0.5}], cells, left=2
-        ...     )
-        ... )
-        policy  budget  share
-        ------  ------  -----
-        h2o     all     50.0%
+        >>> cells = [("policy", "{policy}"), ("share", "{share:.1%}")]
+        >>> print(report.table([{"policy": "h2o", "share": 0.5}], cells, left=1))
+        policy  share
+        ------  -----
+        h2o     50.0%
     """
     texts = [[cell.format_map(r) if isinstance(cell, str) else cell(r) for _, cell in cells] for r in lines]
     return Table([head for head, _ in cells], texts, left=left, notes=notes)

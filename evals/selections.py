@@ -58,15 +58,9 @@ def rolling_snapkv(*, window: int = 32, kernel: int = 7, pooling: Literal["avg",
     Args:
         window: the number of queries that are remembered per slot and query head.
         kernel: the width of the pooling over neighbours in position order among the live tokens, an odd number.
-        pooling: "avg" or "max".
 
     Raises:
         ValueError: the window is below 1, or the kernel is even.
-
-    Example:
-        >>> from evals.selections import rolling_snapkv
-        >>> str(rolling_snapkv(window=16))
-        'rolling_snapkv(window=16)'
     """
     check_count("rolling_snapkv: window", window, 1, "give a number of queries, an int from 1")
     check_kernel("rolling_snapkv", kernel)
@@ -107,11 +101,7 @@ class Selection:
 
 @functools.cache
 def parse_selection(name: str, *, page_size: int = 16) -> Selection:
-    """Parse the short name of a selection.
-
-    Args:
-        name: see the top of this file.
-        page_size: the page size of "quest" without arguments.
+    """Parse the short name of a selection; ``page_size`` is that of "quest" without arguments.
 
     Raises:
         ValueError: the name or an argument is unknown, or the policy cannot be run layer by layer.
@@ -240,11 +230,7 @@ def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: s
 
 
 def check_flags(flags: argparse.Namespace) -> None:
-    """Check sizes and output files before any work.
-
-    Raises:
-        ValueError, OSError, ImportError: a size is too small, or an output cannot be written.
-    """
+    """Check sizes and output files before any work."""
     command_line.check_least(flags, batch=1, sinks=0)
     report.check_outputs(flags.json, flags.plot)
 

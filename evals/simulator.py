@@ -75,7 +75,7 @@ def hidden_states(
 
     Args:
         tokens: whole sequences. Padding after them changes nothing before it.
-        selection: a short name (see the top of this file), or the result of :func:`parse_selection`.
+        selection: a selection, or its short name (evals/selections.py).
         sparsity: the share of the tokens that a query does not read, in [0, 1).
         networks: the network that the selection reads, or several, of which it takes its own.
         sinks: the number of first tokens that are always read, beyond the budget.
@@ -116,8 +116,9 @@ class Simulation(NamedTuple):
 
     def hidden_states(self, model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T E"]:
         """Return the hidden states of whole sequences."""
-        beside: Any = dict(networks=self.networks, sinks=self.sinks, heads=self.heads)
-        return hidden_states(model, tokens, self.selection, self.sparsity, **beside)
+        return hidden_states(
+            model, tokens, self.selection, self.sparsity, networks=self.networks, sinks=self.sinks, heads=self.heads
+        )
 
 
 DENSE = Simulation(parse_selection("full"))
@@ -136,15 +137,10 @@ def hits(
 
     Both sets are the ``ceil((i + 1)(1 - sparsity))`` best tokens of query i by raw logits, without sinks.
 
-    Args:
-        tokens, sparsity, networks, chunk: see :func:`simulate`.
-        selection: a source of importance.
-
-    Returns:
-        Figures of every layer, including layer 0, which is never predicted.
+    Layer 0, which is never predicted, has figures, too.
 
     Raises:
-        ValueError: see :func:`simulate`; or the selection is no source.
+        ValueError: see :func:`hidden_states`; or the selection is no source.
     """
     tokens, selection, network = _check(model, tokens, selection, sparsity, networks, 0, chunk)
     if selection.source is None:
@@ -173,10 +169,8 @@ def attention_logits(
 ) -> tuple[Float[Array, "L B N R T"], Float[Array, "L B K T D"]]:
     """Return the attention logits of some queries, -inf for tokens that a query does not see, and all tokens' values.
 
-    The logits are those that the model's softmax reads, with its soft cap. A query of -1 sees nothing.
-
-    Args:
-        queries: the positions of the queries.
+    The logits are those that the model's softmax reads, with its soft cap. ``queries`` are positions; one of -1 sees
+    nothing.
     """
     queries = jnp.broadcast_to(queries, (len(tokens), len(queries)))
 

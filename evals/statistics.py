@@ -67,14 +67,7 @@ def paired_interval(differences: Sequence[float] | Float[np.ndarray, "models sam
 
 
 def comparison(differences: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of differences on the same samples as fields of a table's line, with its interval and verdict.
-
-    Example:
-        >>> from evals.statistics import comparison
-        >>> found = comparison([1, 1, 1, 1, 1, 1, 0, 0])
-        >>> found["difference"], round(found["low"], 2), found["better"]
-        (0.75, 0.18, 'yes')
-    """
+    """Return the mean of differences on the same samples as fields of a table's line, with its interval and verdict."""
     mean, low, high = paired_interval(differences)
     return {"difference": mean, "low": low, "high": high, "better": verdict(low, high)}
 
@@ -136,8 +129,7 @@ def _parts(size: int) -> list[int]:
 def chance(differences: Sequence[float] | Float[np.ndarray, "models samples"]) -> float:
     """Return the p-value of the sign-flip test: how often random signs give a sum at least as far from 0.
 
-    Args:
-        differences: as in :func:`paired_interval`; of several models, a sample's differences are averaged.
+    Of several models (:func:`paired_interval`), a sample's differences are averaged.
 
     Example:
         >>> from evals.statistics import chance
@@ -239,11 +231,5 @@ def _solve(falling: Callable[[float], float]) -> float:
 
 
 def verdict(low: float, high: float) -> str:
-    """Return "yes" where a difference is above 0, "no" where it is below, else "within noise".
-
-    Example:
-        >>> from evals.statistics import verdict
-        >>> verdict(0.1, 0.3), verdict(-0.1, 0.3)
-        ('yes', 'within noise')
-    """
+    """Return "yes" where a difference is above 0, "no" where it is below, else "within noise"."""
     return "yes" if low > 0 else "no" if high < 0 else "within noise"

@@ -139,10 +139,8 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
                 model, tokenizer = command_line.load(own[0].flags)
                 aids_of_each = [evaluator.load_aids(part.flags, part.settings, model, tokenizer) for part in own]
                 for part, aids in zip(own, aids_of_each, strict=True):
-                    evaluator.check_groups(
-                        model, _groups(part, model.config, tokenizer), part.settings,
-                        block=part.flags.block, batch=part.flags.batch, aids=aids,
-                    )  # fmt: skip
+                    feed = evaluator.feed_of(part.flags, aids)
+                    evaluator.check_groups(model, _groups(part, model.config, tokenizer), part.settings, feed)
             except ValueError as error:
                 if progress is None or hosts.several():  # of several processes only this one may have it
                     raise

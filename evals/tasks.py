@@ -56,7 +56,6 @@ def random_fact(
     *,
     two_words: float = 1.0,
     alike: float = 0.0,
-    attributes: Sequence[str] = prose.ATTRIBUTES,
 ) -> Fact:
     """Draw a fact that none of ``others`` contradicts; its value differs from theirs.
 
@@ -72,7 +71,7 @@ def random_fact(
     taken = {(other.attribute, other.key) for other in others}
     values = {other.value for other in others}
     while True:
-        attribute, first, second = pick(rng, attributes), pick(rng, prose.ADJECTIVES), pick(rng, prose.NOUNS)
+        attribute, first, second = pick(rng, prose.ATTRIBUTES), pick(rng, prose.ADJECTIVES), pick(rng, prose.NOUNS)
         key = f"{first} {second}" if rng.random() < two_words else second
         if others and rng.random() < alike:
             other = others[int(rng.integers(len(others)))]
@@ -100,11 +99,7 @@ def statement(fact: Fact, introduction: str = "") -> str:
 
 
 def question(fact: Fact) -> str:
-    """Return the question that a fact answers.
-
-    >>> question(Fact("code", "amber falcon", "4719"))
-    'Question: what is the code of amber falcon?'
-    """
+    """Return the question that a fact answers."""
     return f"Question: what is the {_of(fact)}?"
 
 
@@ -114,11 +109,8 @@ def cue(fact: Fact, placement: Placement = "after") -> str:
     After a question it repeats the question's words, as RULER's needles do. A question that was asked before the text
     has to be remembered, so its cue repeats nothing.
 
-    >>> (
-    ...     cue(Fact("code", "amber falcon", "4719")),
-    ...     cue(Fact("code", "amber falcon", "4719"), "before"),
-    ... )
-    ('Answer: the code of amber falcon is', 'Answer:')
+    >>> cue(Fact("code", "amber falcon", "4719"))
+    'Answer: the code of amber falcon is'
     """
     return "Answer:" if placement == "before" else f"Answer: the {_of(fact)} is"
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,11 +64,6 @@ def read_text(name: str | Path | None) -> str:
     Raises:
         FileNotFoundError: the file does not exist, or the text has not been made yet.
         ValueError: the file is empty or not UTF-8.
-
-    Example:
-        >>> from evals.texts import read_text
-        >>> len(read_text(None)) > 10_000
-        True
     """
     if name is None:
         return prose.text("test")
@@ -86,13 +79,7 @@ def read_text(name: str | Path | None) -> str:
 
 
 def digest(text: str) -> str:
-    """Return the SHA-256 of a text, which is recorded with figures made from it.
-
-    Example:
-        >>> from evals.texts import digest
-        >>> digest("calm")[:8]
-        '2b4b2ead'
-    """
+    """Return the SHA-256 of a text, which is recorded with figures made from it."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -118,42 +105,22 @@ def sections(text: str) -> dict[str, list[str]]:
     return found
 
 
-def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of a text in the user's cache folder, made or not.
-
-    Args:
-        name: one of :data:`PUBLISHED`.
-        environment: its XDG_CACHE_HOME may name another folder than ~/.cache.
+def place(name: str) -> Path:
+    """Return the path of one of :data:`PUBLISHED` in the user's cache folder, made or not.
 
     Raises:
         FileNotFoundError: the user has no home and XDG_CACHE_HOME is not set.
-
-    Example:
-        >>> from evals.texts import place
-        >>> place("king-james-bible", {"XDG_CACHE_HOME": "cache"}).as_posix()
-        'cache/kvjax/texts/king-james-bible.txt'
     """
-    return commands.cache_folder(environment) / "texts" / f"{name}.txt"
+    return commands.cache_folder() / "texts" / f"{name}.txt"
 
 
-def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the file of a text that has been made.
-
-    Args:
-        name: one of :data:`PUBLISHED`.
-        environment: see :func:`place`.
+def find(name: str) -> Path:
+    """Return the file of one of :data:`PUBLISHED` that has been made.
 
     Raises:
         FileNotFoundError: it has not been made yet; the message says how to make it.
-
-    Example:
-        >>> from evals.texts import find
-        >>> find("king-james-bible", {"XDG_CACHE_HOME": "nowhere"})
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: king-james-bible is not here yet; make it once, in a ...
     """
-    file = place(name, environment)
+    file = place(name)
     if not file.is_file():
         package = PUBLISHED[name]
         raise FileNotFoundError(

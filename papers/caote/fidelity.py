@@ -336,9 +336,8 @@ def command(flags: argparse.Namespace) -> None:
     feed = Feed(flags.block, flags.batch, aids)
     for setting in settings:
         most = max(len(sample.answer_tokens) for sample in samples[setting.question])
-        answering.check_answers(
-            model, samples[setting.question], setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
-        )
+        feed = answering.Feed(flags.block, flags.batch, aids)
+        answering.check_answers(model, samples[setting.question], setting, new_tokens=most, feed=feed)
     results = []
     with commands.progress_bar("sample", total=len(seeds) * len(settings)) as progress:
         for question, drawn in samples.items():
