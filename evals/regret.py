@@ -40,6 +40,7 @@ from evals import (
     simulator,
     statistics,
     tasks,
+    view,
 )
 from kvjax.chains import policy_of
 from models import commands
@@ -127,11 +128,6 @@ def search(heads: Heads, budget: int, tried: Bool[np.ndarray, "n H G S"]) -> Boo
     return np.asarray(_search(cases, budget, starts[:, None]))
 
 
-@jax.jit
-def _positions(cache: Any, layers: Int[jax.Array, "n"]) -> Int[jax.Array, "n B heads S"]:
-    return jax.lax.map(lambda layer: cache.layer(layer).position, layers)
-
-
 def held_tokens(
     model: models.Decoder,
     tokens: Int[np.ndarray, "T"],
@@ -167,10 +163,8 @@ def held_tokens(
             )  # fmt: skip
         for setting, prefilled in zip(together, caches, strict=True):
             progress.set_description(setting.title())
-            position = np.asarray(_positions(prefilled.cache, np.asarray(layers)))[:, 0]
-            kept = np.zeros((*position.shape[:2], width + 1), bool)
-            np.put_along_axis(kept, np.where(position < 0, width, position), True, axis=-1)
-            found[setting] = np.repeat(kept[..., :width], model.config.num_heads // position.shape[1], axis=1)
+            kept = view.held_tokens(prefilled.cache, width)[list(layers)]
+            found[setting] = np.repeat(kept, model.config.num_heads // kept.shape[1], axis=1)
             make_room()
             progress.update(1)
     return found
@@ -202,11 +196,6 @@ class _Run:
         self.queries = max(len(s.tokens) + len(s.answer_tokens) - s.context_end for s in self.samples)
         self.projection = projections(model, flags.target)
 
-    def ends(self, sample: tasks.Sample, question: str) -> tuple[int, int]:
-        """Return where what is compressed ends, and where the future does."""
-        size = sample.context_end if question == "unknown" else len(sample.tokens)
-        return size, len(sample.tokens) + len(sample.answer_tokens)
-
     def measure(self, progress: tqdm) -> None:
         """Measure each prompt that the store does not hold yet."""
         by_question: dict[str, list[run_settings.Setting]] = {}
@@ -235,22 +224,22 @@ class _Run:
         logits = logits.reshape(n * value.shape[1], -1, len(queries), T)
         return logits, value.reshape(-1, *value.shape[2:])
 
-    def heads(self, read, first: int, queries: slice, size: int, end: int, width: int) -> Heads:
+    def heads(self, read, queries: slice, size: int, end: int, width: int) -> Heads:
         logits, value = read
         G = logits.shape[1]
         projection = None
         if self.projection is not None:
             projection = self.projection[self.layers].reshape(len(logits), G, *self.projection.shape[2:])
-        return make_heads(
-            logits[:, :, queries, :end], value[:, :end], size, projection, width=width, queries=max(first, self.queries)
-        )
+        most = max(queries.stop - queries.start, self.queries)
+        return make_heads(logits[:, :, queries, :end], value[:, :end], size, projection, width=width, queries=most)
 
     def one(self, question, settings, number, sample, read, progress) -> None:
         """Measure one prompt under all settings of a question."""
         flags, width = self.flags, self.flags.length
-        size, end = self.ends(sample, question)
+        size = sample.context_end if question == "unknown" else len(sample.tokens)
+        end = len(sample.tokens) + len(sample.answer_tokens)
         queries = slice(AFTER + size - sample.context_end, AFTER + end - sample.context_end)
-        heads = self.heads(read, 0, queries, size, end, width)
+        heads = self.heads(read, queries, size, end, width)
         held = held_tokens(
             self.model, np.array(sample.tokens[:size]), settings, self.layers, width=width, block=flags.block,
             aids=self.aids, progress=progress,
@@ -280,7 +269,9 @@ class _Run:
         self.store.add([*records[1:], records[0]])  # the best is the mark of a whole prompt
 
     def relative(self, head_errors: np.ndarray, energy: np.ndarray) -> float:
-        return float(np.mean(by_layer(head_errors, energy, len(self.layers))))
+        """Return the mean over layers of their heads' errors, relative to :attr:`Heads.energy`."""
+        errors, whole = (x.reshape(len(self.layers), -1).sum(axis=1) for x in (head_errors, energy))
+        return float(np.mean(errors / whole))
 
     def mass(self, heads: Heads, kept: np.ndarray, queries: slice) -> np.ndarray:
         """Return the mean attention of a head that still reaches tokens that stay."""
@@ -297,7 +288,7 @@ class _Run:
                 self.told(heads.of(head), budget, self.layers[head // K], head % K, flags.nodes) for head in some
             ]
         if question == self.settings[0].question and flags.exact and number == 0:
-            small = self.heads(read, AFTER, slice(0, AFTER), flags.exact, flags.exact + AFTER, flags.exact)
+            small = self.heads(read, slice(0, AFTER), flags.exact, flags.exact + AFTER, flags.exact)
             tokens = max(1, round(flags.exact * budget / heads.tokens))
             found["exact"] = [
                 self.told(small.of(head), tokens, self.layers[head // K], head % K, 1_000) for head in some
@@ -316,13 +307,6 @@ class _Run:
         about = {"model": self.flags.model, "evaluation": "regret", "length": self.flags.length, "policy": policy}
         about |= {"budget": setting.budget, "when": setting.when, "question": question, "task": "needle"}
         return {**about, "sample": number, "score": score, **more}
-
-
-def by_layer(
-    head_errors: Float[np.ndarray, "H"], energy: Float[np.ndarray, "H"], layers: int
-) -> Float[np.ndarray, "n"]:
-    """Return the error of each layer's heads, relative to their :attr:`Heads.energy`."""
-    return head_errors.reshape(layers, -1).sum(axis=1) / energy.reshape(layers, -1).sum(axis=1)
 
 
 def summarise(records: Sequence[dict[str, Any]], layers: Sequence[int]) -> list[dict[str, Any]]:
@@ -404,18 +388,13 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     """Return a table of the policies of each question, the smallest regret first; "best" shows its own error."""
     order = {question: i for i, question in enumerate(dict.fromkeys(r["question"] for r in lines))}
     shown = sorted(lines, key=lambda r: (order[r["question"]], r["policy"] != BEST, r["regret"]))
-    return report.table(
-        shown,
-        [
-            *report.labels(shown),
-            *report.figure("regret", "regret", ".5f"),
-            ("mass", "{mass:.3f}"),
-        ],
-        left=len(report.labels(shown)),
-    ) + (
-        "\nregret: error less the best found, relative to the outputs' squared distance from the mean value; best: its "
+    names = report.labels(shown)
+    cells = [*names, *report.figure("regret", "regret", ".5f"), ("mass", "{mass:.3f}")]
+    note = (
+        "regret: error less the best found, relative to the outputs' squared distance from the mean value; best: its "
         "own error; mass: the attention that reaches what is kept"
     )
+    return report.table(shown, cells, left=len(names), notes=[note])
 
 
 def _bracket_lines(lines: Sequence[dict[str, Any]]) -> str:
@@ -426,9 +405,10 @@ def _bracket_lines(lines: Sequence[dict[str, Any]]) -> str:
             for what, field in (("certified gap of the best found", "error"), ("of the greedy search", "searched")):
                 if cases := r.get(name, []):
                     gaps = [1 - case["lower"] / case[field] if case[field] > 0 else 0.0 for case in cases]
-                    size = f"{cases[0]['kept']} of {cases[0]['tokens']} tokens, {len(cases)} heads"
-                    size = f"question {r['question']}, {size}"
-                    told.append(f"{what}, {size}: median {np.median(gaps):.1%}, at most {max(gaps):.1%}")
+                    told.append(
+                        f"{what}, question {r['question']}, {cases[0]['kept']} of {cases[0]['tokens']} tokens, "
+                        f"{len(cases)} heads: median {np.median(gaps):.1%}, at most {max(gaps):.1%}"
+                    )
     return "\n".join(told)
 
 
