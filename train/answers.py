@@ -68,13 +68,7 @@ def are_answers(names: Sequence[str]) -> bool:
     """Return whether data are prompts with answers, by the first line of the first file.
 
     Raises:
-        FileNotFoundError: the file does not exist.
         ValueError: the file is empty or of an unknown kind.
-
-    Example:
-        >>> from train.answers import are_answers
-        >>> are_answers(["python"])
-        False
     """
     first = names[0]
     if first in BUILTIN or not Path(first).exists():

@@ -2,11 +2,8 @@
 
 A step runs the model once. Layer 0's output goes to the predictor, and as the other layers run, the loss compares each
 layer's queries and keys with the predicted ones (kernels_pallas.mse_logits) and computes its gradient at once: nothing
-of the model is kept for a backward pass. What a step reads follows from the data's position, and what it drops from its
-number, so a run that was killed and resumed ends with the same parameters as one that was not, bit for bit.
-
-The folder --out holds butler.safetensors and butler.json (the last checkpoint's predictor), checkpoints/, run.json
-(which describes the run), log.jsonl, TensorBoard's events, and summary.json at the end.
+of the model is kept for a backward pass. The folder --out holds butler.safetensors and butler.json, the last
+checkpoint's predictor, and what every run's has (train/loop.py).
 """
 
 from __future__ import annotations
@@ -51,11 +48,9 @@ TOKENS_AT_ONCE = 4096  # of held-out text
 
 
 class Settings(NamedTuple):
-    """The settings of a run. The defaults are the published ones (AdamW, one row per step; NOTES of the paper's code).
+    """The settings of a run; see :class:`train.loop.Settings`. The defaults are the published ones.
 
-    A run reads ``tokens`` tokens in total, in steps of ``batch`` rows of ``seq_len``. The learning rate rises over the
-    share ``warmup`` of the steps and falls to 0 on a cosine. With ``causal``, the loss counts only the pairs that a
-    query sees, not all pairs.
+    With ``causal``, the loss counts only the pairs that a query sees, not all pairs.
     """
 
     tokens: int = 80_000_000
@@ -193,7 +188,6 @@ def train(
     """Train a predictor, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
 
     Args:
-        config: the predictor's shape.
         budget: the share of the tokens that a query reads, for the hit rate.
         folder, model, corpus, settings, options: see :func:`train.loop.run`.
 
@@ -215,7 +209,9 @@ def train(
         return means | {"loss": held_out_loss(model, config, parameters, corpus, settings)}
 
     def summarise(parameters):
-        found = _size(model, config) | compare_sources(model, config, parameters, corpus, settings, budget)
+        size, whole = num_parameters(config), sum(map(math.prod, model_shapes(model.config).values()))
+        found = {"parameters": size, "share_of_model": size / whole}
+        found |= compare_sources(model, config, parameters, corpus, settings, budget)
         return found, {source: figures["hit_rate"] for source, figures in found["figures"].items()}
 
     trainer = loop.Trainer(
@@ -265,11 +261,6 @@ def _row_loss(model, parameters, tokens, config, causal):
     return loss_of(model, Butler(config, parameters), tokens, causal=causal)
 
 
-def _size(model: Decoder, config: ButlerConfig) -> dict[str, Any]:
-    model_size = sum(math.prod(shape) for shape in model_shapes(model.config).values())
-    return {"parameters": num_parameters(config), "share_of_model": num_parameters(config) / model_size}
-
-
 # The command.
 
 
@@ -286,8 +277,8 @@ def table(summary: dict[str, Any]) -> str:
     lines += [
         "",
         "hit rate: share of the oracle's tokens that are chosen, mean over all queries; accuracy: the same for the",
+        "last query, the paper's figure; mass: true attention held by the chosen tokens. No sinks are added.",
     ]
-    lines += ["last query, the paper's figure; mass: true attention held by the chosen tokens. No sinks are added."]
     return "\n".join(lines)
 
 

@@ -9,8 +9,7 @@ A derivative keeps the cache before each block and computes one block's activati
 of the tokens at a time. All weights are trained, or LoRA's low-rank matrices (train/lora.py).
 
 The folder ``--out`` is a Hugging Face folder of the last checkpoint's model, or of its adapter after LoRA;
-``models.load`` reads both. Beside it are checkpoints/, run.json (which describes the run), log.jsonl, TensorBoard's
-events, and summary.json at the end.
+``models.load`` reads both. It also holds what every run's does (train/loop.py).
 """
 
 from __future__ import annotations
@@ -94,17 +93,6 @@ def check_settings(settings: Settings, config: models.Config, *, text: bool) -> 
 
     Raises:
         ValueError: a setting is out of range; the message names its flag.
-
-    Example:
-        >>> import models
-        >>> from train import finetune
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
-        ... )
-        >>> finetune.check_settings(finetune.Settings(when="prompt"), config, text=True)
-        Traceback (most recent call last):
-        ...
-        ValueError: 'snapkv+caote' evicts once, after the last token of a text, which changes ...; take ...
     """
     loop.check_settings(settings, config)
     known = lora.projections(config)

@@ -53,9 +53,7 @@ def interrupted(folder: Path, step: int | None, invocation: commands.Invocation,
     """Return the error that ends an interrupted run, with its checkpoint and the command that resumes it.
 
     Args:
-        folder: where the checkpoints are.
         step: that of the newest checkpoint, None without one.
-        invocation: the command.
         resume: whether the command resumes as it stands.
     """
     if step is None:

@@ -1,8 +1,8 @@
 """The training loop that the trainers of frozen models share: checkpoints, log, resuming, and checks for NaN.
 
-A trainer describes itself as a :class:`Trainer`, four pure functions, and :func:`run` does the rest. What a step reads
-follows from the data's position, and its randomness from its number, so a run that was killed and resumed ends with the
-same parameters as one that was not, bit for bit.
+A trainer describes itself as a :class:`Trainer`, and :func:`run` does the rest. What a step reads follows from the
+data's position, and its randomness from its number, so a run that was killed and resumed ends with the same parameters
+as one that was not, bit for bit.
 
 The folder holds what the trainer saves (of the last checkpoint), checkpoints/, run.json (which describes the run),
 log.jsonl, TensorBoard's events, and summary.json at the end.
@@ -191,11 +191,7 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 def init_state(make: Callable[[], Parameters], settings: Settings, mesh: Mesh) -> State:
-    """Return new parameters and their optimizer's state, on every device.
-
-    Args:
-        make: returns the first parameters; it is compiled.
-    """
+    """Return the parameters that ``make`` returns, compiled, and their optimizer's state, on every device."""
 
     def init():
         parameters = make()
@@ -209,11 +205,7 @@ def init_state(make: Callable[[], Parameters], settings: Settings, mesh: Mesh) -
 def make_step(
     objective: Callable[[Decoder, Parameters, Array, Array], Array], settings: Settings, mesh: Mesh
 ) -> Callable[[Decoder, State, Array, int], tuple[State, Array, Array]]:
-    """Compile a step: (model, state, tokens [B, T], step) -> state, loss, the gradient's norm before clipping.
-
-    Args:
-        objective: (model, parameters, tokens, key) -> the loss; ``key`` is that of the step.
-    """
+    """Compile a step (:class:`Trainer`) of an objective: (model, parameters, tokens, key of the step) -> the loss."""
     optimizer = make_optimizer(settings)
 
     def step(model, state, tokens, number):
@@ -222,7 +214,6 @@ def make_step(
         state, norm = updated(optimizer, state, gradients)
         return state, loss, norm
 
-    # Nothing is donated, as Ctrl-C saves the last state that was reached.
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -251,7 +242,6 @@ def run(
 
     Args:
         folder: see the module's docstring; created if it does not exist.
-        trainer: what is trained.
         model: the frozen model, on ``options.mesh`` if that is given (``models.load(..., mesh=mesh)``).
         corpus: the text, in rows of length ``settings.seq_len``.
 

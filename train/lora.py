@@ -41,12 +41,7 @@ def init(config: Config, rank: int, on: Sequence[str], seed: int) -> dict[str, A
 
 
 def merged(config: Config, weights: Mapping[str, Array], low_rank: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the weights with the products of the low-rank matrices added; the same weights while every B is 0.
-
-    Args:
-        weights: the model's parameters by path.
-        low_rank: as :func:`init` returns them.
-    """
+    """Return a model's parameters by path with the products of :func:`init`'s matrices added."""
     changed = {}
     for name in dict.fromkeys(name.partition(".")[0] for name in low_rank):
         layers, outputs, inputs = _sizes(config, name)

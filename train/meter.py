@@ -20,7 +20,6 @@ class Meter:
     """Shows the finished steps of a run: those whose loss is known, not those that were handed to the device.
 
     Args:
-        total: the steps of the run.
         done: the steps that were done before.
         show: whether anything is shown.
         say: called with each line where standard error is no terminal.

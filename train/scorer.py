@@ -14,11 +14,8 @@ score of a policy that observes the model while it repeats the row, asked to in 
     future    the largest attention that a later token of the row gives it: what only an oracle knows in decode
 
 A step runs the policy over its rows, as :func:`models.prefill` does, then the model once more, and computes each
-layer's loss as the layer runs. What a step reads follows from the data's position, so a run that was killed and resumed
-ends with the same parameters as one that was not, bit for bit (train/loop.py).
-
-The folder --out holds NAME.safetensors and NAME.json (the last checkpoint's network), checkpoints/, run.json (which
-describes the run), log.jsonl, TensorBoard's events, and summary.json at the end.
+layer's loss as the layer runs. The folder --out holds NAME.safetensors and NAME.json, the last checkpoint's network,
+and what every run's has (train/loop.py).
 """
 
 from __future__ import annotations
@@ -97,11 +94,6 @@ def kind_named(name: str) -> type[Scoring]:
 
     Raises:
         ValueError: there is none of this name.
-
-    Example:
-        >>> from train.scorer import kind_named
-        >>> kind_named("gate").__name__
-        'Gate'
     """
     kind = NETWORKS.find(name)
     if kind is None or not (hasattr(kind, "loss") and hasattr(kind, "started")):
@@ -130,10 +122,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
-    """Return the settings for a model, with changes.
-
-    Args:
-        words: the number of tokens that ask the model to repeat a row.
+    """Return the settings for a model, with changes; ``words`` tokens ask it to repeat a row.
 
     Raises:
         ValueError: a setting is out of range.
@@ -207,11 +196,7 @@ def _has_loss(policy: Policy | None) -> bool:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _by_position(cache: Any, B: int, T: int, unbounded: bool) -> Float[Array, "L B T K"]:
-    """Return the scores that a cache's policy has given the first B rows, from 0 to 1; free slots and pages have none.
-
-    Args:
-        unbounded: whether they are mapped to [0, 1], as :func:`scores_of` says.
-    """
+    """Return the scores that a cache's policy has given the first B rows; ``unbounded`` ones are mapped to [0, 1]."""
 
     def of_layer(layer):
         here = cache.layer(layer)
@@ -271,9 +256,6 @@ def run_layers(
     Args:
         score: see :func:`scores_of`; None for the target "future", which is observed here.
         of_layer: ``of_layer(layer, x, score)`` gets the input of the layer's attention and the tokens' scores.
-
-    Returns:
-        The functions' results, stacked over layers.
     """
     B, T = tokens.shape
     at = jnp.arange(T)

@@ -107,7 +107,6 @@ def open_corpus(
             hub data set ("allenai/c4:realnewslike"), "python" (the topics of Python's help, and our sentences),
             a text that `python -m papers texts` has made, one of :data:`WRITTEN`. Commas separate names, too. All files
             together are one source.
-        tokenizer: the model's tokenizer.
         length: the number of ids per row.
         eval_names: text to hold out, named likewise, instead of a part of ``names``.
         eval_rows: how many rows to hold out in total.
@@ -463,13 +462,7 @@ def _in_memory(name: str, documents: Sequence[str], seed: int | None, held_out: 
 
 @functools.cache
 def python_documents() -> tuple[str, ...]:
-    """Return the documents of `python`: the topics of Python's help, and the haystack's sentences for training.
-
-    Example:
-        >>> from train.text import python_documents
-        >>> len(python_documents()) > 100
-        True
-    """
+    """Return the documents of `python`: the topics of Python's help, and the haystack's sentences for training."""
     from pydoc_data import topics
 
     documents = [topic for _, topic in sorted(topics.topics.items())]
