@@ -19,8 +19,6 @@ from models.networks import Network, load_networks
 
 # Flags that may change when a run is resumed: where it writes, what it runs on, and what is compared.
 FREE = ("name", "invocation", "out", "json", "plot", "batch", "mesh", "against")
-
-
 FLAGS: dict[str, dict[str, Any]] = {
     "model": dict(default="retriever", help="'retriever', a Hugging Face folder, or a hub name"),
     "block": dict(type=int, default=128, help="prompt tokens per step"),
@@ -114,16 +112,7 @@ def check_sizes(flags: argparse.Namespace) -> list[int]:
 
 
 def positive(name: str, text: str) -> int:
-    """Return a number of tokens from a command line.
-
-    Raises:
-        ValueError: the text is not an integer of at least 1.
-
-    Example:
-        >>> from evals import command_line
-        >>> command_line.positive("length", "512")
-        512
-    """
+    """Return a number of tokens from a command line, or raise ValueError."""
     if not text.isdigit() or int(text) < 1:
         raise ValueError(f"the {name} {text!r} is not a number of tokens; give an integer from 1.")
     return int(text)
@@ -134,11 +123,6 @@ def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | 
 
     Raises:
         ValueError: no name is given, or one is not known.
-
-    Example:
-        >>> from evals import command_line
-        >>> command_line.choose("--tasks", "vt,cwe", ("cwe", "fwe", "vt"))
-        ['cwe', 'vt']
     """
     given = commands.listed(f"name for {name}", text, f"{name} {known[0]}")
     check_names(name, given, ("all", *known))
@@ -148,29 +132,14 @@ def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | 
 
 
 def check_least(flags: argparse.Namespace, **least: int) -> None:
-    """Raise ValueError if a flag is below its least value; a flag may be None, or not be there.
-
-    Example:
-        >>> import argparse
-        >>> from evals import command_line
-        >>> command_line.check_least(
-        ...     argparse.Namespace(new_tokens=1, limit=None), new_tokens=2, limit=1
-        ... )
-        Traceback (most recent call last):
-        ...
-        ValueError: --new-tokens is 1; give at least 2.
-    """
+    """Raise ValueError if a flag is below its least value; a flag may be None, or not be there."""
     for name, value in least.items():
         if (given := getattr(flags, name, None)) is not None and given < value:
             raise ValueError(f"--{name.replace('_', '-')} is {given}; give at least {value}.")
 
 
 def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
-    """Load the model and tokenizer that the flags name.
-
-    Raises:
-        ValueError: the model has no tokenizer.
-    """
+    """Load the model and tokenizer that the flags name; see :func:`load_with_tokenizer`."""
     return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=run_flags.mesh_of(flags))
 
 

@@ -42,8 +42,7 @@ def draw(seed: int, tokenizer: Any, length: int, facts: int) -> list[tasks.Sampl
     """Draw a text of ``length`` tokens, and a question about each fact and each result that it states.
 
     Args:
-        seed: everything random follows from it.
-        tokenizer: see :func:`evals.tasks.needle`.
+        seed, tokenizer: see :func:`evals.tasks.needle`.
         length: the largest number of the text's tokens, with BOS.
         facts: the number of facts, and that of results.
 
@@ -68,10 +67,7 @@ def draw(seed: int, tokenizer: Any, length: int, facts: int) -> list[tasks.Sampl
     places = np.sort(rng.random(len(told))) / 2
     order = rng.permutation(len(told))
     while True:
-        body = list(filler)
-        for place, number in reversed(list(zip(places, order, strict=True))):
-            body.insert(int(place * (len(filler) + 1)), told[number])
-        text = " ".join(body)
+        text = " ".join(tasks.spread(filler, [told[number] for number in order], places))
         end = len(tasks.ids(tokenizer, text))
         if end <= length:
             break
@@ -118,14 +114,6 @@ def check_settings(settings: Sequence[Setting]) -> None:
 
     Raises:
         ValueError: a setting is a selection, has a share of the text as its budget, or never evicts in decode.
-
-    Example:
-        >>> from evals.run_settings import Setting
-        >>> from evals.generation import check_settings
-        >>> check_settings([Setting("snapkv", 64, "published", "unknown")])
-        Traceback (most recent call last):
-        ...
-        ValueError: 'snapkv' never evicts in decode with --when published; give --when block, or --evict-every.
     """
     run_settings.refuse_selections(settings, "they keep all tokens, so no generation is too long for them")
     for setting in settings:

@@ -56,9 +56,7 @@ def predict(
         sequences: tokens, at least two per sequence.
         held_back: the number of last tokens of each sequence that are fed after the rest was compressed; nothing is
             evicted after them.
-        batch: the number of sequences per batch.
         reference: the ``hidden`` of each sequence under another setting, from which divergences are computed.
-        keep_hidden: whether to return the hidden states.
         on_row: called with a sequence's number and figures as soon as they are known.
         settings: of :func:`models.prefill`.
 
@@ -94,11 +92,8 @@ def simulate(
 ) -> list[TokenPredictions]:
     """Predict each token when every row reads only what a selection keeps (see evals/selections.py).
 
-    Args:
-        sequences: tokens, at least two per sequence.
-        simulation: the selection, its sparsity, and what it reads.
-        block: sequences are padded to a multiple of it, so that few shapes are compiled.
-        batch, reference, keep_hidden, on_row: see :func:`predict`.
+    Sequences are padded to a multiple of ``block``, so that few shapes are compiled. The other arguments are those of
+    :func:`predict`.
 
     Raises:
         ValueError: a sequence has fewer than two tokens.

@@ -44,9 +44,7 @@ def draw(
 ) -> list[tasks.Sample]:
     """Draw the samples that every policy answers, text by text: ``samples`` texts for each of the depths in [0, 1].
 
-    Args:
-        asked: how many facts of each text are asked for. If there are several, each has the depth that it lies nearest
-            to.
+    Of each text ``asked`` facts are asked for. If there are several, each has the depth that it lies nearest to.
 
     Raises:
         ValueError: the length cannot hold the facts.
@@ -67,11 +65,7 @@ def _depth(sample: tasks.Sample) -> float:
 
 
 def placement(question: Question) -> tasks.Placement:
-    """Return where a prompt asks; "unknown" is held back until the prompt is compressed.
-
-    >>> placement("unknown"), placement("both")
-    ('after', 'both')
-    """
+    """Return where a prompt asks; "unknown" is held back until the prompt is compressed."""
     return "after" if question == "known" or question == "unknown" else question
 
 
@@ -160,11 +154,7 @@ def exact(tokens: Sequence[int], sample: tasks.Sample) -> bool:
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Check the flags before any work.
-
-    Raises:
-        ValueError: a length is no number of tokens, or the block, batch, depths, samples or facts are below 1.
-    """
+    """Check the flags before any work."""
     command_line.check_sizes(flags)
     command_line.check_least(flags, depths=1, samples=1, facts=1)
     if not 1 <= flags.asked <= flags.facts:

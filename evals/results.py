@@ -38,9 +38,8 @@ class Results:
         command: the command line that makes the records.
 
     Attributes:
-        records: all records.
-        environments: the devices, versions and commits that made them.
-        fingerprints: what the records are made of, as noted by :meth:`check_digests`.
+        environments: the devices, versions and commits that made the ``records``.
+        fingerprints: what they are made of, as noted by :meth:`check_digests`.
 
     Raises:
         ValueError: the folder holds something else, other settings or a damaged file, or another run writes into it.
@@ -78,8 +77,11 @@ class Results:
     def add(self, records: Iterable[dict[str, Any]]) -> None:
         """Add new records, and write them to disk before returning."""
         new = [record for record in records if not self.holds(record)]
-        if new:
-            self._note_environment()
+        if new and not self._noted:
+            self._noted = True
+            if (here := provenance.environment()) not in self.environments:
+                self.environments.append(here)
+                self._write_header()
         if self._file is not None:
             self._file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in new).encode())
             self._file.flush()
@@ -132,14 +134,6 @@ class Results:
         self._header, self.fingerprints = header, header.get("fingerprints", [])
         self.environments = header["environments"]
 
-    def _note_environment(self) -> None:
-        if self._noted:
-            return
-        self._noted = True
-        if (here := provenance.environment()) not in self.environments:
-            self.environments.append(here)
-            self._write_header()
-
     def _write_header(self) -> None:
         if self._folder is not None:
             noted = {"environments": self.environments, "fingerprints": self.fingerprints}
@@ -177,14 +171,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def fingerprint(path: Path) -> str | None:
-    """Return a digest of a file's bytes, or of the names and bytes of a folder's .json and .jsonl files, or None.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from evals import results
-        >>> results.fingerprint(Path("nowhere")) is None
-        True
-    """
+    """Return a digest of a file's bytes, or of the names and bytes of a folder's .json and .jsonl files, or None."""
     digest = hashlib.sha256()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))

@@ -55,13 +55,7 @@ def recall(answer: str, references: Sequence[str]) -> float:
 
 
 def any_of(answer: str, references: Sequence[str]) -> float:
-    """Return 1 if an answer contains any reference, ignoring case, and 0 otherwise.
-
-    Example:
-        >>> from evals import ruler
-        >>> ruler.any_of("It is Paris.", ["paris", "Paris, France"])
-        1.0
-    """
+    """Return 1 if an answer contains any reference, ignoring case, and 0 otherwise."""
     return float(any(reference.lower() in answer.lower() for reference in references))
 
 
@@ -152,14 +146,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Check the flags before any work.
-
-    Raises:
-        FileNotFoundError: a file or folder does not exist.
-        ValueError: flags exclude each other, a task is unknown, or a number is below 1.
-    """
+    """Check the flags before any work."""
     if flags.data is not None:
-        _check_data(flags)
+        if given := [name for name in ("essays", "qa", "lengths") if getattr(flags, name) is not None]:
+            raise ValueError(f"--data holds whole samples; leave out {', '.join(f'--{name}' for name in given)}.")
+        DATA.check(flags)
         return
     command_line.check_least(flags, samples=1)
     _lengths(flags)
@@ -186,7 +177,8 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
 
 
 def _group(task: str, length: int, flags: argparse.Namespace, tokenizer: models.Tokenizer, sources: Sources) -> Group:
-    metric, count = any_of if task in QA else recall, _samples(flags)
+    metric = any_of if task in QA else recall
+    count = SAMPLES if flags.samples is None else flags.samples
 
     def draw(count: int = count) -> list[TextSample]:
         each = range(count)
@@ -223,19 +215,9 @@ def command(flags: argparse.Namespace) -> None:
     evaluator.command(flags, make_groups, title="RULER: answers found", notes=notes, check=check, short=SHORT)
 
 
-def _check_data(flags: argparse.Namespace) -> None:
-    if given := [name for name in ("essays", "qa", "lengths") if getattr(flags, name) is not None]:
-        raise ValueError(f"--data holds whole samples; leave out {', '.join(f'--{name}' for name in given)}.")
-    DATA.check(flags)
-
-
 def _lengths(flags: argparse.Namespace) -> list[int]:
     lengths = LENGTHS if flags.lengths is None else flags.lengths
     return command_line.check_sizes(argparse.Namespace(lengths=lengths, block=flags.block, batch=flags.batch))
-
-
-def _samples(flags: argparse.Namespace) -> int:
-    return SAMPLES if flags.samples is None else flags.samples
 
 
 def _tasks(flags: argparse.Namespace) -> list[str]:

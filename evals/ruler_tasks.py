@@ -20,6 +20,7 @@ from kvjax.checks import check_names
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = np.linspace(0, 1, 40)
+HOPS = 4  # of variable tracking
 LONG = 4096  # from this length on, common words are repeated as often as in RULER's long prompts
 
 
@@ -131,15 +132,9 @@ def sample(
     Args:
         task: one of ``TASKS``.
         index: the same index gives the same sample, whichever others are made.
-        tokenizer: the model's tokenizer.
-        length: the largest number of tokens of prompt and answer together.
         sources: what samples are made of; our prose by default.
-        seed: another seed gives other samples.
         chat: put the prompt into the model's chat template, and the beginning of the answer after the assistant's
             header.
-
-    Returns:
-        The sample.
 
     Raises:
         ValueError: the task is unknown, the length cannot hold it, a QA task has no documents, or ``chat`` is asked of
@@ -277,9 +272,9 @@ def _variables(rng: np.random.Generator, units: int) -> Draft:
     return asked._replace(context=shown + asked.context)
 
 
-def _chain(rng: np.random.Generator, letters: int, units: int, hops: int = 4) -> Draft:
+def _chain(rng: np.random.Generator, letters: int, units: int) -> Draft:
     names: list[str] = []
-    while len(names) <= hops:
+    while len(names) <= HOPS:
         if (name := _letters(rng, letters, string.ascii_uppercase)) not in names:
             names.append(name)
     value = str(rng.integers(10_000, 100_000))
@@ -287,7 +282,7 @@ def _chain(rng: np.random.Generator, letters: int, units: int, hops: int = 4) ->
     lines = [NOISE] * units
     for link, place in reversed(list(zip(links, np.sort(rng.random(len(links))), strict=True))):
         lines.insert(int(place * (units + 1)), link)
-    return _draft("vt", "\n".join(lines), tuple(names), query=value, count=str(hops + 1))
+    return _draft("vt", "\n".join(lines), tuple(names), query=value, count=str(HOPS + 1))
 
 
 def _common_words(rng: np.random.Generator, units: int, length: int) -> Draft:

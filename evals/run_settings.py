@@ -85,29 +85,14 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
     for setting in dict.fromkeys(settings):
         policy = setting.evicting
         late = policy is None or setting.moments[0] == "prompt"
-        shares = (
-            setting.select is None
-            and late
-            and (policy is None or (policy.positions == "absolute" and policy.heads != "query"))
-        )
+        plain = policy is None or (policy.positions == "absolute" and policy.heads != "query")
+        shares = setting.select is None and late and plain
         together.setdefault((setting.question, setting.cache_dtype) if shares else (setting,), []).append(setting)
     return list(together.values())
 
 
 def sharing_note(settings: Sequence[Setting], samples: int) -> str | None:
-    """Return a sentence that says how many prompts were saved by sharing, or None where none was.
-
-    Args:
-        samples: the number of samples per setting.
-
-    Example:
-        >>> from evals.run_settings import Setting, sharing_note
-        >>> sharing_note(
-        ...     [Setting("h2o", budget, "prompt", "known") for budget in (16, 32, 64)],
-        ...     20,
-        ... )
-        'shared prompts: 20 went through the model in place of 60'
-    """
+    """Return a sentence that says how many prompts of ``samples`` per setting were saved by sharing, None without."""
     passes = len(sharing(settings))
     if passes == len(settings):
         return None
@@ -115,15 +100,7 @@ def sharing_note(settings: Sequence[Setting], samples: int) -> str | None:
 
 
 def baseline(flags: argparse.Namespace) -> str:
-    """Return the full name of what each policy is compared with: that of ``--against``, else recency.
-
-    Example:
-        >>> import argparse
-        >>> from evals import run_settings
-        >>> flags = argparse.Namespace(against="select=quest")
-        >>> run_settings.baseline(flags), run_settings.baseline(argparse.Namespace())
-        ('select=quest', 'recency')
-    """
+    """Return the full name of what each policy is compared with: that of ``--against``, else recency."""
     name = getattr(flags, "against", None)
     return RECENCY if name is None else full_name(name)
 
@@ -137,19 +114,14 @@ def full_name(name: str) -> str:
 
 def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMENTS) -> list[Setting]:
     """Return every combination that the flags ask for, checked; the full cache has neither budget nor moment."""
-    moments: Any
-    asked: Any
     asked_for = commands.listed("policy", flags.policies, "--policies full,snapkv+caote")
     against = None if getattr(flags, "against", None) is None else baseline(flags)
+    asked_for += [] if against is None else [against]
     reading = [full_name(name) for name in asked_for if _selects(name)]
     policies = [name for name in asked_for if not _selects(name)]
-    if against is not None and _selects(against):
-        reading.append(against)
-    elif against is not None:
-        policies.append(against)
     budgets = [commands.parse_budget(text) for text in commands.split_list(flags.budgets)]
-    moments = commands.listed("moment", flags.when, "--when prompt")
-    asked = commands.listed("place of the question", flags.question, "--question known")
+    moments: Any = commands.listed("moment", flags.when, "--when prompt")
+    asked: Any = commands.listed("place of the question", flags.question, "--question known")
     check_names("--when", moments, get_args(When))
     check_names("--question", asked, questions)
     evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]

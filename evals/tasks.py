@@ -190,7 +190,7 @@ def needles(
         room -= size(" " + filler[-1])
     places = np.sort(rng.random(len(others)))
     while True:
-        body = _spread(filler, others, places)
+        body = spread(filler, others, places)
         sizes = np.cumsum([0] + [size(" " + sentence) for sentence in body])
         at = int(np.searchsorted(sizes, depth * sizes[-1], side="right")) - 1
         text = " ".join([*body[:at], target, *body[at:]])
@@ -237,8 +237,8 @@ def _frame(asked: Fact, placement: Placement) -> tuple[str, str]:
     return opening, closing if placement == "before" else f"{question(asked)}\n{closing}"
 
 
-def _spread(filler: list[str], others: list[str], places: np.ndarray) -> list[str]:
-    """Insert the other facts into the filler, each at its share of the text."""
+def spread(filler: list[str], others: list[str], places: np.ndarray) -> list[str]:
+    """Insert sentences into the filler, each at its share of the text, in ascending order."""
     body = list(filler)
     for sentence, place in zip(reversed(others), reversed(places), strict=True):
         body.insert(int(place * (len(filler) + 1)), sentence)

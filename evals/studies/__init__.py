@@ -57,11 +57,6 @@ def find(name: str) -> Study:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: there is no study of that name, or its file cannot be read.
-
-    Example:
-        >>> from evals import studies
-        >>> studies.find("budgets").forms
-        {'base': ['smollm2'], 'adapted': ['smollm2-answers']}
     """
     path = Path(name)
     if path.suffix != ".toml":
