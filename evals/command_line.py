@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import models
 from evals import results
-from evals.run_settings import KNOWN_OR_NOT, POLICIES, RECENCY
+from evals.run_settings import POLICIES, RECENCY
 from kvjax.checks import check_names
 from models import commands
 from models.commands import run_flags
@@ -48,7 +47,6 @@ def add_setting_flags(
     *,
     budgets: str = "256,512",
     when: str = "block,prompt",
-    questions: Sequence[str] = KNOWN_OR_NOT,
 ) -> None:
     """Add the flags that :func:`make_settings` reads."""
     flags.add_argument(
@@ -75,23 +73,11 @@ def add_setting_flags(
         help="evict every n decode steps, 0 for never (default: every step, or once per observation window)",
     )
     commands.add_cache_dtype_flag(flags)
-    before = [name for name in questions if name not in KNOWN_OR_NOT]
     flags.add_argument(
         "--question",
         default="known",
-        type=functools.partial(_placements, questions),
-        help="known when the context is compressed, or unknown (it comes later)"
-        f"{''.join(f', or {name}' for name in before)}; several by comma",
+        help="known when the context is compressed, or unknown (it comes later); several by comma",
     )
-
-
-def _placements(known: Sequence[str], text: str) -> str:
-    """Return a command line's places of the question, after a check of them."""
-    try:
-        check_names("place of the question", commands.listed("place of the question", text, "--question known"), known)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
-    return text
 
 
 def add_against_flag(flags: argparse.ArgumentParser) -> None:

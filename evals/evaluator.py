@@ -20,7 +20,7 @@ import models
 from evals import prose, report, results
 from evals.answering import FEED, NO_AIDS, Aids, Batch, Feed, answers_each, check_answers
 from evals.command_line import check_least, command_text, decisive_flags, load, networks_for
-from evals.run_settings import PLACEMENTS, RECENCY, Setting, baseline, make_settings, sharing_note
+from evals.run_settings import KNOWN_OR_NOT, RECENCY, Setting, baseline, make_settings, sharing_note
 from evals.summaries import compare, summarise, task_map
 from models import commands, fingerprints
 from models.commands import provenance
@@ -66,7 +66,7 @@ class Group:
     new_tokens: int
     score: Callable[[Answer, Any], float]
     end: tuple[int, ...] | None = None
-    questions: tuple[str, ...] = PLACEMENTS
+    questions: tuple[str, ...] = KNOWN_OR_NOT
     data: str = ""
     probe: Callable[[], Sequence[Any]] | None = None
     fields: Callable[[Any], Mapping[str, Any]] = lambda sample: {}

@@ -19,7 +19,7 @@ import numpy as np
 
 import models
 from evals import command_line, evaluator, report, tasks
-from evals.run_settings import PLACEMENTS, RECENCY, Question
+from evals.run_settings import RECENCY
 from models import commands
 
 # With the embedded model good policies differ at the first once after the prompt, at the second after every block.
@@ -38,7 +38,6 @@ def draw(
     depths: int,
     samples: int,
     facts: int,
-    question: Question,
     seed: int = 0,
     asked: int = 1,
 ) -> list[tasks.Sample]:
@@ -53,7 +52,7 @@ def draw(
     drawn = []
     for text, (place, index) in enumerate(itertools.product(range(depths), range(samples))):
         own, depth = seed + 1_000 * place + index, float(places[place])
-        for sample in tasks.needles(own, tokenizer, length, depth, facts, placement(question), asked=asked):
+        for sample in tasks.needles(own, tokenizer, length, depth, facts, asked=asked):
             at = place if asked == 1 else int(np.argmin(np.abs(places - _depth(sample))))
             drawn.append(sample._replace(text=text, depth=float(places[at])))
     return sorted(drawn, key=lambda sample: (sample.text, sample.depth))
@@ -62,11 +61,6 @@ def draw(
 def _depth(sample: tasks.Sample) -> float:
     """Return where a sample's fact stands in its text, from 0 to 1."""
     return sample.prompt.index(f" {sample.answer}.") / len(sample.prompt)
-
-
-def placement(question: Question) -> tasks.Placement:
-    """Return where a prompt asks; "unknown" is held back until the prompt is compressed."""
-    return "after" if question == "known" or question == "unknown" else question
 
 
 def heat_map(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -99,8 +93,7 @@ def heat_map(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             _panel(axis, found, length, depths, named=axis is axes[0])
         moment = {**report.MOMENTS, "prompt": "once, after the prompt"}.get(when)
         under = "full cache" if budget is None else f"budget {budget}, evicted {moment}"
-        title = f"question {_ASKED.get(question, question)}, {under}"
-        part.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+        part.suptitle(f"question {question}, {under}", x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     if any(map(report.below(results, RECENCY, "recall", ("budget", "when", "question")), results)):
         parts[-1].supxlabel("red: below plain recency", fontsize=9, color="#d1495b", x=0.99, ha="right")
     report.save(figure, path, dpi=150)
@@ -126,7 +119,7 @@ def _by_setting(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     command_line.add_model_flags(flags)
-    command_line.add_setting_flags(flags, budgets=BUDGETS, questions=PLACEMENTS)
+    command_line.add_setting_flags(flags, budgets=BUDGETS)
     flags.add_argument("--lengths", default="512,1024", help="tokens per prompt; several by comma")
     flags.add_argument("--depths", type=int, default=5, help="number of depths from 0 to 1")
     flags.add_argument("--samples", type=int, default=8, help="samples per length and depth")
@@ -164,10 +157,10 @@ def check(flags: argparse.Namespace) -> None:
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
     """Return the samples as groups for :func:`evals.evaluator.run`, one per question and length with all its depths."""
     groups = []
-    questions: Any = commands.split_list(flags.question)
+    questions = commands.split_list(flags.question)
     for question, (place, length) in itertools.product(questions, enumerate(command_line.check_sizes(flags))):
         samples = draw(
-            tokenizer, length, depths=flags.depths, samples=flags.samples, facts=flags.facts, question=question,
+            tokenizer, length, depths=flags.depths, samples=flags.samples, facts=flags.facts,
             seed=flags.seed + 1_000 * flags.depths * place, asked=flags.asked,  # each length has texts of its own
         )  # fmt: skip
         groups.append(
@@ -184,9 +177,6 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
             )
         )
     return groups
-
-
-_ASKED = {"before": "asked before", "both": "asked before and after"}
 
 
 def _panel(axis: Any, found: Sequence[dict[str, Any]], length: int, depths: Sequence[float], *, named: bool) -> None:

@@ -466,7 +466,7 @@ def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]
     if names is None:
         names = ",".join(dict.fromkeys(policy for _, policy in recall)) or POLICIES
     asked = argparse.Namespace(policies=names, budgets=flags.budget, when="prompt", question=flags.question)
-    found = run_settings.make_settings(asked, run_settings.KNOWN_OR_NOT)
+    found = run_settings.make_settings(asked)
     run_settings.refuse_selections(found, "a selection keeps all tokens, so it has no regret")
     # What merges tokens keeps no subset of them.
     found = [s for s in found if (policy := policy_of(s.policy)) is not None and policy.merging is None]

@@ -20,8 +20,7 @@ from models.networks import wanted_by
 
 RECENCY = "recency"
 POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
-Question = Literal["known", "before", "both", "unknown"]
-PLACEMENTS = ("known", "before", "both", "unknown")
+Question = Literal["known", "unknown"]
 KNOWN_OR_NOT = ("known", "unknown")
 
 
@@ -112,7 +111,7 @@ def full_name(name: str) -> str:
     return "full" if name == "full" else str(kvjax.parse(name))
 
 
-def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMENTS) -> list[Setting]:
+def make_settings(flags: argparse.Namespace, questions: Sequence[str] = KNOWN_OR_NOT) -> list[Setting]:
     """Return every combination that the flags ask for, checked; the full cache has neither budget nor moment."""
     asked_for = commands.listed("policy", flags.policies, "--policies full,snapkv+caote")
     against = None if getattr(flags, "against", None) is None else baseline(flags)

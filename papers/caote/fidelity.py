@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import answering, claims, command_line, evaluator, needle, report, run_settings, statistics, tasks
+from evals import answering, claims, command_line, evaluator, report, run_settings, statistics, tasks
 from evals.answering import Feed
-from evals.run_settings import PLACEMENTS, RECENCY, Setting
+from evals.run_settings import KNOWN_OR_NOT, RECENCY, Setting
 from kvjax.insertion import Cache
 from models import commands, hosts
 from models.commands.programs import make_room
@@ -308,7 +308,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--lengths", default="512", help="tokens per prompt; several by comma, measured together")
     flags.add_argument("--samples", type=int, default=20, help="samples per length, at depths drawn at random")
     flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
-    flags.add_argument("--question", default="known", help=f"{', '.join(PLACEMENTS)}; several by comma")
+    flags.add_argument("--question", default="known", help=f"{', '.join(KNOWN_OR_NOT)}; several by comma")
     flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
     command_line.add_against_flag(flags)
     commands.add_networks_flag(flags)
@@ -324,25 +324,21 @@ def command(flags: argparse.Namespace) -> None:
     command_line.check_least(flags, samples=1)
     report.check_outputs(flags.json, flags.plot, flags.heads)
     model, tokenizer = command_line.load(flags)
-    seeds = [(flags.seed + 1_000 * i + j, length) for i, length in enumerate(lengths) for j in range(flags.samples)]
-    samples = {
-        question: [
-            tasks.needle(seed, tokenizer, length, None, flags.facts, needle.placement(question))
-            for seed, length in seeds
-        ]
-        for question in dict.fromkeys(setting.question for setting in settings)
-    }
+    samples = [
+        tasks.needle(flags.seed + 1_000 * index + sample, tokenizer, length, None, flags.facts)
+        for index, length in enumerate(lengths)
+        for sample in range(flags.samples)
+    ]
     aids = evaluator.load_aids(flags, settings, model, tokenizer)
+    most = max(len(sample.answer_tokens) for sample in samples)
     feed = Feed(flags.block, flags.batch, aids)
     for setting in settings:
-        most = max(len(sample.answer_tokens) for sample in samples[setting.question])
-        feed = answering.Feed(flags.block, flags.batch, aids)
-        answering.check_answers(model, samples[setting.question], setting, new_tokens=most, feed=feed)
+        answering.check_answers(model, samples, setting, new_tokens=most, feed=feed)
     results = []
-    with commands.progress_bar("sample", total=len(seeds) * len(settings)) as progress:
-        for question, drawn in samples.items():
+    with commands.progress_bar("sample", total=len(samples) * len(settings)) as progress:
+        for question in dict.fromkeys(setting.question for setting in settings):
             chosen = [setting for setting in settings if setting.question == question]
-            results += measure(model, drawn, chosen, feed=feed, progress=progress)
+            results += measure(model, samples, chosen, feed=feed, progress=progress)
         progress.set_description("done")
     compared, errors = compare(results), _compare_errors(results, run_settings.baseline(flags))
     note = "\ndifference of the mean relative errors; positive: closer to the full cache" if errors else ""
@@ -353,7 +349,7 @@ def command(flags: argparse.Namespace) -> None:
         "evaluation": "fidelity",
         "title": "Attention outputs: how close to the full cache's",
         "settings": command_line.settings(flags),
-        "samples": len(seeds),
+        "samples": len(samples),
         "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
         "claims": compared,
         "comparisons": errors,

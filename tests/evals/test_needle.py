@@ -17,7 +17,7 @@ SMALL = ["--lengths", "256", "--depths", "2", "--samples", "2", "--facts", "4", 
 
 
 def test_several_facts_of_a_text_are_asked_for_and_lie_near_their_depth(retriever):
-    samples = needle.draw(retriever[1], 256, depths=3, samples=2, facts=4, question="unknown", asked=3)
+    samples = needle.draw(retriever[1], 256, depths=3, samples=2, facts=4, asked=3)
     assert len(samples) == 3 * 2 * 3 and sorted({sample.text for sample in samples}) == list(range(6))
     assert len({tuple(sample.tokens[: sample.context_end]) for sample in samples}) == 6
     for text in range(6):
@@ -33,7 +33,7 @@ def test_each_length_has_texts_of_its_own(retriever):
     needle.add_flags(parser)
     flags = parser.parse_args(["--lengths", "256,320", "--depths", "2", "--samples", "2", "--facts", "4"])
     first, second = (group.draw() for group in needle.make_groups(flags, retriever[0].config, retriever[1]))
-    drawn = functools.partial(needle.draw, retriever[1], depths=2, samples=2, facts=4, question="known")
+    drawn = functools.partial(needle.draw, retriever[1], depths=2, samples=2, facts=4)
     assert first == drawn(256, seed=0) and second == drawn(320, seed=2_000)
 
 
