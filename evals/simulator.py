@@ -39,24 +39,6 @@ class Hits(NamedTuple):
     mass: Float[Array, "L B T"]
 
 
-def simulate(
-    model: models.Decoder,
-    tokens: Int[Array | np.ndarray, "B T"],
-    selection: str | Selection,
-    sparsity: float,
-    **options: Any,
-) -> Float[Array, "B T V"]:
-    """Run a teacher-forced forward in which each query reads only what the selection keeps, and return its logits.
-
-    Args:
-        model, tokens, selection, sparsity, options: see :func:`hidden_states`.
-
-    Returns:
-        Logits in float32.
-    """
-    return _logits(model, hidden_states(model, tokens, selection, sparsity, **options))
-
-
 def hidden_states(
     model: models.Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
@@ -68,7 +50,7 @@ def hidden_states(
     heads: Heads = "query",
     chunk: int = QUERIES_A_CHUNK,
 ) -> Float[Array, "B T E"]:
-    """Return the hidden states of :func:`simulate`, from which ``model.logits`` computes logits.
+    """Run a teacher-forced forward in which each query reads only what the selection keeps; return its hidden states.
 
     Each shape and selection is compiled once; the sparsity is an argument of the compiled program. Memory grows with
     ``chunk`` x T for sources and with T for policies, and not with the number of layers.
@@ -317,9 +299,6 @@ def _run(model, tokens, network, source, of_layer):
         other = tuple(jnp.zeros(shape, model.embedding[...].dtype) for shape in shapes)
     hidden, _, outputs = model.run(tokens, position, jnp.full(B, T), attend, other)
     return hidden, outputs
-
-
-_logits = jax.jit(lambda model, hidden: model.logits(hidden))
 
 
 @functools.partial(jax.jit, static_argnames=("source", "sinks", "chunk"))

@@ -14,6 +14,7 @@ from evals import harness, loglikelihood, selections, simulator
 from evals.__main__ import main
 from models import commands, fingerprints
 from papers.caote import fidelity
+from tests.evals.test_selections import simulate
 from tests.tiers import matrix
 
 TEXT = (
@@ -53,7 +54,7 @@ def test_a_selection_reads_its_share_of_the_tokens_in_every_row(retriever):
     quest = selections.parse_selection("quest(page_size=4)")
     found = loglikelihood.simulate(model, sequences, simulator.Simulation(quest, 0.5, sinks=2), block=16)
     for sequence, one in zip(sequences, found, strict=True):
-        logits = jax.nn.log_softmax(simulator.simulate(model, np.array([sequence]), quest, 0.5, sinks=2))[0]
+        logits = jax.nn.log_softmax(simulate(model, np.array([sequence]), quest, 0.5, sinks=2))[0]
         expected = np.asarray(logits)[np.arange(len(sequence) - 1), sequence[1:]]
         assert one.log_probability == pytest.approx(expected, abs=2e-4)
     everything = loglikelihood.simulate(model, sequences, simulator.Simulation(quest), block=16)

@@ -36,6 +36,13 @@ def forward(model, tokens, read):
     return rules.forward(model.config, reference.parameters(model.config), tokens, read)
 
 
+def simulate(model, tokens, name, sparsity, **options):
+    return _logits(model, simulator.hidden_states(model, tokens, name, sparsity, **options))
+
+
+_logits = jax.jit(lambda model, hidden: model.logits(hidden))
+
+
 def left(sparsity):
     """The share that is read."""
     return 1 - Fraction(str(sparsity))
@@ -48,7 +55,7 @@ CHOSEN = [("butler", 0.7), ("quest(page_size=4)", 0.7), ("oracle(group='max')", 
     ("name", "sparsity"), first(3, [*CHOSEN, *((name, 0.7) for name in rules.RULES if (name, 0.7) not in CHOSEN)])
 )
 def test_a_source_reads_what_its_rule_says(model, butler, tokens, name, sparsity):
-    got = np.asarray(simulator.simulate(model, tokens, name, sparsity, networks=butler, sinks=2, chunk=5))
+    got = np.asarray(simulate(model, tokens, name, sparsity, networks=butler, sinks=2, chunk=5))
     for row in range(2):
         rule = foreseen(model, butler, tokens[row : row + 1]) if name == "butler" else rules.RULES[name]
         read = rules.by_importance(rule, left(sparsity), 2, range(T))
@@ -125,7 +132,7 @@ def rolling(window, kernel):
     ),
 )
 def test_eviction_is_permanent_and_token_by_token(model, tokens, name, heads, read):
-    got = np.asarray(simulator.simulate(model, tokens, name, 0.7, sinks=2, heads=heads, chunk=5))
+    got = np.asarray(simulate(model, tokens, name, 0.7, sinks=2, heads=heads, chunk=5))
     for row in range(2):
         wanted, _, masks = forward(model, tokens[row], read)
         np.testing.assert_allclose(got[row], wanted, rtol=1e-3, atol=2e-4)
@@ -134,14 +141,14 @@ def test_eviction_is_permanent_and_token_by_token(model, tokens, name, heads, re
 
 @matrix
 def test_a_policy_knows_its_layer_and_its_predictor(model, butler, tokens):
-    butlers = np.asarray(simulator.simulate(model, tokens, "butler+caote", 0.7, networks=butler))
-    plain = np.asarray(simulator.simulate(model, tokens, "tova(heads='group')+caote", 0.7))
+    butlers = np.asarray(simulate(model, tokens, "butler+caote", 0.7, networks=butler))
+    plain = np.asarray(simulate(model, tokens, "tova(heads='group')+caote", 0.7))
     assert np.abs(butlers - plain).max() > 1e-3  # in layer 0, or without it, the two would be the same
 
 
 def test_padding_behind_a_sequence_changes_nothing_before_it(model, tokens):
     longer = np.concatenate([tokens, np.zeros((2, 4), int)], axis=1)
-    short, padded = (np.asarray(simulator.simulate(model, x, "h2o", 0.5)) for x in (tokens, longer))
+    short, padded = (np.asarray(simulate(model, x, "h2o", 0.5)) for x in (tokens, longer))
     np.testing.assert_allclose(padded[:, :T], short, atol=1e-5)
 
 
@@ -149,13 +156,13 @@ def test_sliding_windows_hold(tokens):
     windowed = decoder(config(sliding_windows=(4, 4)))
     dense = jax.jit(lambda tokens: windowed(tokens))(tokens)
     for name in ("oracle", "oracle_eviction", "h2o"):
-        np.testing.assert_allclose(simulator.simulate(windowed, tokens, name, 0.0), dense, atol=1e-5)
+        np.testing.assert_allclose(simulate(windowed, tokens, name, 0.0), dense, atol=1e-5)
 
 
 def test_one_compilation_serves_all_sparsities(model, tokens):
-    simulator.simulate(model, tokens, "streaming", 0.5, chunk=6)
+    simulate(model, tokens, "streaming", 0.5, chunk=6)
     before = simulator._selecting._cache_size()
-    simulator.simulate(model, tokens, "streaming", 0.25, chunk=6)
+    simulate(model, tokens, "streaming", 0.25, chunk=6)
     assert simulator._selecting._cache_size() == before
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import models
-from evals.simulator import simulate
 from models.config import Rope
 from models.decoder import rms_norm
 from models.parameters import parameter_shapes
 from models.rotary import rope_frequencies
 from models.steps import at_layer, block_of
+from tests.evals.test_selections import simulate
 from tests.models import reference, tiny
 from tests.models.make_golden import GOLDEN, MODELS
 from tests.tiers import first
