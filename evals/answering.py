@@ -182,12 +182,7 @@ def check_answers(
     width: int = 0,
     feed: Feed = FEED,
 ) -> None:
-    """Raise the errors that :func:`answers` would raise under a setting, without a step of the model.
-
-    Raises:
-        ValueError: the budget is too small for a prompt, the model does not take the prompts, or the mesh does not
-            divide the rows.
-    """
+    """Raise the ValueError that :func:`answers` would raise under a setting, without a step of the model."""
     sizes: list[Callable[[Prompt], int]] = [lambda p: len(p.tokens), _question_length, lambda p: p.context_end]
     each = range(len(prompts))
     rows = {end(each, key=lambda row: size(prompts[row])) for size in sizes for end in (min, max)}

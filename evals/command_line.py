@@ -105,11 +105,7 @@ def positive(name: str, text: str) -> int:
 
 
 def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
-    """Return the names on a command line in the order of ``known``; 'all' stands for ``default``, or for all.
-
-    Raises:
-        ValueError: no name is given, or one is not known.
-    """
+    """Return the checked names on a command line, as ``known`` orders them; 'all' stands for ``default``, or all."""
     given = commands.listed(f"name for {name}", text, f"{name} {known[0]}")
     check_names(name, given, ("all", *known))
     if "all" in given:
@@ -130,11 +126,7 @@ def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
 
 
 def load_with_tokenizer(name: str, **options: Any) -> tuple[models.Decoder, models.Tokenizer]:
-    """Load a model and its tokenizer with the options of :func:`models.load`.
-
-    Raises:
-        ValueError: the model has no tokenizer.
-    """
+    """Load a model and its tokenizer by :func:`models.load`; ValueError where it has no tokenizer."""
     model, tokenizer = models.load(name, **options)
     return model, commands.check_tokenizer(name, tokenizer)
 
@@ -145,11 +137,7 @@ def networks_for(flags: argparse.Namespace, settings: Iterable[Any], model: mode
 
 
 def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer]:
-    """Read the config and tokenizer of the model that the flags name, and check them before weights are read.
-
-    Raises:
-        ValueError: the model has no tokenizer.
-    """
+    """Read the config and tokenizer of the model that the flags name, and check them before weights are read."""
     config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=run_flags.mesh_of(flags))
     return config, commands.check_tokenizer(flags.model, tokenizer)
 

@@ -224,8 +224,7 @@ def lines_of_zip(path: Path, name: str) -> Iterator[str]:
     """Read the lines of the file in a zip archive whose path ends with ``/name``.
 
     Raises:
-        FileNotFoundError: the archive holds no such file.
-        ValueError: the archive is damaged.
+        FileNotFoundError, ValueError: the archive holds no such file, or is damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -280,8 +279,7 @@ class DataSet(NamedTuple):
         """Check the flags, and that the folder has each task's file, before any work.
 
         Raises:
-            FileNotFoundError: the folder does not exist, or a task's file is not in it.
-            ValueError: no data is named, a task is unknown, or a number is below 1.
+            FileNotFoundError, ValueError: the folder or a task's file does not exist, or a flag is out of range.
         """
         if flags.data is None:
             raise ValueError("no data was named; give the folder with the published files, or 'hub', with --data.")
@@ -305,11 +303,7 @@ class DataSet(NamedTuple):
         return flags.data == "hub" or (Path(flags.data) / self.file(task)).is_file()
 
     def make_groups(self, flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[Group]:
-        """Make one group per chosen task from its records.
-
-        Raises:
-            ValueError: a file is empty, or the length leaves no room for a prompt.
-        """
+        """Make one group per chosen task from its records; ValueError where there are none, or no room for a prompt."""
         groups, tasks = [], self.read_tasks(flags)
         newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]
         for name in command_line.choose("--tasks", flags.tasks, list(tasks)):
@@ -370,22 +364,12 @@ def with_prompts(
 
 
 def read_tasks(tasks: Mapping[str, Task], path: Path | None) -> Mapping[str, Task]:
-    """Return the tasks with the prompts of a JSON file; without one, as they are.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file has another format; see :func:`with_prompts`.
-    """
+    """Return the tasks with the prompts of a JSON file (:func:`with_prompts`); without one, as they are."""
     return tasks if path is None else with_prompts(tasks, read_object(path), {}, path)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file holds no JSON object.
-    """
+    """Read the object in a JSON file; see :func:`parse_object`."""
     return parse_object(commands.read_text(path, "JSON"), path)
 
 

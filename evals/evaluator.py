@@ -82,11 +82,7 @@ def check_groups(
     settings: Sequence[Setting],
     feed: Feed = FEED,
 ) -> None:
-    """Check that :func:`run` can answer all groups, before the first step of the model.
-
-    Raises:
-        ValueError: samples cannot be drawn, or :func:`check_answers` fails.
-    """
+    """Raise the ValueError that :func:`run` would raise for a group, before the first step of the model."""
     for group in groups:
         samples = group.few()
         for setting in settings:
@@ -233,10 +229,8 @@ def digests(
     networks: Sequence[Network] = (),
     groups: Sequence[Group] = (),
 ) -> dict[str, str]:
-    """Return the fingerprints of everything that figures are made of.
-
-    These are the project's version, the built-in prose, the model, its tokenizer, small networks, the
-    records that groups were read from, and :func:`models.commands.provenance.of_process`.
+    """Return the fingerprints of everything that figures are made of: the project's version, the built-in prose, model,
+    tokenizer and networks, the records of groups, and :func:`models.commands.provenance.of_process`.
     """
     found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **fingerprints.fingerprints(model, tokenizer)}
     found |= provenance.of_process(tokenizer)

@@ -110,11 +110,7 @@ def check(flags: argparse.Namespace) -> None:
 
 
 def check_settings(settings: Sequence[Setting]) -> None:
-    """Check that each setting evicts while the text comes in.
-
-    Raises:
-        ValueError: a setting is a selection, has a share of the text as its budget, or never evicts in decode.
-    """
+    """Raise ValueError unless each setting evicts while the text comes in, to a number of slots."""
     run_settings.refuse_selections(settings, "they keep all tokens, so no generation is too long for them")
     for setting in settings:
         if isinstance(setting.budget, float):
@@ -155,8 +151,7 @@ def read(
 ) -> Read:
     """Feed texts through decode under a setting; the full cache, which evicts nothing, reads them in blocks.
 
-    Args:
-        reserve: slots of the full cache for what is asked afterwards.
+    ``reserve`` are slots of the full cache for what is asked afterwards.
     """
     tokens, lengths = answering.padded(texts), np.array([len(text) for text in texts])
     given: dict[str, Any] = dict(block=feed.block, cache_dtype=setting.cache_dtype, networks=feed.aids.of(setting))
@@ -214,8 +209,7 @@ def _questions(
 ) -> Any:
     """Read a batch of texts, and yield the records of the texts' next questions: group, sample and figures of each.
 
-    Args:
-        asked: for each text, the group and the number of each of its samples.
+    ``asked`` are, for each text, the group and the number of each of its samples.
     """
     of_text = [[drawn[number][row] for number, row in samples] for samples in asked]
     tails = [[sample.tokens[sample.context_end :] for sample in samples] for samples in of_text]

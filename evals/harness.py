@@ -74,11 +74,7 @@ class Arguments(NamedTuple):
 
 @functools.cache
 def model_class() -> type:
-    """Return the class ``kvjax`` of lm-evaluation-harness's registry; the first call registers it.
-
-    Raises:
-        ImportError: lm-evaluation-harness is not installed.
-    """
+    """Return the class ``kvjax`` of lm-evaluation-harness's registry; the first call registers it."""
     try:
         from lm_eval.api.model import TemplateLM
         from lm_eval.api.registry import register_model
@@ -444,11 +440,7 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _check_answers(folder: Path, text: str, digests: Mapping[str, str]) -> None:
-    """Check that a folder's answers come from the same model and tokenizer; each answer's key holds its question.
-
-    Raises:
-        ValueError: the model or tokenizer differs, or the header is damaged.
-    """
+    """Check that a folder's answers come from the same model and tokenizer; each answer's key holds its question."""
     header = folder / "header.json"
     known = documents.read_object(header) if header.exists() else {}
     if text in known or list(folder.glob(f"{_cache_name(text)}*")):

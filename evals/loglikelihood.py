@@ -92,11 +92,8 @@ def simulate(
 ) -> list[TokenPredictions]:
     """Predict each token when every row reads only what a selection keeps (see evals/selections.py).
 
-    Sequences are padded to a multiple of ``block``, so that few shapes are compiled. The other arguments are those of
-    :func:`predict`.
-
-    Raises:
-        ValueError: a sequence has fewer than two tokens.
+    Sequences are padded to a multiple of ``block``, so that few shapes are compiled. The other arguments, and errors,
+    are those of :func:`predict`.
     """
 
     def fed_through(fed: list[int]) -> tuple[np.ndarray, Array]:
@@ -116,11 +113,7 @@ def _collect(
     keep_hidden: bool,
     on_row: Callable[[int, TokenPredictions], Any] | None,
 ) -> list[TokenPredictions]:
-    """Return the predictions of all sequences, batch by batch.
-
-    Args:
-        fed_through: returns the tokens of some sequences, and the hidden states before each of them but the first.
-    """
+    """Return the predictions of all sequences, batch by batch, from their tokens and the hidden states before them."""
     if any(len(sequence) < 2 for sequence in sequences):
         raise ValueError("a sequence has fewer than 2 tokens, so it has nothing to predict; give longer texts.")
     if reference is not None and [len(states) + 1 for states in reference] != [len(row) for row in sequences]:

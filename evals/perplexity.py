@@ -119,9 +119,8 @@ def losses(
 ) -> Losses:
     """Measure a selection, or the dense model.
 
-    Args:
-        full: the dense model's losses; None measures them, and keeps its hidden states.
-        counted: count only the last so many tokens of each chunk.
+    ``full`` are the dense model's losses; None measures them, and keeps its hidden states. Only the last ``counted``
+    tokens of each chunk count, all by default.
     """
     found = loglikelihood.simulate(
         model, chunks.tolist(), simulation, block=1, batch=batch,
@@ -226,9 +225,8 @@ def measure_policies(
 ) -> list[dict[str, Any]]:
     """Measure each policy at each budget and moment.
 
-    Returns:
-        Lines like those of :func:`measure`, with the setting, when it evicts, and ``difference``: the perplexity minus
-        the dense model's, as in CAOTE's tables.
+    Lines are like those of :func:`measure`, with the setting, when it evicts, and ``difference``: the perplexity minus
+    the dense model's, as in CAOTE's tables.
     """
     results = []
     for setting in settings:
@@ -419,10 +417,6 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     """Return all combinations of the policies, budgets and moments of a command line, checked before any work.
 
     The policies begin with the one that the others are compared with.
-
-    Raises:
-        ValueError: a moment is unknown or needs ``--stride``, or :func:`_parse_policies` or
-            :func:`evals.run_settings.check_budgets` fails.
     """
     against = run_settings.baseline(flags)
     if against.startswith(report.READS):
@@ -450,11 +444,7 @@ def _parse_policies(text: str) -> list[str]:
 
 
 def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse.Namespace) -> Int[np.ndarray, "n T"]:
-    """Make the chunks that a command line asks for.
-
-    Raises:
-        ValueError: the chunks are longer than the model takes, or the text does not fill one.
-    """
+    """Make the chunks that a command line asks for; ValueError where they are longer than the model takes."""
     if flags.chunk > model.config.max_positions:
         raise ValueError(
             f"--chunk is {flags.chunk}, but {flags.model} takes {model.config.max_positions} positions; give fewer."
@@ -465,8 +455,7 @@ def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse
 def _check_compression(setting: Setting, counted: int | None) -> bool:
     """Return whether a setting compresses once, before the last ``counted`` tokens of a chunk are predicted.
 
-    Raises:
-        ValueError: it does, but ``counted`` is None.
+    Raises ValueError if it does, but ``counted`` is None.
     """
     once = setting.moments[0] == "prompt"
     if once and counted is None:

@@ -47,11 +47,7 @@ ATTRIBUTES = "code weight price height number score".split()
 
 
 def draw(rng: np.random.Generator, part: Part = "test") -> Iterator[str]:
-    """Draw sentences without end; no line of the file comes again until all lines of the part have come.
-
-    Raises:
-        ValueError: the part is unknown.
-    """
+    """Draw sentences without end; no line of the file comes again until all lines of the part have come."""
     lines = _lines(part)
     while True:
         for line in rng.permutation(len(lines)):
@@ -59,20 +55,12 @@ def draw(rng: np.random.Generator, part: Part = "test") -> Iterator[str]:
 
 
 def sentences(part: Part = "test") -> tuple[str, ...]:
-    """Return all sentences of a part, in the order of the file.
-
-    Raises:
-        ValueError: the part is unknown.
-    """
+    """Return all sentences of a part, in the order of the file."""
     return tuple(itertools.chain.from_iterable(_lines(part)))
 
 
 def text(part: Part = "test") -> str:
-    """Return the first sentence of each line of a part as one text.
-
-    Raises:
-        ValueError: the part is unknown.
-    """
+    """Return the first sentence of each line of a part as one text."""
     return " ".join(line[0] for line in _lines(part))
 
 
@@ -84,7 +72,7 @@ def digest() -> str:
 
 @functools.cache
 def _lines(part: Part) -> tuple[tuple[str, ...], ...]:
-    """Return the sentences of each line of a part."""
+    """Return the sentences of each line of a part, or raise ValueError."""
     check_names("part of the haystack", part, ("train", "test"))
     return tuple(_choices(line) for i, line in enumerate(_file()) if (i % 4 == 0) == (part == "train"))
 

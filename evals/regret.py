@@ -363,11 +363,7 @@ def _correlations(lines: Sequence[dict[str, Any]], recall: Mapping[tuple[str, st
 
 
 def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], float]:
-    """Read the recall of a study's JSON file for one model and budget, by question and policy.
-
-    Raises:
-        ValueError: it is no such file, or has nothing about the model and the budget.
-    """
+    """Read the recall of a study's JSON file for one model and budget, by question and policy, or raise ValueError."""
     try:
         lines = json.loads(commands.read_text(path, "study's JSON"))["results"]
         found = {

@@ -28,11 +28,8 @@ def task_table(
 ) -> str:
     """Return a table with one line per setting and length: the mean of the tasks' means, and each task's mean.
 
-    A minus marks a mean below plain recency.
-
-    Args:
-        lines: from :func:`evals.summaries.summarise`.
-        short: the tasks' names in the head.
+    A minus marks a mean below plain recency. ``lines`` are those of :func:`evals.summaries.summarise`, and ``short``
+    has the tasks' names in the head.
     """
     where = ("model", "evaluation", "length", "budget", "when", "question")
     under = below(lines, recency, "score", where)
@@ -159,12 +156,7 @@ def write(
 
 
 def check_plot(path: Path) -> None:
-    """Check before any work that a picture can be drawn at the end.
-
-    Raises:
-        ValueError: the suffix is unknown.
-        ImportError: matplotlib is not installed.
-    """
+    """Raise ValueError or ImportError before any work if a picture cannot be drawn at the end."""
     if path.suffix.lower() not in PICTURES:
         raise ValueError(f"the picture {path} has the suffix {path.suffix!r}; give one of {', '.join(PICTURES)}.")
     try:

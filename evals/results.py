@@ -92,9 +92,8 @@ class Results:
     def check_digests(self, labels: Mapping[str, str], digests: Mapping[str, str]) -> None:
         """Note what the records with these labels are made of, or check that it is the same as before.
 
-        Args:
-            labels: fields that those records share, such as the model's name.
-            digests: fingerprints from :func:`evals.evaluator.digests`.
+        ``labels`` are fields that those records share, such as the model's name; ``digests`` are those of
+        :func:`evals.evaluator.digests`.
 
         Raises:
             ValueError: the folder's records were made of something else, or have no fingerprints.
@@ -141,11 +140,7 @@ class Results:
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """Read the header of a folder of results.
-
-    Raises:
-        ValueError: the folder is no folder of results, or its header is damaged.
-    """
+    """Read the header of a folder of results; ValueError where there is none, or it is damaged."""
     path = Path(folder) / HEADER
     if not path.is_file():
         raise ValueError(f"{folder} is no folder of results: it has no {HEADER}; name one that --out or sweep made.")
@@ -161,11 +156,7 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Read the records of a folder, without a last line that was cut off.
-
-    Raises:
-        ValueError: another line is damaged.
-    """
+    """Read the records of a folder, without a last line that was cut off; ValueError if another is damaged."""
     path = Path(folder) / SAMPLES
     return _read(path)[0] if path.exists() else []
 

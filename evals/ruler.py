@@ -89,12 +89,7 @@ PUBLISHED = {task: _published_task(task) for task in TASKS}
 
 
 def read_essays(path: Path) -> list[str]:
-    """Read the sentences of a text file, or of the ``text`` of a JSON file (RULER's PaulGrahamEssays.json).
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it holds no text.
-    """
+    """Read the sentences of a text file, or of the ``text`` of a JSON file (RULER's PaulGrahamEssays.json)."""
     text = commands.read_text(path, "essays")
     if path.suffix == ".json":
         content = _parse_json(path, text)

@@ -151,11 +151,7 @@ def refuse_selections(settings: Sequence[Setting], instead: str) -> None:
 
 
 def check_budgets(policies: Sequence[str], budgets: Sequence[int | float]) -> None:
-    """Check before any work that every policy can keep every budget.
-
-    Raises:
-        ValueError: there is no budget for policies that need one, or one is smaller than what a policy always keeps.
-    """
+    """Raise ValueError before any work if a policy cannot keep a budget, or there is none."""
     if policies and not budgets:
         raise ValueError("no budget was given; name at least one, such as --budgets 256.")
     for policy, budget in itertools.product(policies, budgets):

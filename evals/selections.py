@@ -143,16 +143,7 @@ def parse_selection(name: str, *, page_size: int = 16) -> Selection:
 
 
 def parse_selections(text: str, *, page_size: int = 16) -> list[Selection]:
-    """Parse the selections of a command line, several by comma, each once.
-
-    Raises:
-        ValueError: no selection is given, or :func:`parse_selection` fails.
-
-    Example:
-        >>> from evals.selections import parse_selections
-        >>> [str(selection) for selection in parse_selections("full, h2o, h2o")]
-        ['full', 'h2o']
-    """
+    """Parse the selections of a command line, several by comma, each once; see :func:`parse_selection`."""
     names = listed("selection", text, "--select oracle,quest,h2o")
     return list(dict.fromkeys(parse_selection(name, page_size=page_size) for name in names))
 
@@ -236,11 +227,6 @@ def check_flags(flags: argparse.Namespace) -> None:
 
 
 def load(flags: argparse.Namespace, selections: Sequence[Selection]) -> tuple[models.Decoder, Any, tuple[Network, ...]]:
-    """Load the model of a command line, its tokenizer, and the networks that --networks names or selections read.
-
-    Raises:
-        ValueError: the model has no tokenizer, or a network is missing or belongs to another model.
-        FileNotFoundError: a folder does not exist.
-    """
+    """Load the model of a command line, its tokenizer, and the networks that --networks names or selections read."""
     model, tokenizer = command_line.load(flags)
     return model, tokenizer, command_line.networks_for(flags, selections, model)

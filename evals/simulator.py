@@ -117,12 +117,9 @@ def hits(
 ) -> Hits:
     """Measure how much of the oracle's choice a source chooses, too, while the model itself runs dense.
 
-    Both sets are the ``ceil((i + 1)(1 - sparsity))`` best tokens of query i by raw logits, without sinks.
-
-    Layer 0, which is never predicted, has figures, too.
-
-    Raises:
-        ValueError: see :func:`hidden_states`; or the selection is no source.
+    Both sets are the ``ceil((i + 1)(1 - sparsity))`` best tokens of query i by raw logits, without sinks. Layer 0,
+    which is never predicted, has figures, too. Errors are those of :func:`hidden_states`, and ValueError where there is
+    no source.
     """
     tokens, selection, network = _check(model, tokens, selection, sparsity, networks, 0, chunk)
     if selection.source is None:

@@ -82,12 +82,7 @@ def _draw(study: studies.Study, lines: studies.Lines, path: Path | None) -> None
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Read a study's JSON file.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-        ValueError: it is no such file.
-    """
+    """Read a study's JSON file; ValueError where it is no such file."""
     try:
         content = json.loads(commands.read_text(path, "study's JSON"))
         next(iter(studies.scores_of(content["results"])), None)

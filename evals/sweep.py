@@ -49,11 +49,7 @@ class Part(NamedTuple):
 
 
 def plan(content: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of a sweep, model by model, with their settings checked.
-
-    Raises:
-        ValueError: a name is unknown or missing, or a value is invalid.
-    """
+    """Return the parts of a sweep, model by model, with their settings checked; ValueError where one is invalid."""
     if unknown := set(content) - {"models", "tasks", *SHARED, *PLAIN}:
         raise ValueError(
             f"the sweep has {', '.join(sorted(unknown))}; expected models, tasks, {', '.join((*SHARED, *PLAIN))}."
@@ -107,9 +103,8 @@ class SweepRun(NamedTuple):
 def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) -> SweepRun:
     """Check all of a sweep, then answer its samples, model by model and task by task; a killed run goes on.
 
-    Args:
-        flags: where to write (``out``), and which process of several this is.
-        written: the command that makes the records.
+    ``flags`` say where to write (``out``), and which process of several this is; ``written`` is the command that makes
+    the records.
 
     Raises:
         ValueError: the content cannot be run, or the folder holds something else.
@@ -166,12 +161,7 @@ def show(lines: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]] = (
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is not TOML.
-    """
+    """Read a TOML file; ValueError where it is none."""
     text = commands.read_text(path, "TOML")
     try:
         return tomllib.loads(text.replace("\r\n", "\n"))

@@ -154,12 +154,8 @@ def needles(
 ) -> list[Sample]:
     """Make prompts of one text, each of which asks for another of its facts.
 
-    Args:
-        depth: the place of the first prompt's fact; the others lie anywhere.
-        asked: the number of prompts. The other arguments are those of :func:`needle`.
-
-    Raises:
-        ValueError: see :func:`needle`; or ``asked`` is no number of facts.
+    ``depth`` is the place of the first prompt's fact; the others lie anywhere. The other arguments, and the errors, are
+    those of :func:`needle`.
     """
     if depth is not None and not 0 <= depth <= 1:
         raise ValueError(f"depth is {depth}; expected a number from 0 (the beginning) to 1 (the end).")

@@ -106,20 +106,12 @@ def sections(text: str) -> dict[str, list[str]]:
 
 
 def place(name: str) -> Path:
-    """Return the path of one of :data:`PUBLISHED` in the user's cache folder, made or not.
-
-    Raises:
-        FileNotFoundError: the user has no home and XDG_CACHE_HOME is not set.
-    """
+    """Return the path of one of :data:`PUBLISHED` in the user's cache folder, made or not."""
     return commands.cache_folder() / "texts" / f"{name}.txt"
 
 
 def find(name: str) -> Path:
-    """Return the file of one of :data:`PUBLISHED` that has been made.
-
-    Raises:
-        FileNotFoundError: it has not been made yet; the message says how to make it.
-    """
+    """Return the file of one of :data:`PUBLISHED`; FileNotFoundError, which says how to make it, without one."""
     file = place(name)
     if not file.is_file():
         package = PUBLISHED[name]

@@ -77,9 +77,7 @@ def trace(
 ) -> dict[str, Any]:
     """Answer a prompt, and return the tokens that were held after each block and each step.
 
-    Args:
-        options: has a policy's short name.
-        question: how many of the last tokens are not known when the prompt is compressed.
+    The last ``question`` tokens are not known when the prompt is compressed.
 
     Returns:
         ``answer``; ``pieces`` of the answer's tokens; ``steps``; ``entered`` and ``left`` in base64, 16 bits per

@@ -65,11 +65,7 @@ def model_batch(rows: Int[np.ndarray, "B T"]) -> AnswerBatch:
 
 
 def are_answers(names: Sequence[str]) -> bool:
-    """Return whether data are prompts with answers, by the first line of the first file.
-
-    Raises:
-        ValueError: the file is empty or of an unknown kind.
-    """
+    """Return whether data are prompts with answers, by the first line of the first file."""
     first = names[0]
     if first in BUILTIN or not Path(first).exists():
         return False

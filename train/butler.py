@@ -78,11 +78,7 @@ EMBEDDED = Settings(tokens=3_000_000, seq_len=512, batch=8, lr=4e-3, causal=True
 
 
 def settings_of(model: Config, *, embedded: bool = False, **changes: Any) -> Settings:
-    """Return the settings for a model: the published ones, or those of the model that ships, with changes.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
+    """Return the checked settings for a model, with changes: the published ones, or those of the embedded one."""
     base = EMBEDDED if embedded else Settings(seq_len=1024 if model.hidden_size >= 4096 else 2048)
     settings = base._replace(**{name: value for name, value in changes.items() if value is not None})
     loop.check_settings(settings, model)
@@ -187,16 +183,11 @@ def train(
 ) -> tuple[Butler, dict[str, Any] | None]:
     """Train a predictor, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
 
-    Args:
-        budget: the share of the tokens that a query reads, for the hit rate.
-        folder, model, corpus, settings, options: see :func:`train.loop.run`.
+    ``budget`` is the share of the tokens that a query reads, for the hit rate. For the other arguments and the errors
+    see :func:`train.loop.run`.
 
     Returns:
         The predictor, and the summary; None if the run was stopped before its end.
-
-    Raises:
-        ValueError: the budget is not in (0, 1], or :func:`train.loop.run` refuses the run.
-        OSError: a checkpoint cannot be written.
     """
     folder = Path(folder)
     mesh = options.mesh or loop.one_device()

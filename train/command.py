@@ -45,11 +45,7 @@ def add_text_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def add_settings_flags(flags: argparse.ArgumentParser, *, seq_len: str, lr: str) -> None:
-    """Add the flags of :class:`train.loop.Settings`.
-
-    Args:
-        seq_len, lr: the defaults, in words.
-    """
+    """Add the flags of :class:`train.loop.Settings`; ``seq_len`` and ``lr`` are their defaults, in words."""
     flags.add_argument("--tokens", type=_count, help="tokens of text in total, such as 80e6")
     flags.add_argument("--seq-len", type=int, help=f"tokens per row (default {seq_len})")
     flags.add_argument("--batch", type=int, help="rows per step")

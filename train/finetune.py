@@ -86,13 +86,9 @@ class Settings(NamedTuple):
 
 
 def check_settings(settings: Settings, config: models.Config, *, text: bool) -> None:
-    """Check that a run's settings are in range and fit the model and the data.
+    """Raise ValueError, with the flag's name, unless a run's settings are in range and fit the model and the data.
 
-    Args:
-        text: whether the data are text, without prompts that could be compressed as a whole.
-
-    Raises:
-        ValueError: a setting is out of range; the message names its flag.
+    ``text`` says whether the data are text, without prompts that could be compressed as a whole.
     """
     loop.check_settings(settings, config)
     known = lora.projections(config)
@@ -165,11 +161,7 @@ _merged = jax.jit(lora.merged, static_argnums=0)
 def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) -> Float[Array, ""]:
     """Compute the mean loss of the learned tokens of a batch, in nats, each read from what the policy has kept.
 
-    Args:
-        rows: on the host; see :mod:`train.answers`.
-
-    Raises:
-        ValueError: the policy, the budget or a token does not fit; see :func:`models.prefill`.
+    ``rows`` are on the host; see :mod:`train.answers`. Errors are those of :func:`models.prefill`.
     """
     fed = answers.model_batch(rows)
     kept = _arguments(settings, settings.policy)
@@ -305,14 +297,10 @@ def train(
         corpus: rows of text (:func:`train.text.open_corpus`), or of answers (:func:`train.answers.open_answers`).
         eval_policies: the policies of the table before and after, at the run's budget; the full cache and the run's own
             by default.
-        folder, settings, options: see :func:`train.loop.run`.
+        folder, settings, options: see :func:`train.loop.run`, also for the errors.
 
     Returns:
         The trained model, and the summary; None if the run was stopped before its end.
-
-    Raises:
-        ValueError: a setting is out of range, or :func:`train.loop.run` refuses the run.
-        OSError: a checkpoint cannot be written.
     """
     folder = Path(folder)
     text = bool((corpus.held_out >= 0).all())

@@ -150,11 +150,7 @@ def steps_of(settings: Settings) -> int:
 
 
 def check_settings(settings: Settings, model: Config) -> None:
-    """Check that a run's settings are in range and fit the model.
-
-    Raises:
-        ValueError: a setting is out of range; the message names its flag.
-    """
+    """Raise ValueError, with the flag's name, unless a run's settings are in range and fit the model."""
     if not 2 <= settings.seq_len <= model.max_positions:
         raise ValueError(
             f"--seq-len is {settings.seq_len}; the model takes sequences of 2 to {model.max_positions} tokens."

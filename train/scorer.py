@@ -80,21 +80,12 @@ class Scoring(Network, Protocol):
 
     @staticmethod
     def started(parameters: Parameters, mean: Float[Array, "L K"]) -> Parameters:
-        """Return the parameters to start from.
-
-        Args:
-            parameters: drawn at random.
-            mean: the mean logarithm of the scores of each head.
-        """
+        """Return the parameters to start from: random ones, changed by the mean logarithm of each head's scores."""
         ...
 
 
 def kind_named(name: str) -> type[Scoring]:
-    """Return a kind of network that this trains.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Return a kind of network that this trains, or raise ValueError."""
     kind = NETWORKS.find(name)
     if kind is None or not (hasattr(kind, "loss") and hasattr(kind, "started")):
         known = [other for other in sorted(NETWORKS) if hasattr(NETWORKS[other], "loss")]
@@ -122,11 +113,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
-    """Return the settings for a model, with changes; ``words`` tokens ask it to repeat a row.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
+    """Return the checked settings for a model, with changes; ``words`` tokens ask it to repeat a row."""
     settings = Settings()._replace(**{name: value for name, value in changes.items() if value is not None})
     repeats = policy_of_target(settings.target) is not None
     loop.check_settings(settings, model)
@@ -375,15 +362,13 @@ def train(
         config: the network's shape, which tells its kind.
         prompt: asks the model to repeat a row; see :func:`policy_of_target`.
         budget: the share of its tokens that a head keeps, for the hit rate.
-        folder, model, corpus, settings, options: see :func:`train.loop.run`.
+        folder, model, corpus, settings, options: see :func:`train.loop.run`, also for the errors.
 
     Returns:
         The network, and the summary; None if the run was stopped before its end.
 
     Raises:
-        ValueError: the budget is not in (0, 1], the target takes a gradient on several devices, or
-            :func:`train.loop.run` refuses the run.
-        OSError: a checkpoint cannot be written.
+        ValueError: the budget is not in (0, 1], or the target takes a gradient on several devices.
     """
     folder = Path(folder)
     mesh = options.mesh or loop.one_device()

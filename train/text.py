@@ -283,8 +283,7 @@ def files_of(name: str) -> list[Path]:
     """Return the files of text that a name stands for: itself, or all that a folder holds, by name.
 
     Raises:
-        FileNotFoundError: there is no such file or folder, or the folder holds none.
-        ValueError: a file is empty or of an unknown kind.
+        FileNotFoundError, ValueError: there are none, or a file is empty or of an unknown kind.
     """
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, this leaves an unknown user's name
     if path.is_dir():

@@ -52,12 +52,7 @@ class Study(NamedTuple):
 
 
 def find(name: str) -> Study:
-    """Read a study by its name, or by the path of its file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: there is no study of that name, or its file cannot be read.
-    """
+    """Read a study by its name, or by the path of its file."""
     path = Path(name)
     if path.suffix != ".toml":
         check_names("study", name, sorted(file.stem for file in FOLDER.glob("*.toml")))
