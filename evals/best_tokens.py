@@ -94,12 +94,8 @@ def error(case: Case, kept: Bool[Array, "*G S"]) -> Float[Array, ""]:
     Args:
         kept: for all query heads together, ``[S]``, or each, ``[G, S]``.
     """
-    return jnp.sum(jnp.square(_moved(case, jnp.broadcast_to(~kept, (len(case.values), kept.shape[-1])))))
-
-
-def _moved(case: Case, evicted: Array) -> Float[Array, "G T D"]:
-    gone, left = _sums(case, evicted)
-    return gone / left[..., None]
+    gone, left = _sums(case, jnp.broadcast_to(~kept, (len(case.values), kept.shape[-1])))
+    return jnp.sum(jnp.square(gone / left[..., None]))
 
 
 def _sums(case: Case, evicted: Float[Array, "*G S"]) -> tuple[Float[Array, "G T D"], Float[Array, "G T"]]:
@@ -129,10 +125,6 @@ def _after(case: Case, squares: Array, evicted: Bool[Array, "S"]) -> Float[Array
     sign = jnp.where(evicted, -1, 1)
     numerator = jnp.sum(jnp.square(gone), -1)[..., None] + 2 * sign * along + squares
     return jnp.sum(numerator / jnp.square(jnp.maximum(left[..., None] - sign * case.weights, _tiny(case))), (0, 1))
-
-
-def _lowest(costs: Float[Array, "S"], count: Array) -> Bool[Array, "S"]:
-    return jnp.argsort(jnp.argsort(costs)) < count
 
 
 @jax.jit
@@ -187,8 +179,8 @@ def best(case: Case, budget: int, starts: Bool[Array, "n S"] | None = None) -> B
         def step(evicted):
             more = goal - jnp.sum(evicted)
             count = jnp.maximum(jnp.abs(more) // SHARE, 1)
-            costs = _after(case, squares, evicted)
-            return evicted ^ _lowest(jnp.where(evicted == (more < 0), costs, jnp.inf), count)
+            costs = jnp.where(evicted == (more < 0), _after(case, squares, evicted), jnp.inf)
+            return evicted ^ (jnp.argsort(jnp.argsort(costs)) < count)
 
         return jax.lax.while_loop(lambda evicted: jnp.sum(evicted) != goal, step, evicted)
 

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -230,7 +230,9 @@ def model_class() -> type:
                         said[row].append(one)
                 if until and step % 8 == 7 and all(any(u in self.text.decode(x) for u in until) for x in said):
                     break
-            return [_cut_at(self.text.decode(row), until) for row in said]
+            texts = [self.text.decode(row) for row in said]
+            ends = [[text.find(stop) for stop in until if stop and stop in text] for text in texts]
+            return [text[: min(places, default=len(text))] for text, places in zip(texts, ends, strict=True)]
 
     register_model("kvjax")(KvjaxLM)
     return KvjaxLM
@@ -291,11 +293,6 @@ def _parse_arguments(text: str) -> dict[str, Any]:
         number = _number(value.strip())
         found[name.strip()] = value.strip() if number is None else number
     return found
-
-
-def _cut_at(text: str, until: Iterable[str]) -> str:
-    """Return a text up to the first occurrence of any of some strings."""
-    return text[: min((text.find(stop) for stop in until if stop and stop in text), default=len(text))]
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

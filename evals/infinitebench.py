@@ -82,14 +82,6 @@ def _plain(metric: Any, **more: Any) -> Any:
     return lambda answer, reference, record: metric(answer, reference, **more)
 
 
-def _name(answer: str, reference: tuple[str, str], record: Mapping[str, Any]) -> float:
-    return metrics.named_choice(answer, *reference)
-
-
-def _choose(answer: str, reference: tuple[str, str], record: Mapping[str, Any]) -> float:
-    return metrics.choice(answer, *reference)
-
-
 _HIDDEN = "Something important is hidden in this text, among much that is not. Find it; you will be asked for it.\n\n"
 _BOOK = "Read this book; a question about it follows.\n\n{context}\n\n"
 TASKS = {
@@ -105,7 +97,7 @@ TASKS = {
     ),
     "longbook_choice_eng": Task(
         _BOOK + f"Question: {{input}}\n{_OPTIONS}\n\nThe letter of the right option is",
-        40, _choose, _right_option, _options,
+        40, lambda answer, option, _: metrics.choice(answer, *option), _right_option, _options,
     ),
     "longbook_qa_eng": Task(
         _BOOK + "Question: {input}\nAnswer in a few words.\nAnswer:", 40, _plain(metrics.f1), _answers, _question
@@ -132,7 +124,7 @@ TASKS = {
     "code_debug": Task(
         f"One function of this code was given an error on purpose.\n\n{{context}}\n\nOptions:\n{_OPTIONS}\n\n"
         "The letter of the right option is",
-        5, _name, _right_option, _options,
+        5, lambda answer, option, _: metrics.named_choice(answer, *option), _right_option, _options,
     ),
 }  # fmt: skip
 

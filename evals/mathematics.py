@@ -17,7 +17,6 @@ import functools
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 import models
 from evals import answering, command_line, documents, evaluator
@@ -114,18 +113,14 @@ def _number(text: str) -> Fraction | None:
     return Fraction(text) if re.fullmatch(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)", text) else None
 
 
-def _problem(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {"context": record["problem"] if "problem" in record else record["question"]}
-
-
-def _right(answer: str, reference: str, record: Mapping[str, Any]) -> float:
-    return float(equal(last_answer(answer), str(reference)))
-
-
-TASKS = {
-    name: Task(_PROMPT, NEW_TOKENS, _right, lambda record: [str(record["answer"])], _problem)
-    for name in ("math500", "aime")
-}
+_TASK = Task(
+    _PROMPT,
+    NEW_TOKENS,
+    lambda answer, reference, record: float(equal(last_answer(answer), reference)),
+    lambda record: [str(record["answer"])],
+    lambda record: {"context": record["problem"] if "problem" in record else record["question"]},
+)
+TASKS = {"math500": _TASK, "aime": _TASK}
 
 
 def read_tasks(flags: argparse.Namespace) -> Mapping[str, Task]:

@@ -53,14 +53,11 @@ def draw(
     for text, (place, index) in enumerate(itertools.product(range(depths), range(samples))):
         own, depth = seed + 1_000 * place + index, float(places[place])
         for sample in tasks.needles(own, tokenizer, length, depth, facts, asked=asked):
-            at = place if asked == 1 else int(np.argmin(np.abs(places - _depth(sample))))
+            at = place
+            if asked > 1:  # each fact lies where its sentence does
+                at = int(np.argmin(np.abs(places - sample.prompt.index(f" {sample.answer}.") / len(sample.prompt))))
             drawn.append(sample._replace(text=text, depth=float(places[at])))
     return sorted(drawn, key=lambda sample: (sample.text, sample.depth))
-
-
-def _depth(sample: tasks.Sample) -> float:
-    """Return where a sample's fact stands in its text, from 0 to 1."""
-    return sample.prompt.index(f" {sample.answer}.") / len(sample.prompt)
 
 
 def heat_map(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -75,9 +72,10 @@ def heat_map(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     evicting = [r for r in results if r["budget"] is not None]
     groups = list(dict.fromkeys(map(report.group, evicting))) or [(results[0]["question"], "never", None)]
     lengths = sorted({record["length"] for record in records})
-    panels = {group: [r for r in results if r["budget"] is None or report.group(r) == group] for group in groups}
-    panels = {(question, *rest): [r for r in found if r["question"] == question]
-              for (question, *rest), found in panels.items()}  # fmt: skip
+    panels = {
+        group: [r for r in results if r["question"] == group[0] and (r["budget"] is None or report.group(r) == group)]
+        for group in groups
+    }
     depths = sorted({record["depth"] for record in records})
     most = max(len(found) for found in panels.values())
     across = min(2 if len(lengths) == 1 else 1, len(groups))

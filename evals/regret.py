@@ -178,17 +178,13 @@ def projections(model: models.Decoder, target: str) -> Float[np.ndarray, "L N D 
     return np.asarray(jax.lax.map(each, model.layers.output[...]))[:, :, 0]
 
 
-def _chosen_layers(count: int, layers: int) -> list[int]:
-    """Return so many layers, evenly spaced from the first to the last."""
-    return sorted({round(x) for x in np.linspace(0, layers - 1, min(count, layers))})
-
-
 class _Run:
     """Hold what all prompts of a run share."""
 
     def __init__(self, flags, model, tokenizer, settings, aids, store):
         self.flags, self.model, self.settings, self.aids, self.store = flags, model, settings, aids, store
-        self.layers = _chosen_layers(flags.layers, model.config.num_layers)
+        last = model.config.num_layers - 1
+        self.layers = sorted({round(x) for x in np.linspace(0, last, min(flags.layers, last + 1))})
         self.samples = [
             tasks.needle(flags.seed + sample, tokenizer, flags.length, None, flags.facts)
             for sample in range(flags.samples)

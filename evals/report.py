@@ -57,7 +57,7 @@ def task_table(
             *map(of_task, tasks if len(tasks) > 1 else ()),
             *predicted,
             ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),
-            ("decode tok/s", lambda r: _rate(r["decode_tokens_per_second"])),
+            ("decode tok/s", lambda r: "n/a" if (rate := r["decode_tokens_per_second"]) is None else f"{rate:,.0f}"),
         ],
         left=len(names),
     )
@@ -272,10 +272,6 @@ def pyplot() -> Any:
     plt.rc("savefig", transparent=True)
     plt.rc("legend", framealpha=0.0)
     return plt
-
-
-def _rate(per_second: float | None) -> str:
-    return "n/a" if per_second is None else f"{per_second:,.0f}"
 
 
 def colour(index: int) -> str:

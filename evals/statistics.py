@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,8 @@ def mean_interval(values: Sequence[float] | Float[np.ndarray, "models samples"])
 def _resampled(values: Float[np.ndarray, "models samples"]) -> Float[np.ndarray, "resamples"]:
     """Return the means of resamples: of the samples, the same for all models, and of the models."""
     means = []
-    for drawn, weights in _draws(*values.shape):
+    models, samples = values.shape
+    for drawn, weights in _kept_draws(models, samples) if samples <= KEPT else _new_draws(models, samples):
         by_model = np.stack([row[drawn].mean(axis=1) for row in values], axis=1)
         means.append(by_model[:, 0] if len(values) == 1 else np.sum(weights * by_model, axis=1))
     return np.concatenate(means)
@@ -102,17 +103,15 @@ def _resampled(values: Float[np.ndarray, "models samples"]) -> Float[np.ndarray,
 KEPT = 1_000  # samples whose random draws are kept: a page has hundreds of intervals of as many
 
 
-def _draws(models: int, samples: int) -> Iterable[tuple[Int[np.ndarray, "part samples"], Float[np.ndarray, "part m"]]]:
-    """Return the samples of each resample, and the weight of each model in it, part by part."""
-    return _kept_draws(models, samples) if samples <= KEPT else _new_draws(models, samples)
-
-
 @functools.lru_cache(maxsize=4)
 def _kept_draws(models: int, samples: int) -> tuple[Any, ...]:
     return tuple(_new_draws(models, samples))
 
 
-def _new_draws(models: int, samples: int) -> Iterator[Any]:
+def _new_draws(
+    models: int, samples: int
+) -> Iterator[tuple[Int[np.ndarray, "part samples"], Float[np.ndarray, "part m"]]]:
+    """Yield the samples of each resample, and the weight of each model in it, part by part."""
     rng = np.random.default_rng(0)
     for count in _parts(samples):
         drawn = rng.integers(samples, size=(count, samples)).astype(np.int32)

@@ -201,7 +201,7 @@ def train(
 
     def summarise(parameters):
         size, whole = num_parameters(config), sum(map(math.prod, model_shapes(model.config).values()))
-        found = {"parameters": size, "share_of_model": size / whole}
+        found: dict[str, Any] = {"parameters": size, "share_of_model": size / whole}
         found |= compare_sources(model, config, parameters, corpus, settings, budget)
         return found, {source: figures["hit_rate"] for source, figures in found["figures"].items()}
 

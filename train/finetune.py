@@ -174,7 +174,7 @@ def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) ->
         jnp.take_along_axis(hidden, places[..., None], axis=1),
         np.take_along_axis(fed.tokens[:, 1:], places, axis=1),
         np.take_along_axis(fed.learned, places, axis=1),
-        _at_once(model, len(rows)),
+        max(1, loglikelihood.LOGITS_BYTES // (4 * len(rows) * model.config.vocab_size)),
     )
 
 
@@ -191,10 +191,6 @@ def _arguments(settings: Settings, name: str) -> dict[str, Any]:
     if policy is None:
         return dict(policy=None, **same)
     return dict(policy=policy, budget=settings.budget, when=settings.when, **same)
-
-
-def _at_once(model: Decoder, batch: int) -> int:
-    return max(1, loglikelihood.LOGITS_BYTES // (4 * batch * model.config.vocab_size))
 
 
 @functools.partial(jax.jit, static_argnames="places")
