@@ -17,9 +17,10 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from tqdm import tqdm
 
 import models
@@ -139,19 +140,13 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
     return groups
 
 
-class Read(NamedTuple):
-    """A batch of texts that a policy has read, and the mean loss of each text's tokens, in nats."""
-
-    cache: Any
-    loss: np.ndarray
-
-
 def read(
     model: models.Decoder, texts: Sequence[Sequence[int]], setting: Setting, feed: answering.Feed, reserve: int = 0
-) -> Read:
+) -> tuple[Any, Float[np.ndarray, "B"]]:
     """Feed texts through decode under a setting; the full cache, which evicts nothing, reads them in blocks.
 
-    ``reserve`` are slots of the full cache for what is asked afterwards.
+    ``reserve`` are slots of the full cache for what is asked afterwards. Return the cache, and the mean loss of each
+    text's tokens, in nats.
     """
     tokens, lengths = answering.padded(texts), np.array([len(text) for text in texts])
     given: dict[str, Any] = dict(block=feed.block, cache_dtype=setting.cache_dtype, networks=feed.aids.of(setting))
@@ -165,7 +160,7 @@ def read(
     chosen = hosts.fetched(loglikelihood.log_probabilities(model, hidden[:, :-1], tokens[:, 1:], None)[0])
     counted = np.arange(1, tokens.shape[1]) < lengths[:, None]
     loss = -np.where(counted, chosen, 0).sum(axis=1, dtype=np.float64) / (lengths - 1)
-    return Read(cache, loss)
+    return cache, loss
 
 
 def run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import itertools
 import json
 import re
 import shlex
@@ -76,26 +77,19 @@ def _decode_times(records: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...],
 
 def _line_command(command: str, line: Mapping[str, Any]) -> str:
     """Return the command line of one line, from that of the whole run."""
-    words = shlex.split(command)
     wanted = {"--policies": line["policy"], "--when": line["when"], "--question": line["question"]}
     if line["budget"] is not None:
         wanted["--budgets"] = str(line["budget"])
     if line["length"] is not None:
         wanted["--lengths"] = str(line["length"])
-    made, skip = list[str](), False
-    for index, word in enumerate(words):
-        if skip:
-            skip = False
-        elif word in wanted and index + 1 < len(words):
-            made += [word, wanted.pop(word)]
-            skip = True
-        elif word in ("--allocations", "--against"):
-            skip = True
+    made, words = list[str](), iter(shlex.split(command))
+    for word in words:
+        if word in wanted or word in ("--allocations", "--against"):
+            made += [word, wanted.pop(word)] if word in wanted else []
+            next(words, None)  # its value
         else:
             made.append(word)
-    for word, value in wanted.items():
-        made += [word, value]
-    return commands.shell_line(made)
+    return commands.shell_line([*made, *itertools.chain.from_iterable(wanted.items())])
 
 
 def render(template: Path, title: str, data: Mapping[str, Any]) -> str:

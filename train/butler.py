@@ -200,10 +200,26 @@ def train(
         return means | {"loss": held_out_loss(model, config, parameters, corpus, settings)}
 
     def summarise(parameters):
-        size, whole = num_parameters(config), sum(map(math.prod, model_shapes(model.config).values()))
-        found: dict[str, Any] = {"parameters": size, "share_of_model": size / whole}
-        found |= compare_sources(model, config, parameters, corpus, settings, budget)
-        return found, {source: figures["hit_rate"] for source, figures in found["figures"].items()}
+        butler, sources = Butler(config, parameters), ("butler", *BASELINES)
+        found = {source: measure(model, butler, corpus.held_out, source, budget) for source in sources}
+        means = {
+            source: {name: round(float(values.mean()), 6) for name, values in own.items()}
+            for source, own in found.items()
+        }
+        layers = {
+            source: {name: values.round(6).tolist() for name, values in own.items()} for source, own in found.items()
+        }
+        size = num_parameters(config)
+        told = {
+            "parameters": size,
+            "share_of_model": size / sum(map(math.prod, model_shapes(model.config).values())),
+            "budget": budget,
+            "held_out_rows": len(corpus.held_out),
+            "held_out_loss": held_out_loss(model, config, parameters, corpus, settings),
+            "figures": means,
+            "layers": layers,
+        }
+        return told, {source: own["hit_rate"] for source, own in means.items()}
 
     trainer = loop.Trainer(
         command="train.butler",
@@ -217,27 +233,6 @@ def train(
     )
     parameters, summary = loop.run(folder, trainer, model, corpus, settings, options)
     return Butler(config, parameters), summary
-
-
-def compare_sources(
-    model: Decoder, config: ButlerConfig, parameters: Parameters, corpus: Corpus, settings: Settings, budget: float
-) -> dict[str, Any]:
-    """Return the figures of the predictor and of the other sources on held-out text; see :func:`measure`."""
-    butler = Butler(config, parameters)
-    found = {name: measure(model, butler, corpus.held_out, name, budget) for name in ("butler", *BASELINES)}
-    return {
-        "budget": budget,
-        "held_out_rows": len(corpus.held_out),
-        "held_out_loss": held_out_loss(model, config, parameters, corpus, settings),
-        "figures": {
-            source: {name: round(float(values.mean()), 6) for name, values in figures.items()}
-            for source, figures in found.items()
-        },
-        "layers": {
-            source: {name: values.round(6).tolist() for name, values in figures.items()}
-            for source, figures in found.items()
-        },
-    }
 
 
 def held_out_loss(

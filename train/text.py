@@ -54,13 +54,13 @@ class Piece(NamedTuple):
 class Documents(NamedTuple):
     """Documents of one source.
 
-    ``pieces(place)`` reads once from a place to the end; ``start`` is the first place. ``held_out`` are documents that
+    ``pieces(place, epoch)`` reads once from a place to the end; ``start`` is the first. ``held_out`` are documents that
     are never trained on; if there are none, the first ones are held out.
     """
 
     name: str
     start: Place
-    pieces: Callable[[Place], Iterator[Piece]]
+    pieces: Callable[[Place, int], Iterator[Piece]]
     held_out: Documents | None = None
 
 
@@ -173,7 +173,7 @@ def _packed(
     size = length - len(encoder.before)
     while True:
         read, whole = 0, source.start.items() - {("skipped", 0)} <= place.items()
-        for text, ends, after in source.pieces(place | {"epoch": epoch}):
+        for text, ends, after in source.pieces(place, epoch):
             ids = encoder.encode(text) + ([encoder.end] if ends else [])
             ids, used = ids[skip:], skip
             skip, read = 0, read + len(ids)
@@ -182,23 +182,15 @@ def _packed(
                 used += taken
                 row = np.array([*encoder.before, *held, *ids[:taken]], np.int32)
                 ids, held = ids[taken:], []
-                at = {"epoch": epoch, "place": place, "skip": used} if ids else _behind(epoch, after)
-                yield row, at
+                yield row, {"epoch": epoch} | ({"place": place, "skip": used} if ids else {"place": after, "skip": 0})
             held += ids
-            place = _behind(epoch, after)["place"]
+            place = after
         if read == 0 and whole:
             raise ValueError(
                 f"{source.name} holds no text after what is held out; give more, or fewer --eval-rows, or --eval-data."
             )
-        epoch, place = epoch + 1, source.start | _counters(place)
-
-
-def _behind(epoch: int, place: Place) -> Position:
-    return {"epoch": epoch, "place": {name: at for name, at in place.items() if name != "epoch"}, "skip": 0}
-
-
-def _counters(place: Place) -> Place:
-    return {name: count for name, count in place.items() if name == "skipped"}
+        counted = {name: count for name, count in place.items() if name == "skipped"}
+        epoch, place = epoch + 1, source.start | counted
 
 
 def _first_rows(source: Documents, encoder: _Encoder, length: int, count: int) -> tuple[np.ndarray, Place]:
@@ -206,9 +198,9 @@ def _first_rows(source: Documents, encoder: _Encoder, length: int, count: int) -
     size = length - len(encoder.before)
     held: list[int] = []
     place = source.start
-    for text, ends, after in source.pieces(source.start | {"epoch": 0}):
+    for text, ends, after in source.pieces(source.start, 0):
         held += encoder.encode(text) + ([encoder.end] if ends else [])
-        place = _behind(0, after)["place"]
+        place = after
         if len(held) >= count * size:
             break
     count = min(count, len(held) // size)
@@ -305,23 +297,17 @@ def files_of(name: str) -> list[Path]:
 
 
 def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> Documents:
-    def pieces(place: Place) -> Iterator[Piece]:
+    def pieces(place: Place, epoch: int) -> Iterator[Piece]:
         for index in range(place["file"], len(files)):
-            file = files[index]
-            begin = place if index == place["file"] else place | {"offset": 0, "line": 0}
-            begin = begin | {"file": index}
-            found = begin["offset"] > 0
+            file, after, found = files[index], place, place["offset"] > 0
             suffix, _ = _kind(file) or ("", "")
-            following = {"file": index + 1, "offset": 0, "line": 0}
-            read = _text_pieces(file, begin) if suffix == ".txt" else _lines(file, begin, field, skip_bad_lines)
-            last = begin
+            read = _text_pieces(file, place) if suffix == ".txt" else _lines(file, place, field, skip_bad_lines, epoch)
             for text, ends, after in read:
-                last = after
                 found |= bool(text.strip())
                 yield Piece(text if text.strip() else "", ends, after)  # empty, so that skipped lines are counted, too
             if not found:
                 raise ValueError(f"{file} holds no text; give a file with text.")
-            place = {"skipped": last["skipped"]} | following
+            place = {"file": index + 1, "offset": 0, "line": 0, "skipped": after["skipped"]}
 
     name = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
     sizes = zlib.crc32(json.dumps([[file.name, file.stat().st_size] for file in files]).encode())
@@ -359,7 +345,7 @@ def _stream(file: Path, offset: int, read: Callable[[IO[bytes]], Iterator[Piece]
             raise ValueError(f"{file} is cut short or damaged ({error}); copy it again.") from None
 
 
-def _lines(file: Path, place: Place, field: str, skip_bad_lines: bool) -> Iterator[Piece]:
+def _lines(file: Path, place: Place, field: str, skip_bad_lines: bool, epoch: int) -> Iterator[Piece]:
     def read(stream: IO[bytes]) -> Iterator[Piece]:
         offset, number, skipped = place["offset"], place["line"], place["skipped"]
         while line := stream.readline():
@@ -369,7 +355,7 @@ def _lines(file: Path, place: Place, field: str, skip_bad_lines: bool) -> Iterat
                 raise ValueError(
                     f"{file}, line {number}: {wrong}; fix it, name another --text-field, or pass --skip-bad-lines."
                 )
-            skipped += bool(wrong) and place["epoch"] == 0
+            skipped += bool(wrong) and epoch == 0
             after = place | {"offset": offset, "line": number, "skipped": skipped}
             yield Piece("", False, after) if text is None else Piece(text, True, after)
 
@@ -429,7 +415,7 @@ def _hub_data_set(name: str, field: str, skip_bad_lines: bool) -> Documents:
             "check the name and the network."
         ) from None
 
-    def pieces(place: Place) -> Iterator[Piece]:
+    def pieces(place: Place, epoch: int) -> Iterator[Piece]:
         skipped = place["skipped"]
         for number, entry in enumerate(entries.skip(place["line"]), place["line"] + 1):
             text = entry.get(field)
@@ -439,7 +425,7 @@ def _hub_data_set(name: str, field: str, skip_bad_lines: bool) -> Documents:
                     f"{name}, entry {number}: it has no text in {field!r}; name another --text-field, or pass "
                     "--skip-bad-lines."
                 )
-            skipped += bad and place["epoch"] == 0
+            skipped += bad and epoch == 0
             yield Piece("" if bad else text, not bad, place | {"line": number, "skipped": skipped})
 
     return Documents(name, {"line": 0, "skipped": 0}, pieces)
@@ -449,10 +435,10 @@ def _hub_data_set(name: str, field: str, skip_bad_lines: bool) -> Documents:
 
 
 def _in_memory(name: str, documents: Sequence[str], seed: int | None, held_out: Documents | None = None) -> Documents:
-    def pieces(place: Place) -> Iterator[Piece]:
+    def pieces(place: Place, epoch: int) -> Iterator[Piece]:
         order: Any = range(len(documents))
         if seed is not None:
-            order = np.random.default_rng([seed, place["epoch"]]).permutation(len(documents))
+            order = np.random.default_rng([seed, epoch]).permutation(len(documents))
         for index in range(place["document"], len(documents)):
             yield Piece(documents[order[index]], True, place | {"document": index + 1})
 

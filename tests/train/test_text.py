@@ -121,8 +121,10 @@ def test_bad_lines_are_named_or_skipped_and_counted(tokenizer, tmp_path):
         (tmp_path / "a.jsonl").write_bytes(b"\n".join([*good[:30], line, *good[30:]]))
         with pytest.raises(ValueError, match=rf"a\.jsonl, line 31: .*{what}"):
             read(open_corpus([str(tmp_path / "a.jsonl")], tokenizer, 32, eval_rows=1), 100)
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*good[:30], *bad, b"", *good[30:], *bad]))
-    corpus = open_corpus([str(tmp_path / "a.jsonl")], tokenizer, 32, eval_rows=1, skip_bad_lines=True)
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*good[:30], *bad, b""]))
+    (tmp_path / "c.jsonl").write_bytes(b"\n".join([*good[30:], *bad]))
+    files = [str(tmp_path / name) for name in ("a.jsonl", "c.jsonl")]
+    corpus = open_corpus(files, tokenizer, 32, eval_rows=1, skip_bad_lines=True)
     rows = read(corpus, 400)
     assert rows[-1][1]["epoch"] > 0 and rows[-1][1]["place"]["skipped"] == 10
     clean = open_corpus([write_lines(tmp_path / "b.jsonl", TEXTS)], tokenizer, 32, eval_rows=1)
