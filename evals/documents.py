@@ -207,13 +207,9 @@ def published_text(file: PublishedFile) -> str:
     except (OSError, http.client.HTTPException, ValueError) as error:
         cause = getattr(error, "reason", error)
         reason = (commands.sentence(cause) if isinstance(cause, Exception) else str(cause)).rstrip(".")
-        raise FileNotFoundError(
-            f"cannot get {file.address} ({reason}); get it elsewhere, and name it with --prompts."
-        ) from None
+        raise FileNotFoundError(f"cannot get {file.address} ({reason}); name a copy with --prompts.") from None
     if hashlib.sha256(content).hexdigest() != file.sha256:
-        raise ValueError(
-            f"{file.address} has another digest than kvjax expects; look at the file, and name it with --prompts."
-        )
+        raise ValueError(f"{file.address} has another digest than expected; look at it, and name it with --prompts.")
     if kept is not None:
         with contextlib.suppress(OSError):  # without a writable cache, the file is fetched again next time
             commands.write_files(kept.parent, {kept.name: content})
@@ -294,9 +290,7 @@ class DataSet(NamedTuple):
             raise FileNotFoundError(f"there is no folder {flags.data}; give --data a folder with the published files.")
         missing = [self.file(task) for task in chosen if not self._has(flags, task)]
         if missing and (flags.tasks != "all" or len(missing) == len(chosen)):
-            raise FileNotFoundError(
-                f"{flags.data} has no {', '.join(missing)}; name the tasks whose files are there with --tasks."
-            )
+            raise FileNotFoundError(f"{flags.data} has no {', '.join(missing)}; name what is there with --tasks.")
         self.read_tasks(flags)
 
     def _has(self, flags: argparse.Namespace, task: str) -> bool:
@@ -313,8 +307,7 @@ class DataSet(NamedTuple):
             length = (flags.length or config.max_positions - task.new_tokens) if self.cut else None
             if length is not None and length < 2:
                 raise ValueError(
-                    f"the task {name} answers with up to {task.new_tokens} tokens, but the model has "
-                    f"{config.max_positions} positions; give --length, or leave the task out."
+                    f"the task {name} answers with {task.new_tokens} of {config.max_positions} positions; set --length."
                 )
             records = list(read_records(flags.data, self.file(name), self.hub))[: flags.samples]
             if not records:
@@ -354,9 +347,7 @@ def with_prompts(
         try:
             list(string.Formatter().parse(prompt))
         except ValueError as error:
-            raise ValueError(
-                f"{source}: the prompt of {name} has a stray brace ({error}); write {{{{ or }}}}."
-            ) from None
+            raise ValueError(f"{source}: the prompt of {name} has a stray brace ({error}); double it.") from None
         if isinstance(new, bool) or not isinstance(new, int) or new < 1:
             raise ValueError(f"{source}: the answer of {name} has {new!r} tokens; give an integer of at least 1.")
         found[name] = dataclasses.replace(task, prompt=prompt, new_tokens=new)

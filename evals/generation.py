@@ -74,8 +74,7 @@ def draw(seed: int, tokenizer: Any, length: int, facts: int) -> list[tasks.Sampl
             break
         if not filler:
             raise ValueError(
-                f"{facts} facts and as many results take {end} tokens, more than the length {length}; give fewer "
-                "--facts, or a larger length."
+                f"{facts} facts and as many results take {end} tokens, more than the length {length}; lower --facts."
             )
         filler.pop()
     found = []
@@ -118,8 +117,7 @@ def check_settings(settings: Sequence[Setting]) -> None:
             raise ValueError(f"the budget is {setting.budget}, a share of a text that is not known yet; give slots.")
         if setting.evicting is not None and not setting.moments[1]:
             raise ValueError(
-                f"{setting.policy!r} never evicts in decode with --when {setting.when}; give --when block, or "
-                "--evict-every."
+                f"{setting.policy!r} never evicts in decode with --when {setting.when}; give --when block."
             )
 
 

@@ -330,9 +330,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     against = run_settings.baseline(flags)
     named = [_policy(check_settings(_arguments(arguments))) for arguments in given]
     if flags.against is not None and against not in named:
-        raise ValueError(
-            f"--against is {against}, but the --model_args have {', '.join(named)}; repeat --model_args with it."
-        )
+        raise ValueError(f"--against is {against}, but the --model_args have {', '.join(named)}; add one with it.")
     if flags.include_path is not None and not flags.include_path.is_dir():
         raise FileNotFoundError(f"there is no folder {flags.include_path}; give --include_path a folder with tasks.")
     commands.check_outputs([flags.json])

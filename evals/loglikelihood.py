@@ -117,9 +117,7 @@ def _collect(
     if any(len(sequence) < 2 for sequence in sequences):
         raise ValueError("a sequence has fewer than 2 tokens, so it has nothing to predict; give longer texts.")
     if reference is not None and [len(states) + 1 for states in reference] != [len(row) for row in sequences]:
-        raise ValueError(
-            "the reference is of other sequences; give the hidden states of these sequences in their order."
-        )
+        raise ValueError("the reference is of other sequences; give these sequences' hidden states, in order.")
     collected: dict[int, TokenPredictions] = {}
     for rows, fed in batches(model, longest_first([len(sequence) for sequence in sequences]), batch):
         tokens, hidden = fed_through(fed)

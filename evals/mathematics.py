@@ -144,9 +144,7 @@ def check(flags: argparse.Namespace) -> None:
     DATA.check(flags)
     command_line.check_least(flags, new_tokens=1, repeats=1)
     if flags.repeats > 1 and flags.temperature == 0:
-        raise ValueError(
-            f"--repeats is {flags.repeats}, but at --temperature 0 all answers are the same; give a temperature."
-        )
+        raise ValueError(f"--repeats is {flags.repeats}, but at --temperature 0 all answers are the same; raise it.")
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:

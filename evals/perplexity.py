@@ -447,7 +447,7 @@ def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse
     """Make the chunks that a command line asks for; ValueError where they are longer than the model takes."""
     if flags.chunk > model.config.max_positions:
         raise ValueError(
-            f"--chunk is {flags.chunk}, but {flags.model} takes {model.config.max_positions} positions; give fewer."
+            f"--chunk is {flags.chunk}, but the model takes {model.config.max_positions} positions; give fewer."
         )
     return make_chunks(tokenizer, text, flags.chunk, flags.sequences, flags.stride)
 

@@ -370,9 +370,7 @@ def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], 
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{path} is no JSON file of a study; name one that `python -m evals study` wrote.") from None
     if not found:
-        raise ValueError(
-            f"{path} has no recall of {model!r} at a budget of {budget}; name another file, or leave it out."
-        )
+        raise ValueError(f"{path} has no recall of {model!r} at a budget of {budget}; name another file.")
     return found
 
 

@@ -166,7 +166,6 @@ def _tokens(line: bytes, tokenizer: Tokenizer, length: int, chat: bool) -> list[
     prompts, answers = (sum(map(len, part)) for part in zip(*told, strict=True))
     if prompts + answers > length:
         raise ValueError(
-            f"prompt and answer have {prompts} + {answers} tokens, more than a row of {length}; give a larger "
-            "--seq-len, or leave the line out."
+            f"prompt and answer have {prompts} + {answers} tokens, more than a row of {length}; raise --seq-len."
         )
     return told

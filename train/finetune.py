@@ -130,9 +130,7 @@ def _checked_policy(settings: Settings, name: str) -> kvjax.Policy | None:
     if policy.needs.predicted:
         raise ValueError(f"{policy.name!r} scores by a network that was trained for the frozen model; take another.")
     if policy.needs.reconstruction is not None:
-        raise ValueError(
-            f"{policy.name!r} has the model repeat its prompt or a part of it, which training does not; take another."
-        )
+        raise ValueError(f"{policy.name!r} has the model repeat its prompt, which training does not; take another.")
     kvjax.check_block(policy, settings.block)
     if isinstance(settings.budget, int):
         kvjax.check_budget(policy, settings.budget)

@@ -46,9 +46,7 @@ def check_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: b
         raise ValueError(f"{folder} holds {', '.join(there)}, which no run in this folder made; choose another {flag}.")
     # A setting that is not there is one that was added since, and None.
     if earlier is not None and resume and (differing := "; ".join(_differences(earlier, run))):
-        raise ValueError(
-            f"{folder} holds another run ({differing}): choose another {flag}, or --resume never to start again there."
-        )
+        raise ValueError(f"{folder} holds another run ({differing}): choose another {flag}, or --resume never.")
 
 
 def begin_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: bool, facts: dict[str, Any]) -> None:

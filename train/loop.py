@@ -157,11 +157,9 @@ def check_settings(settings: Settings, model: Config) -> None:
         )
     if settings.batch < 1:
         raise ValueError(f"--batch is {settings.batch}; a step has at least 1 row.")
-    if settings.tokens < settings.batch * settings.seq_len:
-        raise ValueError(
-            f"--tokens is {settings.tokens:,}; one step of {settings.batch} x {settings.seq_len} takes "
-            f"{settings.batch * settings.seq_len:,}."
-        )
+    if settings.tokens < (step := settings.batch * settings.seq_len):
+        rows = f"{settings.batch} x {settings.seq_len}"
+        raise ValueError(f"--tokens is {settings.tokens:,}; one step of {rows} takes {step:,}.")
     for flag, value in (("--lr", settings.lr), ("--clip", settings.clip)):
         if not 0 < value < math.inf:
             raise ValueError(f"{flag} is {value}; give a number above 0.")

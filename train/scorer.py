@@ -120,8 +120,7 @@ def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
     if repeats and 2 * settings.seq_len + words > model.max_positions:
         raise ValueError(
             f"--seq-len is {settings.seq_len}; for the target {settings.target} the model repeats a row after {words} "
-            f"words, which takes {2 * settings.seq_len + words} of its {model.max_positions} positions: give a smaller "
-            "one."
+            f"words, in {2 * settings.seq_len + words} of its {model.max_positions} positions: give a smaller one."
         )
     return settings
 

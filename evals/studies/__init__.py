@@ -60,9 +60,7 @@ def find(name: str) -> Study:
     content = sweep.read(path)
     own = {field: content.pop(field) for field in OWN if field in content}
     if "title" not in own or not isinstance(own.get("forms"), dict) or "models" in content:
-        raise ValueError(
-            f"{path} lacks a title, or forms in place of models; see evals/studies for how they are written."
-        )
+        raise ValueError(f"{path} lacks a title, or forms in place of models; see those of evals/studies.")
     forms, entries = own["forms"], own.get("claims", [])
     links = {entry.get("link") for entry in entries}
     names = {

@@ -143,14 +143,14 @@ def test_a_published_file_is_fetched_once_and_mended_where_its_copy_is_damaged(w
 def test_another_file_at_the_address_is_neither_used_nor_kept(web, tmp_path):
     file = web.publish("published")
     web.files[file.address] = b"<html>Log in</html>"
-    with pytest.raises(ValueError, match=r"example.org/prompts.json has another digest than kvjax expects"):
+    with pytest.raises(ValueError, match=r"example.org/prompts.json has another digest than expected"):
         documents.published_text(file)
     assert not (tmp_path / "cache").exists()
 
 
 def test_an_address_that_cannot_be_reached_is_named(web):
     file = documents.PublishedFile("https://example.org/gone.json", "0" * 64)
-    with pytest.raises(FileNotFoundError, match=r"cannot get https://example.org/gone.json \(no route\); get it"):
+    with pytest.raises(FileNotFoundError, match=r"cannot get https://example.org/gone.json \(no route\); name a copy"):
         documents.published_text(file)
 
 
