@@ -7,11 +7,10 @@ The loss is the network's own, as published:
     gate      Fast KVzip's (arXiv 2601.17668): the binary cross-entropy of the score
 
 or that of a network of yours: one that predicts the score alone, and has ``loss`` and ``started``. The target is the
-score of a policy that observes the model while it repeats the row, asked to in words, or "future":
+score of a policy that observes the model while it repeats the row, asked to in words:
 
     kvzip     the largest attention that a token gets from the repeated ones
     kvgrad    the most that a loss of the repeated tokens would feel its absence, from 0 to 1 (:func:`scores_of`)
-    future    the largest attention that a later token of the row gives it: what only an oracle knows in decode
 
 A step runs the policy over its rows, as :func:`models.prefill` does, then the model once more, and computes each
 layer's loss as the layer runs. The folder --out holds NAME.safetensors and NAME.json, the last checkpoint's network,
@@ -43,7 +42,6 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 import models
-from kernels_pallas.softmax import grouped_logits, scaled
 from kvjax import OutputProjection, Policy, RepeatPrompt
 from kvjax.policy import UNIFORM
 from kvjax.reconstruction import NO_WORDS, Repeated
@@ -59,11 +57,10 @@ from train import command, loop
 from train.loop import Parameters, State
 from train.text import Corpus
 
-QUERIES_AT_ONCE = 64
 EXAMPLES = """examples:
   python -m train.scorer --model smollm2 --data books/ --target kvzip --out scorer/
   python -m train.scorer --model smollm2 --data books/ --network gate --target kvgrad --out gate/
-  python -m train.scorer --model path/to/Llama-3.2-1B --data text/ --target future --hidden 0 --out scorer/
+  python -m train.scorer --model path/to/Llama-3.2-1B --data text/ --hidden 0 --out scorer/
   python -m models.generate smollm2 --policy "zap+protect(recent=128)" --networks scorer/ --budget 0.3 \\
       --prompt-file a.txt
 """
@@ -115,9 +112,9 @@ class Settings(NamedTuple):
 def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
     """Return the checked settings for a model, with changes; ``words`` tokens ask it to repeat a row."""
     settings = Settings()._replace(**{name: value for name, value in changes.items() if value is not None})
-    repeats = policy_of_target(settings.target) is not None
+    policy_of_target(settings.target)
     loop.check_settings(settings, model)
-    if repeats and 2 * settings.seq_len + words > model.max_positions:
+    if 2 * settings.seq_len + words > model.max_positions:
         raise ValueError(
             f"--seq-len is {settings.seq_len}; for the target {settings.target} the model repeats a row after {words} "
             f"words, in {2 * settings.seq_len + words} of its {model.max_positions} positions: give a smaller one."
@@ -125,8 +122,8 @@ def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
     return settings
 
 
-def policy_of_target(target: str, prompt: RepeatPrompt = NO_WORDS) -> Policy | None:
-    """Return the policy whose score is the target; None for "future".
+def policy_of_target(target: str, prompt: RepeatPrompt = NO_WORDS) -> Policy:
+    """Return the policy whose score is the target.
 
     Args:
         prompt: asks the model to repeat a row; :func:`models.repeating.repeat_prompt` has KVzip's words. Without any
@@ -140,16 +137,14 @@ def policy_of_target(target: str, prompt: RepeatPrompt = NO_WORDS) -> Policy | N
         >>> policy_of_target("kvgrad(loss='tokens')").needs.reconstruction.loss
         'tokens'
     """
-    if target == "future":
-        return None
     try:
         policy = kvjax.parse(target)
     except ValueError as error:
-        raise ValueError(f"--target expects future, kvzip or kvgrad: {error}") from None
+        raise ValueError(f"--target expects kvzip or kvgrad: {error}") from None
     if policy.allocation is not UNIFORM or not isinstance(policy.init(1, 1, 1, 1, 1), Repeated):
         raise ValueError(
-            f"--target is {target!r}; expected future, or a score of a text that is repeated, kvzip or kvgrad, with no "
-            "link or allocation behind it."
+            f"--target is {target!r}; expected a score of a text that is repeated, kvzip or kvgrad, with no link or "
+            "allocation behind it."
         )
     return asking(policy, prompt)
 
@@ -174,9 +169,9 @@ def scores_of(
     return _by_position(cache, B, T, _has_loss(policy))
 
 
-def _has_loss(policy: Policy | None) -> bool:
+def _has_loss(policy: Policy) -> bool:
     """Return whether a policy takes the gradient of a loss, whose scale its scores have."""
-    wanted = None if policy is None else policy.needs.reconstruction
+    wanted = policy.needs.reconstruction
     return wanted is not None and wanted.loss is not None
 
 
@@ -197,61 +192,23 @@ def _by_position(cache: Any, B: int, T: int, unbounded: bool) -> Float[Array, "L
     return jnp.where(score > 0, score / (score + scale), 0)  # both are 0 where windows hide nine tenths
 
 
-def largest_attention(
-    query: Float[Array, "B Q N D"],
-    key: Float[Array, "B S K D"],
-    query_position: Int[Array, "Q"],
-    key_position: Int[Array, "S"],
-    sliding_window: Int[Array, ""] | int | None = None,
-    soft_cap: float | None = None,
-) -> Float[Array, "B S K"]:
-    """Return the largest weight that a later query of the group gives to each key, in causal softmax attention.
-
-    The weight that a token gives itself does not count: a key that no later query sees has 0.
-    """
-    (B, Q, N, D), (S, K) = query.shape, key.shape[1:3]
-    chunk = min(QUERIES_AT_ONCE, Q)
-    padding = -Q % chunk
-    query = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    queries = jnp.moveaxis(query.reshape(B, -1, chunk, N, D), 1, 0)
-    positions = jnp.pad(query_position, (0, padding), constant_values=-1).reshape(-1, chunk)
-
-    def add(largest: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
-        some, position = part
-        age = position[:, None] - key_position[None]  # [chunk, S]
-        seen = age >= 0
-        if sliding_window is not None:
-            seen &= age < sliding_window
-        logits = scaled(grouped_logits(some, key.swapaxes(1, 2)), D**-0.5, soft_cap)  # [B, K, G, chunk, S]
-        weights = jax.nn.softmax(jnp.where(seen[None, None, None], logits, -1e30), axis=-1)
-        later = jnp.where((seen & (age > 0))[None, None, None], weights, 0)
-        return jnp.maximum(largest, jnp.max(later, axis=(2, 3))), None
-
-    largest, _ = jax.lax.scan(add, jnp.zeros((B, K, S), jnp.float32), (queries, positions))
-    return largest.swapaxes(1, 2)
-
-
 def run_layers(
     model: Decoder,
     tokens: Int[Array, "B T"],
-    score: Float[Array, "L B T K"] | None,
+    score: Float[Array, "L B T K"],
     of_layer: Callable[[Int[Array, ""], Float[Array, "B T E"], Float[Array, "B T K"]], Any],
 ) -> Any:
     """Run a frozen model over rows and collect what a function returns of each layer.
 
-    Args:
-        score: see :func:`scores_of`; None for the target "future", which is observed here.
-        of_layer: ``of_layer(layer, x, score)`` gets the input of the layer's attention and the tokens' scores.
+    ``of_layer(layer, x, score)`` gets the input of the layer's attention and the tokens' scores (:func:`scores_of`).
     """
     B, T = tokens.shape
-    at = jnp.arange(T)
-    position = jnp.broadcast_to(at, (B, T))
+    position = jnp.broadcast_to(jnp.arange(T), (B, T))
 
     def attend(x, layer, sliding_window, query, key, value):
         cap = model.config.attention_soft_cap
         out = attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position, sliding_window, cap)
-        own = largest_attention(query, key, at, at, sliding_window, cap) if score is None else score[layer]
-        return out, x, of_layer(layer, x, jax.lax.stop_gradient(own))
+        return out, x, of_layer(layer, x, jax.lax.stop_gradient(score[layer]))
 
     def before_attention(_, layer, x):
         return jax.lax.stop_gradient(x)
@@ -262,12 +219,9 @@ def run_layers(
 
 
 def loss_of(
-    model: Decoder, network: Scoring, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"] | None = None
+    model: Decoder, network: Scoring, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"]
 ) -> Float[Array, ""]:
-    """Return the network's loss on the scores, a mean over layers, heads and tokens.
-
-    A row's last token is left out: no later query scores it for the target "future".
-    """
+    """Return the network's loss on the scores, a mean over layers, heads and all tokens of a row but the last."""
 
     def of_layer(layer, x, score):
         return jnp.mean(network.loss(layer, x, score)[:, :-1])
@@ -280,7 +234,7 @@ def measure(
     network: Scoring,
     rows: Int[np.ndarray, "R T"],
     budget: float,
-    policy: Policy | None,
+    policy: Policy,
 ) -> dict[str, Float[np.ndarray, "layers"]]:
     """Measure a network on held-out rows, for each layer: means over rows and heads.
 
@@ -295,7 +249,7 @@ def measure(
     projection = models.output_projection(model, policy)
     made = []
     for row in rows:
-        own = None if policy is None else scores_of(model, row[None], policy, projection)
+        own = scores_of(model, row[None], policy, projection)
         both = jax.tree.map(hosts.fetched, _predicted_and_true(model, parameters, row[None], own, network.config))
         predicted, true = (np.asarray(x, np.float64)[:, 0, :-1] for x in both)  # [L, T - 1, K]
         error = (predicted - true) ** 2
@@ -327,9 +281,7 @@ def _predicted_and_true(model, parameters, tokens, score, config):
 
 
 @jax.jit
-def mean_logarithms(
-    model: Decoder, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"] | None
-) -> Float[Array, "L K"]:
+def mean_logarithms(model: Decoder, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"]) -> Float[Array, "L K"]:
     """Return the mean logarithm of the scores of rows, for each head of each layer."""
     return run_layers(model, tokens, score, lambda layer, x, score: jnp.mean(logarithm(score), axis=(0, 1)))
 
@@ -382,7 +334,7 @@ def train(
     projection = models.output_projection(model, policy)
 
     def with_scores(tokens: Any) -> Any:
-        return tokens, None if policy is None else scores_of(model, tokens, policy, projection)
+        return tokens, scores_of(model, tokens, policy, projection)
 
     def objective(model, parameters, scored, key):
         return loss_of(model, kind(config, parameters), *scored)
@@ -406,7 +358,7 @@ def train(
     step = loop.make_step(objective, settings, mesh)
     trainer = loop.Trainer(
         command="train.scorer",
-        configuration={kind.name: dataclasses.asdict(config), "words": [] if policy is None else prompt._asdict()},
+        configuration={kind.name: dataclasses.asdict(config), "words": prompt._asdict()},
         init=init,
         step=lambda model, state, tokens, number: step(model, state, with_scores(tokens), number),
         save=lambda parameters: save_network(folder, kind(config, parameters), model, options.name),
@@ -446,7 +398,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_text_flags(flags)
     flags.add_argument("--network", default="scorer", help="scorer (KVzap, the default), gate (Fast KVzip) or yours")
-    flags.add_argument("--target", help="the score to predict: kvzip (the default), kvgrad (one device) or future")
+    flags.add_argument("--target", help="the score to predict: kvzip (the default) or kvgrad (one device)")
     flags.add_argument(
         "--hidden", type=int,
         help="width of a scorer's hidden layer, 0 for a linear map (default E / 8), or of a gate's keys (default 16)",

@@ -18,7 +18,6 @@ from tests.evals.test_selections import simulate
 from tests.models import reference, tiny
 from tests.models.make_golden import GOLDEN, MODELS
 from tests.tiers import first
-from train.scorer import largest_attention
 
 
 def golden(name):
@@ -134,16 +133,6 @@ def test_keys_are_turned_by_the_rotary_embedding_of_their_layer():
     (frequency, wave), (none, no_wave) = at([0, 3])
     assert (np.asarray(frequency)[0, :2] > 0).all() and np.asarray(wave).any()
     assert not np.asarray(none).any() and not np.asarray(no_wave).any()
-
-
-def test_the_targets_of_a_scorer_have_the_soft_cap():
-    rows = np.random.default_rng(0).normal(size=(1, 3, 1, 2)).astype(np.float32)
-    logits = np.asarray(rows[0, :, 0] @ rows[0, :, 0].T, np.float64) / np.sqrt(2)
-    weights = np.exp(0.3 * np.tanh(logits / 0.3)) * np.tri(3)
-    weights /= weights.sum(axis=1, keepdims=True)
-    of_rows = jax.jit(functools.partial(largest_attention, soft_cap=0.3))
-    found = np.asarray(of_rows(rows, rows, np.arange(3), np.arange(3)))[0, :, 0]
-    np.testing.assert_allclose(found, [max(weights[1, 0], weights[2, 0]), weights[2, 1], 0], rtol=1e-5)
 
 
 def test_a_text_of_the_original_length_keeps_longropes_short_factors():

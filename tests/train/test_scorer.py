@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,10 +12,10 @@ import models
 from tests.models import reference
 from tests.models.test_kvzip import in_order, slots_of
 from tests.models.tiny import CONFIG, SLIDING, decoder
-from tests.tiers import first, matrix, nightly
+from tests.tiers import matrix
 from train import loop
 from train import scorer as trainer
-from train.scorer import Settings, largest_attention, measure, settings_of, train
+from train.scorer import Settings, measure, train
 from train.text import Corpus
 
 SETTINGS = Settings(tokens=30 * 4 * 16, seq_len=16, batch=4, lr=0.02)
@@ -37,22 +36,6 @@ def corpus():
 def run(folder, model, shape, settings=SETTINGS, **options):
     options = loop.Options(**dict(save_every=10, eval_every=0, log_every=1) | options)
     return train(folder, model, shape.of(CONFIG, 8), corpus(), settings, prompt=PROMPT, options=options)
-
-
-def test_the_largest_attention_is_that_of_a_brute_force_reading(monkeypatch):
-    monkeypatch.setattr(trainer, "QUERIES_AT_ONCE", 4)  # the last part is padded
-    rng = np.random.default_rng(0)
-    query, key = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 6, 4, 8), (2, 9, 2, 8)))
-    at, places = np.arange(3, 9), np.arange(9)
-    expected = np.zeros((2, 9, 2))
-    for b, i, n in np.ndindex(2, 6, 4):
-        seen = (places <= at[i]) & (places > at[i] - 5)
-        logits = key[b, :, n // 2].astype(np.float64) @ query[b, i, n] / 8**0.5
-        weights = np.where(seen, np.exp(logits), 0) / np.exp(logits)[seen].sum()
-        weights[at[i]] = 0
-        expected[b, :, n // 2] = np.maximum(expected[b, :, n // 2], weights)
-    found = jax.jit(largest_attention, static_argnums=4)(query, key, at, places, 5)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("target", "config"), [("kvzip", SLIDING), ("kvgrad", CONFIG)])
@@ -86,25 +69,22 @@ def test_the_loss_falls_and_the_folder_loads(model, tmp_path, shape, size):
 
 def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatch):
     own = models.Scorer(models.ScorerConfig.of(CONFIG, 0), rngs=nnx.Rngs(0))
+    policy = trainer.policy_of_target("kvzip", PROMPT)
     scores = np.random.default_rng(0).normal(size=(2, 1, 16, 2))
+    monkeypatch.setattr(trainer, "scores_of", lambda *given: None)
     monkeypatch.setattr(trainer, "_predicted_and_true", lambda *given: (scores, scores))
-    found = measure(model, own, corpus().held_out, 0.5, None)
+    found = measure(model, own, corpus().held_out, 0.5, policy)
     assert found["hit_rate"].tolist() == [1, 1] and found["error"].tolist() == [0, 0]
     monkeypatch.setattr(trainer, "_predicted_and_true", lambda *given: (-scores, scores))
-    assert measure(model, own, corpus().held_out, 0.2, None)["hit_rate"].tolist() == [0, 0]
+    assert measure(model, own, corpus().held_out, 0.2, policy)["hit_rate"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("target", first(1, ["kvzip", "future"], rest=nightly))
-def test_the_command_trains(tmp_path, capsys, target):
+def test_the_command_trains(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,), max_positions=128)
     tokenizer = models.load("retriever")[1]
     models.save(tmp_path / "model", reference.decoder(config), tokenizer.backend)
     arguments = ["--model", tmp_path / "model", "--data", "python", "--seq-len", 16, "--batch", 2, "--tokens", "96"]
-    arguments += ["--out", tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--target", target, "--hidden", 0]
+    arguments += ["--out", tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--hidden", 0]
     assert trainer.main([str(argument) for argument in arguments]) == 0
-    assert f"target {target}" in capsys.readouterr().out
+    assert "target kvzip" in capsys.readouterr().out
     assert models.load_network(tmp_path / "out", models.load(tmp_path / "model")[0]).config.hidden == 0
-
-
-def test_a_prompt_that_is_not_repeated_may_take_all_positions():
-    assert settings_of(CONFIG, 2, seq_len=40, tokens=10_000, target="future").seq_len == 40
