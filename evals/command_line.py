@@ -91,10 +91,8 @@ def add_against_flag(flags: argparse.ArgumentParser) -> None:
 
 
 def check_sizes(flags: argparse.Namespace) -> list[int]:
-    """Return the lengths that the flags ask for, after a check of them and of the block and the batch."""
-    lengths = [positive("length", text) for text in commands.listed("length", flags.lengths, "--lengths 1024")]
-    check_least(flags, block=1, batch=1)
-    return lengths
+    """Return the lengths that the flags ask for, checked."""
+    return [positive("length", text) for text in commands.listed("length", flags.lengths, "--lengths 1024")]
 
 
 def positive(name: str, text: str) -> int:

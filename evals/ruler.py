@@ -212,7 +212,7 @@ def command(flags: argparse.Namespace) -> None:
 
 def _lengths(flags: argparse.Namespace) -> list[int]:
     lengths = LENGTHS if flags.lengths is None else flags.lengths
-    return command_line.check_sizes(argparse.Namespace(lengths=lengths, block=flags.block, batch=flags.batch))
+    return command_line.check_sizes(argparse.Namespace(lengths=lengths))
 
 
 def _tasks(flags: argparse.Namespace) -> list[str]:

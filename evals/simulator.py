@@ -69,7 +69,9 @@ def hidden_states(
         ValueError: the sparsity is outside [0, 1), the tokens are not [B, T], the predictor is missing, or ``sinks``
             is negative.
     """
-    tokens, selection, network = _check(model, tokens, selection, sparsity, networks, sinks, chunk)
+    tokens, selection, network = _check(model, tokens, selection, sparsity, networks)
+    if sinks < 0:
+        raise ValueError(f"sinks is {sinks}; give at least 0.")
     if heads not in ("query", "group"):
         raise ValueError(f"heads is {heads!r}; expected 'query' or 'group'.")
     kept = kept_tokens(tokens.shape[1], sparsity)
@@ -121,7 +123,7 @@ def hits(
     which is never predicted, has figures, too. Errors are those of :func:`hidden_states`, and ValueError where there is
     no source.
     """
-    tokens, selection, network = _check(model, tokens, selection, sparsity, networks, 0, chunk)
+    tokens, selection, network = _check(model, tokens, selection, sparsity, networks)
     if selection.source is None:
         raise ValueError(
             f"{selection.name!r} is not a source of importance; expected one of {', '.join(sources.SOURCES.names())}."
@@ -174,7 +176,7 @@ def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
     return kvjax.chain(*(policy.links or (policy,)), kvjax.protect(sinks=sinks)) @ policy.allocation
 
 
-def _check(model, tokens, selection, sparsity, networks, sinks, chunk) -> tuple[Array, Selection, LooksAhead | None]:
+def _check(model, tokens, selection, sparsity, networks) -> tuple[Array, Selection, LooksAhead | None]:
     if not 0 <= sparsity < 1:
         raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a query does not read, in [0, 1).")
     selection = parse_selection(selection) if isinstance(selection, str) else selection
@@ -188,8 +190,6 @@ def _check(model, tokens, selection, sparsity, networks, sinks, chunk) -> tuple[
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"the tokens have the shape {tokens.shape}; give [B, T], at least one sequence of one token.")
-    if sinks < 0 or chunk < 1:
-        raise ValueError(f"sinks is {sinks} and chunk is {chunk}; give at least 0 sinks and a chunk of at least 1.")
     return tokens, selection, cast(LooksAhead | None, network)
 
 

@@ -321,7 +321,7 @@ def command(flags: argparse.Namespace) -> None:
     settings = run_settings.make_settings(flags)
     run_settings.refuse_selections(settings, "python -m papers predictor accuracy measures what a selection finds")
     lengths = command_line.check_sizes(flags)
-    command_line.check_least(flags, samples=1)
+    command_line.check_least(flags, samples=1, block=1, batch=1)
     report.check_outputs(flags.json, flags.plot, flags.heads)
     model, tokenizer = command_line.load(flags)
     samples = [
