@@ -372,17 +372,8 @@ def batches(
     """Yield the rows of each batch, and the rows that are fed: a last batch is filled up with its first row.
 
     All batches have one size, so they share a compiled program: the smallest that needs no more batches, or on several
-    devices, which divide a batch, the one that was given.
-
-    Args:
-        of: the number of all rows, from which the size follows, if some of them are answered already.
-
-    Example:
-        >>> import models
-        >>> from evals import answering
-        >>> model, _ = models.load("retriever")
-        >>> list(answering.batches(model, [7, 8, 9, 5, 6], batch=4))
-        [([7, 8, 9], [7, 8, 9]), ([5, 6], [5, 6, 5])]
+    devices, which divide a batch, the one that was given. If some rows are answered already, it follows from ``of``,
+    the number of all.
     """
     count, size = max(len(rows), of, 1), batch
     if len(model.embedding[...].sharding.device_set) == 1:

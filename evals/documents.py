@@ -97,17 +97,6 @@ def prompt_text(
 
     Raises:
         ValueError: ``chat`` is asked of a tokenizer without a chat template.
-
-    Example:
-        >>> import tokenizers
-        >>> from evals import documents
-        >>> from models.tokenizer import Tokenizer
-        >>> template = "[{{ messages[0].content }}] "
-        >>> tokenizer = Tokenizer(
-        ...     tokenizers.Tokenizer(tokenizers.models.BPE()), None, template
-        ... )
-        >>> documents.prompt_text(tokenizer, "A fox ran.", " Who?", "It was", chat=True)
-        ('[A fox ran.', '[A fox ran. Who?] It was')
     """
     if not chat:
         return known, known + question + answer

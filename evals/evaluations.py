@@ -36,11 +36,8 @@ EVALUATIONS: Registry[Any] = Registry("evaluation", "kvjax.evaluations", _whole)
 def register(name: str, evaluation: Any) -> None:
     """Add an evaluation under a name, which becomes a subcommand of `python -m evals`.
 
-    Args:
-        evaluation: a module, or a class or object with its attributes.
-
     Raises:
-        ValueError: if another module or an installed package has the name, or the evaluation lacks a part.
+        ValueError: another module or an installed package has the name, or the evaluation lacks a part.
     """
     is_module = isinstance(evaluation, types.ModuleType)
     EVALUATIONS.add(name, evaluation, source=evaluation.__name__ if is_module else evaluation.__module__)

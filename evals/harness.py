@@ -247,16 +247,7 @@ def _arguments(given: Mapping[str, Any]) -> Arguments:
 
 
 def check_settings(given: Arguments) -> dict[str, Any]:
-    """Return the arguments of a run, checked before the model is loaded.
-
-    Raises:
-        ValueError: the policy, budget, block, moment, selection, sinks or dtype are invalid.
-
-    Example:
-        >>> from evals import harness
-        >>> harness.check_settings(harness.Arguments("tova", "0.25", 64))
-        {'policy': 'tova', 'budget': 0.25, 'block': 64, 'when': 'prompt'}
-    """
+    """Return the arguments of a run, checked before the model is loaded."""
     policy, budget, block, when, select = str(given.policy), given.budget, given.block, str(given.when), given.select
     sinks = given.sinks
     check_names("when", when, get_args(When))

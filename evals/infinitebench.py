@@ -130,15 +130,10 @@ TASKS = {
 
 
 def read_tasks(path: Path | None) -> Mapping[str, Task]:
-    """Return the tasks with the prompts of a file.
+    """Return the tasks with the prompts of a file: JSON with prompts by task, or a copy of the published prompt.py.
 
-    Args:
-        path: JSON with prompts by task, or a copy of the published prompt.py; "official" for the published prompts;
-            None for our own wording.
-
-    Raises:
-        FileNotFoundError: the file does not exist, or the published one cannot be reached.
-        ValueError: the file has another format.
+    ``path`` may be "official", for the published prompts, or None, for our own wording. FileNotFoundError or ValueError
+    where the file is not there, or has another format.
     """
     if path == documents.OFFICIAL:
         prompts = _assigned(documents.published_text(PROMPTS), PROMPTS.address)

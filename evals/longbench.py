@@ -119,12 +119,8 @@ TASKS = {
 def read_tasks(path: Path | None) -> Mapping[str, Task]:
     """Return the tasks with the prompts and lengths of a folder's dataset2prompt.json and dataset2maxlen.json.
 
-    Args:
-        path: the folder; "official" for the published files; None for our own wording.
-
-    Raises:
-        FileNotFoundError: dataset2prompt.json does not exist, or the published one cannot be reached.
-        ValueError: a file has another format.
+    ``path`` may be "official", for the published files, or None, for our own wording. FileNotFoundError or ValueError
+    where a file is not there, or has another format.
     """
     if path is None:
         return TASKS

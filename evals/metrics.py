@@ -30,13 +30,7 @@ def normalised(text: str) -> str:
 
 
 def f1(answer: str, reference: str) -> float:
-    """Return the F1 of the words of the normalised texts.
-
-    Example:
-        >>> from evals import metrics
-        >>> metrics.f1("The cat sat.", "a cat sat down")
-        0.8
-    """
+    """Return the F1 of the words of the normalised texts."""
     found, wanted = normalised(answer).split(), normalised(reference).split()
     same = sum((collections.Counter(found) & collections.Counter(wanted)).values())
     return 2 * same / (len(found) + len(wanted)) if same else 0.0
@@ -114,13 +108,7 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
 
 
 def right_numbers(answer: str, reference: str) -> float:
-    """Return the share of an answer's numbers that equal the first number in the reference.
-
-    Example:
-        >>> from evals import metrics
-        >>> metrics.right_numbers("Paragraph 3, or 4?", "Paragraph 3")
-        0.5
-    """
+    """Return the share of an answer's numbers that equal the first number in the reference."""
     wanted = re.search(r"\d+", reference)
     found = re.findall(r"\d+", answer)
     return sum(number == wanted[0] for number in found) / len(found) if found and wanted else 0.0
@@ -136,13 +124,7 @@ def first_number(answer: str, reference: Any) -> float:
 
 
 def last_integer(answer: str, reference: int) -> float:
-    """Return 1 if the last word of an answer is the reference, and 0 otherwise.
-
-    Example:
-        >>> from evals import metrics
-        >>> metrics.last_integer("The value is: -42.", -42)
-        1.0
-    """
+    """Return 1 if the last word of an answer is the reference, and 0 otherwise."""
     words = _words(answer, "\n.`'\":")
     return float(bool(words) and re.fullmatch(r"-?\d+", words[-1]) is not None and int(words[-1]) == int(reference))
 
@@ -154,13 +136,7 @@ def word(answer: str, reference: str, *, upper: bool = False) -> float:
 
 
 def leading_values(answer: str, reference: Sequence[int]) -> float:
-    """Return the share of the reference's numbers that an answer lists before its first mistake.
-
-    Example:
-        >>> from evals import metrics
-        >>> metrics.leading_values("[1, 4, 9, 7]", [1, 4, 8, 7])
-        0.5
-    """
+    """Return the share of the reference's numbers that an answer lists before its first mistake."""
     right = 0
     for found, wanted in zip(re.findall(r"\d+", answer), reference, strict=False):
         if int(found) != wanted:

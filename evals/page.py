@@ -24,11 +24,7 @@ EXAMPLES = """examples:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Return what the page shows: the lines of all settings, the command that reproduces each, and the environments.
-
-    Raises:
-        ValueError: the folder is no folder of results, or holds no results.
-    """
+    """Return what the page shows: the lines of all settings, the command that reproduces each, and the environments."""
     header = results.read_header(folder)
     records = results.read_records(folder)
     if not records:
@@ -96,9 +92,6 @@ def render(template: Path, title: str, data: Mapping[str, Any]) -> str:
     """Fill ``{{title}}`` and ``{{data}}`` of a template, and return the page.
 
     It takes one pass: filled-in text is not searched again, and nothing in the data can end the script that holds it.
-
-    Raises:
-        KeyError: the template has another name between double braces.
     """
     content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     content = content.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

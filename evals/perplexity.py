@@ -453,10 +453,7 @@ def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse
 
 
 def _check_compression(setting: Setting, counted: int | None) -> bool:
-    """Return whether a setting compresses once, before the last ``counted`` tokens of a chunk are predicted.
-
-    Raises ValueError if it does, but ``counted`` is None.
-    """
+    """Return whether a setting compresses once, before the last ``counted`` tokens; ValueError where that is None."""
     once = setting.moments[0] == "prompt"
     if once and counted is None:
         raise ValueError(

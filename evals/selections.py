@@ -164,9 +164,6 @@ def kept_tokens(length: int, sparsity: float) -> Int[np.ndarray, "T"]:
 def parse_sparsities(text: str) -> list[float]:
     """Parse sparsities from a command line, several by comma; "..." continues with the step of the two before it.
 
-    Raises:
-        ValueError: a part is not a number in [0, 1), or a range does not reach its end.
-
     Example:
         >>> from evals.selections import parse_sparsities
         >>> parse_sparsities("0,0.1,...,0.4")

@@ -163,14 +163,7 @@ def attention_logits(
 
 
 def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
-    """Return the policy that also keeps the first ``sinks`` tokens.
-
-    Example:
-        >>> import kvjax
-        >>> from evals.simulator import with_sinks
-        >>> str(with_sinks(kvjax.parse("h2o+caote@layer"), 4))
-        'h2o+caote+protect(sinks=4)@layer'
-    """
+    """Return the policy that also keeps the first ``sinks`` tokens."""
     if not sinks:
         return policy
     return kvjax.chain(*(policy.links or (policy,)), kvjax.protect(sinks=sinks)) @ policy.allocation

@@ -184,13 +184,7 @@ def chance_beyond(
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's rank correlation; equal values share the mean of their ranks. NaN if one side is constant.
-
-    Example:
-        >>> from evals.statistics import rank_correlation
-        >>> round(rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]), 2)
-        0.8
-    """
+    """Return Spearman's rank correlation; equal values share the mean of their ranks. NaN if one side is constant."""
     if len(a) != len(b) or len(a) < 2:
         raise ValueError(
             f"{len(a)} values were given beside {len(b)}; a correlation needs as many of both, at least 2."

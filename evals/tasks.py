@@ -63,10 +63,6 @@ def random_fact(
         two_words: the share of keys with two words ("amber falcon"); the rest have one ("falcon").
         alike: the share of facts that look like one of ``others``: they have the same first or second word, or the
             same key under another attribute.
-
-    >>> fact = random_fact(np.random.default_rng(0))
-    >>> len(fact.key.split()), len(fact.value)
-    (2, 4)
     """
     taken = {(other.attribute, other.key) for other in others}
     values = {other.value for other in others}
@@ -90,11 +86,7 @@ def random_fact(
 
 
 def statement(fact: Fact, introduction: str = "") -> str:
-    """Return the sentence that states a fact.
-
-    >>> statement(Fact("code", "amber falcon", "4719"), "Note that")
-    'Note that the code of amber falcon is 4719.'
-    """
+    """Return the sentence that states a fact, such as 'Note that the code of amber falcon is 4719.'"""
     return f"{introduction} the {_of(fact)} is {fact.value}." if introduction else f"The {_of(fact)} is {fact.value}."
 
 
@@ -104,13 +96,10 @@ def question(fact: Fact) -> str:
 
 
 def cue(fact: Fact, placement: Placement = "after") -> str:
-    """Return the beginning of the answer.
+    """Return the beginning of the answer, such as 'Answer: the code of amber falcon is'.
 
     After a question it repeats the question's words, as RULER's needles do. A question that was asked before the text
     has to be remembered, so its cue repeats nothing.
-
-    >>> cue(Fact("code", "amber falcon", "4719"))
-    'Answer: the code of amber falcon is'
     """
     return "Answer:" if placement == "before" else f"Answer: the {_of(fact)} is"
 

@@ -34,14 +34,7 @@ class Parts(NamedTuple):
 
 
 def parts(text: str) -> Parts:
-    """Cut a text into documents of whole paragraphs, at least 8,000 characters each; hold out the last tenth of them.
-
-    Example:
-        >>> from evals.texts import parts
-        >>> training, held_out = parts("\\n\\n".join(["word " * 1_000] * 40))
-        >>> len(training), len(held_out), training[0].count("word")
-        (18, 2, 2000)
-    """
+    """Cut a text into documents of whole paragraphs, of 8,000 characters or more; hold out the last tenth of them."""
     documents: list[str] = []
     held: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text):

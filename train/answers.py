@@ -44,13 +44,7 @@ class AnswerBatch(NamedTuple):
 
 
 def row_of(turns: Sequence[tuple[Sequence[int], Sequence[int]]], length: int) -> Int[np.ndarray, "T"]:
-    """Return prompts and their answers as a row.
-
-    Example:
-        >>> from train.answers import row_of
-        >>> row_of([([1, 0, 7], [5, 2])], 6)[:5].tolist()
-        [-2, -1, -8, 5, 2]
-    """
+    """Return prompts and their answers as a row: [-2, -1, -8, 5, 2] for the prompt [1, 0, 7] and the answer [5, 2]."""
     tokens = [token for prompt, answer in turns for token in (*(~token for token in prompt), *answer)]
     return np.array(tokens + [PADDING] * (length - len(tokens)), np.int32)
 

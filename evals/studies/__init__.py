@@ -91,13 +91,7 @@ def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def packed(scores: Sequence[float | None]) -> str | list[float | None]:
-    """Return scores as a text of digits if each is 0 or 1, else rounded to four digits; ``-`` or None for none.
-
-    Example:
-        >>> from evals import studies
-        >>> studies.packed([1.0, 0.0, None, 1.0]), studies.packed([0.5, None, 1.0])
-        ('10-1', [0.5, None, 1.0])
-    """
+    """Return scores as digits if each is 0 or 1 ("10-1"), else rounded to four places; ``-`` or None is none."""
     if set(scores) <= {0, 1, None}:
         return "".join("-" if score is None else str(int(score)) for score in scores)
     return [None if score is None else round(score, 4) for score in scores]
