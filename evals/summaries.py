@@ -92,7 +92,9 @@ def task_map(lines: Sequence[dict[str, Any]], path: Path, *, title: str, short: 
                     color="black" if value > 0.6 else "white", fontweight="bold" if column == 0 else "normal",
                 )  # fmt: skip
         axis.set_xticks(range(len(tasks) + 1), ["mean", *(short.get(task, task) for task in tasks)], fontsize=7)
-        axis.set_yticks(range(len(found)), [_label(r) for r in found], fontsize=7)
+        more = [f", perplexity {r['increase']:+.1%}" if "increase" in r and r["budget"] else "" for r in found]
+        names = [r["policy"] + perplexity for r, perplexity in zip(found, more, strict=True)]
+        axis.set_yticks(range(len(found)), names, fontsize=7)
         report.frameless(axis)
         length = "" if group[2] is None else f"{group[2]:,} tokens, "
         axis.set_title(f"{length}{report.moment(group[3:])}", fontsize=8.5)
@@ -117,8 +119,3 @@ def _perplexity(losses: Mapping[int, float], full: Mapping[int, float]) -> dict[
     mean, low, high = (math.exp(x) - 1 for x in statistics.paired_interval(more))
     several = len(more) > 1
     return told | dict(increase=mean, increase_low=low if several else None, increase_high=high if several else None)
-
-
-def _label(line: Mapping[str, Any]) -> str:
-    more = "" if "increase" not in line or line["budget"] is None else f", perplexity {line['increase']:+.1%}"
-    return f"{line['policy']}{more}"

@@ -167,13 +167,11 @@ def command(flags: argparse.Namespace) -> None:
     wanted = None
     if prompt is None:
         sample = tasks.needle(flags.seed, tokenizer, flags.length, 0.3)
-        tokens, question, wanted = sample.tokens, len(sample.tokens) - sample.context_end, sample.answer
-        question = question if flags.question is not None else 0
+        tokens, wanted = sample.tokens, sample.answer
+        question = 0 if flags.question is None else len(tokens) - sample.context_end
     else:
-        tokens, question = tokenizer.encode(prompt), 0
-    if flags.question is not None and prompt is not None:
-        asked = tokenizer.encode(f"\n{flags.question}", add_special_tokens=False)
-        tokens, question = [*tokens, *asked], len(asked)
+        asked = [] if flags.question is None else tokenizer.encode(f"\n{flags.question}", add_special_tokens=False)
+        tokens, question = [*tokenizer.encode(prompt), *asked], len(asked)
     blocks = math.ceil(len(tokens) / flags.block)
     if blocks + flags.max_new_tokens + 2 >= NEVER:
         raise ValueError(f"{len(tokens):,} tokens in blocks of {flags.block} are too many steps; give larger blocks.")

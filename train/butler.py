@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from evals import simulator
@@ -40,7 +38,7 @@ from models.dense import attention_in_chunks
 from models.networks import files_of, parameters_of, save_network
 from models.parameters import parameter_shapes as model_shapes
 from train import command, loop
-from train.loop import Parameters, State
+from train.loop import Parameters
 from train.text import Corpus
 
 BASELINES = ("oracle", "quest", "first_layer", "previous_layer", "random", "streaming")
@@ -127,25 +125,6 @@ def loss_of(
     return jnp.mean(losses[1:])
 
 
-def make_step(config: ButlerConfig, settings: Settings, mesh: Mesh) -> Callable:
-    """Compile a step: (model, state, tokens [B, T], step) -> state, loss, the gradient's norm before clipping."""
-
-    def objective(model, parameters, tokens, key):
-        dropout_key = key if config.dropout else None
-        return loss_of(model, Butler(config, parameters), tokens, causal=settings.causal, dropout_key=dropout_key)
-
-    return loop.make_step(objective, settings, mesh)
-
-
-def init_state(config: ButlerConfig, settings: Settings, mesh: Mesh) -> State:
-    """Return random parameters and a new optimizer's state, on every device."""
-
-    def make():
-        return parameters_of(Butler(config, rngs=nnx.Rngs(settings.seed)))
-
-    return loop.init_state(make, settings, mesh)
-
-
 # Held-out text.
 
 
@@ -194,6 +173,13 @@ def train(
     if not 0 < budget <= 1:
         raise ValueError(f"--budget is {budget}; give the share of the tokens that a query reads, in (0, 1].")
 
+    def init():
+        return loop.init_state(lambda: parameters_of(Butler(config, rngs=nnx.Rngs(settings.seed))), settings, mesh)
+
+    def objective(model, parameters, tokens, key):
+        dropout_key = key if config.dropout else None
+        return loss_of(model, Butler(config, parameters), tokens, causal=settings.causal, dropout_key=dropout_key)
+
     def figures(parameters):
         found = measure(model, Butler(config, parameters), corpus.held_out, "butler", budget)
         means = {name: float(values.mean()) for name, values in found.items()}
@@ -224,8 +210,8 @@ def train(
     trainer = loop.Trainer(
         command="train.butler",
         configuration={"butler": dataclasses.asdict(config)},
-        init=functools.partial(init_state, config, settings, mesh),
-        step=make_step(config, settings, mesh),
+        init=init,
+        step=loop.make_step(objective, settings, mesh),
         save=lambda parameters: save_network(folder, Butler(config, parameters), model, options.name),
         measure=figures,
         summarise=summarise,

@@ -37,7 +37,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 import kvjax
@@ -286,16 +285,6 @@ def mean_logarithms(model: Decoder, tokens: Int[Array, "B T"], score: Float[Arra
     return run_layers(model, tokens, score, lambda layer, x, score: jnp.mean(logarithm(score), axis=(0, 1)))
 
 
-def init_state(config: Any, settings: Settings, mean: Float[Array, "L K"], mesh: Mesh) -> State:
-    """Return the parameters that training starts from, and a new optimizer's state, on every device."""
-    kind, host = _kind_of(config), np.asarray(mean)  # not closed over as a device's array, which may be on another mesh
-
-    def make() -> Parameters:
-        return kind.started(parameters_of(kind(config, rngs=nnx.Rngs(settings.seed))), jnp.asarray(host))
-
-    return loop.init_state(make, settings, mesh)
-
-
 def train(
     folder: str | Path,
     model: Decoder,
@@ -341,8 +330,13 @@ def train(
 
     def init() -> State:
         row, _ = next(corpus.rows(None))
-        mean = jax.tree.map(hosts.fetched, mean_logarithms(model, *with_scores(row[None])))
-        return init_state(config, settings, mean, mesh)
+        # On the host, as a device's array that is closed over may be on another mesh.
+        mean = np.asarray(hosts.fetched(mean_logarithms(model, *with_scores(row[None]))))
+
+        def make() -> Parameters:
+            return kind.started(parameters_of(kind(config, rngs=nnx.Rngs(settings.seed))), jnp.asarray(mean))
+
+        return loop.init_state(make, settings, mesh)
 
     def figures(parameters: Parameters) -> dict[str, np.ndarray]:
         return measure(model, kind(config, parameters), corpus.held_out, budget, policy)

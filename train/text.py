@@ -257,18 +257,18 @@ def _names() -> str:
 
 def _is_hub_name(name: str) -> bool:
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?", name)) and not (
-        Path(name).exists() or Path(name).parent.exists() or _kind(Path(name))
+        Path(name).exists() or Path(name).parent.exists() or _kind(Path(name))[0]
     )
 
 
 # Files.
 
 
-def _kind(path: Path) -> tuple[str, str] | None:
-    """Return (suffix, packing) of a file, None if it cannot be read."""
+def _kind(path: Path) -> tuple[str, str]:
+    """Return the suffix of a file and its packing; the suffix is empty if the file cannot be read."""
     packing = path.suffix if path.suffix in (".gz", ".zst") else ""
     suffix = Path(path.stem).suffix if packing else path.suffix
-    return (suffix, packing) if suffix in SUFFIXES else None
+    return suffix if suffix in SUFFIXES else "", packing
 
 
 def files_of(name: str) -> list[Path]:
@@ -279,11 +279,11 @@ def files_of(name: str) -> list[Path]:
     """
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, this leaves an unknown user's name
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file))
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file)[0])
         if not files:
             raise FileNotFoundError(f"the folder {path} holds no {', '.join(SUFFIXES)} file (or .gz, .zst of them).")
     elif path.is_file():
-        if _kind(path) is None:
+        if not _kind(path)[0]:
             raise ValueError(f"{path} is of an unknown kind; expected {', '.join(SUFFIXES)}, or .gz or .zst of them.")
         files = [path]
     else:
@@ -300,8 +300,8 @@ def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> 
     def pieces(place: Place, epoch: int) -> Iterator[Piece]:
         for index in range(place["file"], len(files)):
             file, after, found = files[index], place, place["offset"] > 0
-            suffix, _ = _kind(file) or ("", "")
-            read = _text_pieces(file, place) if suffix == ".txt" else _lines(file, place, field, skip_bad_lines, epoch)
+            plain = _kind(file)[0] == ".txt"
+            read = _text_pieces(file, place) if plain else _lines(file, place, field, skip_bad_lines, epoch)
             for text, ends, after in read:
                 found |= bool(text.strip())
                 yield Piece(text if text.strip() else "", ends, after)  # empty, so that skipped lines are counted, too
@@ -316,8 +316,7 @@ def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> 
 
 def open_file(file: Path) -> IO[bytes]:
     """Open a file's bytes, unpacked if its name ends in .gz or .zst."""
-    kind = _kind(file)
-    packing = kind[1] if kind else ""
+    _, packing = _kind(file)
     if packing == ".gz":
         return io.BufferedReader(gzip.open(file, "rb"))
     if packing == ".zst":
@@ -333,7 +332,7 @@ def _stream(file: Path, offset: int, read: Callable[[IO[bytes]], Iterator[Piece]
     """Read a file from an offset in the unpacked bytes; an error of unpacking becomes a ValueError."""
     with open_file(file) as stream:
         try:
-            if _kind(file) and _kind(file)[1]:  # type: ignore[index]
+            if _kind(file)[1]:
                 while offset > 0 and (skipped := len(stream.read(min(offset, 1 << 20)))):
                     offset -= skipped
             else:
