@@ -123,8 +123,7 @@ def read(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None =
     Raises:
         ValueError: a field is unknown or missing, or a policy cannot be read.
     """
-    names = names or {}
-    return [claim for entry in entries for claim in _of_entry(entry, names)]
+    return [claim for entry in entries for claim in _of_entry(entry, names or {})]
 
 
 def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]:
@@ -151,21 +150,9 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
         check_names(f"field of a claim's {name}", list(dict(place)), PLACE)
     each = entry.get("each", Claim.each)
     check_names("field of a claim's each", each, PLACE)
-    return [
-        Claim(
-            entry["paper"],
-            text,
-            full_name(policy),
-            full_name(over),
-            entry.get("says", ""),
-            cast(Expects, expects),
-            places["at"],
-            places["over_at"],
-            tuple(each),
-            entry.get("note", ""),
-        )
-        for policy, over, text in pairs
-    ]
+    same: dict[str, Any] = dict(says=entry.get("says", ""), expects=cast(Expects, expects), each=tuple(each), **places)
+    same["note"] = entry.get("note", "")
+    return [Claim(entry["paper"], text, full_name(policy), full_name(over), **same) for policy, over, text in pairs]
 
 
 def judge(claims: Sequence[Claim], found: Iterable[PolicyScores], models: Sequence[str]) -> list[Judgement]:

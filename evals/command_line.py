@@ -92,14 +92,10 @@ def add_against_flag(flags: argparse.ArgumentParser) -> None:
 
 def check_sizes(flags: argparse.Namespace) -> list[int]:
     """Return the lengths that the flags ask for, checked."""
-    return [positive("length", text) for text in commands.listed("length", flags.lengths, "--lengths 1024")]
-
-
-def positive(name: str, text: str) -> int:
-    """Return a number of tokens from a command line, or raise ValueError."""
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"the {name} {text!r} is not a number of tokens; give an integer from 1.")
-    return int(text)
+    lengths = commands.listed("length", flags.lengths, "--lengths 1024")
+    if wrong := [text for text in lengths if not text.isdigit() or int(text) < 1]:
+        raise ValueError(f"the length {wrong[0]!r} is not a number of tokens; give an integer from 1.")
+    return list(map(int, lengths))
 
 
 def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:

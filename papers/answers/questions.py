@@ -194,9 +194,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Write the rows."""
-    lengths = [
-        command_line.positive("length", text) for text in commands.listed("length", flags.lengths, "--lengths 512")
-    ]
+    lengths = command_line.check_sizes(flags)
     command_line.check_least(flags, rows=1)
     commands.check_outputs([flags.out])
     tokenizer = commands.check_tokenizer(flags.tokenizer, describe(flags.tokenizer)[1])
