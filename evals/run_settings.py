@@ -91,7 +91,14 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
 
 
 def sharing_note(settings: Sequence[Setting], samples: int) -> str | None:
-    """Return a sentence that says how many prompts of ``samples`` per setting were saved by sharing, None without."""
+    """Return a sentence that says how many prompts of ``samples`` per setting were saved by sharing, None without.
+
+    Example:
+        >>> from evals.run_settings import Setting, sharing_note
+        >>> two = [Setting("h2o", slots, "prompt", "known") for slots in (16, 64)]
+        >>> sharing_note(two, 20)
+        'shared prompts: 20 went through the model in place of 40'
+    """
     passes = len(sharing(settings))
     if passes == len(settings):
         return None
