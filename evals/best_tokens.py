@@ -91,8 +91,7 @@ def make_case(
 def error(case: Case, kept: Bool[Array, "*G S"]) -> Float[Array, ""]:
     """Return the squared error of the outputs, summed over queries and heads, if only ``kept`` of the S tokens stay.
 
-    Args:
-        kept: for all query heads together, ``[S]``, or each, ``[G, S]``.
+    They are those of all query heads together, ``[S]``, or of each, ``[G, S]``.
     """
     gone, left = _sums(case, jnp.broadcast_to(~kept, (len(case.values), kept.shape[-1])))
     return jnp.sum(jnp.square(gone / left[..., None]))

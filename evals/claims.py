@@ -115,10 +115,8 @@ def read(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str] | None =
     """Return the claims of a study's tables ``[[claims]]``.
 
     An entry names a ``link`` and the policies ``to`` which it is added, so that the two sides differ in that link
-    alone, or ``policies`` and those that each of them is compared with, ``over``.
-
-    Args:
-        names: what to call policies and links; others are called as they are written.
+    alone, or ``policies`` and those that each of them is compared with, ``over``. Policies and links are called by
+    ``names``, or else as they are written.
 
     Raises:
         ValueError: a field is unknown or missing, or a policy cannot be read.
@@ -156,13 +154,9 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
 
 
 def judge(claims: Sequence[Claim], found: Iterable[PolicyScores], models: Sequence[str]) -> list[Judgement]:
-    """Judge claims by the scores that a form of a model has.
+    """Judge claims, but those that were not run, in their order, by the scores that a form of a model has.
 
-    Args:
-        models: one model, or several that differ in the seed of their training: an interval is taken over them, too.
-
-    Returns:
-        The judgements in the order of the claims. A claim whose policies were not run has none.
+    If its ``models`` are several, which differ in the seed of their training, intervals are taken over them, too.
     """
     table = {(one.model, one.policy, one.place): one.scores for one in found}
     judgements = [judgement for claim in claims for judgement in _judgements(claim, table, models)]

@@ -48,7 +48,7 @@ def add_setting_flags(
     budgets: str = "256,512",
     when: str = "block,prompt",
 ) -> None:
-    """Add the flags that :func:`make_settings` reads."""
+    """Add the flags that :func:`evals.run_settings.make_settings` reads."""
     flags.add_argument(
         "--policies",
         default=",".join(POLICIES),
@@ -81,7 +81,7 @@ def add_setting_flags(
 
 
 def add_against_flag(flags: argparse.ArgumentParser) -> None:
-    """Add --against, which :func:`baseline` reads."""
+    """Add --against, which :func:`evals.run_settings.baseline` reads."""
     flags.add_argument(
         "--against",
         metavar="POLICY",

@@ -107,8 +107,7 @@ def run(
 ) -> None:
     """Answer the samples that ``store`` does not hold yet, and add a record for each, batch by batch.
 
-    Args:
-        labels: fields that every record gets beside its sample and setting, such as the model's name.
+    ``labels`` are fields that every record gets beside its sample and setting, such as the model's name.
     """
     for group in groups:
         asked = [setting for setting in settings if setting.question in group.questions]

@@ -56,7 +56,17 @@ EXAMPLES = """examples:
 
 
 class Arguments(NamedTuple):
-    """Take what ``--model_args`` may say beside the model, with the harness' names; see :func:`model_class`."""
+    """Take what ``--model_args`` may say beside the model, with the harness' names.
+
+    Attributes:
+        policy, budget, block, when, cache_dtype: see ``models.prefill``.
+        select: chooses what each head reads, in place of a policy: a source, or a policy as simulated selection. The
+            budget is then the share of the tokens that are read.
+        networks: the folder of a small network that the policy or ``select`` reads; by default the model's own.
+        sinks: the number of first tokens that a selection always reads, beyond its budget.
+        max_length: the most tokens of a context and its continuation; the model's limit by default.
+        max_gen_toks: the number of new tokens where a task sets none.
+    """
 
     policy: str = "full"
     budget: int | float | str | None = None
@@ -84,18 +94,7 @@ def model_class() -> type:
         raise ImportError(install.needed(["lm-evaluation-harness"], "harness")) from None
 
     class KvjaxLM(TemplateLM):  # type: ignore[misc, valid-type]
-        """A decoder under a policy.
-
-        Args:
-            pretrained: 'retriever', a Hugging Face folder, or a hub name.
-            policy, budget, block, when, cache_dtype: see ``models.prefill``.
-            select: chooses what each head reads, in place of a policy: a source, or a policy as simulated selection.
-                The budget is then the share of the tokens that are read.
-            networks: the folder of a small network that the policy or ``select`` reads; by default the model's own.
-            sinks: the number of first tokens that a selection always reads, beyond its budget.
-            max_length: the most tokens of a context and its continuation; the model's limit by default.
-            max_gen_toks: the number of new tokens where a task sets none.
-        """
+        """A decoder under a policy: ``pretrained`` is 'retriever', a folder, or a hub name; see :class:`Arguments`."""
 
         def __init__(self, pretrained: str = "retriever", **arguments: Any) -> None:
             super().__init__()

@@ -39,46 +39,35 @@ def command(flags: argparse.Namespace) -> None:
     """Run a study, or read its scores; print tables and claims, and write JSON."""
     study = studies.find(flags.study)
     report.check_outputs(flags.json, flags.plot)
+    answered = None
     if flags.judge is not None:
         content = _content(flags.judge)
-        lines = content["results"]
-        judged = judge(study, lines)
-        print(table(judged))
-        _write(content, judged, flags.json)
-        _draw(study, lines, flags.plot)
-        return
-    if flags.out is None:
-        raise ValueError("a study takes hours, and --out names the folder from which it resumes: give one.")
-    answered = sweep.answer(study.content, flags, f"python -m evals study {flags.study} --out {flags.out}")
-    lines = studies.with_scores(answered.store.records)
+    else:
+        if flags.out is None:
+            raise ValueError("a study takes hours, and --out names the folder from which it resumes: give one.")
+        answered = sweep.answer(study.content, flags, f"python -m evals study {flags.study} --out {flags.out}")
+        facts = provenance.facts(flags.invocation, study.content.get("seed", 0), answered.store.fingerprints)
+        content = {
+            **{name: facts[name] for name in ("command", "seed", "fingerprints")},  # this process may have run nothing
+            "evaluation": "study",
+            "study": study.name,
+            "title": study.title,
+            "settings": study.content,
+            "environments": answered.store.environments,
+            "results": studies.with_scores(answered.store.records),
+        }
+        sweep.show(content["results"])
+    lines = content["results"]
     judged = judge(study, lines)
-    sweep.show(lines)
     print(table(judged))
-    facts = provenance.facts(flags.invocation, study.content.get("seed", 0), answered.store.fingerprints)
-    made = {name: facts[name] for name in ("command", "seed", "fingerprints")}  # this process may have run nothing
-    figures: dict[str, Any] = {
-        "evaluation": "study",
-        "study": study.name,
-        "title": study.title,
-        "settings": study.content,
-        "environments": answered.store.environments,
-        "results": lines,
-    }
-    _write(made | figures, judged, flags.json)
-    _draw(study, lines, flags.plot)
-    answered.check()
-
-
-def _write(content: dict[str, Any], judged: Sequence[tuple[str, claims.Judgement]], path: Path | None) -> None:
-    if path is not None:
-        commands.write_json(path, content | {"claims": [_plain(form, judgement) for form, judgement in judged]})
-        print(f"figures: {path}")
-
-
-def _draw(study: studies.Study, lines: studies.Lines, path: Path | None) -> None:
-    if path is not None:
-        study_page.picture([(study, lines)], path)
-        print(f"picture: {path}")
+    if flags.json is not None:
+        commands.write_json(flags.json, content | {"claims": [_plain(form, judgement) for form, judgement in judged]})
+        print(f"figures: {flags.json}")
+    if flags.plot is not None:
+        study_page.picture([(study, lines)], flags.plot)
+        print(f"picture: {flags.plot}")
+    if answered is not None:
+        answered.check()
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -124,9 +124,8 @@ def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
 def policy_of_target(target: str, prompt: RepeatPrompt = NO_WORDS) -> Policy:
     """Return the policy whose score is the target.
 
-    Args:
-        prompt: asks the model to repeat a row; :func:`models.repeating.repeat_prompt` has KVzip's words. Without any
-            the row is fed again unasked, and scores are others.
+    ``prompt`` asks the model to repeat a row; :func:`models.repeating.repeat_prompt` has KVzip's words. Without any the
+    row is fed again unasked, and scores are others.
 
     Raises:
         ValueError: the target is no score that is observed while the model repeats its text.
@@ -156,10 +155,7 @@ def scores_of(
     KVzip's are weights of attention. Those that a loss feels (KVgrad) have its scale: a score s becomes s / (s + c),
     where a tenth of the row's scores, of all layers and heads together, exceed c. That keeps their order, and tells
     apart those next to c, where a budget of a tenth to a quarter divides them. A token that a layer's sliding window
-    hides from the repeated ones has 0.
-
-    Args:
-        projection: see :func:`models.output_projection`; computed anew if it is not given.
+    hides from the repeated ones has 0. ``projection`` is :func:`models.output_projection`'s, computed anew by default.
     """
     (B, T), mesh = tokens.shape, mesh_of(model)
     ways = 1 if mesh is None else mesh.shape["data"]
@@ -240,9 +236,6 @@ def measure(
     ``error`` is the mean squared error of the logarithm of the score. ``explained`` is the share of the logarithms'
     variance over a head's tokens that is explained (R squared). ``hit_rate`` is the share of the best tokens by the
     target that are also among the best by the network, where a head keeps the share ``budget`` of its tokens.
-
-    Args:
-        policy: see :func:`policy_of_target`.
     """
     parameters = parameters_of(network)
     projection = models.output_projection(model, policy)

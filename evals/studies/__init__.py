@@ -100,9 +100,8 @@ def packed(scores: Sequence[float | None]) -> str | list[float | None]:
 def scores_of(lines: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[claims.PolicyScores]:
     """Yield the scores that claims are judged by, from the lines of a study's JSON file.
 
-    Args:
-        asked: how many questions a task asks about each text (:attr:`Study.asked`). One text is one sample, whose score
-            is their mean: answers from one cache are not independent. A text that lacks an answer is left out.
+    If a task asks several questions about each text (:attr:`Study.asked`), one text is one sample, whose score is their
+    mean: answers from one cache are not independent. A text that lacks an answer is left out.
     """
     for line in lines:
         each = asked if line["evaluation"] in ("needle", "generation") else 1
@@ -118,8 +117,7 @@ def scores_of(lines: Sequence[Mapping[str, Any]], asked: int = 1) -> Iterator[cl
 def samples(lines: Lines, asked: int) -> tuple[list[Any], Float[np.ndarray, "models samples"]]:
     """Return the samples that a policy was run on with all of the models that its lines have, and their scores.
 
-    Args:
-        lines: those of one policy under one budget; each evaluation has samples of its own.
+    The lines are those of one policy under one budget; each evaluation has samples of its own.
     """
     by_model: dict[str, dict[Any, float]] = {}
     for one in scores_of(lines, asked):
