@@ -23,7 +23,7 @@ TASKS = {
         "Here is a chapter of a book.\n\nChapter:\n{context}\n\n"
         "Summarise what happens in the chapter in a few paragraphs.\n\nSummary:",
         512,
-        lambda answer, reference, record: metrics.rouge_l(answer, reference),
+        documents.metric_of(metrics.rouge_l),
         lambda record: [record["summary_text"]],
         lambda record: {"context": record["chapter"]},
     )

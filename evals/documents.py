@@ -63,6 +63,11 @@ class Task:
     answer: str = ""
 
 
+def metric_of(function: Callable[..., float], **more: Any) -> Callable[[str, Any, Mapping[str, Any]], float]:
+    """Return a task's metric from a function of an answer and a reference, which does not see the record."""
+    return lambda answer, reference, record: function(answer, reference, **more)
+
+
 def make_sample(
     task: Task, record: Mapping[str, Any], tokenizer: models.Tokenizer, length: int | None, *, chat: bool = False
 ) -> TextSample:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import documents, metrics
-from evals.documents import DataSet, PublishedFile, Task
+from evals.documents import DataSet, PublishedFile, Task, metric_of
 from models import commands
 
 REPOSITORY = "xinrongzhang2022/InfiniteBench"
@@ -78,48 +78,44 @@ def _call(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "func": found[1], "func_call": found[0]}
 
 
-def _plain(metric: Any, **more: Any) -> Any:
-    return lambda answer, reference, record: metric(answer, reference, **more)
-
-
 _HIDDEN = "Something important is hidden in this text, among much that is not. Find it; you will be asked for it.\n\n"
 _BOOK = "Read this book; a question about it follows.\n\n{context}\n\n"
 TASKS = {
-    "passkey": Task(_HIDDEN + "{context}\n\n{input}\n\nThe pass key is", 6, _plain(metrics.first_number), _answers),
+    "passkey": Task(_HIDDEN + "{context}\n\n{input}\n\nThe pass key is", 6, metric_of(metrics.first_number), _answers),
     "number_string": Task(
-        _HIDDEN + "{context}\n\n{input}\n\nThe digits are", 12, _plain(metrics.first_number), _answers
+        _HIDDEN + "{context}\n\n{input}\n\nThe digits are", 12, metric_of(metrics.first_number), _answers
     ),
     "kv_retrieval": Task(
-        "Find the value of a key in this JSON object.\n\n{context}\n\n{input}", 50, _plain(metrics.word), _answers
+        "Find the value of a key in this JSON object.\n\n{context}\n\n{input}", 50, metric_of(metrics.word), _answers
     ),
     "longbook_sum_eng": Task(
-        "Read this book.\n\n{context}\n\nSummarise it.\n\nSummary:", 1200, _plain(metrics.rouge_l_sum), _answers
+        "Read this book.\n\n{context}\n\nSummarise it.\n\nSummary:", 1200, metric_of(metrics.rouge_l_sum), _answers
     ),
     "longbook_choice_eng": Task(
         _BOOK + f"Question: {{input}}\n{_OPTIONS}\n\nThe letter of the right option is",
         40, lambda answer, option, _: metrics.choice(answer, *option), _right_option, _options,
     ),
     "longbook_qa_eng": Task(
-        _BOOK + "Question: {input}\nAnswer in a few words.\nAnswer:", 40, _plain(metrics.f1), _answers, _question
+        _BOOK + "Question: {input}\nAnswer in a few words.\nAnswer:", 40, metric_of(metrics.f1), _answers, _question
     ),
     "longdialogue_qa_eng": Task(
         'In this script the name of one character was replaced by "$$MASK$$" once.\n\n{context}\n\n'
         "The name that stood there is",
-        40, _plain(metrics.word, upper=True), _first_answer,
+        40, metric_of(metrics.word, upper=True), _first_answer,
     ),
     "math_find": Task(
         "A question about a list follows it.\n\n{context}\n\n{input}",
-        3, _plain(metrics.first_number), _first_answer, _list_question,
+        3, metric_of(metrics.first_number), _first_answer, _list_question,
     ),
     "math_calc": Task(
         "Give the value after each step of an expression, as here.\n\nExpression: 2 + 5 - 3\nValues: [2, 7, 4]\n\n"
         "Expression: {context}\nValues:",
-        30_000, _plain(metrics.leading_values), _one_list,
+        30_000, metric_of(metrics.leading_values), _one_list,
     ),
     "code_run": Task(
         "This Python code has a function {func}.\n\n{context}\n\nWork out the value of {func_call}. "
         "The value of {func_call} is",
-        5, _plain(metrics.last_integer), _answers, _call,
+        5, metric_of(metrics.last_integer), _answers, _call,
     ),
     "code_debug": Task(
         f"One function of this code was given an error on purpose.\n\n{{context}}\n\nOptions:\n{_OPTIONS}\n\n"

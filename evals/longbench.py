@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import documents, metrics
-from evals.documents import DataSet, PublishedFile, Task
+from evals.documents import DataSet, PublishedFile, Task, metric_of
 
 REPOSITORY = "THUDM/LongBench"
 # The wording is only in the project's repository; the commit and the digests pin it.
@@ -37,10 +37,6 @@ _BRIEF = "Answer with as few words as you can, and explain nothing."
 _YES_OR_NO = 'Say yes or no where that is asked, and "unanswerable" where the article does not tell.'
 
 
-def _plain(metric: Any) -> Any:
-    return lambda answer, reference, record: metric(answer, reference)
-
-
 def _class(answer: str, reference: str, record: Mapping[str, Any]) -> float:
     return metrics.classification(answer, reference, record["all_classes"])
 
@@ -50,7 +46,7 @@ def _task(prompt: str, new_tokens: int, metric: Any, **more: Any) -> Task:
 
 
 _F1, _ROUGE, _NUMBERS, _EDIT = map(
-    _plain, (metrics.f1, metrics.longbench_rouge_l, metrics.right_numbers, metrics.edit_similarity)
+    metric_of, (metrics.f1, metrics.longbench_rouge_l, metrics.right_numbers, metrics.edit_similarity)
 )
 _PASSAGES = (
     f"Here are several passages. A question about them follows. {_BRIEF}\n\n{{context}}\n\n"

@@ -421,7 +421,10 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     against = run_settings.baseline(flags)
     if against.startswith(report.READS):
         raise ValueError(f"--against is {against}; policies are compared with a policy here: give one such as snapkv.")
-    policies = list(dict.fromkeys(_parse_policies(against) + _parse_policies(flags.policies)))
+    names = [against, *commands.listed("policy", flags.policies, "--policies snapkv,snapkv+caote")]
+    policies = list(
+        dict.fromkeys(str(kvjax.parse(name)) for name in names if name != "full")
+    )  # which is measured anyway
     budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
     moments: Any = commands.listed("moment", flags.when, "--when prompt")
     check_names("--when", moments, get_args(When))
@@ -435,12 +438,6 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     for setting in settings:
         _check_compression(setting, flags.stride)
     return [*eight_bits_alone, *settings]
-
-
-def _parse_policies(text: str) -> list[str]:
-    """Parse the policies of a command line, several by comma, each once; "full", always measured, is left out."""
-    names = commands.listed("policy", text, "--policies snapkv,snapkv+caote")
-    return list(dict.fromkeys(str(kvjax.parse(name)) for name in names if name != "full"))
 
 
 def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse.Namespace) -> Int[np.ndarray, "n T"]:

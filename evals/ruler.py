@@ -68,11 +68,10 @@ def _published_answers(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _published_task(task: str) -> documents.Task:
-    metric = any_of if task in QA else recall
     return documents.Task(
         "{context}{question}",
         NEW_TOKENS[task],
-        lambda answer, references, record: metric(answer, references),
+        documents.metric_of(any_of if task in QA else recall),
         _published_answers,
         _published_parts,
         answer="{answer}",
