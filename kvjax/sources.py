@@ -49,9 +49,9 @@ class Reading(NamedTuple):
     """Readable parts of one layer for a source; four of them only where ``Source.reads`` names them.
 
     ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding, ``position`` -1 where a slot is free.
-    ``predicted`` are the predictor's logits for this layer (``models.butler.importance``); ``first`` and ``previous``
-    the true logits (:func:`logits`) of layer 0 and of the layer before. ``soft_cap`` is the model's cap of its logits,
-    which counts where the logits of several heads are joined.
+    ``predicted`` are the predictor's logits for this layer; ``first`` and ``previous`` the true logits (:func:`logits`)
+    of layer 0 and of the layer before. ``soft_cap`` is the model's cap of its logits, which counts where the logits of
+    several heads are joined.
     """
 
     query: Float[Array, "B T N D"]

@@ -24,8 +24,8 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kernels_pallas import cache_attention
-from kvjax import Policy, Prediction, rotate, sources
-from kvjax.checks import check_count, check_fields, check_names, plain
+from kvjax import Policy, Prediction, rotate
+from kvjax.checks import check_count, check_fields, check_names
 from models.config import Config, Rope
 from models.decoder import Decoder, along_last, attention_input, embed
 from models.dense import attention_in_chunks
@@ -60,11 +60,6 @@ class ButlerConfig:
         dropout: the share of the feed-forward's output that training drops.
         published_layout: whether to add the parameters that the public predictor has but never uses (outputs for layer
             0, a LayerNorm of width E), so that parameters are counted as in the paper.
-
-    Example:
-        >>> from models.butler import ButlerConfig
-        >>> ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4).reduced
-        8
     """
 
     hidden_size: int
@@ -107,12 +102,7 @@ class ButlerConfig:
         small model the attention and its feed-forward, E^2 / 2, already take the share.
 
         Args:
-            model: the model's config.
-            source: see the class.
             share: the predictor's share of the model's parameters, for a shape that is not published.
-
-        Raises:
-            ValueError: the share is not in (0, 1), or the model has a single layer.
 
         Example:
             >>> from models.butler import ButlerConfig
@@ -147,15 +137,7 @@ class ButlerConfig:
 
 
 def parameter_shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a predictor, by its name in :class:`Butler`.
-
-    Example:
-        >>> from models.butler import ButlerConfig, parameter_shapes
-        >>> parameter_shapes(
-        ...     ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4)
-        ... )["query_out"]
-        (16, 2, 4, 4)
-    """
+    """Return the shape of every parameter of a predictor, by its name in :class:`Butler`."""
     E, r, N, H, D = config.hidden_size, config.reduced, config.num_heads, config.hidden, config.dim
     shapes = {
         "reduce": (E, r),
@@ -179,15 +161,7 @@ def parameter_shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: ButlerConfig) -> int:
-    """Return the number of a predictor's parameters.
-
-    Example:
-        >>> from models.butler import ButlerConfig, num_parameters
-        >>> num_parameters(
-        ...     ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4)
-        ... )
-        5024
-    """
+    """Return the number of a predictor's parameters."""
     return _count(parameter_shapes(config))
 
 
@@ -242,8 +216,8 @@ class Butler(nnx.Module):
         >>> query, cache = jax.jit(butler.step)(
         ...     butler.init_cache(batch=1, slots=8), x, jnp.arange(6)[None]
         ... )
-        >>> models.butler.importance(query, cache.importance_key, layer=2).shape
-        (1, 4, 6, 8)
+        >>> query.shape, cache.importance_key.shape
+        ((2, 1, 6, 4, 2), (2, 1, 4, 8, 2))
     """
 
     name: ClassVar[str] = "butler"
@@ -310,9 +284,6 @@ class Butler(nnx.Module):
 
         Args:
             importance_keys: whether to keep importance keys; False saves their L' N D' numbers, for :meth:`advance`.
-
-        Raises:
-            ValueError: a size below 1.
         """
         batch = check_count("batch", batch, 1, "a cache needs at least 1")
         slots = check_count("slots", slots, 1, "a cache needs at least 1")
@@ -371,10 +342,7 @@ class Butler(nnx.Module):
         cache = dataclasses.replace(cache, position=stored, **grown)
         return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)), cache
 
-    @staticmethod
-    def shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter; see :func:`parameter_shapes`."""
-        return parameter_shapes(config)
+    shapes = staticmethod(parameter_shapes)
 
     # What makes it a network that looks ahead; see models.networks.LooksAhead.
 
@@ -454,47 +422,6 @@ class Butler(nnx.Module):
         return rotate(x, jnp.cos(angle), jnp.sin(angle))
 
 
-def importance(
-    query: Float[Array, "layers B T N dim"],
-    key: Float[Array, "layers B N S dim"],
-    layer: int | Int[Array, ""],
-    *,
-    position: Int[Array, "B T"] | None = None,
-    key_position: Int[Array, "B S"] | None = None,
-) -> Float[Array, "B N T S"]:
-    """Return one layer's importance logits: the importance of each of S tokens to each of T queries, per head.
-
-    Args:
-        query: from :meth:`Butler.step` or :class:`Predicted`.
-        key: ``cache.importance_key``, or that of :class:`Predicted` with T and N swapped.
-        layer: the model's layer, from 1; layer 0 is not predicted.
-        position, key_position: where given, a query's logits of free slots (-1) and of later tokens are -inf.
-
-    Returns:
-        Logits in float32 (float64 for float64 inputs).
-
-    Raises:
-        ValueError: layer 0, or a layer that the model does not have.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from models.butler import importance
-        >>> query, key = np.ones((2, 1, 1, 4, 16)), np.ones((2, 1, 4, 3, 16))
-        >>> found = jax.jit(importance, static_argnames="layer")(query, key, layer=1)
-        >>> found.shape, float(found.max())
-        ((1, 4, 1, 3), 4.0)
-    """
-    layer = plain(layer)
-    if isinstance(layer, int) and not 1 <= layer <= query.shape[0]:
-        raise ValueError(f"layer is {layer}; layers 1 to {query.shape[0]} are predicted, layer 0 is read in full.")
-    query, key = (jax.lax.dynamic_index_in_dim(x, layer - 1, keepdims=False) for x in (query, key))
-    logits = sources.logits(query, key)
-    if position is None or key_position is None:
-        return logits
-    seen = (key_position[:, None] >= 0) & (key_position[:, None] <= position[..., None])
-    return jnp.where(seen[:, None], logits, -jnp.inf)
-
-
 def butler_input(
     model: Decoder,
     tokens: Int[Array, "B T"],
@@ -508,9 +435,6 @@ def butler_input(
         model: the frozen model. Only its layer 0 runs, and for "attention_input" no layer.
         position: absolute positions, -1 for padding; 0 to T - 1 by default. "attention_input" does not read them.
         source: see :class:`ButlerConfig`.
-
-    Raises:
-        ValueError: an unknown source.
 
     Example:
         >>> import jax, jax.numpy as jnp

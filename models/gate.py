@@ -39,11 +39,6 @@ class GateConfig:
         hidden_size, num_layers, num_heads, num_kv_heads: the model's E, L, N and K.
         dim: d, the width of its queries and keys; 16 as published.
         sinks: S, the sinks of each KV head; 16 as published.
-
-    Example:
-        >>> from models.gate import GateConfig
-        >>> GateConfig(64, num_layers=3, num_heads=4, num_kv_heads=2).dim
-        16
     """
 
     hidden_size: int
@@ -77,14 +72,7 @@ class GateConfig:
 
 
 def parameter_shapes(config: GateConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a gate, by its name in :class:`Gate`.
-
-    Example:
-        >>> from models.gate import GateConfig, parameter_shapes
-        >>> shape = GateConfig(64, num_layers=3, num_heads=4, num_kv_heads=2)
-        >>> parameter_shapes(shape)["query"]
-        (3, 64, 2, 2, 16)
-    """
+    """Return the shape of every parameter of a gate, by its name in :class:`Gate`."""
     L, E, K, d, S = config.num_layers, config.hidden_size, config.num_kv_heads, config.dim, config.sinks
     G = config.num_heads // K
     return {
@@ -138,10 +126,7 @@ class Gate(nnx.Module):
         """Return the logarithms of the scores of tokens in one layer; ``x`` is the input of the layer's attention."""
         return self._logarithms(layer, x)[0]
 
-    @staticmethod
-    def shapes(config: GateConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter; see :func:`parameter_shapes`."""
-        return parameter_shapes(config)
+    shapes = staticmethod(parameter_shapes)
 
     def predict(
         self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None

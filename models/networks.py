@@ -1,24 +1,8 @@
 """Small networks that were trained for a frozen model: what one is, which ones there are, and their files.
 
 A network reads what the model computes and predicts something of each token (:class:`kvjax.Prediction`), which
-policies and selections read. A new one is one file, with its config (a frozen dataclass of JSON's types) and a module:
-
-    @models.register_network
-    class Mean(nnx.Module):
-        name: ClassVar[str] = "mean"           # of its files, mean.safetensors and mean.json
-        predicts: ClassVar[frozenset[str]] = frozenset({"score"})      # the fields of a kvjax.Prediction
-        Config: ClassVar[type] = MeanConfig
-        trained_by: ClassVar[str] = "train.scorer"      # the command that trains it
-        looks_ahead: ClassVar[bool] = False
-        follows_dtype: ClassVar[bool] = False
-
-        def __init__(self, config, parameters=None, *, rngs=None): ...
-        def predict(self, layer, x, said=None, memory=None): ...  # x [B, T, E], what enters the layer's attention
-        @staticmethod
-        def shapes(config): ...                    # of its parameters, by their names in the module
-
-That is all that running, loading, saving and evaluating it take. A network that only scores tokens is trained by
-train/scorer.py, if it says its loss; another one has a trainer of its own.
+policies and selections read. A new one is one file, with its config (a frozen dataclass of JSON's types) and an
+``nnx.Module`` that is a :class:`Network`; docs/how-to/add-a-network.md shows a whole one.
 """
 
 from __future__ import annotations
@@ -158,9 +142,7 @@ def register_network[Kind: type](kind: Kind) -> Kind:
         ValueError: if another module or an installed package has the name, or an attribute is missing.
 
     Example:
-        >>> from models.networks import NETWORKS, register_network
-        >>> sorted(NETWORKS["scorer"].predicts)
-        ['score']
+        >>> from models.networks import register_network
         >>> @register_network
         ... class Half:
         ...     name, predicts = "half", frozenset({"score"})
@@ -190,11 +172,7 @@ def remembers(policy: Policy | None) -> bool:
 
 
 def several(networks: Networks) -> tuple[Network, ...]:
-    """Return networks as a tuple, from one, several, or None.
-
-    Raises:
-        ValueError: one of them is none.
-    """
+    """Return networks as a tuple, from one, several, or None."""
     if networks is None:
         return ()
     given = tuple(networks) if isinstance(networks, list | tuple) else (networks,)
@@ -215,22 +193,11 @@ def network_of(
 ) -> Network | None:
     """Return the network that a run reads, None if it reads none.
 
-    Args:
-        networks: what the caller gave.
-        config: the model's.
-
     Raises:
         ValueError: none was given that the run needs, or several were; nothing reads what was given; or the network is
             of another model.
     """
-    wanted = wanted_by(policy, source)
-    return None if networks is None and not wanted else _fitting(several(networks), wanted, config, policy, source)
-
-
-def _fitting(
-    given: tuple[Network, ...], wanted: frozenset[str], config: Config, policy: Policy | None, source: Source | None
-) -> Network | None:
-    """Return the one network that predicts what is wanted, after a check that it is of the model."""
+    given, wanted = several(networks), wanted_by(policy, source)
     if not given and not wanted:
         return None
     if not wanted:
@@ -248,7 +215,7 @@ def _fitting(
             raise ValueError(f"{asks} needs {what}, but {len(fitting)} were given ({names}); give one of them.")
         raise ValueError(
             f"{asks} needs {what}: pass networks=models.load_network(folder, model), after training one with "
-            f"{_trainers(wanted)}."
+            f"{_trainers(kinds_for(wanted))}."
         )
     (network,) = fitting
     sizes = [size for size in SIZES if hasattr(network.config, size)]
@@ -266,24 +233,15 @@ def kinds_for(wanted: frozenset[str]) -> list[Any]:
     return [kind for kind in NETWORKS.values() if wanted <= kind.predicts]
 
 
-def _trainers(wanted: frozenset[str]) -> str:
-    return " or ".join(sorted({f"python -m {kind.trained_by}" for kind in kinds_for(wanted)}))
+def _trainers(kinds: Iterable[Any]) -> str:
+    return " or ".join(sorted({f"python -m {kind.trained_by}" for kind in kinds}))
 
 
 # Their files.
 
 
 def parameters_of(network: Network) -> dict[str, Array]:
-    """Return a network's parameters by name.
-
-    Example:
-        >>> from flax import nnx
-        >>> import models
-        >>> from models.networks import parameters_of
-        >>> shape = models.ScorerConfig(64, num_layers=3, num_kv_heads=2)
-        >>> sorted(parameters_of(models.Scorer(shape, rngs=nnx.Rngs(0))))
-        ['output', 'output_bias']
-    """
+    """Return a network's parameters by name."""
     return {name: getattr(network, name)[...] for name in network.shapes(network.config)}
 
 
@@ -301,18 +259,18 @@ def save_network(folder: str | Path, network: Network, model: Decoder, name: str
         folder: created if it does not exist.
         network: stored in its own dtype.
         model: the model that it was trained for: its config and a hash of some of its weights are stored, too.
-        name: the model's name, for error messages.
+        name: that of the model, for error messages.
 
     Example:
         >>> import tempfile
         >>> from flax import nnx
         >>> import models
         >>> model = models.Decoder.tiny()
-        >>> config = model.config
-        >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> shape = models.ScorerConfig.of(model.config)
+        >>> scorer = models.Scorer(shape, rngs=nnx.Rngs(0))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     models.save_network(folder, scorer, model, "a small one")
-        ...     models.load_network(folder, model).config == scorer.config
+        ...     models.load_network(folder, model).config == shape
         True
     """
     description = {"name": name, **fingerprint(model)}
@@ -339,12 +297,8 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
             several networks, or the dtype is unknown.
 
     Example:
-        >>> from flax import nnx
         >>> import models
-        >>> config = models.Decoder.tiny().config
-        >>> models.load_network(
-        ...     "no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0))
-        ... )
+        >>> models.load_network("no/such/folder", models.Decoder.tiny())
         Traceback (most recent call last):
         ...
         FileNotFoundError: no/such/folder holds no network; give a folder that models.save_network wrote.
@@ -416,10 +370,10 @@ def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike 
     for name in names:
         if (place / name / files_of(name)[1]).is_file():
             return load_network(place / name, model, dtype=dtype)
-    trainers = " or ".join(sorted({f"python -m {NETWORKS[name].trained_by}" for name in names if name in NETWORKS}))
     raise ValueError(
-        f"{path} has no folder {' or '.join(names)} with a network; train one with {trainers}, and name its folder "
-        "(--networks, or models.load_network)."
+        f"{path} has no folder {' or '.join(names)} with a network; train one with "
+        f"{_trainers(NETWORKS[name] for name in names if name in NETWORKS)}, and name its folder (--networks, or "
+        "models.load_network)."
     )
 
 
@@ -433,12 +387,9 @@ def load_networks(
     """Load networks from folders, and from the model's own folder for what these do not predict.
 
     Args:
-        folders: see :func:`load_network`; None for none.
-        path: the model's folder or name; see :func:`own_network`.
+        folders: see :func:`load_network`.
+        path: see :func:`own_network`.
         wanted: what is read, see :func:`wanted_by`.
-
-    Raises:
-        ValueError, FileNotFoundError: see :func:`load_network` and :func:`own_network`.
     """
     found = [load_network(folder, model, dtype=dtype) for folder in folders or ()]
     for fields in wanted:
@@ -448,16 +399,7 @@ def load_networks(
 
 
 def fingerprint(model: Decoder) -> dict[str, Any]:
-    """Return what identifies a model, for JSON: its config, and a hash of some of its weights.
-
-    Example:
-        >>> from flax import nnx
-        >>> import models
-        >>> from models.networks import fingerprint
-        >>> config = models.Decoder.tiny().config
-        >>> sorted(fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
-        ['config', 'weights']
-    """
+    """Return what identifies a model, for JSON: its config, and a hash of some of its weights."""
     hashed = fingerprints.weights(model, model_shapes(model.config))
     return {"config": _described(model.config), "weights": hashed}
 

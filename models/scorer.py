@@ -32,11 +32,6 @@ class ScorerConfig:
     Args:
         hidden_size, num_layers, num_kv_heads: the model's E, L and K.
         hidden: the width of the hidden layer; 0 for a linear map.
-
-    Example:
-        >>> from models.scorer import ScorerConfig
-        >>> ScorerConfig(64, num_layers=3, num_kv_heads=2).hidden
-        0
     """
 
     hidden_size: int
@@ -65,15 +60,7 @@ class ScorerConfig:
 
 
 def parameter_shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a scorer, by its name in :class:`Scorer`.
-
-    Example:
-        >>> from models.scorer import ScorerConfig, parameter_shapes
-        >>> parameter_shapes(ScorerConfig(64, num_layers=3, num_kv_heads=2, hidden=8))[
-        ...     "output"
-        ... ]
-        (3, 8, 2)
-    """
+    """Return the shape of every parameter of a scorer, by its name in :class:`Scorer`."""
     L, E, K, H = config.num_layers, config.hidden_size, config.num_kv_heads, config.hidden
     if H == 0:
         return {"output": (L, E, K), "output_bias": (L, K)}
@@ -135,10 +122,7 @@ class Scorer(nnx.Module):
         """Return the parameters that training starts from: each head predicts its mean logarithm."""
         return parameters | {"output_bias": mean}
 
-    @staticmethod
-    def shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter; see :func:`parameter_shapes`."""
-        return parameter_shapes(config)
+    shapes = staticmethod(parameter_shapes)
 
     def predict(
         self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None

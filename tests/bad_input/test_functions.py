@@ -27,7 +27,6 @@ from kernels_pallas.prepare import over_heads
 from kvjax.calibration import read_array
 from kvjax.policy_checks import check_measured
 from models import asking
-from models.butler import importance
 from models.commands import provenance
 from models.config_json import to_hugging_face
 from papers.caote import launches
