@@ -137,17 +137,10 @@ class Config:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in (
-            "num_layers",
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "head_dim",
-            "max_positions",
-        ):
+        counts = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
+        for name in ("num_layers", *counts, "head_dim", "max_positions"):
             check_size(name, getattr(self, name))
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
+        for name in counts:
             check_count(name, getattr(self, name), 1, "give a positive integer")
         check_count("num_layers", self.num_layers, 0, "give an integer from 0")  # 0: only what lies outside the layers
         if not self.head_dim:
@@ -228,19 +221,6 @@ def described(config: Config) -> dict[str, Any]:
     """Return the fields of a config for JSON, without features that the model lacks.
 
     So the description of a model stays the same when the decoder learns a new feature.
-
-    Example:
-        >>> from models.config import Config, described
-        >>> config = Config(
-        ...     64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2,
-        ...     logits_scaling=8.0
-        ... )
-        >>> sorted(
-        ...     name
-        ...     for name in described(config)
-        ...     if "logits" in name or "ropes" in name
-        ... )
-        ['logits_scaling']
     """
 
     def fields(made: Any) -> dict[str, Any]:
@@ -275,18 +255,7 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
 
 
 def check_size(name: str, value: int) -> None:
-    """Check that a size is one that a model can have, before anything of that size is made.
-
-    Raises:
-        ValueError: more than 10,000 layers, or another size beyond the range of int32.
-
-    Example:
-        >>> from models.config import check_size
-        >>> check_size("num_hidden_layers", 500_000_000)
-        Traceback (most recent call last):
-        ...
-        ValueError: num_hidden_layers is beyond 10,000, the most that is supported; is the file damaged?
-    """
+    """Check that a size is one that a model can have, before anything of that size is made."""
     most = MOST_LAYERS if name in ("num_layers", "num_hidden_layers") else MOST
     if isinstance(value, int) and value > most:
         raise ValueError(f"{name} is beyond {most:,}, the most that is supported; is the file damaged?")

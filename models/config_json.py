@@ -75,16 +75,6 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
 
     Raises:
         ValueError: the architecture, activation or rope type is not supported, or a field is missing.
-        ImportError: the ``model_type`` is another package's, which cannot be imported.
-
-    Example:
-        >>> from models.config_json import from_hugging_face
-        >>> raw = dict(
-        ...     architectures=["LlamaForCausalLM"], vocab_size=8, hidden_size=16,
-        ...     intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-        ... )
-        >>> from_hugging_face(raw).num_kv_heads
-        2
     """
     family = family_of(raw)
     called = raw.get("model_type") or family.architecture
@@ -106,21 +96,11 @@ def completed(raw: Raw, model_type: str, **defaults: Any) -> dict[str, Any]:
     """Return a config.json with what the family has where a field is left out, checked.
 
     Args:
-        raw: the object in the config.json.
         model_type: the family's name, which becomes ``Config.architecture``.
         defaults: values of fields of the config.json, where they are not those of Llama.
 
     Raises:
         ValueError: a field is missing, of a wrong type or beyond its range, or asks for what is not supported.
-
-    Example:
-        >>> from models.config_json import completed
-        >>> raw = dict(
-        ...     vocab_size=8, hidden_size=16, intermediate_size=32,
-        ...     num_hidden_layers=1, num_attention_heads=2,
-        ... )
-        >>> completed(raw, "mine", rope_theta=5e5)["rope_theta"]
-        500000.0
     """
     check_types(raw, get_type_hints(_Fields))
     missing = {name for name in defaults if name not in raw or (raw[name] is None and name not in NULLABLE)}
@@ -205,17 +185,7 @@ def _check_activation(raw: Raw, activation: str) -> None:
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """Return the family that reads a config.json: that of its architecture, or else of its ``model_type``.
-
-    Raises:
-        ValueError: there is none.
-        ImportError: it is another package's, which cannot be imported.
-
-    Example:
-        >>> from models.config_json import family_of
-        >>> family_of({"architectures": ["Phi3ForCausalLM"]}).architecture
-        'Phi3ForCausalLM'
-    """
+    """Return the family that reads a config.json: that of its architecture, or else of its ``model_type``."""
     fields = {"architectures": raw.get("architectures")}
     named = (check_types(fields, get_type_hints(_Fields))["architectures"] or ["(none)"])[0]
     known = {family.architecture: family for family in FAMILIES.values() if family.architecture is not None}
@@ -232,19 +202,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 
 
 def lost_in_hugging_face(config: Config) -> list[str]:
-    """Return the fields that a config.json of the config's architecture cannot hold, and that change what is computed.
-
-    Example:
-        >>> from models.config import Config
-        >>> from models.config_json import lost_in_hugging_face
-        >>> sizes = dict(num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> lost_in_hugging_face(Config(64, 32, 96, logits_scaling=8.0, **sizes))
-        ['logits_scaling']
-        >>> lost_in_hugging_face(
-        ...     Config(64, 32, 96, architecture="granite", logits_scaling=8.0, **sizes)
-        ... )
-        []
-    """
+    """Return the fields that a config.json of the architecture cannot hold, and that change what is computed."""
     read = from_hugging_face(to_hugging_face(config))
     names = {field.name for field in dataclasses.fields(Config) if field.metadata} - {"attention_multiplier"}
     names |= {"sliding_windows", "query_key_norm", "attention_bias", "output_bias"}
@@ -288,11 +246,7 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
 
 
 def window_written(config: Config) -> dict[str, Any]:
-    """Return the size of the layers' sliding windows, None where no layer has one.
-
-    Raises:
-        ValueError: they have several sizes.
-    """
+    """Return the size of the layers' sliding windows, None where no layer has one."""
     windows = {window for window in config.sliding_windows if window is not None}
     if len(windows) > 1:
         raise ValueError(f"a config.json holds one sliding window size, but this model has {sorted(windows)}.")

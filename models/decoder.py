@@ -207,15 +207,7 @@ def _first_apart(step: Callable[..., Any], state: Any, scanned: Any, after_first
 
 
 def check_decoder(model: object) -> None:
-    """Check that the model is a decoder.
-
-    Example:
-        >>> from models.decoder import check_decoder
-        >>> check_decoder("llama")
-        Traceback (most recent call last):
-        ...
-        ValueError: the model is a str; give a Decoder, such as models.load returns.
-    """
+    """Check that the model is a decoder."""
     if not isinstance(model, Decoder):
         raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load returns.")
 

@@ -85,17 +85,7 @@ FAMILIES: Registry[Family] = Registry("model family", "kvjax.families", _family)
 
 
 def family_of_architecture(name: str) -> Family:
-    """Return the family that a Config names as its ``architecture``.
-
-    Raises:
-        ValueError: there is none, or its models are saved as another's.
-
-    Example:
-        >>> import models
-        >>> from models.families import family_of_architecture
-        >>> family_of_architecture("llama").architecture
-        'LlamaForCausalLM'
-    """
+    """Return the family that a Config names as its ``architecture``: one whose models are not saved as another's."""
     family = FAMILIES.find(name)
     if family is None or family.architecture is None:
         known = [known for known, family in FAMILIES.items() if family.architecture is not None]
@@ -132,16 +122,13 @@ def register_family(
 
     Example:
         >>> import models
-        >>> from models.config_json import from_hugging_face
-        >>> def config(raw):
-        ...     return from_hugging_face(
-        ...         {
-        ...             **raw, "architectures": ["LlamaForCausalLM"],
-        ...             "hidden_size": raw["width"]
-        ...         }
-        ...     )
+        >>> from models.config_json import completed, config_of, from_hugging_face
         >>> models.register_family(
-        ...     "wide", config, {"layers.gate": "model.layers.{}.mlp.w1.weight"}
+        ...     "wide",
+        ...     lambda raw: config_of(
+        ...         completed({**raw, "hidden_size": raw["width"]}, "llama")
+        ...     ),
+        ...     {"layers.gate": "model.layers.{}.mlp.w1.weight"},
         ... )
         >>> raw = dict(
         ...     model_type="wide", vocab_size=8, width=16, intermediate_size=32,

@@ -21,11 +21,7 @@ LOCK_FILE = ".lock"
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return kvjax's folder in the user's cache; it need not exist.
-
-    Raises:
-        FileNotFoundError: the user has no home, and XDG_CACHE_HOME names no other folder.
-    """
+    """Return kvjax's folder in the user's cache, or in the folder that XDG_CACHE_HOME names; it need not exist."""
     try:
         return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax"
     except RuntimeError:
@@ -35,22 +31,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """Read a UTF-8 file, or a pipe such as ``<(zcat book.gz)``; a pipe may be read more than once.
-
-    Args:
-        what: the kind of file, for error messages.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is a folder, or not UTF-8.
-
-    Example:
-        >>> from models.files import read_text
-        >>> read_text("nowhere.txt", "prompt")
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: there is no prompt file nowhere.txt; name one that exists.
-    """
+    """Read a UTF-8 file of some kind, or a pipe such as ``<(zcat book.gz)``, which may be read more than once."""
     try:
         return decoded(read_bytes(path), str(path))
     except FileNotFoundError:
@@ -60,18 +41,7 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def decoded(content: bytes, name: str) -> str:
-    """Decode what was read from ``name``.
-
-    Raises:
-        ValueError: it is not UTF-8.
-
-    Example:
-        >>> from models.files import decoded
-        >>> decoded(b"caf\\xe9", "menu.txt")
-        Traceback (most recent call last):
-        ...
-        ValueError: menu.txt is not UTF-8 text (byte 3); convert it first.
-    """
+    """Decode what was read from ``name``, as UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -98,9 +68,6 @@ def replacing(path: str | Path) -> Iterator[Path]:
     A link stays a link: the file that it points to is replaced. A path that is not a regular file (a pipe, a device, a
     stream of this process such as /dev/stdout) is not replaced: the whole content is written into it at the end. Of
     several processes that run together, only the first one writes.
-
-    Raises:
-        FileNotFoundError: the folder does not exist.
 
     Example:
         >>> import tempfile
@@ -196,13 +163,7 @@ def to_json(data: Any) -> str:
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """Return the object that a JSON text holds; None if it holds none.
-
-    Example:
-        >>> from models.files import json_object
-        >>> json_object('{"prompt": "Why?"}'), json_object("[1]")
-        ({'prompt': 'Why?'}, None)
-    """
+    """Return the object that a JSON text holds; None if it holds none."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -211,12 +172,7 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder can be written into, or made, before the long work starts.
-
-    Raises:
-        ValueError: it, or what it would lie in, is a file.
-        PermissionError: it may not be written into.
-    """
+    """Check that a folder can be written into, or made, before the long work starts."""
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir():
         what = "it" if above == folder else above
@@ -238,26 +194,7 @@ class _Probe(Exception):
 
 
 def lock(file: IO[Any], folder: Path) -> None:
-    """Lock a folder for this process until ``file``, a file in it that is open for writing, is closed.
-
-    Raises:
-        ValueError: another run has locked it.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from models.files import LOCK_FILE, lock
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with (
-        ...     (folder / LOCK_FILE).open("ab") as held,
-        ...     (folder / LOCK_FILE).open("ab") as other,
-        ... ):
-        ...     lock(held, folder)
-        ...     lock(other, Path("runs/a"))
-        Traceback (most recent call last):
-        ...
-        ValueError: another run writes into runs/a; wait until it ends, or name another folder.
-    """
+    """Lock a folder for this process until ``file``, a file in it that is open for writing, is closed."""
     try:
         import fcntl
     except ImportError:  # Windows

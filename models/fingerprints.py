@@ -46,18 +46,8 @@ def weights(module: Any, shapes: Mapping[str, Sequence[int]]) -> str:
     """Hash the parameters' names and 64 numbers of each parameter, at fixed places, rounded to bfloat16.
 
     It reads little of a large model, and is the same in every usual dtype and on every mesh. Another checkpoint, or the
-    same one after training, has another hash; changing a few numbers by hand may not change it.
-
-    Args:
-        module: an ``nnx.Module``.
-        shapes: the shapes of the parameters by their names in it.
-
-    Example:
-        >>> from flax import nnx
-        >>> from models import fingerprints
-        >>> linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-        >>> len(fingerprints.weights(linear, {"kernel": (3, 2), "bias": (2,)}))
-        64
+    same one after training, has another hash; changing a few numbers by hand may not change it. ``shapes`` are those of
+    the parameters of an ``nnx.Module``, by their names in it.
     """
     arrays, places = {}, {}
     for name, shape in shapes.items():

@@ -31,17 +31,7 @@ IGNORED = re.compile(r"lm_head\.weight|.*\.rotary_emb\.inv_freq")
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
-    """Find the folder of a model's files; see :func:`load`. A model with a hub name is downloaded.
-
-    Raises:
-        FileNotFoundError: there is no such folder, here or on the hub.
-        ValueError: the path is a file other than a GGUF file.
-
-    Example:
-        >>> from models.folders import find_folder
-        >>> find_folder("retriever").name
-        'retriever'
-    """
+    """Find the folder of a model's files; see :func:`models.load`. A model with a hub name is downloaded."""
     found = find(path, revision)
     return found.parent if found.is_file() else found
 
@@ -144,21 +134,6 @@ def read_config(folder: Path) -> Config:
 
     Chat models stop at tokens that only generation_config.json names (``<|eot_id|>`` of Llama 3, ``<|endoftext|>`` of
     Qwen).
-
-    Args:
-        folder: the folder with config.json.
-
-    Raises:
-        FileNotFoundError: there is no config.json.
-        ValueError: a file is not JSON, or the config is not supported.
-
-    Example:
-        >>> import pathlib
-        >>> from models.folders import read_config
-        >>> read_config(pathlib.Path("nowhere"))
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: nowhere has no config.json; give the folder of a model in Hugging Face layout.
     """
     file = folder / "config.json"
     if not file.is_file():

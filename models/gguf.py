@@ -41,9 +41,7 @@ IGNORED = re.compile("|".join(map(re.escape, (FREQUENCY_FACTORS, LONG_FACTORS, S
 def open_file(file: Path) -> Checkpoint:
     """Open a GGUF file: read its header and check all that can be known before its weights are read.
 
-    Args:
-        file: a model of a family that has a ``gguf``. A tokenizer.json beside it is used instead of the tokenizer in
-            it.
+    A tokenizer.json beside it is used instead of the tokenizer in it.
 
     Returns:
         Its config, its tokenizer (None if it has none), and its tensors, by llama.cpp's names and in Hugging Face's
@@ -51,18 +49,8 @@ def open_file(file: Path) -> Checkpoint:
 
     Raises:
         ImportError: the package gguf is not installed.
-        ValueError: the file is truncated or corrupted, of another architecture or version, or has a tokenizer, a rope
-            scaling or a quantisation that is not supported.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from models.gguf import open_file
-        >>> file = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
-        >>> _ = file.write_bytes(b"PK, a zip file")
-        >>> open_file(file)
-        Traceback (most recent call last):
-        ...
-        ValueError: ...model.gguf is no GGUF file: it begins with b'PK, ', not with b'GGUF'; download it again.
+        ValueError: the file is damaged, or has an architecture, a version, a tokenizer, a rope scaling or a
+            quantisation that is not supported.
     """
     try:
         import gguf  # noqa: F401
@@ -87,17 +75,7 @@ def open_file(file: Path) -> Checkpoint:
 
 
 def read_sampling(file: Path) -> dict[str, Any]:
-    """Read the temperature, top_k and top_p that a GGUF file names, {} where it names no temperature.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from models.gguf import read_sampling
-        >>> file = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
-        >>> # no tensors, no keys
-        >>> _ = file.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))
-        >>> read_sampling(file)
-        {}
-    """
+    """Read the temperature, top_k and top_p that a GGUF file names, {} where it names no temperature."""
     metadata, _ = read_header(file)
     names = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
     said = {name: metadata.get(f"general.sampling.{key}") for name, key in names.items()}

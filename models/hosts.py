@@ -21,27 +21,12 @@ def several() -> bool:
 
 
 def first() -> bool:
-    """Return whether this is the process that prints and writes: the only one, or the first of several.
-
-    Example:
-        >>> from models import hosts
-        >>> hosts.first()
-        True
-    """
+    """Return whether this is the process that prints and writes: the only one, or the first of several."""
     return not several() or jax.process_index() == 0
 
 
 def from_first[T](make: Callable[[], T]) -> T:
-    """Return on every process what a function returns on the first one, which alone calls it.
-
-    Args:
-        make: returns a value in JSON's types.
-
-    Example:
-        >>> from models import hosts
-        >>> hosts.from_first(lambda: [1, 2])
-        [1, 2]
-    """
+    """Return on every process what a function returns on the first one, which alone calls it: JSON's types."""
     if not several():
         return make()
     content = np.frombuffer(json.dumps(make()).encode() if first() else b"", np.uint8)
@@ -51,14 +36,7 @@ def from_first[T](make: Callable[[], T]) -> T:
 
 
 def fetched(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
-    """Return an array on the host, whichever processes hold its parts; all processes call it together.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from models import hosts
-        >>> hosts.fetched(jnp.arange(3)).tolist()
-        [0, 1, 2]
-    """
+    """Return an array on the host, whichever processes hold its parts; all processes call it together."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)

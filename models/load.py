@@ -67,11 +67,10 @@ def load(
             not finite), the dtype is unknown, or the mesh does not divide the heads.
 
     Example:
-        >>> from models.load import load
-        >>> load("no/such/folder/anywhere")
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: there is no folder no/such/folder/anywhere; give a folder with config.json and safetensors...
+        >>> import models
+        >>> model, tokenizer = models.load("retriever")
+        >>> model.config.num_layers
+        6
     """
     checkpoint, target, mesh = _opened(path, dtype, mesh, revision)
     if on_read is not None:
@@ -151,17 +150,7 @@ def published_sampling(path: str | Path, revision: str | None = None) -> Samplin
 
     A folder says so in generation_config.json ("do_sample"), a GGUF file by "general.sampling.temp".
 
-    Args:
-        path, revision: see :func:`load`.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-        ValueError: a file cannot be used, or names settings that no sampling has.
-
-    Example:
-        >>> from models.load import published_sampling
-        >>> published_sampling("retriever")
-        Sampling(temperature=0.0, top_k=None, top_p=None)
+    For the arguments and errors see :func:`load`.
     """
     found = find(path, revision)
     if found.is_file():
@@ -183,11 +172,7 @@ def published_sampling(path: str | Path, revision: str | None = None) -> Samplin
 
 
 def known_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype of weights that a name or a type stands for.
-
-    Raises:
-        ValueError: it is none of a model's; float64 needs JAX's 64-bit mode.
-    """
+    """Return the dtype of weights that a name or a type stands for; float64 needs JAX's 64-bit mode."""
     names = ["bfloat16", "float16", "float32"] + (["float64"] if jax.config.jax_enable_x64 else [])
     try:
         known = jnp.dtype(dtype)

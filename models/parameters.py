@@ -121,16 +121,7 @@ def expert_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter that a model of this config has, by its path in the Decoder.
-
-    Example:
-        >>> from models.config import Config
-        >>> from models.parameters import parameter_shapes
-        >>> parameter_shapes(
-        ...     Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        ... )["layers.key"]
-        (2, 32, 2, 8)
-    """
+    """Return the shape of every parameter that a model of this config has, by its path in the Decoder."""
     sizes = dict(
         V=config.vocab_size, E=config.hidden_size, F=config.intermediate_size, L=config.num_layers,
         N=config.num_heads, K=config.num_kv_heads, D=config.head_dim, X=config.num_experts,
@@ -141,11 +132,7 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
-    """Return the source of random parameters, which a module without given ones needs.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Check that there is a source of random parameters, which a module without given ones needs."""
     if rngs is None:
         raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
     return rngs

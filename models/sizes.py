@@ -14,14 +14,6 @@ def full_cache_bytes(model: Decoder, tokens: int, dtype: DtypesLike | None = Non
 
     Args:
         dtype: of keys and values; the model's by default.
-
-    Example:
-        >>> import models
-        >>> from models.sizes import full_cache_bytes
-        >>> # 6 layers, 2 KV heads of dimension 64, float32
-        >>> model, _ = models.load("retriever")
-        >>> full_cache_bytes(model, 512) == 6 * 2 * 512 * (2 * 64 * 4 + 4) + 4
-        True
     """
     if not tokens:
         return 0

@@ -70,19 +70,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read tokenizer.json and, where they exist, tokenizer_config.json and its companions.
-
-        Raises:
-            FileNotFoundError: the folder has no tokenizer.json.
-            ValueError: a file is not in the format that its name stands for.
-
-        Example:
-            >>> from models.tokenizer import Tokenizer
-            >>> Tokenizer.from_folder("nowhere")
-            Traceback (most recent call last):
-            ...
-            FileNotFoundError: nowhere has no tokenizer.json; give a folder that holds one.
-        """
+        """Read tokenizer.json and, where they exist, tokenizer_config.json and its companions."""
         folder = Path(folder)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -191,10 +179,6 @@ class TextStream:
 
     The pieces that `add` and, at the end, `finish` return, joined, equal `Tokenizer.decode` of all ids.
 
-    Args:
-        tokenizer: the tokenizer of the ids.
-        skip_special_tokens: whether to leave special tokens out of the text.
-
     Example:
         >>> import tokenizers
         >>> from models.tokenizer import Tokenizer
@@ -233,11 +217,7 @@ class TextStream:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file, {} for a file that does not exist.
-
-    Raises:
-        ValueError: the file is not JSON, or holds something other than an object.
-    """
+    """Read the object in a JSON file, {} for a file that does not exist."""
     if not file.is_file():
         return {}
     try:

@@ -166,11 +166,7 @@ class _Import(argparse.Action):
 
 
 def import_modules(names: str) -> None:
-    """Import the modules that a text names, several by comma, as ``python -m`` finds them.
-
-    Raises:
-        ImportError: with the module that cannot be imported, and why.
-    """
+    """Import the modules that a text names, several by comma, as ``python -m`` finds them."""
     if "" not in sys.path and os.getcwd() not in sys.path:  # a script's path begins with its own folder
         sys.path.insert(0, os.getcwd())
     for name in split_list(names):
@@ -193,15 +189,7 @@ def split_list(text: str) -> list[str]:
 
 
 def listed(what: str, text: str, example: str) -> list[str]:
-    """Split a text like :func:`split_list`, after a check that it names something.
-
-    Example:
-        >>> from models.commands import listed
-        >>> listed("task", " , ", "--tasks piqa")
-        Traceback (most recent call last):
-        ...
-        ValueError: no task was given; name at least one, such as --tasks piqa.
-    """
+    """Split a text like :func:`split_list`, after a check that it names something."""
     found = split_list(text)
     if not found:
         raise ValueError(f"no {what} was given; name at least one, such as {example}.")
@@ -209,11 +197,7 @@ def listed(what: str, text: str, example: str) -> list[str]:
 
 
 def parse_budget(text: str) -> int | float:
-    """Read a budget from a command line: slots per head, or a ratio of the prompt.
-
-    Raises:
-        ValueError: the text is neither an integer from 1 nor a number in (0, 1].
-    """
+    """Read a budget from a command line: slots per head (from 1), or a ratio of the prompt (in (0, 1])."""
     number: Any = text
     for kind in (float, int):
         with contextlib.suppress(ValueError):

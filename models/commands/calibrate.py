@@ -21,18 +21,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    Args:
-        arguments: by default those of the command line.
-
-    Example:
-        >>> from models.commands.calibrate import main
-        >>> main(["--help"])
-        Traceback (most recent call last):
-        ...
-        SystemExit: 0
-    """
+    """Run the command line and return its exit code."""
     flags = commands.parser(
         "models.calibrate",
         "models.calibrate",

@@ -26,16 +26,7 @@ ADVICE = "its own output says why, and the same commands go on from what was wri
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Add the flags that :func:`join` reads.
-
-    Example:
-        >>> import argparse
-        >>> from models.commands import distributed
-        >>> flags = argparse.ArgumentParser()
-        >>> distributed.add_flags(flags)
-        >>> flags.parse_args(["--coordinator", "auto"]).coordinator
-        'auto'
-    """
+    """Add the flags that :func:`join` reads."""
     flags.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
@@ -53,16 +44,6 @@ def join(flags: argparse.Namespace) -> None:
 
     Raises:
         ValueError: the flags do not belong together, or the others were not found.
-
-    Example:
-        >>> import argparse
-        >>> from models.commands import distributed
-        >>> distributed.join(
-        ...     argparse.Namespace(coordinator="a:1234", processes=2, process_id=None)
-        ... )
-        Traceback (most recent call last):
-        ...
-        ValueError: --coordinator, --processes and --process-id belong together; give all three, or none.
     """
     address, processes, number = (vars(flags).pop(name) for name in ("coordinator", "processes", "process_id"))
     if (address, processes, number) == (None, None, None):
@@ -110,11 +91,7 @@ def is_of_the_lost(error: BaseException) -> bool:
 
 
 def leave_the_lost(name: str, error: BaseException) -> NoReturn:
-    """End this process because it has lost the others, with one sentence that has a part of what it saw.
-
-    Args:
-        name: the command's name.
-    """
+    """End this process because it has lost the others, with one sentence that has a part of what it saw."""
     seen = " ".join(str(error).split()).partition(". ")[0][:200].rstrip(".")
     print(f"{name}: error: {LOST} ({seen}); {ADVICE}", file=sys.stderr)
     leave(ENDED)

@@ -23,11 +23,6 @@ def run(command: Callable[[], None], name: str) -> int:
     """Run a command and return its exit code: 2 for bad input, after one line that says why, and 130 for Ctrl-C.
 
     If the command runs in several processes and fails in this one, the process ends here, and with it the others.
-
-    Example:
-        >>> from models.commands import run
-        >>> run(lambda: None, "kvjax")
-        0
     """
     try:
         code = _run(command, name)
@@ -90,11 +85,7 @@ def extras_of(words: Sequence[str]) -> list[str]:
 
 
 def check_extras(arguments: Sequence[str] | None) -> None:
-    """Check that the extras of a command line are installed, before any work; None for this process's arguments.
-
-    Raises:
-        ImportError: packages are missing; the message has all of them, and one command that installs them.
-    """
+    """Check that the extras of a command line are installed, before any work; None for this process's arguments."""
     missing = install.missing(*extras_of(sys.argv[1:] if arguments is None else arguments))
     if missing:
         raise ImportError(install.needed(itertools.chain(*missing.values()), *missing))
@@ -132,9 +123,7 @@ def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os
 def extra(name: str, script: str) -> Iterator[None]:
     """Wrap a command's imports: a missing package ends it with one line and exit code 2, Ctrl-C with 130.
 
-    Args:
-        name: the extra that installs what is imported.
-        script: the command.
+    ``name`` is the extra that installs what ``script`` imports.
     """
     try:
         yield
@@ -161,8 +150,7 @@ def progress_bar(unit: str, *, total: int | None = None, over: Iterable[Any] | N
 
     Args:
         unit: what is counted, such as "sample".
-        total: how many there are, if ``over`` is not given.
-        over: an iterable to go through.
+        total, over: how many there are, or the iterable to go through.
     """
     from tqdm import tqdm
 
@@ -171,18 +159,7 @@ def progress_bar(unit: str, *, total: int | None = None, over: Iterable[Any] | N
 
 
 def check_tokenizer[Found](model: str | Path, tokenizer: Found | None) -> Found:
-    """Return the tokenizer that was read with a model, for a command that reads or writes text.
-
-    Raises:
-        ValueError: the model has none.
-
-    Example:
-        >>> from models.commands import check_tokenizer
-        >>> check_tokenizer("my/model", None)
-        Traceback (most recent call last):
-        ...
-        ValueError: my/model has no tokenizer.json, and text needs one; copy it from the model's source.
-    """
+    """Check that a model was read with a tokenizer, for a command that reads or writes text."""
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json, and text needs one; copy it from the model's source.")
     return tokenizer

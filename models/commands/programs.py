@@ -23,10 +23,6 @@ def make_room(most: int = MOST_MAPS) -> None:
     Each program has maps of its own. Without this, some 130 sizes of whole runs end in "LLVM compilation error: Cannot
     allocate memory" and a crash. What is asked for again is compiled again, or read from the folder of compiled
     programs (``KVJAX_COMPILATION_CACHE``). All processes of a run call it together.
-
-    Example:
-        >>> from models.commands import programs
-        >>> programs.make_room()
     """
     if hosts.from_first(lambda: memory_maps() > most):
         jax.clear_caches()

@@ -38,21 +38,7 @@ CODE = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks", ":(
 
 
 def write(flags: argparse.Namespace, figures: Mapping[str, Any], digests: Mapping[str, str]) -> None:
-    """Write a command's figures to ``flags.json``, after :func:`facts`.
-
-    Example:
-        >>> import json, pathlib, tempfile
-        >>> from models import commands
-        >>> from models.commands import provenance
-        >>> flags = commands.Parser(prog="python -m tool")
-        >>> _ = flags.add_argument("--json")
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.json"
-        >>> provenance.write(
-        ...     flags.parse_args(["--json", str(path)]), {"results": [1]}, {}
-        ... )
-        >>> sorted(json.loads(path.read_text()))
-        ['command', 'commit', 'cores', 'device', 'fingerprints', 'results', 'seconds', 'seed', 'settings', 'versions']
-    """
+    """Write a command's figures to ``flags.json``, after :func:`facts`."""
     made = facts(flags.invocation, getattr(flags, "seed", None), dict(digests))
     write_json(flags.json, {**made, **figures})
 
@@ -60,10 +46,7 @@ def write(flags: argparse.Namespace, figures: Mapping[str, Any], digests: Mappin
 def facts(invocation: Invocation, seed: int | None, digests: Any) -> dict[str, Any]:
     """Return the command line, its seed, the seconds since it began, fingerprints, and :func:`environment`.
 
-    Args:
-        invocation: what :class:`models.commands.Parser` recorded.
-        seed: the command's seed, None if it has none.
-        digests: fingerprints by name, such as those of :func:`fingerprints`; none where weights are drawn at random.
+    ``digests`` are fingerprints by name, such as those of :func:`models.fingerprints.fingerprints`.
     """
     return {
         "command": invocation.command,
@@ -75,10 +58,7 @@ def facts(invocation: Invocation, seed: int | None, digests: Any) -> dict[str, A
 
 
 def environment() -> dict[str, Any]:
-    """Return the device, the versions, the commit of the running code, and settings of JAX that change numbers.
-
-    The settings are those of :func:`settings`, and variables that a compiler reads.
-    """
+    """Return the device, versions, the commit of the running code, and settings and variables that change numbers."""
     # kvjax's version is the module's: a checkout on the path is imported without being an installed distribution.
     versions = {"python": platform.python_version(), "kvjax": kvjax.__version__}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -136,19 +116,6 @@ def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, 
         place: where the results are.
         there: the fingerprints in the results, None if they have none.
         here: the fingerprints of this run.
-
-    Raises:
-        ValueError: a fingerprint differs.
-
-    Example:
-        >>> import pathlib
-        >>> from models.commands import provenance
-        >>> provenance.check_same(
-        ...     pathlib.Path("runs/a"), {"weights": "1"}, {"weights": "2"}
-        ... )
-        Traceback (most recent call last):
-        ...
-        ValueError: runs/a was made with different weights ('1', now '2'); continue with ...
     """
     if not there:
         raise ValueError(f"{place} does not say what weights it was made with; name another folder and start there.")

@@ -44,8 +44,6 @@ def add_run_flags(
     """Add the flags that every command runs a model by: blocks, evictions during an answer, sampling.
 
     Args:
-        flags: the command's parser.
-        max_new_tokens: the default of --max-new-tokens.
         evicts: whether tokens are evicted during an answer.
         published: whether the default temperature is the model's own, None here.
     """
@@ -90,14 +88,7 @@ def _seed(text: str) -> int:
 
 
 def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of :func:`add_run_flags` as arguments of :func:`models.stream`, without seed and dtype.
-
-    Example:
-        >>> from models.commands.generate import parser
-        >>> from models.commands.run_flags import run_settings
-        >>> run_settings(parser().parse_args(["retriever", "--top-k", "5"]))["top_k"]
-        5
-    """
+    """Return the values of :func:`add_run_flags` as arguments of :func:`models.stream`, without seed and dtype."""
     names = ("block", "evict_every", "max_new_tokens", "temperature", "top_k", "top_p", "cache_dtype")
     return {name: getattr(flags, name) for name in names if hasattr(flags, name)}
 
@@ -112,11 +103,7 @@ def add_mesh_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def mesh_of(flags: argparse.Namespace) -> Mesh | None:
-    """Return the mesh that --mesh names; without it, all devices of several processes, or None for one process.
-
-    Raises:
-        ValueError: the text is no mesh, or there are not so many devices.
-    """
+    """Return the mesh that --mesh names; without it, all devices of several processes, or None for one process."""
     named = getattr(flags, "mesh", None)  # not every evaluation has the flag
     text = f"tensor={jax.device_count()}" if named is None and hosts.several() else named
     return None if text is None else models.parse_mesh(text)

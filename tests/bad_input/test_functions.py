@@ -26,7 +26,7 @@ from evals import best_tokens, claims, infinitebench, ruler, simulator, statisti
 from kernels_pallas.prepare import over_heads
 from kvjax.calibration import read_array
 from kvjax.policy_checks import check_measured
-from models import asking
+from models import asking, commands
 from models.commands import provenance
 from models.config_json import to_hugging_face
 from papers.caote import launches

@@ -91,6 +91,7 @@ def test_model_that_was_not_fetched(index):
 
 
 def test_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(get.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     with pytest.raises(FileNotFoundError, match="name one with XDG_CACHE_HOME"):
-        published.place("smollm2", {})
+        published.place("smollm2")
