@@ -48,11 +48,7 @@ class LowRank(NamedTuple):
 
 
 def base_of(folder: Path) -> str | None:
-    """Return the name of an adapter's base model; None for a folder that is no adapter.
-
-    Raises:
-        ValueError: the adapter names no base model.
-    """
+    """Return the name of an adapter's base model; None for a folder that is no adapter."""
     if not (folder / CONFIG).is_file():
         return None
     base = read_object(folder / CONFIG).get("base_model_name_or_path")
@@ -143,12 +139,8 @@ def save(
         >>> adapters.base_of(folder), len(adapters.read(folder, config))
         ('retriever', 2)
     """
-    pairs, tensors, order, rank = (
-        {name: hosts.fetched(array) for name, array in low_rank.items()},
-        {},
-        head_order(config),
-        0,
-    )
+    pairs, order = {name: hosts.fetched(array) for name, array in low_rank.items()}, head_order(config)
+    tensors, rank = {}, 0
     for path, place, module in _places(config):
         name = path.removeprefix("layers.")
         if f"{name}.A" not in pairs:
@@ -174,7 +166,7 @@ def save(
         WEIGHTS: to_safetensors(tensors, metadata={"format": "pt"}),
         CONFIG: (json.dumps(described, indent=2) + "\n").encode(),
     }
-    write_files(Path(folder), files, [])
+    write_files(Path(folder), files)
 
 
 def _places(config: Config) -> Iterator[tuple[str, tuple[int, ...], str]]:

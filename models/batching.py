@@ -150,9 +150,8 @@ class Engine:
         self._rows: list[_Request | None] = [None] * rows
         self._waiting: collections.deque[_Request] = collections.deque()
         self._entering: tuple[_Request, Any] | None = None
-        self._unread: collections.deque[NewToken] = (
-            collections.deque()
-        )  # of the last step, where a loop over run() ended
+        # Tokens of the last step, where a loop over run() ended.
+        self._unread: collections.deque[NewToken] = collections.deque()
         self._last_handle = -1
 
     def submit(

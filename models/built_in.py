@@ -40,10 +40,6 @@ def _asked_for(raw: Raw, unnamed: Callable[[Raw], tuple[bool, ...]]) -> tuple[in
     return tuple(window if has else None for has in unnamed(raw))
 
 
-def _llama(raw: Raw) -> Config:
-    return config_of(completed(raw, "llama"))
-
-
 def _llama_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
     experts = expert_fields(metadata, "llama")  # llama.cpp calls a Mixtral a llama with experts
     return experts | {"architecture": "mixtral"} if experts else {}
@@ -51,7 +47,7 @@ def _llama_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: M
 
 register_family(
     "llama",
-    _llama,
+    lambda raw: config_of(completed(raw, "llama")),
     architecture="LlamaForCausalLM",
     written=windows_written,
     gguf=Gguf("llama", _llama_gguf, keys=EXPERT_KEYS, neighbours=True),
@@ -193,12 +189,12 @@ register_family(
 OLMO2: dict[str, Any] = dict(norms="after", wide_query_key_norm=True)
 
 
-def _olmo2(raw: Raw) -> Config:
-    return config_of(completed(raw, "olmo2", rms_norm_eps=1e-5), **OLMO2)
-
-
 register_family(
-    "olmo2", _olmo2, architecture="Olmo2ForCausalLM", written=windows_written, gguf=Gguf("olmo2", lambda *_: OLMO2)
+    "olmo2",
+    lambda raw: config_of(completed(raw, "olmo2", rms_norm_eps=1e-5), **OLMO2),
+    architecture="Olmo2ForCausalLM",
+    written=windows_written,
+    gguf=Gguf("olmo2", lambda *_: OLMO2),
 )
 
 

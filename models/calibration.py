@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import cache_attention
 from kernels_pallas.softmax import scaled
 from kvjax import rotate
 from kvjax.checks import check_count, real_array
 from kvjax.schedule import HostOrDevice
 from models.config import Config
-from models.decoder import Decoder, rope_of_layer, rotation
+from models.decoder import Decoder, attend_densely, rope_of_layer, rotation
 
 # measure(the layer's number, rotated queries, rotated keys) -> what is measured of the layer
 Measure = Callable[[Int[Array, ""], Float[Array, "B T N D"], Float[Array, "B T K D"]], Array]
@@ -165,10 +164,7 @@ def _of_layers(model: Decoder, tokens: Int[HostOrDevice, "B T"], measure: Measur
         position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
         def attend(carry, layer, sliding_window, query, key, value):
-            place = jnp.broadcast_to(position[:, None], (key.shape[0], key.shape[2], key.shape[1]))
-            cached = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            cap = model.config.attention_soft_cap
-            out, _ = cache_attention(query, *cached, place, position, sliding_window=sliding_window, soft_cap=cap)
+            out = attend_densely(model.config, position, sliding_window, query, key, value)
             return out, carry, measure(layer, query, key)
 
         return model.run(tokens, position, jnp.full(tokens.shape[:1], tokens.shape[1]), attend, None)[2]

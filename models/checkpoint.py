@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,42 +14,28 @@ from models.config import Config
 from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes
 from models.tokenizer import Tokenizer
 
+Window = tuple[slice, ...]  # one slice per axis of a tensor, with known bounds
+
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint that has not been read yet.
-
-    Attributes:
-        file: the file that holds it.
-        shape: its shape in the file.
-        dtype: the dtype of its numbers, by safetensors' name.
-        read: reads the part within slices (one per axis, with known bounds).
-    """
+    """A tensor of a checkpoint that has not been read yet."""
 
     file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    read: Callable[[tuple[slice, ...]], np.ndarray]
+    shape: tuple[int, ...]  # in the file
+    dtype: str  # by safetensors' name
+    read: Callable[[Window], np.ndarray]  # reads the part within a window
 
 
 class Checkpoint(NamedTuple):
-    """All that is known of a checkpoint before its weights are read.
+    """All that is known of a checkpoint before its weights are read."""
 
-    Attributes:
-        place: the folder or file, for messages.
-        described: what determines the expected tensors ("config.json" or "metadata"), for messages.
-        tensors: the tensors by their names in the file.
-        names: the name of each of the decoder's parameters there, where {} stands for the layer, a second {} for the
-            expert.
-        ignored: the names of tensors that may be there and are not read.
-    """
-
-    place: Path
-    described: str
+    place: Path  # its folder or file, for messages
+    described: str  # what determines the expected tensors ("config.json" or "metadata"), for messages
     config: Config
     tokenizer: Tokenizer | None
-    tensors: Mapping[str, Tensor]
-    names: Mapping[str, str]
-    ignored: re.Pattern[str]
+    tensors: Mapping[str, Tensor]  # by their names in the file
+    names: Mapping[str, str]  # of the decoder's parameters there; {} stands for the layer, a second {} for the expert
+    ignored: re.Pattern[str]  # the names of tensors that may be there and are not read
 
 
 def arranged(
@@ -62,11 +47,8 @@ def arranged(
     part are put in order.
 
     Args:
-        names: the name of each parameter among the tensors, see :class:`Checkpoint`.
+        names: see :class:`Checkpoint`.
         fused: the names of tensors that hold several parameters, one after the other, and the parameters.
-
-    Raises:
-        ValueError: such a tensor is missing, or has another shape than the config requires.
     """
     found, shapes = dict(tensors), parameter_shapes(config)
     for template, parts in fused.items():
@@ -90,13 +72,11 @@ def arranged(
 
 def part_from(tensor: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
     """Return the part of a tensor from ``first`` on along its first axis, as a tensor of the given shape."""
-    return tensor._replace(shape=shape, read=functools.partial(_read_part_from, tensor.read, first))
 
+    def read(window: Window) -> np.ndarray:
+        return tensor.read((slice(first + window[0].start, first + window[0].stop), *window[1:]))
 
-def _read_part_from(
-    read: Callable[[tuple[slice, ...]], np.ndarray], first: int, window: tuple[slice, ...]
-) -> np.ndarray:
-    return read((slice(first + window[0].start, first + window[0].stop), *window[1:]))
+    return tensor._replace(shape=shape, read=read)
 
 
 def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
@@ -107,26 +87,17 @@ def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
     """
     heads = tensor.shape[0] // len(order)
     vectors = (np.arange(heads)[:, None] * len(order) + order).reshape(-1)
-    return tensor._replace(read=functools.partial(_read_in_order, tensor.read, vectors))
 
+    def read(window: Window) -> np.ndarray:
+        wanted = vectors[window[0]]
+        first = int(wanted.min())
+        return tensor.read((slice(first, int(wanted.max()) + 1), *window[1:]))[wanted - first]
 
-def _read_in_order(
-    read: Callable[[tuple[slice, ...]], np.ndarray], vectors: Int[np.ndarray, "elements"], window: tuple[slice, ...]
-) -> np.ndarray:
-    wanted = vectors[window[0]]
-    first = int(wanted.min())
-    return read((slice(first, int(wanted.max()) + 1), *window[1:]))[wanted - first]
+    return tensor._replace(read=read)
 
 
 def refuse_pointer(file: Path) -> None:
-    """Check that a file is not a Git LFS pointer, which stands in for weights that were not fetched.
-
-    Args:
-        file: the file that should hold the weights.
-
-    Raises:
-        ValueError: it is a pointer.
-    """
+    """Check that a file is not a Git LFS pointer, which stands in for weights that were not fetched."""
     with file.open("rb") as stream:
         if stream.read(19) == b"version https://git":
             raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull.")

@@ -110,13 +110,7 @@ class Decoder(nnx.Module):
         position = jnp.broadcast_to(jnp.arange(T), tokens.shape)
 
         def attend(carry, layer, sliding_window, query, key, value):
-            key_position = jnp.broadcast_to(position[:, None], (key.shape[0], key.shape[2], T))
-            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            cap = self.config.attention_soft_cap
-            out, _ = cache_attention(
-                query, key, value, key_position, position, sliding_window=sliding_window, soft_cap=cap
-            )
-            return out, carry, None
+            return attend_densely(self.config, position, sliding_window, query, key, value), carry, None
 
         hidden, _, _ = self.run(tokens, position, jnp.full(tokens.shape[:1], T), attend, None)
         return self.logits(hidden)
@@ -259,6 +253,20 @@ def sliding_windows(config: Config) -> Int[Array, "L"] | None:
         return None
     everything = jnp.iinfo(jnp.int32).max
     return jnp.array([window or everything for window in config.sliding_windows], jnp.int32)
+
+
+def attend_densely(
+    config: Config,
+    position: Int[Array, "B T"],
+    sliding_window: Int[Array, ""] | None,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+) -> Float[Array, "B T N D"]:
+    """Compute one layer's causal attention over whole sequences, with all weights at once."""
+    key_position = jnp.broadcast_to(position[:, None], (key.shape[0], key.shape[2], key.shape[1]))
+    key, value, cap = key.swapaxes(1, 2), value.swapaxes(1, 2), config.attention_soft_cap
+    return cache_attention(query, key, value, key_position, position, sliding_window=sliding_window, soft_cap=cap)[0]
 
 
 def run_layer[Carry, Output](

@@ -37,10 +37,6 @@ class Gguf(NamedTuple):
     partly_rotated: bool = False
 
 
-def nothing_more(config: Config) -> dict[str, Any]:
-    return {}
-
-
 class Family(NamedTuple):
     """Describe how the models of one ``model_type`` are read and written.
 
@@ -59,7 +55,7 @@ class Family(NamedTuple):
     tensors: Mapping[str, str] = {}
     fused: Mapping[str, Sequence[str]] = {}
     architecture: str | None = None
-    written: Callable[[Config], Mapping[str, Any]] = nothing_more
+    written: Callable[[Config], Mapping[str, Any]] = lambda config: {}
     gguf: Gguf | None = None
 
 
@@ -100,7 +96,7 @@ def register_family(
     *,
     fused: Mapping[str, Sequence[str]] | None = None,
     architecture: str | None = None,
-    written: Callable[[Config], Mapping[str, Any]] = nothing_more,
+    written: Callable[[Config], Mapping[str, Any]] = lambda config: {},
     gguf: Gguf | None = None,
 ) -> None:
     """Register a model family, so that ``models.load`` reads folders whose config.json has this ``model_type``.

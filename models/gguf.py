@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax import install
-from models.checkpoint import Checkpoint, Tensor, arranged, in_order, part_from, refuse_pointer
+from models.checkpoint import Checkpoint, Tensor, Window, arranged, in_order, part_from, refuse_pointer
 from models.config import Config
 from models.gguf_config import (
     FREQUENCY_FACTORS,
@@ -66,8 +66,7 @@ def open_file(file: Path) -> Checkpoint:
         if stored_as.neighbours:
             tensors = {name: _in_halves(name, tensor, config) for name, tensor in tensors.items()}
         if config.norm_offset:  # llama.cpp stores 1 + weight
-            less = {name: t for name, t in tensors.items() if name.endswith("norm.weight")}
-            tensors |= {name: t._replace(read=functools.partial(_read_less_1, t.read)) for name, t in less.items()}
+            tensors |= {name: _less_1(tensors[name]) for name in tensors if name.endswith("norm.weight")}
         tokenizer = tokenizer_of(metadata, config, file)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
@@ -80,9 +79,6 @@ def read_sampling(file: Path) -> dict[str, Any]:
     names = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
     said = {name: metadata.get(f"general.sampling.{key}") for name, key in names.items()}
     return {} if said["temperature"] is None else said
-
-
-# The header
 
 
 def _tensor(file: Path, name: str, stored: Stored) -> Tensor:
@@ -126,9 +122,7 @@ def _is_readable(kind: gguf.GGMLQuantizationType) -> bool:
     return True
 
 
-def _read(
-    file: Path, kind: gguf.GGMLQuantizationType, stored: Stored, window: tuple[slice, ...]
-) -> Float[np.ndarray, "..."]:
+def _read(file: Path, kind: gguf.GGMLQuantizationType, stored: Stored, window: Window) -> Float[np.ndarray, "..."]:
     """Read the numbers within a window, in float32; vectors outside it are not read."""
     import gguf
 
@@ -156,8 +150,8 @@ def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _read_less_1(read: Callable[[tuple[slice, ...]], np.ndarray], window: tuple[slice, ...]) -> np.ndarray:
-    return read(window) - 1
+def _less_1(tensor: Tensor) -> Tensor:
+    return tensor._replace(read=lambda window: tensor.read(window) - 1)
 
 
 def _in_halves(name: str, tensor: Tensor, config: Config) -> Tensor:
@@ -170,6 +164,3 @@ def _in_halves(name: str, tensor: Tensor, config: Config) -> Tensor:
     if not found or tensor.shape[0] != heads * config.head_dim:  # a wrong shape is reported later
         return tensor
     return in_order(tensor, np.arange(config.head_dim).reshape(-1, 2).T.reshape(-1))
-
-
-# The config

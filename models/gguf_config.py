@@ -234,6 +234,3 @@ def _llama3(theta: float, head_dim: int, factors: Tensor) -> Rope:
         f"the factors in {FREQUENCY_FACTORS} are not those of Llama 3.1's rope scaling, the only ones supported; take "
         "the original folder with config.json."
     )
-
-
-# The tokenizer

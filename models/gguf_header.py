@@ -120,9 +120,6 @@ def truncated(file: Path) -> ValueError:
     return ValueError(f"{file} is truncated: it ends within what its header promises; download it again.")
 
 
-# Tensors
-
-
 def optional(metadata: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     """Return the value of a key, or the default if it is missing."""
     value = metadata.get(key)

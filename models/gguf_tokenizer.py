@@ -181,6 +181,3 @@ def id_of(metadata: Mapping[str, Any], name: str) -> int | None:
     """Return the id of a special token; None without one, which a file may also mark by an id out of range."""
     index = optional(metadata, f"tokenizer.ggml.{name}_token_id", int, None)
     return None if index is None or not 0 <= index < 2**31 - 1 else index
-
-
-# Values

@@ -7,7 +7,6 @@ that at most one parameter is in memory besides the finished ones.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models import adapters
-from models.checkpoint import Checkpoint, file_shape
+from models.checkpoint import Checkpoint, Tensor, Window, file_shape
 from models.config import Config
 from models.decoder import Decoder
 from models.folders import find, open_folder
@@ -74,9 +73,7 @@ def load(
     """
     checkpoint, target, mesh = _opened(path, dtype, mesh, revision)
     if on_read is not None:
-        counted = {
-            name: tensor._replace(read=_counted(tensor.read, on_read)) for name, tensor in checkpoint.tensors.items()
-        }
+        counted = {name: _counted(tensor, on_read) for name, tensor in checkpoint.tensors.items()}
         checkpoint = checkpoint._replace(tensors=counted)
     shapes = parameter_shapes(checkpoint.config)
     with progress_of(sum(math.prod(shape[: PARAMETERS[name].separate]) for name, shape in shapes.items())) as advance:
@@ -124,25 +121,24 @@ def _adapted(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
     for (path, layer), low_rank in adapters.read(adapter, checkpoint.config).items():
         name = tensor_of(checkpoint.config, path, checkpoint.names[path], layer)
         if name in tensors:
-            tensors[name] = tensors[name]._replace(read=functools.partial(_read_adapted, tensors[name].read, low_rank))
+            tensors[name] = _with_low_rank(tensors[name], low_rank)
     return checkpoint._replace(tensors=tensors)
 
 
-def _read_adapted(
-    read: Callable[[tuple[slice, ...]], np.ndarray], low_rank: adapters.LowRank, window: tuple[slice, ...]
-) -> np.ndarray:
-    return read(window).astype(np.float32) + low_rank.up[window[0]] @ low_rank.down[:, window[1]]
+def _with_low_rank(tensor: Tensor, low_rank: adapters.LowRank) -> Tensor:
+    def read(window: Window) -> np.ndarray:
+        return tensor.read(window).astype(np.float32) + low_rank.up[window[0]] @ low_rank.down[:, window[1]]
+
+    return tensor._replace(read=read)
 
 
-def _counted(
-    read: Callable[[tuple[slice, ...]], np.ndarray], on_read: Callable[[int], None]
-) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    def told(window: tuple[slice, ...]) -> np.ndarray:
-        part = read(window)
+def _counted(tensor: Tensor, on_read: Callable[[int], None]) -> Tensor:
+    def read(window: Window) -> np.ndarray:
+        part = tensor.read(window)
         on_read(part.nbytes)
         return part
 
-    return told
+    return tensor._replace(read=read)
 
 
 def published_sampling(path: str | Path, revision: str | None = None) -> Sampling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,24 +47,12 @@ class Parameter(NamedTuple):
         return tuple(tuple(ours.index(axis) for axis in group.split("*")) for group in self.stored.split())
 
 
-def _has_biases(config: Config) -> bool:
-    return config.attention_bias
-
-
-def _has_norms(config: Config) -> bool:
-    return config.query_key_norm
-
-
 def _norms_before(config: Config) -> bool:
     return config.norms != "after"
 
 
 def _norms_after(config: Config) -> bool:
     return config.norms != "before"
-
-
-def _has_wide_norms(config: Config) -> bool:
-    return config.wide_query_key_norm
 
 
 def _is_dense(config: Config) -> bool:
@@ -74,6 +63,8 @@ def _has_experts(config: Config) -> bool:
     return config.num_experts > 0 and not all(config.dense_sizes or (None,))
 
 
+_has_biases, _has_norms = operator.attrgetter("attention_bias"), operator.attrgetter("query_key_norm")
+_has_wide_norms, _has_output_bias = operator.attrgetter("wide_query_key_norm"), operator.attrgetter("output_bias")
 _LAYER = "model.layers.{}."
 _EXPERT = _LAYER + "mlp.experts.{}."
 PARAMETERS: dict[str, Parameter] = {
@@ -92,7 +83,7 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.query_bias": Parameter("L N D", _LAYER + "self_attn.q_proj.bias", "N*D", _has_biases),
     "layers.key_bias": Parameter("L K D", _LAYER + "self_attn.k_proj.bias", "K*D", _has_biases),
     "layers.value_bias": Parameter("L K D", _LAYER + "self_attn.v_proj.bias", "K*D", _has_biases),
-    "layers.output_bias": Parameter("L E", _LAYER + "self_attn.o_proj.bias", "E", lambda config: config.output_bias),
+    "layers.output_bias": Parameter("L E", _LAYER + "self_attn.o_proj.bias", "E", _has_output_bias),
     "layers.query_norm": Parameter("L D", _LAYER + "self_attn.q_norm.weight", "D", _has_norms),
     "layers.key_norm": Parameter("L D", _LAYER + "self_attn.k_norm.weight", "D", _has_norms),
     "layers.wide_query_norm": Parameter("L N D", _LAYER + "self_attn.q_norm.weight", "N*D", _has_wide_norms),

@@ -7,7 +7,6 @@ from models.commands.arguments import (
     add_cache_flag,
     add_import_flag,
     add_networks_flag,
-    epilog,
     import_modules,
     listed,
     parse_budget,
@@ -17,7 +16,6 @@ from models.commands.arguments import (
 )
 from models.commands.execution import (
     call,
-    check_extras,
     check_tokenizer,
     extra,
     keep_compiled,
@@ -49,12 +47,10 @@ __all__ = [
     "add_networks_flag",
     "cache_folder",
     "call",
-    "check_extras",
     "check_folder",
     "check_outputs",
     "check_tokenizer",
     "decoded",
-    "epilog",
     "extra",
     "import_modules",
     "keep_compiled",

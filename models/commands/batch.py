@@ -224,7 +224,3 @@ def _write(file: IO[bytes], prompt: Asked, run: dict[str, Any], figures: dict[st
     file.write((json.dumps(own | figures | {"run": run}) + "\n").encode())
     file.flush()
     os.fsync(file.fileno())
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,7 +70,3 @@ def _run(flags: argparse.Namespace) -> None:
             with commands.replacing(path) as temporary, temporary.open("wb") as file:
                 np.save(file, measured)
             print(f"{path}: {measured.shape} from {rows} pieces of {length} tokens")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -229,7 +229,7 @@ class Conversation:
                 )
             settled = whole.removesuffix(said)
             again = settled != self.told
-            self._go_on_from(Memory(self._feed(self.before, settled)) if again else self.now)
+            self._go_on_from(Memory(self._fed_again(settled)) if again else self.now)
         return said
 
     def _rendered(self, memory: Memory, messages: list[dict[str, str]]) -> str:
@@ -246,9 +246,9 @@ class Conversation:
         begins = self.tokenizer.chat_template is None and self.now.cache is None
         return self.tokenizer.encode(text, add_special_tokens=begins)
 
-    def _feed(self, memory: Memory, text: str = "") -> AnyCache:
-        """Feed the pending tokens and a text, and return the cache."""
-        ((_, cache),) = self._stream([*memory.pending, *self._encode(text)], memory.cache, max_new_tokens=1)
+    def _fed_again(self, text: str) -> AnyCache:
+        """Return the cache from before the last turn after that turn's text, as it is rendered now."""
+        ((_, cache),) = self._stream([*self.before.pending, *self._encode(text)], self.before.cache, max_new_tokens=1)
         return cache
 
     def _stream(self, tokens: list[int], cache: AnyCache | None, **settings: Any) -> Iterator[tuple[int, AnyCache]]:
@@ -461,7 +461,3 @@ def _status(talk: Conversation) -> str:
         return "nothing seen yet"
     sizes = sizes_in_words(talk.nbytes, talk.full_nbytes, talk.peak_nbytes)
     return f"{talk.seen:,} tokens seen · {talk.held:,} held · {sizes}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -131,7 +131,8 @@ def _generate(flags: argparse.Namespace) -> None:
     requests = _many(flags) if flags.prompts is not None else [_only(flags)]  # checked before the weights are read
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
-    wanted = [_wanted(flags, request) for request in requests]
+    source = selecting.parse_select(flags.select)
+    wanted = [wanted_by(policy_of(request.policy), source) for request in requests]
     networks = load_networks(flags.networks, flags.model, model, wanted, dtype=flags.dtype)
     loaded = Loaded(model, tokenizer, networks)
     with warnings.catch_warnings():
@@ -303,11 +304,6 @@ def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None
     if policy is not None:
         checked_budget(policy, budget, flags.block)
     return Request(fields["prompt"], fields.get("question"), name, budget, line)
-
-
-def _wanted(flags: argparse.Namespace, request: Request) -> frozenset[str]:
-    """Return what --select or a request's policy reads of a network."""
-    return wanted_by(policy_of(request.policy), selecting.parse_select(flags.select))
 
 
 def _read_share(flags: argparse.Namespace, budget: int | float | None, prompt: int, new: int) -> float | None:
