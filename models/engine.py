@@ -201,8 +201,8 @@ def stream(
     The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget in
     slots (the buffers of a full cache, of a ratio, and of ``when="prompt"`` depend on the length). Rows that have ended
     yield -1. A cache is valid until the next step, which overwrites it: copy what you want to keep. The last cache
-    stays valid. For large layers on a CPU it is a :class:`models.layer_caches.LayerCaches`, which is read in the same
-    way; :func:`models.stacked` turns it into a cache for the functions of kvjax.
+    stays valid. For large layers on a CPU it is a :class:`models.layer_caches.LayerCaches`, which
+    :func:`models.stacked` turns into a cache for the functions of kvjax.
 
     Args:
         options, settings, cache, lengths, question, key: see :func:`generate`.

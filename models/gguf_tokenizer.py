@@ -86,8 +86,9 @@ def _byte_level(
             f"its pre-tokenizer is {name!r}, but only {', '.join(SPLITS)} are read; put the model's tokenizer.json "
             "beside the file, which is then used."
         )
+    pairs = listed(metadata, "tokenizer.ggml.merges", str)
     # The space between the two parts is never the first character.
-    merges = [(merge[:at], merge[at + 1 :]) for merge in _merges(metadata) if (at := merge.find(" ", 1)) > 0]
+    merges = [(pair[:at], pair[at + 1 :]) for pair in pairs if (at := pair.find(" ", 1)) > 0]
     # Unused ids have texts such as [PAD7], which must not be matched in a text.
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     backend = _bpe(vocabulary, merges, ignore_merges=name == "llama-bpe")
@@ -163,10 +164,6 @@ def _surround(
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
     return optional(metadata, "tokenizer.ggml.pre", str, "default")
-
-
-def _merges(metadata: Mapping[str, Any]) -> list[str]:
-    return listed(metadata, "tokenizer.ggml.merges", str)
 
 
 def ends_of_turn(metadata: Mapping[str, Any]) -> list[int]:

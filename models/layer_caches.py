@@ -24,7 +24,7 @@ from kvjax.window import begin_anew
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCaches(AnyKind):
-    """The caches of all layers in separate arrays; it is read like the :class:`kvjax.KVCache` that stacks them."""
+    """The caches of all layers in separate arrays; keys, values and positions are those that :func:`stacked` stacks."""
 
     layers: tuple[KVCache, ...]
 
@@ -80,16 +80,6 @@ class LayerCaches(AnyKind):
     def value(self) -> Float[Array, "L B K S D"]:
         """All values: a copy."""
         return jnp.stack([cache.value for cache in self.layers])
-
-    @property
-    def key_scale(self) -> Float[Array, "L B K S"] | None:
-        """Return the scales of keys of eight bits: a copy; None where keys are floats."""
-        return _stacked_if_any([cache.key_scale for cache in self.layers])
-
-    @property
-    def value_scale(self) -> Float[Array, "L B K S"] | None:
-        """Return the scales of values of eight bits: a copy; None where values are floats."""
-        return _stacked_if_any([cache.value_scale for cache in self.layers])
 
     @property
     def live(self) -> Array:
@@ -198,11 +188,6 @@ def _stacked_up_layers(cache: LayerCaches) -> KVCache:
 
     whole = jax.tree.map(stack, *cache.layers)
     return dataclasses.replace(whole, next_position=next_position)
-
-
-def _stacked_if_any(parts: list[Array | None]) -> Array | None:
-    there = [part for part in parts if part is not None]
-    return jnp.stack(there) if there else None
 
 
 @jax.jit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import tokenizers
 from safetensors.numpy import save as to_safetensors
 
 from models import hosts
+from models.checkpoint import file_shape
 from models.config import Config
 from models.config_json import lost_in_hugging_face, to_hugging_face
 from models.decoder import Decoder
@@ -38,17 +38,11 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
             config's special tokens; its post-processor should add BOS. By default a tokenizer in the folder stays.
 
     Example:
-        >>> import tempfile
-        >>> from flax import nnx
-        >>> from models.config import Config
-        >>> from models.decoder import Decoder
-        >>> model = Decoder(
-        ...     Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2),
-        ...     rngs=nnx.Rngs(0),
-        ... )
+        >>> import os, tempfile
+        >>> import models
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(folder, model)
-        ...     sorted(path.name for path in Path(folder).iterdir())
+        ...     models.save(folder, models.Decoder.tiny())
+        ...     sorted(os.listdir(folder))
         ['config.json', 'model.safetensors']
     """
     folder = Path(folder)
@@ -87,8 +81,7 @@ def _tensors(model: Decoder) -> dict[str, np.ndarray]:
         axes = [axis for group in groups for axis in group]
         for place in np.ndindex(array.shape[:separate]):
             ours, name = array[place], tensor_of(model.config, path, names[path], place)
-            shape = [functools.reduce(operator.mul, (ours.shape[axis] for axis in group)) for group in groups]
-            tensors[name] = np.ascontiguousarray(ours.transpose(axes).reshape(shape))
+            tensors[name] = np.ascontiguousarray(ours.transpose(axes).reshape(file_shape(ours.shape, groups)))
     for template, parts in family_of_architecture(model.config.architecture).fused.items():
         for layer in range(model.config.num_layers):
             held = [tensors.pop(PARAMETERS[part].tensor.format(layer)) for part in parts]

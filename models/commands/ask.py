@@ -13,7 +13,7 @@ import jax
 
 import kvjax
 import models
-from models import commands, fingerprints, hosts
+from models import commands, hosts
 from models.asking import BUDGET, POLICY, Answers, Watch, ask, checked
 from models.commands import distributed, provenance
 from models.commands.run_flags import (
@@ -122,7 +122,7 @@ def _ask(flags: argparse.Namespace) -> None:
             records.append({"question": question, "answer": answer.answers[0], "seconds": answer.answer_seconds[0]})
         found = found._replace(peak_cache_bytes=peak)
     if flags.json:
-        digests = fingerprints.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
+        digests = provenance.of_run(model, tokenizer)
         figures = {
             "model": flags.model, "document": flags.document or flags.load, "policy": name, "budget": budget,
             "when": flags.when, "document_tokens": found.document_tokens, "cache_bytes": found.cache_bytes,

@@ -20,18 +20,25 @@ import jax
 import models
 from kvjax.chains import policy_of
 from kvjax.schedule import moments
-from models import commands, fingerprints, hosts
+from models import commands, hosts
 from models.batching import Engine
 from models.commands import distributed, parse_budget, provenance
 from models.commands.programs import make_room
-from models.commands.run_flags import MODEL, add_mesh_flags, add_policy_flags, add_run_flags, mesh_of, run_settings
-from models.files import json_object
+from models.commands.run_flags import (
+    MODEL,
+    add_mesh_flags,
+    add_policy_flags,
+    add_run_flags,
+    mesh_of,
+    read_prompts,
+    run_settings,
+)
 
 EXAMPLES = """examples:
   python -m models.batch prompts.jsonl --out answers.jsonl
   python -m models.batch prompts.jsonl --out answers.jsonl --model smollm2 --chat --policy snapkv+caote --budget 512
 """
-FIELDS = ("prompt", "id")
+FIELDS = {"prompt": str, "id": object}
 BEGINNING = b'{"line": '  # of every line that is written
 
 
@@ -84,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(flags: argparse.Namespace) -> None:
     distributed.join(flags)
-    asked = read_prompts(flags.prompts)
+    asked = read_prompts(flags.prompts, FIELDS, lambda fields, line: Asked(line, fields["prompt"], fields.get("id")))
     policy = policy_of(flags.policy)
     when, evict_every = moments(policy, flags.when, flags.evict_every)
     budget = None if flags.budget is None else parse_budget(flags.budget)
@@ -95,7 +102,7 @@ def _run(flags: argparse.Namespace) -> None:
     run = dict(
         model=flags.model, policy=str(policy_of(flags.policy) or "full"), budget=budget, when=when, chat=flags.chat,
         seed=flags.seed, **chosen | dict(evict_every=evict_every),
-        fingerprints=fingerprints.fingerprints(model, tokenizer) | provenance.of_process(tokenizer),
+        fingerprints=provenance.of_run(model, tokenizer),
     )  # fmt: skip
     commands.check_outputs([flags.out])
     # The first of several processes has the answers; what the others write is dropped.
@@ -149,30 +156,6 @@ def _run(flags: argparse.Namespace) -> None:
         raise ValueError(f"{failed} of {len(asked)} prompts failed; the 'error' in their lines says why.")
 
 
-def read_prompts(path: str | Path) -> list[Asked]:
-    """Read the prompts of a file; an error names its line.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: a line is not as expected, or there is none.
-    """
-    asked = []
-    for number, line in enumerate(hosts.from_first(lambda: commands.read_text(path, "prompts")).split("\n"), 1):
-        if not line.strip():
-            continue
-        fields = json_object(line)
-        if fields is None or not isinstance(fields.get("prompt"), str) or not fields["prompt"].strip():
-            raise ValueError(
-                f'{path}, line {number}: expected a JSON object such as {{"prompt": "Why is the sky blue?"}}.'
-            )
-        if unknown := sorted(fields.keys() - set(FIELDS)):
-            raise ValueError(f"{path}, line {number}: unknown field {unknown[0][:60]!r}; expected prompt, and id.")
-        asked.append(Asked(number, fields["prompt"], fields.get("id")))
-    if not asked:
-        raise ValueError(f'{path} has no prompts; give a line such as {{"prompt": "Why is the sky blue?"}} for each.')
-    return asked
-
-
 def resume(file: IO[bytes], asked: list[Asked], run: dict[str, Any]) -> tuple[set[int], dict[int, str]]:
     """Read which prompts a file answers, and cut off what a kill left at its end.
 
@@ -182,9 +165,6 @@ def resume(file: IO[bytes], asked: list[Asked], run: dict[str, Any]) -> tuple[se
 
     Returns:
         The lines of the prompts that are answered, and the errors of those that failed, which are tried again.
-
-    Raises:
-        ValueError: the file holds something else, or the answers of another run.
     """
     file.seek(0)
     content = file.read()

@@ -32,6 +32,7 @@ from models.load import published_sampling
 from models.prompts import kept_of
 from models.sampling import Repetition, Sampling
 from models.sizes import full_cache_bytes
+from models.sizing import checked_budget
 
 POLICY, BUDGET = "snapkv+caote", 1024
 EXAMPLES = """examples:
@@ -395,10 +396,7 @@ def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | floa
         return None, None
     selecting.check_memory_is_kept(policy, POLICY)
     budget = flags.budget if flags.budget is not None else said.get("budget") or BUDGET
-    if isinstance(budget, int):
-        kvjax.check_budget(policy, budget)
-    kvjax.check_block(policy, flags.block)
-    return policy, budget
+    return policy, checked_budget(policy, budget, flags.block)
 
 
 def _turn(talk: Conversation, text: str, screen: Screen) -> None:

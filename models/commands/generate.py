@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -19,7 +20,7 @@ from kvjax.checks import MOST
 from kvjax.policy_checks import check_policy_given
 from kvjax.schedule import moments
 from kvjax.sources import SOURCES
-from models import commands, fingerprints, hosts, selecting
+from models import commands, hosts, selecting
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
 from models.commands.run_flags import (
@@ -29,10 +30,10 @@ from models.commands.run_flags import (
     add_run_flags,
     mesh_of,
     read_input,
+    read_prompts,
     run_settings,
 )
 from models.commands.terminal import sizes_in_words
-from models.files import json_object
 from models.layer_caches import AnyCache
 from models.networks import Network, load_networks, read_by, wanted_by
 from models.sizes import full_cache_bytes
@@ -128,7 +129,10 @@ def _generate(flags: argparse.Namespace) -> None:
         if flags.prompts is not None and getattr(flags, name) not in (None, False):
             raise ValueError(f"argument --{name}: not allowed with argument --prompts.")
     distributed.join(flags)
-    requests = _many(flags) if flags.prompts is not None else [_only(flags)]  # checked before the weights are read
+    if flags.prompts is None:  # checked before the weights are read
+        requests = [_only(flags)]
+    else:
+        requests = read_prompts(flags.prompts, PROMPT_FIELDS, functools.partial(_checked, flags))
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     source = selecting.parse_select(flags.select)
@@ -141,8 +145,7 @@ def _generate(flags: argparse.Namespace) -> None:
         if flags.prompts is not None:
             _answer_all(flags, loaded, requests)
         elif flags.json:
-            digests = fingerprints.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
-            print(_json(flags, digests, _answer(flags, loaded, requests[0])))
+            print(_json(flags, provenance.of_run(model, tokenizer), _answer(flags, loaded, requests[0])))
         else:
             figures = _answer(flags, loaded, requests[0], lambda piece: print(piece, end="", flush=True))
             print(flush=True)
@@ -152,7 +155,7 @@ def _generate(flags: argparse.Namespace) -> None:
 
 def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Request]) -> None:
     """Print one line of JSON per prompt as soon as it is done. A prompt that fails does not stop the others."""
-    digests = fingerprints.fingerprints(loaded.model, loaded.tokenizer) | provenance.of_process(loaded.tokenizer)
+    digests = provenance.of_run(loaded.model, loaded.tokenizer)
     failed, counted = 0, hosts.first() and sys.stderr.isatty()
     for done, request in enumerate(requests):
         make_room()
@@ -256,37 +259,6 @@ def _only(flags: argparse.Namespace) -> Request:
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text with --prompt, --prompt-file or standard input.")
     return _checked(flags, {"prompt": prompt} | ({} if flags.question is None else {"question": flags.question}))
-
-
-def _many(flags: argparse.Namespace) -> list[Request]:
-    """Read the requests of --prompts; an error about one of them names its line."""
-    name = "standard input" if flags.prompts == "-" else flags.prompts
-    requests = []
-    for number, line in enumerate(read_input(flags.prompts, "prompts").split("\n"), 1):
-        if line.strip():
-            try:
-                requests.append(_checked(flags, _fields(line), number))
-            except ValueError as error:
-                raise ValueError(f"line {number} of {name}: {commands.sentence(error)}") from None
-    if not requests:
-        raise ValueError(f'{name} has no prompts; give a line such as {{"prompt": "Why is the sky blue?"}} for each.')
-    return requests
-
-
-def _fields(line: str) -> dict[str, Any]:
-    """Read the fields of a line of --prompts and check their types."""
-    fields = json_object(line)
-    if fields is None:
-        raise ValueError('it is no JSON object; expected one such as {"prompt": "Why is the sky blue?"}.')
-    for name, value in fields.items():
-        if name not in PROMPT_FIELDS:
-            raise ValueError(f"unknown field {name[:60]!r}; expected one of {', '.join(PROMPT_FIELDS)}.")
-        if not isinstance(value, PROMPT_FIELDS[name]) or isinstance(value, bool):
-            kind = "text" if PROMPT_FIELDS[name] is str else "a number"
-            raise ValueError(f"{name} is a JSON {type(value).__name__}; expected {kind}.")
-    if not fields.get("prompt", "").strip():
-        raise ValueError('the prompt is empty; give some text as "prompt".')
-    return fields
 
 
 def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None = None) -> Request:

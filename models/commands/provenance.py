@@ -21,7 +21,9 @@ import jax
 
 import kvjax
 from models.commands.arguments import Invocation
+from models.decoder import Decoder
 from models.files import write_json
+from models.fingerprints import fingerprints
 from models.tokenizer import Tokenizer
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "jinja2")
@@ -76,6 +78,11 @@ def settings() -> dict[str, Any]:
     """Return the settings of JAX that change numbers, where they are not the default ones."""
     found = {name: getattr(jax.config, name, default) for name, default in SETTINGS.items()}
     return {name: value for name, value in found.items() if value != SETTINGS[name]}
+
+
+def of_run(model: Decoder, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return what a command's answers depend on beside its flags: :func:`fingerprints` and :func:`of_process`."""
+    return fingerprints(model, tokenizer) | of_process(tokenizer)
 
 
 def of_process(tokenizer: Tokenizer) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 import models
 from models import commands, hosts
 from models.commands import distributed
+from models.files import json_object
 
 MODEL = "'smollm2', 'retriever' (inside the package), a Hugging Face folder, a GGUF file or a hub name"
 
@@ -107,6 +109,43 @@ def mesh_of(flags: argparse.Namespace) -> Mesh | None:
     named = getattr(flags, "mesh", None)  # not every evaluation has the flag
     text = f"tensor={jax.device_count()}" if named is None and hosts.several() else named
     return None if text is None else models.parse_mesh(text)
+
+
+def read_prompts[Made](path: str, kinds: Mapping[str, Any], make: Callable[[dict[str, Any], int], Made]) -> list[Made]:
+    """Read a file of prompts, one JSON object per line; an error names its line.
+
+    Args:
+        path: see :func:`read_input`.
+        kinds: the fields that an object may have, ``prompt`` among them, and their types.
+        make: called with the fields and the number of each line, from 1.
+    """
+    name = "standard input" if path == "-" else path
+    made = []
+    for number, line in enumerate(read_input(path, "prompts").split("\n"), 1):
+        if line.strip():
+            try:
+                made.append(make(_fields(line, kinds), number))
+            except ValueError as error:
+                raise ValueError(f"line {number} of {name}: {commands.sentence(error)}") from None
+    if not made:
+        raise ValueError(f'{name} has no prompts; give a line such as {{"prompt": "Why is the sky blue?"}} for each.')
+    return made
+
+
+def _fields(line: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields of a line of prompts and check their types."""
+    fields = json_object(line)
+    if fields is None:
+        raise ValueError('it is no JSON object; expected one such as {"prompt": "Why is the sky blue?"}.')
+    for name, value in fields.items():
+        if name not in kinds:
+            raise ValueError(f"unknown field {name[:60]!r}; expected one of {', '.join(kinds)}.")
+        if kinds[name] is not object and (not isinstance(value, kinds[name]) or isinstance(value, bool)):
+            kind = "text" if kinds[name] is str else "a number"
+            raise ValueError(f"{name} is a JSON {type(value).__name__}; expected {kind}.")
+    if not fields.get("prompt", "").strip():
+        raise ValueError('the prompt is empty; give some text as "prompt".')
+    return fields
 
 
 def read_input(path: str, what: str) -> str:
