@@ -58,15 +58,7 @@ def base_of(folder: Path) -> str | None:
 
 
 def read(folder: Path, config: Config) -> dict[tuple[str, tuple[int, ...]], LowRank]:
-    """Read an adapter: what is added to a parameter of the decoder, at each place that has a tensor of its own.
-
-    Args:
-        config: the base model's.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the adapter is of a kind that is not supported, damaged, or of another model.
-    """
+    """Read an adapter: what is added to a parameter of the decoder, at each place that has a tensor of its own."""
     described = read_object(folder / CONFIG)
     for name, known in PLAIN.items():
         if (given := described.get(name)) not in known:
@@ -115,7 +107,6 @@ def save(
     *,
     base: str,
     scale: float,
-    dtype: str = "float32",
 ) -> None:
     """Write an adapter that ``models.load`` and PEFT read.
 
@@ -125,7 +116,6 @@ def save(
         low_rank: "query.A" [L, r, inputs] and "query.B" [L, outputs, r], and so on (:func:`train.lora.init`).
         base: the name of the base model, or its folder.
         scale: the product's factor, alpha / r.
-        dtype: of the stored matrices.
 
     Example:
         >>> import pathlib, tempfile
@@ -150,7 +140,7 @@ def save(
         if order is not None and path in ROTATED:
             up = up.reshape(-1, len(order), rank)[:, np.argsort(order)].reshape(up.shape)
         for which, matrix in (("A", down), ("B", up)):
-            tensors[f"{PREFIX}{module}.lora_{which}.weight"] = np.ascontiguousarray(matrix.astype(dtype))
+            tensors[f"{PREFIX}{module}.lora_{which}.weight"] = np.ascontiguousarray(matrix.astype(np.float32))
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -113,19 +113,13 @@ def ask(
         >>> model, tokenizer = models.load("retriever")
         >>> document = "The code of amber falcon is 4719. The river was calm. "
         >>> document += "The code of silver anchor is 0382."
-        >>> asked = (
-        ...     "Question: what is the code of {0}?\\nAnswer: the code of {0} is".format
-        ... )
+        >>> question = "Question: what is the code of amber falcon?\\n"
+        >>> question += "Answer: the code of amber falcon is"
         >>> found = models.ask(
-        ...     model, tokenizer, document,
-        ...     [asked("amber falcon"), asked("silver anchor")], policy="keydiff",
-        ...     budget=24, block=16, max_new_tokens=4
+        ...     model, tokenizer, document, question, policy="keydiff", budget=24,
+        ...     block=16, max_new_tokens=4
         ... )
         >>> found.answers
-        [' 4719', ' 0382']
-        >>> models.ask(
-        ...     model, tokenizer, found.cache, asked("amber falcon"), max_new_tokens=4
-        ... ).answers
         [' 4719']
     """
     questions = [questions] if isinstance(questions, str) else list(questions)

@@ -81,22 +81,15 @@ class Engine:
             remembers every token.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> import models
         >>> model = models.Decoder.tiny()
         >>> engine = models.Engine(model, rows=2, policy="h2o", budget=16, block=8)
-        >>> handles = [
-        ...     engine.submit(range(length), max_new_tokens=3) for length in (40, 9, 21)
-        ... ]
+        >>> handles = [engine.submit(range(length)) for length in (40, 9, 21)]
         >>> answers = {handle: [] for handle in handles}
         >>> for made in engine.run():
         ...     answers[made.handle].append(made.token)
-        >>> alone = models.generate(
-        ...     model, jnp.arange(9)[None], policy="h2o", budget=16, block=8,
-        ...     max_new_tokens=3
-        ... )
-        >>> answers[handles[1]] == alone.tokens[0].tolist()
-        True
+        >>> [len(answer) for answer in answers.values()]
+        [64, 64, 64]
     """
 
     def __init__(

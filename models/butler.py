@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
@@ -43,6 +42,7 @@ PUBLISHED = {
     (4096, 32, 32): (1024, 32),
     (2048, 36, 16): (768, 32),
 }
+SHARE = 0.01  # of the model's parameters, for a shape that is not published
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,28 +95,18 @@ class ButlerConfig:
         return self.num_layers - 1
 
     @classmethod
-    def of(cls, model: Config, *, source: Source = "layer0_output", share: float = 0.01) -> ButlerConfig:
-        """Return the predictor's shape for a model: the published one if there is one, else by a parameter share.
+    def of(cls, model: Config) -> ButlerConfig:
+        """Return the predictor's shape for a model: the published one if there is one, else 1% of its parameters.
 
         D' is then a quarter of the model's D, and ``hidden`` as wide as the share allows, but at least E / 8: in a
         small model the attention and its feed-forward, E^2 / 2, already take the share.
 
-        Args:
-            share: the predictor's share of the model's parameters, for a shape that is not published.
-
         Example:
-            >>> from models.butler import ButlerConfig
-            >>> from models.config import Config
-            >>> llama = Config(
-            ...     128256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8,
-            ...     tie_embeddings=True
-            ... )
-            >>> published = ButlerConfig.of(llama)
-            >>> published.hidden, published.dim
-            (512, 16)
+            >>> import models
+            >>> shape = models.ButlerConfig.of(models.Decoder.tiny().config)
+            >>> shape.hidden, shape.dim
+            (4, 2)
         """
-        if not 0 < share < 1:
-            raise ValueError(f"share is {share}; give the predictor's share of the model's parameters, in (0, 1).")
         known = PUBLISHED.get((model.hidden_size, model.num_layers, model.num_heads))
         hidden, dim = known or (model.hidden_size, max(2, 2 * round(model.head_dim / 8)))
         config = cls(
@@ -125,14 +115,13 @@ class ButlerConfig:
             num_heads=model.num_heads,
             hidden=hidden,
             dim=dim,
-            source=source,
             rope_theta=model.rope.theta,
             published_layout=known is not None,
         )
         if known:
             return config
         networks = 2 * (config.hidden_size + config.predicted_layers * config.num_heads * dim)  # per unit of hidden
-        left = share * _count(model_shapes(model)) - (num_parameters(config) - hidden * networks)
+        left = SHARE * _count(model_shapes(model)) - (num_parameters(config) - hidden * networks)
         return dataclasses.replace(config, hidden=max(int(left / networks) // 8 * 8, math.ceil(model.hidden_size / 8)))
 
 
@@ -200,24 +189,20 @@ class Butler(nnx.Module):
         config: its shape.
         parameters: an array for each entry of ``parameter_shapes(config)``; Xavier uniform if not given.
         rngs: the source of random parameters (``nnx.Rngs(0)``).
-        dtype: the dtype of random parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> config = models.Config(
-        ...     64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2
-        ... )
-        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> x = jax.random.normal(jax.random.key(0), (1, 6, 32))
-        >>> jax.jit(butler)(x).query.shape  # of layers 1 and 2
-        (2, 1, 6, 4, 2)
+        >>> shape = models.ButlerConfig.of(models.Decoder.tiny().config)
+        >>> butler, x = models.Butler(shape, rngs=nnx.Rngs(0)), jnp.ones((1, 6, 32))
+        >>> jax.jit(butler)(x).query.shape  # of layer 1
+        (1, 1, 6, 4, 2)
         >>> query, cache = jax.jit(butler.step)(
         ...     butler.init_cache(batch=1, slots=8), x, jnp.arange(6)[None]
         ... )
         >>> query.shape, cache.importance_key.shape
-        ((2, 1, 6, 4, 2), (2, 1, 4, 8, 2))
+        ((1, 1, 6, 4, 2), (1, 1, 4, 8, 2))
     """
 
     name: ClassVar[str] = "butler"
@@ -248,12 +233,11 @@ class Butler(nnx.Module):
         parameters: dict[str, Array] | None = None,
         *,
         rngs: nnx.Rngs | None = None,
-        dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
         shapes = parameter_shapes(config)
         if parameters is None:
-            parameters = drawn(_random_parameter, shapes, check_rngs(rngs), dtype)
+            parameters = drawn(_random_parameter, shapes, check_rngs(rngs))
         for name in shapes:
             setattr(self, name, nnx.Param(parameters[name]))
 
@@ -425,16 +409,12 @@ class Butler(nnx.Module):
 def butler_input(
     model: Decoder,
     tokens: Int[Array, "B T"],
-    position: Int[Array, "B T"] | None = None,
     *,
     source: Source = "layer0_output",
 ) -> Float[Array, "B T E"]:
     """Compute the input of a predictor: of whole sequences, or for "attention_input" of any block.
 
-    Args:
-        model: the frozen model. Only its layer 0 runs, and for "attention_input" no layer.
-        position: absolute positions, -1 for padding; 0 to T - 1 by default. "attention_input" does not read them.
-        source: see :class:`ButlerConfig`.
+    Only layer 0 of the model runs, and for "attention_input" no layer; for ``source`` see :class:`ButlerConfig`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -448,7 +428,7 @@ def butler_input(
     if source == "attention_input":
         first = {name: array[0] for name, array in layers.arrays().items() if name == "attention_norm"}
         return attention_input(config, first, embed(config, model.embedding[...], tokens))
-    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if position is None else position
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     alone = dataclasses.replace(
         config, num_layers=1, sliding_windows=config.sliding_windows[:1], ropes=config.ropes[:1],
         dense_sizes=config.dense_sizes[:1], tie_embeddings=True,
@@ -477,8 +457,8 @@ def _layer_norm(x: Float[Array, "*rest r"]) -> Float[Array, "*rest r"]:
     return (centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
 
-def _random_parameter(key: Array | None, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+def _random_parameter(key: Array | None, name: str, shape: tuple[int, ...]) -> Array:
     if key is None:
-        return jnp.full(shape, 1 if name.endswith("norm") else 0, dtype)
+        return jnp.full(shape, 1 if name.endswith("norm") else 0, jnp.float32)
     bound = math.sqrt(6 / (shape[0] + math.prod(shape[1:])))
-    return jax.random.uniform(key, shape, minval=-bound, maxval=bound).astype(dtype)
+    return jax.random.uniform(key, shape, minval=-bound, maxval=bound).astype(jnp.float32)

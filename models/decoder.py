@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
@@ -59,18 +58,16 @@ class Decoder(nnx.Module):
     Args:
         config: the model's shape.
         parameters: an array for each entry of ``parameter_shapes(config)``, by path; drawn at random if not given.
-        rngs: the source of random parameters (``nnx.Rngs(0)``).
-        dtype: the dtype of random parameters.
+        rngs: the source of random parameters (``nnx.Rngs(0)``), which are float32.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
-        >>> from models.config import Config
-        >>> from models.decoder import Decoder
-        >>> model = Decoder(
-        ...     Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2),
-        ...     rngs=nnx.Rngs(0),
+        >>> import models
+        >>> config = models.Config(
+        ...     64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2
         ... )
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> jax.jit(model)(jnp.array([[1, 2, 3]])).shape
         (1, 3, 64)
     """
@@ -81,12 +78,11 @@ class Decoder(nnx.Module):
         parameters: dict[str, Array] | None = None,
         *,
         rngs: nnx.Rngs | None = None,
-        dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
         shapes = parameter_shapes(config)
         if parameters is None:
-            parameters = drawn(_random_parameter, shapes, check_rngs(rngs), config.norm_offset, dtype)
+            parameters = drawn(_random_parameter, shapes, check_rngs(rngs), config.norm_offset)
         self.embedding = nnx.Param(parameters["embedding"])
         self.norm = nnx.Param(parameters["norm"])
         self.head = None if config.tie_embeddings else nnx.Param(parameters["head"])
@@ -457,9 +453,7 @@ def _normed_heads(config: Config, weights: dict[str, Array], query: Array, key: 
     return query, key
 
 
-def _random_parameter(
-    key: Array | None, name: str, shape: tuple[int, ...], norm_offset: bool, dtype: DTypeLike
-) -> Array:
+def _random_parameter(key: Array | None, name: str, shape: tuple[int, ...], norm_offset: bool) -> Array:
     if key is None:
-        return jnp.full(shape, 1 if name.endswith("norm") and not norm_offset else 0, dtype)
-    return (0.02 * jax.random.normal(key, shape)).astype(dtype)
+        return jnp.full(shape, 1 if name.endswith("norm") and not norm_offset else 0, jnp.float32)
+    return (0.02 * jax.random.normal(key, shape)).astype(jnp.float32)

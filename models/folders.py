@@ -30,13 +30,13 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 IGNORED = re.compile(r"lm_head\.weight|.*\.rotary_emb\.inv_freq")
 
 
-def find_folder(path: str | Path, revision: str | None = None) -> Path:
+def find_folder(path: str | Path) -> Path:
     """Find the folder of a model's files; see :func:`models.load`. A model with a hub name is downloaded."""
-    found = find(path, revision)
+    found = find(path)
     return found.parent if found.is_file() else found
 
 
-def find(path: str | Path, revision: str | None) -> Path:
+def find(path: str | Path, revision: str | None = None) -> Path:
     """Return a model's folder, or its GGUF file."""
     if path in SHIPPED:
         return Path(__file__).parent / SHIPPED[str(path)]

@@ -99,11 +99,9 @@ class Gate(nnx.Module):
         >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> gate = models.Gate(
-        ...     models.GateConfig(64, num_layers=3, num_heads=4, num_kv_heads=2),
-        ...     rngs=nnx.Rngs(0),
-        ... )
-        >>> logarithm = jax.jit(gate)(1, jnp.ones((1, 5, 64)))
+        >>> shape = models.GateConfig.of(models.Decoder.tiny().config)
+        >>> gate = models.Gate(shape, rngs=nnx.Rngs(0))
+        >>> logarithm = jax.jit(gate)(1, jnp.ones((1, 5, 32)))
         >>> logarithm.shape, bool((logarithm < 0).all())
         ((1, 5, 2), True)
     """

@@ -85,13 +85,13 @@ def load(
 
 
 def describe(
-    path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None, revision: str | None = None
+    path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> tuple[Config, Tokenizer | None]:
     """Check a checkpoint as far as possible without reading its weights, and return its config and its tokenizer.
 
     The arguments and errors are those of :func:`load`.
     """
-    checkpoint, *_ = _opened(path, dtype, mesh, revision)
+    checkpoint, *_ = _opened(path, dtype, mesh, None)
     return checkpoint.config, checkpoint.tokenizer
 
 
@@ -103,7 +103,7 @@ def _opened(
     found = find(path, revision)
     adapter, base = found, adapters.base_of(found)
     if base is not None:
-        found = find(base, None)
+        found = find(base)
         if adapters.base_of(found) is not None:
             raise ValueError(f"{adapter} adapts {base}, which is an adapter itself; save the adapted model as a whole.")
     checkpoint = open_file(found) if found.is_file() else open_folder(found)
@@ -141,14 +141,12 @@ def _counted(tensor: Tensor, on_read: Callable[[int], None]) -> Tensor:
     return tensor._replace(read=read)
 
 
-def published_sampling(path: str | Path, revision: str | None = None) -> Sampling:
+def published_sampling(path: str | Path) -> Sampling:
     """Read how a model's authors choose its tokens: greedily, unless its files say that tokens are drawn.
 
     A folder says so in generation_config.json ("do_sample"), a GGUF file by "general.sampling.temp".
-
-    For the arguments and errors see :func:`load`.
     """
-    found = find(path, revision)
+    found = find(path)
     if found.is_file():
         said = read_sampling(found)
     else:

@@ -161,17 +161,9 @@ class Options:
 
 
 def options_of(function: str, taken: type, options: Options | None, settings: Any, **fixed: Any) -> Options:
-    """Return the options of a call, in which its keyword arguments come before ``options``.
+    """Return the options of a call, in which its keyword arguments, ``settings``, come before ``options``.
 
-    Args:
-        function: the function's name, for messages.
-        taken: the keyword arguments that it takes, as a TypedDict.
-        settings: those that it was given.
-        fixed: fields that the function sets itself.
-
-    Raises:
-        TypeError: another keyword argument, or ``options`` of another type.
-        ValueError: ``options`` has a selection, and the function makes none.
+    Those that the function takes are the fields of ``taken``, a TypedDict; ``fixed`` are fields that it sets itself.
     """
     if not isinstance(options, Options | None):
         raise TypeError(f"options is a {type(options).__name__}; expected a models.Options.")

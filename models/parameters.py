@@ -22,18 +22,14 @@ SPLIT = ("N", "K", "X", "F", "Fd", "V")  # the axes that a mesh splits: heads, e
 class Parameter(NamedTuple):
     """One parameter; of all layers, stacked, where its axes begin with L.
 
-    Attributes:
-        axes: the axis letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the
-            feed-forward of those.
-        tensor: its Hugging Face name in most families, where {} stands for the layer, a second {} for the expert.
-        stored: the axes of that tensor; letters joined by "*" share one axis of it.
-        wanted: whether a model of a given config has it.
+    Axes are the letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the feed-forward
+    of those.
     """
 
     axes: str
-    tensor: str
-    stored: str
-    wanted: Callable[[Config], bool] = lambda config: True
+    tensor: str  # its Hugging Face name in most families; {} stands for the layer, a second {} for the expert
+    stored: str  # the axes of that tensor; letters joined by "*" share one axis of it
+    wanted: Callable[[Config], bool] = lambda config: True  # whether a model of a given config has it
 
     @property
     def separate(self) -> int:

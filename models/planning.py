@@ -221,9 +221,7 @@ def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
 def _check_frequencies(rope: Rope, prompt: CheckedPrompt, seen: Int[np.ndarray, "B"], reserve: int) -> None:
     """Check that all keys of a text are rotated by the same frequencies, where these depend on its length.
 
-    Args:
-        seen: the tokens of each row, with those in the cache.
-        reserve: the number of tokens that may follow.
+    ``seen`` are the tokens of each row, with those in the cache; ``reserve`` tokens may follow.
     """
     most, fed_before = rope.original_positions, np.asarray(prompt.text.start)
     crossing = seen > most
@@ -264,9 +262,7 @@ def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_
 def _stored(own: str, asked: DtypesLike | None, traced: bool) -> tuple[Dtypes, tuple[str | None, ...]]:
     """Return the dtypes of a new cache, and the eight bits that rows are rounded to but not stored in (Plan).
 
-    Args:
-        own: the model's dtype.
-        traced: whether a derivative may be taken, which does not pass through eight bits.
+    ``own`` is the model's dtype. Through ``traced`` weights a derivative may be taken, which does not pass eight bits.
     """
     names = Dtypes(own, own) if asked is None else check_dtypes(asked)
     rounded_to = tuple(name if traced and is_quantised(name) else None for name in names)

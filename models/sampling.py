@@ -53,16 +53,11 @@ def _drawn(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[A
 
 
 class Repetition:
-    """Finds an answer that says the same again and again.
+    """Finds an answer that says the same again and again, in at most 256 tokens; 32 last ones must repeat others."""
 
-    Args:
-        least: so many last tokens must repeat those before them.
-        longest: the most tokens of what is repeated.
-    """
-
-    def __init__(self, least: int = 32, longest: int = 256):
-        self.least, self.last = np.maximum(2 * np.arange(1, longest + 1), least), np.full(longest, -1)
-        self.same = np.zeros(longest, int)  # for each distance, the number of last tokens that equal those before
+    def __init__(self) -> None:
+        self.least, self.last = np.maximum(2 * np.arange(1, 257), 32), np.full(256, -1)
+        self.same = np.zeros(256, int)  # for each distance, the number of last tokens that equal those before
 
     def add(self, token: int) -> bool:
         """Tell whether the last tokens say the same three times or more, with a further token."""

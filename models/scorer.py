@@ -80,10 +80,8 @@ class Scorer(nnx.Module):
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> scorer = models.Scorer(
-        ...     models.ScorerConfig(64, num_layers=3, num_kv_heads=2), rngs=nnx.Rngs(0)
-        ... )
-        >>> scorer(1, jnp.ones((1, 5, 64))).shape
+        >>> shape = models.ScorerConfig.of(models.Decoder.tiny().config)
+        >>> models.Scorer(shape, rngs=nnx.Rngs(0))(1, jnp.ones((1, 5, 32))).shape
         (1, 5, 2)
     """
 

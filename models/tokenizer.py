@@ -36,19 +36,10 @@ class Tokenizer:
         vocab_size: the number of ids, including added tokens.
 
     Example:
-        >>> import tokenizers
-        >>> from models.tokenizer import Tokenizer
-        >>> words = tokenizers.models.WordLevel(
-        ...     {"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"
-        ... )
-        >>> backend = tokenizers.Tokenizer(words)
-        >>> backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        >>> tokenizer = Tokenizer(backend, {"bos_token": "<s>"})
-        >>> (
-        ...     tokenizer.encode("a b"), tokenizer.decode([1, 2]), tokenizer.bos,
-        ...     tokenizer.eos, tokenizer.vocab_size
-        ... )
-        ([1, 2], 'a b', 0, None, 3)
+        >>> import models
+        >>> _, tokenizer = models.load("retriever")
+        >>> tokenizer.decode(tokenizer.encode("The code is 4719."))
+        'The code is 4719.'
     """
 
     def __init__(

@@ -82,12 +82,10 @@ class Conversation:
         ...     *models.load("retriever"), policy="h2o", budget=64, block=32,
         ...     max_new_tokens=4
         ... )
-        >>> _ = list(
-        ...     talk.answer("The code of amber falcon is 4719. The river was calm.")
-        ... )
-        >>> question = "Question: what is the code of amber falcon?\\n"
-        >>> question += "Answer: the code of amber falcon is"
-        >>> "".join(talk.answer(question))[:5]
+        >>> said = "The code of amber falcon is 4719. The river was calm.\\n"
+        >>> said += "Question: what is the code of amber falcon?\\n"
+        >>> said += "Answer: the code of amber falcon is"
+        >>> "".join(talk.answer(said))[:5]
         ' 4719'
     """
 
@@ -191,12 +189,7 @@ class Conversation:
         kvjax.save_cache(path, models.stacked(self.now.cache), pending=self.now.pending, **self._made_with())
 
     def load(self, path: str | Path) -> None:
-        """Continue the conversation of a file that :meth:`keep` wrote.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: the file is not a conversation, is damaged, or is one with another model, policy or budget.
-        """
+        """Continue the conversation of a file that :meth:`keep` wrote, with the same model, policy and budget."""
         info = kvjax.cache_info(path)
         dtype = self.settings.get("cache_dtype") or self.model.embedding[...].dtype.name
         for name, ours in (self._made_with() | {"dtype": str(check_dtypes(dtype))}).items():

@@ -41,9 +41,6 @@ def join(flags: argparse.Namespace) -> None:
     """Join the other processes that the flags name, if they name any, and remove the flags.
 
     The output of all processes but the first is dropped; their errors are not.
-
-    Raises:
-        ValueError: the flags do not belong together, or the others were not found.
     """
     address, processes, number = (vars(flags).pop(name) for name in ("coordinator", "processes", "process_id"))
     if (address, processes, number) == (None, None, None):

@@ -20,16 +20,11 @@ LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/cor
 
 
 class Screen:
-    """Writes answers to standard output, and notes and figures to standard error.
+    """Writes answers to standard output, and notes and figures to standard error."""
 
-    Args:
-        width: columns of the terminal; None for what standard output is, without columns where it is no terminal.
-    """
-
-    def __init__(self, width: int | None = None):
-        if width is None and sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns
-        self.width, self.column = width, 0
+    def __init__(self) -> None:
+        self.width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        self.column = 0
         self.word = self.gap = ""  # the last word, and the blanks before it
         self.notes, self.noted = sys.stderr.isatty(), False
 

@@ -43,7 +43,6 @@ from tests.models import test_kvgrad as kvgrads
 from tests.models.commands import test_chat as asked
 from tests.models.make_golden import GOLDEN
 from tests.models.test_butler import CONFIG as BUTLER
-from tests.models.test_butler import MODEL as BUTLERS
 from tests.models.test_butler import a_butler
 from tests.models.test_config import MIXED, of, read
 from tests.papers.test_launches import PROGRAM
