@@ -200,11 +200,7 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, system: str | None) -> _Form:
-        """Find the text around a message, by the tokenizer's chat template.
-
-        Raises:
-            ValueError: there is a system message but no template, or the template leaves the user's message out.
-        """
+        """Find the text around a message, by the tokenizer's chat template."""
         if tokenizer.chat_template is None:
             if system is not None:
                 raise ValueError("a system message needs a chat template, and none is used here; leave system out.")

@@ -266,8 +266,7 @@ class Butler(nnx.Module):
     def init_cache(self, batch: int, slots: int, *, importance_keys: bool = True) -> ButlerCache:
         """Return an empty cache for sequences of up to ``slots`` tokens: 2 r + L' N D' numbers per token.
 
-        Args:
-            importance_keys: whether to keep importance keys; False saves their L' N D' numbers, for :meth:`advance`.
+        Without ``importance_keys``, which :meth:`advance` returns, it takes L' N D' numbers less.
         """
         batch = check_count("batch", batch, 1, "a cache needs at least 1")
         slots = check_count("slots", slots, 1, "a cache needs at least 1")
@@ -326,7 +325,9 @@ class Butler(nnx.Module):
         cache = dataclasses.replace(cache, position=stored, **grown)
         return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)), cache
 
-    shapes = staticmethod(parameter_shapes)
+    @staticmethod
+    def shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(config)
 
     # What makes it a network that looks ahead; see models.networks.LooksAhead.
 

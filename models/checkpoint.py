@@ -80,10 +80,9 @@ def part_from(tensor: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
-    """Return a tensor whose first axis has the elements of heads, with the elements of each head in another order.
+    """Return a tensor whose first axis has the elements of heads, with those of each head in another order.
 
-    Args:
-        order: the element of the file that each element is.
+    ``order`` says which element of the file each one is.
     """
     heads = tensor.shape[0] // len(order)
     vectors = (np.arange(heads)[:, None] * len(order) + order).reshape(-1)

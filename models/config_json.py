@@ -71,11 +71,7 @@ class _Fields(TypedDict, total=False):
 
 
 def from_hugging_face(raw: Mapping[str, Any]) -> Config:
-    """Read a config.json of either transformers generation (``rope_theta``/``rope_scaling`` or ``rope_parameters``).
-
-    Raises:
-        ValueError: the architecture, activation or rope type is not supported, or a field is missing.
-    """
+    """Read a config.json of either transformers generation (``rope_theta``/``rope_scaling`` or ``rope_parameters``)."""
     family = family_of(raw)
     called = raw.get("model_type") or family.architecture
     try:
@@ -115,9 +111,6 @@ def config_of(raw: Raw, **fields: Any) -> Config:
     Args:
         raw: what :func:`completed` returned.
         fields: the fields of Config that the family reads in its own way, or always has.
-
-    Raises:
-        ValueError: the activation or the rotary embedding is not supported.
 
     Example:
         >>> from models.config_json import completed, config_of

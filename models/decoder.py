@@ -323,8 +323,8 @@ def _experts(
 ) -> Float[Array, "B T E"]:
     """Apply those experts that the router chooses for each token.
 
-    The tokens are sorted by expert, so that each expert's weights meet its own tokens in one ragged
-    product. No token is dropped, and no expert is copied for a token.
+    The tokens are sorted by expert, so that each expert's weights meet its own tokens in one ragged product. No token
+    is dropped, and no expert is copied for a token.
     """
     logits = (x @ weights["router"]).astype(jnp.promote_types(x.dtype, jnp.float32))
     share, expert = jax.lax.top_k(jax.nn.softmax(logits), config.experts_per_token)  # [B, T, c]
@@ -362,11 +362,7 @@ def _by_kind(
 def _feed_forward_of(
     config: Config, feeds: tuple[dict[str, Array], ...], layer: Int[Array, ""], x: Float[Array, "B T E"]
 ) -> Float[Array, "B T E"]:
-    """Apply the feed-forward of a layer where some layers have experts, and others do not.
-
-    Args:
-        feeds: the feed-forward parameters of all layers without experts, and of all with them.
-    """
+    """Apply one layer's feed-forward; ``feeds`` are the parameters of all layers without experts, and with them."""
     sparse = jnp.array([size is None for size in config.dense_sizes])
     before = jnp.cumsum(sparse) - sparse  # a layer's place among those of its kind
     place = jnp.where(sparse, before, jnp.arange(config.num_layers) - before)[layer]

@@ -21,10 +21,7 @@ def attention_in_chunks(
 ) -> Float[Array, "B T N D"]:
     """Compute causal attention of whole sequences without holding the weights of more than one chunk of queries.
 
-    Args:
-        position: absolute positions of the queries and the keys, -1 for padding.
-        sliding_window: how many tokens a query sees, including its own; all by default.
-        soft_cap: see :func:`kernels_pallas.cache_attention`.
+    ``position`` is that of queries and keys, -1 for padding. For the others see :func:`kernels_pallas.cache_attention`.
     """
     B, T = position.shape
     key_position = jnp.broadcast_to(position[:, None], key.shape[:3])

@@ -87,11 +87,10 @@ def prefill(
             longer than the model's positions when nothing is evicted.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> import models
         >>> model = models.Decoder.tiny()
         >>> cache, logits = models.prefill(
-        ...     model, jnp.arange(40)[None], policy="h2o+caote", budget=16, block=8
+        ...     model, [range(40)], policy="h2o+caote", budget=16, block=8
         ... )
         >>> logits.shape, cache.num_live.min().item(), cache.num_live.max().item()
         ((1, 64), 16, 16)
@@ -122,11 +121,10 @@ def hidden_states(
     A vocabulary is some hundred times wider than the hidden states: compute the [B, T, V] logits a part at a time.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> import models
         >>> model = models.Decoder.tiny()
         >>> cache, hidden = models.hidden_states(
-        ...     model, jnp.arange(40)[None], policy="h2o", budget=16, block=8
+        ...     model, [range(40)], policy="h2o", budget=16, block=8
         ... )
         >>> hidden.shape, model.logits(hidden[:, 8:16]).shape
         ((1, 40, 32), (1, 8, 64))
@@ -161,12 +159,11 @@ def generate(
         key: draws the tokens where the temperature is above 0.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> import models
         >>> model = models.Decoder.tiny()
         >>> out = models.generate(
-        ...     model, jnp.arange(40)[None], policy="snapkv(window=8)", budget=16,
-        ...     block=8, max_new_tokens=4
+        ...     model, [range(40)], policy="snapkv(window=8)", budget=16, block=8,
+        ...     max_new_tokens=4
         ... )
         >>> out.tokens.shape, out.lengths.tolist(), out.cache.num_live.max().item()
         ((1, 4), [4], 19)
@@ -254,11 +251,7 @@ _project = jax.jit(kvjax.output_projection, static_argnums=(1, 2))
 
 
 def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefilled: Prefilled) -> Prefilled:
-    """Feed the questions that were held back to the context's cache; rows without a question keep their logits.
-
-    Args:
-        given: the whole prompts.
-    """
+    """Feed the questions that were held back to the context's cache; rows without a question keep their logits."""
     text, cache = given.text, prefilled.cache
     asked = text.questions
     if not asked.any():

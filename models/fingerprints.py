@@ -19,10 +19,7 @@ from models.tokenizer import Tokenizer
 
 
 def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> dict[str, str]:
-    """Return digests that identify a model and its tokenizer, for JSON.
-
-    They are those of the config, of :func:`weights`, and of the tokenizer with its special tokens and chat template.
-    """
+    """Return digests of a model's config and weights, and of its tokenizer with special tokens and chat template."""
     found = {"config": digest(described(model.config)), "weights": weights(model, parameter_shapes(model.config))}
     if tokenizer is not None:
         parts = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]

@@ -132,8 +132,7 @@ def _tensor_names(file: Path) -> set[str]:
 def read_config(folder: Path) -> Config:
     """Read the config of a checkpoint, with the end tokens of generation_config.json if it exists.
 
-    Chat models stop at tokens that only generation_config.json names (``<|eot_id|>`` of Llama 3, ``<|endoftext|>`` of
-    Qwen).
+    Chat models stop at tokens that only it names (``<|eot_id|>`` of Llama 3, ``<|endoftext|>`` of Qwen).
     """
     file = folder / "config.json"
     if not file.is_file():

@@ -54,11 +54,10 @@ def teacher_forced(
         ValueError: a text is not longer than its prompt, or :func:`models.generate` would fail.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> import models
         >>> model = models.Decoder.tiny()
         >>> cache, hidden = models.teacher_forced(
-        ...     model, jnp.arange(40)[None], prompt=8, policy="h2o", budget=16, block=8
+        ...     model, [range(40)], prompt=8, policy="h2o", budget=16, block=8
         ... )
         >>> hidden.shape, cache.num_live.max().item(), cache.next_position.item()
         ((1, 33, 32), 16, 40)

@@ -124,7 +124,9 @@ class Gate(nnx.Module):
         """Return the logarithms of the scores of tokens in one layer; ``x`` is the input of the layer's attention."""
         return self._logarithms(layer, x)[0]
 
-    shapes = staticmethod(parameter_shapes)
+    @staticmethod
+    def shapes(config: GateConfig) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(config)
 
     def predict(
         self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None

@@ -87,10 +87,7 @@ def load(
 def describe(
     path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> tuple[Config, Tokenizer | None]:
-    """Check a checkpoint as far as possible without reading its weights, and return its config and its tokenizer.
-
-    The arguments and errors are those of :func:`load`.
-    """
+    """Check a checkpoint as far as possible without reading its weights, and return its config and its tokenizer."""
     checkpoint, *_ = _opened(path, dtype, mesh, None)
     return checkpoint.config, checkpoint.tokenizer
 

@@ -70,7 +70,6 @@ class Network(Protocol):
     @staticmethod
     def shapes(config: Any) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter, by its name in the module."""
-        ...
 
     def predict(
         self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None
@@ -81,7 +80,6 @@ class Network(Protocol):
             x: the input of the layer's attention.
             said, memory: what :meth:`LooksAhead.look_ahead` returned for the block; None without it, and in layer 0.
         """
-        ...
 
 
 @runtime_checkable
@@ -91,28 +89,22 @@ class LooksAhead(Network, Protocol):
     def init_cache(self, batch: int, slots: int, *, importance_keys: bool = True) -> Any:
         """Return an empty memory for sequences of up to ``slots`` tokens.
 
-        Args:
-            importance_keys: whether a selection reads keys from it; else a policy keeps them with its tokens.
+        With ``importance_keys`` a selection reads keys from it; else a policy keeps them with its tokens.
         """
-        ...
 
     def entered(self, model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"] | None:
         """Return what it reads of a block; None if that is layer 0's output."""
-        ...
 
     def look_ahead(
         self, cache: Any, x: Float[Array, "B T E"], position: Int[Array, "B T"], *, importance_keys: bool
     ) -> tuple[Any, Any]:
         """Feed a block, and return what it says to all layers, and the memory."""
-        ...
 
     def over_sequences(self, model: Decoder, tokens: Int[Array, "B T"]) -> Any:
         """Return what it says of whole sequences."""
-        ...
 
     def fitted(self, policy: Policy) -> Policy:
         """Return a policy that reads its predictions with the sizes that it needs to know."""
-        ...
 
 
 Networks = Network | Sequence[Network] | None
@@ -266,12 +258,11 @@ def save_network(folder: str | Path, network: Network, model: Decoder, name: str
         >>> from flax import nnx
         >>> import models
         >>> model = models.Decoder.tiny()
-        >>> shape = models.ScorerConfig.of(model.config)
-        >>> scorer = models.Scorer(shape, rngs=nnx.Rngs(0))
+        >>> gate = models.Gate(models.GateConfig.of(model.config), rngs=nnx.Rngs(0))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     models.save_network(folder, scorer, model, "a small one")
-        ...     models.load_network(folder, model).config == shape
-        True
+        ...     models.save_network(folder, gate, model, "a small one")
+        ...     models.load_network(folder, model).name
+        'gate'
     """
     description = {"name": name, **fingerprint(model)}
     if jax.process_index() > 0:
@@ -293,8 +284,8 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the network is of another model (the message names what differs), a file is damaged, the folder has
-            several networks, or the dtype is unknown.
+        ValueError: the network is of another model (the message names what differs), a file is damaged, or the folder
+            has several networks.
 
     Example:
         >>> import models
@@ -384,12 +375,9 @@ def load_networks(
     wanted: Iterable[frozenset[str]] = (),
     dtype: DTypeLike | None = None,
 ) -> tuple[Network, ...]:
-    """Load networks from folders, and from the model's own folder for what these do not predict.
+    """Load networks from folders, and from the model's own folder, ``path``, for what these do not predict.
 
-    Args:
-        folders: see :func:`load_network`.
-        path: see :func:`own_network`.
-        wanted: what is read, see :func:`wanted_by`.
+    ``wanted`` is what is read, as :func:`wanted_by` says it.
     """
     found = [load_network(folder, model, dtype=dtype) for folder in folders or ()]
     for fields in wanted:

@@ -142,8 +142,7 @@ def over_steps(
 ) -> Any:
     """Loop over the decode steps; ``loop`` begins with the number of the next step, from 1, and the state.
 
-    Args:
-        made: returns the tokens so far, [B, n], and which rows have ended, from ``loop`` before and after a step.
+    ``made`` returns the tokens so far, [B, n], and which rows have ended, from ``loop`` before and after a step.
     """
     every = run.plan.evict_every
     if not every or every >= most or (every == 1 and not run.plan.repeats):

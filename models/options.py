@@ -127,11 +127,10 @@ class Options:
         end: tokens that end a row; the config's by default, () for none.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> import models
         >>> model = models.Decoder.tiny()
         >>> options = models.Options(policy="h2o", budget=16, block=8, max_new_tokens=4)
-        >>> prefilled = models.prefill(model, jnp.arange(40)[None], options=options)
+        >>> prefilled = models.prefill(model, [range(40)], options=options)
         >>> models.generate(model, prefilled, options=options).tokens.shape
         (1, 4)
     """

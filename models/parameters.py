@@ -130,10 +130,7 @@ def drawn(
 ) -> dict[str, Array]:
     """Make random parameters in one compiled program; operations one by one would be a program for each shape.
 
-    Args:
-        draw: ``draw(key, name, shape, *options)`` returns a parameter; the key of norms and biases is None.
-        shapes: their shapes by name.
-        options: hashable.
+    ``draw(key, name, shape, *options)`` returns a parameter; the key of norms and biases is None. Options are hashable.
     """
     keys = {name: rngs.params() for name in shapes if not name.endswith(("norm", "bias"))}
     return _drawn(draw, tuple(shapes.items()), options, keys)
@@ -154,9 +151,7 @@ def layers_with(config: Config, name: str) -> Sequence[int]:
 def tensor_of(config: Config, name: str, tensor: str, place: Sequence[int]) -> str:
     """Return the name of the tensor that holds one place of a stacked parameter.
 
-    Args:
-        tensor: the parameter's name in the checkpoint, as in ``Parameter.tensor``.
-        place: the place along the axes that have a tensor for each index.
+    ``tensor`` is as in ``Parameter``; ``place`` is along the axes that have a tensor for each index.
     """
     layers = layers_with(config, name)
     return tensor.format(*(layers[place[0]], *place[1:]) if layers else place)

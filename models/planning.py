@@ -195,8 +195,7 @@ def _continued(plan: Plan, policy: Policy, prompt: CheckedPrompt, kept: Kept, bu
 def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
     """Check that a policy that fits biases can do so in this run: it needs whole heads, and attention as it is.
 
-    Args:
-        again: whether the context goes on in a cache without sample queries, which were dropped once it was fitted.
+    ``again`` says that the context goes on in a cache without sample queries, which were dropped once it was fitted.
     """
     policy = plan.policy
     assert policy is not None and policy.merging is not None

@@ -33,11 +33,7 @@ def place(name: str) -> Path:
 
 
 def find(name: str) -> Path:
-    """Find the file of a model in ``PUBLISHED``.
-
-    Raises:
-        FileNotFoundError: it has not been fetched yet; the message says how to fetch it.
-    """
+    """Find the file of a model in ``PUBLISHED``, if it has been fetched."""
     file = place(name)
     if not file.is_file():
         raise FileNotFoundError(

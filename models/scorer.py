@@ -120,7 +120,9 @@ class Scorer(nnx.Module):
         """Return the parameters that training starts from: each head predicts its mean logarithm."""
         return parameters | {"output_bias": mean}
 
-    shapes = staticmethod(parameter_shapes)
+    @staticmethod
+    def shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(config)
 
     def predict(
         self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None

@@ -163,11 +163,7 @@ def parse_select(select: Source | str | None) -> Source | None:
 
 
 def check_memory_is_kept(policy: Policy, instead: str) -> None:
-    """Check that a policy remembers nothing outside the cache.
-
-    Raises:
-        ValueError: it reads a network that does; the message names a policy that does not.
-    """
+    """Check that a policy reads no network that remembers tokens outside the cache; else name one to give instead."""
     if remembers(policy):
         raise ValueError(
             f"{policy.name!r} scores by a network that remembers tokens outside the cache, so nothing later can "
@@ -180,9 +176,7 @@ def checked_selection(
 ) -> Selection | None:
     """Check a run's arguments for selection, and return the selection, None without ``select``.
 
-    Args:
-        prompt: the number of tokens of the longest row.
-        answer: the number of tokens that may follow.
+    The longest row has ``prompt`` tokens, which ``answer`` tokens may follow.
     """
     source = parse_select(select)
     if source is None:

@@ -46,8 +46,7 @@ class _Arm(NamedTuple):
     def shares(self, asked: bool) -> bool:
         """Return whether it may share the prompt: nothing is evicted before its end, and no key is rotated again.
 
-        Args:
-            asked: whether questions are held back; where the rope follows the length, they cannot be fed after a cache.
+        Questions that are held back (``asked``) cannot be fed after a cache where the rope follows the length.
         """
         plan = self.run.plan
         # A policy frees what left a sliding window, and a full cache keeps it.
@@ -93,12 +92,11 @@ def prefill_each(
             runs.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> import models
         >>> model = models.Decoder.tiny()
         >>> asked = ["full", "h2o", ("h2o", 0.25), "snapkv(window=8)+caote"]
         >>> each = models.prefill_each(
-        ...     model, jnp.arange(40)[None], policies=asked, budget=16, block=8
+        ...     model, [range(40)], policies=asked, budget=16, block=8
         ... )
         >>> [cache.num_live.max().item() for cache, _ in each]
         [40, 16, 10, 16]

@@ -10,11 +10,7 @@ from models.decoder import Decoder
 
 
 def full_cache_bytes(model: Decoder, tokens: int, dtype: DtypesLike | None = None) -> int:
-    """Compute the bytes of a cache that holds all of so many tokens.
-
-    Args:
-        dtype: of keys and values; the model's by default.
-    """
+    """Compute the bytes of a cache of so many tokens; ``dtype`` is of keys and values, the model's by default."""
     if not tokens:
         return 0
     config, own = model.config, model.embedding[...].dtype

@@ -31,11 +31,7 @@ def rounded(size: int, options: Options, whole: bool = False) -> int:
 
 
 def copied(policy: Policy, tokens: int) -> int:
-    """Return how many tokens are fed to repeat a part of the text, with those that ask for it; 0 if none are repeated.
-
-    Args:
-        tokens: the most tokens of a part.
-    """
+    """Return how many tokens repeat a part of at most ``tokens`` tokens, with those that ask for it; 0 if none do."""
     wanted = policy.needs.reconstruction
     if wanted is None or not tokens:
         return 0
@@ -54,11 +50,7 @@ def budgets_of(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndar
 
 
 def checked_budget(policy: Policy, budget: int | float | None, block: int) -> int | float:
-    """Return a policy's budget as it can be checked without a prompt, which a share refers to.
-
-    Raises:
-        ValueError: there is none, or it is too small for the policy, or the block is.
-    """
+    """Return a policy's budget as it can be checked without a prompt, which a share refers to; the block as well."""
     if budget is None:
         raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
     budget = check_share_or_tokens(budget)
@@ -78,8 +70,7 @@ def sized(
 ) -> Sizes:
     """Return the sizes of a run's buffers.
 
-    Args:
-        traced: whether a derivative may be taken, which passes through no eviction from pages.
+    Through ``traced`` weights a derivative may be taken, which passes through no eviction from pages.
     """
     policy, kept, by_ratio = plan.policy, prompt.kept, isinstance(options.budget, float)
     assert policy is not None
@@ -150,8 +141,7 @@ def _resized(
 ) -> Sizes:
     """Size the buffers of a run that continues in a cache, which may hold more than the budget until it evicts.
 
-    Args:
-        more: the tokens that come in with a block, and those of a question and an answer, before the first eviction.
+    ``more`` are the tokens that come in with a block, and those of a question and an answer, before the first eviction.
     """
     assert prompt.kept is not None
     context = int(prompt.text.context.max())
@@ -167,9 +157,8 @@ def _resized_slots(
 ) -> Sizes:
     """Size the slots of a run that continues in a plain cache, which keeps its size if it is large enough.
 
-    Args:
-        before: slots for the whole prompt, if it is evicted from once; else 0.
-        entering: the tokens that come in before the first eviction.
+    ``before`` are slots for the whole prompt, if it is evicted from once, else 0; ``entering`` are the tokens that come
+    in before the first eviction.
     """
     kept, (slots, _) = prompt.kept, capacity(layout, demand, paged=False)
     assert kept is not None and demand.limit is not None
@@ -217,11 +206,8 @@ def _resized_pages(
 def with_slots(sizes: Sizes, options: Options, kept: Kept, slots: int, first: int = 0, evicted: bool = False) -> Sizes:
     """Size the slots of a run that continues in a plain cache, which keeps its size if it is large enough.
 
-    Args:
-        slots: the slots that a head needs after the first eviction.
-        first: the slots that it needs before.
-        evicted: whether every row is evicted from before its question. A cache of more than twice the needed size is
-            shrunk then.
+    A head needs ``slots`` after the first eviction, and ``first`` before it. Where every row is ``evicted`` from before
+    its question, a cache of more than twice the needed size is shrunk.
     """
     needed = max(slots, first)
     usual = kept.slots if kept.slots >= needed else rounded(needed, options)
@@ -235,9 +221,7 @@ def with_pages(
 ) -> Sizes:
     """Size the pages of a run that continues in a paged cache, which keeps its size if it is large enough.
 
-    Args:
-        most: the largest number of tokens that a head may hold.
-        held: likewise, that the heads of a device hold together, in each row.
+    A head holds at most ``most`` tokens, and the heads of a device together ``held`` in each row.
     """
     pages = layout.pages(held)
     pages = kept.pages if kept.pages >= pages else rounded(pages, options)

@@ -186,8 +186,7 @@ def with_gradient(
 ) -> Block:
     """Return a block of copies with the gradient of the loss that the policy asks for, if it asks for one.
 
-    Args:
-        cache: without the copies.
+    ``cache`` is without the copies.
     """
     if plan.repeats is None or plan.repeats.loss is None:
         return block

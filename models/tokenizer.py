@@ -30,9 +30,7 @@ class Tokenizer:
         chat_template: a Jinja template, or None.
 
     Attributes:
-        bos: the id of the special token that begins a text; None if there is none.
-        eos: that of the token that ends one.
-        pad: that of the token that pads a row.
+        bos, eos, pad: the ids of the special tokens that begin a text, end one, and pad a row; None if there is none.
         vocab_size: the number of ids, including added tokens.
 
     Example:
@@ -130,15 +128,12 @@ class Tokenizer:
             ValueError: the tokenizer has no chat template, or the template rejects the messages.
 
         Example:
-            >>> import tokenizers
-            >>> from models.tokenizer import Tokenizer
-            >>> template = (
-            ...     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
-            ... )
-            >>> Tokenizer(
-            ...     tokenizers.Tokenizer(tokenizers.models.BPE()), None, template
-            ... ).chat([{"role": "user", "content": "Hello"}])
-            '[user] Hello'
+            >>> import models
+            >>> backend = models.load("retriever")[1].backend
+            >>> template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+            >>> tokenizer = models.Tokenizer(backend, chat_template=template)
+            >>> tokenizer.chat([{"role": "user", "content": "Hello"}])
+            'user: Hello'
         """
         if self.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; encode plain text instead.")

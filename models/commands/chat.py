@@ -63,17 +63,11 @@ class Conversation:
     """A conversation with a model. A turn that fails or is stopped before its answer leaves it as it was.
 
     Args:
-        model: the model that answers.
-        tokenizer: the model's tokenizer. Without a chat template the model continues plain text.
-        policy: what to keep, a policy or its short name; None or "full" keeps all.
-        budget: tokens that each head keeps, if there is a policy.
+        model, tokenizer: see :func:`models.load`. Without a chat template the model continues plain text.
+        policy, budget, settings: see :func:`models.stream`.
         seed: the random seed for a temperature above 0.
         system: the text of the system message.
         may_repeat: whether an answer goes on that says the same three times or more; by default it is ended there.
-        settings: further arguments of :func:`models.stream`.
-
-    Raises:
-        ValueError: an invalid policy, budget or setting.
 
     Example:
         >>> import models
@@ -173,11 +167,7 @@ class Conversation:
         self.stopped = True
 
     def keep(self, path: str | Path) -> None:
-        """Write the cache into a file, from which :meth:`load` continues; this conversation goes on as if it had not.
-
-        Raises:
-            ValueError: there is nothing to keep yet, or the file exists and holds something else.
-        """
+        """Write the cache into a file, from which :meth:`load` continues; the conversation goes on as if it had not."""
         if self.now.cache is None:
             raise ValueError("nothing has been said yet; send a message before /save.")
         if Path(path).exists():

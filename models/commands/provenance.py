@@ -86,9 +86,9 @@ def of_run(model: Decoder, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def of_process(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return what a run's figures depend on beside its files and flags; a killed run resumes only with the same.
+    """Return what figures depend on beside files and flags: JAX's settings, and a date that the chat template writes.
 
-    These are :func:`settings`, and the date where the chat template writes it into each prompt.
+    A killed run resumes only with the same.
     """
     found = {"settings": json.dumps(settings(), sort_keys=True)} if settings() else {}
     if "strftime_now" in (tokenizer.chat_template or ""):
@@ -117,12 +117,9 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, str]) -> None:
-    """Check that results were made with the same model and tokenizer, before they are continued.
+    """Check that the results in ``place`` were made with the same model and tokenizer, before they are continued.
 
-    Args:
-        place: where the results are.
-        there: the fingerprints in the results, None if they have none.
-        here: the fingerprints of this run.
+    ``there`` are their fingerprints, None if they have none, and ``here`` those of this run.
     """
     if not there:
         raise ValueError(f"{place} does not say what weights it was made with; name another folder and start there.")

@@ -149,10 +149,7 @@ def _fields(line: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_input(path: str, what: str) -> str:
-    """Read a file as :func:`models.commands.read_text` does, or standard input, which is called "-".
-
-    The first of several processes reads it.
-    """
+    """Read a text file, or standard input, which is called "-"; the first of several processes reads it."""
     return hosts.from_first(
         lambda: (
             commands.decoded(sys.stdin.buffer.read(), "standard input")
