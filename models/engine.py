@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,6 @@ def prefill(
     options: Options | None = None,
     cache: AnyCache | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
-    outputs: Literal["last", "all"] = "last",
     **settings: Unpack[PromptSettings],
 ) -> Prefilled:
     """Run a prompt through the model block by block; under a budget in slots, memory does not grow with the prompt.
@@ -76,11 +75,9 @@ def prefill(
         question: how many of each row's last tokens are fed only after the rest has been compressed; they are not
             evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
             policy that evicts once knows the question. With ``cache``, all tokens may be the question.
-        outputs: logits of the "last" token or of "all" tokens. The latter grow with the prompt, much more than
-            :func:`hidden_states`.
 
     Returns:
-        The cache and the logits, float32.
+        The cache and the logits of each row's last token, float32; for those of others see :func:`hidden_states`.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, an invalid policy, budget or block, or a prompt
@@ -95,15 +92,11 @@ def prefill(
         >>> logits.shape, cache.num_live.min().item(), cache.num_live.max().item()
         ((1, 64), 16, 16)
     """
-    if outputs not in ("last", "all"):
-        raise ValueError(f"outputs is {outputs!r}; expected 'last' or 'all'.")
-    every = outputs == "all"
     options = options_of("prefill", PromptSettings, options, settings, evict_every=0)
     given = check_prompt(model, tokens, lengths, question, cache, options.policy)
-    run, sizes, prompt = prepare(model, given, options, every)
-    kept, hidden = _run_prompt(run, sizes, prompt, given, cache, every)
-    logits = logits_of(model, hidden)
-    return Prefilled(kept, logits if every else logits[:, 0])
+    run, sizes, prompt = prepare(model, given, options)
+    state, hidden = _feed(run, sizes, prompt, cache)
+    return Prefilled(stacked_up(state.cache), logits_of(model, hidden)[:, 0])
 
 
 def hidden_states(
@@ -132,7 +125,12 @@ def hidden_states(
     options = options_of("hidden_states", PromptSettings, options, settings, evict_every=0)
     given = check_prompt(model, tokens, lengths, question, cache, options.policy)
     run, sizes, prompt = prepare(model, given, options, every=True)
-    return Hidden(*_run_prompt(run, sizes, prompt, given, cache, every=True))
+    state, hidden = _feed(run, sizes, prompt, cache, every=True)
+    place = np.zeros(given.text.tokens.shape, np.int32)  # of each token among the places of all blocks
+    positions = [np.swapaxes(step.positions, 0, 1).reshape(len(place), -1) for step in prompt.text]
+    for row, position in enumerate(np.concatenate(positions, axis=1)):
+        place[row, position[position >= 0] - given.text.start[row]] = np.flatnonzero(position >= 0)
+    return Hidden(stacked_up(state.cache), jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1))
 
 
 def generate(
@@ -276,20 +274,6 @@ def _feed(
         state, last = feed_prompt(LayerSteps(run, sizes), prompt, cache, on_hidden=of_blocks.append if every else None)
         return state, jnp.concatenate(of_blocks, axis=1) if every else last
     return prefill_at_once(run, sizes, prompt, cache, every)
-
-
-def _run_prompt(
-    run: Run, sizes: Sizes, prompt: Schedule, given: CheckedPrompt, cache: AnyCache | None, every: bool
-) -> tuple[Cache, Float[Array, "B T E"]]:
-    """Feed a prompt, and return the cache and the hidden states of each row's last token, [B, 1, E], or of all."""
-    state, hidden = _feed(run, sizes, prompt, cache, every)
-    if every:  # [B, n m, E] of every place in a block -> [B, T, E]
-        place = np.zeros(given.text.tokens.shape, np.int32)
-        positions = [np.swapaxes(step.positions, 0, 1).reshape(len(place), -1) for step in prompt.text]
-        for row, position in enumerate(np.concatenate(positions, axis=1)):
-            place[row, position[position >= 0] - given.text.start[row]] = np.flatnonzero(position >= 0)
-        hidden = jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1)
-    return stacked_up(state.cache), hidden
 
 
 def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool = False) -> tuple[Run, Sizes, Schedule]:

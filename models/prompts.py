@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax import Policy
 from kvjax.cache import Positions, dtypes_of
@@ -31,10 +31,10 @@ Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one lengt
 
 
 class Prefilled(NamedTuple):
-    """A cache and ``logits``: those of the last token, [B, V], or of all tokens, [B, T, V]."""
+    """A cache and the ``logits`` of each row's last token."""
 
     cache: Cache
-    logits: Array
+    logits: Float[Array, "B V"]
 
 
 class Kept(NamedTuple):
@@ -262,7 +262,7 @@ def _check_prefilled(
     if np.shape(logits) != (B, model.config.vocab_size):
         raise ValueError(
             f"the logits are {np.shape(logits)}; expected those of each row's last token, "
-            f"{(B, model.config.vocab_size)}, as models.prefill returns them for outputs='last'."
+            f"{(B, model.config.vocab_size)}, as models.prefill returns them."
         )
     questions = np.zeros(B, np.int32) if question is None else _checked_questions(question, kept.start, kept.start)
     text = Text(np.zeros((B, 0), np.int32), np.zeros(B, np.int32), questions, kept.start, kept.pending)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 import models
 from kvjax import PagedCache, SplitCache
 from models import Decoder
+from models.engine import logits_of
 from models.parameters import partition
 from tests.campaign.cases import Case
 from tests.models import reference
@@ -227,13 +228,13 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[Row]:
     logits: Any = [None] * B
     blocks: list[Held] = []
     steps: list[Held] = []
-    if case.entry in ("prefill", "prefill all"):
-        outputs = "all" if case.entry == "prefill all" else "last"
-        cache, logits = models.prefill(model, case.prompts(), lengths=lengths, outputs=outputs, **settings)
-        logits = np.asarray(logits, np.float64)
-        if outputs == "all":
-            logits = [logits[row, :n] for row, n in enumerate(lengths)]
-        held = held_of(cache)
+    if case.entry == "prefill":
+        cache, found = models.prefill(model, case.prompts(), lengths=lengths, **settings)
+        logits, held = np.asarray(found, np.float64), held_of(cache)
+    elif case.entry == "prefill all":
+        cache, hidden = models.hidden_states(model, case.prompts(), lengths=lengths, **settings)
+        each = np.asarray(logits_of(model, hidden), np.float64)
+        logits, held = [each[row, :n] for row, n in enumerate(lengths)], held_of(cache)
     else:
         settings |= dict(lengths=lengths, max_new_tokens=case.new, evict_every=case.evict_every, end=case.end)
         if case.entry == "generate":

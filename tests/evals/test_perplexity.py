@@ -6,6 +6,7 @@ import pytest
 
 import models
 from evals import answering, perplexity, run_settings, selections, simulator, texts
+from models.engine import logits_of
 from tests.evals.conftest import TEXT
 from tests.evals.test_ruler import tokenizer_of
 from tests.models import reference
@@ -60,8 +61,9 @@ def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, dense):
     found = perplexity.policy_losses(
         model, chunks, setting("h2o", 6, "prompt"), full=full, feed=answering.Feed(4, 2), counted=8
     )
-    given = dict(policy="h2o", budget=6, block=4, when="prompt", question=7, outputs="all")
-    told = np.asarray(models.prefill(model, chunks[:, :-1], **given).logits, np.float64)[:, -8:]
+    given = dict(policy="h2o", budget=6, block=4, when="prompt", question=7)
+    hidden = models.hidden_states(model, chunks[:, :-1], **given).hidden
+    told = np.asarray(logits_of(model, hidden), np.float64)[:, -8:]
     told -= np.log(np.sum(np.exp(told), axis=-1, keepdims=True))
     divergence = np.sum(np.exp(true) * (true - told), axis=-1).mean(axis=-1)
     np.testing.assert_allclose(found.divergence, divergence, rtol=1e-3, atol=1e-7)

@@ -11,6 +11,7 @@ from flax import nnx
 import models
 from kvjax.window import Window
 from models import by_layer
+from models.engine import logits_of
 from models.layer_caches import LayerCaches
 from tests.models import reference, tiny
 from tests.models.tiny import SETTINGS, STATE, TOKENS, answers, decoder, held, run
@@ -21,12 +22,13 @@ END = tuple(range(0, tiny.VOCABULARY, 9))  # so many that the rows stop at diffe
 
 def test_fifty_blocks_keep_the_references_tokens_and_give_its_logits():
     settings = dict(policy="h2o+caote", budget=14, block=4)
-    out = models.prefill(decoder(), tiny.LONG, lengths=tiny.LONG_LENGTHS, outputs="all", **settings)
+    out = models.hidden_states(decoder(), tiny.LONG, lengths=tiny.LONG_LENGTHS, **settings)
+    logits = np.asarray(logits_of(decoder(), out.hidden))
     assert out.cache.next_position.tolist() == tiny.LONG_LENGTHS.tolist()
     for row, length in enumerate(tiny.LONG_LENGTHS):
         expected = run(tiny.LONG[row, :length], **settings)
         tiny.assert_keeps(out.cache, row, expected)
-        np.testing.assert_allclose(np.asarray(out.logits)[row, :length], expected.logits, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(logits[row, :length], expected.logits, atol=1e-4, rtol=0)
 
 
 def test_each_step_draws_anew_and_a_stream_draws_what_generate_does():
@@ -53,7 +55,8 @@ def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_mod
         return -jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), tokens[1:, None], axis=1).mean()
 
     def evicting(model):
-        return mean_nll(models.prefill(model, tokens[None], policy=STATE, outputs="all", **SETTINGS).logits[0])
+        hidden = models.hidden_states(model, tokens[None], policy=STATE, **SETTINGS).hidden
+        return mean_nll(logits_of(model, hidden)[0])
 
     seen = run(tokens, policy=STATE, **SETTINGS).seen
     assert seen[0, 0].sum(axis=1).max() == tiny.BUDGET + SETTINGS["block"]

@@ -10,6 +10,7 @@ import kvjax
 import models
 from kvjax import KVCache, PagedCache
 from models import engine, states
+from models.engine import logits_of
 from models.options import Options
 from models.prompts import check_prompt
 from tests.models import tiny
@@ -39,9 +40,10 @@ def held(cache) -> np.ndarray:
 
 
 def test_a_budget_that_holds_every_window_gives_the_logits_of_the_full_cache():
-    result = models.prefill(model(), TOKENS, lengths=LENGTHS, policy="keydiff", outputs="all", **AMPLE)
+    result = models.hidden_states(model(), TOKENS, lengths=LENGTHS, policy="keydiff", **AMPLE)
+    logits = np.asarray(logits_of(model(), result.hidden))
     for row, length in enumerate(LENGTHS):
-        np.testing.assert_allclose(np.asarray(result.logits)[row, :length], full(row).logits[:length], atol=1e-4)
+        np.testing.assert_allclose(logits[row, :length], full(row).logits[:length], atol=1e-4)
     assert isinstance(result.cache, PagedCache)
     assert held(result.cache).tolist() == [5, 40, 8]
 
