@@ -6,7 +6,6 @@ base model's weights W as ``W + scale B A``. Adapters of other kinds are refused
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from safetensors.numpy import save as to_safetensors
 
 from models import hosts
 from models.config import Config
-from models.files import write_files
+from models.files import to_json, write_files
 from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
 from models.tokenizer import read_object
 
@@ -154,7 +153,7 @@ def save(
     }
     files = {
         WEIGHTS: to_safetensors(tensors, metadata={"format": "pt"}),
-        CONFIG: (json.dumps(described, indent=2) + "\n").encode(),
+        CONFIG: to_json(described, 2).encode(),
     }
     write_files(Path(folder), files)
 

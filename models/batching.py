@@ -1,10 +1,5 @@
 """Continuous batching: requests come and go, and each row of the batch always takes the same memory.
 
-    engine = models.Engine(model, rows=8, policy="snapkv+caote", budget=512)
-    handle = engine.submit(prompt, max_new_tokens=64)
-    for made in engine.run():             # requests may be submitted and cancelled in between
-        print(made.handle, made.token)
-
 A request's prompt is fed alone, one block between two decode steps, so that no answer waits longer than a block. Its
 cache then joins a free row of the batch (:func:`kvjax.join`). Each token is the one that :func:`models.generate` would
 give to the request alone. There is one compiled program per kind of step, whatever comes and goes.
@@ -66,7 +61,7 @@ class _Request:
 
 
 class Engine:
-    """A batch of rows that requests share: a prompt joins a row when another ends.
+    """A batch of rows that requests share: a prompt joins a row when another ends, submitted before or during a run.
 
     Args:
         model: the model; on a mesh only with data=1, as prompts are fed one by one.

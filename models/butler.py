@@ -260,8 +260,7 @@ class Butler(nnx.Module):
         def attend(query, key, value):
             return attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position)
 
-        query, key = self._run(x, position, attend, dropout_key)
-        return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0))
+        return self._run(x, position, attend, dropout_key)
 
     def init_cache(self, batch: int, slots: int, *, importance_keys: bool = True) -> ButlerCache:
         """Return an empty cache for sequences of up to ``slots`` tokens: 2 r + L' N D' numbers per token.
@@ -321,9 +320,8 @@ class Butler(nnx.Module):
             slots = jnp.broadcast_to(stored[:, None], cache.key.shape[:3])
             return cache_attention(query, grown["key"], grown["value"], slots, position)[0]
 
-        query, key = self._run(x, position, attend, None)
-        cache = dataclasses.replace(cache, position=stored, **grown)
-        return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)), cache
+        predicted = self._run(x, position, attend, None)
+        return predicted, dataclasses.replace(cache, position=stored, **grown)
 
     @staticmethod
     def shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
@@ -372,8 +370,7 @@ class Butler(nnx.Module):
         """Return the policy with the width of the predicted keys; see :func:`kvjax.fit_predictor`."""
         return kvjax.fit_predictor(policy, self.config.dim)
 
-    def _run(self, x, position, attend, dropout_key) -> tuple[Array, Array]:
-        """Compute queries and keys [B, T, L', N, D'], rotated."""
+    def _run(self, x, position, attend, dropout_key) -> Predicted:
         if x.shape[-1] != self.config.hidden_size:
             raise ValueError(
                 f"the input {x.shape} is not the model's: expected [B, T, {self.config.hidden_size}], as butler_input "
@@ -396,9 +393,10 @@ class Butler(nnx.Module):
 
         def predict(into, out):
             hidden = jax.nn.silu(x @ into[...])
-            return self._rotate(jnp.einsum("bth,hlnd->btlnd", hidden, out[...]), position[..., None, None])
+            made = self._rotate(jnp.einsum("bth,hlnd->btlnd", hidden, out[...]), position[..., None, None])
+            return jnp.moveaxis(made, 2, 0)
 
-        return predict(self.query_in, self.query_out), predict(self.key_in, self.key_out)
+        return Predicted(predict(self.query_in, self.query_out), predict(self.key_in, self.key_out))
 
     def _rotate(self, x: Float[Array, "*batch width"], position: Int[Array, "*#batch"]) -> Float[Array, "*batch width"]:
         frequency, _ = rope_frequencies(Rope(theta=self.config.rope_theta), x.shape[-1])

@@ -1,9 +1,5 @@
 """From a prompt to an answer inside a fixed cache: prefill by blocks, then decode.
 
-    prefill     the prompt alone
-    generate    prompt and answer
-    stream      prompt and answer, tokens as they come
-
 `prefill` and `generate` are one compiled program each, except for large models on a CPU, where the host calls one
 compiled layer after the other (models/by_layer.py says why). `stream` feeds blocks and tokens from the host.
 """

@@ -157,9 +157,9 @@ def write_json(path: str | Path, data: Any) -> None:
         temporary.write_text(to_json(data))
 
 
-def to_json(data: Any) -> str:
-    """Return JSON in the layout of all our files."""
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+def to_json(data: Any, indent: int = 1) -> str:
+    """Return JSON in the layout of all our files; those that other libraries read too have an indent of 2."""
+    return json.dumps(data, indent=indent, allow_nan=False) + "\n"
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:

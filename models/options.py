@@ -1,10 +1,4 @@
-"""The settings of a run, apart from what differs from call to call: one value, or keyword arguments.
-
-options = models.Options(policy="snapkv+caote", budget=512, max_new_tokens=32)
-models.generate(model, tokens, options=options)
-models.generate(model, tokens, options=options, budget=256)  # another budget, else the same
-models.generate(model, tokens, policy="snapkv+caote", budget=256, max_new_tokens=32)
-"""
+"""The settings of a run, apart from what differs from call to call: one value, or keyword arguments."""
 
 from __future__ import annotations
 

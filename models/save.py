@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from models.config import Config
 from models.config_json import lost_in_hugging_face, to_hugging_face
 from models.decoder import Decoder
 from models.families import family_of_architecture
-from models.files import write_files
+from models.files import to_json, write_files
 from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
 
@@ -53,11 +52,14 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
         )
     tensors = _tensors(model)
     config = to_hugging_face(model.config) | {"torch_dtype": str(tensors["model.norm.weight"].dtype)}
-    files = {"model.safetensors": to_safetensors(tensors, metadata={"format": "pt"}), "config.json": _json(config)}
+    files = {
+        "model.safetensors": to_safetensors(tensors, metadata={"format": "pt"}),
+        "config.json": to_json(config, 2).encode(),
+    }
     if tokenizer is not None:
         tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
         files["tokenizer.json"] = tokenizer.backend.to_str(pretty=False).encode()
-        files["tokenizer_config.json"] = _json(_tokenizer_config(model.config, tokenizer))
+        files["tokenizer_config.json"] = to_json(_tokenizer_config(model.config, tokenizer), 2).encode()
     write_files(folder, files, [name for name in _stale(folder, tokenizer is not None) if name not in files])
 
 
@@ -103,7 +105,3 @@ def _tokenizer_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     }
     described |= tokenizer.special_tokens
     return described if tokenizer.chat_template is None else described | {"chat_template": tokenizer.chat_template}
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()

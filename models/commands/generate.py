@@ -183,10 +183,11 @@ def _answer(
     context = tokenizer.encode(prompt, add_special_tokens=not flags.chat)
     question = [] if request.question is None else tokenizer.encode(request.question, add_special_tokens=False)
     tokens = [*context, *question]
-    clock, pieces, generated, sizes = _Clock(), tokenizer.stream(), [], []
+    begun, blocks, steps, sizes = time.perf_counter(), list[tuple[float, int]](), list[float](), []
+    pieces, generated = tokenizer.stream(), []
 
     def note(done: int, total: int, cache: AnyCache) -> None:
-        clock.block(done, total)
+        blocks.append((time.perf_counter(), done))
         sizes.append(cache.nbytes)
 
     policy = models.with_repeat_prompt(request.policy, tokenizer)
@@ -206,7 +207,7 @@ def _answer(
         **run_settings(flags),
         key=jax.random.key(flags.seed),
     ):
-        clock.token()
+        steps.append(time.perf_counter())
         sizes.append(cache.nbytes)
         generated.append(int(token[0]))
         if generated[-1] not in model.config.eos:
@@ -224,9 +225,7 @@ def _answer(
         "cache_dtype": flags.cache_dtype,
         "prompt_tokens": len(tokens),
         "new_tokens": len(generated),
-        "prefill_tokens_per_second": clock.prefill_rate(),
-        "decode_tokens_per_second": clock.decode_rate(),
-        "compile_seconds": clock.compile_seconds(),
+        **_speed(begun, blocks, steps),
         "cache_bytes": sizes[-1],
         "full_cache_bytes": full_cache_bytes(model, len(tokens) + len(generated) - 1, flags.cache_dtype),
         "peak_cache_bytes": max(sizes),
@@ -291,29 +290,15 @@ def _rate(rate: float | None) -> str:
     return "too short to time" if rate is None else f"{rate:,.0f} tokens/s"
 
 
-class _Clock:
-    """Times a stream. The first block and the first step compile, so they are timed separately."""
+def _speed(begun: float, blocks: list[tuple[float, int]], steps: list[float]) -> dict[str, float | None]:
+    """Return the rates of a run from its times; the first block and the first step compile, and are timed apart.
 
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.blocks: list[tuple[float, int]] = []
-        self.tokens: list[float] = []
-
-    def block(self, done: int, total: int) -> None:
-        self.blocks.append((time.perf_counter(), done))
-
-    def token(self) -> None:
-        self.tokens.append(time.perf_counter())
-
-    def prefill_rate(self) -> float | None:
-        if len(self.blocks) < 2:
-            return None
-        (first, before), (last, after) = self.blocks[0], self.blocks[-1]
-        return (after - before) / (last - first)
-
-    def decode_rate(self) -> float | None:
-        return (len(self.tokens) - 2) / (self.tokens[-1] - self.tokens[1]) if len(self.tokens) > 2 else None
-
-    def compile_seconds(self) -> float:
-        first_step = self.tokens[1] - self.tokens[0] if len(self.tokens) > 1 else 0.0
-        return self.blocks[0][0] - self.start + first_step
+    ``blocks`` are the times at which each block of the prompt was done, with the tokens so far.
+    """
+    (first, before), (last, after) = blocks[0], blocks[-1]
+    first_step = steps[1] - steps[0] if len(steps) > 1 else 0.0
+    return {
+        "prefill_tokens_per_second": (after - before) / (last - first) if len(blocks) > 1 else None,
+        "decode_tokens_per_second": (len(steps) - 2) / (steps[-1] - steps[1]) if len(steps) > 2 else None,
+        "compile_seconds": first - begun + first_step,
+    }
