@@ -185,10 +185,8 @@ class ButlerCache:
 class Butler(nnx.Module):
     """TokenButler's predictor (section 3.1); the module's docstring shows what it computes.
 
-    Args:
-        config: its shape.
-        parameters: an array for each entry of ``parameter_shapes(config)``; Xavier uniform if not given.
-        rngs: the source of random parameters (``nnx.Rngs(0)``).
+    ``parameters`` has an array for each entry of ``parameter_shapes(config)``; without it they are drawn,
+    Xavier uniform, from ``rngs``.
 
     Example:
         >>> import jax, jax.numpy as jnp

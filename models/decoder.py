@@ -55,10 +55,8 @@ class Layers(nnx.Module):
 class Decoder(nnx.Module):
     """A causal language model: tokens in, logits out.
 
-    Args:
-        config: the model's shape.
-        parameters: an array for each entry of ``parameter_shapes(config)``, by path; drawn at random if not given.
-        rngs: the source of random parameters (``nnx.Rngs(0)``), which are float32.
+    ``parameters`` has an array for each entry of ``parameter_shapes(config)``, by path; without it they are drawn from
+    ``rngs``, in float32.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -91,13 +89,7 @@ class Decoder(nnx.Module):
 
     @classmethod
     def tiny(cls) -> Decoder:
-        """Make a decoder of two layers, a vocabulary of 64 tokens and random weights, to try things on.
-
-        Example:
-            >>> import models
-            >>> models.Decoder.tiny().config.head_dim
-            8
-        """
+        """Make a decoder of two layers, a vocabulary of 64 tokens and random weights, to try things on."""
         return cls(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), rngs=nnx.Rngs(0))
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:

@@ -59,14 +59,7 @@ class GateConfig:
 
     @classmethod
     def of(cls, model: Config, hidden: int | None = None) -> GateConfig:
-        """Return the gate's shape for a model; queries and keys are 16 wide by default, as published.
-
-        Example:
-            >>> import models
-            >>> config = models.Decoder.tiny().config
-            >>> models.GateConfig.of(config).num_kv_heads
-            2
-        """
+        """Return the gate's shape for a model; queries and keys are 16 wide by default, as published."""
         sizes = model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads
         return cls(*sizes, 16 if hidden is None else hidden)
 
@@ -90,10 +83,7 @@ def parameter_shapes(config: GateConfig) -> dict[str, tuple[int, ...]]:
 class Gate(nnx.Module):
     """Predicts each token's retention score, for each KV head of a layer; the module's docstring has the equations.
 
-    Args:
-        config: its shape.
-        parameters: an array for each entry of ``parameter_shapes(config)``; drawn at random if not given.
-        rngs: the source of random parameters (``nnx.Rngs(0)``).
+    ``parameters`` has an array for each entry of ``parameter_shapes(config)``; without it they are drawn from ``rngs``.
 
     Example:
         >>> import jax, jax.numpy as jnp

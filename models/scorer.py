@@ -47,14 +47,7 @@ class ScorerConfig:
 
     @classmethod
     def of(cls, model: Config, hidden: int | None = None) -> ScorerConfig:
-        """Return the scorer's shape for a model; the hidden layer is E / 8 wide by default, as in KVzap.
-
-        Example:
-            >>> import models
-            >>> config = models.Decoder.tiny().config
-            >>> models.ScorerConfig.of(config).hidden
-            4
-        """
+        """Return the scorer's shape for a model; the hidden layer is E / 8 wide by default, as in KVzap."""
         hidden = math.ceil(model.hidden_size / 8) if hidden is None else hidden
         return cls(model.hidden_size, model.num_layers, model.num_kv_heads, hidden)
 
@@ -71,10 +64,7 @@ def parameter_shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
 class Scorer(nnx.Module):
     """Predicts the logarithm of each token's retention score, for each KV head of a layer.
 
-    Args:
-        config: its shape.
-        parameters: an array for each entry of ``parameter_shapes(config)``; drawn at random if not given.
-        rngs: the source of random parameters (``nnx.Rngs(0)``).
+    ``parameters`` has an array for each entry of ``parameter_shapes(config)``; without it they are drawn from ``rngs``.
 
     Example:
         >>> import jax.numpy as jnp

@@ -166,15 +166,11 @@ class TextStream:
     The pieces that `add` and, at the end, `finish` return, joined, equal `Tokenizer.decode` of all ids.
 
     Example:
-        >>> import tokenizers
-        >>> from models.tokenizer import Tokenizer
-        >>> backend = tokenizers.Tokenizer(
-        ...     tokenizers.models.BPE({"Ã": 0, "©": 1, "t": 2}, [])
-        ... )
-        >>> backend.decoder = tokenizers.decoders.ByteLevel()
-        >>> stream = Tokenizer(backend).stream()
-        >>> [stream.add(token) for token in [2, 0, 1, 2]], stream.finish()
-        (['t', '', 'é', 't'], '')
+        >>> import models
+        >>> _, tokenizer = models.load("retriever")
+        >>> stream = tokenizer.stream()
+        >>> [stream.add(token) for token in tokenizer.encode("té")], stream.finish()
+        (['', 't', '', 'é'], '')
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):

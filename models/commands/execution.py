@@ -101,11 +101,6 @@ def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os
 
     Returns:
         The folder; None where nothing is kept, or where JAX_COMPILATION_CACHE_DIR is set.
-
-    Example:
-        >>> from models.commands import keep_compiled
-        >>> keep_compiled("off") is None
-        True
     """
     chosen = chosen or environment.get("KVJAX_COMPILATION_CACHE", "")
     if chosen == "off" or environment.get("JAX_COMPILATION_CACHE_DIR"):
