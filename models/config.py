@@ -154,28 +154,19 @@ class Config:
                 f"experts_per_token is {self.experts_per_token}; expected a number from 1 to the {self.num_experts} "
                 "experts of a layer."
             )
-        if len(self.sliding_windows) != self.num_layers:
-            raise ValueError(
-                f"{len(self.sliding_windows)} sliding windows were given for {self.num_layers} layers; give one each."
-            )
         if not any(self.ropes):
             object.__setattr__(self, "ropes", ())
-        elif len(self.ropes) != self.num_layers:
-            raise ValueError(
-                f"{len(self.ropes)} rotary embeddings were given for {self.num_layers} layers; give one each, or None."
-            )
         if all(size is None for size in self.dense_sizes):
             object.__setattr__(self, "dense_sizes", ())
-        else:
+        for name in ("sliding_windows", "ropes", "dense_sizes"):
+            if (given := len(getattr(self, name))) not in (0, self.num_layers):
+                raise ValueError(f"{given} {name} were given for {self.num_layers} layers; give one each, or None.")
+        if self.dense_sizes:
             self._check_dense_sizes()
 
     def _check_dense_sizes(self) -> None:
         if not self.num_experts:
             raise ValueError("dense_sizes were given, but the model has no experts; give intermediate_size alone.")
-        if len(self.dense_sizes) != self.num_layers:
-            raise ValueError(
-                f"{len(self.dense_sizes)} dense_sizes were given for {self.num_layers} layers; give one each, or None."
-            )
         sizes = {size for size in self.dense_sizes if size is not None}
         for size in sizes:
             check_size("dense_sizes", size)

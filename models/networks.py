@@ -111,8 +111,8 @@ Networks = Network | Sequence[Network] | None
 
 
 def _checked(name: str, kind: Any) -> Any:
-    lacking = [field for field in (*Network.__annotations__, "shapes", "predict") if not hasattr(kind, field)]
-    lacking = [field for field in lacking if field != "config"]
+    wanted = [*(field for field in Network.__annotations__ if field != "config"), "shapes", "predict"]
+    lacking = [field for field in wanted if not hasattr(kind, field)]
     if lacking:
         raise ValueError(f"the network {name!r} has no {', '.join(lacking)}; see models.networks.Network.")
     if unknown := sorted(set(kind.predicts) - set(Prediction._fields)):

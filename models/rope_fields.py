@@ -89,26 +89,25 @@ def read_rope(raw: Raw, names: Mapping[str, str] = {}, partial: bool = False) ->
 
 def rope_written(config: Config) -> dict[str, Any]:
     """Return the fields of a config.json that hold the rotary embedding."""
-    raw: dict[str, Any] = {"rope_theta": config.rope.theta}
-    if config.rope.partial_rotary_factor != 1:
-        raw["partial_rotary_factor"] = config.rope.partial_rotary_factor
-    rope: dict[str, Any] = {"rope_type": config.rope.type, "factor": config.rope.factor}
-    if config.rope.type == "longrope":
+    rope, raw = config.rope, dict[str, Any](rope_theta=config.rope.theta)
+    if rope.partial_rotary_factor != 1:
+        raw["partial_rotary_factor"] = rope.partial_rotary_factor
+    scaling: dict[str, Any] = {"rope_type": rope.type, "factor": rope.factor}
+    if rope.type == "longrope":
         # transformers 4 accepts these fields alone; the others are written only where they are needed.
-        rope = {"type": "longrope", "short_factor": list(config.rope.short_factor)}
-        rope["long_factor"] = list(config.rope.long_factor)
-        raw["original_max_position_embeddings"] = config.rope.original_positions
-        if config.rope.factor != config.max_positions / config.rope.original_positions:
-            rope["factor"] = config.rope.factor
-        if config.rope.attention_factor is not None:
-            rope["attention_factor"] = config.rope.attention_factor
-    elif config.rope.original_positions and config.rope.type != "dynamic":
-        rope["original_max_position_embeddings"] = config.rope.original_positions
-    if config.rope.type == "llama3":
-        rope |= {"low_freq_factor": config.rope.low_freq_factor, "high_freq_factor": config.rope.high_freq_factor}
-    if config.rope.type == "yarn":
-        names_ = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-        rope |= {name: getattr(config.rope, name) for name in names_ if getattr(config.rope, name) is not None}
-    if config.rope.type != "default":
-        raw["rope_scaling"] = rope
+        scaling = {"type": "longrope", "short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
+        raw["original_max_position_embeddings"] = rope.original_positions
+        if rope.factor != config.max_positions / rope.original_positions:
+            scaling["factor"] = rope.factor
+        if rope.attention_factor is not None:
+            scaling["attention_factor"] = rope.attention_factor
+    elif rope.original_positions and rope.type != "dynamic":
+        scaling["original_max_position_embeddings"] = rope.original_positions
+    if rope.type == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type == "yarn":
+        names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+        scaling |= {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
+    if rope.type != "default":
+        raw["rope_scaling"] = scaling
     return raw
