@@ -87,7 +87,7 @@ def test_sage_warns_where_it_is_chosen_anew_by_every_block():
 
 
 def test_the_warning_names_the_line_that_asked(monkeypatch):
-    monkeypatch.setattr(engine, "_run_prompt", None)  # it is warned before anything runs
+    monkeypatch.setattr(engine, "_feed", None)  # it is warned before anything runs
     with pytest.warns(UserWarning) as caught, pytest.raises(TypeError):
         models.prefill(decoder(), DOCUMENT, policy="sage", **SETTINGS)
     assert caught[0].filename == __file__
