@@ -130,8 +130,8 @@ class Tokenizer:
         Example:
             >>> import models
             >>> backend = models.load("retriever")[1].backend
-            >>> template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-            >>> tokenizer = models.Tokenizer(backend, chat_template=template)
+            >>> form = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+            >>> tokenizer = models.Tokenizer(backend, chat_template=form)
             >>> tokenizer.chat([{"role": "user", "content": "Hello"}])
             'user: Hello'
         """
