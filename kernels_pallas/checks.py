@@ -35,9 +35,6 @@ def shown(value: Any) -> str:
 def check_names(what: str, given: Any, known: Iterable[str]) -> None:
     """Check that a name, or each of several, is a known one.
 
-    Raises:
-        ValueError: with the names that are not, and those that are known.
-
     Example:
         >>> from kernels_pallas.checks import check_names
         >>> check_names("statistic", ["sum", "median"], ("sum", "last"))
@@ -60,11 +57,7 @@ def nearest(*names: Any, known: Iterable[str]) -> str:
 
 
 def check_count(what: str, value: Any, least: int, hint: str) -> int:
-    """Return ``value`` as an int, after a check that it is an integer of at least ``least`` that fits into int32.
-
-    Raises:
-        ValueError: with the argument's name, its value and ``hint``.
-    """
+    """Return ``value`` as an int, after a check that it is an integer of at least ``least`` that fits into int32."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{what} is {shown(value)}; {hint}.")

@@ -77,11 +77,6 @@ def dispatch(
     Raises:
         ValueError: if the implementation does not exist or is not for this platform.
         NotImplementedError: if a kernel was given by name and can't run with these arguments.
-
-    Example:
-        >>> from kernels_pallas.dispatch import dispatch
-        >>> dispatch("auto", abs, {}, -1)
-        1
     """
     if implementation not in ("auto", "reference"):
         return _by_name(implementation, kernels).run(*args, **options)
@@ -108,18 +103,7 @@ def _by_name(implementation: str, kernels: Mapping[str, Kernel]) -> Kernel:
 
 
 def check_layer(what: str, ndim: int, layer: Any) -> None:
-    """Check that ``layer`` is given for arrays that stack layers (5 axes), and only for them.
-
-    Raises:
-        ValueError: if ``layer`` is missing, or given for the arrays of a single layer.
-
-    Example:
-        >>> from kernels_pallas.dispatch import check_layer
-        >>> check_layer("values", 4, 0)
-        Traceback (most recent call last):
-            ...
-        ValueError: layer= was given, but the values have no layers.
-    """
+    """Check that ``layer`` is given for arrays that stack layers (5 axes), and only for them."""
     if ndim == 5 and layer is None:
         raise ValueError(f"the {what} stack layers; give the number of one with layer=.")
     if ndim != 5 and layer is not None:
@@ -127,11 +111,7 @@ def check_layer(what: str, ndim: int, layer: Any) -> None:
 
 
 def check_scale(what: str, vectors: Any, scale: Any) -> None:
-    """Check that vectors of eight bits have a scale each, and that given scales fit their vectors.
-
-    Raises:
-        ValueError: if scales are missing, or of another shape.
-    """
+    """Check that vectors of eight bits have a scale each, and that given scales fit their vectors."""
     if scale is None and vectors.dtype.itemsize == 1:
         raise ValueError(
             f"{what} is {vectors.dtype}, but {what}_scale is missing; give one scale per vector, {vectors.shape[:-1]}."

@@ -22,17 +22,7 @@ def apart(
 
 
 def alike(key: Array, value: Array | None, head_dim: int) -> bool:
-    """Return whether keys and values, in two arrays or side by side in one, have this head dim.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.prepare import alike
-        >>> (
-        ...     alike(jnp.ones((3, 4)), None, 2),
-        ...     alike(jnp.ones((3, 4)), jnp.ones((3, 4)), 2),
-        ... )
-        (True, False)
-    """
+    """Return whether keys and values, in two arrays or side by side in one, have this head dim."""
     if value is None:
         return key.shape[-1] == 2 * head_dim
     return key.shape == value.shape and key.shape[-1] == head_dim
@@ -41,14 +31,7 @@ def alike(key: Array, value: Array | None, head_dim: int) -> bool:
 def stacked[Stack: (Array, Array | None)](
     x: Stack, layer: Int[Array, ""] | int | None
 ) -> tuple[Stack, Int[Array, "1"]]:
-    """Return the stacked array and the layer's number, as kernels take them; a single layer becomes a stack of one.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.prepare import stacked
-        >>> stacked(jnp.ones(3), None)[0].shape
-        (1, 3)
-    """
+    """Return the stacked array and the layer's number, as kernels take them; a single layer becomes a stack of one."""
     if layer is None:
         return x if x is None else x[None], jnp.zeros(1, jnp.int32)
     return x, jnp.asarray(layer, jnp.int32).reshape(1)
@@ -58,11 +41,6 @@ class Beside(NamedTuple):
     """Tell which floats there are per slot beside keys and values; kernels get an array of each, one after the other.
 
     ``key_scale`` and ``value_scale`` are the scales of those of eight bits, ``bias`` is added to a slot's logits.
-
-    Example:
-        >>> from kernels_pallas.prepare import Beside
-        >>> Beside(key_scale=False, value_scale=True).split(["scales"])
-        ([], ['scales'], [])
     """
 
     key_scale: bool = False
@@ -98,14 +76,6 @@ def over_heads(
 
     Raises:
         NotImplementedError: if the mesh has other axes, or does not divide the rows or the heads.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.prepare import over_heads
-        >>> over_heads(lambda x: (x.sum(-1),), ["b k s"], ["b k"])(jnp.ones((1, 2, 3)))[
-        ...     0
-        ... ].tolist()
-        [[3.0, 3.0]]
     """
 
     def split(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
@@ -155,13 +125,6 @@ def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any]
 
     Both take the same arguments and return the same structure. A program that asks for a derivative runs only the
     reference, whose forward pass it needs anyway.
-
-    Example:
-        >>> import jax
-        >>> from kernels_pallas.prepare import with_derivative_of
-        >>> both = with_derivative_of(lambda x, n: x**n, lambda x, n: x * x)
-        >>> float(both(jnp.float32(3), n=2)), float(jax.grad(both)(jnp.float32(3), n=2))
-        (9.0, 6.0)
     """
 
     def run(*args: Any, **options: Any) -> Any:

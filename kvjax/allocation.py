@@ -95,11 +95,7 @@ class Contest(NamedTuple):
         return {"head": self.layers * B * self.heads, "layer": self.layers * B, "model": B}[scope]
 
     def measured_by(self, name: str) -> Float[Array, "L B K measures"]:
-        """Return what the allocation of this name measured.
-
-        Raises:
-            ValueError: if the eviction was given scores alone.
-        """
+        """Return what the allocation of this name measured."""
         if self.measured is None:
             raise ValueError(
                 f"{name!r} measures each layer first; give evict the evidence of kvjax.observe instead of scores."
@@ -569,9 +565,6 @@ def simlayer(
 @typed
 def parse_allocation(name: str | Allocation) -> Allocation:
     """Return the allocation that a short name stands for, as written after the ``@`` of a policy, or one as it is.
-
-    Raises:
-        ValueError: if the allocation or an argument is unknown, or it is neither a name nor an allocation.
 
     Example:
         >>> from kvjax import allocation

@@ -24,24 +24,7 @@ from kvjax.projection import part_of
 def check_shapes(
     cache: Cache, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"]
 ) -> tuple[Array, Array, Array]:
-    """Return a block's queries, keys and values as arrays, after a check that they fit each other and the cache.
-
-    Raises:
-        ValueError: if they do not.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import kvjax
-        >>> from kvjax.block_checks import check_shapes
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=8)
-        >>> check_shapes(
-        ...     cache, jnp.ones((1, 3, 3, 8)), jnp.ones((1, 3, 2, 8)),
-        ...     jnp.ones((1, 3, 2, 8))
-        ... )
-        Traceback (most recent call last):
-        ...
-        ValueError: the block has 3 query heads, which the cache's 2 heads cannot share: expected a multiple of 2.
-    """
+    """Return a block's queries, keys and values as arrays, after a check that they fit each other and the cache."""
     check_cache(cache)
     B, K = cache.heads_shape[-2:]
     D = cache.arrays.head_dim

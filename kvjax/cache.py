@@ -387,18 +387,7 @@ def check_heads(
 
 
 def check_positions(positions: str) -> None:
-    """Check that a cache knows these positions of rotated keys.
-
-    Raises:
-        ValueError: it does not.
-
-    Example:
-        >>> from kvjax.cache import check_positions
-        >>> check_positions("rank")
-        Traceback (most recent call last):
-        ...
-        ValueError: unknown positions 'rank'; expected one of absolute, compact, index.
-    """
+    """Check that a cache knows these positions of rotated keys."""
     check_names("positions", positions, get_args(Positions))
 
 
@@ -490,17 +479,6 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
 
     A cache that stores them so is returned as it is. All else is a copy, of eight bits as float32: take a layer, or a
     head, out of a stacked cache first.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import kvjax
-        >>> from kvjax.cache import floats_of
-        >>> cache = kvjax.KVCache.init(
-        ...     batch=1, kv_heads=1, slots=1, head_dim=2, dtype="int8"
-        ... )
-        >>> token = jnp.array([[[[127.0, -3.2]]]])
-        >>> jax.jit(floats_of)(jax.jit(kvjax.insert)(cache, token, token)).key.tolist()
-        [[[[127.0, -3.0]]]]
     """
     plain = cache.key_scale is None and cache.value_scale is None and not cache.side_by_side
     return cache if plain else _with_floats(cache)
@@ -661,15 +639,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
 
 
 def check_held(what: str, held: int, room: int) -> None:
-    """Check that a head's live tokens fit into the slots that a copy has.
-
-    Example:
-        >>> from kvjax.cache import check_held
-        >>> check_held("slots", 5, 4)
-        Traceback (most recent call last):
-        ...
-        ValueError: slots is 4, but a head holds 5 tokens: evict to a smaller budget first, or give more.
-    """
+    """Check that a head's live tokens fit into the slots that a copy has."""
     if held > room:
         raise ValueError(
             f"{what} is {room}, but a head holds {held} tokens: evict to a smaller budget first, or give more."

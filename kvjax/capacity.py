@@ -58,13 +58,7 @@ class Layout:
     ways: tuple[int, int] = (1, 1)
 
     def most_held(self, tokens: int, entering: int) -> list[int]:
-        """Return the most tokens that a head of each layer holds: ``tokens``, or its window and those that enter.
-
-        Example:
-            >>> from kvjax.capacity import Layout
-            >>> Layout(heads=2, windows=(None, 32, 99)).most_held(100, entering=8)
-            [100, 40, 100]
-        """
+        """Return the most tokens that a head of each layer holds: ``tokens``, or its window and those that enter."""
         return [tokens if window is None else min(tokens, window + entering) for window in self.windows]
 
     def excess(self, budget: int) -> int:
@@ -140,14 +134,7 @@ def capacity(layout: Layout, demand: Demand, paged: bool) -> Capacity:
 
 
 def in_pages(policy: Policy, budget: int, windows: Windows) -> bool:
-    """Return whether heads hold different numbers of tokens, by the allocation or by a window below the budget.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.capacity import in_pages
-        >>> [in_pages(kvjax.h2o(), 64, windows) for windows in ((None, 64), (None, 32))]
-        [False, True]
-    """
+    """Return whether heads hold different numbers of tokens, by the allocation or by a window below the budget."""
     return not policy.allocation.even or min(window or budget for window in windows) < budget
 
 
@@ -179,15 +166,6 @@ def check_sizes(function: str, sizes: ModelSizes) -> Checked:
     Raises:
         TypeError: a size is unknown, or the KV heads or their dimension are missing.
         ValueError: a size is below 1, the KV heads do not divide the query heads, or there is not one window per layer.
-
-    Example:
-        >>> from kvjax.capacity import check_sizes
-        >>> check_sizes("empty_cache", dict(kv_heads=2, head_dim=8)).query_heads
-        2
-        >>> check_sizes("empty_cache", dict(kv_head=2, head_dim=8))
-        Traceback (most recent call last):
-        ...
-        TypeError: empty_cache() takes no argument 'kv_head'. Did you mean 'kv_heads'?
     """
     for name in sizes:
         if name not in (known := ModelSizes.__annotations__):

@@ -257,11 +257,7 @@ def parse(name: str) -> Policy:
 
 
 def policy_of(policy: Policy | str | None) -> Policy | None:
-    """Return a policy that is given as itself or by its short name; None for "full".
-
-    Raises:
-        ValueError: if it is neither, or the name is unknown.
-    """
+    """Return a policy that is given as itself or by its short name; None for "full"."""
     if isinstance(policy, str):
         return None if policy.strip() == "full" else parse(policy)
     if policy is not None and not isinstance(policy, Policy):

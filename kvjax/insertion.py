@@ -108,9 +108,6 @@ def check_entering(
 
     Args:
         kv_heads: the heads of the keys and values, if not those of the cache.
-
-    Raises:
-        ValueError: if they do not.
     """
     heads = cache.heads_shape
     if key.ndim != 4:
@@ -201,11 +198,7 @@ def next_positions(cache: Cache, T: int) -> Int[Array, "B T"]:
 
 
 def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None:
-    """Check that the cache has enough slots for T tokens; only shapes are read, so the check also works under jit.
-
-    Raises:
-        ValueError: if T, or the largest number of tokens in a row of ``position``, exceeds the slots per head.
-    """
+    """Check that the cache has enough slots for T tokens; only shapes are read, so the check also works under jit."""
     if not is_known(position):
         return
     entering = T if position is None else int(np.sum(np.asarray(position) >= 0, axis=1).max())

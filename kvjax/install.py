@@ -17,13 +17,7 @@ PACKAGES = {  # of the extras that a command line tells
 
 
 def line(*extras: str) -> str:
-    """Return the command that installs extras: from the checkout that this package is in, else from the index.
-
-    Example:
-        >>> from kvjax import install
-        >>> install.line("plot", "gguf").startswith("pip install")
-        True
-    """
+    """Return the command that installs extras: from the checkout that this package is in, else from the index."""
     names = ",".join(extras)
     if not (ROOT / "pyproject.toml").is_file():
         return f"pip install {shlex.quote(f'kvjax[{names}]')}"

@@ -177,11 +177,7 @@ class Heads(NamedTuple):
 
 
 def checked_blank(policy: Policy | None, shape: Heads, held: Capacity, **stored: Any) -> Cache:
-    """Run :func:`blank` after a check of its sizes.
-
-    Raises:
-        ValueError: a size is below 1 or beyond int32, or the policy does not fit the heads.
-    """
+    """Run :func:`blank` after a check of its sizes."""
     layers, batch, kv_heads, group, head_dim = shape
     check_heads(batch, kv_heads, head_dim, layers)
     check_count("slots", held.slots, 1, "a cache needs at least 1")
@@ -201,19 +197,7 @@ def blank(
     page_size: int = 1,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Cache:
-    """Make an empty cache of sizes that are known to fit the policy.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.capacity import Capacity
-        >>> from kvjax.making import Heads, blank
-        >>> from kvjax.quantise import check_dtypes
-        >>> shape = Heads(None, batch=1, kv_heads=2, group=3, head_dim=4)
-        >>> dtype = check_dtypes("float32")
-        >>> cache = blank(kvjax.h2o(), shape, Capacity(slots=8), dtype=dtype)
-        >>> len(cache.state)
-        3
-    """
+    """Make an empty cache of sizes that are known to fit the policy."""
 
     def state(B: int, K: int, S: int) -> PyTree:
         return () if policy is None else policy.state(B, K, shape.group, S, shape.head_dim)

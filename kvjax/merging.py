@@ -78,9 +78,6 @@ def folded[Part: Any](
         before, after: the positions before and after the eviction, of all slots or of those of one layer.
         layer: that layer, in a plain cache that stacks them.
         most: the largest number of tokens that leave a head; None where any number may.
-
-    Raises:
-        ValueError: if the merging fits biases, but the cache has none.
     """
     if layer is not None:
         return _folded_layer(merging, cache, before, after, layer, most)

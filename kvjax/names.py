@@ -73,16 +73,6 @@ def read(text: str, kind: str, how: str) -> ast.expr:
 
     Args:
         kind: what it names, for messages; ``how`` says how to write it.
-
-    Raises:
-        ValueError: it is none.
-
-    Example:
-        >>> from kvjax.names import read
-        >>> read("h2o(", "policy", "write it like 'h2o+caote'")
-        Traceback (most recent call last):
-        ...
-        ValueError: the policy 'h2o(' is malformed; write it like 'h2o+caote'.
     """
     try:
         return ast.parse(text.strip(), mode="eval").body
@@ -132,20 +122,12 @@ def _without_name(name: str, make: Callable[..., Any], value: str) -> str:
 
 
 def check_number(name: str, what: str, value: float, low: float, high: float, expected: str) -> None:
-    """Check that a number is in [low, high].
-
-    Raises:
-        ValueError: with the maker, the argument, its value and what was expected.
-    """
+    """Check that a number is in [low, high]."""
     if not low <= value <= high:
         raise ValueError(f"{name}: {what} is {value!r}; give {expected}.")
 
 
 def check_protected(name: str, what: str, amount: int | float) -> None:
-    """Check a number of first or last tokens: a count, or a share of the budget.
-
-    Raises:
-        ValueError: as :func:`check_number`.
-    """
+    """Check a number of first or last tokens: a count, or a share of the budget."""
     high = 1 if isinstance(amount, float) else MOST
     check_number(name, what, amount, 0, high, "a count (an int from 0) or a share of the budget in [0, 1]")

@@ -73,11 +73,7 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: st
 
 
 def part_of(projection: OutputProjection | None, kind: str) -> Array:
-    """Return a part of a layer's output projection, as CAOTE reads it.
-
-    Raises:
-        ValueError: if it is missing.
-    """
+    """Return a part of a layer's output projection, as CAOTE reads it."""
     part = None if projection is None else getattr(projection, kind)
     if part is None:
         raise ValueError(
@@ -100,12 +96,6 @@ def measure(
 
     Raises:
         ValueError: if the projection does not fit, or holds neither the needed part nor one to compute it from.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kvjax.projection import measure
-        >>> measure(jnp.ones((2, 3, 16)), False, (2, 3), jnp.float32).gram.shape
-        (2, 3, 3)
     """
     own = projection if isinstance(projection, OutputProjection) else OutputProjection(factor=jnp.asarray(projection))
     wide = own.weight if own.factor is None else own.factor

@@ -31,11 +31,6 @@ class Dtypes(NamedTuple):
     """The dtypes of a cache's keys and values, by name.
 
     As a text they are one name if both are alike, else two: ``str`` writes it, and :func:`check_dtypes` reads it.
-
-    Example:
-        >>> from kvjax.quantise import Dtypes
-        >>> str(Dtypes("int8", "bfloat16")), str(Dtypes("int8", "int8"))
-        ('int8/bfloat16', 'int8')
     """
 
     key: str
@@ -51,18 +46,7 @@ def is_quantised(dtype: DTypeLike) -> bool:
 
 
 def check_dtype(dtype: Any) -> str:
-    """Return the name of a dtype, after a check that keys and values can have it.
-
-    Raises:
-        ValueError: if it is neither a dtype of floats nor one of eight bits.
-
-    Example:
-        >>> from kvjax.quantise import check_dtype
-        >>> check_dtype("int4")
-        Traceback (most recent call last):
-        ...
-        ValueError: dtype is 'int4'; keys and values are floats, such as 'bfloat16', or 'int8', 'float8_e4m3fn'.
-    """
+    """Return the name of a dtype, after a check that keys and values can have it."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -78,9 +62,6 @@ def check_dtypes(dtype: Any) -> Dtypes:
 
     Args:
         dtype: a dtype; a pair of them, of keys and of values; or the pair as a text, "int8/bfloat16".
-
-    Raises:
-        ValueError: if it is neither a dtype nor a pair of them, or :func:`check_dtype` refuses one.
 
     Example:
         >>> from kvjax.quantise import check_dtypes

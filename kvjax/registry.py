@@ -25,13 +25,6 @@ class Registry[Thing](dict[str, Thing]):
         kind: what the things are, for messages: "policy".
         group: the entry-point group of other packages' things; None if they have none.
         prepare: ``prepare(name, thing)`` checks a thing and returns what is kept of it.
-
-    Example:
-        >>> from kvjax.registry import Registry
-        >>> colours = Registry("colour", None)
-        >>> colours.add("red", 0xFF0000, source="here")
-        >>> colours.find("red"), colours.find("green")
-        (16711680, None)
     """
 
     def __init__(
@@ -46,9 +39,6 @@ class Registry[Thing](dict[str, Thing]):
 
         Args:
             source: the module that the thing is from.
-
-        Raises:
-            ValueError: if another source has the name, or the thing is not of this kind.
         """
         if self.sources.get(name, source) != source:
             raise self._twice(name, self.sources[name], source)

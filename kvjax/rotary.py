@@ -55,14 +55,6 @@ def move(
 
     :func:`turn` by the difference would keep the rounding error of ``start * frequency``: a tenth of a radian at
     position 2 ** 21. Here the key is turned back by the same rounded angle that it was rotated by.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from kvjax.rotary import move
-        >>> np.asarray(
-        ...     jax.jit(move)(np.array([1.0, 0.0]), 3, 3, np.array([0.1]))
-        ... ).round(5).tolist()
-        [1.0, 0.0]
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return turn(turn(wide, -start, frequency), end, frequency).astype(x.dtype)

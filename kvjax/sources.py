@@ -119,9 +119,6 @@ def parse_source(name: str) -> Source:
 
     The same name gives the same object, so that a compiled program is found again.
 
-    Raises:
-        ValueError: if the source or an argument is unknown.
-
     Example:
         >>> import kvjax
         >>> str(kvjax.parse_source("quest(page_size=4)"))
@@ -151,19 +148,6 @@ def joined(importance: Float[Array, "B N T S"], reading: Reading, group: Group) 
 
     With "weights", the result is the logarithm of the mean over the group of softmax weights over the tokens that a
     query sees.
-
-    Example:
-        >>> import numpy as np
-        >>> from kvjax.sources import Reading, joined
-        >>> importance = np.array([[0.0, 4.0], [2.0, 0.0]]).reshape(1, 2, 1, 2)
-        >>> reading = Reading(
-        ...     np.zeros((1, 1, 2, 4)), np.array([[1]]), np.array([[[0, 1]]]), layer=1
-        ... )
-        >>> [
-        ...     np.ravel(joined(importance, reading, by)).tolist()
-        ...     for by in ("max", "mean")
-        ... ]
-        [[2.0, 4.0], [1.0, 2.0]]
     """
     if group == "separate":
         return importance

@@ -148,11 +148,7 @@ def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:
 
 
 def check_projection(projection: Any, errors: bool, heads: tuple[int, int, int]) -> None:
-    """Check that a projection is that of the errors of these heads, K, G and D.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Check that a projection is that of the errors of these heads, K, G and D."""
     if projection is not None and not errors:
         raise ValueError("a projection was given for statistics of weights; take errors=True, or leave it out.")
     if projection is not None and (projection.ndim != 4 or projection.shape[:3] != heads):
@@ -160,18 +156,6 @@ def check_projection(projection: Any, errors: bool, heads: tuple[int, int, int])
 
 
 def check_bias(bias: Any, slots: tuple[int, ...]) -> None:
-    """Check that there is one float of bias for each slot.
-
-    Raises:
-        ValueError: if there is not.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.cache_attention.api import check_bias
-        >>> check_bias(jnp.zeros((1, 2, 4)), (1, 2, 3))
-        Traceback (most recent call last):
-            ...
-        ValueError: the bias is (1, 2, 4), but the slots are (1, 2, 3): give one float per slot.
-    """
+    """Check that there is one float of bias for each slot."""
     if bias is not None and bias.shape != slots:
         raise ValueError(f"the bias is {bias.shape}, but the slots are {slots}: give one float per slot.")

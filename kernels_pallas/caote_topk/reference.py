@@ -69,15 +69,6 @@ def eviction_error(
     Args:
         A: the weights of the G query heads that share the values, non-negative; each row sums to 1 over live tokens.
         join: measures the G changes together, in place of the norm; :func:`kvjax.score` measures them after W_O.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from kernels_pallas.caote_topk.reference import eviction_error
-        >>> V = jnp.array([[0.0], [2.0], [-2.0]])
-        >>> jax.jit(eviction_error)(
-        ...     jnp.array([[0.5, 0.25, 0.25]]), V, jnp.ones(3, bool)
-        ... ).round(4).tolist()
-        [0.0, 0.6667, 0.6667]
     """
     dtype = jnp.promote_types(jnp.promote_types(A.dtype, V.dtype), jnp.float32)
     A, V = A.astype(dtype), V.astype(dtype)

@@ -12,14 +12,7 @@ _PROTECTED = 2**30  # beyond every position
 
 
 def pack(position: Int[Array, "*shape"], protected: Bool[Array, "*shape"] | None) -> Int[Array, "*shape"]:
-    """Return -1 for a free slot, else its position, plus 2^30 where it is protected.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.caote_topk.slots import pack
-        >>> pack(jnp.array([5, 6, -1]), jnp.array([False, True, True])).tolist()
-        [5, 1073741830, -1]
-    """
+    """Return -1 for a free slot, else its position, plus 2^30 where it is protected."""
     if protected is None:
         return position
     return jnp.where(protected & (position >= 0), position + _PROTECTED, position)
