@@ -98,7 +98,7 @@ or protect fewer.
 def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
     """Check that each link's state has an entry per slot, or per head, that the statistics exist, and no score is NaN.
 
-arrays start with [B, K, S], or with [B, K] inside a kvjax.HeadState.
+    arrays start with [B, K, S], or with [B, K] inside a kvjax.HeadState.
     """
     check_statistics(policy.needs.statistics, policy.needs.window)
     sizes = B, K, G, S, head_dim = (K + 1, K, G, K + 2, head_dim)  # no two of B, K, S alike
