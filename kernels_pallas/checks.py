@@ -69,11 +69,7 @@ def check_count(what: str, value: Any, least: int, hint: str) -> int:
 def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
     """Return a budget of tokens as an int or as an int32 array; a budget beyond int32 is cut to its largest value.
 
-    Args:
-        shapes: the shapes that an array may have, besides ``()``.
-
-    Raises:
-        ValueError: if the budget is neither an int nor such an array, or has a known value below 1.
+    An array has no axes, or one of ``shapes``.
     """
     budget = plain(budget)
     if isinstance(budget, int) and not isinstance(budget, bool):

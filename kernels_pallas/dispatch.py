@@ -37,11 +37,7 @@ class Kernel(NamedTuple):
         return self.file.rpartition("_")[2]
 
     def run(self, *args: Any, interpret: Any = False, **options: Any) -> Any:
-        """Run the kernel, with the reference's derivative.
-
-        Raises:
-            NotImplementedError: if the kernel can't run with these arguments; the message gives the reason.
-        """
+        """Run the kernel, with the reference's derivative; raise NotImplementedError with the reason if it can't."""
         kernel, heads, reference = (
             importlib.import_module(f"kernels_pallas.{self.operation}.{name}")
             for name in (self.file, "heads", "reference")
@@ -72,11 +68,8 @@ def dispatch(
     """Run the reference or a kernel.
 
     "auto" takes the platform's kernel, or the reference where there is none or the kernel raises
-    NotImplementedError; it takes none of ``BY_NAME_ONLY``. An implementation given by name runs or raises.
-
-    Raises:
-        ValueError: if the implementation does not exist or is not for this platform.
-        NotImplementedError: if a kernel was given by name and can't run with these arguments.
+    NotImplementedError; it takes none of ``BY_NAME_ONLY``. An implementation given by name runs or raises: ValueError
+    if it does not exist or is not for this platform, NotImplementedError if it can't run with these arguments.
     """
     if implementation not in ("auto", "reference"):
         return _by_name(implementation, kernels).run(*args, **options)

@@ -28,10 +28,7 @@ def filler(dtype: DTypeLike) -> int | float:
 def unread(floats: Sequence[str], numbers: Mapping[str, Any], vectors: Mapping[str, Any]) -> str | None:
     """Return which array has a dtype that a kernel does not read, as a reason to refuse it; None if all are read.
 
-    Args:
-        floats: the dtypes of floats that it reads.
-        numbers: arrays of floats, by name.
-        vectors: arrays of floats or of eight bits, by name; None where there is none.
+    ``numbers`` are arrays of ``floats``; ``vectors`` may also be of eight bits, or None.
     """
     for arrays, dtypes in ((numbers, floats), (vectors, (*floats, *EIGHT_BITS))):
         for name, x in arrays.items():

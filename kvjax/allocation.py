@@ -287,26 +287,16 @@ def threshold(*, least: float = 0.01, cap: int | float | None = CAP) -> Allocati
 
     So a text decides how many tokens it needs: ``cache.num_live`` counts them. Where more tokens reach the threshold
     than the budget has room for, the best of all layers and heads stay. A protected token stays in any case. The cache
-    has the budget's slots all the same. KVzap also keeps a window: ``zap+protect(recent=128)@threshold(least=0.01)``.
+    has the budget's slots all the same. KVzap also keeps a window, as below.
 
     Args:
         least: the score that is just kept. It depends on the score: the best one for a task is found by trying.
         cap: see :func:`adakv`.
 
     Example:
-        >>> import functools, jax, numpy as np
         >>> import kvjax
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
-        >>> cache = jax.jit(kvjax.insert)(
-        ...     cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2))
-        ... )
-        >>> evict = jax.jit(
-        ...     functools.partial(
-        ...         kvjax.evict, budget=2, allocation="threshold(least=0.4)"
-        ...     )
-        ... )
-        >>> evict(cache, np.array([[[0.5, 0.1, 0.3]]])).position.tolist()
-        [[[0, -1, -1]]]
+        >>> str(kvjax.parse("zap+protect(recent=128)@threshold(least=0.01)"))
+        'zap+protect(recent=128)@threshold'
     """
     check_number("threshold", "least", least, -1e30, 1e30, "a score, from -1e30 to 1e30")
     _check_cap("threshold", cap)

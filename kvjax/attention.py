@@ -80,8 +80,7 @@ def attend(
             needs the scores of all layers (use :func:`observe`).
 
     Example:
-        >>> import functools, jax, kvjax
-        >>> import numpy as np
+        >>> import functools, jax, kvjax, numpy as np
         >>> policy = "h2o+caote"
         >>> cache = kvjax.empty_cache(
         ...     policy, budget=4, block=2, kv_heads=1, query_heads=2, head_dim=4
@@ -145,8 +144,7 @@ def observe(
         scores ``[B, K, S]`` as in ``cache.layer(context.layer)`` (None without a policy).
 
     Example:
-        >>> import jax, kvjax
-        >>> import numpy as np
+        >>> import jax, kvjax, numpy as np
         >>> policy = kvjax.parse("tova(heads='group')@model")
         >>> cache = kvjax.KVCache.init(
         ...     batch=1, kv_heads=2, slots=4, head_dim=4, layers=3

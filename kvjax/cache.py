@@ -96,12 +96,9 @@ class AnyKind:
         return self.read(function, *others, outputs=None)
 
     def read(self, function: Callable[..., Any], *others: tuple[PyTree, Any], outputs: Any) -> Any:
-        """Return what a function returns for each device's part: here for the cache itself, which is on no mesh.
+        """Return what a function of a part, and of each device's part of ``others``, returns: here of the cache itself.
 
-        Args:
-            function: takes the part, and each device's part of ``others``.
-            others: arrays or trees, each with how a mesh splits it (:func:`kvjax.split.on_devices`).
-            outputs: likewise for what the function returns.
+        A mesh splits ``others``, arrays or trees, and what is returned as :func:`kvjax.split.on_devices` says.
         """
         return function(self, *(tree for tree, _ in others))
 
@@ -211,8 +208,7 @@ class KVCache(Stored):
     """Keys and values of the tokens that are kept; the module's docstring has the layout.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
         >>> cache = jax.jit(kvjax.insert)(
         ...     cache, np.ones((1, 2, 1, 2)), np.ones((1, 2, 1, 2))
@@ -408,9 +404,6 @@ def with_entries(entries: Entries, given: Entries) -> Entries:
     """Return stored entries with the given keys, values, scales or biases in place of their own.
 
     The scales of keys, or of values, that are now floats are left out.
-
-    Raises:
-        ValueError: if keys or values have another shape or dtype than those that they are stored beside.
     """
     entries = dict(entries)
     for name, array in given.items():
@@ -511,8 +504,7 @@ def insert_plain(
         room: a promise that the tokens fit.
 
     Returns:
-        The cache with the new entries, and ``here`` with the block in all its arrays; :func:`put_back` writes its
-        positions and state to the cache.
+        The cache with the new entries, and ``here`` with the block in all its arrays, for :func:`put_back`.
     """
     (B, T, K, _), S = key.shape, cache.num_slots
     valid = position >= 0
@@ -562,10 +554,7 @@ def overwriting(
     """Return slots for all tokens, the last ones of heads into which they do not fit, and which heads these are.
 
     A token that was left out would go unnoticed. So the tokens of such a block overwrite others, and
-    :func:`unreadable` makes each query from them on NaN.
-
-    Args:
-        slots: how many slots the heads have; ``slot`` is not below it where there is none.
+    :func:`unreadable` makes each query from them on NaN. Where there is no slot, ``slot`` is not below ``slots``.
     """
     last = jnp.broadcast_to(jnp.asarray(slots, jnp.int32), slot.shape[:2])[..., None]
     lost = jnp.any(valid[:, None] & (slot >= last), axis=2)
@@ -608,8 +597,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         ValueError: outside jit, if a head has more live tokens than ``slots``.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=1)
         >>> tokens = np.arange(4.0).reshape(1, 4, 1, 1)
         >>> cache = jax.jit(kvjax.insert)(cache, tokens, tokens)
@@ -674,10 +662,8 @@ def write_slots(
 ) -> Array:
     """Set array[(layer,) b, k, slot[b, k, t]] = new[b, k, t], as one scatter that is parallel in b and k.
 
-    The batching dimensions are given, so that a cache sharded over them is updated without communication.
-
-    Args:
-        scatter: the scatter to use; ``jax.lax.scatter_min``, for example, keeps the smaller of the old and the new.
+    The batching dimensions are given, so that a cache sharded over them is updated without communication. With
+    ``jax.lax.scatter_min``, for example, the smaller of the old and the new stays.
     """
     if layer is None:
         index = slot[..., None]

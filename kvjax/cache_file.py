@@ -98,8 +98,7 @@ def save_cache(
         FileNotFoundError: if the folder does not exist.
 
     Example:
-        >>> import pathlib, tempfile
-        >>> import kvjax
+        >>> import kvjax, pathlib, tempfile
         >>> cache = kvjax.empty_cache(
         ...     "h2o", kv_heads=1, query_heads=2, head_dim=4, budget=8
         ... )
@@ -161,8 +160,7 @@ def load_cache(
             its policy has no short name and was not given.
 
     Example:
-        >>> import pathlib, tempfile
-        >>> import kvjax
+        >>> import kvjax, pathlib, tempfile
         >>> cache = kvjax.empty_cache(
         ...     "tova", kv_heads=1, query_heads=1, head_dim=4, budget=8
         ... )
@@ -203,8 +201,7 @@ def cache_info(path: str | Path) -> dict[str, Any]:
         ValueError: if the file holds no cache.
 
     Example:
-        >>> import pathlib, tempfile
-        >>> import kvjax
+        >>> import kvjax, pathlib, tempfile
         >>> cache = kvjax.empty_cache(
         ...     "tova", kv_heads=1, query_heads=1, head_dim=4, budget=8
         ... )

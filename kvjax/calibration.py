@@ -14,14 +14,11 @@ from kvjax.checks import is_float
 
 
 def read_array(name: str, file: str, axes: str) -> Float[np.ndarray, "..."]:
-    """Read an array of a model from a file: .npy, or .safetensors that holds one array, as kvpress publishes them.
+    """Read an array of a model as float32 from a .npy file, or a .safetensors file of one array, as kvpress has them.
 
     Args:
         name: the link or allocation that reads it, for error messages.
         axes: its axes' letters, such as "L K D".
-
-    Returns:
-        The array as float32.
 
     Raises:
         ValueError: if there is no such file, or it holds no array of finite numbers with these axes.
@@ -50,15 +47,7 @@ def read_array(name: str, file: str, axes: str) -> Float[np.ndarray, "..."]:
 
 
 def checked_content(name: str, file: str, content: str | None) -> str:
-    """Return a digest of a file's bytes, after a check that it is the one that a name asks for.
-
-    Args:
-        name: the link or allocation that reads it, for error messages.
-        content: the digest that is expected; None for any.
-
-    Raises:
-        ValueError: if there is no such file, or it holds something else.
-    """
+    """Return a digest of a file's bytes, after a check that it is ``content``, if a name asks for that."""
     try:
         with Path(file).open("rb") as stream:
             held = hashlib.file_digest(stream, "sha256").hexdigest()[:8]

@@ -44,15 +44,6 @@ class Evidence:
         allocation: how many slots each head gets.
         merging: how the values of evicted tokens are folded into those that stay; None for not at all.
 
-    Example:
-        >>> import kvjax
-        >>> cache = kvjax.KVCache.init(
-        ...     batch=1, kv_heads=2, slots=4, head_dim=4, layers=3
-        ... )
-        >>> kvjax.Evidence.of_layers(
-        ...     cache, kvjax.parse("laprox@model").allocation
-        ... ).scores.shape
-        (3, 1, 2, 4)
     """
 
     scores: Float[Array, "*slots"] | Weights
@@ -66,12 +57,7 @@ class Evidence:
     merging: Merging | None = dataclasses.field(default=None, metadata={"static": True})
 
     def spares(self, budget: Budget, slots: int) -> Bool[Array, "B"]:
-        """Return a mask of the rows that lose nothing whatever they score.
-
-        Args:
-            budget: one number or one per row.
-            slots: those of the cache, per head.
-        """
+        """Return a mask of the rows that lose nothing whatever they score, with so many slots per head."""
         enough = (jnp.asarray(budget) >= slots) & self.allocation.fills  # else a token that scores too little leaves
         return (self.entered == 0) | enough
 
@@ -171,8 +157,7 @@ def evict(
             that compares layers.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
         >>> cache = jax.jit(kvjax.insert)(
         ...     cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2))

@@ -53,8 +53,7 @@ def insert(
             (checked only outside jit, where the cache's contents are known).
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
         >>> row, insert = np.ones((1, 1, 1, 1)), jax.jit(kvjax.insert)
         >>> np.ravel(insert(insert(cache, row, row), 2 * row, 2 * row).key).tolist()
@@ -74,11 +73,7 @@ def checked_block(
     layer: int | Int[Array, ""] | None,
     query_heads: int = 0,
 ) -> tuple[Array, Array, Int[Array, "B T"], int | Int[Array, ""] | None]:
-    """Return the arguments of :func:`insert` as arrays, after its checks.
-
-    Args:
-        query_heads: those of the block's queries, if it has any; a cache of so many heads repeats the KV heads.
-    """
+    """Return the arguments of :func:`insert` as arrays, after its checks; a cache of ``query_heads`` repeats heads."""
     key, value = real_array("key", key), real_array("value", value)
     position = None if position is None else real_array("position", position)
     K = cache.heads_shape[-1]
@@ -104,11 +99,7 @@ def check_entering(
     layer: int | Int[Array, ""] | None,
     kv_heads: int | None = None,
 ) -> int | Int[Array, ""] | None:
-    """Check that new tokens fit the shapes of a cache, and return the layer as a number if it is known.
-
-    Args:
-        kv_heads: the heads of the keys and values, if not those of the cache.
-    """
+    """Check that new tokens of ``kv_heads`` fit the shapes of a cache; return the layer as a number if it is known."""
     heads = cache.heads_shape
     if key.ndim != 4:
         raise ValueError(f"keys {key.shape} do not fit: expected [B, T, K, D].")
@@ -147,8 +138,7 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
         ValueError: if ``cache`` is not a cache, or there is not one integer per row.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
         >>> cache = jax.jit(kvjax.insert)(
         ...     cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2))
@@ -181,9 +171,7 @@ def within[C: (KVCache, PagedCache)](
 ) -> C:
     """Return the cache without the tokens that have left a sliding window: no query from the next one on sees them.
 
-    Args:
-        window: how many positions a query sees, its own among them.
-        layer: the layer that has the window, in a paged cache that stacks layers; its pages still have their owners.
+    In a paged cache ``layer`` may be the one that has the window; its pages still have their owners.
     """
     gone = cache.position <= (cache.next_position - window)[cache.batch_rows()][..., None]
     if layer is not None:

@@ -147,11 +147,7 @@ def attended(
     needs: Needs,
     context: Context,
 ) -> tuple[Array, ColumnStatistics]:
-    """Attend over all slots; the statistics are those of the part that is observed, where a prompt is repeated.
-
-    Args:
-        attention: attention over the slots of the given positions, -1 where a slot is left out.
-    """
+    """Attend over all slots; the statistics are those of the part that is observed, where a prompt is repeated."""
     if context.reconstructed is None or context.reconstructed.sinks is None:
         return attention(cache.position, **attention_options(cache, needs, context))
     out, _ = attention(cache.position, **attention_options(cache, Needs(), context))
@@ -186,11 +182,7 @@ def ask(
     budget: Int[Array, "B"],
     context: Context,
 ) -> tuple[Evidence, Any]:
-    """Have the policy score some heads of a layer, the tokens of which are those that it chooses among.
-
-    Returns:
-        Its evidence, for :func:`of_layer`, and its new state.
-    """
+    """Have the policy score some heads of a layer that hold what it chooses among; return evidence and new state."""
     here = floats_of(here)
     B, K = here.position.shape[:2]
     entered = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)

@@ -111,8 +111,7 @@ def repeat(cache: Cache, n: int) -> Cache:
         ValueError: if ``cache`` is not a cache, or n is below 1.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=1, head_dim=1)
         >>> tokens = np.array([5.0, 7.0]).reshape(2, 1, 1, 1)
         >>> cache = jax.jit(kvjax.insert)(cache, tokens, tokens)

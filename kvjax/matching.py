@@ -160,11 +160,8 @@ def fit(
 ) -> tuple[Float[Array, "S D"], Float[Array, "S"]]:
     """Return one head's values and biases, new where a token stays.
 
-    Args:
-        position: before the eviction, -1 where a slot is free.
-        query: sample queries, times the scale.
-        seen_from: one more than each one's position; 0 for one that does not count.
-        most: how many tokens stay at most, static; the cost grows with its square.
+    The sample queries are times the scale; ``seen_from`` is one more than each one's position, 0 for one that does not
+    count. ``position`` is that before the eviction. At most ``most`` tokens stay; the cost grows with its square.
     """
     slot = nth_true(stays, jnp.arange(1, most + 1))  # S where there is none
     at = functools.partial(jnp.take, indices=slot, axis=0, mode="fill", fill_value=0)
@@ -274,13 +271,9 @@ def remembered(
     since: Int[Array, "B T"],
     position: Int[Array, "B K S"],
 ) -> Queries:
-    """Write a block's queries to slots.
+    """Write a block's queries, times the scale, to slots; ``since`` are their own positions.
 
-    Args:
-        query: times the scale.
-        asked_at: the position of the token in whose slot each query is kept; -1 for one that is not.
-        since: the queries' own positions.
-        position: those of the slots' tokens.
+    Each is kept in the slot of the token at the position ``asked_at``, or nowhere for -1.
     """
     (B, K, S), (_, T, N, D) = position.shape, query.shape
     order = jnp.argsort(asked_at, axis=1)

@@ -74,9 +74,7 @@ def folded[Part: Any](
     """Return the cache with the values of the tokens that leave merged into those that stay, layer by layer.
 
     Args:
-        cache: a plain or a paged one.
-        before, after: the positions before and after the eviction, of all slots or of those of one layer.
-        layer: that layer, in a plain cache that stacks them.
+        before, after: the positions of all slots, or of those of ``layer``.
         most: the largest number of tokens that leave a head; None where any number may.
     """
     if layer is not None:

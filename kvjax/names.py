@@ -21,11 +21,6 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
     ``jit`` would compile again. The name of the object becomes the maker's name with its arguments, as :func:`written`
     writes them. A maker that reads a file has the arguments ``file`` and ``content``: the name then has a digest of
     what the file held, so that results and caches that are found by name are those of the same numbers.
-
-    Args:
-        kind: what they make, for messages: "policy".
-        group: the entry-point group in which other packages offer makers.
-        made: the type of what they make.
     """
 
     def prepare(name: str, make: Any) -> Callable[..., Made]:
@@ -69,11 +64,7 @@ def written(make: Any, **arguments: Any) -> str:
 
 
 def read(text: str, kind: str, how: str) -> ast.expr:
-    """Read a short name as an expression of Python's, which :func:`called` takes.
-
-    Args:
-        kind: what it names, for messages; ``how`` says how to write it.
-    """
+    """Read a short name as an expression of Python's, for :func:`called`; messages say its kind and how to write it."""
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -81,16 +72,7 @@ def read(text: str, kind: str, how: str) -> ast.expr:
 
 
 def called(node: ast.expr, registry: Registry[Callable[..., Any]], whole: str, how: str) -> Any:
-    """Make the object that ``name`` or ``name(argument=value, ...)`` stands for.
-
-    Args:
-        registry: the makers to choose from.
-        whole: the whole text, for messages; ``how`` says how to write it.
-
-    Raises:
-        ValueError: if a name or an argument is unknown, or a value is not a plain one.
-        ImportError: if the name is from another package, which cannot be imported.
-    """
+    """Make the object that ``name`` or ``name(argument=value, ...)`` stands for; messages quote the whole text."""
     kind = registry.kind
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name) or any(keyword.arg is None for keyword in call.keywords):

@@ -62,8 +62,7 @@ class PagedCache(Stored):
     :func:`kvjax.insert`, :func:`kvjax.evict` and :func:`kvjax.attend` take it like a :class:`kvjax.KVCache`.
 
     Example:
-        >>> import functools, jax, numpy as np
-        >>> import kvjax
+        >>> import functools, jax, kvjax, numpy as np
         >>> cache = kvjax.PagedCache.init(
         ...     batch=1, kv_heads=2, pages=4, page_size=2, most=6, head_dim=2
         ... )
@@ -193,11 +192,7 @@ class PagedCache(Stored):
         layer: int | Int[Array, ""] | None,
         room: bool = False,
     ) -> PagedCache:
-        """Insert tokens as :func:`kvjax.insert` does; a head without enough free slots takes new pages.
-
-        Args:
-            room: a promise that the tokens fit.
-        """
+        """Insert tokens as :func:`kvjax.insert` does, into new pages if need be; ``room`` promises that they fit."""
         B, T, K, _ = key.shape
         checked = room or is_known(self.position, self.table, position)
         count = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
@@ -322,12 +317,7 @@ class PagedCache(Stored):
         )
 
     def layer(self, index: int | Int[Array, ""] | None = None, head: int | Int[Array, ""] | None = None) -> KVCache:
-        """Copy a layer, or one head of it, to a plain cache with all slots that its page table can hold.
-
-        Args:
-            index: the layer; None for a cache that does not stack layers.
-            head: the KV head; all heads by default.
-        """
+        """Copy a layer, or one head of it, to a plain cache with all slots that its page table can hold."""
         table = self.layer_table(index)
         if head is not None:
             table = jax.lax.dynamic_slice_in_dim(table, head, 1, axis=1)
@@ -387,8 +377,7 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         ValueError: outside jit, if the tokens do not fit.
 
     Example:
-        >>> import functools, jax, numpy as np
-        >>> import kvjax
+        >>> import functools, jax, kvjax, numpy as np
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=1)
         >>> tokens = np.ones((1, 3, 2, 1))
         >>> cache = jax.jit(kvjax.insert)(cache, tokens, tokens)

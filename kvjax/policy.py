@@ -146,11 +146,7 @@ def fits_biases(policy: Policy | None) -> bool:
 
 @functools.cache
 def allocated(policy: Policy, allocation: Allocation) -> Policy:
-    """Return the policy with an allocation, as ``policy @ allocation`` and a short name's ``@`` make it.
-
-    Raises:
-        ValueError: if the allocation needs other scores than the policy has.
-    """
+    """Return the policy with an allocation, as ``policy @ allocation`` and a short name's ``@`` make it."""
     plain = policy.chain_name
     name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"
     if not allocation.even and policy.heads == "layer":
@@ -215,11 +211,8 @@ def joined(
 ) -> Float[Array, "B K S"]:
     """Return the scores that an eviction reads: one for all heads where they share it, and those of marked tokens.
 
-    Where the heads of a layer hold the same tokens, those are marked that all heads have marked.
-
-    Args:
-        heads: of the layer, on all devices.
-        summed: sums over the devices that split the heads.
+    Where the heads of a layer hold the same tokens, those are marked that all heads have marked; ``heads`` counts them
+    on all devices, over which ``summed`` adds up.
     """
     if policy.heads == "layer":
         mean = summed(jnp.sum(scores / heads, axis=1, keepdims=True))
@@ -234,11 +227,7 @@ def joined(
 def update_link(
     link: Policy, scores: Scores, state: PyTree, observation: Observation
 ) -> tuple[Scores | Weights | Marked, PyTree]:
-    """Run one link on a block, and check what it reads and what it returns.
-
-    Raises:
-        ValueError: if the link reads a statistic that was not asked for, or returns scores or a state of other shapes.
-    """
+    """Run one link on a block, and check that it reads what it asked for, and the shapes of what it returns."""
     columns: Any = _Declared(link.name, observation.columns)
     given, new = link.update(scores, state, observation._replace(columns=columns))
     plain, _ = unmarked(given, None)

@@ -21,11 +21,9 @@ from kvjax.policy import Policy
 
 
 def check_measured(policy: Policy | None, layers: int | None, kv_heads: int) -> None:
-    """Raise ValueError if a link of a policy was measured on another model than one of these sizes.
+    """Check that each link of a policy was measured on a model of these sizes, or on none.
 
-    Args:
-        layers: None where one layer stands for itself.
-        kv_heads: the heads of the cache: the model's KV heads, or its query heads.
+    ``layers`` is None where one layer stands for itself; ``kv_heads`` are the cache's heads, maybe one per query head.
     """
     for link in () if policy is None else policy.links or (policy,):
         if link.measured and (layers not in (None, link.measured[0]) or kv_heads % link.measured[1]):
@@ -96,10 +94,7 @@ or protect fewer.
 
 @functools.cache
 def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
-    """Check that each link's state has an entry per slot, or per head, that the statistics exist, and no score is NaN.
-
-    arrays start with [B, K, S], or with [B, K] inside a kvjax.HeadState.
-    """
+    """Check that each link's state has an entry per slot or head, that the statistics exist, and no score is NaN."""
     check_statistics(policy.needs.statistics, policy.needs.window)
     sizes = B, K, G, S, head_dim = (K + 1, K, G, K + 2, head_dim)  # no two of B, K, S alike
 

@@ -88,14 +88,8 @@ def measure(
 ) -> OutputProjection:
     """Return what measures a change of G heads after W_O: the factor alone with cross terms, the gram alone without.
 
-    Args:
-        projection: W_O's parts, or an array ``[*batch, G, D, F]`` whose Gram is W_O's.
-        cross: whether heads count together (``|sum_g u_g W_O^g|``) or each alone.
-        shape: ``(*batch, G, D)`` of the changes.
-        dtype: of the result.
-
-    Raises:
-        ValueError: if the projection does not fit, or holds neither the needed part nor one to compute it from.
+    ``projection`` has W_O's parts, or is an array ``[*batch, G, D, F]`` whose Gram is W_O's. With ``cross`` the heads
+    count together (``|sum_g u_g W_O^g|``). The changes have the shape ``(*batch, G, D)``.
     """
     own = projection if isinstance(projection, OutputProjection) else OutputProjection(factor=jnp.asarray(projection))
     wide = own.weight if own.factor is None else own.factor

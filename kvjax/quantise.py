@@ -92,8 +92,7 @@ def quantise(vectors: Float[Array, "*slots D"], dtype: DTypeLike) -> Quantised:
         ValueError: if the dtype is another.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> values, scale = jax.jit(kvjax.quantise, static_argnums=1)(
         ...     np.float32([[1.0, -2.54, 0.5]]), "int8"
         ... )
@@ -116,8 +115,7 @@ def dequantise(values: Real[Array, "*slots D"], scale: Float[Array, "*slots"]) -
     """Return the float32 vectors that vectors in eight bits stand for.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> there_and_back = jax.jit(
         ...     lambda x: kvjax.dequantise(*kvjax.quantise(x, "int8"))
         ... )
@@ -135,8 +133,7 @@ def straight_through(vectors: Float[Array, "*slots D"], dtype: DTypeLike) -> Flo
     are traced.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> vectors = np.float32([[127.0, -3.2]])
         >>> jax.jit(kvjax.straight_through, static_argnums=1)(vectors, "int8").tolist()
         [[127.0, -3.0]]

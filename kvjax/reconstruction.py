@@ -109,11 +109,7 @@ class Repeated(NamedTuple):
 def unrepeated(
     position: Int[np.ndarray, "B S"], score: Float[np.ndarray, "B S"], token: Int[np.ndarray, "B S"]
 ) -> tuple[Int[np.ndarray, "_"], ...]:
-    """Return each row's tokens from the first on that has no score yet, in the order of their positions; on the host.
-
-    Args:
-        position, score, token: of one head's slots.
-    """
+    """Return each row's tokens from the first on that has no score yet, in position order, by one head's slots."""
     rows = []
     for places, scores, ids in zip(position, score, token, strict=True):
         left = places[(places >= 0) & (scores == 0)]

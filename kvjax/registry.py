@@ -35,23 +35,14 @@ class Registry[Thing](dict[str, Thing]):
         self.sources: dict[str, str] = {}
 
     def add(self, name: str, thing: Any, *, source: str) -> None:
-        """Add a thing. The same source may add it again, as a notebook does when a cell runs twice.
-
-        Args:
-            source: the module that the thing is from.
-        """
+        """Add a thing of a module. The same module may add it again, as a notebook does when a cell runs twice."""
         if self.sources.get(name, source) != source:
             raise self._twice(name, self.sources[name], source)
         self[name] = self.prepare(name, thing)
         self.sources[name] = source
 
     def find(self, name: str) -> Thing | None:
-        """Return the thing of this name, imported from another package if need be; None if there is none.
-
-        Raises:
-            ValueError: if two sources have the name, or the package offers something else than this kind.
-            ImportError: if the package cannot be imported.
-        """
+        """Return the thing of this name, imported from another package if need be; None if there is none."""
         known = [self.sources[name]] if name in self else []
         entries = [entry for entry in _entries(self.group) if entry.name == name and not _is_of(entry, known)]
         if len(offers := [*known, *map(_package, entries)]) > 1:

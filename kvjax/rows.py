@@ -33,8 +33,7 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
         ValueError: if the caches do not fit, or the row is out of range; or, outside jit, if pages are lacking.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> batch = kvjax.KVCache.init(batch=2, kv_heads=1, slots=3, head_dim=1)
         >>> one = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
         >>> one = jax.jit(kvjax.insert)(
@@ -111,8 +110,7 @@ def leave[C: AnyKind](cache: C, row: int | Int[Array, ""]) -> C:
         ValueError: if the row is out of range.
 
     Example:
-        >>> import jax, numpy as np
-        >>> import kvjax
+        >>> import jax, kvjax, numpy as np
         >>> cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=2, head_dim=1)
         >>> cache = jax.jit(kvjax.insert)(
         ...     cache, np.ones((2, 1, 1, 1)), np.ones((2, 1, 1, 1))

@@ -131,12 +131,7 @@ def selected_mask(
 
 
 def share_of_tokens(share: float, tokens: Any) -> Any:
-    """Return ceil(share * tokens), in integers and with the share to four digits: the budget that a share stands for.
-
-    Args:
-        share: in (0, 1]; a share that would round to 0 counts as 0.0001.
-        tokens: an int, or an array of them.
-    """
+    """Return ceil(share * tokens), in integers and with the share to four digits, at least 0.0001."""
     return tokens - share_of(min(1 - share, 0.9999), tokens)
 
 

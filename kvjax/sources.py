@@ -296,21 +296,9 @@ def quest(*, page_size: int = 16, group: Group = "separate") -> Source:
         group: see :func:`butler`.
 
     Example:
-        >>> import jax, numpy as np
         >>> from kvjax import sources
-        >>> quest = sources.quest(page_size=2)
-        >>> key, position = (
-        ...     np.array([1.0, -3.0, 2.0, 2.0]).reshape(1, 4, 1, 1),
-        ...     np.arange(4)[None],
-        ... )
-        >>> pages = jax.jit(
-        ...     lambda: quest.insert(quest.init(1, 1, 4, 1), key, position)
-        ... )()
-        >>> read = sources.Reading(
-        ...     -np.ones((1, 1, 1, 1)), position[:, -1:], position[None], layer=1
-        ... )
-        >>> np.ravel(jax.jit(quest.importance)(pages, read)).tolist()
-        [3.0, 3.0, -2.0, -2.0]
+        >>> str(sources.quest(page_size=4))
+        'quest(page_size=4)'
     """
     check_count("quest: page_size", page_size, 1, "give a number of tokens, an int from 1")
 

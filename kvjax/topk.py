@@ -24,12 +24,8 @@ def best_of_groups(
 ) -> Bool[Array, "*heads S"]:
     """Return a mask of the ``budget`` best live slots of each group: :func:`keep_mask` with several heads per budget.
 
-    Args:
-        head: the number of each line's head; of tokens with the same score and position, the lowest number stays.
-        group: the number of each line's group.
-        groups: how many groups there are.
-        axis: the mesh axis whose devices have the other heads of the same groups; the counts are added up over it, and
-            no score leaves its device. None where all heads are here.
+    ``head`` and ``group`` are the numbers of each line's head and group; of tokens with the same score and position,
+    the one in the lowest head stays. Counts are added up over the mesh ``axis`` that splits the heads, if there is one.
     """
 
     def count(mask: Array) -> Array:

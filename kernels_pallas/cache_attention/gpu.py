@@ -100,11 +100,7 @@ def attend_heads(
     interpret: bool,
     name: str,
 ) -> tuple[Array, ...]:
-    """Run the kernels on keys and values in a storage, and return the output and the named statistics, by group.
-
-    Args:
-        floats: those per slot that are ``beside`` keys and values.
-    """
+    """Run the kernels on keys and values in a storage, and return the output and the named statistics, by group."""
     B, K, G, T, D = query.shape
     S, H, R = key_position.shape[2], B * K, T * G
     query, key_position = query.swapaxes(2, 3).reshape(H, R, D), key_position.reshape(H, S)

@@ -72,7 +72,6 @@ def in_groups(
             ``errors`` its output does not matter.
         arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`. The last ones are
             those that are ``beside`` keys and values.
-        projection: refused: no kernel multiplies by it.
         query_scale: not read, as no kernel computes the statistic that reads it.
     """
     B, T, N, D = query.shape

@@ -65,10 +65,7 @@ def squared_changes(
     """Return the squared lengths of the changes of queries' outputs without each of some slots, in a kernel.
 
     A slot of more than half a query's weight is told from the output number by number: there the expansion of squares
-    would lose the small difference of both. A query has at most one such slot.
-
-    Args:
-        squares: the values' squared lengths.
+    would lose the small difference of both. A query has at most one such slot. ``squares`` are the values' own.
     """
     exact: Any = dict(preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     products = jax.lax.dot_general(out, value, (((1,), (1,)), ((), ())), **exact)
@@ -87,12 +84,7 @@ def of_one_query(
     softmax: Float[Array, "B K G 2"],
     about: Int[Array, "B 1 3"],
 ) -> tuple[Array, ...]:
-    """Compute the column statistics of a block of one query, as in decode, from its weights.
-
-    Args:
-        logits: -1e30 where the query does not see a slot.
-        softmax: each row's largest logit and its sum of exponentials.
-    """
+    """Compute the column statistics of a block of one query from its logits, their largest, and their sum of exps."""
     weights = jnp.where(logits > UNSEEN, jnp.exp(logits - softmax[..., :1]), 0) / softmax[..., 1:]
     is_last, in_window = (about[:, :1, i, None, None] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, 1, 1, 1]
     return of_weights(names, weights, is_last, in_window, logits.shape[2])
@@ -107,9 +99,7 @@ def of_weights(
 ) -> tuple[Array, ...]:
     """Compute the column statistics of one query from its weights; a kernel for GPU calls it, too.
 
-    Args:
-        is_last, in_window: whether the query is its row's last valid one, and one of the observation window.
-        group: how many of the queries are heads; those that pad a kernel's tile have weight 0.
+    The first ``group`` rows are the heads'; those that pad a kernel's tile have weight 0.
     """
     seen = jnp.where(in_window, weights, 0)
     columns = {

@@ -128,11 +128,7 @@ def _of_divided(
     seen: Bool[Array, "B T"],
     query_scale: Float[Array, "B T"] | None,
 ) -> dict[str, Float[Array, "B K _ *T S"]]:
-    """Compute the statistics that are no weighted sums over queries: they read the weights themselves.
-
-    Args:
-        seen: the queries of the observation window.
-    """
+    """Compute the statistics that are no weighted sums over queries; ``seen`` are the window's queries."""
     columns = {}
     if "weights" in statistics:
         columns["weights"] = weights

@@ -103,9 +103,7 @@ def attend_heads(
 ) -> tuple[Array, ...]:
     """Run the kernels on keys and values in a storage, and return the output and the named statistics, by group.
 
-    Args:
-        floats: those per slot that are ``beside`` keys and values.
-        stored: (the most slots of a chunk) -> the storage, and the arrays ``where``, which are copied to scalar memory.
+    ``stored`` takes the most slots of a chunk, and returns the storage and the arrays ``where`` for scalar memory.
     """
     B, K, G, T, D = query.shape
     S, width = key_position.shape[2], key.shape[-1]
