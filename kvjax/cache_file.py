@@ -99,9 +99,7 @@ def save_cache(
 
     Example:
         >>> import kvjax, pathlib, tempfile
-        >>> cache = kvjax.empty_cache(
-        ...     "h2o", kv_heads=1, query_heads=2, head_dim=4, budget=8
-        ... )
+        >>> cache = kvjax.empty_cache("h2o", kv_heads=1, head_dim=4, budget=8)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "book.safetensors"
         >>> kvjax.save_cache(path, cache, policy="h2o", budget=8)
         >>> kvjax.load_cache(path).num_slots, kvjax.cache_info(path)["policy"]
@@ -161,15 +159,11 @@ def load_cache(
 
     Example:
         >>> import kvjax, pathlib, tempfile
-        >>> cache = kvjax.empty_cache(
-        ...     "tova", kv_heads=1, query_heads=1, head_dim=4, budget=8
-        ... )
+        >>> cache = kvjax.empty_cache("tova", kv_heads=1, head_dim=4, budget=8)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "book.safetensors"
-        >>> kvjax.save_cache(path, cache, policy="tova", budget=8, model="small")
-        >>> kvjax.load_cache(
-        ...     path, policy="tova", model="small"
-        ... ).position.tolist() == cache.position.tolist()
-        True
+        >>> kvjax.save_cache(path, cache, policy="tova", model="small")
+        >>> kvjax.load_cache(path, policy="tova", model="small").num_slots
+        9
     """
     given = _made_with(policy, budget, model)
     info, arrays = _read(_source(path))
@@ -202,16 +196,12 @@ def cache_info(path: str | Path) -> dict[str, Any]:
 
     Example:
         >>> import kvjax, pathlib, tempfile
-        >>> cache = kvjax.empty_cache(
-        ...     "tova", kv_heads=1, query_heads=1, head_dim=4, budget=8
-        ... )
+        >>> cache = kvjax.empty_cache("tova", kv_heads=1, head_dim=4, budget=8)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "book.safetensors"
         >>> kvjax.save_cache(path, cache, policy="tova", budget=8)
         >>> info = kvjax.cache_info(path)
         >>> info["policy"], info["budget"], info["model"], info["tokens"]
         ('tova', 8, None, [0])
-        >>> info["cache_bytes"] == cache.nbytes, info["full_cache_bytes"]
-        (True, 0)
     """
     path = _source(path)
     with _opened(path) as (info, file):

@@ -54,8 +54,6 @@ def caote(
 
     Example:
         >>> import kvjax
-        >>> str(kvjax.parse("h2o+caote(group='mean')"))
-        "h2o+caote(group='mean')"
         >>> sorted(kvjax.parse("h2o+caote(target='output')").needs.projections)
         ['factor']
         >>> kvjax.parse("snapkv+caote(per='query')").needs.errors

@@ -65,18 +65,6 @@ class Layout:
         """Return how many tokens more than their mean the heads of one device may hold, summed over the layers.
 
         In the worst case they win every slot, or as many as ``cap`` lets them hold.
-
-        Example:
-            >>> from kvjax import allocation
-            >>> from kvjax.capacity import Layout
-            >>> each = (
-            ...     allocation.pyramid(), allocation.layer(cap=1.5), allocation.layer()
-            ... )
-            >>> [
-            ...     Layout(8, (None,), rule, ways=(1, 4)).excess(budget=100)
-            ...     for rule in each
-            ... ]
-            [0, 50, 300]
         """
         ways = self.ways[1]
         if self.allocation.alike or ways == 1:

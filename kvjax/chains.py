@@ -102,12 +102,8 @@ def chain(*links: Policy) -> Policy:
 
     Example:
         >>> import kvjax
-        >>> str(
-        ...     kvjax.chain(
-        ...         kvjax.h2o(), kvjax.caote(), kvjax.protect(sinks=4, recent=0.5)
-        ...     )
-        ... )
-        'h2o+caote+protect(sinks=4,recent=0.5)'
+        >>> str(kvjax.chain(kvjax.h2o(), kvjax.protect(recent=0.5)))
+        'h2o+protect(recent=0.5)'
     """
     if wrong := [link for link in links if not isinstance(link, Policy)]:
         given = repr(wrong[0]) if isinstance(wrong[0], str) else f"a {type(wrong[0]).__name__}"

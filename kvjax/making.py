@@ -75,8 +75,6 @@ def empty_cache(
         >>> cache = kvjax.empty_cache("h2o@model", **sizes)
         >>> type(cache).__name__, cache.key.shape
         ('PagedCache', (11, 16, 8))
-        >>> kvjax.empty_cache("h2o+caote", windows=(8, None), **sizes).key.shape
-        (9, 16, 8)
     """
     policy = policy_of(policy)
     kv_heads, head_dim, query_heads, layers, batch, windows = check_sizes("empty_cache", sizes)

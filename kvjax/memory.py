@@ -78,12 +78,6 @@ def memory(
         4160.0...
         >>> kvjax.memory(**llama_1b, budget=2048, dtype="int8").total / 2**20
         37.18...
-        >>> # three layers of four see the last 512 tokens
-        >>> windows = [512, 512, 512, None] * 4
-        >>> kvjax.memory(
-        ...     **llama_1b, budget=2048, policy="h2o", windows=windows
-        ... ).total / 2**20
-        33.61...
     """
     policy = policy_of(policy)
     check_sizes("memory", sizes)

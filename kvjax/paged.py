@@ -62,7 +62,7 @@ class PagedCache(Stored):
     :func:`kvjax.insert`, :func:`kvjax.evict` and :func:`kvjax.attend` take it like a :class:`kvjax.KVCache`.
 
     Example:
-        >>> import functools, jax, kvjax, numpy as np
+        >>> import jax, kvjax, numpy as np
         >>> cache = kvjax.PagedCache.init(
         ...     batch=1, kv_heads=2, pages=4, page_size=2, most=6, head_dim=2
         ... )
@@ -70,13 +70,6 @@ class PagedCache(Stored):
         >>> cache = jax.jit(kvjax.insert)(cache, tokens, tokens)
         >>> cache.num_live.tolist(), int(cache.num_free)
         ([[3, 3]], 0)
-        >>> # as cache.position: one row per page
-        >>> scores = np.array([[9.0, 8.0], [7.0, 0.0], [1.0, 3.0], [2.0, 0.0]])
-        >>> cache = jax.jit(
-        ...     functools.partial(kvjax.evict, budget=2, allocation="layer")
-        ... )(cache, scores)
-        >>> sorted(np.ravel(cache.num_live).tolist()), int(cache.num_free)
-        ([1, 3], 1)
     """
 
     paged = True

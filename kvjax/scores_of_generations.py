@@ -101,12 +101,8 @@ def triattention(*, file: str | None = None, content: str | None = None, future:
             model without rotary positions.
 
     Example:
-        >>> import pathlib, tempfile
-        >>> import numpy as np
         >>> import kvjax
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "centres.npy"
-        >>> np.save(path, np.ones((2, 2, 4, 96)))
-        >>> kvjax.triattention(file=str(path)).needs.rotary
+        >>> kvjax.triattention().needs.rotary  # for file= see models.query_centres
         True
     """
     check_count("triattention: future", future, 1, "give a number of coming positions, an int from 1")

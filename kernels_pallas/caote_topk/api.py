@@ -64,10 +64,8 @@ def caote_topk(
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from kernels_pallas import caote_topk
-        >>> weights, value = (
-        ...     jnp.array([[[[0.5, 0.25, 0.25]]]]),
-        ...     jnp.array([[[[0.0], [2.0], [-2.0]]]]),
-        ... )
+        >>> weights = jnp.array([[[[0.5, 0.25, 0.25]]]])
+        >>> value = jnp.array([[[[0.0], [2.0], [-2.0]]]])
         >>> kept = jax.jit(caote_topk)(weights, value, jnp.array([[[0, 1, 2]]]), 1)
         >>> kept.position.tolist()  # of equals the recent one stays
         [[[-1, -1, 2]]]

@@ -61,12 +61,9 @@ def paged_attention(
     Example:
         >>> import jax.numpy as jnp
         >>> from kernels_pallas import paged_attention
-        >>> q, pool, position = (
-        ...     jnp.ones((1, 1, 2, 4)), jnp.ones((3, 2, 4)),
-        ...     jnp.array([[5, 6], [0, -1], [1, 2]])
-        ... )
-        >>> # the head has the last page and the one before it
-        >>> table = jnp.array([[[2, 1, -1]]])
+        >>> q, pool = jnp.ones((1, 1, 2, 4)), jnp.ones((3, 2, 4))
+        >>> position = jnp.array([[5, 6], [0, -1], [1, 2]])
+        >>> table = jnp.array([[[2, 1, -1]]])  # the last page and the one before it
         >>> out, columns = paged_attention(
         ...     q, pool, pool, position, table, jnp.array([[2]]), statistics=["last"]
         ... )
