@@ -20,13 +20,7 @@ Budget = int | float | Array
 
 
 def select(
-    importance: Float[Array, "B H S"],
-    position: Int[Array, "B K S"],
-    budget: int | float | Int[Array, ""] | Int[Array, "B"],
-    *,
-    sinks: int = 4,
-    size: int | None = None,
-    query_position: Int[Array, "B"] | None = None,
+    importance: Float[Array, "B H S"], position: Int[Array, "B K S"], budget: int | float, *, sinks: int = 4
 ) -> Int[Array, "B H M"]:
     """Return the slots that each head reads in one decode step, as ``kernels_pallas.select_attention`` takes them.
 
@@ -34,44 +28,36 @@ def select(
         importance: larger = read, on any scale: only its order within a head counts. H is N, where each query head
             reads slots of its own, or K, where a group shares its slots (give the group's maximum, for example).
         position: of the token in each slot, -1 where it is free. A slot that the query must not see, such as one
-            outside a sliding window, is also given as -1.
-        budget: how many tokens a head reads besides the sinks: an int; a float in (0, 1], the share (to four digits) of
-            the tokens that the query sees, rounded up; or an array, one number for all or one per row.
+            outside a sliding window or behind the query, is also given as -1.
+        budget: how many tokens a head reads besides the sinks: an int, or a float in (0, 1], the share (to four digits)
+            of the tokens that the query sees, rounded up.
         sinks: how many of the first tokens are always read, on top of the budget.
-        size: M. By default the most that the budget and the sinks can come to: ``budget + sinks``, with a share taken
-            of all S slots, and never more than S. A smaller size is a promise that no row reads more; if a row does,
-            its last slots are left out. A budget that is an array needs a size.
-        query_position: of the step's token; None if no slot holds a token after it.
 
     Returns:
-        Slots in ascending order, then -1.
+        Slots in ascending order, then -1. M is the most that the budget and the sinks can come to: ``budget + sinks``,
+        with a share taken of all S slots, and never more than S.
 
     Raises:
-        ValueError: if shapes do not fit, the budget is below 1 token or a share outside (0, 1], sinks are negative, or
-            the size is below 1 or below what the budget and the sinks take.
+        ValueError: if shapes do not fit, the budget is below 1 token or a share outside (0, 1], or sinks are negative.
 
     Example:
         >>> import functools, jax, jax.numpy as jnp
         >>> import kvjax
-        >>> importance, position = (
-        ...     jnp.array([[[0.0, 3.0, 1.0, 2.0, 9.0]]]),
-        ...     jnp.array([[[0, 1, 2, 3, -1]]]),
-        ... )
-        >>> jax.jit(functools.partial(kvjax.select, budget=2, sinks=1))(
-        ...     importance, position
-        ... ).tolist()
+        >>> importance = jnp.array([[[0.0, 3.0, 1.0, 2.0, 9.0]]])
+        >>> position = jnp.array([[[0, 1, 2, 3, -1]]])
+        >>> select = functools.partial(kvjax.select, budget=2, sinks=1)
+        >>> jax.jit(select)(importance, position).tolist()
         [[[0, 1, 3]]]
-        >>> one_of_four = functools.partial(kvjax.select, budget=0.25, sinks=0, size=3)
-        >>> jax.jit(one_of_four)(importance, position).tolist()
-        [[[1, -1, -1]]]
     """
     importance = real_array("importance", importance)
     if importance.ndim != 3:
         raise ValueError(f"importance {importance.shape} does not fit: expected [B, H, S], one decode step's.")
-    budget = plain(budget)
-    chosen = selected_mask(importance, position, budget, sinks=sinks, query_position=query_position)
+    budget, sinks = plain(budget), plain(sinks)
+    chosen = selected_mask(importance, position, budget, sinks=sinks)
+    if not isinstance(budget, int | float):
+        raise ValueError("the budget is an array, from which the number of slots M does not follow; give a number.")
     B, H, S = chosen.shape
-    size = _size(budget, plain(sinks), S, size)
+    size = min(S, sinks + (share_of_tokens(budget, S) if isinstance(budget, float) else budget))
     slots = nth_true(chosen, jnp.broadcast_to(jnp.arange(1, size + 1), (B, H, size)))
     return jnp.where(slots < S, slots, -1)
 
@@ -91,7 +77,7 @@ def selected_mask(
 
     Args:
         importance, position, sinks: see :func:`select`.
-        budget: see :func:`select`; an array has one number per row, or one per query.
+        budget: see :func:`select`; or an array, with one number for all, per row, or per query.
         query_position: -1 for padding, whose queries read nothing. None, for one step only, if no slot holds a token
             after the query.
 
@@ -133,24 +119,6 @@ def selected_mask(
 def share_of_tokens(share: float, tokens: Any) -> Any:
     """Return ceil(share * tokens), in integers and with the share to four digits, at least 0.0001."""
     return tokens - share_of(min(1 - share, 0.9999), tokens)
-
-
-def _size(budget: Budget, sinks: int, S: int, size: int | None) -> int:
-    if isinstance(budget, float):
-        needed = share_of_tokens(budget, S) + sinks
-    elif isinstance(budget, int):
-        needed = budget + sinks
-    elif size is None:
-        raise ValueError("the budget is an array, from which the number of slots M does not follow; give size=.")
-    else:
-        needed = 1
-    needed = min(needed, S)
-    if size is None:
-        return needed
-    least = needed if isinstance(budget, int) else 1
-    return check_count(
-        "size", size, least, f"a budget of {budget} and {sinks} sinks take {least} slots: give that many"
-    )
 
 
 def _checked(

@@ -65,7 +65,7 @@ def test_a_known_budget_below_1_is_refused(budget):
         lambda: evicted(budget),
         lambda: jax.jit(lambda: evicted_under_jit(budget))(),
         lambda: kvjax.keep_mask(one[:, 0], position, budget),
-        lambda: kvjax.select(one[:, 0], position, budget, size=4),
+        lambda: kvjax.select(one[:, 0], position, budget),
         lambda: kernels_pallas.caote_topk(one, one[:, 0, ..., None], position, budget),
     ):
         with pytest.raises(ValueError, match=r"the budget is .*; at least 1 token must stay"):
@@ -85,7 +85,7 @@ def test_a_share_of_numpys_or_jaxs_is_a_share():
 
     expected = select(0.5, sinks=0)
     for make in (np.float32, np.float64, jnp.float32, jnp.bfloat16):
-        assert select(make(0.5), sinks=np.int64(0), size=jnp.int32(4)) == expected
+        assert select(make(0.5), sinks=np.int64(0)) == expected
 
 
 # Links, allocations and sources.

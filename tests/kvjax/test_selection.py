@@ -71,7 +71,8 @@ budgets = pytest.mark.parametrize(("budget", "sinks"), first(2, [(3, 4), (0.7, 2
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
 def test_a_step_reads_what_the_rule_says(seed, budget, sinks):
     importance, position, queries = case(seed)
-    slots = compiled(kvjax.select, budget=budget, sinks=sinks)(importance, position, query_position=queries)
+    seen = np.where(position <= queries[:, None, None], position, -1)
+    slots = compiled(kvjax.select, budget=budget, sinks=sinks)(importance, seen)
     np.testing.assert_array_equal(as_mask(np.asarray(slots)), definitions(importance, position, queries, budget, sinks))
 
 

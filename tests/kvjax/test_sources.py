@@ -191,7 +191,7 @@ def test_a_sharded_step_chooses_without_communication():
     def step(state, new_key, reading):
         state = source.insert(state, new_key, reading.query_position, 1)
         importance = source.importance(jax.tree.map(lambda x: x[1], state), reading)
-        return kvjax.select(importance[:, :, 0], reading.position, 0.5, query_position=reading.query_position[:, 0])
+        return kvjax.select(importance[:, :, 0], reading.position, 0.5)
 
     program = step.lower(state, new_key, Reading(query, position, slots, LAYER, **fields)).compile().as_text()
     assert not re.findall(r"all-\w+|collective-\w+|reduce-scatter", program)
