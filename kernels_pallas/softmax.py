@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
@@ -42,6 +44,15 @@ def scaled(logits: Float[Array, "*shape"], scale: float, soft_cap: float | None)
     """
     logits = scale * logits
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def product(a: Array, b: Array, dims: tuple[tuple[int], tuple[int]]) -> Array:
+    """Multiply two matrices in a kernel, summed in float32 over an axis of each; exactly if either is float32."""
+    wide = jnp.promote_types(a.dtype, b.dtype)
+    in_float32: Any = dict(
+        preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None
+    )
+    return jax.lax.dot_general(a.astype(wide), b.astype(wide), (dims, ((), ())), **in_float32)
 
 
 def exponentials(

@@ -32,7 +32,7 @@ from kernels_pallas.cache_attention.queries import (
 )
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.prepare import Beside
-from kernels_pallas.softmax import of_parts, scaled
+from kernels_pallas.softmax import of_parts, product, scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 FINISHED = 512  # slots of a program that combines the sums of a single query
@@ -65,10 +65,7 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(
-    query, about, span, key, value, key_position, layer, *floats,
-    beside, names, errors, scale, soft_cap, interpret,
-):  # fmt: skip
+def of_heads(query, about, span, key, value, key_position, layer, *floats, **options):
     L, B, K, S, D = key.shape
     key, value = (x.reshape(L, B * K, S, D) for x in (key, value))
     storage = Storage(
@@ -76,9 +73,9 @@ def of_heads(
         where=(pl.BlockSpec((1,), lambda *_: (0,)),),
         load=lambda ref, where, slot, width: _load(ref, slot, width, where[0]),
     )
-    options = dict(beside=beside, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
-    options |= dict(name="cache")
-    return attend_heads(query, about, span, key, value, key_position, floats, (layer,), storage, **options)
+    return attend_heads(
+        query, about, span, key, value, key_position, floats, (layer,), storage, name="cache", **options
+    )
 
 
 def attend_heads(
@@ -218,14 +215,6 @@ def _load(ref, row, width, layer=None):
     return triton.load(ref.at[(*stack, row[:, None], column)], mask=there, other=filler(ref.dtype))
 
 
-def _dot(a, b, dims):
-    wide = jnp.promote_types(a.dtype, b.dtype)
-    return jax.lax.dot_general(
-        a.astype(wide), b.astype(wide), (dims, ((), ())), preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
-    )  # fmt: skip
-
-
 def _sees(span, own, position):
     """Return a mask of the slots that each query sees, [queries, slots]."""
     age = own[:, None] - position[None, :]
@@ -260,7 +249,7 @@ def _attend(
         position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
         visible = _sees(span, own, position)
         k = widened(storage.load(key, where, slot, width), q.dtype)
-        logits = _dot(q, k, ((1,), (1,)))
+        logits = product(q, k, ((1,), (1,)))
         for of_slot in _floats_of(key_scales, slot):
             logits = logits * of_slot[None, :]
         logits = scaled(logits, scale, soft_cap)
@@ -279,7 +268,7 @@ def _attend(
         shrink, total = jnp.exp(peak - now), jnp.exp(peak - now) * total + jnp.sum(weights, axis=1)
         for of_slot in _floats_of(value_scales, slot):
             weights = jnp.where(visible, weights * of_slot[None, :], 0.0)
-        acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
+        acc = shrink[:, None] * acc + product(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, total, acc
 
     start = jnp.full((queries,), UNSEEN, jnp.float32), jnp.zeros((queries,), jnp.float32)
@@ -378,7 +367,7 @@ def _reduce(
             row = t * G + g
             peak = triton.load(peaks.at[row], mask=t < T, other=0.0)
             total = triton.load(totals.at[row], mask=t < T, other=1.0)
-            logits = _dot(_load(query, row, width), k, ((1,), (1,)))
+            logits = product(_load(query, row, width), k, ((1,), (1,)))
             for of_slot in of_keys:
                 logits = logits * of_slot[None, :]
             logits = scaled(logits, scale, soft_cap)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.softmax import product
 
 POSITION, IS_LAST, IN_WINDOW = range(3)
 UNSEEN = -1e30  # the logit of a slot that a query does not see
@@ -67,11 +67,10 @@ def squared_changes(
     A slot of more than half a query's weight is told from the output number by number: there the expansion of squares
     would lose the small difference of both. A query has at most one such slot. ``squares`` are the values' own.
     """
-    exact: Any = dict(preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
-    products = jax.lax.dot_general(out, value, (((1,), (1,)), ((), ())), **exact)
+    products = product(out, value, ((1,), (1,)))
     own = jnp.sum(out * out, axis=1, keepdims=True)
     heavy = weights > 0.5
-    nearest = jax.lax.dot_general(jnp.where(heavy, 1.0, 0.0), value, (((1,), (0,)), ((), ())), **exact)
+    nearest = product(jnp.where(heavy, 1.0, 0.0), value, ((1,), (0,)))
     away = jnp.sum((out - nearest) ** 2, axis=1, keepdims=True)
     squared = jnp.where(heavy, away, jnp.maximum(own - 2 * products + squares, 0))
     ratio, alone = ratios(weights)

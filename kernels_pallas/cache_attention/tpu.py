@@ -33,7 +33,7 @@ from kernels_pallas.cache_attention.queries import (
 )
 from kernels_pallas.eight_bits import unread
 from kernels_pallas.prepare import Beside
-from kernels_pallas.softmax import scaled
+from kernels_pallas.softmax import product, scaled
 
 QUERIES = 512  # of a block of queries, over all heads of a group
 CELLS = 512 * 512  # queries x slots computed at a time
@@ -67,10 +67,7 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(
-    query, about, span, key, value, key_position, layer, *floats,
-    beside, names, errors, scale, soft_cap, interpret,
-):  # fmt: skip
+def of_heads(query, about, span, key, value, key_position, layer, *floats, **options):
     S, width = key.shape[3:]
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
@@ -78,9 +75,7 @@ def of_heads(
         block = (None, None, None, slots, width), lambda b, k, c, layer: (layer[0], b, k, c, 0)
         return Storage(slots, (block,)), (layer,)
 
-    options = dict(beside=beside, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
-    options |= dict(name="cache")
-    return attend_heads(query, about, span, key, value, key_position, floats, stored, **options)
+    return attend_heads(query, about, span, key, value, key_position, floats, stored, name="cache", **options)
 
 
 def attend_heads(
@@ -249,11 +244,7 @@ def _chunk(blocks, narrow_as=None):
 
 def _logits(span, query, about, key, key_position, key_scales, biases, *, per_head, scale, soft_cap):
     """Compute the logits of a block [queries, slots], and a mask of those that a query sees."""
-    wide = jnp.promote_types(query.dtype, key.dtype)
-    logits = jax.lax.dot_general(
-        query[...].astype(wide), key[:, : query.shape[1]].astype(wide), (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
-    )  # fmt: skip
+    logits = product(query[...], key[:, : query.shape[1]], ((1,), (1,)))
     for ref in key_scales:
         logits = logits * ref[...]  # [1, slots]
     position, own = key_position[...], about[:, POSITION : POSITION + 1]  # [1, slots], [per_head, 1]
@@ -317,14 +308,10 @@ def _attend(*refs, arrays, errors, storage, scalars, beside, per_head, scale, so
         live = _column(jnp.where(key_position[...] >= 0, 1.0, 0.0)) > 0
         value = keys_here if arrays == 1 else _chunk(values, query.dtype)
         v = jnp.where(live, value.astype(jnp.float32), 0).astype(jnp.float32 if errors else value.dtype)
-        precision = jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
         shares = weights
         for ref in value_scales:
             shares = jnp.where(visible, weights * ref[...], 0)
-        added = jax.lax.dot_general(
-            shares.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
-            precision=precision,
-        )  # fmt: skip
+        added = product(shares.astype(v.dtype), v, ((1,), (0,)))
         total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
         peak[...] = jnp.broadcast_to(now, peak.shape)
         acc[...] = shrink * acc[...] + added
@@ -371,10 +358,7 @@ def _reduce(*refs, storage, scalars, beside, names, arrays, errors, per_head, sc
                 v = v * jnp.where(live, _column(ref[...]), 0)
             lane = jax.lax.broadcasted_iota(jnp.int32, out.shape, 1)
             x = jnp.where(lane >= out.shape[1] - query.shape[1], out[...], 0)
-            squares = jax.lax.dot_general(
-                jnp.ones((8, v.shape[1]), jnp.float32), v * v, (((1,), (1,)), ((), ())),
-                preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST,
-            )  # fmt: skip
+            squares = product(jnp.ones((8, v.shape[1]), jnp.float32), v * v, ((1,), (1,)))
             weights = squared_changes(weights, x, v, squares[:1])
         is_last, in_window = (about[:, i : i + 1] > 0 for i in (IS_LAST, IN_WINDOW))  # [per_head, 1]
         place = about[:, IN_WINDOW : IN_WINDOW + 1].astype(jnp.float32)

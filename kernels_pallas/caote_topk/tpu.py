@@ -9,7 +9,7 @@ scratch buffer, in which the last step selects for all 8 heads.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +44,13 @@ def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str
     return None
 
 
-class _Tiling:
+class _Tiling(NamedTuple):
     """The slots per chunk and the number of chunks, for weights [B, K, G, S]."""
 
-    def __init__(self, step: int, chunk: int, chunks: int, vmem_bytes: int):
-        self.step, self.chunk, self.chunks, self.vmem_bytes = step, chunk, chunks, vmem_bytes
+    step: int
+    chunk: int
+    chunks: int
+    vmem_bytes: int
 
     @classmethod
     def of(cls, weights_shape: tuple[int, ...], value: Any) -> _Tiling:

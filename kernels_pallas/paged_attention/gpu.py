@@ -23,10 +23,7 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return beyond(query, key, value, table.shape[1])
 
 
-def of_heads(
-    query, about, span, key, value, key_position, table, *floats,
-    beside, names, errors, scale, soft_cap, interpret,
-):  # fmt: skip
+def of_heads(query, about, span, key, value, key_position, table, *floats, **options):
     B, K, M = table.shape
     size = key.shape[1]
     ends = size * table_ends(table).reshape(B * K)
@@ -44,7 +41,5 @@ def of_heads(
         load=load,
         end=lambda where: where[1][0],
     )
-    options = dict(beside=beside, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
-    options |= dict(name="paged")
     where = (table.reshape(B * K, M), ends)
-    return attend_heads(query, about, span, key, value, key_position, floats, where, storage, **options)
+    return attend_heads(query, about, span, key, value, key_position, floats, where, storage, name="paged", **options)

@@ -35,10 +35,7 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return tpu.beyond(query, key, value, table.shape[1])
 
 
-def of_heads(
-    query, about, span, key, value, key_position, table, *floats,
-    beside, names, errors, scale, soft_cap, interpret,
-):  # fmt: skip
+def of_heads(query, about, span, key, value, key_position, table, *floats, **options):
     K, M = table.shape[1:]
     size, width = key.shape[1:]
     unit = _unit(size)
@@ -56,9 +53,7 @@ def of_heads(
         padded = jnp.pad(table, ((0, 0), (0, 0), (0, chunks * pages - M)), constant_values=-1)
         return storage, (_last_there(padded.reshape(-1, pages)).ravel(), table_ends(table).ravel())
 
-    options = dict(beside=beside, names=names, errors=errors, scale=scale, soft_cap=soft_cap, interpret=interpret)
-    options |= dict(name="paged")
-    return attend_heads(query, about, span, key, value, key_position, floats, stored, **options)
+    return attend_heads(query, about, span, key, value, key_position, floats, stored, name="paged", **options)
 
 
 def _last_there(table: Int[Array, "steps pages"]) -> Int[Array, "steps pages"]:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
-from kernels_pallas.softmax import scaled
+from kernels_pallas.softmax import product, scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200, which run at once
 BYTES = 16384  # of the keys, and again of the values, in a program's tile
@@ -93,14 +93,6 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
     return (out.reshape(query.shape),)
 
 
-def _dot(a, b, dims):
-    wide = jnp.promote_types(a.dtype, b.dtype)
-    return jax.lax.dot_general(
-        a.astype(wide), b.astype(wide), (dims, ((), ())), preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
-    )  # fmt: skip
-
-
 def _attend(layer, query, key, value, slots, *refs, beside, steps, step, queries, width, scale, soft_cap):
     *scales, out, peaks, totals = refs
     key_scales, value_scales, _ = beside.split(scales)
@@ -125,7 +117,7 @@ def _attend(layer, query, key, value, slots, *refs, beside, steps, step, queries
             [triton.load(ref.at[jnp.clip(slot, 0, S - 1)], mask=read, other=0.0)[None, :] for ref in refs]
             for refs in (key_scales, value_scales)
         )
-        logits = _dot(q, widened(k, q.dtype), ((1,), (1,)))
+        logits = product(q, widened(k, q.dtype), ((1,), (1,)))
         for of_slot in of_keys:
             logits = logits * of_slot
         logits = jnp.where(read[None, :], scaled(logits, scale, soft_cap), _UNSEEN)
@@ -135,7 +127,7 @@ def _attend(layer, query, key, value, slots, *refs, beside, steps, step, queries
         for of_slot in of_values:
             weights = weights * of_slot
         v = widened(v, like)
-        acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
+        acc = shrink[:, None] * acc + product(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, total, acc
 
     start = jnp.full((queries,), _UNSEEN, jnp.float32), jnp.zeros((queries,), jnp.float32)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
 from kernels_pallas.eight_bits import unread, widened
-from kernels_pallas.softmax import scaled
+from kernels_pallas.softmax import product, scaled
 
 SLOTS = 2048  # of a chunk, at most
 BYTES = 2**20  # of a chunk's keys, and again of its values, at most
@@ -175,12 +175,7 @@ def _attend(_, here, start, query, *refs, arrays, beside, size, scale, soft_cap)
         ]
         spread = [jnp.broadcast_to(mask, (R // sets, size)) for mask in masks]
         visible = (jnp.concatenate(spread, axis=0) if sets > 1 else spread[0]) > 0
-        k = widened(key[:, : query.shape[1]], query.dtype)
-        wide = jnp.promote_types(query.dtype, k.dtype)
-        logits = jax.lax.dot_general(
-            query[...].astype(wide), k.astype(wide), (((1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
-        )  # fmt: skip
+        logits = product(query[...], widened(key[:, : query.shape[1]], query.dtype), ((1,), (1,)))
         for ref in key_scales:
             logits = logits * ref[...]  # [1, size]
         logits = jnp.where(visible, scaled(logits, scale, soft_cap), _UNSEEN)
@@ -195,10 +190,7 @@ def _attend(_, here, start, query, *refs, arrays, beside, size, scale, soft_cap)
         shares = weights
         for ref in value_scales:
             shares = jnp.where(visible, weights * ref[...], 0)
-        added = jax.lax.dot_general(
-            shares.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
-            precision=jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else None,
-        )  # fmt: skip
+        added = product(shares.astype(v.dtype), v, ((1,), (0,)))
         total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
         peak[...] = jnp.broadcast_to(now, peak.shape)
         acc[...] = shrink * acc[...] + added
