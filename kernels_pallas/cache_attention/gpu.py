@@ -29,6 +29,8 @@ from kernels_pallas.cache_attention.queries import (
     first_entering,
     of_weights,
     squared_changes,
+    terms,
+    with_term,
 )
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.prepare import Beside
@@ -354,15 +356,6 @@ def _reduce(
         here = jnp.sum(jnp.where(in_window, 1.0, 0.0))
         both = jnp.maximum(before + here, 1.0)
         group = jnp.zeros((queries, slots), jnp.float32)
-
-        def add(name, g, what):
-            if name in sums:
-                sums[name][g] += jnp.sum(what, axis=0)
-
-        def raise_to(name, g, what):
-            if name in sums:
-                sums[name][g] = jnp.maximum(sums[name][g], jnp.max(what, axis=0))
-
         for g in range(G):
             row = t * G + g
             peak = triton.load(peaks.at[row], mask=t < T, other=0.0)
@@ -376,23 +369,18 @@ def _reduce(
             w = jnp.where(visible, jnp.exp(jnp.where(visible, logits - peak[:, None], 0.0)) / total[:, None], 0.0)
             if errors:
                 w = squared_changes(w, _load(of_errors[0], row, width), v, jnp.sum(v * v, axis=1)[None, :])
-            add("sum", g, w)
-            add("last", g, jnp.where(is_last, w, 0.0))
-            raise_to("max", g, w)
+            for name, term in terms(plain, w, is_last, in_window, place).items():
+                sums[name][g] = with_term(name, sums[name][g], term, axis=0)
             w = jnp.where(in_window, w, 0.0)
-            raise_to("window_max", g, w)
             group += w
-            add("window_square", g, w * w)
-            add("window_place", g, w * place)
-            if "window_log" in sums:
-                add("window_log", g, jnp.where(w > 0, w * jnp.log(jnp.where(w > 0, w, 1.0)), 0.0))
             if merges:  # block by block (Chan et al.)
                 mean = jnp.sum(w, axis=0) / jnp.maximum(here, 1.0)
                 squares = jnp.sum(jnp.where(in_window, (w - mean[None, :]) ** 2, 0.0), axis=0)
                 away = mean - means[g]
                 deviations[g] += squares + away * away * (before * here / both)
                 means[g] += away * (here / both)
-        add("window_group_square", 0, (group / G) ** 2)
+        if "window_group_square" in sums:
+            sums["window_group_square"][0] += jnp.sum((group / G) ** 2, axis=0)
         return {name: tuple(sums[name]) for name in sums}, tuple(means), tuple(deviations), before + here
 
     plain = [name for name in names if name not in ("window_mean", "window_variance")]

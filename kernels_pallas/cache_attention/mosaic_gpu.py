@@ -21,7 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, first_entering, of_one_query
+from kernels_pallas.cache_attention.queries import (
+    IN_WINDOW,
+    IS_LAST,
+    POSITION,
+    UNSEEN,
+    first_entering,
+    of_one_query,
+    terms,
+    with_term,
+)
 from kernels_pallas.dispatch import compute_capability
 from kernels_pallas.eight_bits import unread, unread_on_gpu
 from kernels_pallas.softmax import of_parts, scaled
@@ -330,24 +339,10 @@ def _of_head(names):
 
     def add(carry, weights, is_last, nth, here, _):
         sums, mean, deviation, before = carry
-        seen = jnp.where(nth > 0, weights, 0.0)
-        terms = {
-            "sum": lambda: weights,
-            "max": lambda: weights,
-            "last": lambda: jnp.where(is_last, weights, 0.0),
-            "window_max": lambda: seen,
-            "window_square": lambda: seen * seen,
-            "window_log": lambda: seen * jnp.log(jnp.where(seen > 0, seen, 1.0)),
-            "window_place": lambda: seen * nth.astype(jnp.float32),
-        }
-        sums = {
-            name: jnp.maximum(x, jnp.max(terms[name](), axis=1))
-            if name in ("max", "window_max")
-            else x + jnp.sum(terms[name](), axis=1)
-            for name, x in sums.items()
-        }
+        added = terms(sums, weights, is_last, nth > 0, nth.astype(jnp.float32))
+        sums = {name: with_term(name, x, added[name], axis=1) for name, x in sums.items()}
         if merges:  # tile by tile (Chan et al.)
-            both = jnp.maximum(before + here, 1.0)
+            seen, both = jnp.where(nth > 0, weights, 0.0), jnp.maximum(before + here, 1.0)
             own_mean = jnp.sum(seen, axis=1) / jnp.maximum(here, 1.0)
             away, apart = own_mean - mean, seen - _of_rows(own_mean)
             squares = jnp.sum(jnp.where(nth > 0, apart * apart, 0.0), axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -101,16 +102,37 @@ def of_weights(
     The first ``group`` rows are the heads'; those that pad a kernel's tile have weight 0.
     """
     seen = jnp.where(in_window, weights, 0)
-    columns = {
-        "sum": weights,
-        "last": jnp.where(is_last, weights, 0),
-        "max": weights,
+    columns = terms(names, weights, is_last, in_window, 1.0)  # the last query has the place 1
+    columns |= {
         "window_mean": seen,
-        "window_max": seen,
         "window_variance": jnp.zeros_like(weights),
-        "window_square": seen**2,
-        "window_log": jnp.where(seen > 0, seen * jnp.log(jnp.where(seen > 0, seen, 1)), 0),
-        "window_place": seen,  # the last query has the place 1
         "window_group_square": (jnp.sum(seen, axis=-2, keepdims=True) / group) ** 2,
     }
     return tuple(columns[name] for name in names)
+
+
+def terms(
+    names: Iterable[str], weights: Array, is_last: Array, in_window: Array, place: Array | float
+) -> dict[str, Array]:
+    """Return what queries add to column statistics by their weights; a mean is not made of such terms, nor a variance.
+
+    ``place`` is the queries' place in the window, counted from the end. See :func:`with_term`.
+    """
+    seen = jnp.where(in_window, weights, 0.0)
+    of = {
+        "sum": lambda: weights,
+        "last": lambda: jnp.where(is_last, weights, 0.0),
+        "max": lambda: weights,
+        "window_max": lambda: seen,
+        "window_square": lambda: seen * seen,
+        "window_log": lambda: seen * jnp.log(jnp.where(seen > 0, seen, 1.0)),
+        "window_place": lambda: seen * place,
+    }
+    return {name: of[name]() for name in names if name in of}
+
+
+def with_term(name: str, column: Array, term: Array, **over: Any) -> Array:
+    """Return a column statistic with a term of more queries: of their sum, or of the largest where it is a maximum."""
+    if name in ("max", "window_max"):
+        return jnp.maximum(column, jnp.max(term, **over))
+    return column + jnp.sum(term, **over)

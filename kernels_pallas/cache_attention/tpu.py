@@ -30,6 +30,8 @@ from kernels_pallas.cache_attention.queries import (
     first_entering,
     of_one_query,
     squared_changes,
+    terms,
+    with_term,
 )
 from kernels_pallas.eight_bits import unread
 from kernels_pallas.prepare import Beside
@@ -363,38 +365,25 @@ def _reduce(*refs, storage, scalars, beside, names, arrays, errors, per_head, sc
         is_last, in_window = (about[:, i : i + 1] > 0 for i in (IS_LAST, IN_WINDOW))  # [per_head, 1]
         place = about[:, IN_WINDOW : IN_WINDOW + 1].astype(jnp.float32)
 
-        def add(name, g, what):
-            if name in columns:
-                columns[name][g : g + 1, :] += jnp.sum(what, axis=0, keepdims=True)
-
-        def raise_to(name, g, what):
-            if name in columns:
-                largest = jnp.max(what, axis=0, keepdims=True)
-                columns[name][g : g + 1, :] = jnp.maximum(columns[name][g : g + 1, :], largest)
-
         before = count[:1, :1]
         here = jnp.sum(jnp.where(in_window, 1.0, 0.0), axis=0, keepdims=True)
         both = jnp.maximum(before + here, 1)
         group = jnp.zeros_like(weights[:per_head])
         for g in range(G):
             w = weights[g * per_head : (g + 1) * per_head]  # [per_head, slots]
-            add("sum", g, w)
-            add("last", g, jnp.where(is_last, w, 0))
-            raise_to("max", g, w)
+            for name, term in terms(names, w, is_last, in_window, place).items():
+                column = columns[name]
+                column[g : g + 1, :] = with_term(name, column[g : g + 1, :], term, axis=0, keepdims=True)
             w = jnp.where(in_window, w, 0)
-            raise_to("window_max", g, w)
             group += w
-            add("window_square", g, w * w)
-            add("window_place", g, w * place)
-            if "window_log" in columns:
-                add("window_log", g, jnp.where(w > 0, w * jnp.log(jnp.where(w > 0, w, 1)), 0))
             if "window_mean" in columns or "window_variance" in columns:  # merged block by block (Chan et al.)
                 own = jnp.sum(w, axis=0, keepdims=True) / jnp.maximum(here, 1)
                 squares = jnp.sum(jnp.where(in_window, (w - own) ** 2, 0), axis=0, keepdims=True)
                 away = own - mean[g : g + 1, :]
                 deviations[g : g + 1, :] += squares + away * away * (before * here / both)
                 mean[g : g + 1, :] += away * (here / both)
-        add("window_group_square", 0, (group / G) ** 2)
+        if "window_group_square" in columns:
+            columns["window_group_square"][...] += jnp.sum((group / G) ** 2, axis=0, keepdims=True)
         count[...] = jnp.broadcast_to(before + here, count.shape)
 
     @pl.when(t == blocks - 1)
