@@ -210,7 +210,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
         first = jnp.minimum(free * (2 - 1 / beta), jnp.maximum(seen, free))
         step = jnp.linspace(0, 1, c.layers, dtype=jnp.float32) if c.layers > 1 else jnp.full(1, 0.5, jnp.float32)
         shares = first[None] - (2 * first - 2 * free)[None] * step[:, None]
-        return c.best("head", _for_each_head(_layer_budgets(c, lambda room, total: shares, 2.0, each=1), c))
+        return _best_by_layer(c, lambda room, total: shares, 2.0)
 
     return Allocation("pyramid", keep, scope="head", most=lambda L, K, budget: 2 * budget, alike=True)
 
@@ -348,7 +348,7 @@ def cake(
         held = c.sum(c.live, "layer") // c.heads - (c.entered + _protected_of_a_head(c))[None]
         measured = jnp.sum(preference, axis=0, keepdims=True) > 0
         weight = jnp.where(measured, preference, jnp.maximum(held, 0).astype(preference.dtype))
-        return c.best("head", _for_each_head(_layer_budgets(c, _in_proportion(weight), cap, each=1), c))
+        return _best_by_layer(c, _in_proportion(weight), cap)
 
     return Allocation(
         "cake", keep, scope="head", most=lambda L, K, budget: _limit(cap, budget, L * budget),
@@ -393,8 +393,7 @@ def d2o(*, window: int | None = None, cap: int | float | None = CAP) -> Allocati
         least, mean, most = jnp.moveaxis(c.measured_by("d2o"), -1, 0)  # [L, B, K]
         low = jnp.min(least, axis=2)
         scaled = (jnp.mean(mean, axis=2) - low) / (jnp.max(most, axis=2) - low + 1e-6)
-        budgets = _layer_budgets(c, _in_proportion(jnp.exp(-scaled)), cap, each=1)
-        return c.best("head", _for_each_head(budgets, c))
+        return _best_by_layer(c, _in_proportion(jnp.exp(-scaled)), cap)
 
     return Allocation(
         "d2o", keep, scope="head", most=lambda L, K, budget: _limit(cap, budget, L * budget),
@@ -599,6 +598,11 @@ def _protected_of_a_head(c: Contest) -> Int[Array, "B"]:
     return jnp.minimum(jnp.max(protected, axis=(0, 2)), jnp.max(c.budget, axis=0)).astype(jnp.int32)
 
 
+def _best_by_layer(c: Contest, share: Callable[[Array, Array], Array], cap: int | float | None) -> Array:
+    """Keep the best of each head, of which those of a layer have the same slots; see :func:`_layer_budgets`."""
+    return c.best("head", _for_each_head(_layer_budgets(c, share, cap, each=1), c))
+
+
 def _layer_budgets(c: Contest, share: Callable[[Array, Array], Array], cap: int | float | None, each: int) -> Array:
     """Compute the slots of each layer ``[L, B]``, summed over ``each`` of its heads.
 
@@ -687,9 +691,8 @@ def _in_proportion(weight: Float[Array, "L B"]) -> Callable[[Array, Array], Arra
 def _filled(room: Float[Array, "L B"], weight: Float[Array, "L B"], total: Int[Array, "B"]) -> Float[Array, "L B"]:
     """Share out the total by the weights, none above its room; what one layer can't take goes to the others."""
     weight = jnp.where(jnp.sum(weight, axis=0, keepdims=True) > 0, weight, 1.0)
-    weight = jnp.maximum(
-        weight / jnp.sum(weight, axis=0, keepdims=True), 1e-6
-    )  # a layer without weight takes what the others can't
+    # A layer without weight takes what the others can't.
+    weight = jnp.maximum(weight / jnp.sum(weight, axis=0, keepdims=True), 1e-6)
 
     def pour(_, share):
         full = share >= room

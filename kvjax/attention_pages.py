@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.paged_attention.api import paged_attention_unchecked
-from kvjax.cache import HeadState
+from kvjax.cache import map_state
 from kvjax.eviction import Budget, Evidence
 from kvjax.insertion import within
 from kvjax.layer import (
@@ -94,15 +94,17 @@ def observe_pages(
     if evidence is None or policy is None:
         return out, cache, None
 
-    def put(whole: Any, part: Any) -> Any:
-        if isinstance(part, HeadState):
-            value = part.value[:, :, 0].swapaxes(0, 1)  # [K, B, 1, ...] -> [B, K, ...]
-            return HeadState(value if layer is None else whole.value.at[layer].set(value))
-        return cache.write_layer(whole, part[:, :, 0].swapaxes(0, 1), layer)
+    def joined(part: Array) -> Array:
+        return part[:, :, 0].swapaxes(0, 1)  # [K, B, 1, ...] -> [B, K, ...]
 
-    state = jax.tree.map(put, cache.state, state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+    state = map_state(
+        lambda whole, part: cache.write_layer(whole, joined(part), layer),
+        lambda whole, part: joined(part) if layer is None else whole.at[layer].set(joined(part)),
+        cache.state,
+        state,
+    )
     names = ("scores", "protected", "stays", "measured")  # of each head; the others are alike
-    of_heads = {name: jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), getattr(evidence, name)) for name in names}
+    of_heads = {name: jax.tree.map(joined, getattr(evidence, name)) for name in names}
     shared = {name: jax.tree.map(lambda x: x[0], getattr(evidence, name)) for name in ("entered", "end", "window")}
     evidence = dataclasses.replace(evidence, **of_heads, **shared)
     evidence = of_layer(policy, evidence, cache.all_heads, functools.partial(summed, axis=cache.axis))

@@ -57,13 +57,35 @@ class HeadState:
     value: Array
 
 
-def map_slots(function: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyTree:
-    """Apply ``jax.tree.map`` to a state's per-slot arrays; the state per head stays as it is."""
+def map_state(of_slots: Callable[..., Any], of_heads: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyTree:
+    """Apply ``jax.tree.map`` with one function to a state's arrays per slot, and with another to those per head."""
 
     def apply(leaf: Any, *others: Any) -> Any:
-        return leaf if isinstance(leaf, HeadState) else function(leaf, *others)
+        if isinstance(leaf, HeadState):
+            return HeadState(of_heads(leaf.value, *(other.value for other in others)))
+        return of_slots(leaf, *others)
 
     return jax.tree.map(apply, state, *rest, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+
+
+def map_slots(function: Callable[[Any], Any], state: PyTree) -> PyTree:
+    """Apply a function to a state's arrays per slot; the state per head stays as it is."""
+    return map_state(function, lambda value: value, state)
+
+
+def map_parts[Part: Any](function: Callable[[Part], Any], state: PyTree, kind: type[Part]) -> PyTree:
+    """Apply a function to the parts of a state that are of a kind, such as a link's own class."""
+
+    def apply(part: Any) -> Any:
+        return function(part) if isinstance(part, kind) else part
+
+    return jax.tree.map(apply, state, is_leaf=lambda part: isinstance(part, kind))
+
+
+def part_of_kind[Part: Any](state: PyTree, kind: type[Part]) -> Part | None:
+    """Return the first part of a state that is of a kind, None if there is none."""
+    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, kind))
+    return next((part for part in parts if isinstance(part, kind)), None)
 
 
 class Pages(NamedTuple):
@@ -253,10 +275,9 @@ class KVCache(Stored):
             ValueError: if a size is below 1, the dtype or the positions are unknown, or the state has another shape.
         """
         check_positions(positions)
-        sizes = dict(batch=batch, kv_heads=kv_heads, slots=slots)
-        stack = {} if layers is None else dict(layers=layers)
-        shape = tuple(check_count(name, size, 1, "a cache needs at least 1") for name, size in (stack | sizes).items())
-        head_dim = check_count("head_dim", head_dim, 1, "a cache needs at least 1")
+        batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
+        slots = check_count("slots", slots, 1, "a cache needs at least 1")
+        shape = (*(() if layers is None else (layers,)), batch, kv_heads, slots)
         dtypes = check_dtypes(dtype)
         for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState)):
             given, lead = (leaf.value.shape, shape[:-1]) if isinstance(leaf, HeadState) else (leaf.shape, shape)
@@ -473,11 +494,8 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
     A cache that stores them so is returned as it is. All else is a copy, of eight bits as float32: take a layer, or a
     head, out of a stacked cache first.
     """
-    plain = cache.key_scale is None and cache.value_scale is None and not cache.side_by_side
-    return cache if plain else _with_floats(cache)
-
-
-def _with_floats[Cache: Any](cache: Cache) -> Cache:
+    if cache.key_scale is None and cache.value_scale is None and not cache.side_by_side:
+        return cache
     entries = entries_apart(cache)
     floats = {
         name: entries[name] if (scale := entries.get(f"{name}_scale")) is None else dequantise(entries[name], scale)

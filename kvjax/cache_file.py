@@ -64,9 +64,8 @@ _FIELDS = {
     "budget": int | float | None,
     "model": str | None,
 }
-_MAY_LACK: dict[str, Any] = {
-    "pending": list[int]
-}  # a file without pending tokens is as files were before there were any
+# A file without pending tokens is as files were before there were any.
+_MAY_LACK: dict[str, Any] = {"pending": list[int]}
 
 
 @typed

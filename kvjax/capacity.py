@@ -137,19 +137,8 @@ class ModelSizes(TypedDict, total=False):
     windows: Windows | None
 
 
-class Checked(NamedTuple):
-    """Sizes that :func:`check_sizes` has checked."""
-
-    kv_heads: int
-    head_dim: int
-    query_heads: int
-    layers: int | None
-    batch: int
-    windows: tuple[int | None, ...]
-
-
-def check_sizes(function: str, sizes: ModelSizes) -> Checked:
-    """Check the sizes of a model that a function was given, and fill in those that were not.
+def check_sizes(function: str, sizes: ModelSizes) -> tuple[int, int, int, int | None, int, tuple[int | None, ...]]:
+    """Return the checked ``kv_heads, head_dim, query_heads, layers, batch, windows`` of what a function was given.
 
     Raises:
         TypeError: a size is unknown, or the KV heads or their dimension are missing.
@@ -169,7 +158,7 @@ def check_sizes(function: str, sizes: ModelSizes) -> Checked:
             f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
             "number of KV heads."
         )
-    return Checked(kv_heads, head_dim, query_heads, layers, batch, check_windows(windows, layers or 1))
+    return kv_heads, head_dim, query_heads, layers, batch, check_windows(windows, layers or 1)
 
 
 def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...]:

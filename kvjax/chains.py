@@ -119,7 +119,8 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
     name = "+".join(link.name for link in links)
     if not links or not links[0].base:
         first = f"{links[0].name!r} comes first" if links else "nothing was given"
-        raise ValueError(f"a policy starts with a base score ({', '.join(_base_names())}), but {first}.")
+        known = sorted(name for name, make in LINKS.items() if make().base)
+        raise ValueError(f"a policy starts with a base score ({', '.join(known)}), but {first}.")
     for index, link in enumerate(links[1:], 1):
         if link.base:
             raise ValueError(f"{name!r} has two base scores, {links[0].name!r} and {link.name!r}; keep one of them.")
@@ -144,8 +145,11 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
     if len(mergings) > 1:
         both = " and ".join(merging.name for merging in mergings[:2])
         raise ValueError(f"{name!r} merges values twice, by {both}; keep one of them.")
-    if chosen["positions"] != "absolute":
-        _check_turned(name, chosen["positions"], needs)
+    if chosen["positions"] != "absolute" and needs.of_text is not None:
+        raise ValueError(
+            f"{name!r} {needs.of_text} their positions in the text, but the cache's are {chosen['positions']!r}; leave "
+            "the link 'positions' out."
+        )
 
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)
@@ -179,18 +183,6 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
         merging=mergings[0] if mergings else None,
         **chosen,
     )
-
-
-def _check_turned(name: str, positions: str, needs: Needs) -> None:
-    """Check that no link reads keys at their positions in the text, where a cache turns them to others."""
-    what = "turns queries back by" if needs.rotary else None
-    if needs.reconstruction is not None and needs.reconstruction.loss is not None:
-        what = "takes the gradient of a loss over keys at"
-    if what is not None:
-        raise ValueError(
-            f"{name!r} {what} their positions in the text, but the cache's are {positions!r}; leave the link "
-            "'positions' out."
-        )
 
 
 def _check_errors(name: str, links: tuple[Policy, ...], needs: Needs) -> None:
@@ -296,7 +288,3 @@ def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
         'loudest(power=2.0)+caote'
     """
     return registered(LINKS, make)
-
-
-def _base_names() -> list[str]:
-    return sorted(name for name, make in LINKS.items() if make().base)

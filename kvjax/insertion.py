@@ -82,7 +82,7 @@ def checked_block(
     T = key.shape[1]
     given = position
     if position is None:
-        position = next_positions(cache, T)
+        position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     if is_known(cache.position, position, layer):
         if (lacking := cache.lacking(np.asarray(position), layer)) > 0:
             raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
@@ -147,8 +147,7 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
         >>> cache.position.tolist(), cache.next_position.tolist()
         ([[[0, 1, -1, -1]]], [2])
     """
-    if not isinstance(cache, AnyKind):
-        check_cache(cache)
+    check_cache(cache)
     position, rows = real_array("position", position), cache.heads_shape[-2]
     if position.shape not in ((), (rows,)) or not jnp.issubdtype(position.dtype, jnp.integer):
         raise ValueError(f"position is {position.dtype} {position.shape}; expected integers ({rows},), one per row.")
@@ -178,11 +177,6 @@ def within[C: (KVCache, PagedCache)](
         B, K = cache.heads_shape[-2:]
         gone &= (cache.heads() // (B * K) == layer)[..., None]
     return dataclasses.replace(cache, position=jnp.where(gone, -1, cache.position))
-
-
-def next_positions(cache: Cache, T: int) -> Int[Array, "B T"]:
-    """Return the positions of T tokens that continue each row."""
-    return cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
 
 
 def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None:

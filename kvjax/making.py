@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.cache import HeadState, KVCache, Positions, PyTree, check_heads
+from kvjax.cache import KVCache, Positions, PyTree, check_heads, map_state
 from kvjax.capacity import Capacity, Demand, Layout, ModelSizes, capacity, check_sizes, in_pages
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
@@ -143,9 +143,6 @@ def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
     def pools(leaf: Array) -> Array:
         return jnp.broadcast_to(leaf, (n, *leaf.shape)).reshape(n * P, *leaf.shape[1:])
 
-    def of_state(leaf: PyTree) -> PyTree:
-        return HeadState(repeated(leaf.value)) if isinstance(leaf, HeadState) else pools(leaf)
-
     row, head = cache.owner // K, cache.owner % K  # of all layers
     owner = (row * n + copy[:, None]) * K + head
     first_page = P * jnp.tile(copy, B)[:, None, None]
@@ -159,7 +156,7 @@ def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
         free=(cache.free[:, None] + P * copy).reshape(n * P),  # all copies' free pages come before any used one
         num_free=n * cache.num_free,
         next_position=jnp.repeat(cache.next_position, n),
-        state=jax.tree.map(of_state, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
+        state=map_state(pools, repeated, cache.state),
     )
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import cache_attention
-from kvjax.cache import KVCache, compact, floats_of, nth_true, with_entries
+from kvjax.cache import KVCache, compact, floats_of, map_parts, nth_true, part_of_kind, with_entries
 from kvjax.checks import check_count, check_tokens, typed
 from kvjax.topk import keep_mask
 
@@ -243,25 +243,15 @@ def _system(columns: Float[Array, "n t"]) -> tuple[Float[Array, "t t"], Float[Ar
     return gram + ridge * jnp.eye(len(gram), dtype=gram.dtype), ridge
 
 
-def samples_of(state: Any) -> Queries | None:
-    """Return the sample queries that a link of a chain keeps; None if no link does."""
-    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, Queries))
-    return next((part for part in parts if isinstance(part, Queries)), None)
-
-
 def dropped_bytes(state: Any, group: int, head_dim: int) -> int:
     """Return the bytes that sample queries took per slot until they were dropped; 0 where none were."""
-    samples = samples_of(state)
+    samples = part_of_kind(state, Queries)
     return group * head_dim * samples.query.dtype.itemsize if samples is not None and samples.spent else 0
 
 
 def without_samples(state: Any) -> Any:
     """Return a policy's state without its sample queries, which take more than keys and values do."""
-
-    def drop(part: Any) -> Any:
-        return Queries(part.query[..., :0, :0], part.seen_from) if isinstance(part, Queries) else part
-
-    return jax.tree.map(drop, state, is_leaf=lambda part: isinstance(part, Queries))
+    return map_parts(lambda part: Queries(part.query[..., :0, :0], part.seen_from), state, Queries)
 
 
 def remembered(

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import as_stored, by_position, entries_apart, floats_of, nth_true, with_entries
-from kvjax.matching import Queries, refitted, samples_of
+from kvjax.cache import as_stored, by_position, entries_apart, floats_of, nth_true, part_of_kind, with_entries
+from kvjax.matching import Queries, refitted
 
 SMALL = 1e-6  # added to lengths, as in kvpress
 TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
@@ -108,8 +108,9 @@ def _folded_layer[Part: Any](
     count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
     key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
     slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
-    received, sampled = _received(here.state, before.shape), jax.lax.stop_gradient(samples_of(here.state))
-    fields = Head(key, value, before, after >= 0, slots, received, here.with_bias().entries["bias"], sampled)
+    state, bias = jax.lax.stop_gradient(here.state), here.with_bias().entries["bias"]
+    received = part_of_kind(state, Received) or Received(jnp.zeros(before.shape, jnp.float32))
+    fields = Head(key, value, before, after >= 0, slots, received.attention, bias, part_of_kind(state, Queries))
     heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), fields)
     if slots.size * S <= TOGETHER and not merging.biased:  # which chooses a size for each head
         values, taken, *biases = jax.vmap(merging.fold)(heads)
@@ -187,9 +188,3 @@ def rematched(head: Head, queries: int) -> tuple[Float[Array, "S D"], Bool[Array
         head.key, head.value, head.bias, head.position, head.stays, head.sampled.query, head.sampled.seen_from, queries
     )
     return value, head.stays & jnp.any((head.position >= 0) & ~head.stays), bias
-
-
-def _received(state: Any, shape: tuple[int, ...]) -> Float[Array, "*heads S"]:
-    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, Received))
-    found = [part.attention for part in parts if isinstance(part, Received)]
-    return jax.lax.stop_gradient(found[0]) if found else jnp.zeros(shape, jnp.float32)

@@ -69,6 +69,13 @@ class Needs:
     predicted: frozenset[str] = frozenset()
     reconstruction: Reconstruction | None = None
 
+    @property
+    def of_text(self) -> str | None:
+        """Say what a link does by the positions of keys in the text, which a cache must not turn; None for nothing."""
+        if self.reconstruction is not None and self.reconstruction.loss is not None:
+            return "takes the gradient of a loss over keys at"
+        return "turns queries back by" if self.rotary else None
+
     def __or__(self, other: Needs) -> Needs:
         windows = sorted({self.window, other.window} - {0})
         if len(windows) > 1:

@@ -32,7 +32,6 @@ from kernels_pallas.paged_attention.pages import laid_out, slot_positions
 from kvjax.cache import (
     Entries,
     HeadSizes,
-    HeadState,
     KVCache,
     Pages,
     Positions,
@@ -45,6 +44,7 @@ from kvjax.cache import (
     count_live,
     empty_entries,
     map_slots,
+    map_state,
     nth_true,
     overwriting,
     slots_for,
@@ -122,14 +122,12 @@ class PagedCache(Stored):
             raise ValueError(f"{pages} pages were given for {count} heads; give at least one per head (see pages_for).")
         state: PyTree = ()
         if init_state is not None:
-            of_slots, of_heads = init_state(pages, 1, page_size), init_state(batch, kv_heads, 1)
-
-            def choose(slots: PyTree, heads: PyTree) -> PyTree:
-                if isinstance(slots, HeadState):
-                    return HeadState(jnp.zeros((*stack, *heads.value.shape), heads.value.dtype))
-                return slots.reshape(pages, page_size, *slots.shape[3:])
-
-            state = jax.tree.map(choose, of_slots, of_heads, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+            state = map_state(
+                lambda slots, _: slots.reshape(pages, page_size, *slots.shape[3:]),
+                lambda _, heads: jnp.zeros((*stack, *heads.shape), heads.dtype),
+                init_state(pages, 1, page_size),
+                init_state(batch, kv_heads, 1),
+            )
         table_shape = (*stack, batch, kv_heads, -(-most // page_size))
         return cls(
             entries=empty_entries((pages, page_size), head_dim, dtypes),
@@ -166,7 +164,7 @@ class PagedCache(Stored):
     @property
     def num_live(self) -> Array:
         """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
-        return _live_of_heads(self.position, self.table)
+        return _live_of_heads(self.position, self.table)  # compiled, as count_live
 
     def heads(self, layer: int | Int[Array, ""] | None = None) -> Int[Array, "P"]:
         """Return the head of each page, that of a free page being 0; see :meth:`kvjax.KVCache.heads`."""
@@ -198,9 +196,8 @@ class PagedCache(Stored):
             slot, lost = overwriting(slot, position >= 0, jnp.sum(table >= 0, axis=-1) * cache.page_size)
             slot = jnp.where(slot < 0, slot_free.shape[2], slot)  # a head with fewer slots than the block has tokens
         page = jnp.take_along_axis(table, slot // cache.page_size, axis=2, mode="fill", fill_value=-1)
-        page = jnp.where(
-            (position >= 0)[:, None] & (page >= 0), page, cache.owner.shape[0]
-        )  # out of bounds: not written
+        written = (position >= 0)[:, None] & (page >= 0)
+        page = jnp.where(written, page, cache.owner.shape[0])  # others are out of bounds
         index = (page, slot % cache.page_size)
 
         def write(leaf: Array, new: Array) -> Array:
@@ -315,17 +312,18 @@ class PagedCache(Stored):
         if head is not None:
             table = jax.lax.dynamic_slice_in_dim(table, head, 1, axis=1)
 
-        def of_heads(leaf: PyTree) -> PyTree:
-            if not isinstance(leaf, HeadState):
-                return laid_out(leaf, table)
-            value = leaf.value if index is None else leaf.value[index]
-            return HeadState(value if head is None else jax.lax.dynamic_slice_in_dim(value, head, 1, axis=1))
+        def of_slots(leaf: Array) -> Array:
+            return laid_out(leaf, table)
+
+        def of_heads(value: Array) -> Array:
+            value = value if index is None else value[index]
+            return value if head is None else jax.lax.dynamic_slice_in_dim(value, head, 1, axis=1)
 
         return KVCache(
-            entries=jax.tree.map(lambda leaf: laid_out(leaf, table), self.entries),
+            entries=jax.tree.map(of_slots, self.entries),
             position=slot_positions(self.position, table),
             next_position=self.next_position,
-            state=jax.tree.map(of_heads, self.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
+            state=map_state(of_slots, of_heads, self.state),
             positions=self.positions,
         )
 

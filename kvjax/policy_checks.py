@@ -154,12 +154,9 @@ def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
             f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
             f"cache with positions={policy.positions!r}."
         )
-    wanted = policy.needs.reconstruction
-    differentiates = wanted is not None and wanted.loss is not None
-    if (policy.needs.rotary or differentiates) and cache.positions != "absolute":
-        what = "turns queries back by" if policy.needs.rotary else "takes the gradient of a loss over keys at"
+    if policy.needs.of_text is not None and cache.positions != "absolute":
         raise ValueError(
-            f"{policy.name!r} {what} their positions in the text, but the cache's positions are "
+            f"{policy.name!r} {policy.needs.of_text} their positions in the text, but the cache's positions are "
             f"{cache.positions!r}; make it with positions='absolute'."
         )
     B, K = cache.heads_shape[-2:]

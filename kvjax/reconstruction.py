@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,12 +98,6 @@ class Repeated(NamedTuple):
 
     score: Float[Array, "*heads S"]
     token: Int[Array, "*heads S"]
-
-    @classmethod
-    def of(cls, state: Any) -> Repeated | None:
-        """Return this state among those of a chain's links; None if no link has one."""
-        leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Repeated))
-        return next((leaf for leaf in leaves if isinstance(leaf, Repeated)), None)
 
 
 def unrepeated(

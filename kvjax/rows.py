@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import AnyKind, HeadState, KVCache, dtypes_of, entries_apart, entries_together, unreadable
+from kvjax.cache import AnyKind, KVCache, dtypes_of, entries_apart, entries_together, map_state, unreadable
 from kvjax.checks import is_known, plain
 from kvjax.insertion import check_cache
 from kvjax.paged import PagedCache
@@ -82,20 +82,17 @@ def _write(cache: Any, row: int | Int[Array, ""], one: KVCache) -> Any:
     def put(whole: Array, part: Array) -> Array:
         return _put(whole, part, row, axis)
 
-    def put_slots(whole: Any, part: Any, fill: int = 0) -> Any:
-        if isinstance(whole, HeadState):
-            return HeadState(put(whole.value, part.value))
+    def put_slots(whole: Array, part: Array, fill: int = 0) -> Array:
         more = whole.shape[axis + 2] - part.shape[axis + 2]
         widths = [(0, more if dimension == axis + 2 else 0) for dimension in range(part.ndim)]
         return put(whole, jnp.pad(part, widths, constant_values=fill))
 
-    state = jax.tree.map(put_slots, cache.state, one.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
     return dataclasses.replace(
         cache,
         entries=jax.tree.map(put_slots, cache.entries, one.entries),
         position=put_slots(cache.position, one.position, fill=-1),
         next_position=_put(cache.next_position, one.next_position, row, 0),
-        state=state,
+        state=map_state(put_slots, put, cache.state, one.state),
     )
 
 
@@ -175,10 +172,8 @@ def _write_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) 
     def copy(whole: Array, part: Array) -> Array:
         return whole.at[page].set(part[jnp.maximum(source, 0)], mode="drop")
 
-    def of_state(whole: Any, part: Any) -> Any:
-        if isinstance(whole, HeadState):
-            return HeadState(_put(whole.value, part.value, row, len(L)))
-        return copy(whole, part)
+    def put(whole: Array, part: Array) -> Array:
+        return _put(whole, part, row, len(L))
 
     layer = jnp.arange(L[0] if L else 1, dtype=jnp.int32).reshape(*L, 1, 1, 1)
     head = (layer * B + row) * K + jnp.arange(K, dtype=jnp.int32)[:, None]
@@ -190,8 +185,8 @@ def _write_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) 
         entries=jax.tree.map(copy, cache.entries, unreadable(one.entries, lost)),
         position=copy(cache.position, one.position),
         owner=cache.owner.at[page].set(jnp.broadcast_to(head, page.shape), mode="drop"),
-        table=_put(cache.table, table, row, len(L)),
+        table=put(cache.table, table),
         num_free=cache.num_free - jnp.sum(found, dtype=jnp.int32),
         next_position=_put(cache.next_position, one.next_position, row, 0),
-        state=jax.tree.map(of_state, cache.state, one.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
+        state=map_state(copy, put, cache.state, one.state),
     )

@@ -65,14 +65,6 @@ class Reading(NamedTuple):
     soft_cap: float | None = None
 
 
-def _no_state(B: int, K: int, S: int, D: int, layers: int | None = None) -> PyTree:
-    return ()
-
-
-def _unchanged(state: PyTree, key: Array, position: Array, layer: Int[Array, ""] | int | None = None) -> PyTree:
-    return state
-
-
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A source of importance, made by the functions below or by :func:`parse_source`.
@@ -94,8 +86,8 @@ class Source:
 
     name: str
     importance: Callable[[PyTree, Reading], Float[Array, "B H T S"]]
-    init: Callable[..., PyTree] = _no_state
-    insert: Callable[..., PyTree] = _unchanged
+    init: Callable[..., PyTree] = lambda *sizes, **layers: ()
+    insert: Callable[..., PyTree] = lambda state, *tokens, **layer: state
     reads: frozenset[str] = frozenset()
 
     def __str__(self) -> str:

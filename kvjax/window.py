@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.dispatch import of_layer
-from kvjax.cache import HeadState, with_layer
+from kvjax.cache import HeadState, map_parts, with_layer
 
 
 @jax.tree_util.register_dataclass
@@ -115,10 +115,8 @@ _JOINED: dict[str, Callable[..., Array]] = {
 def begin_anew(state: Any, rows: Bool[Array, "B"], layer: int | Int[Array, ""] | None = None) -> Any:
     """Clear the windows of rows that have just been evicted from, in one layer or in all, in a cache's state."""
 
-    def forget(part: Any) -> Any:
-        if not isinstance(part, Window):
-            return part
+    def forget(part: Window) -> Window:
         left = jnp.where(rows[:, None], 0, of_layer(part.queries.value, layer))
         return dataclasses.replace(part, queries=HeadState(with_layer(part.queries.value, left, layer)))
 
-    return jax.tree.map(forget, state, is_leaf=lambda part: isinstance(part, Window))
+    return map_parts(forget, state, Window)

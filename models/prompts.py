@@ -12,11 +12,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax import Policy
-from kvjax.cache import Positions, dtypes_of
+from kvjax.cache import Positions, dtypes_of, part_of_kind
 from kvjax.chains import policy_of
 from kvjax.checks import is_known
 from kvjax.insertion import is_cache
-from kvjax.matching import samples_of
+from kvjax.matching import Queries
 from kvjax.policy_checks import check_policy
 from kvjax.quantise import Dtypes
 from kvjax.reconstruction import Repeated, unrepeated
@@ -137,13 +137,13 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
             ) from None
     held = np.moveaxis(hosts.fetched(cache.num_live), 1, 0).reshape(B, L * K)
     start, dtypes = hosts.fetched(cache.next_position), dtypes_of(one)
-    sampled = samples_of(one.state)
+    sampled = part_of_kind(one.state, Queries)
     spent = sampled is not None and sampled.spent
     kept = Kept(
         K, start, held, cache.num_slots, cache.positions, dtypes, pages=cache.num_pages, page_size=cache.page_size,
         ways=cache.ways, spent=spent,
     )  # fmt: skip
-    if policy is not None and Repeated.of(one.state) is not None:
+    if policy is not None and part_of_kind(one.state, Repeated) is not None:
         # A layer without a sliding window, if there is one, holds them all.
         layer = int(np.argmax([np.inf if window is None else window for window in config.sliding_windows]))
         kept = kept._replace(pending=unrepeated(*map(hosts.fetched, _of_a_head(cache, layer))))
@@ -154,7 +154,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
 def _of_a_head(cache: AnyCache, layer: int) -> tuple[Array, Array, Array]:
     """Return the positions, scores and ids of one head's tokens, for a policy that has the model repeat them."""
     here = cache.layer(layer)
-    state = Repeated.of(here.state)
+    state = part_of_kind(here.state, Repeated)
     assert state is not None
     return here.position[:, 0], state.score[:, 0], state.token[:, 0]
 

@@ -139,9 +139,8 @@ def attend_heads(
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
     options: dict[str, Any] = dict(storage=storage, scalars=len(where), per_head=per_head)
     options |= dict(scale=scale, soft_cap=soft_cap)
-    one_query = (
-        T == 1 and bool(names) and not errors
-    )  # its logits take no more memory than the statistics, which follow from them
+    # The logits of one query take no more memory than the statistics, which follow from them.
+    one_query = T == 1 and bool(names) and not errors
     # Errors are small differences of outputs, of which the second kernel takes the last D lanes.
     out_spec = pl.BlockSpec((None, None, None, queries, width), q_spec.index_map) if errors else q_spec
     out, softmax, *logits = pl.pallas_call(

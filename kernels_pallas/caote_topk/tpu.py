@@ -132,9 +132,7 @@ def of_heads(
             out_specs=[row] * len(out_shape),
             scratch_shapes=[
                 pltpu.VMEM((HEADS, padded), jnp.float32),  # the scores; before that, 1 where a slot takes part
-                pltpu.VMEM(
-                    (sublanes, lanes), jnp.float32
-                ),  # the output of all but the heaviest token, or the sum of values
+                pltpu.VMEM((sublanes, lanes), jnp.float32),  # the output but for the heaviest token, or the values' sum
                 pltpu.VMEM((sublanes, lanes), jnp.float32),  # the heaviest token's value
                 pltpu.VMEM((sublanes, 128), jnp.float32),  # the heaviest token's weight
                 pltpu.VMEM((sublanes, 128), jnp.float32),  # the weight of all others

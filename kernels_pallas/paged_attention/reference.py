@@ -86,8 +86,6 @@ def paged_attention(
         return jax.lax.switch(jnp.sum(wide_enough) - 1, branches, pages, head, first)
 
     found = jax.lax.map(of_head, jnp.arange(K * B // rows))
-    out, columns = jax.tree.map(
-        lambda x: x.reshape(K, B, *x.shape[2:]), found
-    )  # each of the columns [K, B, G or 1, ...]
+    out, columns = jax.tree.map(lambda x: x.reshape(K, B, *x.shape[2:]), found)  # the columns [K, B, G or 1, ...]
     columns = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:]), columns)
     return jnp.moveaxis(out, 0, 2).reshape(B, T, N, D), columns
