@@ -77,9 +77,7 @@ def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
             raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
         return min(budget, MOST)
     if not (hasattr(budget, "dtype") and jnp.issubdtype(budget.dtype, jnp.integer)):
-        raise ValueError(
-            f"the budget is {shown(budget)}; give tokens per head, an int from 1, or an array of them, one per row."
-        )
+        raise ValueError(f"the budget is {shown(budget)}; give tokens per head, an int from 1, or one for each row.")
     if budget.shape not in ((), *shapes):
         raise ValueError(f"a budget of shape {budget.shape} does not fit: expected {' or '.join(map(str, shapes))}.")
     if not is_known(budget):

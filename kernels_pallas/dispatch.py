@@ -88,10 +88,8 @@ def _by_name(implementation: str, kernels: Mapping[str, Kernel]) -> Kernel:
     kernel, here = kernels[implementation], platform()
     if kernel.platform != here:
         able = ["auto", "reference", *(name for name, other in kernels.items() if other.platform == here)]
-        raise ValueError(
-            f"implementation {implementation!r} runs on a {kernel.platform}, but this is a {here}; expected one of "
-            f"{', '.join(able)}."
-        )
+        ran = f"implementation {implementation!r} runs on a {kernel.platform}, but this is a {here}"
+        raise ValueError(f"{ran}; expected one of {', '.join(able)}.")
     return kernel
 
 
@@ -106,13 +104,9 @@ def check_layer(what: str, ndim: int, layer: Any) -> None:
 def check_scale(what: str, vectors: Any, scale: Any) -> None:
     """Check that vectors of eight bits have a scale each, and that given scales fit their vectors."""
     if scale is None and vectors.dtype.itemsize == 1:
-        raise ValueError(
-            f"{what} is {vectors.dtype}, but {what}_scale is missing; give one scale per vector, {vectors.shape[:-1]}."
-        )
+        raise ValueError(f"{what} is {vectors.dtype}, but {what}_scale is missing; give {vectors.shape[:-1]} scales.")
     if scale is not None and scale.shape != vectors.shape[:-1]:
-        raise ValueError(
-            f"{what}_scale is {scale.shape}; expected {vectors.shape[:-1]}, one scale per vector of {what}."
-        )
+        raise ValueError(f"{what}_scale is {scale.shape}; expected {vectors.shape[:-1]}, one scale per vector.")
 
 
 def of_layer[Tree: Any](arrays: Tree, layer: Int[Array, ""] | int | None) -> Tree:

@@ -97,9 +97,7 @@ class Contest(NamedTuple):
     def measured_by(self, name: str) -> Float[Array, "L B K measures"]:
         """Return what the allocation of this name measured."""
         if self.measured is None:
-            raise ValueError(
-                f"{name!r} measures each layer first; give evict the evidence of kvjax.observe instead of scores."
-            )
+            raise ValueError(f"{name!r} measures each layer first; give evict the evidence of kvjax.observe.")
         return self.measured
 
     def best(self, scope: Scope, budget: Int[Array, "*groups"]) -> Bool[Array, "*heads S"]:
@@ -675,10 +673,8 @@ def _importance(name: str, file: str | None) -> Callable[[int, int], Float[np.nd
         if heads is None:
             raise ValueError(f"{name!r} reads how important each head is from a file; write {name}(file='heads.npy').")
         if heads.shape != (L, K):
-            raise ValueError(
-                f"{name}: {file!r} has the importance of {heads.shape[1]} heads in {heads.shape[0]} layers, but this "
-                f"cache has {K} in {L}; give an array [{L}, {K}]."
-            )
+            held = f"{name}: {file!r} has the importance of {heads.shape[1]} heads in {heads.shape[0]} layers"
+            raise ValueError(f"{held}, but this cache has {K} in {L}; give an array [{L}, {K}].")
         return heads
 
     return of

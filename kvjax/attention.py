@@ -98,11 +98,8 @@ def attend(
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and not cache.paged)
     if policy is not None and budget is not None and together:
-        kind = "paged" if cache.paged else "plain"
-        raise ValueError(
-            f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]} layers: observe "
-            "each layer with kvjax.observe, then evict once."
-        )
+        whole = f"a {'paged' if cache.paged else 'plain'} cache of {cache.heads_shape[0]} layers"
+        raise ValueError(f"{policy.name!r} cannot evict from one layer of {whole}: kvjax.observe all, then evict once.")
     block = _checked(cache, query, key, value, position, policy, context)
     return attend_unchecked(cache, block, policy, budget, context)
 

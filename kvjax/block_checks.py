@@ -37,10 +37,8 @@ def check_shapes(
             f"B = {B}, K = {K} and D = {D}: expected [B, T, N, D], [B, T, K, D] and [B, T, K, D], tokens before heads."
         )
     if query.shape[2] % K:
-        raise ValueError(
-            f"the block has {query.shape[2]} query heads, which the cache's {K} heads cannot share: expected a "
-            f"multiple of {K}."
-        )
+        given = f"the block has {query.shape[2]} query heads, which the cache's {K} heads cannot share"
+        raise ValueError(f"{given}: expected a multiple of {K}.")
     return query, key, value
 
 
@@ -69,10 +67,7 @@ def checked_budget(
     if policy is None or budget is None:
         return policy, None
     if isinstance(plain(budget), float):
-        raise ValueError(
-            f"the budget is {budget}, a share, but a block does not know the length of its prompt: give "
-            "tokens per head, an int."
-        )
+        raise ValueError(f"the budget is {budget}, a share, but of how many tokens a block does not know: give an int.")
     B = cache.heads_shape[-2]
     budget = check_tokens(budget, (B,))
     if not is_known(budget):
@@ -121,6 +116,5 @@ def _check_room(
         if needed > cache.num_pages:
             raise ValueError(
                 f"{B // devices * heads} heads may hold {np.mean(budget):g} tokens each on average when {entering} "
-                f"more come in, for which {needed} pages of {cache.page_size} slots are needed, but the cache has "
-                f"{cache.num_pages}: make it with that many (kvjax.pages_for)."
+                f"more come in: make the cache with {needed} pages, not {cache.num_pages} (kvjax.pages_for)."
             )

@@ -647,9 +647,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
 def check_held(what: str, held: int, room: int) -> None:
     """Check that a head's live tokens fit into the slots that a copy has."""
     if held > room:
-        raise ValueError(
-            f"{what} is {room}, but a head holds {held} tokens: evict to a smaller budget first, or give more."
-        )
+        raise ValueError(f"{what} is {room}, but a head holds {held} tokens: evict to a smaller budget, or give more.")
 
 
 def by_position(position: Int[Array, "*heads S"]) -> tuple[Int[Array, "*heads S"], Int[Array, "*heads S"]]:

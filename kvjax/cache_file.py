@@ -242,19 +242,14 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
     """Copy a cache's arrays to the host, by name."""
     leaves = jax.tree.leaves(cache)
     if not is_known(*leaves):
-        raise ValueError(
-            "the cache is traced (by jax.jit, vmap or grad), but a file is written by the host: save the cache that "
-            "the compiled function returns."
-        )
+        raise ValueError("the cache is traced (by jax.jit, vmap or grad): save the one that the function returns.")
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise ValueError("the cache was donated to a compiled function: save the one that this function returned.")
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(jax.device_get(cache).apart()).items()}
     for name, array in arrays.items():
         if array.dtype.name not in STORED:
-            raise ValueError(
-                f"the cache's {name} is of {array.dtype}, which a file does not hold; it may be int8, float8_e4m3fn, "
-                "bfloat16, float16, float32 or float64."
-            )
+            known = "int8, float8_e4m3fn, bfloat16, float16, float32 or float64"
+            raise ValueError(f"the cache's {name} is of {array.dtype}, which a file does not hold; it may be {known}.")
     return arrays
 
 
@@ -352,9 +347,8 @@ def _check_arrays(whose: str, arrays: Mapping[str, np.ndarray], expected: _Expec
     for name, like in expected.arrays.items():
         array = _require(arrays, name, whose)
         if (array.shape, array.dtype) != (like.shape, like.dtype):
-            raise ValueError(
-                f"{whose}: {name} is {array.dtype} {array.shape}; expected {like.dtype} {like.shape} in this cache."
-            )
+            given = f"{array.dtype} {array.shape}"
+            raise ValueError(f"{whose}: {name} is {given}; expected {like.dtype} {like.shape} in this cache.")
     if more := sorted(arrays.keys() - expected.arrays.keys()):
         raise ValueError(f"{whose} has the array {more[0]}, which this cache does not have.")
 
@@ -431,9 +425,8 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
             yield _metadata(path, file.metadata()), file
     except (SafetensorError, AttributeError, TypeError) as error:  # the latter two: dtypes that NumPy does not have
         why = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{path} is no safetensors file, or was cut short ({why}); name one that kvjax.save_cache wrote."
-        ) from None
+        said = f"{path} is no safetensors file, or was cut short ({why})"
+        raise ValueError(f"{said}; name one that kvjax.save_cache wrote.") from None
 
 
 def _metadata(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -473,23 +466,17 @@ def _check_given(path: str | Path, given: Mapping[str, Any], info: Mapping[str, 
         if value is None or (value == said and type(value) is type(said)):  # 1 slot is not the ratio 1.0
             continue
         if said is None:
-            raise ValueError(
-                f"{path} was saved without a {what}, so that {shown(value)} cannot be checked; leave {what}= out, or "
-                f"save the cache with it."
-            )
-        raise ValueError(
-            f"{path} was saved with the {what} {shown(said)}, but {shown(value)} was given; give the same, or leave "
-            f"{what}= out."
-        )
+            raise ValueError(f"{path} was saved without a {what} to compare {shown(value)} with; leave {what}= out.")
+        saved = f"{path} was saved with the {what} {shown(said)}"
+        raise ValueError(f"{saved}, but {shown(value)} was given; give the same, or leave {what}= out.")
 
 
 def _named_policy(path: str | Path, name: str | None) -> Policy | None:
     try:
         return policy_of(name)
     except ValueError:
-        raise ValueError(
-            f"{path} was saved with the policy {shown(name)}, which is no short name; hand the policy over as policy=."
-        ) from None
+        saved = f"{path} was saved with the policy {shown(name)}, which is no short name"
+        raise ValueError(f"{saved}; hand the policy over as policy=.") from None
 
 
 def _source(path: str | Path) -> Path:

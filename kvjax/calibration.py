@@ -33,9 +33,8 @@ def read_array(name: str, file: str, axes: str) -> Float[np.ndarray, "..."]:
         why = error.strerror or "it cannot be read"
         raise ValueError(f"{name}: {file!r}: {why}; {expected}.") from None
     except (ValueError, EOFError, SafetensorError) as error:
-        raise ValueError(
-            f"{name}: {file!r} cannot be read ({' '.join(str(error).split())[:200]}); {expected}."
-        ) from None
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"{name}: {file!r} cannot be read ({why}); {expected}.") from None
     if len(arrays) != 1 or not isinstance(arrays[0], np.ndarray):
         raise ValueError(f"{name}: {file!r} holds {len(arrays)} arrays; {expected}.")
     if arrays[0].ndim != len(axes.split()) or not is_float(arrays[0].dtype):
@@ -52,9 +51,8 @@ def checked_content(name: str, file: str, content: str | None) -> str:
         with Path(file).open("rb") as stream:
             held = hashlib.file_digest(stream, "sha256").hexdigest()[:8]
     except OSError as error:
-        raise ValueError(
-            f"{name}: {file!r}: {error.strerror or 'it cannot be read'}; expected a .npy or .safetensors file."
-        ) from None
+        why = error.strerror or "it cannot be read"
+        raise ValueError(f"{name}: {file!r}: {why}; expected a .npy or .safetensors file.") from None
     if content not in (None, held):
         raise ValueError(
             f"{name}: {file!r} holds other numbers ({held}) than those that are asked for ({content}); give the file "

@@ -154,10 +154,7 @@ def check_sizes(function: str, sizes: ModelSizes) -> tuple[int, int, int, int | 
     query_heads = sizes.get("query_heads")
     query_heads = kv_heads if query_heads is None else check_count("query_heads", query_heads, 1, "give at least 1")
     if query_heads % kv_heads:
-        raise ValueError(
-            f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
-            "number of KV heads."
-        )
+        raise ValueError(f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of these.")
     return kv_heads, head_dim, query_heads, layers, batch, check_windows(windows, layers or 1)
 
 
@@ -166,10 +163,8 @@ def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...
     if windows is None:
         return (None,) * layers
     if isinstance(windows, str) or not isinstance(windows, Sequence) or len(windows) != layers:
-        raise ValueError(
-            f"windows is {windows!r}; expected one entry for each of the {layers} layers, the number of positions that "
-            "its queries see, or None for all."
-        )
+        expected = "one entry for each layer, the number of positions that its queries see, or None for all"
+        raise ValueError(f"windows is {windows!r} for {layers} layers; expected {expected}.")
     wanted = "a query sees at least 1 position; give None for a layer without a window"
     return tuple(None if window is None else check_count("a window", window, 1, wanted) for window in windows)
 

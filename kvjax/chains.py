@@ -107,10 +107,7 @@ def chain(*links: Policy) -> Policy:
     """
     if wrong := [link for link in links if not isinstance(link, Policy)]:
         given = repr(wrong[0]) if isinstance(wrong[0], str) else f"a {type(wrong[0]).__name__}"
-        raise ValueError(
-            f"{given} is no link of a policy; give one link after the other, chain(kvjax.h2o(), "
-            "kvjax.caote()), or kvjax.parse a name."
-        )
+        raise ValueError(f"{given} is no link of a policy; write chain(kvjax.h2o(), kvjax.caote()), or parse a name.")
     return _chain(links)
 
 

@@ -258,9 +258,8 @@ def _check_layer(cache: Cache, layer: int | Int[Array, ""] | None, allocation: A
     if cache.paged:
         raise ValueError("a paged cache evicts in all its layers at once, as pages are shared; leave layer out.")
     if len(cache.heads_shape) == 2 or (isinstance(layer, int) and not 0 <= layer < cache.heads_shape[0]):
-        raise ValueError(
-            f"layer is {layer}, but the cache has the layers {list(range(*cache.heads_shape[:-2] or (0,)))}."
-        )
+        layers = list(range(*cache.heads_shape[:-2] or (0,)))
+        raise ValueError(f"layer is {layer}, but the cache has the layers {layers}.")
     if not allocation.one_layer:
         raise ValueError(
             f"the allocation {allocation.name!r} compares layers, but layer= names one; "

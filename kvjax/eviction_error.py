@@ -81,10 +81,8 @@ def score(
     mask = None if mask is None else real_array("mask", mask)
     heads = A.shape if group is None else (*A.shape[:-2], *A.shape[-1:])
     if V.ndim < 2 or heads != V.shape[:-1] or A.ndim != V.ndim - (group is None):
-        expected = "weights [*batch, S]" if group is None else "weights [*batch, G, S]"
-        raise ValueError(
-            f"weights {A.shape} and values {V.shape} do not match: expected {expected} and values [*batch, S, D]."
-        )
+        expected = f"[*batch, {'S' if group is None else 'G, S'}] and [*batch, S, D]"
+        raise ValueError(f"weights {A.shape} and values {V.shape} do not match: expected {expected}.")
     if mask is not None and mask.shape != V.shape[:-1]:
         raise ValueError(f"mask {mask.shape} and values {V.shape} do not match: expected {V.shape[:-1]}.")
     if V.shape[-2] == 0:
@@ -97,9 +95,7 @@ def score(
             "needs norm=2 and group='exact'."
         )
     if projection is None and not cross:
-        raise ValueError(
-            "cross=False leaves out cross terms in W_O, but no projection is given: give one, or take cross=True."
-        )
+        raise ValueError("cross=False leaves out cross terms in W_O; give a projection, or take cross=True.")
 
     dtype = jnp.promote_types(jnp.promote_types(A.dtype, V.dtype), jnp.float32)
     join = None

@@ -104,22 +104,18 @@ def check_entering(
     if key.ndim != 4:
         raise ValueError(f"keys {key.shape} do not fit: expected [B, T, K, D].")
     B, T, K, D = key.shape
-    if (len(heads) == 3) != (layer is not None):
-        raise ValueError(
-            "the cache stacks layers; give the number of one with layer=."
-            if len(heads) == 3
-            else "layer= was given, but the cache has no layers."
-        )
+    if len(heads) == 3 and layer is None:
+        raise ValueError("the cache stacks layers; give the number of one with layer=.")
+    if len(heads) != 3 and layer is not None:
+        raise ValueError("layer= was given, but the cache has no layers.")
     layer = plain(layer)
     if isinstance(layer, int) and not 0 <= layer < heads[0]:
         raise ValueError(f"layer is {layer}; the cache has layers 0 to {heads[0] - 1}.")
     expected = (heads[-2], heads[-1] if kv_heads is None else kv_heads)
     head_dim = cache.arrays.head_dim
     if key.shape != value.shape or expected != (B, K) or head_dim != D:
-        raise ValueError(
-            f"keys {key.shape} and values {value.shape} do not fit a cache with B, K = {expected} and "
-            f"D = {head_dim}: expected twice [B, T, K, D]."
-        )
+        given = f"keys {key.shape} and values {value.shape}"
+        raise ValueError(f"{given} do not fit a cache with B, K = {expected} and D = {head_dim}; give [B, T, K, D].")
     if position is not None and (position.shape != (B, T) or not jnp.issubdtype(position.dtype, jnp.integer)):
         raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {(B, T)}, one per token.")
     return layer

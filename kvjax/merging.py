@@ -99,10 +99,7 @@ def _folded_layer[Part: Any](
     """Run :func:`folded` on one layer; a paged cache's is copied to slots, and what is new is written to its pages."""
     here = cache.layer(layer)
     if merging.biased and here.bias is None:
-        raise ValueError(
-            f"{merging.name!r} fits a bias per slot, but the cache has none; make it with kvjax.empty_cache, or with "
-            "its with_bias()."
-        )
+        raise ValueError(f"{merging.name!r} fits biases, but the cache has none; make it with kvjax.empty_cache.")
     wide, gone = floats_of(here), (before >= 0) & (after < 0)
     S = before.shape[-1]
     count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)

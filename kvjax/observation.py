@@ -201,9 +201,8 @@ class Weights:
 
     def __post_init__(self):
         if self.norm not in (1, 2, "inf") or self.group not in ("exact", "mean"):
-            raise ValueError(
-                f"norm is {self.norm!r} and group {self.group!r}; expected 1, 2 or 'inf' and 'exact' or 'mean'."
-            )
+            given = f"norm is {self.norm!r} and group {self.group!r}"
+            raise ValueError(f"{given}; expected 1, 2 or 'inf' and 'exact' or 'mean'.")
 
     @property
     def kind(self) -> dict[str, Any]:

@@ -166,10 +166,8 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
             "after the model has repeated its prompt; take another allocation."
         )
     if allocation.statistics and needs.errors is not None:
-        raise ValueError(
-            f"{name!r}: {allocation.name!r} measures the attention of queries, but {plain!r} has statistics of their "
-            "errors; take another allocation."
-        )
+        said = f"{allocation.name!r} measures attention, but {plain!r} has statistics of errors"
+        raise ValueError(f"{name!r}: {said}; take another allocation.")
     if allocation.statistics:
         window = (allocation.window or needs.window or 32) if observed(allocation.statistics) else 0
         own = Needs(allocation.statistics, window)
@@ -234,10 +232,8 @@ def update_link(
     shape = jnp.shape(plain.weights if isinstance(plain, Weights) else plain)
     (B, K, S), heads = observation.position.shape, observation.query.shape[2]
     if shape not in ((B, K, heads // K, S), (B, K, 1, S)):
-        raise ValueError(
-            f"{link.name!r} returned scores of shape {shape}; expected [B, K, G, S], {(B, K, heads // K, S)}, or "
-            f"[B, K, 1, S], {(B, K, 1, S)}."
-        )
+        expected = f"[B, K, G, S], {(B, K, heads // K, S)}, or [B, K, 1, S], {(B, K, 1, S)}"
+        raise ValueError(f"{link.name!r} returned scores of shape {shape}; expected {expected}.")
     before, after = ([jax.tree.structure(x), *map(jnp.shape, jax.tree.leaves(x))] for x in (state, new))
     if before != after:
         raise ValueError(

@@ -143,7 +143,7 @@ def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
     if found.any():
         raise ValueError(
             f"{policy.name!r} scored {int(found.sum())} of {found.size} tokens NaN when it was tried on random keys "
-            "and values, and a token whose score is NaN is the first to go; look for 0 / 0 and for 0 * log 0."
+            "and values, and these go first; look for 0 / 0 and for 0 * log 0."
         )
 
 
@@ -164,9 +164,7 @@ def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
     made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.head_dim))
     expected: Any = jax.tree.structure(made)
     if expected != jax.tree.structure(cache.state):
-        raise ValueError(
-            f"the cache's state is not that of {policy.name!r}; make the cache for this policy, with kvjax.empty_cache."
-        )
+        raise ValueError(f"the cache's state is not that of {policy.name!r}; make the cache with kvjax.empty_cache.")
 
     def check(wanted: Any, given: Any) -> None:
         of_head = isinstance(wanted, HeadState)
@@ -174,9 +172,7 @@ def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
             wanted, given = wanted.value, given.value
         shape = (*cache.heads_shape, *wanted.shape[2:]) if of_head else (*cache.position.shape, *wanted.shape[3:])
         if given.shape != shape and not is_emptied(given.shape, shape):
-            raise ValueError(
-                f"the cache's state has an array of shape {given.shape}, where {policy.name!r} has {shape} in this "
-                "cache; make the cache with kvjax.empty_cache."
-            )
+            found = f"the cache's state has an array of shape {given.shape}, where {policy.name!r} has {shape}"
+            raise ValueError(f"{found}; make the cache with kvjax.empty_cache.")
 
     jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))

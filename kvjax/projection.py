@@ -77,8 +77,8 @@ def part_of(projection: OutputProjection | None, kind: str) -> Array:
     part = None if projection is None else getattr(projection, kind)
     if part is None:
         raise ValueError(
-            f"caote(target='output') reads the {kind} of the layer's output projection, which is missing: hand it "
-            "to attend (Context(projection=kvjax.output_projection(weight, kv_heads, policy.needs.projections)))."
+            f"caote(target='output') reads the {kind} of the layer's output projection, which is missing: hand over "
+            "Context(projection=kvjax.output_projection(...))."
         )
     return part
 
@@ -96,9 +96,7 @@ def measure(
     part = own.gram if not cross and own.gram is not None else wide
     if part is None:
         kind = "factor" if cross else "gram"
-        raise ValueError(
-            f"the projection holds no {kind}: make it with output_projection(weight, kv_heads, [{kind!r}])."
-        )
+        raise ValueError(f"the projection holds no {kind}: make it with kvjax.output_projection(.., kinds={kind!r}).")
     *batch, G, D = shape
     lead = part.shape[:-3]
     broadcasts = len(lead) <= len(batch) and all(n in (1, m) for n, m in zip(lead[::-1], batch[::-1], strict=False))

@@ -72,9 +72,7 @@ def check_dtypes(dtype: Any) -> Dtypes:
     """
     parts = dtype.split("/") if isinstance(dtype, str) else dtype if isinstance(dtype, tuple | list) else [dtype]
     if len(parts) not in (1, 2):
-        raise ValueError(
-            f"dtype is {shown(dtype)}; expected one dtype, or a pair of keys' and values', such as 'int8/bfloat16'."
-        )
+        raise ValueError(f"dtype is {shown(dtype)}; expected one dtype, or keys' and values', such as 'int8/bfloat16'.")
     return Dtypes(check_dtype(parts[0]), check_dtype(parts[-1]))
 
 

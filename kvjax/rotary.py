@@ -18,10 +18,8 @@ def rotate(
         [0.0, 1.0]
     """
     if x.shape[-1:] != (2 * cos.shape[-1],) or cos.shape != sin.shape:
-        raise ValueError(
-            f"heads {x.shape}, cosines {cos.shape} and sines {sin.shape} do not fit: expected as many cosines, and as "
-            "many sines, as half a head has elements."
-        )
+        given = f"heads {x.shape}, cosines {cos.shape} and sines {sin.shape}"
+        raise ValueError(f"{given} do not fit: expected a cosine and a sine for each two elements of a head.")
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

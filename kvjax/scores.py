@@ -697,12 +697,9 @@ def zap() -> Policy:
         return jnp.zeros((B, K, S), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        predicted = _predicted(o, "score", "zap")
-        if predicted.shape != (*o.query_position.shape, o.position.shape[1]):
-            raise ValueError(
-                f"predicted scores {predicted.shape} do not fit: expected "
-                f"{(*o.query_position.shape, o.position.shape[1])}."
-            )
+        predicted, expected = _predicted(o, "score", "zap"), (*o.query_position.shape, o.position.shape[1])
+        if predicted.shape != expected:
+            raise ValueError(f"predicted scores {predicted.shape} do not fit: expected {expected}.")
         score = jnp.exp(jnp.clip(predicted.astype(jnp.float32), -_LARGEST_LOG, _LARGEST_LOG))
         state = with_tokens(state, o, rounded(score))
         return state[:, :, None], state
@@ -864,10 +861,7 @@ def _projected_length(o: Observation, joint: bool) -> Float[Array, "B K S"]:
     projection = o.context.projection
     part = None if projection is None else projection.factor if joint else projection.gram
     if part is None:
-        raise ValueError(
-            "laprox reads the layer's output projection, but none was given; hand over Context(projection=...), or "
-            "take target='value'."
-        )
+        raise ValueError("laprox reads the layer's output projection; hand over Context(projection=...).")
     high = jax.lax.Precision.HIGHEST
     gram = jnp.sum(part, axis=1)  # [K, D, D], or the sum of the factors
     if joint:

@@ -127,10 +127,8 @@ def _checked(
     """Return budget and sinks as Python's numbers, or as arrays of int32, after checks of all arguments."""
     fits = importance.ndim in (3, 4) and position.ndim == 3 and importance.shape[1] % position.shape[1] == 0
     if not fits or importance.shape[:: importance.ndim - 1] != position.shape[::2]:
-        raise ValueError(
-            f"importance {importance.shape} does not fit positions {position.shape}: expected [B, H, S] or "
-            "[B, H, T, S], and [B, K, S] with H a multiple of K."
-        )
+        given = f"importance {importance.shape} does not fit positions {position.shape}"
+        raise ValueError(f"{given}: expected [B, H, S] or [B, H, T, S], and [B, K, S] with H a multiple of K.")
     B, _, *T, _ = importance.shape
     if T and query_position is None:
         raise ValueError(f"importance {importance.shape} has {T[0]} queries; give their positions, query_position=.")

@@ -76,15 +76,11 @@ def observe_each(
     parsed = [policy_of(policy) for policy in policies]
     chosen = [policy for policy in parsed if policy is not None]
     if len(chosen) < len(parsed) or not chosen or len(budgets) != len(chosen):
-        raise ValueError(
-            f"{len(chosen)} policies and {len(budgets)} budgets were given; expected one budget for each policy, at "
-            "least one policy, and none of them 'full'."
-        )
+        given = f"{len(chosen)} policies and {len(budgets)} budgets were given"
+        raise ValueError(f"{given}; expected at least one policy, none of them 'full', and one budget for each policy.")
     check_cache(cache)
     if cache.paged or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
-        raise ValueError(
-            f"expected a KVCache whose state is a tuple of {len(chosen)}, one state per policy in their order."
-        )
+        raise ValueError(f"expected a KVCache whose state is a tuple of {len(chosen)}, one per policy in their order.")
     of_shares = []
     for policy, state, budget in zip(chosen, cache.state, budgets, strict=True):
         own = dataclasses.replace(cache, state=state)

@@ -325,9 +325,7 @@ def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array
     """Return the norms ``|v W_O|_1``, with those of the tokens that entered with this block written to their slots."""
     projection = o.context.projection
     if projection is None or projection.weight is None:
-        raise ValueError(
-            "critical reads the layer's output projection, but none was given; hand over Context(projection=...)."
-        )
+        raise ValueError("critical reads the layer's output projection; hand over Context(projection=...).")
     slot = entered_slots(o)
     value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0)
     return put(norms, slot, _output_length(value, projection.weight))

@@ -93,10 +93,8 @@ def cache_attention(
     check_scale("value", key if value is None else value, value_scale)
     slots = key.shape[-4:-1]
     if key_position.shape != slots or query_position.shape != (B, T):
-        raise ValueError(
-            f"positions {key_position.shape} and {query_position.shape} do not fit: expected {slots} for the "
-            f"slots and {(B, T)} for the queries."
-        )
+        given = f"positions {key_position.shape} and {query_position.shape}"
+        raise ValueError(f"{given} do not fit: expected {slots} for the slots and {(B, T)} for the queries.")
     check_bias(bias, key.shape[:-1])
     check_projection(projection, errors, (key.shape[-3], N // key.shape[-3], D))
     return cache_attention_unchecked(

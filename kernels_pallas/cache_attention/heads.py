@@ -78,9 +78,7 @@ def in_groups(
     if projection is not None:
         raise NotImplementedError("no kernel measures errors behind W_O; take implementation='reference'.")
     if missing := statistics & set(ONLY_REFERENCE):
-        raise NotImplementedError(
-            f"no kernel computes the statistics {sorted(missing)}; take implementation='reference'."
-        )
+        raise NotImplementedError(f"no kernel computes {sorted(missing)}; take implementation='reference'.")
     names = tuple(name for name in STATISTICS if name in statistics)
     columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
     grouped, about = (

@@ -55,10 +55,7 @@ def mse_logits(
     """
     B, T, N, D = query.shape
     if key.shape[:2] != (B, T) or key.shape[3:] != (D,) or N % key.shape[2]:
-        raise ValueError(
-            f"query {query.shape} and key {key.shape} do not fit: expected [B, T, N, D] and [B, T, K, D] with N a "
-            "multiple of K."
-        )
+        raise ValueError(f"query {query.shape} and key {key.shape} do not fit: expected [B, T, N, D] and [B, T, K, D].")
     F = predicted_query.shape[-1]
     if predicted_query.shape != (B, T, N, F) or predicted_key.shape[:2] != (B, T) or predicted_key.shape[3:] != (F,):
         raise ValueError(

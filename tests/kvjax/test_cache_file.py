@@ -84,7 +84,7 @@ def test_a_file_names_one_dtype_where_keys_and_values_are_alike(dtype, said, pat
     assert kvjax.cache_info(path)["dtype"] == said
     info, arrays = of(path)
     write(path, info | {"dtype": "int8/int8/int8"}, arrays)
-    why = "has keys or values that no cache has: dtype is 'int8/int8/int8'; expected one dtype, or a pair"
+    why = "has keys or values that no cache has: dtype is 'int8/int8/int8'; expected one dtype, or keys'"
     assert why in refused(kvjax.load_cache, path)
 
 
