@@ -492,8 +492,7 @@ def duo(
         'snapkv@duo(sinks=4,recent=0.2)'
     """
     check_number("duo", "streaming", streaming, 0, 1, "a share of the heads in [0, 1]")
-    for what, amount in (("sinks", sinks), ("recent", recent)):
-        check_protected("duo", what, amount)
+    check_protected("duo", sinks=sinks, recent=recent)
     _check_cap("duo", cap)
     importance = _importance("duo", file)
 
@@ -530,8 +529,7 @@ def simlayer(
         'snapkv@simlayer(recent=0.25)'
     """
     check_number("simlayer", "threshold", threshold, 0, 1, "a share of the attention in [0, 1]")
-    for what, amount in (("sinks", sinks), ("recent", recent)):
-        check_protected("simlayer", what, amount)
+    check_protected("simlayer", sinks=sinks, recent=recent)
     _check_cap("simlayer", cap)
 
     def measure(o: Observation) -> Array:

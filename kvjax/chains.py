@@ -260,14 +260,8 @@ def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
     """Register a link's maker, as its decorator: short names find it, and equal arguments give the same object.
 
     The name of the function is the short name, and its keyword arguments are those that the short name may have. A
-    package that offers the function as an entry point in the group ``kvjax.policies`` need not decorate it.
-
-    Args:
-        make: returns a :class:`Policy` of the function's name, such as :func:`base_score` makes. Its arguments are
-            checked against their annotations.
-
-    Returns:
-        The function, which now returns the same object for equal arguments.
+    package that offers the function as an entry point in the group ``kvjax.policies`` need not decorate it. It returns
+    a :class:`Policy` of its name, such as :func:`base_score` makes; arguments are checked against their annotations.
 
     Raises:
         ValueError: if another module or an installed package has this name.

@@ -47,11 +47,7 @@ def prepared(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -
 
 def _turned(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> LayerBlock:
     """Return a block with the rotations at which it is stored, for a cache that turns keys."""
-    if context.frequency is None:
-        raise ValueError(
-            f"positions={cache.positions!r} turn keys, but no rotary frequencies were given; hand over "
-            "Context(frequency=...), or take positions='absolute' for a model without rotary positions."
-        )
+    context.rotary(f"positions={cache.positions!r} turn keys")
     if cache.positions != "index":
         return block
     first = next_index(layer_of(cache, context), block.position, context)

@@ -58,13 +58,9 @@ def memory(
         policy: a policy or its short name, for its state and its allocation; None or "full" for neither.
         budget: tokens that each head keeps, on average where an allocation is uneven.
         block: tokens per step, which need slots in addition to the budget; at least 1 with a policy.
-        dtype: of keys and values: floats, or "int8" or "float8_e4m3fn", with 4 bytes more per row for its scale; or a
-            pair of both.
-        page_size: slots per page, where the allocation is uneven or a window is smaller than the budget.
-        mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads: then the bytes are those
-            of one device. Its pages hold the most that its heads may win from those of the others.
-        sizes: those of the model and the rows, as in :func:`kvjax.empty_cache`; 1 layer by default. Windows count only
-            with a policy: a full cache keeps all tokens.
+        mesh: then the bytes are those of one device. Its pages hold the most that its heads may win from the others'.
+        dtype, page_size, sizes: as in :func:`kvjax.empty_cache`; 1 layer by default. Windows count only with a policy:
+            a full cache keeps all tokens.
 
     Raises:
         ValueError: if the block is negative, or :func:`kvjax.empty_cache` refuses the arguments.

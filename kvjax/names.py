@@ -109,7 +109,8 @@ def check_number(name: str, what: str, value: float, low: float, high: float, ex
         raise ValueError(f"{name}: {what} is {value!r}; give {expected}.")
 
 
-def check_protected(name: str, what: str, amount: int | float) -> None:
-    """Check a number of first or last tokens: a count, or a share of the budget."""
-    high = 1 if isinstance(amount, float) else MOST
-    check_number(name, what, amount, 0, high, "a count (an int from 0) or a share of the budget in [0, 1]")
+def check_protected(name: str, **amounts: int | float) -> None:
+    """Check numbers of first or last tokens, each a count or a share of the budget."""
+    for what, amount in amounts.items():
+        high = 1 if isinstance(amount, float) else MOST
+        check_number(name, what, amount, 0, high, "a count (an int from 0) or a share of the budget in [0, 1]")

@@ -53,11 +53,6 @@ class Needs:
         rotary: the rotary frequencies.
         predicted: fields of :class:`Prediction`, which a small network fills in.
         reconstruction: the attention of tokens that are fed after the prompt and taken back.
-
-    Example:
-        >>> import kvjax
-        >>> (kvjax.Needs(rotary=True) | kvjax.Needs(window=8)).window
-        8
     """
 
     statistics: frozenset[str] = frozenset()
@@ -118,11 +113,6 @@ class Context:
             :func:`kvjax.evict`.
         implementation: of attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
             :func:`kernels_pallas.caote_topk`.
-
-    Example:
-        >>> import kvjax
-        >>> kvjax.Context(layer=2, sliding_window=4096).layer
-        2
     """
 
     layer: int | Int[Array, ""] | None = None
@@ -139,6 +129,12 @@ class Context:
     filled: int | None = _static(None)
     excess: int | None = _static(None)
     implementation: Implementation = _static("auto")
+
+    def rotary(self, who: str) -> Float[Array, "rows half"]:
+        """Return the frequencies, which somebody cannot do without."""
+        if self.frequency is None:
+            raise ValueError(f"{who}, but no rotary frequencies were given; hand over Context(frequency=...).")
+        return self.frequency
 
     @property
     def end(self) -> Int[Array, "B"] | None:

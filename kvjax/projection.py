@@ -72,12 +72,12 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: st
     return OutputProjection(blocks if "weight" in kinds else None, gram, factor)
 
 
-def part_of(projection: OutputProjection | None, kind: str) -> Array:
-    """Return a part of a layer's output projection, as CAOTE reads it."""
+def part_of(projection: OutputProjection | None, kind: str, link: str = "caote(target='output')") -> Array:
+    """Return a part of a layer's output projection, which a link cannot do without."""
     part = None if projection is None else getattr(projection, kind)
     if part is None:
         raise ValueError(
-            f"caote(target='output') reads the {kind} of the layer's output projection, which is missing: hand over "
+            f"{link} reads the {kind} of the layer's output projection, which is missing: hand over "
             "Context(projection=kvjax.output_projection(...))."
         )
     return part

@@ -20,6 +20,7 @@ from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
 from kvjax.policy import Moments, Policy, Protection, Scores, allocated
+from kvjax.projection import part_of
 from kvjax.reconstruction import Reconstruction, Repeated
 from kvjax.rotary import rotate, turn
 from kvjax.transforms import check_kernel, pooled, rounded, with_tokens
@@ -262,7 +263,7 @@ def streaming(*, sinks: int = 4) -> Policy:
         >>> str(kvjax.streaming(sinks=8))
         'streaming(sinks=8)'
     """
-    check_protected("streaming", "sinks", sinks)
+    check_protected("streaming", sinks=sinks)
     return _newest("streaming", sinks) if sinks else recency()
 
 
@@ -491,19 +492,15 @@ def expected_attention(
         return tuple(HeadState(jnp.zeros(shape, jnp.float32)) for shape in shapes[: 3 if covariance else 2])
 
     def update(_: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
-        if o.context.frequency is None:
-            raise ValueError(
-                "expected_attention turns queries back to position 0, but no rotary frequencies were given; hand over "
-                "Context(frequency=...), or take another score for a model without rotary positions."
-            )
+        frequency = o.context.rotary("expected_attention turns queries back to position 0")
         if o.context.soft_cap is not None:
             raise ValueError(
                 f"expected_attention knows the mean of exp(q.k) only without a cap, but this model's logits have the "
                 f"soft cap {o.context.soft_cap}; take another score, such as 'snapkv'."
             )
-        state = _with_queries(state, o, o.context.frequency, sinks)
+        state = _with_queries(state, o, frequency, sinks)
         count, mean = state[0].value, state[1].value
-        key = _turned_back(o, o.context.frequency, future)
+        key = _turned_back(o, frequency, future)
         D = key.shape[-1]
         highest = jax.lax.Precision.HIGHEST
         logits = jnp.einsum("bksd,bkgd->bkgs", key, mean, precision=highest) / D**0.5
@@ -558,7 +555,7 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
         (512, (Protection(sinks=4, recent=0),))
     """
     check_count("kvzip: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
-    check_protected("kvzip", "sinks", sinks)
+    check_protected("kvzip", sinks=sinks)
     return _while_repeating(
         "kvzip",
         lambda o: jnp.max(o.columns.max, axis=2),
@@ -604,7 +601,7 @@ def kvgrad(
         ('hidden', frozenset({'gram'}))
     """
     check_count("kvgrad: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
-    check_protected("kvgrad", "sinks", sinks)
+    check_protected("kvgrad", sinks=sinks)
     kind, statistic = ("gram", "scaled_max") if measure == "norms" else ("weight", "weights")
     return _while_repeating(
         "kvgrad",
@@ -832,13 +829,9 @@ def _felt(o: Observation) -> Float[Array, "B K S"]:
 
 def _of_gradient(o: Observation, kind: str) -> tuple[Float[Array, "B T _"], Float[Array, "K G D _"]]:
     """Return a block's gradient and a part of W_O, in float32."""
-    projection = None if o.context.projection is None else getattr(o.context.projection, kind)
-    if o.context.gradient is None or projection is None:
-        raise ValueError(
-            "kvgrad reads the gradient of a loss and the layer's output projection, but one of them was not given; "
-            "hand over Context(gradient=..., projection=...), or run it with models.prefill."
-        )
-    return o.context.gradient.astype(jnp.float32), projection.astype(jnp.float32)
+    if o.context.gradient is None:
+        raise ValueError("kvgrad reads the gradient of a loss: run it with models.prefill, or give Context(gradient=).")
+    return o.context.gradient.astype(jnp.float32), part_of(o.context.projection, kind, "kvgrad").astype(jnp.float32)
 
 
 def _newest(name: str, sinks: int) -> Policy:
@@ -858,11 +851,8 @@ def _pooled_before(scores: Scores, o: Observation, window: int, kernel: int, poo
 
 def _projected_length(o: Observation, joint: bool) -> Float[Array, "B K S"]:
     """Compute ``|v W_O|`` over a group's blocks: the root of the sum of their squares, or ``|v sum_g W_O^g|``."""
-    projection = o.context.projection
-    part = None if projection is None else projection.factor if joint else projection.gram
-    if part is None:
-        raise ValueError("laprox reads the layer's output projection; hand over Context(projection=...).")
     high = jax.lax.Precision.HIGHEST
+    part = part_of(o.context.projection, "factor" if joint else "gram", "laprox")
     gram = jnp.sum(part, axis=1)  # [K, D, D], or the sum of the factors
     if joint:
         gram = jnp.einsum("kdf,kef->kde", gram, gram, precision=high)

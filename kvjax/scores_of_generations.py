@@ -124,16 +124,12 @@ def triattention(*, file: str | None = None, content: str | None = None, future:
 
     def score(o: Observation) -> Scores:
         assert centres is not None  # init has checked it
-        if o.context.frequency is None:
-            raise ValueError(
-                "triattention places the mean query at coming positions, but no rotary frequencies were given; hand "
-                "over Context(frequency=...), or take another score for a model without rotary positions."
-            )
+        frequency = o.context.rotary("triattention places the mean query at coming positions")
         heads = jnp.arange(o.key.shape[1]) if o.head is None else o.head
         own = jnp.asarray(centres)[o.layer][heads]  # [K, G, 3 D / 2]
         mean, length = own[..., : o.key.shape[3]], own[..., o.key.shape[3] :]
         key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
-        cos, sin = _coming(o, o.context.frequency, future)
+        cos, sin = _coming(o, frequency, future)
         query = rotate(mean[None], cos[:, None, None], sin[:, None, None])  # [B, K, G, D]
         spread = length - _lengths(mean)
         found = jnp.einsum("bkgd,bksd->bkgs", query, key, precision=_HIGH)

@@ -144,7 +144,7 @@ def curdkv(
         >>> kvjax.curdkv(leverage="value").protections
         (Protection(sinks=4, recent=0),)
     """
-    check_protected("curdkv", "sinks", sinks)
+    check_protected("curdkv", sinks=sinks)
     if local_window is not None:
         check_count("curdkv: local_window", local_window, 1, "give a number of neighbours, an int from 1, or None")
 

@@ -17,6 +17,7 @@ from kvjax.merging import Merging, Received, most_similar, next_tokens, rematche
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
 from kvjax.policy import Marked, Moments, Policy, Protection, Scores
+from kvjax.projection import part_of
 from kvjax.topk import best_of_heads, rank, share_of
 
 
@@ -95,8 +96,7 @@ def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
         >>> kvjax.protect(sinks=4, recent=0.5).protections[0].counts(64)
         (4, 32)
     """
-    for what, amount in (("sinks", sinks), ("recent", recent)):
-        check_protected("protect", what, amount)
+    check_protected("protect", sinks=sinks, recent=recent)
     return Policy("protect", no_state, unchanged, protections=(Protection(sinks, recent),))
 
 
@@ -323,12 +323,10 @@ def _chunk_means(scores: Scores, o: Observation, size: int) -> Scores:
 
 def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array, "B K S"]:
     """Return the norms ``|v W_O|_1``, with those of the tokens that entered with this block written to their slots."""
-    projection = o.context.projection
-    if projection is None or projection.weight is None:
-        raise ValueError("critical reads the layer's output projection; hand over Context(projection=...).")
+    weight = part_of(o.context.projection, "weight", "critical")
     slot = entered_slots(o)
     value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0)
-    return put(norms, slot, _output_length(value, projection.weight))
+    return put(norms, slot, _output_length(value, weight))
 
 
 def entered_slots(o: Observation) -> Int[Array, "B K T"]:

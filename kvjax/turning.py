@@ -36,11 +36,10 @@ def turn_to_index(
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"]]:
     """Rotate a block as if the positions of its tokens were ``first`` and those behind it."""
     B, T, K, D = key.shape
-    assert context.frequency is not None
     valid = position >= 0
     index = first[:, None] + jnp.cumsum(valid, axis=1)[..., None] - 1  # [B, T, K]
     start, end = (jnp.where(valid[..., None], x, 0) for x in (position[..., None], index))
-    frequency = context.frequency[:, None, None]  # [B or 1, 1, 1, D / 2]
+    frequency = context.rotary("a block is turned")[:, None, None]  # [B or 1, 1, 1, D / 2]
     grouped = query.reshape(B, T, K, -1, D)
     grouped = move(grouped, start[..., None], end[..., None], frequency[:, :, None])
     return grouped.reshape(query.shape), move(key, start, end, frequency)
@@ -50,9 +49,8 @@ def turn_to_rank(
     here: KVCache, query: Float[Array, "B T heads D"], position: Int[Array, "B T"], context: Context
 ) -> tuple[KVCache, Float[Array, "B T heads D"]]:
     """Return the layer and queries as if the tokens of each head had consecutive positions."""
-    assert context.frequency is not None
     K = here.position.shape[1]
-    frequency = context.frequency[:, None, None]
+    frequency = context.rotary("keys are turned")[:, None, None]
     _, rank = by_position(here.position)
     start, end = (jnp.where(here.live, x, 0) for x in (here.position, rank))
     key = move(here.key, start, end, frequency)

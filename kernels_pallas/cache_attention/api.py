@@ -47,7 +47,7 @@ def cache_attention(
         key, value: one layer's, or all layers' with ``layer``; floats, or numbers of eight bits with scales. Without
             values each vector of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each key or value of eight bits is multiplied, shaped like them without D; None
-            for floats. Logits and weights are multiplied by them, so that no copy of them as floats is needed.
+            for floats.
         bias: a float per slot that is added to its logits, after scale and cap; None for none.
         statistics: names from ``STATISTICS``, or from ``ONLY_REFERENCE``, which only the reference computes; see
             :class:`ColumnStatistics`.
@@ -60,8 +60,8 @@ def cache_attention(
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
         layer: the layer to read of stacked keys and values, which a kernel reads in place.
-        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises. "auto" does
-            not take "pallas_mosaic_gpu" (for H100 and H200), which has not been timed yet.
+        implementation: "auto" takes the fastest one that can run here but "pallas_mosaic_gpu", which has not been timed
+            yet; one given by name runs or raises.
 
     Returns:
         The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).

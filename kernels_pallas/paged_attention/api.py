@@ -55,8 +55,7 @@ def paged_attention(
         The output in the queries' dtype, and the statistics of M * page slots in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, vectors of eight bits have no scale, a statistic or the implementation is
-            unknown, or a "window_" statistic has a window below 1.
+        ValueError: as :func:`kernels_pallas.cache_attention`.
 
     Example:
         >>> import jax.numpy as jnp

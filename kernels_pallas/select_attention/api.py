@@ -29,20 +29,13 @@ def select_attention(
 
     Only the slots decide what a query sees: positions are not read, and all T queries see the same slots (a decode step
     has one query). H is N where each query head reads slots of its own, or K where a group reads the same ones; query
-    head n reads KV head n // (N / K). The GPU's kernel gathers the chosen keys and values itself: 2 B H M vectors,
-    where dense attention reads 2 B K S. A TPU is slow at reading single ones: its kernel reads, once per group, all
-    chunks of up to 2,048 slots that hold a chosen one. Below one chosen slot in 32, "auto" takes the reference.
+    head n reads KV head n // (N / K). Below one chosen slot in 32, "auto" takes the reference on a TPU.
 
     Args:
-        key, value: one layer's, or all layers' with ``layer``, which are then read in place. Without
-            values each vector of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
-        key_scale, value_scale: by which each slot's eight bits are multiplied; None for floats.
         slots: the slots that each head reads, as ``kvjax.select`` returns them, each slot once. -1 stands for no slot:
             its weight is exactly 0. The output of a head with no slot is 0. Any order works; ascending is fastest.
-        layer: the layer to read of stacked keys and values.
-        scale: factor of the logits, D ** -0.5 by default.
-        soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c); None for no cap.
-        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
+
+    All other arguments are those of :func:`kernels_pallas.cache_attention`.
 
     Returns:
         The output in the queries' dtype; the softmax is float32 (float64 for float64 inputs).
