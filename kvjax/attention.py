@@ -1,8 +1,4 @@
-"""One block of one layer under a budget: insert, attend, score, evict.
-
-attend         observes, then evicts
-observe        inserts the block, attends over all live slots, and has the policy score them
-"""
+"""One block of one layer under a budget: insert, attend, score, evict; or all but the last."""
 
 from __future__ import annotations
 

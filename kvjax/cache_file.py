@@ -1,9 +1,5 @@
 """A cache as a file: one safetensors file with every array, whose metadata name what the cache was made with.
 
-save_cache   writes the file, whole or not at all
-load_cache   reads it, and refuses a file that is damaged or was made with something else
-cache_info   reads the metadata, and none of the arrays
-
 Arrays have the names of the cache's fields and entries; keys and values are two arrays, even if they are stored side
 by side. A policy's arrays are named by their place in the state, such as ``state[0].value``. One entry of the metadata,
 "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of these and of the arrays.
@@ -433,13 +429,11 @@ def _metadata(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
     """Read a file's metadata, and check the type of each field."""
     if ENTRY not in (metadata or {}):
         raise ValueError(f"{path} is a safetensors file, but holds no cache; name one that kvjax.save_cache wrote.")
-    damaged = f"{path} is damaged: its metadata cannot be read; take another copy."
+    damaged = ValueError(f"{path} is damaged: its metadata cannot be read; take another copy.")
     try:
-        info = json.loads((metadata or {})[ENTRY])
-    except (ValueError, RecursionError):
-        raise ValueError(damaged) from None
-    if not isinstance(info, dict):
-        raise ValueError(damaged)
+        info = dict(json.loads((metadata or {})[ENTRY]))
+    except (ValueError, TypeError, RecursionError):
+        raise damaged from None
     if isinstance(info.get("format"), int) and info["format"] > FORMAT:
         from kvjax import __version__
 
@@ -449,13 +443,13 @@ def _metadata(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
         )
     fields = _FIELDS | {"sha256": str} | {name: kind for name, kind in _MAY_LACK.items() if name in info}
     if info.keys() != fields.keys():
-        raise ValueError(damaged)
+        raise damaged
     try:
         info = check_types(info, fields)
     except ValueError:
-        raise ValueError(damaged) from None
+        raise damaged from None
     if not 1 <= info["query_heads"] <= MOST_QUERY_HEADS:
-        raise ValueError(damaged)
+        raise damaged
     return info
 
 

@@ -140,7 +140,10 @@ def _fitted(value: Any, annotation: Any) -> Any:
                 return _fitted(value, part)
         raise _Misfit
     if kind is Literal:
-        return _fitted_to_literal(value, parts)
+        for option in parts:  # True == 1, but is none of the numbers
+            if isinstance(value, type(option)) and value == option and not isinstance(value, bool):
+                return option
+        raise _Misfit
     if kind in (list, tuple) and (kind is list or parts[1:] == (...,)):
         return kind(_fitted(plain(part), parts[0]) for part in _fitted(value, list | tuple))
     if annotation in (int, float):
@@ -152,13 +155,6 @@ def _fitted(value: Any, annotation: Any) -> Any:
     if known and not isinstance(value, annotation):
         raise _Misfit
     return value
-
-
-def _fitted_to_literal(value: Any, options: tuple[Any, ...]) -> Any:
-    for option in options:  # True == 1, but is none of the numbers
-        if isinstance(value, type(option)) and value == option and not isinstance(value, bool):
-            return option
-    raise _Misfit
 
 
 def _words(annotation: Any) -> str:

@@ -1,8 +1,4 @@
-"""Caches made for a policy and a budget, and caches repeated to ask several questions about one context.
-
-empty_cache   makes a cache of the right size and state, plain or paged as the policy's allocation needs
-repeat        copies each row several times
-"""
+"""Caches made for a policy and a budget, and caches repeated to ask several questions about one context."""
 
 from __future__ import annotations
 

@@ -3,10 +3,6 @@
 A head's tokens are chosen first. Then, for sample queries, each chosen slot gets a bias, so that the attention mass of
 the small cache is that of the large one, and a new value, so that its outputs are. Keys stay as they are. With the mass
 right, outputs stay right beside tokens that come in later, whose keys no sample query has seen.
-
-match_attention   compacts one layer's cache for given queries
-Queries           a link's state: sample queries, one per slot
-refitted          one head at an eviction, for the link ``match``
 """
 
 from __future__ import annotations

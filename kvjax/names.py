@@ -83,7 +83,9 @@ def called(node: ast.expr, registry: Registry[Callable[..., Any]], whole: str, h
         near = nearest(name, known=registry.names())
         raise ValueError(f"unknown {kind} {name!r} in {whole!r}; expected one of {', '.join(registry.names())}.{near}")
     if call.args:
-        raise ValueError(f"{whole!r}: {_without_name(name, make, ast.unparse(call.args[0]))}.")
+        value, first = ast.unparse(call.args[0]), next(iter(inspect.signature(make).parameters), None)
+        expected = f"{name!r} takes none" if first is None else f"write {name}({first}={value})"
+        raise ValueError(f"{whole!r}: {value} has no name, but arguments are given by name: {expected}.")
     try:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except ValueError:
@@ -94,13 +96,6 @@ def called(node: ast.expr, registry: Registry[Callable[..., Any]], whole: str, h
         return make(**arguments)
     except TypeError as error:
         raise ValueError(f"{whole!r}: {str(error).replace('()', '')}.") from None
-
-
-def _without_name(name: str, make: Callable[..., Any], value: str) -> str:
-    """Return what is wrong with an argument that is given by its place."""
-    first = next(iter(inspect.signature(make).parameters), None)
-    expected = f"{name!r} takes none" if first is None else f"write {name}({first}={value})"
-    return f"{value} has no name, but arguments are given by name: {expected}"
 
 
 def check_number(name: str, what: str, value: float, low: float, high: float, expected: str) -> None:

@@ -164,7 +164,7 @@ class PagedCache(Stored):
     @property
     def num_live(self) -> Array:
         """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
-        return _live_of_heads(self.position, self.table)  # compiled, as count_live
+        return _live_of_heads(self.position, self.table)
 
     def heads(self, layer: int | Int[Array, ""] | None = None) -> Int[Array, "P"]:
         """Return the head of each page, that of a free page being 0; see :meth:`kvjax.KVCache.heads`."""

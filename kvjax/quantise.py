@@ -65,10 +65,8 @@ def check_dtypes(dtype: Any) -> Dtypes:
 
     Example:
         >>> from kvjax.quantise import check_dtypes
-        >>> check_dtypes("int8") == check_dtypes(("int8", "int8")) == ("int8", "int8")
-        True
-        >>> check_dtypes(("int8", "bfloat16")) == check_dtypes("int8/bfloat16")
-        True
+        >>> check_dtypes("int8"), str(check_dtypes(("int8", "bfloat16")))
+        (Dtypes(key='int8', value='int8'), 'int8/bfloat16')
     """
     parts = dtype.split("/") if isinstance(dtype, str) else dtype if isinstance(dtype, tuple | list) else [dtype]
     if len(parts) not in (1, 2):

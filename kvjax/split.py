@@ -140,15 +140,18 @@ class SplitCache(AnyKind):
         """Return the positions that keys are rotated to; see :meth:`kvjax.KVCache.init`."""
         return self.parts.positions
 
+    # Compiled, for a shard_map outside jit runs operation by operation.
     @property
+    @jax.jit
     def next_position(self) -> Int[Array, "B"]:
         """Return the absolute position of each row's next token."""
-        return _next_position(self)
+        return self.read(lambda part: part.next_position, outputs=PartitionSpec(ROWS))
 
     @property
+    @jax.jit
     def num_live(self) -> Int[Array, "*L B K"]:
         """Number of tokens that each head holds."""
-        return _num_live(self)
+        return self.read(lambda part: part.num_live, outputs=_of_heads(self.heads_shape))
 
     def layer(self, index: int | Int[Array, ""] | None = None) -> KVCache:
         """Copy a layer to a plain cache, as :meth:`kvjax.PagedCache.layer` does; its heads stay on their devices."""
@@ -209,18 +212,7 @@ def on_mesh(cache: KVCache, mesh: Mesh | AbstractMesh) -> KVCache:
     return jax.tree.map(place, cache, _axes_of(cache))
 
 
-# Compiled, for a shard_map outside jit runs operation by operation.
-@jax.jit
-def _next_position(cache: SplitCache) -> Array:
-    return cache.read(lambda part: part.next_position, outputs=PartitionSpec(ROWS))
-
-
-@jax.jit
-def _num_live(cache: SplitCache) -> Array:
-    return cache.read(lambda part: part.num_live, outputs=_of_heads(cache.heads_shape))
-
-
-@jax.jit
+@jax.jit  # as next_position
 def _layer(cache: SplitCache, index: Array | None) -> KVCache:
     parts = cache.parts
     heads = PartitionSpec(ROWS, HEADS)

@@ -83,14 +83,6 @@ def join(
     return columns._replace(**joined), Window(HeadState(count), kept)
 
 
-def _means(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array, both: Array) -> Array:
-    return (m * old["window_mean"] + n * now["window_mean"]) / both
-
-
-def _largest(old: dict[str, Array], now: dict[str, Array], *_: Array) -> Array:
-    return jnp.maximum(old["window_max"], now["window_max"])
-
-
 def _places(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array, both: Array) -> Array:
     """Join the places; the new queries come behind the old ones, whose places they raise."""
     return (m * (old["window_place"] + n * old["window_mean"]) + n * now["window_place"]) / both
@@ -105,8 +97,8 @@ def _variances(old: dict[str, Array], now: dict[str, Array], m: Array, n: Array,
 
 # How the statistics of m queries and of n more are joined; the others are sums.
 _JOINED: dict[str, Callable[..., Array]] = {
-    "window_mean": _means,
-    "window_max": _largest,
+    "window_mean": lambda old, now, m, n, both: (m * old["window_mean"] + n * now["window_mean"]) / both,
+    "window_max": lambda old, now, *_: jnp.maximum(old["window_max"], now["window_max"]),
     "window_place": _places,
     "window_variance": _variances,
 }

@@ -132,10 +132,7 @@ def attend_heads(
         q, about, position, row, *slot = (pl.BlockSpec(shape, lambda *ids, f=f: f(*order(*ids))) for shape, f in shapes)
         return q, about, position, row, slot
 
-    def straight(*ids):
-        return ids
-
-    q_spec, about_spec, position_spec, row_spec, slot_specs = specs(straight)
+    q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda *ids: ids)
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
     options: dict[str, Any] = dict(storage=storage, scalars=len(where), per_head=per_head)
     options |= dict(scale=scale, soft_cap=soft_cap)
