@@ -276,10 +276,8 @@ class KVCache(Stored):
             given, lead = (leaf.value.shape, shape[:-1]) if isinstance(leaf, HeadState) else (leaf.shape, shape)
             if given[: len(lead)] != lead:
                 axes = ", ".join(("L, B, K, S" if layers is not None else "B, K, S").split(", ")[: len(lead)])
-                raise ValueError(
-                    f"the state has an array of shape {given}, but this cache's start with {lead}, {axes}: "
-                    "make the cache with kvjax.empty_cache."
-                )
+                found = f"the state has an array of shape {given}, but this cache's start with {lead}, {axes}"
+                raise ValueError(f"{found}: make the cache with kvjax.empty_cache.")
         return cls.blank(shape, head_dim, dtypes, state, positions)
 
     @classmethod
@@ -427,10 +425,8 @@ def with_entries(entries: Entries, given: Entries) -> Entries:
             D = entries["key"].shape[-1] // 2
             expected = (*entries["key"].shape[:-1], D), entries["key"].dtype
             if (array.shape, array.dtype) != expected:
-                raise ValueError(
-                    f"{name}s of shape {array.shape} in {array.dtype} do not fit beside those that are stored: "
-                    f"expected {expected[0]} in {expected[1]}."
-                )
+                found = f"{name}s of shape {array.shape} in {array.dtype}"
+                raise ValueError(f"{found} do not fit beside those stored: expected {expected[0]} in {expected[1]}.")
             half = slice(D) if name == "key" else slice(D, None)
             entries["key"] = entries["key"].at[..., half].set(array)
         else:

@@ -102,10 +102,8 @@ def save_cache(
     """
     made_with, pending = _made_with(policy, budget, model), list(pending)
     if pending and (len(cache.next_position) != 1 or min(pending) < 0):
-        raise ValueError(
-            f"pending is {shown(pending)} for a cache of {len(cache.next_position)} rows; expected the tokens of one "
-            "row, none of them negative."
-        )
+        rows = f"a cache of {len(cache.next_position)} rows"
+        raise ValueError(f"pending is {shown(pending)} for {rows}; expected the tokens of one row, from 0.")
     target, arrays = _target(path), _arrays(cache)
     paged = cache.paged
     key, value, position, next_position = (
@@ -361,10 +359,8 @@ def _check_contents(whose: str, arrays: Mapping[str, np.ndarray]) -> None:
         last = rows_first.reshape(len(rows_first), -1).max(axis=1)
     if (next_position <= last).any():
         row = int(np.argmax(next_position <= last))
-        raise ValueError(
-            f"{whose}: row {row} holds the token at position {last[row]}, but its next position is "
-            f"{next_position[row]}; expected at least {last[row] + 1}."
-        )
+        held = f"{whose}: row {row} holds the token at position {last[row]}"
+        raise ValueError(f"{held}, but its next position is {next_position[row]}; expected at least {last[row] + 1}.")
 
 
 def _last_of_pages(whose: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:

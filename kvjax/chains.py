@@ -143,10 +143,8 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
         both = " and ".join(merging.name for merging in mergings[:2])
         raise ValueError(f"{name!r} merges values twice, by {both}; keep one of them.")
     if chosen["positions"] != "absolute" and needs.of_text is not None:
-        raise ValueError(
-            f"{name!r} {needs.of_text} their positions in the text, but the cache's are {chosen['positions']!r}; leave "
-            "the link 'positions' out."
-        )
+        turned = f"their positions in the text, but the cache's are {chosen['positions']!r}"
+        raise ValueError(f"{name!r} {needs.of_text} {turned}; leave the link 'positions' out.")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)
@@ -198,15 +196,11 @@ def _check_errors(name: str, links: tuple[Policy, ...], needs: Needs) -> None:
             f"{base.name!r} {what}; take another base score, such as 'snapkv', or per='head'."
         )
     if needs.over == "max" and read != {"window_mean"}:
-        raise ValueError(
-            f"{name!r}: over='max' takes the largest of a window's errors in place of their mean, but {base.name!r} "
-            "reads no such mean; take a base score that does, such as 'snapkv', or over='mean'."
-        )
+        mean = f"over='max' takes the largest error in place of a window's mean, which {base.name!r} does not read"
+        raise ValueError(f"{name!r}: {mean}; take 'snapkv', or over='mean'.")
     if readers := [link.name for link in others if link.needs.statistics]:
-        raise ValueError(
-            f"{name!r}: {readers[0]!r} reads the attention that tokens get, but the policy's statistics are those of "
-            "errors; leave one of the two out."
-        )
+        read = f"{readers[0]!r} reads the attention that tokens get, but the base score has errors"
+        raise ValueError(f"{name!r}: {read}; leave one of the two out.")
 
 
 @typed

@@ -105,10 +105,8 @@ class Evidence:
     def _with_layer(self, cache: KVCache | PagedCache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
         assert isinstance(self.scores, Array) and isinstance(said.scores, Array)
         if said.merging != self.merging:
-            raise ValueError(
-                "the policy and this evidence of all layers differ in how they merge values: make the evidence with "
-                "Evidence.of_layers(..., merging=policy.merging)."
-            )
+            how = "make the evidence with Evidence.of_layers(..., merging=policy.merging)"
+            raise ValueError(f"the policy merges values otherwise: {how}.")
         measured = self.measured
         if measured is not None:
             measured = said.measured if layer is None else measured.at[layer].set(said.measured)
@@ -261,10 +259,8 @@ def _check_layer(cache: Cache, layer: int | Int[Array, ""] | None, allocation: A
         layers = list(range(*cache.heads_shape[:-2] or (0,)))
         raise ValueError(f"layer is {layer}, but the cache has the layers {layers}.")
     if not allocation.one_layer:
-        raise ValueError(
-            f"the allocation {allocation.name!r} compares layers, but layer= names one; "
-            "observe all layers first (kvjax.observe), then evict once."
-        )
+        said = f"the allocation {allocation.name!r} compares layers, but layer= names one"
+        raise ValueError(f"{said}; observe all layers first (kvjax.observe), then evict once.")
 
 
 def _contest(

@@ -90,10 +90,8 @@ def score(
     if mask is not None and mask.dtype != bool:
         raise ValueError(f"the mask is {mask.dtype}; give booleans, True for a live token.")
     if projection is not None and (norm != 2 or group != "exact"):
-        raise ValueError(
-            f"norm is {norm!r} and group {group!r}, but after W_O the heads' changes are one vector: a projection "
-            "needs norm=2 and group='exact'."
-        )
+        given = f"norm is {norm!r} and group {group!r}"
+        raise ValueError(f"{given}, but a projection makes one vector of changes: take norm=2 and group='exact'.")
     if projection is None and not cross:
         raise ValueError("cross=False leaves out cross terms in W_O; give a projection, or take cross=True.")
 

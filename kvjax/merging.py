@@ -177,10 +177,7 @@ def rematched(head: Head, queries: int) -> tuple[Float[Array, "S D"], Bool[Array
     """Fit values and biases so that sample queries get the outputs that they got before: Attention Matching."""
     assert head.sampled is not None
     if head.sampled.spent:
-        raise ValueError(
-            "'match' has fitted this cache, and its sample queries are gone: give policy=None, which evicts nothing "
-            "more, or make the cache anew."
-        )
+        raise ValueError("'match' has fitted this cache, and its sample queries are gone: give policy=None.")
     value, bias = refitted(
         head.key, head.value, head.bias, head.position, head.stays, head.sampled.query, head.sampled.seen_from, queries
     )

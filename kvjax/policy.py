@@ -155,16 +155,12 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
             "heads different numbers of slots; take heads='group', or leave the allocation out."
         )
     if allocation.needs_nonnegative and not policy.nonnegative:
-        raise ValueError(
-            f"{name!r}: {allocation.name!r} divides scores by their sum, for which they must not be negative, as those "
-            f"of {plain!r} can be; put 'normalise' between."
-        )
+        sums = f"{allocation.name!r} divides scores by their sum, but those of {plain!r} may be negative"
+        raise ValueError(f"{name!r}: {sums}; put 'normalise' between.")
     needs = policy.needs
     if allocation.statistics and needs.reconstruction is not None and not needs.reconstruction.pseudo:
-        raise ValueError(
-            f"{name!r}: {allocation.name!r} measures the attention of the text's last queries, but {plain!r} evicts "
-            "after the model has repeated its prompt; take another allocation."
-        )
+        said = f"{allocation.name!r} measures the text's last queries, but {plain!r} evicts after a repetition"
+        raise ValueError(f"{name!r}: {said}; take another allocation.")
     if allocation.statistics and needs.errors is not None:
         said = f"{allocation.name!r} measures attention, but {plain!r} has statistics of errors"
         raise ValueError(f"{name!r}: {said}; take another allocation.")
@@ -236,10 +232,8 @@ def update_link(
         raise ValueError(f"{link.name!r} returned scores of shape {shape}; expected {expected}.")
     before, after = ([jax.tree.structure(x), *map(jnp.shape, jax.tree.leaves(x))] for x in (state, new))
     if before != after:
-        raise ValueError(
-            f"{link.name!r} returned a state of other arrays than it was given: {before[1:]} became {after[1:]}; "
-            "return one of the same structure and shapes."
-        )
+        became = f"{before[1:]} became {after[1:]}; return one of the same structure and shapes"
+        raise ValueError(f"{link.name!r} returned a state of other arrays than it was given: {became}.")
     return given, new
 
 

@@ -494,10 +494,8 @@ def expected_attention(
     def update(_: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
         frequency = o.context.rotary("expected_attention turns queries back to position 0")
         if o.context.soft_cap is not None:
-            raise ValueError(
-                f"expected_attention knows the mean of exp(q.k) only without a cap, but this model's logits have the "
-                f"soft cap {o.context.soft_cap}; take another score, such as 'snapkv'."
-            )
+            cap = f"the soft cap {o.context.soft_cap}"
+            raise ValueError(f"expected_attention has no formula for logits with {cap}; take another score.")
         state = _with_queries(state, o, frequency, sinks)
         count, mean = state[0].value, state[1].value
         key = _turned_back(o, frequency, future)
@@ -640,10 +638,7 @@ def butler(*, dim: int | None = None) -> Policy:
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         if dim is None:
-            raise ValueError(
-                "'butler' keeps a predictor's keys with the tokens, but their width is not known; write "
-                "butler(dim=16) for a predictor of width 16, or let models.generate(..., networks=...) fill it in."
-            )
+            raise ValueError("'butler' needs the width of a predictor's keys: write butler(dim=16), or give networks=.")
         return jnp.zeros((B, K, S, G, dim), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
@@ -893,10 +888,8 @@ def _predicted(o: Observation, name: str, policy: str) -> Array:
     """Return an array of the block's prediction, which the policy cannot do without."""
     found = getattr(o.context.predicted, name, None)
     if found is None:
-        raise ValueError(
-            f"{policy!r} scores by a network's {name}, but nothing was predicted for the block; hand over "
-            "Context(predicted=...), or networks= to models.generate."
-        )
+        missing = f"{policy!r} scores by a network's {name}, but nothing was predicted"
+        raise ValueError(f"{missing}; hand over Context(predicted=...), or networks= to models.generate.")
     return cast(Array, found)
 
 

@@ -110,10 +110,8 @@ def triattention(*, file: str | None = None, content: str | None = None, future:
 
     def init(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
         if centres is None:
-            raise ValueError(
-                "'triattention' reads the model's centres of queries from a file; write "
-                "triattention(file='centres.npy') for an array that models.query_centres has computed."
-            )
+            how = "write triattention(file='centres.npy')"
+            raise ValueError(f"'triattention' reads a file of models.query_centres; {how}.")
         # As in kvjax.q_filters: check_measured counts all KV heads.
         if centres.shape[2:] != (G, 3 * D // 2) or centres.shape[1] % K:
             raise ValueError(

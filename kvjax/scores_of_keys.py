@@ -92,10 +92,7 @@ def q_filters(*, file: str | None = None, content: str | None = None) -> Policy:
 
     def init(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
         if filters is None:
-            raise ValueError(
-                "'q_filters' reads the model's filters from a file; write q_filters(file='filters.npy') for an array "
-                "that models.q_filters has computed."
-            )
+            raise ValueError("'q_filters' reads a file of models.q_filters; write q_filters(file='filters.npy').")
         # The state of pages is made for one head, or for the heads on one device; check_measured counts all of them.
         if filters.shape[2] != D or filters.shape[1] % K:
             raise ValueError(

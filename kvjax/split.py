@@ -98,10 +98,7 @@ class SplitCache(AnyKind):
 
     def apart(self) -> PagedCache:
         """Refuse to be saved, by a ValueError."""
-        raise ValueError(
-            "the cache's pages are split over a mesh, but a file holds those of one device: save a cache that one "
-            "device has made, or one of an even allocation."
-        )
+        raise ValueError("the cache's pages are split over a mesh: save a cache that one device has made.")
 
     @property
     def ways(self) -> tuple[int, int]:
