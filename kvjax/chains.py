@@ -199,8 +199,8 @@ def _check_errors(name: str, links: tuple[Policy, ...], needs: Needs) -> None:
         mean = f"over='max' takes the largest error in place of a window's mean, which {base.name!r} does not read"
         raise ValueError(f"{name!r}: {mean}; take 'snapkv', or over='mean'.")
     if readers := [link.name for link in others if link.needs.statistics]:
-        read = f"{readers[0]!r} reads the attention that tokens get, but the base score has errors"
-        raise ValueError(f"{name!r}: {read}; leave one of the two out.")
+        both = f"{readers[0]!r} reads the attention that tokens get, but the base score has errors"
+        raise ValueError(f"{name!r}: {both}; leave one of the two out.")
 
 
 @typed
