@@ -45,7 +45,14 @@ LANES = 128  # of what kernels on a TPU read at once
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadState:
-    """A policy's state per head, ``[*L, B, K, ...]``; eviction and insertion do not change it."""
+    """A policy's state per head, ``[*L, B, K, ...]``; eviction and insertion do not change it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> kvjax.HeadState(jnp.zeros((1, 2, 4))).value.shape
+        (1, 2, 4)
+    """
 
     value: Array
 

@@ -44,6 +44,16 @@ class Evidence:
         allocation: how many slots each head gets.
         merging: how the values of evicted tokens are folded into those that stay; None for not at all.
 
+
+    Example:
+        >>> import kvjax
+        >>> cache = kvjax.KVCache.init(
+        ...     batch=1, kv_heads=2, slots=4, head_dim=4, layers=3
+        ... )
+        >>> kvjax.Evidence.of_layers(
+        ...     cache, kvjax.parse("laprox@model").allocation
+        ... ).scores.shape
+        (3, 1, 2, 4)
     """
 
     scores: Float[Array, "*slots"] | Weights

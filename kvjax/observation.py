@@ -53,6 +53,11 @@ class Needs:
         rotary: the rotary frequencies.
         predicted: fields of :class:`Prediction`, which a small network fills in.
         reconstruction: the attention of tokens that are fed after the prompt and taken back.
+
+    Example:
+        >>> import kvjax
+        >>> (kvjax.Needs(rotary=True) | kvjax.Needs(window=8)).window
+        8
     """
 
     statistics: frozenset[str] = frozenset()
@@ -113,6 +118,11 @@ class Context:
             :func:`kvjax.evict`.
         implementation: of attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
             :func:`kernels_pallas.caote_topk`.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.Context(layer=2, sliding_window=4096).layer
+        2
     """
 
     layer: int | Int[Array, ""] | None = None

@@ -76,6 +76,12 @@ class Source:
         insert: ``insert(state, key [B, T, K, D], position [B, T], layer=None) -> state``, for the T tokens that arrive
             (-1: padding, ignored); ``layer`` is the layer's number in a state that was made with ``layers``.
         reads: which of ``"key"``, ``"predicted"``, ``"first"`` and ``"previous"`` a decode step must provide.
+
+    Example:
+        >>> import kvjax
+        >>> source = kvjax.parse_source("previous_layer")
+        >>> source.name, sorted(source.reads)
+        ('previous_layer', ['previous'])
     """
 
     name: str

@@ -38,6 +38,17 @@ class SplitCache(AnyKind):
     :func:`kvjax.insert`, :func:`kvjax.evict`, :func:`kvjax.observe`, :func:`kvjax.attend`, :func:`kvjax.rewind`,
     :func:`kvjax.repeat`, :func:`kvjax.join` and :func:`kvjax.leave` take it like a :class:`kvjax.PagedCache`. Scores
     and evidence are stacked likewise.
+
+    Example:
+        >>> import jax
+        >>> import kvjax
+        >>> mesh = jax.sharding.Mesh([jax.devices()[:1]], ("data", "tensor"))
+        >>> sizes = dict(
+        ...     layers=2, kv_heads=2, query_heads=4, head_dim=8, budget=24, block=8
+        ... )
+        >>> cache = kvjax.empty_cache("h2o@layer", mesh=mesh, **sizes)
+        >>> cache.heads_shape, cache.parts.key.shape
+        ((2, 1, 2), (1, 1, 11, 16, 8))
     """
 
     parts: PagedCache

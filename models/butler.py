@@ -60,6 +60,11 @@ class ButlerConfig:
         dropout: the share of the feed-forward's output that training drops.
         published_layout: whether to add the parameters that the public predictor has but never uses (outputs for layer
             0, a LayerNorm of width E), so that parameters are counted as in the paper.
+
+    Example:
+        >>> from models.butler import ButlerConfig
+        >>> ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4).reduced
+        8
     """
 
     hidden_size: int

@@ -90,6 +90,14 @@ class Config:
         normalise_experts: whether the weights of a token's experts are divided by their sum.
         dense_sizes: one entry per layer of a model with experts: the size of the one feed-forward network that the
             layer has in their place, the same for all such layers, or None. () means None for every layer.
+
+    Example:
+        >>> from models.config import Config
+        >>> Config(
+        ...     64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
+        ...     num_kv_heads=2
+        ... ).head_dim
+        8
     """
 
     vocab_size: int

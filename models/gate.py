@@ -39,6 +39,11 @@ class GateConfig:
         hidden_size, num_layers, num_heads, num_kv_heads: the model's E, L, N and K.
         dim: d, the width of its queries and keys; 16 as published.
         sinks: S, the sinks of each KV head; 16 as published.
+
+    Example:
+        >>> from models.gate import GateConfig
+        >>> GateConfig(64, num_layers=3, num_heads=4, num_kv_heads=2).dim
+        16
     """
 
     hidden_size: int

@@ -32,6 +32,11 @@ class ScorerConfig:
     Args:
         hidden_size, num_layers, num_kv_heads: the model's E, L and K.
         hidden: the width of the hidden layer; 0 for a linear map.
+
+    Example:
+        >>> from models.scorer import ScorerConfig
+        >>> ScorerConfig(64, num_layers=3, num_kv_heads=2).hidden
+        0
     """
 
     hidden_size: int
