@@ -422,9 +422,8 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     if against.startswith(report.READS):
         raise ValueError(f"--against is {against}; policies are compared with a policy here: give one such as snapkv.")
     names = [against, *commands.listed("policy", flags.policies, "--policies snapkv,snapkv+caote")]
-    policies = list(
-        dict.fromkeys(str(kvjax.parse(name)) for name in names if name != "full")
-    )  # which is measured anyway
+    # The full cache is measured anyway.
+    policies = list(dict.fromkeys(str(kvjax.parse(name)) for name in names if name != "full"))
     budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
     moments: Any = commands.listed("moment", flags.when, "--when prompt")
     check_names("--when", moments, get_args(When))

@@ -69,7 +69,7 @@ def hidden_states(
         ValueError: the sparsity is outside [0, 1), the tokens are not [B, T], the predictor is missing, or ``sinks``
             is negative.
     """
-    tokens, selection, network = _check(model, tokens, selection, sparsity, networks)
+    tokens, selection, network = _check(model, tokens, selection, sparsity, networks, chunk)
     if sinks < 0:
         raise ValueError(f"sinks is {sinks}; give at least 0.")
     if heads not in ("query", "group"):
@@ -123,7 +123,7 @@ def hits(
     which is never predicted, has figures, too. Errors are those of :func:`hidden_states`, and ValueError where there is
     no source.
     """
-    tokens, selection, network = _check(model, tokens, selection, sparsity, networks)
+    tokens, selection, network = _check(model, tokens, selection, sparsity, networks, chunk)
     if selection.source is None:
         raise ValueError(
             f"{selection.name!r} is not a source of importance; expected one of {', '.join(sources.SOURCES.names())}."
@@ -169,7 +169,9 @@ def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
     return kvjax.chain(*(policy.links or (policy,)), kvjax.protect(sinks=sinks)) @ policy.allocation
 
 
-def _check(model, tokens, selection, sparsity, networks) -> tuple[Array, Selection, LooksAhead | None]:
+def _check(model, tokens, selection, sparsity, networks, chunk) -> tuple[Array, Selection, LooksAhead | None]:
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; give at least 1 query.")
     if not 0 <= sparsity < 1:
         raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a query does not read, in [0, 1).")
     selection = parse_selection(selection) if isinstance(selection, str) else selection

@@ -44,7 +44,6 @@ class Evidence:
         allocation: how many slots each head gets.
         merging: how the values of evicted tokens are folded into those that stay; None for not at all.
 
-
     Example:
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(

@@ -119,7 +119,7 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
-    """Check that there is a source of random parameters, which a module without given ones needs."""
+    """Return the source of random parameters, after a check that there is one."""
     if rngs is None:
         raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
     return rngs

@@ -46,7 +46,8 @@ TOKENS_AT_ONCE = 4096  # of held-out text
 
 
 class Settings(NamedTuple):
-    """The settings of a run; see :class:`train.loop.Settings`. The defaults are the published ones.
+    """The settings of a run; see :class:`train.loop.Settings`. The defaults are the published ones (AdamW, one row
+    per step; NOTES of the paper's code).
 
     With ``causal``, the loss counts only the pairs that a query sees, not all pairs.
     """

@@ -208,6 +208,7 @@ def make_step(
         state, norm = updated(optimizer, state, gradients)
         return state, loss, norm
 
+    # Nothing is donated, as Ctrl-C saves the last state that was reached.
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 

@@ -55,7 +55,8 @@ def mse_logits(
     """
     B, T, N, D = query.shape
     if key.shape[:2] != (B, T) or key.shape[3:] != (D,) or N % key.shape[2]:
-        raise ValueError(f"query {query.shape} and key {key.shape} do not fit: expected [B, T, N, D] and [B, T, K, D].")
+        given = f"query {query.shape} and key {key.shape}"
+        raise ValueError(f"{given} do not fit: expected [B, T, N, D] and [B, T, K, D], N a multiple of K.")
     F = predicted_query.shape[-1]
     if predicted_query.shape != (B, T, N, F) or predicted_key.shape[:2] != (B, T) or predicted_key.shape[3:] != (F,):
         raise ValueError(

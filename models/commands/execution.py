@@ -154,7 +154,7 @@ def progress_bar(unit: str, *, total: int | None = None, over: Iterable[Any] | N
 
 
 def check_tokenizer[Found](model: str | Path, tokenizer: Found | None) -> Found:
-    """Check that a model was read with a tokenizer, for a command that reads or writes text."""
+    """Return the tokenizer that a command of text needs, after a check that the model has one."""
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json, and text needs one; copy it from the model's source.")
     return tokenizer

@@ -144,7 +144,7 @@ def _fields(line: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
             kind = "text" if kinds[name] is str else "a number"
             raise ValueError(f"{name} is a JSON {type(value).__name__}; expected {kind}.")
     if not fields.get("prompt", "").strip():
-        raise ValueError('the prompt is empty; give some text as "prompt".')
+        raise ValueError('the prompt is missing or empty; give some text as "prompt".')
     return fields
 
 
