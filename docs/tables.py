@@ -28,7 +28,7 @@ from models import commands  # noqa: E402
 
 MORE = 1.1  # times the bytes of the full cache, from which a policy saves no memory
 SHOWN = 3  # policies that a line names beside the best one
-STUDIES = ("once", "budgets", "long", "fixed-memory", "slots", "ruler", "ruler-block", "beyond")
+STUDIES = ("once", "pooling", "budgets", "long", "fixed-memory", "slots", "ruler", "ruler-block", "beyond")
 REAL = "smollm2"  # the folder of results on a real model that belong to no study
 
 
