@@ -245,9 +245,8 @@ class KVCache(Stored):
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
 
-    @classmethod
+    @staticmethod
     def init(
-        cls,
         *,
         batch: int,
         kv_heads: int,
@@ -285,7 +284,7 @@ class KVCache(Stored):
                 axes = ", ".join(("L, B, K, S" if layers is not None else "B, K, S").split(", ")[: len(lead)])
                 found = f"the state has an array of shape {given}, but this cache's start with {lead}, {axes}"
                 raise ValueError(f"{found}: make the cache with kvjax.empty_cache.")
-        return cls.blank(shape, head_dim, dtypes, state, positions)
+        return KVCache.blank(shape, head_dim, dtypes, state, positions)
 
     @classmethod
     def blank(

