@@ -489,8 +489,11 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
     A cache that stores them so is returned as it is. All else is a copy, of eight bits as float32: take a layer, or a
     head, out of a stacked cache first.
     """
-    if cache.key_scale is None and cache.value_scale is None and not cache.side_by_side:
-        return cache
+    plain = cache.key_scale is None and cache.value_scale is None and not cache.side_by_side
+    return cache if plain else _with_floats(cache)
+
+
+def _with_floats[Cache: Any](cache: Cache) -> Cache:
     entries = entries_apart(cache)
     floats = {
         name: entries[name] if (scale := entries.get(f"{name}_scale")) is None else dequantise(entries[name], scale)

@@ -189,7 +189,13 @@ def network_of(
         ValueError: none was given that the run needs, or several were; nothing reads what was given; or the network is
             of another model.
     """
-    given, wanted = several(networks), wanted_by(policy, source)
+    wanted = wanted_by(policy, source)
+    return None if networks is None and not wanted else _fitting(several(networks), wanted, config, policy, source)
+
+
+def _fitting(
+    given: tuple[Network, ...], wanted: frozenset[str], config: Config, policy: Policy | None, source: Source | None
+) -> Network | None:
     if not given and not wanted:
         return None
     if not wanted:

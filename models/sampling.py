@@ -73,9 +73,15 @@ def check_end(end: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: Array | None) -> Sampling:
-    """Check how tokens are drawn, and with what, and return the sampling."""
+    """Return how tokens are drawn, after a check of it and of the key."""
     given = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     sampling = Sampling(**check_types(given, get_type_hints(Sampling)))
+    if sampling != Sampling() or key is not None:
+        _check_draws(sampling, key)
+    return sampling
+
+
+def _check_draws(sampling: Sampling, key: Array | None) -> None:
     if sampling.temperature < 0:
         raise ValueError(f"temperature is {sampling.temperature}; give 0 for the most likely token, or more to draw.")
     if sampling.top_k is not None:
@@ -87,4 +93,3 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None, k
         raise ValueError(f"key is a {type(key).__name__}{old}; give a random key, such as jax.random.key(0).")
     if sampling.temperature > 0 and key is None:
         raise ValueError("temperature is above 0 but no key was given; pass key=jax.random.key(0), for example.")
-    return sampling
