@@ -12,14 +12,12 @@ from kvjax.checks import check_count, check_types
 from models.config import NO_ROPE, Config, Rope
 from models.config_json import completed, config_of, layers_written, multiplier, window_written, windows_written
 from models.families import Gguf, register_family
-from models.gguf_config import expert_fields, longrope
-from models.gguf_header import optional, size_of
-from models.gguf_header import positive as number_of
 from models.rope_fields import Raw, RopeFields, positive, read_rope
 
 LAYER = "model.layers.{}."
-WINDOW_KEYS = frozenset({"attention.sliding_window"})
-EXPERT_KEYS = frozenset({"expert_count", "expert_used_count"})
+# Fields of several families, by llama.cpp's names.
+WINDOW = {"attention.sliding_window": "sliding_window"}
+EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 
 
 def _windows_of(types: Any, window: int | None) -> tuple[int | None, ...]:
@@ -40,9 +38,8 @@ def _asked_for(raw: Raw, unnamed: Callable[[Raw], tuple[bool, ...]]) -> tuple[in
     return tuple(window if has else None for has in unnamed(raw))
 
 
-def _llama_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    experts = expert_fields(metadata, "llama")  # llama.cpp calls a Mixtral a llama with experts
-    return experts | {"architecture": "mixtral"} if experts else {}
+def _mixtral_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    return {"architectures": ["MixtralForCausalLM"]} if raw.get("num_local_experts") else {}  # a llama with experts
 
 
 register_family(
@@ -50,7 +47,7 @@ register_family(
     lambda raw: config_of(completed(raw, "llama")),
     architecture="LlamaForCausalLM",
     written=windows_written,
-    gguf=Gguf("llama", _llama_gguf, keys=EXPERT_KEYS, neighbours=True),
+    gguf=Gguf("llama", EXPERTS, _mixtral_in_gguf, neighbours=True),
 )
 
 
@@ -118,7 +115,7 @@ register_family(
     _qwen2,
     architecture="Qwen2ForCausalLM",
     written=windows_written,
-    gguf=Gguf("qwen2", lambda *_: {"attention_bias": True}),
+    gguf=Gguf("qwen2"),
 )
 
 
@@ -132,7 +129,7 @@ register_family(
     _qwen3,
     architecture="Qwen3ForCausalLM",
     written=windows_written,
-    gguf=Gguf("qwen3", lambda *_: {"query_key_norm": True}),
+    gguf=Gguf("qwen3"),
 )
 
 
@@ -163,13 +160,8 @@ def _qwen3_moe_written(config: Config) -> dict[str, Any]:
     )
 
 
-def _qwen3_moe_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    found = expert_fields(metadata, "qwen3moe")
-    dense = [f"blk.{layer}.ffn_gate.weight" in tensors for layer in range(min(read["num_layers"], len(tensors)))]
-    if found and any(dense):
-        size = size_of(metadata, "qwen3moe.feed_forward_length")
-        found["dense_sizes"] = tuple(size if whether else None for whether in dense)
-    return found | {"query_key_norm": True}
+def _dense_layers(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    return {"mlp_only_layers": [layer for layer in range(len(tensors)) if f"blk.{layer}.ffn_gate.weight" in tensors]}
 
 
 register_family(
@@ -177,24 +169,16 @@ register_family(
     _qwen3_moe,
     architecture="Qwen3MoeForCausalLM",
     written=_qwen3_moe_written,
-    gguf=Gguf(
-        "qwen3moe",
-        _qwen3_moe_gguf,
-        keys=EXPERT_KEYS | {"expert_feed_forward_length"},
-        feed_forward="expert_feed_forward_length",
-    ),
+    gguf=Gguf("qwen3moe", EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}, _dense_layers),
 )
-
-
-OLMO2: dict[str, Any] = dict(norms="after", wide_query_key_norm=True)
 
 
 register_family(
     "olmo2",
-    lambda raw: config_of(completed(raw, "olmo2", rms_norm_eps=1e-5), **OLMO2),
+    lambda raw: config_of(completed(raw, "olmo2", rms_norm_eps=1e-5), norms="after", wide_query_key_norm=True),
     architecture="Olmo2ForCausalLM",
     written=windows_written,
-    gguf=Gguf("olmo2", lambda *_: OLMO2),
+    gguf=Gguf("olmo2"),
 )
 
 
@@ -217,43 +201,38 @@ def _smollm3_written(config: Config) -> dict[str, Any]:
     return windows_written(config) | {"no_rope_layers": [int(whether) for whether in rotated]}
 
 
-def _smollm3_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    return {"ropes": tuple(None if (layer + 1) % 4 else NO_ROPE for layer in range(read["num_layers"]))}
-
-
 register_family(
     "smollm3",
     _smollm3,
     architecture="SmolLM3ForCausalLM",
     written=_smollm3_written,
-    gguf=Gguf("smollm3", _smollm3_gguf, neighbours=True),
+    gguf=Gguf("smollm3", neighbours=True),
 )
 
 
-# Granite's factors, and llama.cpp's names of them.
+# Granite's factors, by llama.cpp's names.
 MULTIPLIERS = {
-    "embedding_multiplier": "embedding_scale",
-    "attention_multiplier": "attention.scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 
 
 def _granite(raw: Raw) -> Config:
     raw = completed(raw, "granite", attention_multiplier=1.0)
-    return config_of(raw, **{name: positive(name, raw.get(name)) for name in MULTIPLIERS})
+    return config_of(raw, **{name: positive(name, raw.get(name)) for name in MULTIPLIERS.values()})
 
 
 def _granite_written(config: Config) -> dict[str, Any]:
-    factors = {name: getattr(config, name) for name in MULTIPLIERS}
+    factors = {name: getattr(config, name) for name in MULTIPLIERS.values()}
     return windows_written(config) | factors | {"attention_multiplier": multiplier(config)}
 
 
-def _granite_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    if metadata.get("granite.rope.scaling.finetuned") is False:
+def _granite_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    if raw.get("finetuned") is False:
         raise ValueError("its key granite.rope.scaling.finetuned is False, a model without rotary embedding.")
-    keys = {ours: f"granite.{theirs}" for ours, theirs in MULTIPLIERS.items()}
-    return {ours: number_of(metadata, key) for ours, key in keys.items() if metadata.get(key) is not None}
+    return {"attention_multiplier": raw.get("attention_multiplier", raw["head_dim"] ** -0.5)}
 
 
 register_family(
@@ -261,7 +240,7 @@ register_family(
     _granite,
     architecture="GraniteForCausalLM",
     written=_granite_written,
-    gguf=Gguf("granite", _granite_gguf, keys=frozenset(MULTIPLIERS.values()), neighbours=True),
+    gguf=Gguf("granite", MULTIPLIERS, _granite_in_gguf, neighbours=True),
 )
 
 
@@ -269,11 +248,6 @@ def _phi3(raw: Raw) -> Config:
     raw = completed(raw, "phi3", original_max_position_embeddings=4096, rms_norm_eps=1e-5)
     rope = read_rope(raw, {"su": "longrope", "yarn": "longrope"}, partial=True)  # names in the first Phi-3 models
     return config_of(raw, sliding_windows=_one_window(raw), attention_bias=False, output_bias=False, rope=rope)
-
-
-def _phi3_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    window = optional(metadata, "phi3.attention.sliding_window", int, 0) or None
-    return {"sliding_windows": (window,) * read["num_layers"], "rope": longrope(metadata, "phi3", tensors, read)}
 
 
 register_family(
@@ -287,18 +261,17 @@ register_family(
     written=window_written,
     gguf=Gguf(
         "phi3",
-        _phi3_gguf,
-        keys=WINDOW_KEYS | {"rope.scaling.attn_factor"},
+        WINDOW | {"rope.scaling.attn_factor": "attention_factor"},
         fused={
             "blk.{}.attn_qkv.weight": ("layers.query", "layers.key", "layers.value"),
             "blk.{}.ffn_up.weight": ("layers.gate", "layers.up"),
         },
-        partly_rotated=True,
     ),
 )
 
 
 GEMMA: dict[str, Any] = dict(norms="both", norm_offset=True, activation="gelu_tanh")
+LOGITS_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 GEMMA_TENSORS = {"layers.feed_norm": LAYER + "pre_feedforward_layernorm.weight"}
 
 
@@ -368,31 +341,14 @@ def _gemma3_written(config: Config) -> dict[str, Any]:
     return _gemma2_written(config) | {"rope_local_base_freq": local.theta}
 
 
-def _gemma_gguf(metadata: Mapping[str, Any], read: Mapping[str, Any], name: str, pattern: int, largest: int) -> Any:
-    """Return what both have in a GGUF file; ``largest`` is the number of layers of the largest model."""
-    layers, hidden, heads = read["num_layers"], read["hidden_size"], read["num_heads"]
-    window = size_of(metadata, f"{name}.attention.sliding_window", 4096)
-    # The factor of the logits is not stored; llama.cpp tells the two largest models by their number of layers.
-    is_largest = layers == largest and hidden != heads * read["head_dim"]
-    return GEMMA | {
-        "sliding_windows": tuple(window if (layer + 1) % pattern else None for layer in range(layers)),
-        "embedding_multiplier": hidden**0.5,
-        "attention_multiplier": (hidden / heads) ** -0.5 if is_largest else None,
-    }
+def _attention_scalar(largest: int) -> Callable[[Raw, Mapping[str, Any]], Raw]:
+    """Return the hook for a factor that is not stored: llama.cpp tells the largest model by its number of layers."""
 
+    def fields(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+        of_largest = raw["hidden_size"] / raw["num_attention_heads"]
+        return {"query_pre_attn_scalar": of_largest if raw["num_hidden_layers"] == largest else raw["head_dim"]}
 
-def _gemma2_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    return _gemma_gguf(metadata, read, "gemma2", 2, 46) | {
-        "attention_soft_cap": number_of(metadata, "gemma2.attn_logit_softcapping", 50.0),
-        "logits_soft_cap": number_of(metadata, "gemma2.final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    found, cap = _gemma_gguf(metadata, read, "gemma3", 6, 62), "gemma3.final_logit_softcapping"
-    ropes = _gemma3_ropes(found["sliding_windows"], number_of(metadata, "gemma3.rope.freq_base_swa", 10_000.0))
-    caps = {"logits_soft_cap": None if metadata.get(cap) is None else number_of(metadata, cap)}
-    return found | caps | {"query_key_norm": True, "ropes": ropes}
+    return fields
 
 
 register_family(
@@ -401,7 +357,9 @@ register_family(
     GEMMA_TENSORS,
     architecture="Gemma2ForCausalLM",
     written=_gemma2_written,
-    gguf=Gguf("gemma2", _gemma2_gguf, keys=WINDOW_KEYS | {"attn_logit_softcapping", "final_logit_softcapping"}),
+    gguf=Gguf(
+        "gemma2", WINDOW | LOGITS_CAP | {"attn_logit_softcapping": "attn_logit_softcapping"}, _attention_scalar(46)
+    ),
 )
 register_family(
     "gemma3_text",
@@ -409,5 +367,5 @@ register_family(
     GEMMA_TENSORS,
     architecture="Gemma3ForCausalLM",
     written=_gemma3_written,
-    gguf=Gguf("gemma3", _gemma3_gguf, keys=WINDOW_KEYS | {"final_logit_softcapping", "rope.freq_base_swa"}),
+    gguf=Gguf("gemma3", WINDOW | LOGITS_CAP | {"rope.freq_base_swa": "rope_local_base_freq"}, _attention_scalar(62)),
 )

@@ -6,7 +6,7 @@ the names of its tensors where they are not Llama's. The built-in ones are in :m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.checks import shown
@@ -19,22 +19,17 @@ class Gguf(NamedTuple):
 
     Attributes:
         architecture: llama.cpp's name of the family.
-        fields: ``fields(metadata, tensors, read)`` returns the fields of Config that are this family's own; ``read``
-            are those that are read alike of all.
-        keys: the architecture's keys that are read, beside those of all architectures.
+        keys: its keys beside those of all architectures, and the fields of a config.json that they become.
+        fields: ``fields(raw, tensors)`` returns the fields of a config.json that have no key; ``raw`` has the others.
         fused: as of :class:`Family`, by llama.cpp's names.
         neighbours: whether llama.cpp rotates neighbouring elements of a head.
-        feed_forward: the key of the size of a feed-forward network.
-        partly_rotated: whether a part of each head may be rotated.
     """
 
     architecture: str
-    fields: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
-    keys: Set[str] = frozenset()
+    keys: Mapping[str, str] = {}
+    fields: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = lambda raw, tensors: {}
     fused: Mapping[str, Sequence[str]] = {}
     neighbours: bool = False
-    feed_forward: str = "feed_forward_length"
-    partly_rotated: bool = False
 
 
 class Family(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +12,9 @@ import numpy as np
 from kvjax.checks import shown
 from models.checkpoint import Tensor
 from models.config import Config, Rope
+from models.config_json import completed, from_hugging_face
 from models.families import FAMILIES, Gguf
-from models.gguf_header import needed, optional, positive, size_of
+from models.gguf_header import needed, optional
 from models.gguf_tokenizer import ends_of_turn, id_of
 from models.rotary import rope_frequencies
 
@@ -52,15 +53,33 @@ NAMES = {
 }
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 
-# Keys of the architecture that are read, or that have no effect.
-KNOWN_KEYS = {
-    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
-    "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",
-    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.factor", "rope.scaling.finetuned",
-    "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "tensor_data_layout", "vocab_size",
-}  # fmt: skip
-# Other keys, with the value that has no effect.
+# The keys that every architecture's files have, and the fields of a config.json that they become.
+NEEDED_KEYS = {
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+}
+# Those that they may have, too; of two for one field, the later counts.
+KEYS = NEEDED_KEYS | {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "v_head_dim",
+    "rope.dimension_count": "partial_rotary_factor",
+    "rope.freq_base": "rope_theta",
+    "rope.scale_linear": "factor",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.finetuned": "finetuned",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "tensor_data_layout": "tensor_data_layout",
+    "vocab_size": "vocab_size",
+}
+# Values of keys without effect.
 NEUTRAL_KEYS = {
     "attention.causal": True,
     "attention.sliding_window": 0,
@@ -73,7 +92,7 @@ NEUTRAL_KEYS = {
 
 def family_in(metadata: Mapping[str, Any]) -> tuple[str, Gguf]:
     """Return the family of a file's model, after a check that all its keys are supported: its name and its ``gguf``."""
-    architecture = needed(metadata, "general.architecture", str)
+    architecture = str(needed(metadata, "general.architecture"))
     known = _stored()
     if architecture not in known:
         for name in FAMILIES.names():  # an installed package may offer it
@@ -92,7 +111,7 @@ def family_in(metadata: Mapping[str, Any]) -> tuple[str, Gguf]:
     prefix = f"{architecture}."
     for key, value in metadata.items():
         name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name in KNOWN_KEYS | own:
+        if not key.startswith(prefix) or name in KEYS or name in own:
             continue
         if name not in NEUTRAL_KEYS or value != NEUTRAL_KEYS[name]:
             said = " ".join(key.split())  # a damaged name may hold line breaks
@@ -108,109 +127,88 @@ def _stored() -> dict[str, tuple[str, Gguf]]:
 
 
 def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Mapping[str, Tensor]) -> Config:
-    """Return the config of a file whose family, called ``name``, is stored as ``stored`` says."""
-    size, architecture = functools.partial(size_of, metadata), stored.architecture
-    hidden, heads = size(f"{architecture}.embedding_length"), size(f"{architecture}.attention.head_count")
-    head_dim = size(f"{architecture}.attention.key_length", hidden // heads)
-    whole = [("attention.value_length", "values"), ("rope.dimension_count", "rotation")]
-    for key, what in whole[:1] if stored.partly_rotated else whole:
-        other = size(f"{architecture}.{key}", head_dim)
-        if other != head_dim:
-            raise ValueError(
-                f"its key {architecture}.{key} is {other}, but a head has {head_dim} numbers; only models whose "
-                f"{what} take a whole head are supported."
-            )
+    """Return the config of a file whose family, called ``name``, is stored as ``stored`` says.
+
+    Its metadata become a config.json, which the family reads as any other.
+    """
+    raw = _fields(metadata, f"{stored.architecture}.", {**KEYS, **stored.keys})
     if NAMES["embedding"] not in tensors:
         raise ValueError(f"it lacks the tensor {NAMES['embedding']}; is it complete, and a language model's?")
-    eos = [id_of(metadata, end) for end in ("eos", "eot", "eom")]
-    read: dict[str, Any] = dict(
-        architecture=name,
-        vocab_size=tensors[NAMES["embedding"]].shape[0],
-        hidden_size=hidden,
-        intermediate_size=size(f"{architecture}.{stored.feed_forward}"),
-        num_layers=size(f"{architecture}.block_count"),
-        num_heads=heads,
-        num_kv_heads=size(f"{architecture}.attention.head_count_kv", heads),
-        head_dim=head_dim,
-        norm_epsilon=positive(metadata, f"{architecture}.attention.layer_norm_rms_epsilon"),
-        max_positions=size(f"{architecture}.context_length"),
-        tie_embeddings=NAMES["head"] not in tensors,
-        attention_bias=NAMES["layers.query_bias"].format(0) in tensors,
-        output_bias=NAMES["layers.output_bias"].format(0) in tensors,
-        bos=id_of(metadata, "bos"),
-        eos=tuple(dict.fromkeys(token for token in [*eos, *ends_of_turn(metadata)] if token is not None)),
-        pad=id_of(metadata, "padding"),
-    )
-    fields = read | dict(stored.fields(metadata, tensors, read))
-    if "rope" not in fields:
-        fields["rope"] = _rope(metadata, architecture, head_dim, read["max_positions"], tensors)
-    return Config(**fields)
+    eos = [*(id_of(metadata, end) for end in ("eos", "eot", "eom")), *ends_of_turn(metadata)]
+    raw |= {
+        "architectures": [FAMILIES[name].architecture or name],
+        "vocab_size": tensors[NAMES["embedding"]].shape[0],
+        "tie_word_embeddings": NAMES["head"] not in tensors,
+        "norm_topk_prob": True,  # as llama.cpp does
+        "bos_token_id": id_of(metadata, "bos"),
+        "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)),
+        "pad_token_id": id_of(metadata, "padding"),
+    }
+    raw = completed(raw, name)
+    head_dim = raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    if (other := raw.get("v_head_dim", head_dim)) != head_dim:
+        raise ValueError(
+            f"its key {stored.architecture}.attention.value_length is {other}, but a head has {head_dim} numbers; only "
+            "models whose values take a whole head are supported."
+        )
+    raw["rope_parameters"] = _rope(raw, tensors)
+    config = from_hugging_face({**raw, **stored.fields(raw, tensors)})
+    query, output = (NAMES[f"layers.{name}_bias"].format(0) in tensors for name in ("query", "output"))
+    return dataclasses.replace(config, attention_bias=query or config.attention_bias, output_bias=output)
 
 
-def expert_fields(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Return the numbers of experts, {} for a model without them."""
-    experts = optional(metadata, f"{architecture}.expert_count", int, 0)
-    if not experts:
-        return {}
-    per_token = size_of(metadata, f"{architecture}.expert_used_count")
-    return {"num_experts": experts, "experts_per_token": per_token, "normalise_experts": True}  # as llama.cpp does
+def _fields(metadata: Mapping[str, Any], prefix: str, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a file's keys say, as fields of a config.json."""
+    found: dict[str, Any] = {}
+    for key, field in keys.items():
+        if (value := metadata.get(prefix + key)) is None:
+            continue
+        if isinstance(value, list) and value:  # one for each layer
+            if any(other != value[0] for other in value):
+                raise ValueError(f"its key {prefix}{key} differs from layer to layer, which is not supported.")
+            value = value[0]
+        if isinstance(value, float):
+            value = _before_rounding(value)
+        found[field] = None if value == 0 and key in ("attention.sliding_window", "expert_count") else value
+    for key in NEEDED_KEYS:
+        needed(metadata, prefix + key)
+    if found.get("num_local_experts"):
+        needed(metadata, prefix + "expert_used_count")
+    return found
 
 
-def _rope(
-    metadata: Mapping[str, Any], architecture: str, head_dim: int, positions: int, tensors: Mapping[str, Tensor]
-) -> Rope:
-    prefix, factors = f"{architecture}.rope.", tensors.get(FREQUENCY_FACTORS)
-    theta = positive(metadata, f"{prefix}freq_base", 10_000.0)
-    kind = optional(metadata, f"{prefix}scaling.type", str, "linear")
-    factor = positive(metadata, f"{prefix}scaling.factor", positive(metadata, f"{prefix}scale_linear", 1.0))
+def _before_rounding(number: Any) -> float:
+    """Return a number as it was before the file rounded it to float32."""
+    return float(str(np.float32(number)))
+
+
+def _rope(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the ``rope_parameters`` of a config.json whose numbers are read; the rotated share is one in elements."""
+    head_dim, kind, factor = raw["head_dim"], raw.get("rope_type", "linear"), raw.get("factor", 1.0)
+    plain = {"rope_theta": raw.get("rope_theta", 10_000.0)}
+    plain["partial_rotary_factor"] = raw.get("partial_rotary_factor", head_dim) / head_dim
+    original = raw.get("original_max_position_embeddings", raw["max_position_embeddings"])
+    scaled = plain | {"rope_type": kind, "original_max_position_embeddings": original}
+    if LONG_FACTORS in tensors and SHORT_FACTORS in tensors:
+        lists = {"long_factor": _numbers(tensors[LONG_FACTORS]), "short_factor": _numbers(tensors[SHORT_FACTORS])}
+        return scaled | lists | {"rope_type": "longrope", "attention_factor": raw.get("attention_factor")}
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(
-            f"its key {prefix}scaling.type is {kind!r}; supported are none, linear and yarn, and Llama 3.1's factors."
+            f"its rope.scaling.type is {kind!r}; supported are none, linear and yarn, and Llama 3.1's factors."
         )
+    factors = tensors.get(FREQUENCY_FACTORS)
     if kind == "none" or (kind == "linear" and factor == 1):
-        return Rope(theta) if factors is None else _llama3(theta, head_dim, factors)
+        return plain if factors is None else plain | _llama3(plain["rope_theta"], head_dim, factors)
     if factors is not None:
-        raise ValueError(f"it holds both {FREQUENCY_FACTORS} and {prefix}scaling.type {kind!r}; only one is supported.")
-    if kind == "linear":
-        return Rope(theta, "linear", factor)
-    return Rope(
-        theta,
-        "yarn",
-        factor,
-        original_positions=size_of(metadata, f"{prefix}scaling.original_context_length", positions),
-        beta_fast=positive(metadata, f"{prefix}scaling.yarn_beta_fast", 32.0),
-        beta_slow=positive(metadata, f"{prefix}scaling.yarn_beta_slow", 1.0),
-    )
+        raise ValueError(f"it holds both {FREQUENCY_FACTORS} and rope.scaling.type {kind!r}; only one is supported.")
+    return scaled | {"factor": factor, **{name: raw.get(name) for name in ("beta_fast", "beta_slow")}}
 
 
-def longrope(
-    metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, Tensor], read: Mapping[str, Any]
-) -> Rope:
-    """Return Phi-3's rotary embedding: of a part of each head, and with two tensors of factors for long contexts."""
-    prefix, positions = f"{architecture}.rope.", read["max_positions"]
-    theta = positive(metadata, f"{prefix}freq_base", 10_000.0)
-    partial = size_of(metadata, f"{prefix}dimension_count", read["head_dim"]) / read["head_dim"]
-    if LONG_FACTORS not in tensors or SHORT_FACTORS not in tensors:
-        return Rope(theta, partial_rotary_factor=partial)
-    original = size_of(metadata, f"{prefix}scaling.original_context_length", positions)
-    long, short = (
-        tuple(float(str(x)) for x in tensor.read((slice(0, tensor.shape[0]),)).astype(np.float32))
-        for tensor in (tensors[LONG_FACTORS], tensors[SHORT_FACTORS])
-    )
-    amplitude = metadata.get(f"{prefix}scaling.attn_factor")
-    return Rope(
-        theta,
-        "longrope",
-        positions / original,
-        original_positions=original,
-        attention_factor=None if amplitude is None else positive(metadata, f"{prefix}scaling.attn_factor"),
-        partial_rotary_factor=partial,
-        short_factor=short,
-        long_factor=long,
-    )
+def _numbers(factors: Tensor) -> list[float]:
+    return [_before_rounding(x) for x in factors.read((slice(0, factors.shape[0]),))]
 
 
-def _llama3(theta: float, head_dim: int, factors: Tensor) -> Rope:
+def _llama3(theta: float, head_dim: int, factors: Tensor) -> dict[str, Any]:
     """Find the Llama 3.1 scaling that given factors on the frequencies come from: the file stores nothing else of it.
 
     All models of that family scale partially between 1 and 4 turns in their original context, a power of two.
@@ -223,13 +221,13 @@ def _llama3(theta: float, head_dim: int, factors: Tensor) -> Rope:
     if not np.isfinite(found).all() or found.min() < 1:
         raise ValueError(f"{FREQUENCY_FACTORS} is damaged: it holds numbers below 1 or not finite; download it again.")
     if found.max() == 1:
-        return Rope(theta)
+        return {}
     plain = np.asarray(rope_frequencies(Rope(theta), head_dim)[0][0])
     for original in (1 << power for power in range(13, 21)):
         rope = Rope(theta, "llama3", float(found.max()), original)
         ours = plain / np.asarray(rope_frequencies(rope, head_dim)[0][0])
         if np.allclose(ours, found, rtol=1e-4):
-            return rope
+            return {"rope_type": "llama3", "factor": rope.factor, "original_max_position_embeddings": original}
     raise ValueError(
         f"the factors in {FREQUENCY_FACTORS} are not those of Llama 3.1's rope scaling, the only ones supported; take "
         "the original folder with config.json."

@@ -5,7 +5,6 @@ It is read here, which is much faster than the package gguf and reports a damage
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,32 +131,10 @@ def optional(metadata: Mapping[str, Any], key: str, kind: type, default: Any) ->
     return value
 
 
-def needed(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = optional(metadata, key, kind, None)
-    if value is None:
-        raise ValueError(f"it lacks the key {key} ({WORDS[kind]}); is it a language model's? Convert the model again.")
-    return value
-
-
-def size_of(metadata: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer; if a file has one per layer, they must be equal."""
-    value = metadata.get(key)
-    if isinstance(value, list) and value:
-        if any(other != value[0] for other in value):
-            raise ValueError(f"its key {key} differs from layer to layer, which is not supported.")
-        metadata = {key: value[0]}
-    value = needed(metadata, key, int) if default is None else optional(metadata, key, int, default)
-    if value < 1:
-        raise ValueError(f"its key {key} is {value}; expected a positive integer. Convert the model again.")
-    return value
-
-
-def positive(metadata: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a number above 0, as it was before the file rounded it to float32."""
-    value = needed(metadata, key, float) if default is None else optional(metadata, key, float, default)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"its key {key} is {value!r}; expected a number above 0. Convert the model again.")
-    return float(str(np.float32(value)))
+def needed(metadata: Mapping[str, Any], key: str) -> Any:
+    if metadata.get(key) is None:
+        raise ValueError(f"it lacks the key {key}; is it a language model's? Convert the model again.")
+    return metadata[key]
 
 
 def listed(metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:

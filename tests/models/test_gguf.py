@@ -524,7 +524,7 @@ def test_a_file_is_refused(made, said, make):
 
 
 def test_a_family_of_an_installed_package_is_found(tmp_path, monkeypatch):
-    code = "from models.families import Family, Gguf\nown = Family(dict, gguf=Gguf('own', dict))"
+    code = "from models.families import Family, Gguf\nown = Family(dict, gguf=Gguf('own'))"
     installed(tmp_path, "pkg_gguf", code, families="mine = pkg_gguf:own")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert family_in({"general.architecture": "own"})[0] == "mine"
