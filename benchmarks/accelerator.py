@@ -26,7 +26,7 @@ from benchmarks.shapes import parameter_count, shape
 from evals import command_line
 from evals.report import Table
 from kvjax.checks import check_names
-from models import commands, fingerprints
+from models import commands, files, fingerprints
 from models.commands import provenance
 from models.folders import SHIPPED
 from models.published import PUBLISHED
@@ -165,8 +165,8 @@ def code() -> str:
     """Return a digest of the code that the parts run, which may differ from its last commit."""
     root = report.DOCS.parent
     folders = [name for name in provenance.CODE if not name.startswith(":")]
-    files = sorted(path for name in [*folders, "tests/kernels_pallas"] for path in (root / name).rglob("*.py"))
-    return fingerprints.digest({str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in files})
+    paths = sorted(path for name in [*folders, "tests/kernels_pallas"] for path in (root / name).rglob("*.py"))
+    return fingerprints.digest({str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths})
 
 
 def run(part: Part, folder: Path, here: dict[str, Any], seconds: float) -> Record:
@@ -300,8 +300,8 @@ def command(flags: argparse.Namespace) -> None:
     wanted = chosen(found, flags.parts)
     flags.out.mkdir(parents=True, exist_ok=True)
     folder = flags.out.resolve()
-    with (folder / commands.LOCK_FILE).open("ab") as held:
-        commands.lock(held, folder)
+    with (folder / files.LOCK_FILE).open("ab") as held:
+        files.lock(held, folder)
         same = [code(), here["device"], here["versions"]]
         keys = {part.name: fingerprints.digest([part.command, *same]) for part in found}
         failed = _run_all(wanted, keys, folder, here, flags)
@@ -337,8 +337,8 @@ def _run_all(
             "command": flags.invocation.command, **facts, "benchmark": NAME, "settings": {"memory": here["memory"]},
             "results": [kept[name] for name in keys if name in kept],
         }  # fmt: skip
-        commands.write_json(path, document)
-        with commands.replacing(path.with_suffix(".md")) as temporary:
+        files.write_json(path, document)
+        with files.replacing(path.with_suffix(".md")) as temporary:
             temporary.write_text(page(document), encoding="utf-8")
 
     print(f"{here['device']}, {here['memory'] / 2**30:.0f} GiB free, jax {here['versions']['jax']}", flush=True)

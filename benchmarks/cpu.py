@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import models
 from benchmarks import decode, kernels, measure, prefill, steps
 from evals import report
-from models import commands, fingerprints
+from models import files, fingerprints
 
 POLICY = "h2o+caote"
 SIZES = kernels.Sizes(budget=512, block=128, context=8192, loss_tokens=512)
@@ -65,7 +65,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Measure, print the tables, write JSON, and compare with an older run."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     old = None if flags.against is None else older(flags.against)
     timing = measure.timing(flags)
     digests = fingerprints.fingerprints(models.load("retriever", dtype=jnp.float32)[0])

@@ -13,7 +13,7 @@ import kvjax
 from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import command_line, report
-from models import commands
+from models import commands, files
 
 POSITION_ONLY = "streaming"  # evicts by position: no scores, no statistics of the attention
 TINY = {"budgets": [16], "prompts": [64, 1_000_000], "batches": [1], "block": 8}
@@ -247,7 +247,7 @@ def step_grid(flags: argparse.Namespace) -> Grid:
 
 def command(flags: argparse.Namespace) -> None:
     """Measure, print the tables, write JSON."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     grid = step_grid(flags)
     timing = measure.timing(flags)
     settings = {**timing.settings(), **grid._asdict()}

@@ -24,7 +24,7 @@ from evals import report
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.schedule import When
-from models import commands, engine, fingerprints, one_program
+from models import commands, engine, files, fingerprints, one_program
 from models.commands.programs import make_room
 from models.networks import load_networks, read_by, wanted_by
 from models.prompts import check_prompt
@@ -138,7 +138,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Compile and time, print the table, write JSON."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     policies, moments = commands.split_list(flags.policies), commands.split_list(flags.when)
     check_names("--when", moments, get_args(When))
     wanted = [wanted_by(policy_of(name)) for name in policies]

@@ -19,7 +19,7 @@ from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import command_line, report
 from kernels_pallas.dispatch import BY_NAME_ONLY, kernels_of, of_layer, platform
 from kvjax.checks import check_names
-from models import commands
+from models import commands, files
 from models.config import Config
 from models.networks import kinds_for
 
@@ -395,7 +395,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Measure, print the table, write JSON."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     sizes = TINY if flags.tiny else Sizes(flags.budget, context=flags.context, loss_tokens=flags.loss_tokens)
     command_line.check_least(flags, budget=1, context=1, loss_tokens=1)
     batches = [1] if flags.tiny else measure.whole_numbers("--batches", flags.batches)

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from evals import command_line, report
-from models import commands
+from models import commands, files
 from models.commands import provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -296,7 +296,7 @@ def collect(
 
 def write_page(path: Path, text: str) -> None:
     """Write a page in Markdown, and print its path."""
-    with commands.replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         temporary.write_text(text)
     print(f"page: {path}")
 

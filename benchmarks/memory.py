@@ -18,7 +18,7 @@ import models
 from benchmarks import measure, steps
 from evals import report
 from kvjax.schedule import Phase
-from models import commands, host_steps
+from models import commands, files, host_steps
 from models.sampling import Sampling
 from models.steps import DecodeState, decode_phase
 
@@ -93,7 +93,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Compile, print the table, write JSON."""
-    commands.check_outputs([flags.json, flags.page])
+    files.check_outputs([flags.json, flags.page])
     shares = measure.shares("--shares", flags.shares)
     settings = [(policy, share) for share in shares for policy in commands.split_list(flags.policies)]
     sizes = {"prompt": flags.prompt, "block": flags.block, "page_size": flags.page_size}

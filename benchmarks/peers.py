@@ -29,7 +29,7 @@ from benchmarks import measure, steps
 from benchmarks.peer_timing import keep_to, peak_resident, serve, timing
 from benchmarks.shapes import parameter_count, shape
 from evals import command_line, evaluator, report, tasks
-from models import commands, fingerprints, published
+from models import commands, files, fingerprints, published
 from models.load import describe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,7 +210,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Make the checkpoint, measure, print the table, write JSON."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     threads = measure.whole_numbers("--threads", flags.threads)
     budgets = _budgets(flags.budgets or ("256,512,full" if flags.model else "512"))
     command_line.check_least(flags, block=WINDOW, repetitions=1, new_tokens=2)

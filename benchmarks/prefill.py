@@ -12,7 +12,7 @@ import jax
 from benchmarks import decode, measure, steps
 from benchmarks.shapes import shape
 from evals import report
-from models import commands
+from models import commands, files
 
 LEGEND = """A whole prompt of random tokens through models.stream, block by block from the host, to its first token.
 seconds: one run, after one block has compiled everything. step ms: median of the decode steps after it, with the host
@@ -90,7 +90,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Measure, print the tables, write JSON."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     grid = decode.step_grid(flags)
     asked = flags.feed or ("8192,131072" if measure.on_accelerator() else "1024")
     fed = [32, 64] if flags.tiny else [] if asked == "none" else measure.whole_numbers("--feed", asked)

@@ -15,7 +15,7 @@ import kvjax
 import models
 from benchmarks import measure
 from evals import command_line, evaluator, report, tasks
-from models import commands
+from models import files
 from models.layer_caches import AnyCache
 
 NEW_TOKENS = 6
@@ -37,7 +37,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Run the benchmark."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype="float32")
     document, questions, values = quiz(tokenizer, flags.length, flags.questions, flags.seed)
     records = []

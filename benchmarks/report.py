@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import decode, measure
 from evals import report
-from models import commands
+from models import files
 
 DOCS = Path(__file__).parent.parent / "docs"
 ORDER = ("peers", "decode", "prefill", "fixed_memory", "kernels", "cpu", "memory", "soak", "tpu_compile")
@@ -293,7 +293,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Write the page and the plots."""
     target, images = flags.docs / "performance.md", flags.docs / "images"
-    commands.check_outputs([target, images / "performance-decode.png"])
+    files.check_outputs([target, images / "performance-decode.png"])
     report.check_plot(images / "performance-decode.png")
     found = documents(flags.results)
     pictures = plots(found)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 import models
 from benchmarks import measure
 from evals import command_line, report
-from models import commands, fingerprints
+from models import files, fingerprints
 
 PARTS = 20  # of each run, one record of figures each
 POOL = 200  # prompts that requests are drawn from; each one's answer alone is known
@@ -308,7 +308,7 @@ def command(flags: argparse.Namespace) -> None:
     """Run all, print the tables, write JSON after each and the picture at the end."""
     if flags.plot is not None:
         report.check_plot(flags.plot)
-    commands.check_outputs([flags.json, flags.plot])
+    files.check_outputs([flags.json, flags.plot])
     command_line.check_least(flags, budget=8, block=1, rows=1, tokens=0, requests=0, kills=0)
     if not flags.tokens and not flags.requests and not flags.kills:
         raise ValueError("--tokens, --requests and --kills are all 0; give at least one of them.")

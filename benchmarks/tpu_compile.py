@@ -34,7 +34,7 @@ from evals import command_line, report
 from kvjax.cache import Entries, empty_entries
 from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase, Text
-from models import commands, host_steps
+from models import commands, files, host_steps
 from models.options import PAGE_SIZE, Options
 from models.parameters import parameter_shapes, partition
 from models.planning import plan_run
@@ -299,7 +299,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Compile everything, print the table, and write JSON after each program."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     command_line.check_least(flags, batch=1, budget=1, block=1, prompt=1)
     if not os.environ.get("JAX_PLATFORMS"):  # with libtpu installed, JAX would look for a TPU first
         jax.config.update("jax_platforms", "cpu")

@@ -11,14 +11,14 @@ import latex2mathml.converter  # noqa: E402
 from docutils import nodes  # noqa: E402
 
 import kvjax  # noqa: E402
-from models import commands  # noqa: E402
+from models import files  # noqa: E402
 
 # The tutorial's pages are the notebooks, with the outputs that they were committed with.
 for notebook in sorted((ROOT / "notebooks").glob("[0-9]-*.ipynb")):
     page = ROOT / "docs" / "tutorial" / notebook.name
     text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
     if not page.exists() or page.read_text(encoding="utf-8") != text:  # an unchanged page is not read again
-        with commands.replacing(page) as temporary:
+        with files.replacing(page) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 project = "kvjax"

@@ -24,7 +24,7 @@ from evals import report, statistics, studies, study, study_page  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
 from kvjax.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
-from models import commands  # noqa: E402
+from models import commands, files  # noqa: E402
 
 MORE = 1.1  # times the bytes of the full cache, from which a policy saves no memory
 SHOWN = 3  # policies that a line names beside the best one
@@ -515,9 +515,9 @@ def families() -> str:
     for name, golden in read("parity.json")["families"].items():
         found.setdefault(golden["config"], {})[name] = golden
     lines = []
-    for config, files in sorted(found.items()):
-        worst = max(files.values(), key=lambda golden: golden["error"])
-        names = ", ".join(f"`{name}`" for name in files)
+    for config, goldens in sorted(found.items()):
+        worst = max(goldens.values(), key=lambda golden: golden["error"])
+        names = ", ".join(f"`{name}`" for name in goldens)
         lines.append([f"`{config}`", names, f"{worst['largest']:.1f}", f"{worst['error']:.1e}"])
     return markdown(("transformers' class", "golden files", "largest logit", "largest difference"), lines)
 
@@ -662,7 +662,7 @@ def _run(check: bool) -> None:
             continue
         if check:
             raise ValueError(f"docs/{page} does not match docs/results; run python docs/tables.py.")
-        with commands.replacing(path) as temporary:
+        with files.replacing(path) as temporary:
             temporary.write_text(text)
         print(f"written: docs/{page}")
 

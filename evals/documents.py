@@ -24,8 +24,7 @@ import models
 from evals import command_line, evaluator
 from evals.evaluator import Answer, Group, TextSample
 from kvjax import install
-from models import commands, fingerprints
-from models.files import json_object
+from models import commands, files, fingerprints
 
 OFFICIAL = Path("official")  # the value of --prompts for the published wording
 
@@ -147,7 +146,7 @@ def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]] | N
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        record = json_object(line)
+        record = files.json_object(line)
         if record is None:
             raise ValueError(f"{file}, line {number}, of {source} is no JSON object; download the file again.")
         yield record
@@ -191,7 +190,7 @@ def published_text(file: PublishedFile) -> str:
     """
     kept = None
     with contextlib.suppress(OSError):  # no cache folder, or nothing in it yet
-        kept = commands.cache_folder() / "published" / f"{file.sha256[:16]}-{file.address.rpartition('/')[2]}"
+        kept = files.cache_folder() / "published" / f"{file.sha256[:16]}-{file.address.rpartition('/')[2]}"
         content = kept.read_bytes()
         if hashlib.sha256(content).hexdigest() == file.sha256:
             return content.decode()
@@ -206,7 +205,7 @@ def published_text(file: PublishedFile) -> str:
         raise ValueError(f"{file.address} has another digest than expected; look at it, and name it with --prompts.")
     if kept is not None:
         with contextlib.suppress(OSError):  # without a writable cache, the file is fetched again next time
-            commands.write_files(kept.parent, {kept.name: content})
+            files.write_files(kept.parent, {kept.name: content})
     return content.decode()
 
 
@@ -355,12 +354,12 @@ def read_tasks(tasks: Mapping[str, Task], path: Path | None) -> Mapping[str, Tas
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file; see :func:`parse_object`."""
-    return parse_object(commands.read_text(path, "JSON"), path)
+    return parse_object(files.read_text(path, "JSON"), path)
 
 
 def parse_object(text: str, source: str | Path) -> dict[str, Any]:
     """Parse the object in a JSON text; ``source`` says in the ValueError where it came from."""
-    content = json_object(text)
+    content = files.json_object(text)
     if content is None:
         raise ValueError(f"{source} is no JSON object; expected prompts by task.")
     return content

@@ -22,7 +22,7 @@ from evals.answering import FEED, NO_AIDS, Aids, Batch, Feed, answers_each, chec
 from evals.command_line import check_least, command_text, decisive_flags, load, networks_for
 from evals.run_settings import KNOWN_OR_NOT, RECENCY, Setting, baseline, make_settings, sharing_note
 from evals.summaries import compare, summarise, task_map
-from models import commands, fingerprints
+from models import commands, files, fingerprints
 from models.commands import provenance
 from models.networks import Network
 
@@ -212,7 +212,7 @@ def command(
         }
         for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
             if path is not None:
-                commands.write_json(path, figures)
+                files.write_json(path, figures)
                 print(f"figures: {path}")
         if flags.plot is not None:
             if picture is None:

@@ -41,7 +41,7 @@ from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
 from kvjax.schedule import When
 from kvjax.sources import SOURCES
-from models import commands
+from models import commands, files
 from models.commands import provenance
 from models.commands.programs import make_room
 from models.networks import load_networks, wanted_by
@@ -323,10 +323,10 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         raise ValueError(f"--against is {against}, but the --model_args have {', '.join(named)}; add one with it.")
     if flags.include_path is not None and not flags.include_path.is_dir():
         raise FileNotFoundError(f"there is no folder {flags.include_path}; give --include_path a folder with tasks.")
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     tasks = commands.listed("task", flags.tasks, "--tasks piqa")
     if flags.out is not None:
-        commands.check_folder(flags.out)
+        files.check_folder(flags.out)
     kind = model_class()
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -337,7 +337,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         raise ValueError(f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks.")
     if flags.out is not None:
         flags.out.mkdir(parents=True, exist_ok=True)
-        commands.lock(stack.enter_context((flags.out / commands.LOCK_FILE).open("ab")), flags.out)
+        files.lock(stack.enter_context((flags.out / files.LOCK_FILE).open("ab")), flags.out)
     results: list[dict[str, Any]] = []
     fingerprints: dict[str, dict[str, str]] = {}
     for text, arguments in zip(flags.model_args, given, strict=True):
@@ -431,7 +431,7 @@ def _check_answers(folder: Path, text: str, digests: Mapping[str, str]) -> None:
     if text in known or list(folder.glob(f"{_cache_name(text)}*")):
         provenance.check_same(folder, known.get(text), digests)
     else:
-        commands.write_json(header, {**known, text: dict(digests)})
+        files.write_json(header, {**known, text: dict(digests)})
 
 
 def _cache_name(text: str) -> str:

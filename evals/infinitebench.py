@@ -18,7 +18,7 @@ from typing import Any
 
 from evals import documents, metrics
 from evals.documents import DataSet, PublishedFile, Task, metric_of
-from models import commands
+from models import files
 
 REPOSITORY = "xinrongzhang2022/InfiniteBench"
 # The wording is only in the project's repository; the commit and the digest pin it.
@@ -135,7 +135,7 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
         prompts = _assigned(documents.published_text(PROMPTS), PROMPTS.address)
         return documents.with_prompts(TASKS, prompts, {}, PROMPTS.address)
     if path is not None and path.suffix == ".py":
-        return documents.with_prompts(TASKS, _assigned(commands.read_text(path, "prompts"), path), {}, path)
+        return documents.with_prompts(TASKS, _assigned(files.read_text(path, "prompts"), path), {}, path)
     return documents.read_tasks(TASKS, path)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import command_line, evaluations, results, run_settings, statistics, summaries, sweep
-from models import commands
+from models import commands, files
 
 LEAST_BATCHES = 3  # for an interval of the time per token
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -109,6 +109,6 @@ def command(flags: argparse.Namespace) -> None:
     """Write the page."""
     path = flags.folder / "report.html" if flags.html is None else flags.html
     found = figures(flags.folder)
-    with commands.replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         temporary.write_text(render(TEMPLATE, found["title"], found), encoding="utf-8")
     print(f"page: {path} ({len(found['rows'])} rows, {found['samples']:,} samples)")

@@ -43,7 +43,7 @@ from evals import (
     view,
 )
 from kvjax.chains import policy_of
-from models import commands
+from models import commands, files
 from models.commands.programs import make_room
 
 BEST = "best"
@@ -361,7 +361,7 @@ def _correlations(lines: Sequence[dict[str, Any]], recall: Mapping[tuple[str, st
 def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], float]:
     """Read the recall of a study's JSON file for one model and budget, by question and policy, or raise ValueError."""
     try:
-        lines = json.loads(commands.read_text(path, "study's JSON"))["results"]
+        lines = json.loads(files.read_text(path, "study's JSON"))["results"]
         found = {
             (r["question"], run_settings.full_name(r["policy"])): float(r["score"])
             for r in lines

@@ -10,7 +10,7 @@ from typing import Any
 
 from evals import statistics
 from kvjax import install
-from models import commands
+from models import files
 from models.commands import provenance
 
 Cell = str | Callable[[Any], str]
@@ -137,7 +137,7 @@ def check_outputs(figures: Path | None, *pictures: Path | None) -> None:
     for path in pictures:
         if path is not None:
             check_plot(path)
-    commands.check_outputs([figures, *pictures])
+    files.check_outputs([figures, *pictures])
 
 
 def write(
@@ -302,7 +302,7 @@ def legend(figure: Any, handles: Mapping[str, Any], *, columns: int = 4) -> None
 
 def save(figure: Any, path: Path, *, dpi: int = 160) -> None:
     """Write a figure to a file, whole or not at all, and close it."""
-    with commands.replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         figure.savefig(temporary, dpi=dpi)
     pyplot().close(figure)
 

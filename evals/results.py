@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from models import commands, hosts
+from models import files, hosts
 from models.commands import provenance
 
 HEADER, SAMPLES = "header.json", "samples.jsonl"
@@ -109,7 +109,7 @@ class Results:
         """Check that the folder can be written to or resumed, before the long work starts, and return its header."""
         folder = self._folder
         if folder is not None:
-            commands.check_folder(folder)
+            files.check_folder(folder)
         if folder is not None and (folder / HEADER).exists():
             header = read_header(folder)
             _check_same(folder, header, self._wanted)
@@ -122,21 +122,21 @@ class Results:
         header = self.check()
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / HEADER).exists():  # before any other file, so that a run killed here can resume
-            commands.write_json(folder / HEADER, header)
+            files.write_json(folder / HEADER, header)
         self._file = (folder / SAMPLES).open("ab")
-        commands.lock(self._file, folder)
+        files.lock(self._file, folder)
         header = self.check()  # again: a run that held the lock until now may have written to it
         self.records, whole = _read(folder / SAMPLES)
         self._file.truncate(whole)
         if header != read_header(folder):
-            commands.write_json(folder / HEADER, header)
+            files.write_json(folder / HEADER, header)
         self._header, self.fingerprints = header, header.get("fingerprints", [])
         self.environments = header["environments"]
 
     def _write_header(self) -> None:
         if self._folder is not None:
             noted = {"environments": self.environments, "fingerprints": self.fingerprints}
-            commands.write_json(self._folder / HEADER, {**self._header, **noted})
+            files.write_json(self._folder / HEADER, {**self._header, **noted})
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -165,15 +165,15 @@ def fingerprint(path: Path) -> str | None:
     """Return a digest of a file's bytes, or of the names and bytes of a folder's .json and .jsonl files, or None."""
     digest = hashlib.sha256()
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
+        found = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
     elif path.exists():
-        files = [path]
+        found = [path]
     else:
         return None
-    for file in files:
+    for file in found:
         digest.update(file.name.encode() if path.is_dir() else b"")
         if not file.is_file():  # a pipe
-            digest.update(hashlib.sha256(commands.read_bytes(file)).digest())
+            digest.update(hashlib.sha256(files.read_bytes(file)).digest())
             continue
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())

@@ -32,7 +32,7 @@ from evals.ruler_tasks import (
     encoded,
     sample,
 )
-from models import commands
+from models import files
 
 LENGTHS, SAMPLES = "1024", 8  # the defaults of what is generated
 EXAMPLES = """examples:
@@ -83,7 +83,7 @@ PUBLISHED = {task: _published_task(task) for task in TASKS}
 
 def read_essays(path: Path) -> list[str]:
     """Read the sentences of a text file, or of the ``text`` of a JSON file (RULER's PaulGrahamEssays.json)."""
-    text = commands.read_text(path, "essays")
+    text = files.read_text(path, "essays")
     if path.suffix == ".json":
         content = _parse_json(path, text)
         text = content.get("text", "") if isinstance(content, dict) else ""
@@ -102,7 +102,7 @@ def read_documents(path: Path) -> tuple[str, Documents]:
         FileNotFoundError: the file does not exist.
         ValueError: it has another format, or holds no question.
     """
-    content = _parse_json(path, commands.read_text(path, "QA"))
+    content = _parse_json(path, files.read_text(path, "QA"))
     try:
         task, found = (
             ("qa_1", _squad(content["data"])) if isinstance(content, dict) else ("qa_2", _hotpot(content))

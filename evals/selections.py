@@ -40,7 +40,6 @@ from kvjax.names import called, makers, registered, written
 from kvjax.selection import share_of_tokens
 from kvjax.transforms import check_kernel, pooled
 from models import commands
-from models.commands import listed, split_list
 from models.networks import Network, wanted_by
 
 Heads = Literal["query", "group"]
@@ -144,7 +143,7 @@ def parse_selection(name: str, *, page_size: int = 16) -> Selection:
 
 def parse_selections(text: str, *, page_size: int = 16) -> list[Selection]:
     """Parse the selections of a command line, several by comma, each once; see :func:`parse_selection`."""
-    names = listed("selection", text, "--select oracle,quest,h2o")
+    names = commands.listed("selection", text, "--select oracle,quest,h2o")
     return list(dict.fromkeys(parse_selection(name, page_size=page_size) for name in names))
 
 
@@ -172,7 +171,7 @@ def parse_sparsities(text: str) -> list[float]:
     how = "give numbers in [0, 1), such as 0.3,0.5 or 0,0.1,...,0.7"
     found: list[Decimal] = []
     going_on = False
-    for part in split_list(text):
+    for part in commands.split_list(text):
         if part in ("...", "\N{HORIZONTAL ELLIPSIS}"):
             if len(found) < 2 or going_on or found[-1] == found[-2]:
                 raise ValueError(f"the sparsities {text!r}: '...' follows two different numbers, its step; {how}.")

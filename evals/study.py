@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import claims, report, studies, study_page, sweep
-from models import commands
+from models import files
 from models.commands import distributed, provenance
 
 EXAMPLES = f"""studies: {", ".join(sorted(path.stem for path in studies.FOLDER.glob("*.toml")))}
@@ -61,7 +61,7 @@ def command(flags: argparse.Namespace) -> None:
     judged = judge(study, lines)
     print(table(judged))
     if flags.json is not None:
-        commands.write_json(flags.json, content | {"claims": [_plain(form, judgement) for form, judgement in judged]})
+        files.write_json(flags.json, content | {"claims": [_plain(form, judgement) for form, judgement in judged]})
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         study_page.picture([(study, lines)], flags.plot)
@@ -73,7 +73,7 @@ def command(flags: argparse.Namespace) -> None:
 def _content(path: Path) -> dict[str, Any]:
     """Read a study's JSON file; ValueError where it is no such file."""
     try:
-        content = json.loads(commands.read_text(path, "study's JSON"))
+        content = json.loads(files.read_text(path, "study's JSON"))
         next(iter(studies.scores_of(content["results"])), None)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{path} is no JSON file of a study; name one that `python -m evals study` wrote.") from None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from tqdm import tqdm
 
 from evals import command_line, evaluations, evaluator, report, results, run_settings, summaries
-from models import commands, hosts
+from models import commands, files, hosts
 from models.commands import distributed, provenance
 
 # What all evaluations of a sweep share: names that may be lists in the file, and single values.
@@ -80,7 +80,7 @@ def command(flags: argparse.Namespace) -> None:
     if lines := summaries.summarise(answered.store.records):
         figures = {"evaluation": "sweep", "settings": content, "results": lines, "comparisons": compared}
         made = provenance.facts(flags.invocation, content.get("seed", 0), answered.store.fingerprints)
-        commands.write_json(flags.out / "figures.json", {**made, **figures})
+        files.write_json(flags.out / "figures.json", {**made, **figures})
     show(lines, compared)
     print(f"results: {flags.out}; a page of them: python -m evals report {flags.out}")
     answered.check()
@@ -112,13 +112,13 @@ def answer(content: Mapping[str, Any], flags: argparse.Namespace, written: str) 
     parts = plan(content)
     for part in parts:
         _evaluation(part.flags.name).check(part.flags)
-    files = {
+    digests = {
         f"{part.flags.name} {name}": value
         for part in parts
         for name, value in command_line.decisive_flags(part.flags).items()
         if name.endswith(" holds")
     }
-    store = results.Results(flags.out, "sweep", {**content, **files}, written)
+    store = results.Results(flags.out, "sweep", {**content, **digests}, written)
     store.check()
     by_model = {
         name: [part for part in parts if part.flags.model == name]
@@ -162,7 +162,7 @@ def show(lines: Sequence[dict[str, Any]], compared: Sequence[dict[str, Any]] = (
 
 def read(path: Path) -> dict[str, Any]:
     """Read a TOML file; ValueError where it is none."""
-    text = commands.read_text(path, "TOML")
+    text = files.read_text(path, "TOML")
     try:
         return tomllib.loads(text.replace("\r\n", "\n"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:

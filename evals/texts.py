@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evals import prose
-from models import commands
+from models import files
 
 PUBLISHED = {  # the texts, and the package of Debian that holds each
     "king-james-bible": "bible-kjv-text",
@@ -65,7 +65,7 @@ def read_text(name: str | Path | None) -> str:
         text = find(published).read_text(encoding="utf-8")
         return text if published == name else "\n\n".join(parts(text).held_out)
     path = Path(name)
-    text = commands.read_text(path, "text")
+    text = files.read_text(path, "text")
     if not text.strip():
         raise ValueError(f"{path} is empty; give a file with text.")
     return text
@@ -100,7 +100,7 @@ def sections(text: str) -> dict[str, list[str]]:
 
 def place(name: str) -> Path:
     """Return the path of one of :data:`PUBLISHED` in the user's cache folder, made or not."""
-    return commands.cache_folder() / "texts" / f"{name}.txt"
+    return files.cache_folder() / "texts" / f"{name}.txt"
 
 
 def find(name: str) -> Path:

@@ -24,7 +24,7 @@ import models
 from evals import command_line, evaluator, page, run_settings, tasks
 from kvjax.chains import policy_of
 from kvjax.schedule import When
-from models import commands
+from models import commands, files
 from models.commands import provenance
 from models.layer_caches import AnyCache
 from models.networks import load_networks, read_by, wanted_by
@@ -157,10 +157,10 @@ def command(flags: argparse.Namespace) -> None:
     policies = list(dict.fromkeys(name if name == "full" else str(kvjax.parse(name)) for name in names))
     budget = commands.parse_budget(flags.budget)
     run_settings.check_budgets([policy for policy in policies if policy != "full"], [budget])
-    prompt = None if flags.prompt_file is None else commands.read_text(flags.prompt_file, "prompt")
+    prompt = None if flags.prompt_file is None else files.read_text(flags.prompt_file, "prompt")
     if prompt is not None and not prompt.strip():
         raise ValueError(f"{flags.prompt_file} is empty; give some text.")
-    commands.check_outputs([flags.html])
+    files.check_outputs([flags.html])
     model, tokenizer = command_line.load(flags)
     reads = [wanted_by(policy_of(policy)) for policy in policies]
     networks = load_networks(flags.networks, flags.model, model, reads, dtype=flags.dtype)
@@ -199,7 +199,7 @@ def command(flags: argparse.Namespace) -> None:
         "traces": traces,
         **provenance.facts(flags.invocation, flags.seed, evaluator.digests(model, tokenizer, networks)),
     }
-    with commands.replacing(flags.html) as temporary:
+    with files.replacing(flags.html) as temporary:
         temporary.write_text(page.render(TEMPLATE, data["title"], data), encoding="utf-8")
     for found in traces:
         print(f"{found['policy']}, budget {found['budget'] or 'all'}: {found['answer']!r}")

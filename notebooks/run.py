@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(ROOT))
 
-from models import commands  # noqa: E402
+from models import commands, files  # noqa: E402
 
 EXAMPLES = """examples:
   python notebooks/run.py
@@ -153,7 +153,7 @@ def _run(flags: argparse.Namespace) -> None:
         begun = time.monotonic()
         notebook = execute(source, flags.timeout)
         if flags.write:
-            with commands.replacing(source.with_suffix(".ipynb")) as temporary:
+            with files.replacing(source.with_suffix(".ipynb")) as temporary:
                 nbformat.write(notebook, temporary)
         print(f"{source.stem}: {time.monotonic() - begun:.0f} s", flush=True)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import sweep, texts
-from models import commands
+from models import commands, files
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = Path(__file__).with_suffix(".toml")
@@ -68,7 +68,7 @@ def is_there(path: Path) -> bool:
     """Return whether a file or folder need not be made: a JSON file is complete, and made by code without changes."""
     if path.suffix != ".json" or not path.exists():
         return path.exists()
-    data = json.loads(commands.read_text(path, "JSON"))
+    data = json.loads(files.read_text(path, "JSON"))
     complete = "fingerprints" in data and data.get("command") and data.get("complete", True)
     return bool(complete) and not str(data.get("commit")).endswith("changes")
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import models
 from evals import command_line, evaluator
-from models import commands, hosts
+from models import commands, files, hosts
 from models.commands import distributed
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
 def load(flags: argparse.Namespace) -> FrozenModel:
     """Check the run's flags, join the other processes, and load the model onto the mesh."""
     command_line.check_least(flags, save_every=1, keep=1, eval_every=0, log_every=1, eval_rows=1, stop_after=1)
-    commands.check_folder(flags.out)
+    files.check_folder(flags.out)
     distributed.join(flags)
     mesh = models.parse_mesh(
         f"data={jax.device_count() if hosts.several() else 1}" if flags.mesh is None else flags.mesh

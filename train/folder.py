@@ -14,7 +14,7 @@ import jax
 from jax.experimental import multihost_utils
 from tensorboardX import SummaryWriter
 
-from models import commands
+from models.files import check_folder, replacing, write_json
 
 RUN_FILE = "run.json"
 
@@ -33,7 +33,7 @@ def check_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: b
             run in it made.
     """
     record = folder / RUN_FILE
-    commands.check_folder(folder)
+    check_folder(folder)
     run = json.loads(json.dumps(run))
     try:
         earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
@@ -59,7 +59,7 @@ def begin_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: b
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in ("log.jsonl", "summary.json", *files):
                 (folder / name).unlink(missing_ok=True)
-        commands.write_json(folder / RUN_FILE, {**run, "made": facts})
+        write_json(folder / RUN_FILE, {**run, "made": facts})
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("run recorded")
 
@@ -91,7 +91,7 @@ class Log:
         if not writes:
             return
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        with commands.replacing(self.path) as temporary:  # a kill may have left half a line at the end
+        with replacing(self.path) as temporary:  # a kill may have left half a line at the end
             temporary.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
         self.events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
 

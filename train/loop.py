@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 import kvjax
-from models import commands, fingerprints, hosts
+from models import commands, files, fingerprints, hosts
 from models.commands import provenance
 from models.config import Config
 from models.decoder import Decoder
@@ -266,7 +266,7 @@ def run(
     with contextlib.ExitStack() as stack:
         if first_process:
             folder.mkdir(parents=True, exist_ok=True)
-            commands.lock(stack.enter_context((folder / commands.LOCK_FILE).open("ab")), folder)
+            files.lock(stack.enter_context((folder / files.LOCK_FILE).open("ab")), folder)
         facts = provenance.facts(invocation, settings.seed, dict(digests))
         folders.begin_run(folder, description, trainer.files, resume, facts)
         checkpoints = Checkpoints(folder, options.keep, options.say)
@@ -363,7 +363,7 @@ def run(
         summary |= _summary(settings, progress, mesh) | found
         trainer.save(parameters)
         if first_process:
-            commands.write_json(folder / "summary.json", summary)
+            files.write_json(folder / "summary.json", summary)
         log.write(progress.step, {f"summary/{name}": value for name, value in headline.items()})
     return parameters, summary
 

@@ -13,7 +13,7 @@ import jax
 
 import kvjax
 import models
-from models import commands, hosts
+from models import commands, files, hosts
 from models.asking import BUDGET, POLICY, Answers, Watch, ask, checked
 from models.commands import distributed, provenance
 from models.commands.run_flags import (
@@ -81,7 +81,7 @@ def _ask(flags: argparse.Namespace) -> None:
         document = read_input(flags.document, "document")
         if not document.strip():
             raise ValueError(f"the document {flags.document} is empty; give some text.")
-    commands.check_outputs([flags.save])
+    files.check_outputs([flags.save])
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     networks = load_networks(flags.networks, flags.model, model, [wanted_by(policy)], dtype=flags.dtype)

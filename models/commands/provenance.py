@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import kvjax
-from models.commands.arguments import Invocation
+from models.commands import Invocation
 from models.decoder import Decoder
 from models.files import write_json
 from models.fingerprints import fingerprints

@@ -11,9 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 import models
-from models import commands, hosts
+from models import commands, files, hosts
 from models.commands import distributed
-from models.files import json_object
 
 MODEL = "'smollm2', 'retriever' (inside the package), a Hugging Face folder, a GGUF file or a hub name"
 
@@ -134,7 +133,7 @@ def read_prompts[Made](path: str, kinds: Mapping[str, Any], make: Callable[[dict
 
 def _fields(line: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Read the fields of a line of prompts and check their types."""
-    fields = json_object(line)
+    fields = files.json_object(line)
     if fields is None:
         raise ValueError('it is no JSON object; expected one such as {"prompt": "Why is the sky blue?"}.')
     for name, value in fields.items():
@@ -151,9 +150,5 @@ def _fields(line: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
 def read_input(path: str, what: str) -> str:
     """Read a text file, or standard input, which is called "-"; the first of several processes reads it."""
     return hosts.from_first(
-        lambda: (
-            commands.decoded(sys.stdin.buffer.read(), "standard input")
-            if path == "-"
-            else commands.read_text(path, what)
-        )
+        lambda: files.decoded(sys.stdin.buffer.read(), "standard input") if path == "-" else files.read_text(path, what)
     )

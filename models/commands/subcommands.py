@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models import commands
 from models.commands import distributed
-from models.commands.arguments import Parser, add_cache_flag, add_import_flag, epilog
-from models.commands.execution import check_extras, keep_compiled, run
 
 
-def run_one(flags: Parser, package: str, modules: Mapping[str, Any], arguments: list[str] | None) -> int:
+def run_one(flags: commands.Parser, package: str, modules: Mapping[str, Any], arguments: list[str] | None) -> int:
     """Run the module that the first argument of ``python -m package`` names, and return the exit code.
 
     Args:
@@ -19,8 +18,8 @@ def run_one(flags: Parser, package: str, modules: Mapping[str, Any], arguments: 
             ``EXAMPLES`` for the end of its help. A text is the help of one that is not imported.
         arguments: by default those of the command line.
     """
-    add_import_flag(flags)
-    add_cache_flag(flags)
+    commands.add_import_flag(flags)
+    commands.add_cache_flag(flags)
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, module in modules.items():
         if isinstance(module, str):
@@ -29,17 +28,21 @@ def run_one(flags: Parser, package: str, modules: Mapping[str, Any], arguments: 
         summary = str(module.__doc__).splitlines()[0]
         examples = getattr(module, "EXAMPLES", "").replace(f"python -m {package}", flags.prog)
         made = names.add_parser(
-            name, help=summary, description=summary, epilog=epilog(examples), formatter_class=flags.formatter_class
+            name,
+            help=summary,
+            description=summary,
+            epilog=commands.epilog(examples),
+            formatter_class=flags.formatter_class,
         )
         module.add_flags(made)
-        add_import_flag(made)
+        commands.add_import_flag(made)
     chosen = flags.parse_args(arguments)
-    keep_compiled(vars(chosen).pop("compilation_cache"))
+    commands.keep_compiled(vars(chosen).pop("compilation_cache"))
 
     def command() -> None:
-        check_extras(arguments)
+        commands.check_extras(arguments)
         if "coordinator" in chosen:
             distributed.join(chosen)
         modules[chosen.name].command(chosen)
 
-    return run(command, f"{package} {chosen.name}")
+    return commands.run(command, f"{package} {chosen.name}")

@@ -22,7 +22,7 @@ from jaxtyping import Float
 
 import models
 from evals import command_line, prose, sweep, tasks
-from models import commands
+from models import commands, files
 from models.load import describe
 
 CONTENT = sweep.read(Path(__file__).with_suffix(".toml"))
@@ -196,13 +196,13 @@ def command(flags: argparse.Namespace) -> None:
     """Write the rows."""
     lengths = command_line.check_sizes(flags)
     command_line.check_least(flags, rows=1)
-    commands.check_outputs([flags.out])
+    files.check_outputs([flags.out])
     tokenizer = commands.check_tokenizer(flags.tokenizer, describe(flags.tokenizer)[1])
-    sentences = [] if flags.text is None else SENTENCE.findall(commands.read_text(flags.text, "text"))
+    sentences = [] if flags.text is None else SENTENCE.findall(files.read_text(flags.text, "text"))
     if flags.text is not None and not sentences:
         raise ValueError(f"{flags.text} holds no sentence of 40 to 160 characters; give a longer text.")
     with (
-        commands.replacing(flags.out) as temporary,
+        files.replacing(flags.out) as temporary,
         temporary.open("w", encoding="utf-8") as file,
         commands.progress_bar("row", total=flags.rows) as progress,
     ):

@@ -23,7 +23,7 @@ from benchmarks import measure
 from benchmarks.shapes import shape
 from benchmarks.targets import executable, gpu_chip
 from evals import command_line, report
-from models import commands
+from models import commands, files
 from models.config import Config
 
 LEGEND = """Compiled for an H100, not timed. A launch is an instruction of the layers' loop that becomes a program of
@@ -209,7 +209,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Compile a decode step for each policy, print the table, and write JSON."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     command_line.check_least(flags, batch=1, budget=1)
     if not os.environ.get("JAX_PLATFORMS"):  # with the plugin installed, JAX would look for a GPU first
         jax.config.update("jax_platforms", "cpu")

@@ -24,7 +24,7 @@ from pathlib import Path
 from evals import sweep
 from evals.texts import PUBLISHED, TITLE, place
 from kvjax.checks import check_names
-from models import commands
+from models import files
 
 
 def make(name: str, folder: Path) -> Path:
@@ -40,7 +40,7 @@ def make(name: str, folder: Path) -> Path:
             f"(dpkg-deb -x), or give --text a file of your own."
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    with commands.replacing(file) as temporary:
+    with files.replacing(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return file
 

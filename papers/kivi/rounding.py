@@ -30,7 +30,7 @@ import kvjax
 import models
 from evals import command_line, evaluator, perplexity, report, sweep, texts
 from evals.perplexity import Losses
-from models import commands
+from models import commands, files
 
 SLOTS = 64  # of a block whose channels share scales
 GROUP = 32  # channels
@@ -223,7 +223,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Measure every way on every text, print the tables, and write JSON."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     named = {name or "sentences": texts.read_text(name) for name in flags.text or [None]}
     model, tokenizer = command_line.load_with_tokenizer(flags.model, dtype="float32")
     cut = argparse.Namespace(**vars(flags) | {"stride": None})

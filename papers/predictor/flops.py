@@ -28,7 +28,7 @@ from evals import report
 from kernels_pallas import cache_attention
 from kvjax import sources
 from kvjax.checks import check_names
-from models import commands
+from models import commands, files
 from models.host_steps import filled_slots
 from models.networks import kinds_for
 from models.parameters import parameter_shapes as model_shapes
@@ -368,7 +368,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Count, print the tables, and write JSON."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     names = commands.listed("model", flags.models, f"--models {next(iter(MODELS))}")
     check_names("--models", names, MODELS)
     shares = measure.shares("--shares", flags.shares)

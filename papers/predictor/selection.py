@@ -21,7 +21,7 @@ from benchmarks.steps import unbounded
 from evals import report
 from kvjax import sources
 from kvjax.sources import PREDICTOR
-from models import commands, fingerprints
+from models import commands, files, fingerprints
 from models.networks import LooksAhead, load_networks
 from papers.predictor import flops
 
@@ -119,7 +119,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Load model and predictor, measure, print the table, write JSON."""
-    commands.check_outputs([flags.json])
+    files.check_outputs([flags.json])
     contexts = measure.whole_numbers("--contexts", flags.contexts)
     groups = commands.split_list(flags.groups)
     shares = measure.shares("--shares", flags.shares)

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 from evals import answering, command_line, prose, sweep, tasks
-from models import commands
+from models import commands, files
 from models.commands import provenance
 from models.config import Config, Rope
 from models.decoder import Decoder
@@ -370,10 +370,10 @@ def train(
 
     with contextlib.ExitStack() as stack:
         folder.mkdir(parents=True, exist_ok=True)
-        commands.lock(stack.enter_context((folder / commands.LOCK_FILE).open("ab")), folder)
+        files.lock(stack.enter_context((folder / files.LOCK_FILE).open("ab")), folder)
         folders.begin_run(folder, run, (), resume, {})
         if begin is not None and not (folder / "log.jsonl").exists():
-            commands.write_files(folder, {"log.jsonl": (begin / "log.jsonl").read_bytes()})
+            files.write_files(folder, {"log.jsonl": (begin / "log.jsonl").read_bytes()})
         checkpoints = Checkpoints(folder, options.keep, say)
         stack.callback(checkpoints.close)
         state, progress = checkpoints.restore(state, Progress(first, None, 0.0))
@@ -473,7 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _make(options: argparse.Namespace) -> None:
     command_line.check_least(options, devices=1, samples=0, stop_after=1)
     for folder in (options.out, options.work):
-        commands.check_folder(folder)
+        files.check_folder(folder)
     if options.begin is not None and not options.begin.is_dir():
         raise ValueError(f"--from is {options.begin}, which is no folder; expected one with a model of this recipe.")
     if not 0 <= options.keep < 1 or (options.keep and options.begin is None):
@@ -495,7 +495,7 @@ def _make(options: argparse.Namespace) -> None:
         figures = measure(config, parameters, tokenizer, options.samples)
         _log(options.work, figures)
         print(json.dumps(figures))
-    commands.write_files(options.out, {"log.jsonl": (options.work / "log.jsonl").read_bytes()})
+    files.write_files(options.out, {"log.jsonl": (options.work / "log.jsonl").read_bytes()})
 
 
 if __name__ == "__main__":

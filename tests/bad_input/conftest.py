@@ -7,7 +7,6 @@ import pytest
 
 import models
 from models import commands
-from models.commands import execution
 from tests.bad_input.campaign import Terminal
 
 
@@ -20,7 +19,7 @@ def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         raised.append(error)
         return sentence(error)
 
-    monkeypatch.setattr(execution, "sentence", keeping)
+    monkeypatch.setattr(commands, "sentence", keeping)
     monkeypatch.setattr(models, "load", lambda path, **given: _of(path)(path, **given))
     yield Terminal(capsys, raised)
 

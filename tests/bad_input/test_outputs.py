@@ -13,7 +13,7 @@ import pytest
 
 import models
 from evals import perplexity, results
-from models import commands
+from models import commands, files
 from tests.bad_input.campaign import state_of
 from tests.bad_input.test_functions import model
 
@@ -28,7 +28,7 @@ def add_record(folder: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
-    "write_json": lambda folder: commands.write_json(folder / "figures.json", {"figure": "x" * 9000}),
+    "write_json": lambda folder: files.write_json(folder / "figures.json", {"figure": "x" * 9000}),
     "models.save": lambda folder: models.save(folder / "model", model()),
     "a picture": lambda folder: picture(folder / "picture.png"),
     "results": add_record,

@@ -12,7 +12,7 @@ import pytest
 import models
 from evals import harness, loglikelihood, selections, simulator
 from evals.__main__ import main
-from models import commands, fingerprints
+from models import files, fingerprints
 from papers.caote import fidelity
 from tests.evals.test_selections import simulate
 from tests.tiers import matrix
@@ -157,8 +157,8 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     assert main([*line, "--json", str(tmp_path / "again.json")]) == 0
     again = json.loads((tmp_path / "again.json").read_text())
     assert again["results"] == found and again["command"].startswith("python -m evals lm_eval --tasks amber")
-    with (tmp_path / "run" / commands.LOCK_FILE).open("ab") as held:
-        commands.lock(held, tmp_path / "run")
+    with (tmp_path / "run" / files.LOCK_FILE).open("ab") as held:
+        files.lock(held, tmp_path / "run")
         assert main(line) == 2
     assert "another run writes into" in capsys.readouterr().err
     monkeypatch.setattr(fingerprints, "weights", lambda *_: "others")

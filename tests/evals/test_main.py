@@ -9,7 +9,8 @@ from benchmarks.__main__ import main as benchmark
 from evals.__main__ import main
 from evals.evaluations import EVALUATIONS as REGISTRY
 from evals.evaluations import NAMES
-from models.commands import batch, calibrate, chat, generate, get, subcommands
+from models import commands
+from models.commands import batch, calibrate, chat, generate, get
 from papers.__main__ import EXPERIMENTS
 from papers.__main__ import main as experiment
 from train import butler, finetune, scorer
@@ -36,7 +37,7 @@ def test_an_experiment_s_help_ends_with_its_examples_and_exit_codes(capsys):
 
 def test_experiments_keep_compiled_programs_where_they_are_told(monkeypatch):
     kept = []
-    monkeypatch.setattr(subcommands, "keep_compiled", kept.append)
+    monkeypatch.setattr(commands, "keep_compiled", kept.append)
     assert experiment(["--compilation-cache", "off", "coref", "--samples", "0"]) == 2 and kept == ["off"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from evals import results
 from evals.results import Results
-from models import commands
+from models import files
 
 
 def record(sample, **more):
@@ -78,7 +78,7 @@ def test_two_runs_never_write_into_one_folder(tmp_path):
 
 
 def test_a_run_that_ends_while_another_waits_for_its_lock_loses_nothing(tmp_path, monkeypatch):
-    first, lock = store(tmp_path), commands.lock
+    first, lock = store(tmp_path), files.lock
 
     def late(file, folder):
         first.check_digests({"model": "m"}, {"weights": "1"})
@@ -86,7 +86,7 @@ def test_a_run_that_ends_while_another_waits_for_its_lock_loses_nothing(tmp_path
         lock(file, folder)
 
     with first:
-        monkeypatch.setattr(commands, "lock", late)
+        monkeypatch.setattr(files, "lock", late)
         with store(tmp_path) as second:
             assert second.fingerprints == [{"labels": {"model": "m"}, "made of": {"weights": "1"}}]
     assert results.read_header(tmp_path)["fingerprints"] == second.fingerprints

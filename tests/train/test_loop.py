@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import models
-from models import commands
+from models import commands, files
 from tests.bad_input.campaign import state_of
 from tests.models import reference
 from train import folder, interrupts, loop, meter
@@ -110,8 +110,8 @@ def test_the_digest_of_a_checkpoint_covers_every_array():
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "removed"])
 def test_a_damaged_checkpoint_is_left_for_the_one_before(tmp_path, whole, damage):
     run(tmp_path, stop_after=4)
-    files = [path for path in (tmp_path / "checkpoints" / "4" / "state").rglob("*") if path.is_file()]
-    largest = max(files, key=lambda path: path.stat().st_size)
+    stored = [path for path in (tmp_path / "checkpoints" / "4" / "state").rglob("*") if path.is_file()]
+    largest = max(stored, key=lambda path: path.stat().st_size)
     body = bytearray(largest.read_bytes())
     if damage == "removed":
         largest.unlink()
@@ -137,8 +137,8 @@ def test_a_checkpoint_cut_short_is_left_out(tmp_path, whole):
 def test_two_runs_never_write_into_one_folder(tmp_path, resume):
     run(tmp_path, stop_after=1)
     before = state_of(tmp_path)
-    with (tmp_path / commands.LOCK_FILE).open("ab") as held:
-        commands.lock(held, tmp_path)
+    with (tmp_path / files.LOCK_FILE).open("ab") as held:
+        files.lock(held, tmp_path)
         with pytest.raises(ValueError, match="another run writes into"):
             run(tmp_path, resume=resume)
     assert state_of(tmp_path) == before

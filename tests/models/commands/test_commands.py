@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import kvjax
-from models import commands
+from models import commands, files
 from models.commands import generate
 
 
@@ -28,14 +28,14 @@ def test_lists_split_at_commas_outside_parentheses(text, parts):
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all_and_keeps_its_permissions(tmp_path):
     target = tmp_path / ("x" * 250 + ".json")  # a long name
-    commands.write_json(target, 0)
+    files.write_json(target, 0)
     target.chmod(0o640)
-    commands.write_json(target, {"good": 1})
-    with pytest.raises(RuntimeError), commands.replacing(target) as temporary:
+    files.write_json(target, {"good": 1})
+    with pytest.raises(RuntimeError), files.replacing(target) as temporary:
         temporary.write_text("half")
         raise RuntimeError
     with pytest.raises(ValueError, match="JSON"):
-        commands.write_json(target, {"bad": float("nan")})
+        files.write_json(target, {"bad": float("nan")})
     assert json.loads(target.read_text()) == {"good": 1} and target.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [target]
 
@@ -46,8 +46,8 @@ def test_a_link_stays_a_link_and_its_file_is_written(tmp_path):
     link.symlink_to("there/figures.json")  # to nothing yet
     chain.symlink_to(link)
     for number, path in enumerate([link, chain]):
-        commands.check_outputs([path])
-        commands.write_json(path, number)
+        files.check_outputs([path])
+        files.write_json(path, number)
         assert link.is_symlink() and chain.is_symlink() and json.loads(target.read_text()) == number
     assert [path.name for path in target.parent.iterdir()] == ["figures.json"]
 
@@ -57,20 +57,20 @@ def test_a_pipe_is_read_once_and_kept(tmp_path):
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=("essays",))
     writer.start()
-    assert commands.read_text(pipe, "essays") == commands.read_text(pipe, "essays") == "essays"
+    assert files.read_text(pipe, "essays") == files.read_text(pipe, "essays") == "essays"
     writer.join()
 
 
 def test_a_pipe_gets_the_whole_content_or_nothing_and_stays(tmp_path):
     pipe, read = tmp_path / "figures.json", []
     os.mkfifo(pipe)
-    commands.check_outputs([pipe])
+    files.check_outputs([pipe])
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
     reader.start()
-    commands.write_json(pipe, {"good": 1})
+    files.write_json(pipe, {"good": 1})
     reader.join()
     assert json.loads(read[0]) == {"good": 1}
-    with pytest.raises(RuntimeError), commands.replacing(pipe) as temporary:
+    with pytest.raises(RuntimeError), files.replacing(pipe) as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe] and not temporary.exists()
@@ -79,20 +79,20 @@ def test_a_pipe_gets_the_whole_content_or_nothing_and_stays(tmp_path):
 def test_a_terminal_is_written_into():
     # Never a device such as /dev/null: where this test fails as root, the machine's own would be gone.
     main, terminal = os.openpty()
-    commands.write_json(os.ttyname(terminal), {"figure": 1})
+    files.write_json(os.ttyname(terminal), {"figure": 1})
     assert os.read(main, 100).split() == [b"{", b'"figure":', b"1", b"}"]
 
 
 def test_figures_stand_between_what_is_printed(capfd):
     print("a")
-    commands.write_json("/dev/fd/1", 1)
+    files.write_json("/dev/fd/1", 1)
     print("b")
     assert capfd.readouterr().out == "a\n1\nb\n"
 
 
 def test_a_stream_that_is_not_open_is_refused_early():
     with pytest.raises(OSError, match="permission denied"):
-        commands.check_outputs(["/dev/fd/987"])
+        files.check_outputs(["/dev/fd/987"])
 
 
 def test_bad_input_ends_in_one_sentence_and_code_2_but_a_defect_of_ours_is_not_hidden(capsys):
