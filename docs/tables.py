@@ -20,7 +20,9 @@ DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
 sys.path.insert(0, str(DOCS.parent))
 
-from evals import report, statistics, studies, study, study_page  # noqa: E402
+from docs import study_pages  # noqa: E402
+from docs.study_pages import markdown  # noqa: E402
+from evals import report, statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
 from kvjax.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
@@ -46,18 +48,13 @@ def judgement(name: str) -> tuple[studies.Study, dict[str, Any], list[tuple[str,
 def study_of(name: str) -> str:
     """Make a study's page."""
     found, data, claims = judgement(name)
-    return study_page.markdown(found, data, claims, f"{name}.png")
+    return study_pages.page(found, data, claims)
 
 
 def all_claims() -> str:
     """Make the table of the claims of all studies."""
     made = [judgement(name) for name in STUDIES]
-    return study_page.claim_table([(found, claims) for found, _, claims in made])
-
-
-def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """Return a table in Markdown."""
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
+    return study_pages.claim_table([(found, claims) for found, _, claims in made])
 
 
 def choice(name: str, question: str) -> str:
@@ -67,10 +64,10 @@ def choice(name: str, question: str) -> str:
     """
     found, data = studies.find(name), read(f"{name}.json")
     lines, fulls = [], {}
-    for panel in study_page.panels(found, data["results"]):
+    for panel in study_panels.panels(found, data["results"]):
         if panel.question != question:
             continue
-        form, cells = panel.form, study_page.cells(found, data["results"], panel)
+        form, cells = panel.form, study_panels.cells(found, data["results"], panel)
         full = fulls[form] = cells["full", None]
         for budget in sorted({budget for _, budget in cells if budget is not None}):
             own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
@@ -86,7 +83,7 @@ def choice(name: str, question: str) -> str:
     return f"{text}\n\n{markdown(head, lines)}"
 
 
-def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: str) -> tuple[str, tuple[str, ...]]:
+def best_of(own: Mapping[str, study_panels.Cell], full: study_panels.Cell, where: str) -> tuple[str, tuple[str, ...]]:
     """Return the best of the policies with the most samples under a budget, and its line of such a table."""
     most = max(len(cell.samples) for cell in own.values())
     own = {policy: cell for policy, cell in own.items() if len(cell.samples) == most or policy == RECENCY}
@@ -105,7 +102,7 @@ def best_of(own: Mapping[str, study_page.Cell], full: study_page.Cell, where: st
     return best, line
 
 
-def as_good(cell: study_page.Cell, best: study_page.Cell) -> bool:
+def as_good(cell: study_panels.Cell, best: study_panels.Cell) -> bool:
     """Return whether ``best`` is not clearly better than ``cell`` on the same samples."""
     return statistics.paired_interval(best.less(cell))[1] <= 0
 
@@ -129,7 +126,7 @@ def readme() -> str:
     lines = []
     for name, form, question, budget in README_LINES:
         found, data = studies.find(name), read(f"{name}.json")
-        cells = study_page.cells(found, data["results"], study_page.Panel(form, question))
+        cells = study_panels.cells(found, data["results"], study_panels.Panel(form, question))
         if not cells:
             continue
         full = cells["full", None]
@@ -146,7 +143,7 @@ def readme() -> str:
     return markdown(heads, lines)
 
 
-def share(cell: study_page.Cell, most: float) -> str:
+def share(cell: study_panels.Cell, most: float) -> str:
     """Return a mean score with its interval, bold if it is ``most``."""
     mean, low, high = statistics.mean_interval(cell.scores)
     text = f"**{mean:.2f}**" if mean == most else f"{mean:.2f}"
@@ -525,7 +522,7 @@ def families() -> str:
 def methods(kind: str) -> str:
     """Make the table of scores or allocations: name, paper, equation, file, and scores in the study "once"."""
     found, data = studies.find("once"), read("once.json")
-    cells = {q: study_page.cells(found, data["results"], study_page.Panel("base", q)) for q in ("known", "unknown")}
+    cells = {q: study_panels.cells(found, data["results"], study_panels.Panel("base", q)) for q in ("known", "unknown")}
     head = ("short name", "paper", "equation, or what it is", "file", "run as", "25%, known", "25%, unknown")
     lines = []
     for m in METHODS[kind]:

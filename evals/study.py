@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evals import claims, report, studies, study_page, sweep
+from evals import claims, report, studies, study_panels, sweep
 from models import files
 from models.commands import distributed, provenance
 
@@ -64,7 +64,7 @@ def command(flags: argparse.Namespace) -> None:
         files.write_json(flags.json, content | {"claims": [_plain(form, judgement) for form, judgement in judged]})
         print(f"figures: {flags.json}")
     if flags.plot is not None:
-        study_page.picture([(study, lines)], flags.plot)
+        study_panels.picture([(study, lines)], flags.plot)
         print(f"picture: {flags.plot}")
     if answered is not None:
         answered.check()

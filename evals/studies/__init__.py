@@ -50,6 +50,11 @@ class Study(NamedTuple):
             return int(tasks["generation"].get("facts", 5))
         return int(tasks.get("needle", {}).get("asked", 1))
 
+    @property
+    def evicts_once(self) -> bool:
+        """Whether all policies hold the whole prompt, so that what they keep tells them apart."""
+        return self.content.get("when") == "prompt"
+
 
 def find(name: str) -> Study:
     """Read a study by its name, or by the path of its file."""

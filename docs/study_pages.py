@@ -1,0 +1,128 @@
+"""The Markdown of studies: a page of each with its scores and claims, and the table of all claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from evals import report, statistics, studies
+from evals.claims import HOLDS, Judgement
+from evals.study_panels import Panel, cells, panels
+
+PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
+CLAIM = (
+    "A cell: the verdict, the difference with its 95% interval, and in brackets the scores of both sides, then those "
+    "of the newest tokens and of the full cache."
+)
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def page(study: studies.Study, data: Mapping[str, Any], judged: Sequence[tuple[str, Judgement]]) -> str:
+    """Return a study's page, beside which its picture stands.
+
+    Args:
+        data: the content of its JSON file.
+        judged: its claims, each with the form of the model.
+    """
+    lines = data["results"]
+    machines = "; ".join(map(_machine, data.get("environments", [data])))
+    forms = studies.forms(study, lines)
+    models = "; ".join(f"{form}: {', '.join(f'`{name}`' for name in names)}" for form, names in forms.items())
+    text = [
+        f"# {study.title}",
+        f"{study.note} Models: {models}. Made by `{data['command']}` on "
+        f"{machines}; every score is in [{study.name}.json]({study.name}.json).",
+        f"![Scores against the bytes of a prompt's cache]({study.name}.png)",
+        f"Means with 95% intervals over texts, and {'the bytes that one prompt keeps, with ' * study.evicts_once}the "
+        "most bytes that one prompt's cache took. Bold: not worse than the column's best, on the same texts.",
+    ]
+    for panel in panels(study, lines):
+        text += [f"## {panel.title().capitalize()}", table(study, lines, panel)]
+    return "\n\n".join([*text, "## Claims", CLAIM, claim_table([(study, judged)])]) + "\n"
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    """Return what answered, in words: the device and the commit."""
+    device = f"{environment['cores']} cores" if environment["device"] == "cpu" else environment["device"]
+    return f"{device}, commit {environment['commit']}"
+
+
+def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
+    """Return a table of policies and budgets, the best first: score, its 95% interval, and the most bytes held."""
+    found = cells(study, lines, panel)
+    budgets = sorted({budget for _, budget in found if budget is not None}, key=float)
+    most = max(len(cell.samples) for cell in found.values())
+    # The best is one of those with the most samples.
+    best = {
+        budget: max((len(c.samples), c.scores.mean(), p) for (p, b), c in found.items() if b == budget)[2]
+        for budget in budgets
+    }
+    own = {p: [found[p, b].scores.mean() for b in budgets if (p, b) in found] for p, at in found if at is not None}
+    names = sorted(own, key=lambda p: (-len(own[p]), -np.mean(own[p])))  # what lacks a budget comes last
+
+    def told(policy: str, budget: Any) -> str:
+        if (policy, budget) not in found:
+            return ""
+        samples, scores, peak, kept, increase = cell = found[policy, budget]
+        mean, low, high = statistics.mean_interval(scores)
+        text = f"{mean:.2f}"
+        if budget is not None:
+            less = cell.less(found[best[budget], budget])
+            text = f"**{text}**" if less.size and statistics.paired_interval(less)[2] >= 0 else text
+        more = "" if increase is None else f", perplexity {increase:+.1%}"
+        more += f", {len(samples)} samples" if len(samples) < most else ""
+        size = f"{kept:.0f} of {peak:.0f}" if study.evicts_once else f"{peak:.0f}"
+        return f"{text} [{low:.2f}, {high:.2f}], {size} MiB{more}"
+
+    heads = [f"{budget:.0%}" if isinstance(budget, float) else f"{budget} slots" for budget in budgets]
+    rows = [[f"`{policy}`", *(told(policy, budget) for budget in budgets)] for policy in names]
+    if ("full", None) in found:
+        rows.append(["the full cache", told("full", None), *[""] * (len(budgets) - 1)])
+    return markdown(["policy", *heads], rows)
+
+
+def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judgement]]]]) -> str:
+    """Return a table of the judged claims of studies: a line per claim, by paper, a column per form.
+
+    A cell has a line for each study and place where the claim was judged.
+    """
+    says: dict[tuple[str, str], str] = {}
+    texts: dict[tuple[str, str], list[int]] = {}
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for study, judgements in judged:
+        for form, judgement in judgements:
+            fixed = isinstance(study.content.get("when"), str)  # its name says it then
+            where = [_place(name, value) for name, value in judgement.where.items() if name != "when" or not fixed]
+            key = judgement.claim.paper, judgement.claim.text
+            says[key] = says.get(key) or judgement.claim.says
+            texts.setdefault(key, []).append(judgement.samples)
+            text = f"{', '.join([study.name] * (len(judged) > 1) + where)}: {_verdict_text(judgement)}"
+            found.setdefault(key, {}).setdefault(form, []).append(text)
+    forms = list(dict.fromkeys(form for own in found.values() for form in own))
+    papers = sorted({paper for paper, _ in found}, key=lambda paper: (paper not in PAPERS, paper == "ours", paper))
+    rows = []
+    for key, own in sorted(found.items(), key=lambda item: papers.index(item[0][0])):
+        several = " or ".join(map(str, sorted(set(texts[key]))))
+        rows.append([*key, says[key], several, *("<br>".join(own.get(form, [])) for form in forms)])
+    return markdown(("paper", "claim", "as published", "texts", *forms), rows)
+
+
+def _place(name: str, value: Any) -> str:
+    """Return where a claim was judged, in words."""
+    if name == "when":
+        return report.MOMENTS[value]
+    return f"{value:.0%}" if isinstance(value, float) else str(value)
+
+
+def _verdict_text(judgement: Judgement) -> str:
+    """Return a verdict with its figures; :data:`CLAIM` says what they are."""
+    verdict = f"**{judgement.verdict}**" if judgement.verdict == HOLDS else judgement.verdict
+    bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (judgement.floor, judgement.ceiling))
+    both = ", ".join(f"{score:.2f}" for score in judgement.scores)
+    return f"{verdict}, {judgement.difference:+.2f} [{judgement.low:+.2f}, {judgement.high:+.2f}] ({both}; {bounds})"
