@@ -13,10 +13,7 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,6 +29,7 @@ from kvjax.cache import KVCache, Positions, is_emptied, laid_out_for_platform
 from kvjax.capacity import Capacity
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
+from kvjax.files import replacing
 from kvjax.insertion import Cache
 from kvjax.making import Heads, checked_blank
 from kvjax.memory import memory
@@ -76,7 +74,8 @@ def save_cache(
 ) -> None:
     """Write a cache to a file, from which :func:`load_cache` makes the same cache, bit for bit, in another process.
 
-    An existing file is replaced only when the new one is complete; if writing fails, it stays as it was.
+    An existing file is replaced only when the new one is complete; if writing fails, it stays as it was. Of several
+    processes that run together, only the first one writes.
 
     Args:
         path: the file; its folder must exist.
@@ -88,8 +87,8 @@ def save_cache(
             of one row; :func:`cache_info` returns them.
 
     Raises:
-        ValueError: if ``cache`` is not a cache, is split over a mesh, is not the policy's, was donated, is traced, or
-            is inconsistent; or if there are pending tokens of several rows, or negative ones.
+        ValueError: if ``cache`` is not a cache, is split over a mesh, is not the policy's, was donated, or is traced;
+            or if there are pending tokens of several rows, or negative ones.
         FileNotFoundError: if the folder does not exist.
 
     Example:
@@ -104,7 +103,7 @@ def save_cache(
     if pending and (len(cache.next_position) != 1 or min(pending) < 0):
         rows = f"a cache of {len(cache.next_position)} rows"
         raise ValueError(f"pending is {shown(pending)} for {rows}; expected the tokens of one row, from 0.")
-    target, arrays = _target(path), _arrays(cache)
+    arrays = _arrays(cache)
     paged = cache.paged
     key, value, position, next_position = (
         _require(arrays, name, "the cache") for name in ("key", "value", "position", "next_position")
@@ -123,12 +122,12 @@ def save_cache(
     expected_with = functools.partial(_expected, "the cache", arrays, info, policy_of(policy))
     info["query_heads"] = _query_heads(cache, arrays, made_with["policy"], expected_with)
     _check_arrays("the cache", arrays, expected_with(info["query_heads"]))
-    _check_contents("the cache", arrays)
     arrays = {name: array.view(np.uint8) if array.dtype == FLOAT8 else array for name, array in arrays.items()}
     if pending:
         info["pending"] = pending
     text = json.dumps(info | {"sha256": _digest(info, arrays)}, sort_keys=True)
-    _write(target, to_safetensors(arrays, metadata={ENTRY: text}))
+    with replacing(path) as temporary:
+        temporary.write_bytes(to_safetensors(arrays, metadata={ENTRY: text}))
 
 
 @typed
@@ -167,7 +166,6 @@ def load_cache(
     made_for = policy_of(policy) if policy is not None else _named_policy(path, info["policy"])
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
     _check_arrays(f"{path}", arrays, expected)
-    _check_contents(f"{path}", arrays)
     cache = jax.tree.unflatten(expected.structure, [arrays[name] for name in expected.arrays])
     return jax.tree.map(jnp.asarray, dataclasses.replace(cache, entries=laid_out_for_platform(cache.entries)))
 
@@ -347,50 +345,6 @@ def _check_arrays(whose: str, arrays: Mapping[str, np.ndarray], expected: _Expec
         raise ValueError(f"{whose} has the array {more[0]}, which this cache does not have.")
 
 
-def _check_contents(whose: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Check that insertions and evictions can have left these positions and pages."""
-    position, next_position = arrays["position"], arrays["next_position"]
-    if position.min() < -1:
-        raise ValueError(f"{whose}: a position is {position.min()}; expected -1 for a free slot, or one from 0.")
-    if "table" in arrays:
-        last = _last_of_pages(whose, arrays)
-    else:
-        rows_first = np.moveaxis(position, -3, 0)
-        last = rows_first.reshape(len(rows_first), -1).max(axis=1)
-    if (next_position <= last).any():
-        row = int(np.argmax(next_position <= last))
-        held = f"{whose}: row {row} holds the token at position {last[row]}"
-        raise ValueError(f"{held}, but its next position is {next_position[row]}; expected at least {last[row] + 1}.")
-
-
-def _last_of_pages(whose: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Find the last position that each row holds, [B], -1 for none; check that every page is free or owned once."""
-    position, owner, table, free = (arrays[name] for name in ("position", "owner", "table", "free"))
-    num_free, P, (*_, B, K, M) = int(arrays["num_free"]), len(owner), table.shape
-    if not 0 <= num_free <= P:
-        raise ValueError(f"{whose}: {num_free} pages are free; expected 0 to {P}, the number of pages.")
-    of_head = table.reshape(-1, M)
-    if of_head.min() < -1 or of_head.max() >= P:
-        wrong = of_head.min() if of_head.min() < -1 else of_head.max()
-        raise ValueError(f"{whose}: a page table names page {wrong}; expected one of 0 to {P - 1}, or -1 for none.")
-    owned, count = of_head >= 0, np.sum(of_head >= 0, axis=1)
-    if (owned != (np.arange(M) < count[:, None])).any():
-        raise ValueError(f"{whose}: a page table has a gap; expected a head's pages, then -1.")
-    named = [*of_head[owned], *free[:num_free]]
-    if sorted(named) != list(range(P)):
-        raise ValueError(f"{whose}: a page is named twice, or not at all; expected each in one page table, or free.")
-    expected = np.full(P, -1, np.int32)
-    expected[of_head[owned]] = np.repeat(np.arange(len(of_head)), count)
-    if (owner != expected).any():
-        page = int(np.argmax(owner != expected))
-        raise ValueError(f"{whose}: page {page} has the owner {owner[page]}; expected {expected[page]} by the tables.")
-    if (position[owner < 0] >= 0).any():
-        raise ValueError(f"{whose}: a free page holds a token; expected none.")
-    last = np.full(B, -1, np.int64)
-    np.maximum.at(last, owner[owner >= 0] // K % B, position[owner >= 0].max(axis=1))
-    return last
-
-
 def _digest(info: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
     """Compute a sha256 of a cache's metadata, and of its arrays in the order of their names."""
     found = hashlib.sha256(json.dumps(info, sort_keys=True).encode())
@@ -476,27 +430,3 @@ def _source(path: str | Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}; name one that kvjax.save_cache wrote.")
     return path
-
-
-def _target(path: str | Path) -> Path:
-    """Return the file to replace: the target of a link, not the link."""
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: the folder {target.parent} does not exist; make it first.")
-    if target.exists() and not target.is_file():
-        raise ValueError(f"cannot write {path}: it is a folder or a device; name a file.")
-    return target
-
-
-def _write(target: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    # The stem is cut: the temporary name of a file with a long name would be too long.
-    temporary = target.with_name(f".{target.stem[:40]}.{secrets.token_hex(8)}")
-    try:
-        temporary.write_bytes(content)
-        if target.exists():
-            shutil.copymode(target, temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -14,15 +14,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Shaped
 
+from kvjax.files import first
+
 
 def several() -> bool:
     """Return whether this process runs together with others."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
-
-
-def first() -> bool:
-    """Return whether this is the process that prints and writes: the only one, or the first of several."""
-    return not several() or jax.process_index() == 0
 
 
 def from_first[T](make: Callable[[], T]) -> T:
