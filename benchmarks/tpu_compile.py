@@ -1,7 +1,7 @@
 """Kernels and whole programs compiled for TPUs that are not at hand: bytes per chip, communication; nothing is timed.
 
-The programs are those that the decoder runs, a decode step and a block of a prompt, over abstract arrays. A model on
-several chips is split as the decoder splits it.
+The kernels are compiled in the cases of :mod:`benchmarks.kernels`. The programs are those that the decoder runs, a
+decode step and a block of a prompt. Arrays are abstract. A model on several chips is split as the decoder splits it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import itertools
 import math
 import os
 import re
@@ -27,15 +26,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import kernels_pallas
 import kvjax
 import models
-from benchmarks import measure
+from benchmarks import kernels, measure
 from benchmarks.shapes import shape
 from benchmarks.targets import executable, tpu_chips
 from evals import command_line, report
-from kvjax.cache import Entries, empty_entries
-from kvjax.quantise import Dtypes
+from kernels_pallas.dispatch import kernels_of
 from kvjax.schedule import Phase, Text
 from models import commands, files, host_steps
-from models.options import PAGE_SIZE, Options
+from models.options import Options
 from models.parameters import parameter_shapes, partition
 from models.planning import plan_run
 from models.prompts import CheckedPrompt
@@ -43,6 +41,7 @@ from models.sampling import Sampling
 from models.states import start
 from models.steps import decode_phase
 
+OPERATIONS = tuple(name for name in kernels.OPERATIONS if kernels_of(name))  # the loss has no kernel
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 LEGEND = """Compiled, not timed: nothing here ran on a TPU. arrays: MiB per chip of weights and cache, as counted.
 Decode step and block: the bytes that the program takes, over these: its arguments as laid out on the chip, its
@@ -59,86 +58,6 @@ class Sizes(NamedTuple):
     budget: int
     block: int
     prompt: int
-
-
-Shapes = tuple[jax.ShapeDtypeStruct | None, ...]
-Operation = Callable[[Sizes], tuple[Callable[..., Any], Shapes]]
-
-
-def _entries(sizes: Sizes, *slots: int) -> Entries:
-    """Return the shapes of keys and values as a cache on this platform stores them."""
-    dtypes = Dtypes("bfloat16", "bfloat16")
-    return jax.eval_shape(partial(empty_entries, slots, sizes.config.head_dim, dtypes))
-
-
-def _array(*size: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(size, dtype)
-
-
-def _caote_topk(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
-    config, S = sizes.config, sizes.budget + sizes.block
-    slots = (sizes.batch, config.num_kv_heads, S)
-    entries, position = _entries(sizes, *slots), _array(*slots, dtype=jnp.int32)
-    groups = config.num_heads // config.num_kv_heads
-    weights = _array(sizes.batch, config.num_kv_heads, groups, S, dtype=jnp.float32)
-
-    def run(weights, value, position):
-        return kernels_pallas.caote_topk(weights, value, position, sizes.budget, head_dim=config.head_dim).position
-
-    return run, (weights, entries["key"] if entries["value"] is None else entries["value"], position)
-
-
-def _cache_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
-    config = sizes.config
-    slots = (sizes.batch, config.num_kv_heads, sizes.budget + tokens)
-    entries, position = _entries(sizes, *slots), _array(*slots, dtype=jnp.int32)
-    query = _array(sizes.batch, tokens, config.num_heads, config.head_dim)
-    queries = _array(sizes.batch, tokens, dtype=jnp.int32)
-
-    def run(query, key, value, position, queries):
-        return kernels_pallas.cache_attention(query, key, value, position, queries, statistics=[statistic])
-
-    return run, (query, entries["key"], entries["value"], position, queries)
-
-
-def _paged_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
-    config, page = sizes.config, PAGE_SIZE
-    B, K, most = sizes.batch, config.num_kv_heads, -(-(sizes.budget + tokens) // page)
-    pages = B * K * most * config.num_layers
-    pool = _entries(sizes, pages, page)
-    position, owned, queries = (_array(*x, dtype=jnp.int32) for x in ((pages, page), (B, K, most), (B, tokens)))
-    query = _array(B, tokens, config.num_heads, config.head_dim)
-
-    def run(query, key, value, position, owned, queries):
-        return kernels_pallas.paged_attention(query, key, value, position, owned, queries, statistics=[statistic])
-
-    return run, (query, pool["key"], pool["value"], position, owned, queries)
-
-
-def _select_attention(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
-    config = sizes.config
-    entries = _entries(sizes, sizes.batch, config.num_kv_heads, sizes.prompt)
-    query = _array(sizes.batch, 1, config.num_heads, config.head_dim)
-    chosen = _array(sizes.batch, config.num_heads, sizes.budget, dtype=jnp.int32)
-    return kernels_pallas.select_attention, (query, entries["key"], entries["value"], chosen)
-
-
-def _mse_logits(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
-    N, K, D = sizes.config.num_heads, sizes.config.num_kv_heads, sizes.config.head_dim
-    query, key, predicted = (_array(sizes.batch, 4096, heads, width) for heads, width in ((N, D), (K, D), (N, 32)))
-    loss = jax.value_and_grad(kernels_pallas.mse_logits, argnums=(2, 3))
-    return loss, (query, key, predicted, predicted)
-
-
-OPERATIONS: dict[str, Operation] = {
-    "caote_topk": _caote_topk,
-    "cache_attention, 1 query": lambda sizes: _cache_attention(sizes, 1, "last"),
-    "cache_attention, a block": lambda sizes: _cache_attention(sizes, sizes.block, "sum"),
-    "paged_attention, 1 query": lambda sizes: _paged_attention(sizes, 1, "last"),
-    "paged_attention, a block": lambda sizes: _paged_attention(sizes, sizes.block, "sum"),
-    "select_attention": _select_attention,
-    "mse_logits, gradients": _mse_logits,
-}
 
 
 def mesh_of(topology: str, config: models.Config | None = None) -> Mesh:
@@ -164,13 +83,13 @@ def mesh_of(topology: str, config: models.Config | None = None) -> Mesh:
 Lower = Callable[[], tuple[jax.stages.Lowered, Any]]  # returns a program, and the arguments that are counted
 
 
-def lowered_operation(operation: Operation, sizes: Sizes, mesh: Mesh) -> tuple[jax.stages.Lowered, Any]:
-    """Return an operation lowered for one chip, and its arguments."""
+def lowered_case(case: kernels.Case, mesh: Mesh) -> tuple[jax.stages.Lowered, Any]:
+    """Return a case of an operation lowered for one chip, and its arguments."""
     whole = NamedSharding(mesh, PartitionSpec())
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        function, shapes = operation(sizes)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # a cache is made for this platform
+        shapes = jax.eval_shape(case.make)
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
-        return jax.jit(function).lower(*given), given
+        return jax.jit(partial(case.call, getattr(kernels_pallas, case.operation), 0, 0)).lower(*given), given
 
 
 def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[str, Lower]]:
@@ -187,8 +106,8 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     plan, rows = run.plan, jax.eval_shape(lambda: run.rows)
     projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)
     run = dataclasses.replace(run, rows=rows, projection=projection)
-    row, token = _array(B, sizes.block, dtype=jnp.int32), _array(B, dtype=jnp.int32)
-    finished = _array(B, dtype=bool)
+    row, token = (jax.ShapeDtypeStruct(size, jnp.int32) for size in ((B, sizes.block), (B,)))
+    finished = jax.ShapeDtypeStruct((B,), bool)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the decoder places its cache when it makes it
         empty = jax.jit(lambda r: start(r, buffers, B)).lower(run)
     placed = empty.compile().output_shardings
@@ -314,10 +233,12 @@ def command(flags: argparse.Namespace) -> None:
     settings |= {"libtpu": importlib.metadata.version("libtpu"), "dtype": "bfloat16", "timed": False}
 
     def programs() -> Iterator[tuple[str, str, str, int, Lower]]:
+        sizes = kernels.Sizes(flags.budget, flags.block, context=flags.prompt)
         for topology in topologies:
             one = mesh_of(topology)
-            for name, (program, operation) in itertools.product(names, OPERATIONS.items()):
-                yield name, program, topology, 1, partial(lowered_operation, operation, all_sizes[name], one)
+            for name in names:
+                for case in kernels.cases(shape(name), flags.batch, sizes, settings["dtype"], OPERATIONS):
+                    yield name, f"{case.operation}, {case.case}", topology, 1, partial(lowered_case, case, one)
             for name, mesh in [(name, one) for name in names] + [(name, meshes[topology, name]) for name in split]:
                 for policy in policies:
                     for program, lower in lowered_programs(all_sizes[name], policy, mesh):
