@@ -110,7 +110,7 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     finished = jax.ShapeDtypeStruct((B,), bool)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the decoder places its cache when it makes it
         empty = jax.jit(lambda r: start(r, buffers, B)).lower(run)
-    placed = empty.compile().output_shardings
+    placed = executable(empty).output_shardings
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), empty.out_info, placed)
 
     def decode() -> tuple[jax.stages.Lowered, Any]:
