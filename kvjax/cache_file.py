@@ -103,6 +103,12 @@ def save_cache(
     if pending and (len(cache.next_position) != 1 or min(pending) < 0):
         rows = f"a cache of {len(cache.next_position)} rows"
         raise ValueError(f"pending is {shown(pending)} for {rows}; expected the tokens of one row, from 0.")
+    with replacing(path) as temporary:  # which refuses a path before any work
+        temporary.write_bytes(_content(cache, policy, made_with, pending))
+
+
+def _content(cache: Any, policy: Policy | str | None, made_with: dict[str, Any], pending: list[int]) -> bytes:
+    """Return the content of a cache's file."""
     arrays = _arrays(cache)
     paged = cache.paged
     key, value, position, next_position = (
@@ -126,8 +132,7 @@ def save_cache(
     if pending:
         info["pending"] = pending
     text = json.dumps(info | {"sha256": _digest(info, arrays)}, sort_keys=True)
-    with replacing(path) as temporary:
-        temporary.write_bytes(to_safetensors(arrays, metadata={ENTRY: text}))
+    return to_safetensors(arrays, metadata={ENTRY: text})
 
 
 @typed

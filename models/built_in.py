@@ -18,6 +18,7 @@ LAYER = "model.layers.{}."
 # Fields of several families, by llama.cpp's names.
 WINDOW = {"attention.sliding_window": "sliding_window"}
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+QWEN3_MOE_KEYS = EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 
 
 def _windows_of(types: Any, window: int | None) -> tuple[int | None, ...]:
@@ -160,7 +161,10 @@ def _qwen3_moe_written(config: Config) -> dict[str, Any]:
     )
 
 
-def _dense_layers(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+def _qwen3_moe_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    for key, field in QWEN3_MOE_KEYS.items():
+        if not raw.get(field):
+            raise ValueError(f"it lacks the key qwen3moe.{key}, or it is 0; is it a language model's?")
     return {"mlp_only_layers": [layer for layer in range(len(tensors)) if f"blk.{layer}.ffn_gate.weight" in tensors]}
 
 
@@ -169,7 +173,7 @@ register_family(
     _qwen3_moe,
     architecture="Qwen3MoeForCausalLM",
     written=_qwen3_moe_written,
-    gguf=Gguf("qwen3moe", EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}, _dense_layers),
+    gguf=Gguf("qwen3moe", QWEN3_MOE_KEYS, _qwen3_moe_in_gguf),
 )
 
 
@@ -231,7 +235,7 @@ def _granite_written(config: Config) -> dict[str, Any]:
 
 def _granite_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
     if raw.get("finetuned") is False:
-        raise ValueError("its key granite.rope.scaling.finetuned is False, a model without rotary embedding.")
+        raise ValueError("finetuned is False: a model without rotary embedding, which is not supported.")
     return {"attention_multiplier": raw.get("attention_multiplier", raw["head_dim"] ** -0.5)}
 
 
@@ -250,6 +254,12 @@ def _phi3(raw: Raw) -> Config:
     return config_of(raw, sliding_windows=_one_window(raw), attention_bias=False, output_bias=False, rope=rope)
 
 
+def _phi3_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    if raw.get("rope_type") == "yarn":  # which the first Phi-3 models call longrope
+        raise ValueError("rope_type is 'yarn', which is not supported for phi3.")
+    return {}
+
+
 register_family(
     "phi3",
     _phi3,
@@ -262,6 +272,7 @@ register_family(
     gguf=Gguf(
         "phi3",
         WINDOW | {"rope.scaling.attn_factor": "attention_factor"},
+        _phi3_in_gguf,
         fused={
             "blk.{}.attn_qkv.weight": ("layers.query", "layers.key", "layers.value"),
             "blk.{}.ffn_up.weight": ("layers.gate", "layers.up"),
@@ -345,6 +356,8 @@ def _attention_scalar(largest: int) -> Callable[[Raw, Mapping[str, Any]], Raw]:
     """Return the hook for a factor that is not stored: llama.cpp tells the largest model by its number of layers."""
 
     def fields(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+        if raw.get("sliding_window", 1) is None:
+            raise ValueError("sliding_window is 0; it must be a positive integer.")
         of_largest = raw["hidden_size"] / raw["num_attention_heads"]
         return {"query_pre_attn_scalar": of_largest if raw["num_hidden_layers"] == largest else raw["head_dim"]}
 

@@ -19,8 +19,9 @@ class Gguf(NamedTuple):
 
     Attributes:
         architecture: llama.cpp's name of the family.
-        keys: its keys beside those of all architectures, and the fields of a config.json that they become.
-        fields: ``fields(raw, tensors)`` returns the fields of a config.json that have no key; ``raw`` has the others.
+        keys: its keys beside those of all architectures, and the fields that ``raw`` has of them.
+        fields: ``fields(raw, tensors)`` returns fields to add to ``raw``, a config.json, or to replace in it. It raises
+            ValueError where the file asks for what is not supported.
         fused: as of :class:`Family`, by llama.cpp's names.
         neighbours: whether llama.cpp rotates neighbouring elements of a head.
     """

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.checks import shown
+from kvjax.checks import check_count, shown
 from models.checkpoint import Tensor
 from models.config import Config, Rope
 from models.config_json import completed, from_hugging_face
 from models.families import FAMILIES, Gguf
 from models.gguf_header import needed, optional
 from models.gguf_tokenizer import ends_of_turn, id_of
+from models.rope_fields import positive
 from models.rotary import rope_frequencies
 
 FREQUENCY_FACTORS = "rope_freqs.weight"  # Llama 3.1's rope scaling, as a factor for each frequency
@@ -53,7 +54,8 @@ NAMES = {
 }
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 
-# The keys that every architecture's files have, and the fields of a config.json that they become.
+# The keys that every architecture's files have, and the fields of a config.json that they become, or the names under
+# which :func:`_rope` and the families find them.
 NEEDED_KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -144,17 +146,28 @@ def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Map
         "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)),
         "pad_token_id": id_of(metadata, "padding"),
     }
-    raw = completed(raw, name)
-    head_dim = raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-    if (other := raw.get("v_head_dim", head_dim)) != head_dim:
-        raise ValueError(
-            f"its key {stored.architecture}.attention.value_length is {other}, but a head has {head_dim} numbers; only "
-            "models whose values take a whole head are supported."
-        )
-    raw["rope_parameters"] = _rope(raw, tensors)
-    config = from_hugging_face({**raw, **stored.fields(raw, tensors)})
+    try:
+        config = _read(completed(raw, name), stored, tensors)
+    except ValueError as error:
+        keys = [key for key, field in {**KEYS, **stored.keys}.items() if re.search(rf"\b{field}\b", str(error))]
+        named = " or ".join(f"{stored.architecture}.{key}" for key in keys)
+        raise ValueError(f"{error} In the file it is {named}." if keys else str(error)) from None
     query, output = (NAMES[f"layers.{name}_bias"].format(0) in tensors for name in ("query", "output"))
     return dataclasses.replace(config, attention_bias=query or config.attention_bias, output_bias=output)
+
+
+def _read(raw: dict[str, Any], stored: Gguf, tensors: Mapping[str, Tensor]) -> Config:
+    default = raw["hidden_size"] // raw["num_attention_heads"]
+    head_dim = raw["head_dim"] = check_count(
+        "head_dim", raw.get("head_dim", default), 1, "it must be a positive integer"
+    )
+    if (other := raw.get("v_head_dim", head_dim)) != head_dim:
+        raise ValueError(
+            f"v_head_dim is {other}, but a head has {head_dim} numbers; only models whose values take a whole head are "
+            "supported."
+        )
+    raw["rope_parameters"] = _rope(raw, tensors)
+    return from_hugging_face({**raw, **stored.fields(raw, tensors)})
 
 
 def _fields(metadata: Mapping[str, Any], prefix: str, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -183,24 +196,29 @@ def _before_rounding(number: Any) -> float:
 
 
 def _rope(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the ``rope_parameters`` of a config.json whose numbers are read; the rotated share is one in elements."""
+    """Return a config.json's ``rope_parameters``. ``raw`` has the number of rotated elements, and they the share."""
     head_dim, kind, factor = raw["head_dim"], raw.get("rope_type", "linear"), raw.get("factor", 1.0)
-    plain = {"rope_theta": raw.get("rope_theta", 10_000.0)}
+    plain = {"rope_theta": positive("rope_theta", raw.get("rope_theta"), 10_000.0)}
     plain["partial_rotary_factor"] = raw.get("partial_rotary_factor", head_dim) / head_dim
     original = raw.get("original_max_position_embeddings", raw["max_position_embeddings"])
     scaled = plain | {"rope_type": kind, "original_max_position_embeddings": original}
+    factors = tensors.get(FREQUENCY_FACTORS)
     if LONG_FACTORS in tensors and SHORT_FACTORS in tensors:
+        if kind not in ("longrope", "none", "linear") or factor != 1 or factors is not None:
+            raise ValueError(
+                f"it holds {LONG_FACTORS} beside another scaling of its rotary embedding (rope_type {kind!r}, factor "
+                f"{factor}); only one is supported."
+            )
         lists = {"long_factor": _numbers(tensors[LONG_FACTORS]), "short_factor": _numbers(tensors[SHORT_FACTORS])}
         return scaled | lists | {"rope_type": "longrope", "attention_factor": raw.get("attention_factor")}
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(
-            f"its rope.scaling.type is {kind!r}; supported are none, linear and yarn, and Llama 3.1's factors."
+            f"rope_type is {kind!r}; supported are none, linear and yarn, and the factors of Llama 3.1 and of longrope."
         )
-    factors = tensors.get(FREQUENCY_FACTORS)
     if kind == "none" or (kind == "linear" and factor == 1):
         return plain if factors is None else plain | _llama3(plain["rope_theta"], head_dim, factors)
     if factors is not None:
-        raise ValueError(f"it holds both {FREQUENCY_FACTORS} and rope.scaling.type {kind!r}; only one is supported.")
+        raise ValueError(f"it holds both {FREQUENCY_FACTORS} and rope_type {kind!r}; only one is supported.")
     return scaled | {"factor": factor, **{name: raw.get(name) for name in ("beta_fast", "beta_slow")}}
 
 

@@ -65,7 +65,7 @@ def read_rope(raw: Raw, names: Mapping[str, str] = {}, partial: bool = False) ->
         raise ValueError(f"rope type {type_!r} needs a 'factor' in rope_scaling (or rope_parameters); it is missing.")
     original = max_positions if type_ == "dynamic" else either("original_max_position_embeddings")
     original = positive("original_max_position_embeddings", original, max_positions)
-    factor = parameters.get("factor")
+    factor, amplitude = parameters.get("factor"), parameters.get("attention_factor")
     if factor is None and type_ in ("yarn", "longrope"):
         factor = max_positions / original
     return Rope(
@@ -77,7 +77,7 @@ def read_rope(raw: Raw, names: Mapping[str, str] = {}, partial: bool = False) ->
         high_freq_factor=positive("high_freq_factor", parameters.get("high_freq_factor"), 4.0),
         beta_fast=positive("beta_fast", parameters.get("beta_fast"), 32.0),
         beta_slow=positive("beta_slow", parameters.get("beta_slow")),
-        attention_factor=parameters.get("attention_factor"),
+        attention_factor=None if amplitude is None else positive("attention_factor", amplitude),
         mscale=parameters.get("mscale"),
         mscale_all_dim=parameters.get("mscale_all_dim"),
         truncate=bool(parameters.get("truncate", True)),
