@@ -52,7 +52,7 @@ class Study(NamedTuple):
 
     @property
     def evicts_once(self) -> bool:
-        """Whether all policies hold the whole prompt, so that what they keep tells them apart."""
+        """Return whether all policies hold the whole prompt, so that what they keep tells them apart."""
         return self.content.get("when") == "prompt"
 
 

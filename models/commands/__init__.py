@@ -1,4 +1,4 @@
-"""What command lines share: parsers, flags that many of them have, errors on one line, and how a command runs.
+"""Give command lines what they share: parsers, flags that many have, errors on one line, and how a command runs.
 
 The library imports no command.
 """
