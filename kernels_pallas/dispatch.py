@@ -16,15 +16,15 @@ from kernels_pallas.prepare import with_derivative_of
 
 # The one table of kernels: "pallas_<file>" is each operation's file kernels_pallas/<operation>/<file>.py. A file's name
 # ends with its platform.
-Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_gpu", "pallas_mosaic_gpu"]
-BY_NAME_ONLY = ("pallas_mosaic_gpu",)  # right on an H200, not timed yet, so "auto" does not take them
+Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_mosaic_gpu", "pallas_gpu"]
 
 
 class Kernel(NamedTuple):
     """An operation's kernel in a file, called like the reference; its module is imported when it runs.
 
-    The module has two functions. ``unsupported`` takes the same arguments and returns the reason why the kernel can't
-    run, or None. ``of_heads`` is called by the operation's ``heads.on_heads`` with the arrays of the heads on one
+    The module has two functions or three. ``unsupported`` takes the same arguments and returns the reason why the
+    kernel can't run, or None; so does ``slower``, if there is one, for the reason why another kernel of the platform is
+    the faster one. ``of_heads`` is called by the operation's ``heads.on_heads`` with the arrays of the heads on one
     device.
     """
 
@@ -35,6 +35,11 @@ class Kernel(NamedTuple):
     def platform(self) -> str:
         """Return the platform that the kernel runs on: the last word of its file's name."""
         return self.file.rpartition("_")[2]
+
+    def slower(self, *args: Any, **options: Any) -> str | None:
+        """Return why another kernel of the platform is faster with these arguments, or None."""
+        kernel = importlib.import_module(f"kernels_pallas.{self.operation}.{self.file}")
+        return kernel.slower(*args, **options) if hasattr(kernel, "slower") else None
 
     def run(self, *args: Any, interpret: Any = False, **options: Any) -> Any:
         """Run the kernel, with the reference's derivative; raise NotImplementedError with the reason if it can't."""
@@ -67,14 +72,13 @@ def dispatch(
 ) -> Any:
     """Run the reference or a kernel.
 
-    "auto" takes the platform's kernel, or the reference where there is none or the kernel raises
-    NotImplementedError; it takes none of ``BY_NAME_ONLY``. An implementation given by name runs or raises: ValueError
+    "auto" takes the platform's fastest kernel, or the reference where there is none or all raise NotImplementedError. An implementation given by name runs or raises: ValueError
     if it does not exist or is not for this platform, NotImplementedError if it can't run with these arguments.
     """
     if implementation not in ("auto", "reference"):
         return _by_name(implementation, kernels).run(*args, **options)
-    for name, kernel in kernels.items() if implementation == "auto" else ():
-        if kernel.platform == platform() and name not in BY_NAME_ONLY:
+    for kernel in kernels.values() if implementation == "auto" else ():
+        if kernel.platform == platform() and kernel.slower(*args, **options) is None:
             try:
                 return kernel.run(*args, **options)
             except NotImplementedError:

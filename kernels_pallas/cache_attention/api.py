@@ -60,8 +60,7 @@ def cache_attention(
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
         layer: the layer to read of stacked keys and values, which a kernel reads in place.
-        implementation: "auto" takes the fastest one that can run here but "pallas_mosaic_gpu", which has not been timed
-            yet; one given by name runs or raises.
+        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
         The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).

@@ -63,12 +63,13 @@ def test_the_platform_is_the_last_word_of_a_files_name():
     assert Kernel("cache_attention", "mosaic_gpu").platform == Kernel("cache_attention", "gpu").platform == "gpu"
 
 
-def test_auto_takes_no_kernel_that_is_run_by_name_only_and_a_name_runs_that_kernel_or_none(monkeypatch):
+def test_auto_takes_no_kernel_that_is_slower_and_a_name_runs_that_kernel_or_none(monkeypatch):
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     ran = []
+    slower = {"pallas_mosaic_gpu": "the other is faster", "pallas_gpu": None, "pallas_tpu": None}
     kernels = {
-        name: types.SimpleNamespace(platform=name[-3:], run=lambda name=name: ran.append(name))
-        for name in ("pallas_mosaic_gpu", "pallas_gpu", "pallas_tpu")
+        name: types.SimpleNamespace(platform=name[-3:], run=lambda name=name: ran.append(name), slower=lambda why=why: why)
+        for name, why in slower.items()
     }
     for implementation in ("auto", "pallas_mosaic_gpu"):
         dispatch.dispatch(implementation, lambda: ran.append("reference"), kernels)
