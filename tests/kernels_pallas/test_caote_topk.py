@@ -155,6 +155,21 @@ def test_one_layer_is_read_and_its_half_precision_values_are_scored_in_float32(n
 
 
 @every
+@pytest.mark.parametrize(
+    ("mean", "spread", "heads"), first(2, [(0.0, 1.0, 2), (10.0, 0.1, 2), (10.0, 0.1, 5), (0.0, 1.0, 17)])
+)
+def test_stale_values_in_free_slots_count_nowhere_and_near_ones_are_told_apart(name, mean, spread, heads):
+    """Values whose distance is a hundredth of their length, in half precision, and finite numbers in free slots."""
+    given = case(9, G=heads, S=70, D=5)
+    value = mean + spread * np.random.default_rng(9).normal(size=given.value.shape)
+    narrow = value.astype(jnp.dtype("bfloat16"))
+    kept, scores = run(name, given._replace(value=narrow))
+    expected = errors(given._replace(value=narrow.astype(np.float32)))
+    np.testing.assert_allclose(scores, expected, rtol=5e-5)
+    np.testing.assert_array_equal(kept, best(scores, given.position, given.budget))
+
+
+@every
 def test_of_equal_tokens_the_more_recent_stay(name):
     given = case(5)
     live = given.position >= 0
