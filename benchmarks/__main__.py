@@ -9,8 +9,8 @@ from models import commands
 from models.commands.subcommands import run_one
 
 NAMES = (
-    "accelerator", "cpu", "decode", "fixed_memory", "kernels", "memory", "peers", "prefill", "questions", "report",
-    "soak", "tpu_compile",
+    "accelerator", "cpu", "decode", "fixed_memory", "gpu_compile", "kernels", "memory", "peers", "prefill", "questions",
+    "report", "soak", "tpu_compile",
 )  # fmt: skip
 BENCHMARKS: dict[str, Any] = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES}
 

@@ -20,7 +20,7 @@ from evals import report
 from kvjax.schedule import Phase
 from models import commands, files, host_steps
 from models.sampling import Sampling
-from models.steps import DecodeState, decode_phase
+from models.steps import decode_phase
 
 CONFIG = models.Config(
     256, 128, 128, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, tie_embeddings=True,
@@ -36,8 +36,8 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
     """Compile one decode step and one block step under a policy, and return the bytes that they need."""
     budget = int(prompt * share)
     setting = steps.Setting(CONFIG, policy, budget, block=block, dtype=jnp.float32, page_size=page_size)
-    run, cache = steps.shapes(setting, prompt)
-    state, row = DecodeState(cache), np.zeros((1, block), np.int32)
+    run, state = steps.shapes(setting, prompt)
+    row = np.zeros((1, block), np.int32)
     lowered = {
         "decode": host_steps.token_step.lower(
             run, state, row[:, 0], np.zeros(1, bool), None, decode_phase(run.plan, 1), Sampling()
@@ -46,7 +46,7 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
     }
     slot = 2 * CONFIG.head_dim * 4 + 4  # key, value, position
     heads = CONFIG.num_layers * CONFIG.num_kv_heads
-    counted, in_flight, arrays = heads * budget * slot, heads * block * slot, measure.tree_bytes(cache)
+    counted, in_flight, arrays = heads * budget * slot, heads * block * slot, measure.tree_bytes(state.cache)
     result: dict[str, Any] = {
         "policy": policy, "share": share, "budget": budget, "slots": heads * budget, "counted_bytes": counted,
         "in_flight_bytes": in_flight, "array_bytes": arrays, "ratio": arrays / (counted + in_flight),

@@ -14,7 +14,7 @@ from evals import report
 from models import files
 
 DOCS = Path(__file__).parent.parent / "docs"
-ORDER = ("peers", "decode", "prefill", "fixed_memory", "kernels", "cpu", "memory", "soak", "tpu_compile")
+ORDER = ("peers", "decode", "prefill", "fixed_memory", "kernels", "cpu", "memory", "soak", "gpu_compile", "tpu_compile")
 LARGE, SMALL = "llama-3.1-8b", "small"
 Record = dict[str, Any]
 Document = dict[str, Any]

@@ -91,8 +91,8 @@ def random_parameters(config: Config, dtype: DTypeLike) -> dict[str, Array]:
     }
 
 
-def shapes(setting: Setting, prompt: int) -> tuple[Run, Any]:
-    """Return a setting's run as `models` plans it, and its cache, with abstract arrays; nothing is allocated."""
+def shapes(setting: Setting, prompt: int) -> tuple[Run, DecodeState]:
+    """Return a setting's run as `models` plans it, and its state, with abstract arrays; nothing is allocated."""
     keeps = setting.policy is None
     length = setting.held(prompt) if keeps else prompt
     prompts = CheckedPrompt(Text.of(np.zeros((setting.batch, length), np.int8)))
@@ -104,13 +104,13 @@ def shapes(setting: Setting, prompt: int) -> tuple[Run, Any]:
     run, sizes = plan_run(model, prompts, options)
     projection = jax.eval_shape(functools.partial(models.output_projection, policy=run.plan.policy), model)
     run = dataclasses.replace(run, projection=projection)
-    return run, jax.eval_shape(lambda r: start(r, sizes, setting.batch), run).cache
+    return run, jax.eval_shape(lambda r: start(r, sizes, setting.batch), run)
 
 
 def check_fits(setting: Setting, prompt: int, free: float) -> None:
     """Raise :class:`benchmarks.measure.DoesNotFit` if weights and cache alone take more memory than is free."""
-    run, cache = shapes(setting, prompt)
-    needed = measure.tree_bytes((run.model, cache))
+    run, state = shapes(setting, prompt)
+    needed = measure.tree_bytes((run.model, state.cache))
     measure.check_fits(needed, f"the weights and the cache of {description(setting, prompt)}", free)
 
 
@@ -139,8 +139,8 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
 
     With a budget, the program does not depend on the prompt's length.
     """
-    run, cache = shapes(setting, prompt)
-    config, keeps = run.model.config, setting.policy is None
+    run, state = shapes(setting, prompt)
+    cache, config, keeps = state.cache, run.model.config, setting.policy is None
     tokens = jnp.zeros((setting.batch, 1 if kind == "decode" else setting.block), jnp.int32)
 
     def loop(run: Run, cache: Any, tokens: Array) -> tuple[Any, Array]:

@@ -72,8 +72,9 @@ def dispatch(
 ) -> Any:
     """Run the reference or a kernel.
 
-    "auto" takes the platform's fastest kernel, or the reference where there is none or all raise NotImplementedError. An implementation given by name runs or raises: ValueError
-    if it does not exist or is not for this platform, NotImplementedError if it can't run with these arguments.
+    "auto" takes the platform's fastest kernel, or the reference where there is none or all raise NotImplementedError.
+    An implementation given by name runs or raises: ValueError if it does not exist or is not for this platform,
+    NotImplementedError if it can't run with these arguments.
     """
     if implementation not in ("auto", "reference"):
         return _by_name(implementation, kernels).run(*args, **options)

@@ -6,7 +6,7 @@ from models import commands
 from models.commands.subcommands import run_one
 from papers import remake
 from papers.answers import questions
-from papers.caote import fidelity, launches
+from papers.caote import fidelity
 from papers.choices import command as choices
 from papers.debian import texts
 from papers.kivi import rounding
@@ -14,7 +14,7 @@ from papers.predictor import coref, figures, flops, selection
 
 EXPERIMENTS = {
     "predictor": figures, "coref": coref, "choices": choices, "fidelity": fidelity, "flops": flops,
-    "selection": selection, "launches": launches, "rounding": rounding, "texts": texts,
+    "selection": selection, "rounding": rounding, "texts": texts,
     "questions": questions, "remake": remake,
 }  # fmt: skip
 

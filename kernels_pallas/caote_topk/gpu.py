@@ -1,8 +1,8 @@
 """The kernels for GPU (Pallas' Triton route), one per step:
 
     1. each program sums its slots' part of the outputs, with its heaviest token apart
-    2. each program adds up the head's outputs X, at most `PARTS`, and measures how far its slots' values v are from them
-    3. each program computes its slots' scores from these distances, and in decode, where one token leaves, finds its worst
+    2. each program adds up the head's outputs X, at most `PARTS`, and measures its slots' distances |X - v|
+    3. each program computes its slots' scores from them, and in decode, where one token leaves, finds its worst slot
     4. in decode the worst of those is freed; for blocks one program per head selects with the head's scores in its
        registers, and beyond `SELECTED` slots XLA does
 
@@ -373,7 +373,9 @@ def _select(budget, scores, slot, kept, *, size):
     left -= count_true(above)
     age = jnp.where(tied, position, LOWEST)
     # As a rule all that tie stay; then the second bisection, over their ages, is left out.
-    oldest = jax.lax.cond(jnp.sum(tied) > jnp.sum(left), lambda: largest(age, left), lambda: jnp.full_like(left, LOWEST))
+    oldest = jax.lax.cond(
+        jnp.sum(tied) > jnp.sum(left), lambda: largest(age, left), lambda: jnp.full_like(left, LOWEST)
+    )
     triton.store(kept.at[number], jnp.where(above | (tied & (age >= oldest)), position, -1), mask=number < S)
 
 
@@ -388,7 +390,7 @@ def _some(mask: Array) -> Int[Array, ""]:
 
 
 def _thirds(x: Float[Array, "heads n"], like: Any) -> list[Array]:
-    """Return numbers that sum to x, each in a dtype whose products with values like these the matrix unit has exactly."""
+    """Return numbers that sum to x, whose products with values like these the matrix unit computes exactly."""
     if like.dtype not in (jnp.bfloat16, *EIGHT_BITS):
         return [x]
     parts = []

@@ -29,7 +29,6 @@ from kvjax.policy_checks import check_measured
 from models import asking, commands
 from models.commands import provenance
 from models.config_json import to_hugging_face
-from papers.caote import launches
 from tests.bad_input.campaign import calls, refused
 from tests.kernels_pallas.test_dispatch import mesh_of, on_mesh
 from tests.kvjax import blocks
@@ -45,7 +44,6 @@ from tests.models.make_golden import GOLDEN
 from tests.models.test_butler import CONFIG as BUTLER
 from tests.models.test_butler import a_butler
 from tests.models.test_config import MIXED, of, read
-from tests.papers.test_launches import PROGRAM
 from train import scorer
 
 pytestmark = pytest.mark.bad_input

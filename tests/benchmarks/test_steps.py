@@ -29,7 +29,7 @@ def model():
 
 
 def test_heads_hold_distinct_places_all_over_the_prompt():
-    shape = steps.shapes(EVICTING, 1_000_000)[1]
+    shape = steps.shapes(EVICTING, 1_000_000)[1].cache
     cache = steps.after_prompt(shape, 1_000_000, 16)
     for head in np.asarray(cache.position).reshape(-1, 24):
         live = head[head >= 0]
@@ -41,7 +41,7 @@ def test_heads_hold_distinct_places_all_over_the_prompt():
 
 def test_a_full_cache_stands_in_order():
     setting = steps.Setting(CONFIG, None, None, block=8)
-    cache = steps.after_prompt(steps.shapes(setting, 40)[1], 40, 40)
+    cache = steps.after_prompt(steps.shapes(setting, 40)[1].cache, 40, 40)
     assert cache.position[0, 0, 0].tolist() == [*range(40), *[-1] * 8]
 
 
@@ -66,9 +66,9 @@ def test_a_program_is_so_many_of_the_decoder_s_steps(model):
 def test_contenders_have_the_same_slots_and_one_program_serves_every_prompt_under_a_budget():
     for policy in ("h2o+caote", "streaming", None):
         setting = steps.Setting(CONFIG, policy, 16, block=8)
-        assert steps.shapes(setting, 1_000_000)[1].position.shape == (2, 1, 2, 24)
-    (run, cache), (other, of_other) = (steps.shapes(EVICTING, prompt) for prompt in (100, 1_000_000))
-    assert cache == of_other and run.plan == other.plan
+        assert steps.shapes(setting, 1_000_000)[1].cache.position.shape == (2, 1, 2, 24)
+    (run, state), (other, of_other) = (steps.shapes(EVICTING, prompt) for prompt in (100, 1_000_000))
+    assert state == of_other and run.plan == other.plan
 
 
 @matrix

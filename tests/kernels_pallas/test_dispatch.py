@@ -68,7 +68,9 @@ def test_auto_takes_no_kernel_that_is_slower_and_a_name_runs_that_kernel_or_none
     ran = []
     slower = {"pallas_mosaic_gpu": "the other is faster", "pallas_gpu": None, "pallas_tpu": None}
     kernels = {
-        name: types.SimpleNamespace(platform=name[-3:], run=lambda name=name: ran.append(name), slower=lambda why=why: why)
+        name: types.SimpleNamespace(
+            platform=name[-3:], run=lambda name=name: ran.append(name), slower=lambda why=why: why
+        )
         for name, why in slower.items()
     }
     for implementation in ("auto", "pallas_mosaic_gpu"):

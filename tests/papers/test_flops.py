@@ -1,67 +1,17 @@
-"""Count what a decode layer launches, and what a predictor adds to a step: counted in programs and by hand."""
+"""What a predictor adds to a step: counted in compiled programs and by hand."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 
 import models
 from benchmarks import floors
-from benchmarks.shapes import shape
-from benchmarks.targets import gpu_chip
 from models.butler import Butler, ButlerConfig, parameter_shapes
 from papers.__main__ import main
-from papers.caote import launches
 from papers.predictor import flops as benchmark
-
-PROGRAM = Path(__file__).with_name("loops.hlo").read_text()  # loops in loops, as XLA prints them
-
-
-def test_each_turn_of_an_inner_loop_counts_and_only_what_is_moved():
-    kernel, search, put = launches.launches(PROGRAM, layers=2)
-    assert kernel == ("kernel", "my_kernel", 1, 4 * (3 * 4 + 8))  # one of two layers, and the result
-    assert search == ("copied", None, 5, 5 * 2 * 2 * 4)
-    assert put == ("put", None, 1, 4 * (8 + 1 + 8))  # the row is read and written, the array is not
-
-
-@pytest.mark.parametrize(("policy", "kernels"), [("h2o+caote", 5), ("streaming", 2)])
-def test_a_decode_layer_has_five_kernels_on_a_gpu(policy, kernels):
-    """Attention, its sums and statistics, and the eviction's three: outputs, scores, and the slot that is freed."""
-    text = launches.lowering(shape("tiny"), policy, batch=1, budget=64).as_text()
-    assert text.count("@__gpu$xla.gpu.triton") == kernels
-
-
-@pytest.mark.skipif(
-    not any(
-        importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.xla_cuda{v}")
-        for v in (12, 13)
-    ),
-    reason="needs JAX's plugin for CUDA",
-)
-def test_a_compiled_decode_layer_has_no_inner_loop(capsys):
-    assert main(["launches", "--shapes", "tiny", "--budget", "256", "--policies", "h2o+caote"]) == 0
-    *_, total, kernels, inner, _ = capsys.readouterr().out.splitlines()[2].split()
-    assert int(total) <= 25 and (kernels, inner) == ("5", "0")
-
-
-def test_without_the_plugin_one_sentence_says_what_to_install(monkeypatch, capsys):
-    def missing(**_):
-        raise NotImplementedError("topology not implemented for cuda")
-
-    gpu_chip.cache_clear()
-    monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    assert main(["launches", "--shapes", "tiny"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "JAX's plugin for CUDA is not installed; install it with: pip install -e '.[cuda]'" in error
-        and "Traceback" not in error
-    )
-
 
 # Sizes at which the products of matrices are nearly all that is computed.
 SMALL = models.Config(512, 128, 384, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)

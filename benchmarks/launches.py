@@ -1,0 +1,184 @@
+"""What a compiled program launches on a GPU: kernels, copies, library calls, read from XLA's own lists.
+
+XLA says what it launches in two files: in the order of execution (a "thunk sequence", indented by loops and CUDA
+graphs), and by name. The program's text says what each reads and writes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LARGE = 2**20  # bytes from which an array is one of weights, keys or values
+SECONDS = 2e-6  # of a launch at least
+BANDWIDTH, PROCESSORS = 4.0e12, 132  # of an H200: bytes per second, multiprocessors
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that holds the updates; the first is what is updated
+# What the lines below it, further in, are part of
+_HELD = ("kWhile", "kCommandBuffer", "kAsyncStart", "kDynamicSliceFusion", "kConditional")
+
+
+class Launch(NamedTuple):
+    """One launch, or the ``times`` launches of a loop's instruction."""
+
+    what: str  # "kernel NAME", a library's name, "triton gemm", "copy", "convert", or its most telling operation
+    name: str
+    times: int
+    in_graph: bool  # is part of a CUDA graph
+    blocks: int | None  # None where a library decides
+    moved: int  # bytes that it reads and writes, if it reads once what it needs
+
+    @property
+    def seconds(self) -> float:
+        """Return the least seconds: of the launches, and of the bytes at the bandwidth that its blocks can reach."""
+        share = 1 if self.blocks is None else min(1, self.blocks / PROCESSORS)
+        return self.times * (SECONDS + self.moved / (BANDWIDTH * share))
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    text: str
+    is_root: bool
+
+
+def launches(text: str, sequence: str, names: str, *, stacked: int = 0) -> list[Launch]:
+    """Return the launches of a compiled program, in order.
+
+    Args:
+        text: the program, as ``jax.stages.Compiled.as_text`` gives it.
+        sequence: XLA's file ``*.thunk_sequence_after_thunk_passes.txt``.
+        names: XLA's file ``*.thunk_metadata.txt``.
+        stacked: the length of stacks of layers, of which a kernel reads one.
+    """
+    computations = _computations(text)
+    of_name = {i.name: (i, own) for own in computations.values() for i in own}
+    of_number = {int(number): name for name, number in re.findall(r'annotation: "([^"]+)"\s+thunk_id: (\d+)', names)}
+    found: list[Launch] = []
+    inside: list[tuple[int, str, int]] = []  # (indentation, kind, turns) of what the line is part of
+    for line in sequence.splitlines():
+        parts = re.match(r"(\s*)(\d+): (k\w+)\s+(?:\[.*?\])?\s*(.*)", line)
+        if parts is None:  # the computations of a loop's condition, and of its body, begin in the first column
+            inside = [held for held in inside if held[1] != "condition"]
+            if line.strip() == "condition:" and inside:
+                inside.append((inside[-1][0] + 2, "condition", 0))
+            continue
+        depth, number, thunk, rest = len(parts[1]), int(parts[2]), parts[3], parts[4]
+        inside = [held for held in inside if held[0] < depth]
+        if (inside and inside[-1][1] in ("kAsyncStart", "kDynamicSliceFusion")) or thunk.endswith("Done"):
+            continue  # told by what holds it
+        name = of_number.get(number, "")
+        instruction, neighbours = of_name.get(name, (None, []))
+        times = math.prod(held[2] for held in inside)
+        if thunk in _HELD:
+            inside.append((depth, thunk, _turns(instruction) if thunk == "kWhile" else 1))
+        if thunk in ("kWhile", "kCommandBuffer", "kConditional") or not times:
+            continue
+        in_graph = any(held[1] == "kCommandBuffer" for held in inside)
+        if instruction is None:
+            found.append(Launch(thunk, name or rest, times, in_graph, None, 0))
+            continue
+        fused = _fused(computations, instruction)
+        shapes = {i.name: i.shape for i in neighbours}
+        operands = sum(_bytes(shapes.get(x, ""), stacked) for x in instruction.operands)
+        moved = _traffic(fused, stacked) if fused else operands + _bytes(instruction.shape)
+        grid = re.search(r"grid: \[(\d+), (\d+), (\d+)\]", rest)
+        blocks = math.prod(map(int, grid.groups())) if grid else None
+        what = "copy" if thunk == "kCopy" else _kind(instruction, fused)
+        found.append(Launch(what, name, times, in_graph, blocks, moved))
+    return found
+
+
+def weights_moved(found: Sequence[Launch]) -> int:
+    """Return the bytes of launches that do nothing but copy or convert a large array."""
+    return sum(x.times * x.moved for x in found if x.what in ("copy", "convert") and x.moved >= LARGE)
+
+
+def _computations(text: str) -> dict[str, list[_Instruction]]:
+    found: dict[str, list[_Instruction]] = {}
+    own: list[_Instruction] = []
+    for line in text.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            own = found.setdefault(opened[1], [])
+        line = re.sub(r"/\*.*?\*/", "", line)
+        if parts := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*?)\)(?:,|$)", line):
+            operands = tuple(re.findall(r"%([\w.\-]+)", parts[5]))
+            own.append(_Instruction(parts[2], parts[3], parts[4], operands, line, bool(parts[1])))
+    return found
+
+
+def _turns(loop: _Instruction | None) -> int:
+    known = None if loop is None else re.search(r'known_trip_count":\{"n":"(\d+)"', loop.text)
+    return int(known[1]) if known else 1
+
+
+def _fused(computations: dict[str, list[_Instruction]], instruction: _Instruction) -> list[_Instruction]:
+    """Return the instructions of a fusion, of the innermost one where it only wraps another; [] of anything else."""
+    own = [instruction]
+    while own[-1].opcode.startswith("fusion") and (called := re.search(r"calls=%?([\w.\-]+)", own[-1].text)):
+        own = computations[called[1]]
+    return own if own[-1] is not instruction else []
+
+
+def _bytes(shape: str, stacked: int = 0) -> int:
+    """Return the bytes of the arrays of a shape; with ``stacked``, those of one layer of a stack of so many."""
+    total = 0
+    for dtype, sizes in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape):
+        axes = [int(x) for x in sizes.split(",") if x]
+        bits = 8 if dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
+        total += math.prod(axes[1:] if stacked and len(axes) > 2 and axes[0] == stacked else axes) * bits // 8
+    return total
+
+
+def _traffic(fused: Sequence[_Instruction], stacked: int) -> int:
+    """Return the bytes that a fusion reads and writes: of what it slices or updates in place, only that part."""
+    named = {i.name: i for i in fused}
+
+    def read(x: _Instruction) -> int:
+        total = 0
+        for user in (i for i in fused if x.name in i.operands):
+            is_first = user.operands[0] == x.name
+            if user.opcode in ("bitcast", "reshape"):
+                total += read(user)
+            elif user.opcode in ("dynamic-slice", "slice", "gather") and is_first:
+                total += _bytes(user.shape)
+            elif user.opcode == "custom-call":
+                total += _bytes(x.shape, stacked)
+            elif not (user.opcode in _UPDATES and is_first) and user.opcode != "tuple":
+                return _bytes(x.shape)
+        return min(total, _bytes(x.shape))
+
+    def written(x: _Instruction) -> int:
+        if x.opcode == "tuple":
+            return sum(written(named[name]) for name in x.operands)
+        if x.opcode in ("bitcast", "get-tuple-element") and x.operands:
+            source = named[x.operands[0]]
+            return _bytes(x.shape) if source.opcode == "parameter" else written(source)
+        if x.opcode in _UPDATES:
+            return _bytes(named[x.operands[_UPDATES[x.opcode]]].shape)
+        return _bytes(re.sub(r"s8\[\d+\]\S*", "", x.shape))  # without a library's workspace
+
+    return sum(read(i) for i in fused if i.opcode == "parameter") + sum(written(i) for i in fused if i.is_root)
+
+
+def _kind(instruction: _Instruction, fused: Sequence[_Instruction]) -> str:
+    text = instruction.text + "".join(i.text for i in fused)
+    if library := re.search(r'custom_call_target="(__cublas\$?\w*\$?\w*|__cudnn\S*?)"', text):
+        return library[1].strip("_").replace("$", " ")
+    if "__triton_nested_gemm" in text or "__triton_gemm" in text:
+        return "triton gemm"
+    if instruction.opcode == "custom-call":
+        kernel = re.search(r'op_name="[^"]*?([^"/]+)/pallas_call"', instruction.text)
+        return f"kernel {kernel[1]}" if kernel else "custom call"
+    silent = {"parameter", "bitcast", "constant", "tuple", "reshape", "get-tuple-element"}
+    codes = {i.opcode for i in fused if "[]" not in i.shape} - silent
+    if instruction.opcode.startswith("copy") or (codes and codes <= {"dynamic-slice", "slice", "copy", "transpose"}):
+        return "copy"
+    if codes and codes <= {"convert", "dynamic-slice", "slice"}:
+        return "convert"
+    if any(i.opcode == "multiply" and _bytes(i.shape) >= 4 * LARGE for i in fused):
+        return "product as multiply and reduce"  # of a matrix and a vector
+    return next((x for x in ("scatter", "sort", "reduce", "dynamic-update-slice") if x in codes), "elementwise")
