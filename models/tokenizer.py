@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import jinja2.parser
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+from models import added_tokens
+
+MARK = "\x01"  # stands for the text before a continuation: a character that is joined to no other
 MOST_LENGTH = 10_000_000  # the longest result of one product in a template; for a power, in bits
 MOST_LINES = 5_000_000  # lines of Python that a chat template may run, a few seconds
 
@@ -59,7 +63,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read tokenizer.json and, where they exist, tokenizer_config.json and its companions."""
+        """Read tokenizer.json and, where they exist, tokenizer_config.json and its companions.
+
+        As in transformers 5, tokens that only the companions name are added, and tokenizer.json alone says whether BOS
+        and EOS are put around a text: a warning tells where "add_bos_token" or "add_eos_token" says otherwise.
+
+        Raises:
+            FileNotFoundError: there is no tokenizer.json.
+            ValueError: a file is damaged, or a companion gives a token another id than it gets.
+        """
         folder = Path(folder)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -69,16 +81,23 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             reason = " ".join(str(error).split())
             raise ValueError(f"{file} is corrupted or of an unknown kind ({reason}); download it again.") from None
-        config = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
+        contents = [read_object(folder / name) for name in added_tokens.COMPANIONS]
         try:
-            special = {name: _text(config[name]) for name in SPECIAL if config.get(name)}
+            config, added = added_tokens.companions(*contents)
+            named, others = added_tokens.special_tokens(config)
+            added_tokens.add_tokens(backend, added, [*named.values(), *others])
+            special = {name: added_tokens.text_of(token) for name, token in named.items()}
             template = _chat_template(folder, config)
-        except (AttributeError, KeyError, TypeError, UnicodeDecodeError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError(
                 f"the special tokens or the chat template beside {file} are not in Hugging Face's format; download "
                 "tokenizer_config.json and its companions again."
             ) from None
-        return cls(backend, special, template)
+        added_tokens.check_ids(backend, added, folder)
+        made = cls(backend, special, template)
+        ids = {"bos": made.bos, "eos": made.eos}
+        added_tokens.warn_of_surroundings(backend, ids, config, str(folder / added_tokens.COMPANIONS[0]))
+        return made
 
     @property
     def bos(self) -> int | None:
@@ -99,15 +118,59 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, by default with the special tokens that tokenizer.json adds (mostly a BOS).
 
-        The text of :meth:`chat` contains them already: encode it with ``add_special_tokens=False``.
+        The text of :meth:`chat` contains them already: encode it with ``add_special_tokens=False``. A text that goes on
+        where another ends is encoded by :meth:`continuation`.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text has a lone surrogate at character {error.start}, so it is not Unicode; decode it as UTF-8."
-            ) from None
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        _check_unicode(text)
+        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and ids[:2] == [self.bos] * 2 and self._ids(text)[:2] != ids[:2]:
+            warnings.warn(
+                f"the text begins with {self.special_tokens['bos_token']}, and the tokenizer puts another one before it; "
+                "if a chat template wrote it, encode the text with add_special_tokens=False.",
+                stacklevel=2,
+            )
+        return ids
+
+    def continuation(self, text: str, behind: int | None = None) -> list[int]:
+        """Return the token ids of a text that goes on where another ends.
+
+        It has neither special tokens of its own nor the blank that SentencePiece puts before a text: the ids of a text
+        and of its continuation are those of both together, unless one token would reach across.
+
+        Args:
+            behind: the token before it, if it is known: behind a special token some vocabularies begin a text anew. By
+                default it is one of ordinary text.
+
+        Example:
+            >>> import models
+            >>> _, tokenizer = models.load("retriever")
+            >>> tokens = tokenizer.encode("The code of amber falcon")
+            >>> tokens += tokenizer.continuation(" is 4719.", tokens[-1])
+            >>> tokens == tokenizer.encode("The code of amber falcon is 4719.")
+            True
+        """
+        _check_unicode(text)
+        special = behind in self._added
+        mark, before = (self._added[behind], [behind]) if special else (MARK, self._marked)
+        if special or len(before) > 1:  # else nothing is put before a text
+            found = self.backend.encode(mark + text, add_special_tokens=False)
+            last = len(before) - 1
+            if found.ids[: last + 1] == before and (special or found.offsets[last][1] == len(mark)):
+                return found.ids[last + 1 :]
+        return self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _added(self) -> dict[int | None, str]:
+        """Return the texts of the tokens that are found in a text before anything else is done to it."""
+        return {index: token.content for index, token in self.backend.get_added_tokens_decoder().items()}
+
+    @functools.cached_property
+    def _marked(self) -> list[int]:
+        """Return the ids of a mark, with those of what is put before a text."""
+        return self._ids(MARK)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
@@ -270,8 +333,13 @@ def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
 
 
-def _text(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has a lone surrogate at character {error.start}, so it is not Unicode; decode it as UTF-8."
+        ) from None
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

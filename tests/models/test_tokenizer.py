@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from models.tokenizer import Tokenizer
 from tests.models.make_golden import GOLDEN
@@ -138,3 +139,143 @@ def test_a_debugger_finds_its_trace_again():
         assert sys.gettrace() is trace
     finally:
         sys.settrace(before)
+
+
+# --- a text that goes on where another ends --------------------------------------------------------------------------
+
+# What puts a blank before a text, in Llama 2's older and newer files, in T5's, and in RoBERTa's; and what puts none.
+BLANKS = {
+    "prepended": {},
+    "first": dict(normalizer=None, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+    "always": dict(normalizer=None, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always", split=True)),
+    "none": dict(normalizer=normalizers.Replace(" ", "▁")),
+    "bytes": dict(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "bytes_first": dict(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+}
+
+
+def with_blanks(kind):
+    name = "tokenizer" if kind.startswith("bytes") else "tokenizer_byte_fallback"
+    backend = tokenizers.Tokenizer.from_file(str(GOLDEN / name / "tokenizer.json"))
+    for part, value in BLANKS[kind].items():
+        setattr(backend, part, value)
+    added = [AddedToken("<right>", special=True, rstrip=True), AddedToken("<left>", special=True, lstrip=True)]
+    backend.add_tokens([*added, AddedToken("<plain>", normalized=False), AddedToken("<changed>", normalized=True)])
+    return Tokenizer(backend)
+
+
+CONTINUED = {kind: with_blanks(kind) for kind in BLANKS}
+PART = st.lists(
+    st.sampled_from([*"Thq \n é12$ 中", "Th", " q", "<s>", "<right>", "<left>", "<plain>", "<changed>"]),
+    min_size=1, max_size=5,
+).map("".join)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BLANKS)
+@given(before=PART, text=PART)
+def test_ids_of_the_parts_are_those_of_the_whole(kind, before, text):
+    tokenizer = CONTINUED[kind]
+    head, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (before, before + text))
+    assume(whole[: len(head)] == head)  # no token reaches across, and no blank is taken in from there
+    assert head + tokenizer.continuation(text, head[-1]) == whole
+
+
+def test_a_number_goes_on_without_a_blank_and_begins_anew_behind_a_special_token():
+    tokenizer = LOADED["tokenizer_byte_fallback"]
+    one, two, blank = (tokenizer.backend.token_to_id(token) for token in ("<0x31>", "<0x32>", "▁"))
+    assert tokenizer.encode("12") == [tokenizer.bos, blank, one, two]
+    assert tokenizer.continuation("12") == [one, two]
+    assert tokenizer.continuation("12", tokenizer.eos) == [blank, one, two]
+    assert CONTINUED["first"].continuation("12", tokenizer.eos) == [one, two]
+
+
+def test_a_vocabulary_without_bytes_loses_no_unknown_character():
+    words = {word: n for n, word in enumerate(["<unk>", "▁", "a"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Prepend("▁")
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.continuation("a中") == [2, 0]
+    assert tokenizer.continuation("中a") == [1, 0, 2], "the blank stays, where an unknown mark would take it in"
+
+
+# --- tokens that only tokenizer_config.json and its companions name ---------------------------------------------------
+
+
+def token(content, **fields):
+    """A token as tokenizer_config.json describes it."""
+    plain = dict(lstrip=False, rstrip=False, normalized=False, single_word=False, special=True)
+    return {"content": content, **plain, **fields}
+
+
+NEW = LOADED["tokenizer"].vocab_size
+TOLD = "x<eot> <tool> <a> <image>"  # what each folder below makes of it; the expected values are transformers 5.24's
+FOLDERS = {
+    "a named one": ({"eos_token": "<eot>"}, {}, {}, {"<eot>": NEW}, NEW, "x <tool> <a> <image>"),
+    "by ids": (
+        {"eos_token": "<eot>", "added_tokens_decoder": {str(NEW + 1): token("<tool>", special=False),
+                                                        str(NEW): token("<eot>")}},
+        {"eos_token": "<pad>"}, {"<a>": NEW}, {"<eot>": NEW, "<tool>": NEW + 1}, NEW, "x <tool> <a> <image>",
+    ),
+    "additional": ({"additional_special_tokens": ["<a>"]}, {}, {}, {"<a>": NEW}, None, "x<eot> <tool>  <image>"),
+    "extra, by name": (
+        {"extra_special_tokens": {"image_token": "<image>"}}, {}, {}, {"<image>": NEW}, None, "x<eot> <tool> <a> "),
+    "extra": ({"extra_special_tokens": ["<a>"]}, {}, {}, {"<a>": NEW}, None, "x<eot> <tool>  <image>"),
+    "of the model": ({"eot_token": "<eot>"}, {}, {}, {"<eot>": NEW}, None, "x <tool> <a> <image>"),
+    "in files of their own": (
+        {"eos_token": "<|end|>"}, {"eos_token": "<eot>"}, {"<eot>": NEW + 1, "<tool>": NEW},
+        {"<eot>": NEW + 1, "<tool>": NEW}, NEW + 1, "x <tool> <a> <image>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_tokens_named_beside_tokenizer_json_are_added(case, tmp_path):
+    config, special, added, ids, eos, printed = FOLDERS[case]
+    shutil.copy(GOLDEN / "tokenizer" / "tokenizer.json", tmp_path)
+    contents = {"tokenizer_config": config, "special_tokens_map": special, "added_tokens": added}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert {text: tokenizer.encode(text)[1:] for text in ids} == {text: [index] for text, index in ids.items()}
+    assert (tokenizer.eos, tokenizer.vocab_size) == (eos, NEW + len(ids))
+    assert tokenizer.decode(tokenizer.encode(TOLD)) == printed
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "<|end|>"},
+        {"additional_special_tokens": ["<|end|>"]},
+        {"added_tokens_decoder": {"1": token("<|end|>")}},
+    ],
+)
+def test_a_token_that_only_the_config_calls_special_is_not_printed(config, tmp_path):
+    raw = json.loads((GOLDEN / "tokenizer" / "tokenizer.json").read_text())
+    for entry in raw["added_tokens"]:
+        entry["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("The<|end|>", add_special_tokens=False)) == "The"
+
+
+def test_a_template_may_write_a_token_that_the_model_alone_has(folder):
+    (folder / "tokenizer_config.json").write_text('{"eot_token": "<eot>"}')
+    (folder / "chat_template.jinja").write_text("{{ eot_token }}")
+    assert Tokenizer.from_folder(folder).chat([]) == "<eot>"
+
+
+def test_tokenizer_json_says_what_stands_around_a_text(folder):
+    config = folder / "tokenizer_config.json"
+    config.write_text('{"bos_token": "<s>", "add_bos_token": true}')
+    agrees = Tokenizer.from_folder(folder)
+    config.write_text('{"bos_token": "<s>", "add_bos_token": false}')
+    with pytest.warns(UserWarning, match="add_bos_token is false, but tokenizer.json puts one around a text"):
+        differs = Tokenizer.from_folder(folder)
+    assert agrees.encode("a")[0] == differs.encode("a")[0] == differs.bos
+
+
+def test_a_second_bos_is_told(name):
+    tokenizer = LOADED[name]
+    with pytest.warns(UserWarning, match="the text begins with <s>, and the tokenizer puts another one before it"):
+        assert tokenizer.encode("<s>a")[:2] == [tokenizer.bos] * 2
