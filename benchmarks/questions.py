@@ -57,7 +57,7 @@ def quiz(
     stated = re.findall(r"the (\w+) of ([a-z]+(?: [a-z]+)?) is (\d{4})\.", context, re.IGNORECASE)
     facts = [tasks.Fact(*found) for found in stated]
     lines = [f"\n{tasks.question(fact)}\n{tasks.cue(fact)}" for fact in facts]
-    questions = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
+    questions = [tokenizer.continuation(line) for line in lines]
     return sample.tokens[: sample.context_end], questions, [fact.value for fact in facts]
 
 

@@ -170,8 +170,9 @@ def command(flags: argparse.Namespace) -> None:
         tokens, wanted = sample.tokens, sample.answer
         question = 0 if flags.question is None else len(tokens) - sample.context_end
     else:
-        asked = [] if flags.question is None else tokenizer.encode(f"\n{flags.question}", add_special_tokens=False)
-        tokens, question = [*tokenizer.encode(prompt), *asked], len(asked)
+        tokens = tokenizer.encode(prompt)
+        asked = [] if flags.question is None else tokenizer.continuation(f"\n{flags.question}", *tokens[-1:])
+        tokens, question = [*tokens, *asked], len(asked)
     blocks = math.ceil(len(tokens) / flags.block)
     if blocks + flags.max_new_tokens + 2 >= NEVER:
         raise ValueError(f"{len(tokens):,} tokens in blocks of {flags.block} are too many steps; give larger blocks.")

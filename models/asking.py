@@ -223,8 +223,7 @@ class _Form(NamedTuple):
 
     def question(self, text: str) -> list[int]:
         """Return the tokens of a question behind a document, with the header of the answer."""
-        text = BETWEEN + self._checked("question", text) + self.after
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.continuation(BETWEEN + self._checked("question", text) + self.after)
 
     def _checked(self, what: str, text: str) -> str:
         """Return a text without blanks around it, which the template must give as it is."""

@@ -35,9 +35,7 @@ def with_repeat_prompt(policy: Policy | str | None, tokenizer: Tokenizer) -> Pol
 
 def repeat_prompt(tokenizer: Tokenizer) -> RepeatPrompt:
     """Return the token ids that ask a model in words to repeat its prompt."""
-    first, following, suffix = (
-        tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (FIRST, FOLLOWING, _suffix(tokenizer))
-    )
+    first, following, suffix = (tuple(tokenizer.continuation(text)) for text in (FIRST, FOLLOWING, _suffix(tokenizer)))
     return RepeatPrompt(first, following, suffix)
 
 

@@ -154,8 +154,11 @@ def _tokens(line: bytes, tokenizer: Tokenizer, length: int, chat: bool) -> list[
     for number, (prompt, answer) in enumerate((*turns, *more)):
         if chat:
             prompt = tokenizer.chat([{"role": "user", "content": prompt}])
-        before = tokenizer.encode(prompt, add_special_tokens=not chat and number == 0)
-        told.append((before, tokenizer.encode(answer, add_special_tokens=False)))
+        if number == 0:
+            before = tokenizer.encode(prompt, add_special_tokens=not chat)
+        else:
+            before = tokenizer.continuation(prompt, *told[-1][1][-1:])
+        told.append((before, tokenizer.continuation(answer, *before[-1:])))
     told[-1][1].append(tokenizer.eos)  # type: ignore[arg-type]
     prompts, answers = (sum(map(len, part)) for part in zip(*told, strict=True))
     if prompts + answers > length:

@@ -44,11 +44,14 @@ Rows = Callable[[Position | None], Iterator[tuple[Int[np.ndarray, "T"], Position
 
 
 class Piece(NamedTuple):
-    """A document or a part of one: its text, whether the document ends with it, and where to continue reading."""
+    """A document or a part of one: its text, whether the document ends with it, where to continue reading, and whether
+    the document begins with it.
+    """
 
     text: str
     ends: bool
     after: Place
+    begins: bool = True
 
 
 class Documents(NamedTuple):
@@ -150,9 +153,15 @@ def open_corpus(
 
 
 class _Encoder(NamedTuple):
-    encode: Callable[[str], list[int]]
+    tokenizer: Tokenizer
     end: int
     before: list[int]  # the ids that each row begins with
+
+    def ids(self, piece: Piece) -> list[int]:
+        """Return the ids of a piece, with the end token if its document ends."""
+        text, ends, _, begins = piece
+        ids = self.tokenizer.encode(text, add_special_tokens=False) if begins else self.tokenizer.continuation(text)
+        return [*ids, self.end] if ends else ids
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> _Encoder:
@@ -160,7 +169,7 @@ class _Encoder(NamedTuple):
             raise ValueError("the tokenizer names no eos_token to join documents by; name it in tokenizer_config.json.")
         first = tokenizer.encode("a")[:1]
         before = first if first == [tokenizer.bos] else []
-        return cls(functools.partial(tokenizer.encode, add_special_tokens=False), tokenizer.eos, before)
+        return cls(tokenizer, tokenizer.eos, before)
 
 
 def _packed(
@@ -173,9 +182,8 @@ def _packed(
     size = length - len(encoder.before)
     while True:
         read, whole = 0, source.start.items() - {("skipped", 0)} <= place.items()
-        for text, ends, after in source.pieces(place, epoch):
-            ids = encoder.encode(text) + ([encoder.end] if ends else [])
-            ids, used = ids[skip:], skip
+        for piece in source.pieces(place, epoch):
+            ids, used, after = encoder.ids(piece)[skip:], skip, piece.after
             skip, read = 0, read + len(ids)
             while len(held) + len(ids) >= size:
                 taken = size - len(held)
@@ -198,9 +206,9 @@ def _first_rows(source: Documents, encoder: _Encoder, length: int, count: int) -
     size = length - len(encoder.before)
     held: list[int] = []
     place = source.start
-    for text, ends, after in source.pieces(source.start, 0):
-        held += encoder.encode(text) + ([encoder.end] if ends else [])
-        place = after
+    for piece in source.pieces(source.start, 0):
+        held += encoder.ids(piece)
+        place = piece.after
         if len(held) >= count * size:
             break
     count = min(count, len(held) // size)
@@ -302,9 +310,12 @@ def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> 
             file, after, found = files[index], place, place["offset"] > 0
             plain = _kind(file)[0] == ".txt"
             read = _text_pieces(file, place) if plain else _lines(file, place, field, skip_bad_lines, epoch)
-            for text, ends, after in read:
+            for piece in read:
+                text, after = piece.text, piece.after
                 found |= bool(text.strip())
-                yield Piece(text if text.strip() else "", ends, after)  # empty, so that skipped lines are counted, too
+                yield (
+                    piece if text.strip() else piece._replace(text="")
+                )  # empty, so that skipped lines are counted, too
             if not found:
                 raise ValueError(f"{file} holds no text; give a file with text.")
             place = {"file": index + 1, "offset": 0, "line": 0, "skipped": after["skipped"]}
@@ -381,6 +392,7 @@ def _text_pieces(file: Path, place: Place) -> Iterator[Piece]:
     def read(stream: IO[bytes]) -> Iterator[Piece]:
         offset, rest = place["offset"], b""
         while True:
+            begins = offset == 0
             block = rest + stream.read(PIECE_BYTES) + stream.readline(PIECE_BYTES)
             ends = len(block) - len(rest) < PIECE_BYTES
             decoder = codecs.getincrementaldecoder("utf-8")()
@@ -390,7 +402,7 @@ def _text_pieces(file: Path, place: Place) -> Iterator[Piece]:
                 raise ValueError(f"{file} is not UTF-8 text (byte {offset + error.start}); convert it first.") from None
             rest = decoder.getstate()[0]
             offset += len(block) - len(rest)
-            yield Piece(text, ends, place | {"offset": offset})
+            yield Piece(text, ends, place | {"offset": offset}, begins)
             if ends:
                 return
 

@@ -148,7 +148,7 @@ class Conversation:
         self.stopped = self.repeated = False
         said, again = self._take(text), Repetition()
         now, end, pieces, answer, last = self.now, self.model.config.eos, self.tokenizer.stream(), "", -1
-        for last, cache in self._stream([*now.pending, *self._encode(said)], now.cache):
+        for last, cache in self._stream(self._fed(now, said), now.cache):
             now = Memory(cache, (last,))
             answer += (piece := "" if last in end else pieces.add(last))
             yield piece
@@ -226,13 +226,15 @@ class Conversation:
             raise ValueError("the chat template leaves earlier answers out, so no cache can continue; use /forget.")
         return behind
 
-    def _encode(self, text: str) -> list[int]:
-        begins = self.tokenizer.chat_template is None and self.now.cache is None
-        return self.tokenizer.encode(text, add_special_tokens=begins)
+    def _fed(self, memory: Memory, text: str) -> list[int]:
+        """Return the tokens of a text behind those in the memory, after those that it has not fed yet."""
+        if memory.cache is None:
+            return self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
+        return [*memory.pending, *self.tokenizer.continuation(text, *memory.pending[-1:])]
 
     def _fed_again(self, text: str) -> AnyCache:
         """Return the cache from before the last turn after that turn's text, as it is rendered now."""
-        ((_, cache),) = self._stream([*self.before.pending, *self._encode(text)], self.before.cache, max_new_tokens=1)
+        ((_, cache),) = self._stream(self._fed(self.before, text), self.before.cache, max_new_tokens=1)
         return cache
 
     def _stream(self, tokens: list[int], cache: AnyCache | None, **settings: Any) -> Iterator[tuple[int, AnyCache]]:

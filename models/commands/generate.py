@@ -181,7 +181,7 @@ def _answer(
     model, tokenizer, networks = loaded
     prompt = tokenizer.chat([{"role": "user", "content": request.prompt}]) if flags.chat else request.prompt
     context = tokenizer.encode(prompt, add_special_tokens=not flags.chat)
-    question = [] if request.question is None else tokenizer.encode(request.question, add_special_tokens=False)
+    question = [] if request.question is None else tokenizer.continuation(request.question, *context[-1:])
     tokens = [*context, *question]
     begun, blocks, steps, sizes = time.perf_counter(), list[tuple[float, int]](), list[float](), []
     pieces, generated = tokenizer.stream(), []

@@ -154,7 +154,7 @@ def _row(text: str, asked: Sequence[Turn], family: str) -> Row:
 def _size(tokenizer: models.Tokenizer, text: str, asked: Sequence[Turn]) -> int:
     """Count the tokens of a row: those of its prompts and answers, and the end token."""
     row = _row(text, asked, "")
-    rest = (tokenizer.encode(part, add_special_tokens=False) for part in (row.answer, *itertools.chain(*row.more)))
+    rest = (tokenizer.continuation(part) for part in (row.answer, *itertools.chain(*row.more)))
     return len(tokenizer.encode(row.prompt)) + sum(map(len, rest)) + 1
 
 
