@@ -134,7 +134,10 @@ def model_class() -> type:
             return "kvjax"
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-            return self.text.encode(string, add_special_tokens=add_special_tokens is not False)
+            if add_special_tokens is None:  # a chat template may have written BOS already
+                bos = self.text.special_tokens.get("bos_token")
+                add_special_tokens = not bos or not string.startswith(bos)
+            return self.text.encode(string, add_special_tokens=add_special_tokens)
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return self.text.chat(chat_history, add_generation_prompt)
