@@ -1,7 +1,12 @@
-"""The tokenizer of a GGUF file, from its metadata."""
+"""The tokenizer of a GGUF file, from its metadata.
+
+Its "add_bos_token" and "add_eos_token" say what is put around a text, as in llama.cpp and transformers 5; a
+tokenizer.json beside it says so itself.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
+from models import added_tokens
 from models.config import Config
 from models.gguf_header import listed, optional
 from models.tokenizer import Tokenizer
@@ -33,8 +39,15 @@ SPLITS = {
 SPLITS["dbrx"] = SPLITS["llama-bpe"]  # OLMo-2's
 SPLITS["refact"] = SPLITS["smollm"]  # Granite's
 SPACE = "▁"  # SentencePiece's
-# Tokens that end a turn, for older files that name only the end of a text.
-ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+PRE = "tokenizer.ggml.pre"  # names the pre-tokenizer
+# Tokens that end a turn, for older files that name only the end of a text: as in llama.cpp, they are control tokens
+# whatever their type is.
+ENDS_OF_TURN = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<EOT>",
+    "[EOT]", "<end_of_utterance>",
+)  # fmt: skip
+# Special tokens of Phi-3's SentencePiece vocabulary that keep the blanks behind them; the others take them in.
+KEEP_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_of(metadata: Mapping[str, Any], config: Config, file: Path) -> Tokenizer | None:
@@ -56,18 +69,30 @@ def tokenizer_of(metadata: Mapping[str, Any], config: Config, file: Path) -> Tok
     template = optional(metadata, "tokenizer.chat_template", str, None)
     if beside.is_file():
         own = Tokenizer.from_folder(file.parent)
+        said = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+        added_tokens.warn_of_surroundings(own.backend, {"bos": own.bos, "eos": own.eos}, said, str(file))
         return Tokenizer(own.backend, special | own.special_tokens, own.chat_template or template)
     if kind in ("none", "no_vocab"):
         return None
     if not tokens:
         raise ValueError("it lacks the key tokenizer.ggml.tokens (a list); put the model's tokenizer.json beside it.")
-    types = listed(metadata, "tokenizer.ggml.token_type", int) or [NORMAL] * len(tokens)
+    types = _types(metadata, tokens)
     if len(types) != len(tokens):
         raise ValueError(f"it has {len(tokens)} tokens and the types of {len(types)}; download it again.")
+    if kind == "gpt2" and not metadata.get(PRE):
+        warnings.warn(
+            f"{file} does not name its pre-tokenizer ({PRE}), so texts are split by the one called 'default', as in "
+            "llama.cpp, and the model may have learned others' tokens; put the model's tokenizer.json beside the file, "
+            "which is then used, or take a newer file.",
+            stacklevel=2,
+        )
     make = _byte_level if kind == "gpt2" else _sentencepiece
     backend = make(metadata, tokens, types, special.get("unk_token"))
+    blanks = kind == "llama" and _is_phi3(metadata)
     added = [
-        tokenizers.AddedToken(token, special=type_ != USER_DEFINED, normalized=False)
+        tokenizers.AddedToken(
+            token, special=type_ != USER_DEFINED, normalized=False, rstrip=blanks and token not in KEEP_BLANKS
+        )
         for token, type_ in zip(tokens, types, strict=True)
         if token and type_ in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
@@ -163,15 +188,28 @@ def _surround(
 
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
-    return optional(metadata, "tokenizer.ggml.pre", str, "default")
+    return optional(metadata, PRE, str, "default") or "default"
+
+
+def _types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
+    """Return the types of tokens; those that end a text or a turn are control tokens."""
+    types = listed(metadata, "tokenizer.ggml.token_type", int) or [NORMAL] * len(tokens)
+    ends = {id_of(metadata, name) for name in ("eos", "eot", "eom")}
+    ends |= {index for index, token in enumerate(tokens) if token in ENDS_OF_TURN}
+    return [CONTROL if index in ends else kind for index, kind in enumerate(types)]
+
+
+def _is_phi3(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a model is a Phi-3, by its architecture or, as in llama.cpp, its name."""
+    name = optional(metadata, "general.name", str, "").lower()
+    return metadata.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
 
 
 def ends_of_turn(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the control tokens that end a turn in the chat template."""
+    """Return the tokens that end a turn in the chat template."""
     template = optional(metadata, "tokenizer.chat_template", str, "")
-    tokens, types = listed(metadata, "tokenizer.ggml.tokens", str), listed(metadata, "tokenizer.ggml.token_type", int)
     used = [text for text in ENDS_OF_TURN if text in template]
-    return [index for index, kind in enumerate(types[: len(tokens)]) if kind == CONTROL and tokens[index] in used]
+    return [index for index, token in enumerate(listed(metadata, "tokenizer.ggml.tokens", str)) if token in used]
 
 
 def id_of(metadata: Mapping[str, Any], name: str) -> int | None:

@@ -504,6 +504,20 @@ def test_end_tokens(keys, eos, make):
     assert config.eos == eos
 
 
+@pytest.mark.parametrize("kind", [1, 3, 4])  # normal, control, user-defined
+def test_a_token_that_ends_a_turn_is_a_control_token_whatever_its_type_is(kind, make):
+    keys = bpe("gpt-2")
+    keys["tokenizer.ggml.token_type"][3] = kind
+    config, found = describe(make(change=widened, keys=keys))
+    assert config.eos == (2, 3)
+    assert found.encode("a<|eot_id|>")[-1] == 3 and found.decode([3]) == ""
+
+
+def test_a_token_that_the_file_names_as_an_end_is_a_control_token(tokenizer):
+    keys = bpe("gpt-2", eos_token_id=4)  # <tool>, which is user-defined
+    assert tokenizer(keys).decode([4]) == ""
+
+
 def widened(tensors):
     tensors |= {name: np.zeros((400, 64), np.float32) for name in ("token_embd.weight", "output.weight")}
 
@@ -528,6 +542,22 @@ def test_a_family_of_an_installed_package_is_found(tmp_path, monkeypatch):
     installed(tmp_path, "pkg_gguf", code, families="mine = pkg_gguf:own")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert family_in({"general.architecture": "own"})[0] == "mine"
+
+
+def test_a_file_that_names_no_pre_tokenizer_is_split_as_in_llama_cpp_with_a_warning(tokenizer):
+    with pytest.warns(UserWarning, match=r"does not name its pre-tokenizer \(tokenizer.ggml.pre\).* called 'default'"):
+        found = tokenizer(bpe(None))
+    text = "I'LL go 1234!!"
+    assert found.encode(text) == tokenizer(bpe("default")).encode(text) != tokenizer(bpe("llama-bpe")).encode(text)
+
+
+def test_what_a_file_says_of_bos_does_not_count_beside_a_tokenizer_json(make):
+    file = make(keys={"tokenizer.ggml.add_bos_token": False})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOLDEN / "tokenizer" / name, file.parent)
+    with pytest.warns(UserWarning, match=r"model\.gguf says that add_bos_token is false, but tokenizer\.json puts one"):
+        found = describe(file)[1]
+    assert found.encode("a")[0] == found.bos
 
 
 @pytest.mark.parametrize("keys", [{}, bpe("deepseek-llm"), {"tokenizer.ggml.model": "t5"}])
@@ -590,6 +620,40 @@ def test_pieces_are_joined_by_score_and_texts_come_back(pieces, text):
     spaced = text.replace(" ", "▁")
     assert with_prefix.encode(text) == [1, *expected_ids("▁" + spaced)]
     assert without.encode(text) == expected_ids(spaced)
+
+
+# Phi-3's vocabulary behind SentencePiece's, with a chat as its template writes it.
+PHI3 = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
+CHAT = "<|user|>\nthe<|end|>\n<|assistant|>\n"
+
+
+def phi3(**keys):
+    keys = sentencepiece() | {"general.architecture": "phi3", "general.name": "mine"} | keys
+    keys["tokenizer.ggml.tokens"] = keys["tokenizer.ggml.tokens"] + PHI3
+    keys["tokenizer.ggml.scores"] = keys["tokenizer.ggml.scores"] + [0.0] * 4
+    keys["tokenizer.ggml.token_type"] = keys["tokenizer.ggml.token_type"] + [3, 3, 3, 4]
+    return keys
+
+
+@pytest.fixture
+def of_keys(make):
+    """Gives the tokenizer of a file with these keys, of the architecture that they name."""
+    return lambda keys: describe(make(keys["general.architecture"], keys=keys, change=widened))[1]
+
+
+@pytest.mark.parametrize("named", [{}, {"general.architecture": "llama", "general.name": "A Phi-3 mini"}])
+def test_phi3s_special_tokens_take_in_the_blanks_behind_them(named, of_keys):
+    found = of_keys(phi3(**named))
+    endoftext, assistant, end, user = (found.backend.token_to_id(token) for token in PHI3)
+    the, newline, blank = (found.backend.token_to_id(token) for token in ("▁the", "<0x0A>", "▁"))
+    assert found.encode(CHAT, add_special_tokens=False) == [user, the, end, assistant]
+    assert found.encode("<|endoftext|>\n", add_special_tokens=False) == [endoftext, blank, newline]
+
+
+def test_other_vocabularies_keep_the_blanks_behind_special_tokens(of_keys):
+    found = of_keys(phi3(**{"general.architecture": "llama"}))
+    newline = found.backend.token_to_id("<0x0A>")
+    assert found.encode(CHAT, add_special_tokens=False).count(newline) == 3
 
 
 def test_bar_counts_every_tensor(make, monkeypatch):

@@ -277,5 +277,5 @@ def test_tokenizer_json_says_what_stands_around_a_text(folder):
 
 def test_a_second_bos_is_told(name):
     tokenizer = LOADED[name]
-    with pytest.warns(UserWarning, match="the text begins with <s>, and the tokenizer puts another one before it"):
+    with pytest.warns(UserWarning, match="the text begins with <s>, and the tokenizer puts another before it"):
         assert tokenizer.encode("<s>a")[:2] == [tokenizer.bos] * 2
