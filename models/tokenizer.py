@@ -125,8 +125,8 @@ class Tokenizer:
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and ids[:2] == [self.bos] * 2 and self._ids(text)[:2] != ids[:2]:
             warnings.warn(
-                f"the text begins with {self.special_tokens['bos_token']}, and the tokenizer puts another before it; if "
-                "a chat template wrote it, encode the text with add_special_tokens=False.",
+                f"the text begins with {self.special_tokens['bos_token']}, and the tokenizer puts another before it; "
+                "if a chat template wrote it, encode the text with add_special_tokens=False.",
                 stacklevel=2,
             )
         return ids

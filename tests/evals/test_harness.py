@@ -100,6 +100,22 @@ def test_generation_stops_at_the_first_stop(kvjax_lm):
         kvjax_lm.generate_until([request(prompt, {"do_sample": True, "temperature": 1.0})], disable_tqdm=True)
 
 
+def test_a_chat_template_that_writes_bos_leaves_one(kvjax_lm, monkeypatch):
+    form = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(kvjax_lm.text, "chat_template", form)
+    prompt = kvjax_lm.apply_chat_template([{"role": "user", "content": TEXT}])
+    whole = kvjax_lm.text.encode(TEXT)
+    assert whole.count(kvjax_lm.text.bos) == 1
+    assert kvjax_lm.tok_encode(prompt) == whole == kvjax_lm.tok_encode(TEXT)
+    context, continuation = kvjax_lm._encode_pair(prompt, " Why")
+    assert (context, continuation) == (whole, kvjax_lm.text.continuation(" Why"))
+    fed = []
+    monkeypatch.setattr(models, "stream", lambda model, tokens, **_: fed.append(tokens[0].tolist()) or [])
+    monkeypatch.setattr(kvjax_lm, "max_length", 200)
+    kvjax_lm.generate_until([request(prompt, {"max_gen_toks": 3})], disable_tqdm=True)
+    assert fed == [whole]
+
+
 def test_a_simulated_selection_decodes_no_answers():
     pytest.importorskip("lm_eval")
     made = harness.model_class()(select="h2o", budget=0.5, block=16)

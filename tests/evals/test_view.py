@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import models
-from evals import tasks, view
+from evals import command_line, tasks, view
 from evals.__main__ import main
 from tests.evals import browser
+from tests.models import reference
+from tests.models.commands.test_chat import spaced
 from tests.tiers import matrix
 
 
@@ -47,6 +49,22 @@ def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt):
 def test_pieces_are_the_text(retriever, prompt):
     tokenizer = retriever[1]
     assert "".join(view.pieces(tokenizer, prompt)) == tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def test_a_question_goes_on_where_the_prompt_ends(tmp_path, monkeypatch):
+    tokenizer, seen = spaced(None), []
+
+    def stream(model, tokens, *, options, question):
+        seen.append((tokens[0].tolist(), question))
+        raise ValueError("that is all")
+
+    loaded = reference.decoder(models.Config(300, 16, 16, 1, 1, 1)), tokenizer
+    monkeypatch.setattr(command_line, "load", lambda flags: loaded)
+    monkeypatch.setattr(models, "stream", stream)
+    (tmp_path / "book.txt").write_text("It rained.")
+    line = f"view --prompt-file {tmp_path}/book.txt --question Why? --policies full --html {tmp_path}/view.html"
+    assert main(line.split()) == 2
+    assert seen == [(tokenizer.encode("It rained.\nWhy?"), 5)]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import kvjax
 import models
 from models.asking import _Form
 from models.commands import ask
-from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, tokenizer_of
+from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, spaced, tokenizer_of
 from tests.models.tiny import run
 from tests.tiers import first, nightly
 
@@ -54,12 +54,13 @@ def test_options_without_a_policy_keep_the_default_one(model, monkeypatch, given
     assert read == [(None, None) if options.policy else ("kvzip@model", options.budget or 0.25)]
 
 
+@pytest.mark.parametrize("made", [tokenizer_of, spaced])
 @pytest.mark.parametrize(
     ("template", "system"),
     [(None, None), *itertools.product([CHATML, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS], [None, "Be kind."])],
 )
-def test_document_and_question_are_the_text_of_the_template(template, system):
-    tokenizer = tokenizer_of(template)
+def test_document_and_question_are_the_text_of_the_template(template, system, made):
+    tokenizer = made(template)
     form = _Form.of(tokenizer, system)
     tokens = form.document(" A text.\n") + form.question("Why? ")
     messages = [] if system is None else [{"role": "system", "content": system}]

@@ -14,6 +14,7 @@ import models
 from kvjax.schedule import Text, answer_copies, moments, repeats_of, schedule
 from models import engine, host_steps, one_program, prompts, published, repeating
 from models.by_layer import LayerSteps
+from tests.models.commands.test_chat import spaced
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT, REAL, TINY
 from tests.models.tiny import assert_keeps, decoder, positions, run
@@ -210,6 +211,13 @@ def test_the_words_are_asked_for_by_the_tokenizer():
     ask = models.with_repeat_prompt("kvzip", speaks).needs.reconstruction.prompt
     assert tokenizer.decode(ask.suffix) == "</u><a>"
     assert models.with_repeat_prompt("h2o", tokenizer) is kvjax.parse("h2o")
+
+
+def test_the_words_go_on_where_the_prompt_ends():
+    tokenizer = spaced(None)
+    ask, blank = repeating.repeat_prompt(tokenizer), tokenizer.backend.token_to_id("▁")
+    assert ask.first == tuple(tokenizer.encode(repeating.FIRST)[1:]) and blank == tokenizer.encode(repeating.FIRST)[0]
+    assert blank not in ask.suffix
 
 
 def test_parts_of_the_prompt_and_what_asks_for_them():

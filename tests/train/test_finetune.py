@@ -14,6 +14,7 @@ import models
 from evals import loglikelihood
 from models import adapters
 from tests.models import reference
+from tests.models.commands.test_chat import spaced
 from tests.tiers import matrix
 from train import answers, finetune, loop, lora
 from train.text import Corpus
@@ -258,3 +259,14 @@ def test_rows_of_answers_are_the_prompt_the_answer_and_the_end_in_a_new_order_ea
     assert [row.tobytes() for row, _ in first] != [row.tobytes() for row, _ in second]
     resumed = data.rows(first[3][1])
     assert all(np.array_equal(next(resumed)[0], row) for row, _ in [*first[4:], *second])
+
+
+def test_answers_go_on_where_their_prompts_end(tmp_path):
+    tokenizer, file = spaced(None), str(tmp_path / "prices.jsonl")
+    Path(file).write_text(json.dumps({"prompt": "It costs $", "answer": "12", "more": [["34, then $", "5"]]}))
+    (row,) = answers.open_answers([file], tokenizer, 48, eval_names=[file]).held_out
+    tokens = answers.model_batch(row[None]).tokens[0].tolist()
+    whole = [*tokenizer.encode("It costs $1234, then $5"), tokenizer.eos]
+    assert tokens[: len(whole)] == whole
+    learned = [tokenizer.backend.id_to_token(token) for token in row[row >= 0]]
+    assert learned == ["<0x31>", "<0x32>", "<0x35>", "</s>"]

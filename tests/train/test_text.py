@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import pytest
 import models
 import papers.retriever.rows  # noqa: F401  which adds them to the texts
 from evals import prose, texts
+from tests.models.commands.test_chat import spaced
+from train import text
 from train.text import PIECE_BYTES, WRITTEN, open_corpus, python_documents
 
 TEXTS = [f"The {noun} number {i} was counted by the baker. " * (1 + i % 5) for i, noun in enumerate(prose.NOUNS[:60])]
@@ -50,6 +53,17 @@ def test_rows_are_the_documents_joined_by_the_end_token(tokenizer, tmp_path, suf
     assert corpus.held_out[:, 1:].ravel().tolist() == everything[: 2 * 31]
     held_out = next(n for n in range(1, 60) if len(ids_of(tokenizer, TEXTS[:n])) >= 2 * 31)  # whole documents
     assert rows[:, 1:].ravel().tolist() == ids_of(tokenizer, TEXTS[held_out:])[: 20 * 31]
+
+
+def test_pieces_of_a_text_go_on_where_the_one_before_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PIECE_BYTES", 8)
+    tokenizer, lines = spaced(None), "It rained.\n  Then it did not.\n" * 9
+    file = str(tmp_path / "a.txt")
+    Path(file).write_text(lines)
+    corpus = open_corpus([file], tokenizer, 32, eval_names=[file], eval_rows=2)
+    whole = tokenizer.encode(lines)
+    assert corpus.held_out.ravel().tolist() == whole[: 32 * 2]
+    assert np.concatenate([row for row, _ in read(corpus, 5)]).tolist() == whole[: 32 * 5]
 
 
 @pytest.mark.parametrize("names", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "b.txt", ".", "python,retriever"])

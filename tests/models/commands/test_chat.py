@@ -40,6 +40,19 @@ def tokenizer_of(template):
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, template)
 
 
+def spaced(template):
+    """The same in SentencePiece's manner: a blank is put before a text."""
+    words = ["▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = tokenizers.models.BPE({word: n for n, word in enumerate(words)}, [], byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    backend.add_special_tokens(SPECIAL)
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, template)
+
+
 CONFIG = models.Config(  # an answer ends now and then
     256 + len(SPECIAL), 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_positions=600,
     eos=tuple(range(0, 256, 11)),
@@ -82,9 +95,11 @@ class Scripted:
 
     def __init__(self, tokenizer, answers):
         # No model is run: only the tokens that end an answer are read.
-        self.config = models.Config(256 + len(SPECIAL), 16, 16, 1, 1, 1, eos=tuple(range(256, 256 + len(SPECIAL))))
+        self.config = models.Config(
+            256 + len(SPECIAL), 16, 16, 1, 1, 1, eos=tuple(map(tokenizer.backend.token_to_id, SPECIAL))
+        )
         self.embedding = None
-        self.answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
+        self.answers = [tokenizer.continuation(answer) for answer in answers]
         self.asked = []  # all tokens before each answer
 
     def stream(self, model, tokens, *, cache, max_new_tokens, **_):
@@ -108,11 +123,12 @@ TURN = st.tuples(
 )
 
 
+@pytest.mark.parametrize("made", [tokenizer_of, spaced])
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(turns=st.lists(TURN, min_size=1, max_size=4), system=st.sampled_from([None, "Be kind."]))
 @settings(max_examples=10)
-def test_tokens_are_those_of_the_template_over_the_whole_conversation(template, system, turns):
-    tokenizer = tokenizer_of(TEMPLATES[template])
+def test_tokens_are_those_of_the_template_over_the_whole_conversation(template, made, system, turns):
+    tokenizer = made(TEMPLATES[template])
     scripted = Scripted(tokenizer, [answer + end for _, answer, end in turns])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "stream", scripted.stream)

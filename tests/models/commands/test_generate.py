@@ -15,6 +15,7 @@ import pytest
 import models
 from models.commands import chat, generate
 from tests.models import reference
+from tests.models.commands.test_chat import spaced
 
 PROMPT = "The code of amber falcon is 4719. It was a quiet day. Question: what is the code of amber falcon? Answer:"
 SMALL = ["--block", "16", "--max-new-tokens", "4"]
@@ -201,3 +202,18 @@ def test_the_module_runs_and_the_function_keeps_its_name(monkeypatch, capsys, na
     with pytest.raises(ImportError, match=f"models.{name} is a function and a command: `import models`, or run"):
         importlib.import_module(f"models.{name}")
     assert isinstance(getattr(models, name), types.FunctionType)
+
+
+def test_a_question_goes_on_where_the_prompt_ends(monkeypatch):
+    tokenizer, seen = spaced(None), []
+
+    def stream(model, tokens, **settings):
+        seen.append((tokens[0], settings["question"]))
+        raise ValueError("that is all")
+
+    monkeypatch.setattr(
+        models, "load", lambda *_, **__: (reference.decoder(models.Config(300, 16, 16, 1, 1, 1)), tokenizer)
+    )
+    monkeypatch.setattr(models, "stream", stream)
+    assert generate.main(["retriever", "--prompt", "It costs $", "--question", "12?", *SMALL]) == 2
+    assert seen == [(tokenizer.encode("It costs $12?"), 3)]
