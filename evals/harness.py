@@ -139,6 +139,15 @@ def model_class() -> type:
                 add_special_tokens = not bos or not string.startswith(bos)
             return self.text.encode(string, add_special_tokens=add_special_tokens)
 
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            before, behind = super()._encode_pair(context, continuation)
+            if not behind:  # one token reaches across, as ": C" may
+                blanks = context[len(context.rstrip()) :]
+                behind = self.text.continuation(blanks + continuation, before[-1])
+            if not behind:
+                raise ValueError(f"a choice behind {context[-40:]!r} is empty; give each choice of the task some text.")
+            return before, behind
+
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return self.text.chat(chat_history, add_generation_prompt)
 

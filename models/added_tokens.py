@@ -55,6 +55,9 @@ def text_of(token: Token) -> str:
 def add_tokens(backend: tokenizers.Tokenizer, added: Mapping[int, Mapping[str, Any]], special: Iterable[Token]) -> None:
     """Add tokens, those with ids in their order, and make ``special`` ones special, which are not printed.
 
+    Special tokens are found before a text is normalised: behind a letter, a normaliser that puts a blank before a text
+    would hide them, as tokenizer.json has it in old folders of Llama's.
+
     Raises:
         TypeError, KeyError: a token is described in another way.
     """
@@ -64,6 +67,7 @@ def add_tokens(backend: tokenizers.Tokenizer, added: Mapping[int, Mapping[str, A
         text = text_of(token)
         own = {"content": text} if isinstance(token, str) else {k: v for k, v in token.items() if k != "__type"}
         told[text] = {**told.get(text, own), "special": True}
+    told = {text: {**token, "normalized": False} if token.get("special") else token for text, token in told.items()}
     backend.add_tokens([tokenizers.AddedToken(**token) for text, token in told.items() if token != held.get(text)])
 
 

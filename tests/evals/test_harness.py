@@ -116,6 +116,18 @@ def test_a_chat_template_that_writes_bos_leaves_one(kvjax_lm, monkeypatch):
     assert fed == [whole]
 
 
+def test_a_choice_that_shares_a_token_with_its_context_is_encoded_alone(kvjax_lm):
+    tokenizer = kvjax_lm.text
+    whole = tokenizer.encode("The river")
+    assert len(whole) == 3 and whole[-1] == tokenizer.encode(" river")[-1]
+    context, continuation = kvjax_lm._encode_pair("The riv", "er")
+    assert len(context) >= len(whole), "nothing would be left behind it"
+    assert continuation == tokenizer.continuation("er")
+    assert kvjax_lm._encode_pair("The ", "river") == (whole[:-1], whole[-1:])
+    with pytest.raises(ValueError, match="a choice behind 'The river' is empty"):
+        kvjax_lm._encode_pair("The river", "")
+
+
 def test_a_simulated_selection_decodes_no_answers():
     pytest.importorskip("lm_eval")
     made = harness.model_class()(select="h2o", budget=0.5, block=16)

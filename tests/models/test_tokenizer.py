@@ -259,6 +259,15 @@ def test_a_token_that_only_the_config_calls_special_is_not_printed(config, tmp_p
     assert tokenizer.decode(tokenizer.encode("The<|end|>", add_special_tokens=False)) == "The"
 
 
+def test_a_special_token_is_found_behind_a_letter_however_it_is_normalised(tmp_path):
+    raw = json.loads((GOLDEN / "tokenizer_byte_fallback" / "tokenizer.json").read_text())
+    for entry in raw["added_tokens"]:
+        entry["normalized"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    expected = LOADED["tokenizer_byte_fallback"].encode("The</s>")
+    assert Tokenizer.from_folder(tmp_path).encode("The</s>") == expected and expected[-1] == 2
+
+
 def test_a_template_may_write_a_token_that_the_model_alone_has(folder):
     (folder / "tokenizer_config.json").write_text('{"eot_token": "<eot>"}')
     (folder / "chat_template.jinja").write_text("{{ eot_token }}")
