@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import jax
 
@@ -27,7 +29,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
     A link stays a link: the file that it points to is replaced. A path that is not a regular file (a pipe, a device, a
     stream of this process such as /dev/stdout) is not replaced: the whole content is written into it at the end. Of
-    several processes that run together, only the first one writes.
+    several processes that run together, only the first one writes. The temporary file that a killed process left is
+    deleted when the same file is written again.
 
     Example:
         >>> import tempfile
@@ -53,23 +56,49 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise ValueError(f"cannot write {path}: it is a folder; name a file.")
     if straight and not os.access(target, os.W_OK):
         raise PermissionError(f"cannot write into {path}: permission denied; name another file.")
+    folder = Path(tempfile.gettempdir()) if straight else target.parent
     # Cut, as a long name would leave no room for the part that makes the temporary name unique.
-    handle, name = tempfile.mkstemp(
-        dir=None if straight else target.parent, prefix=f".{target.stem[:40]}.", suffix=target.suffix[-10:]
-    )
-    os.close(handle)
+    prefix, suffix = f".{target.stem[:40]}.unfinished-", target.suffix[:16]
+    _delete_abandoned(folder, prefix, suffix)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=prefix, suffix=suffix)
     temporary = Path(name)
     try:
-        yield temporary
-        if straight:
-            _pour(temporary, target if stream is None else os.dup(stream))
-            temporary.unlink()
-        else:
-            os.chmod(temporary, _mode(target))  # mkstemp's files are private; outputs should have the usual mode
-            os.replace(temporary, target)
+        with open(handle, "wb") as held:  # its lock says that this process is alive
+            if locked(held) is None:
+                held.close()  # Windows replaces no file that is open
+            yield temporary
+            if straight:
+                _pour(temporary, target if stream is None else os.dup(stream))
+                temporary.unlink()
+            else:
+                os.chmod(temporary, _mode(target))  # mkstemp's files are private; outputs should have the usual mode
+                os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def locked(file: IO[Any]) -> bool | None:
+    """Lock a file until it is closed, and tell whether that could be done; None where files have no locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+    return True
+
+
+def _delete_abandoned(folder: Path, prefix: str, suffix: str) -> None:
+    """Delete the temporary files of writers that were killed: no process holds their locks."""
+    for path in folder.glob(f"{glob.escape(prefix)}????????{glob.escape(suffix)}"):
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            if locked(file):
+                path.unlink()
 
 
 def _stream(path: Path) -> int | None:

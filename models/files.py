@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from kvjax.files import first, replacing
+from kvjax.files import first, locked, replacing
 
 LOCK_FILE = ".lock"
 
@@ -119,13 +119,5 @@ class _Probe(Exception):
 
 def lock(file: IO[Any], folder: Path) -> None:
     """Lock a folder for this process until ``file``, a file in it that is open for writing, is closed."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another run writes into {folder}; wait until it ends, or name another folder.") from None
-    except OSError:  # a file system without locks
-        return
+    if locked(file) is False:
+        raise ValueError(f"another run writes into {folder}; wait until it ends, or name another folder.")
