@@ -16,7 +16,7 @@ def test_a_temporary_name_is_hidden_and_ends_as_the_file_s(tmp_path, name):
     target = tmp_path / name
     with replacing(target) as temporary:
         assert temporary.parent == tmp_path and temporary.name.startswith(".")
-        assert temporary.suffix == target.suffix
+        assert temporary.name.endswith(target.suffix)
         temporary.write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
