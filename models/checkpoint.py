@@ -14,6 +14,8 @@ from models.config import Config
 from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes
 from models.tokenizer import Tokenizer
 
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # those that are read
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 Window = tuple[slice, ...]  # one slice per axis of a tensor, with known bounds
 
 
@@ -100,6 +102,15 @@ def refuse_pointer(file: Path) -> None:
     with file.open("rb") as stream:
         if stream.read(19) == b"version https://git":
             raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull.")
+
+
+def refuse_pickle(file: Path) -> None:
+    """Check that a file holds no pickled weights."""
+    if file.suffix in PICKLES:
+        raise ValueError(
+            f"{file} holds pickled weights, which can run code when read, so they are refused; convert them to "
+            "safetensors (transformers' save_pretrained writes it)."
+        )
 
 
 def file_shape(shape: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

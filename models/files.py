@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import stat
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +56,18 @@ def read_bytes(path: str | Path) -> bytes:
 @functools.lru_cache(maxsize=16)
 def _of_a_pipe(path: str, device: int, inode: int) -> bytes:
     return Path(path).read_bytes()
+
+
+def first_of(folder: Path, names: Sequence[str]) -> Path | None:
+    """Return the first file of several that stand for each other, None without one; warn of others that are there."""
+    found = [name for name in names if (folder / name).is_file()]
+    if len(found) > 1:
+        warnings.warn(
+            f"{folder / found[0]} is read, as transformers does, and not {' and '.join(found[1:])} beside it; delete "
+            "what is out of date.",
+            stacklevel=2,
+        )
+    return folder / found[0] if found else None
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:

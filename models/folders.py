@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import os
 import re
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from kvjax.checks import shown
 from models import published
-from models.checkpoint import Checkpoint, Tensor, arranged, refuse_pointer
+from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, refuse_pickle, refuse_pointer
 from models.config import Config
 from models.config_json import family_of, from_hugging_face
 from models.families import family_of_architecture
+from models.files import first_of
 from models.parameters import tensor_names
 from models.tokenizer import Tokenizer, read_object
 
@@ -25,9 +32,9 @@ SHIPPED = {
     "smollm2-answers-2": "smollm2/answers/2",
     "smollm2-answers-3": "smollm2/answers/3",
 }
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Tensors that are not read: rotary frequencies in older checkpoints, and the output matrix where the config ties it.
-IGNORED = re.compile(r"lm_head\.weight|.*\.rotary_emb\.inv_freq")
+# Files that hold a model's weights, in the order in which transformers looks for them.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")  # in older checkpoints; the config says the same
 
 
 def find_folder(path: str | Path) -> Path:
@@ -48,8 +55,7 @@ def find(path: str | Path, revision: str | None = None) -> Path:
     if folder.is_file():
         if folder.suffix.lower() == ".gguf":
             return folder
-        if folder.suffix in PICKLES:
-            raise ValueError(_pickle_message(folder))
+        refuse_pickle(folder)
         raise ValueError(f"{path} is a file; give the folder that holds it, with config.json beside the weights.")
     if isinstance(path, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", path):
         return _download(path, revision)
@@ -86,38 +92,40 @@ def _download(name: str, revision: str | None) -> Path:
         ) from None
 
 
-def _pickle_message(file: Path) -> str:
-    return (
-        f"{file} holds pickled weights, which can run code when read, so they are refused; convert them to safetensors "
-        "(transformers' save_pretrained writes it)."
-    )
-
-
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor, after checking that all shards are readable and hold what the index says."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise ValueError(f"{index} has no weight_map from tensors to files; download it again.")
-        shards = sorted(set(weight_map.values()))
-        for shard in shards:
-            if Path(shard).name != shard or "\0" in shard or len(shard) > 200:
-                named = repr(shard[:60])
-                raise ValueError(f"{index} names {named}, which is not a file of its own folder; download it again.")
-            if not (folder / shard).is_file():
-                raise FileNotFoundError(f"{folder} lacks the shard {shard}, which {index.name} names; download it.")
-        held = {shard: _tensor_names(folder / shard) for shard in shards}
-        for name, shard in weight_map.items():
-            if name not in held[shard]:
-                raise ValueError(f"{index} puts the tensor {name} in {shard}, which lacks it; download both again.")
-        return {name: folder / shard for name, shard in weight_map.items()}
-    if single.is_file():
-        return dict.fromkeys(_tensor_names(single), single)
-    for file in sorted(folder.iterdir()):
-        if file.suffix in PICKLES:
-            raise ValueError(_pickle_message(file))
-    raise FileNotFoundError(f"{folder} has neither {single.name} nor {index.name}; give a folder with safetensors.")
+    """Return the file of each tensor, after checking that all files are readable and hold what an index says."""
+    config = folder / "config.json"
+    named = read_object(config).get("transformers_weights")
+    file = first_of(folder, WEIGHTS) if named is None else _named(config, named)
+    if file is None or file.suffix not in (".safetensors", ".json"):
+        for other in sorted(folder.iterdir()):
+            refuse_pickle(other)
+        raise FileNotFoundError(f"{folder} has neither {' nor '.join(WEIGHTS[:2])}; give a folder with safetensors.")
+    if file.suffix == ".safetensors":
+        return dict.fromkeys(_tensor_names(file), file)
+    weight_map = read_object(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ValueError(f"{file} has no weight_map from tensors to files; download it again.")
+    held = {shard: _tensor_names(_named(file, shard)) for shard in sorted(set(weight_map.values()))}
+    for name, shard in weight_map.items():
+        if name not in held[shard]:
+            raise ValueError(f"{file} puts the tensor {name} in {shard}, which lacks it; download both again.")
+    for shard, names in held.items():
+        for name in sorted(names):
+            if weight_map.setdefault(name, shard) != shard:
+                raise ValueError(
+                    f"{folder / shard} holds the tensor {name}, and so does {weight_map[name]}; download both again."
+                )
+    return {name: folder / shard for name, shard in weight_map.items()}
+
+
+def _named(file: Path, name: Any) -> Path:
+    """Return the file that another one names, after a check that it is there, in the same folder."""
+    if not isinstance(name, str) or Path(name).name != name or "\0" in name or len(name) > 200:
+        raise ValueError(f"{file} names {shown(name)}, which is not a file of its own folder; download it again.")
+    if not (file.parent / name).is_file():
+        raise FileNotFoundError(f"{file.parent} lacks the file {name}, which {file.name} names; download it.")
+    return file.parent / name
 
 
 def _tensor_names(file: Path) -> set[str]:
@@ -170,12 +178,48 @@ def open_folder(folder: Path) -> Checkpoint:
             f"{folder}: its family names tensors of {', '.join(sorted(unknown))}, which are no parameters."
         )
     names |= family.tensors
+    if config.tie_embeddings:
+        config, tensors = _tied(folder, config, tensors, names)
     fused = {**family_of_architecture(config.architecture).fused, **family.fused}
     try:
         tensors = arranged(tensors, config, names, fused)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return Checkpoint(folder, "config.json", config, tokenizer, tensors, names, IGNORED)
+
+
+def _tied(
+    folder: Path, config: Config, tensors: dict[str, Tensor], names: Mapping[str, str]
+) -> tuple[Config, dict[str, Tensor]]:
+    """Return the config and the tensors of a model whose config ties its output matrix, as transformers reads them.
+
+    An output matrix that equals the embedding is left out, and one that is there instead of it is the embedding. Where
+    they differ, both are kept.
+    """
+    embedding, head = tensors.get(names["embedding"]), tensors.get(names["head"])
+    if head is None:
+        return config, tensors
+    others = {name: tensor for name, tensor in tensors.items() if name != names["head"]}
+    if embedding is None:
+        return config, {**others, names["embedding"]: head}
+    if _same(embedding, head):
+        return config, others
+    warnings.warn(
+        f"{folder / 'config.json'} ties the output matrix to the embedding, but {head.file.name} holds a different "
+        f"{names['head']}: it is used, as transformers does; set tie_word_embeddings to false.",
+        stacklevel=2,
+    )
+    return dataclasses.replace(config, tie_embeddings=False), tensors
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two matrices hold the same numbers, by some rows at a time."""
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= DTYPES.keys():
+        return False
+    rows, *rest = (slice(0, size) for size in one.shape)
+    step = max(1, 2**24 // math.prod(one.shape[1:]))
+    parts = ((slice(first, min(first + step, rows.stop)), *rest) for first in range(0, rows.stop, step))
+    return all(np.array_equal(one.read(part), other.read(part)) for part in parts)
 
 
 def _read_part(file: Path, name: str, window: tuple[slice, ...]) -> np.ndarray:

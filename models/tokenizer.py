@@ -19,7 +19,9 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from models import added_tokens
+from models.files import first_of
 
+FILES = ("tokenizer.json", "tokenizer.model")  # in transformers' order; the second is not read
 MARK = "\x01"  # stands for the text before a continuation: a character that is joined to no other
 MOST_LENGTH = 10_000_000  # the longest result of one product in a template; for a power, in bits
 MOST_LINES = 5_000_000  # lines of Python that a chat template may run, a few seconds
@@ -73,8 +75,8 @@ class Tokenizer:
             ValueError: a file is damaged, or a companion gives a token another id than it gets.
         """
         folder = Path(folder)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
+        file = first_of(folder, FILES)
+        if file is None or file.name != FILES[0]:
             raise FileNotFoundError(f"{folder} has no tokenizer.json; give a folder that holds one.")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -345,9 +347,16 @@ def _check_unicode(text: str) -> None:
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return chat_template.jinja, else the template in tokenizer_config.json, or the "default" of several there."""
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+        if template not in (None, text):
+            warnings.warn(
+                f"{file} is read, as transformers does, and not the different chat_template of tokenizer_config.json; "
+                "delete the one that is out of date.",
+                stacklevel=2,
+            )
+        return text
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get("default")
     return template

@@ -64,7 +64,14 @@ def put(held: dict[str, np.ndarray], value: float) -> None:
 
 
 def index(content: Any) -> Change:
-    return write("model.safetensors.index.json", json.dumps(content))
+    """Names shards by an index in place of the one file, of which there are two copies."""
+
+    def change(folder: Path) -> None:
+        shutil.copy(folder / "model.safetensors", folder / "two.safetensors")
+        (folder / "model.safetensors").rename(folder / "one.safetensors")
+        write("model.safetensors.index.json", content if isinstance(content, str) else json.dumps(content))(folder)
+
+    return change
 
 
 def header(length: int, content: bytes = b"") -> Change:
@@ -91,7 +98,7 @@ def renamed(before: str, after: str) -> Change:
     return lambda folder: (folder / before).rename(folder / after)
 
 
-MISSING = ("has no config.json", "neither model.safetensors nor", "lacks the shard")  # these are FileNotFoundErrors
+MISSING = ("has no config.json", "neither model.safetensors nor", "lacks the file")  # these are FileNotFoundErrors
 
 
 @pytest.fixture(scope="module")

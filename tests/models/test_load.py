@@ -28,6 +28,7 @@ from tests.models.make_golden import GOLDEN
 from tests.models.tiny import decoder
 
 TOKENS = np.arange(12)[None]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -116,6 +117,35 @@ def test_sharded_checkpoint_is_the_same_model(folder):
     assert_same(load(folder)[0], whole)
 
 
+def test_one_file_comes_before_an_index_and_the_index_is_named(folder):
+    whole, kept = load(folder)[0], folder.parent / "kept.safetensors"
+    shutil.copy(folder / "model.safetensors", kept)
+    edit_tensors(folder, lambda tensors: tensors.update({name: tensor + 1 for name, tensor in tensors.items()}))
+    shard(folder)
+    shutil.copy(kept, folder / "model.safetensors")
+    for stale in ([], sorted(folder.glob("model-*.safetensors"))):
+        for file in stale:
+            file.unlink()
+        with pytest.warns(UserWarning, match=r"and not model\.safetensors\.index\.json beside it; delete what is out"):
+            assert_same(load(folder)[0], whole)
+
+
+def test_the_file_that_the_config_names_is_read(folder):
+    whole, _ = load(folder)
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "model.safetensors").write_bytes(b"stale")
+    edit_config(folder, transformers_weights="other.safetensors")
+    assert_same(load(folder)[0], whole)
+
+
+def test_a_tensor_of_a_shard_that_the_index_leaves_out_is_read(folder):
+    whole, _ = load(folder)
+    index = shard(folder)
+    del index["weight_map"][QUERY]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(load(folder)[0], whole)
+
+
 def test_tensors_larger_than_a_chunk_and_a_tile_are_read_whole(folder, monkeypatch):
     whole, _ = load(folder)
     module = sys.modules["models.placing"]
@@ -124,13 +154,35 @@ def test_tensors_larger_than_a_chunk_and_a_tile_are_read_whole(folder, monkeypat
     assert_same(load(folder)[0], whole)
 
 
-def test_old_rotary_frequencies_are_ignored_and_an_output_matrix_of_a_tied_model(folder):
+def test_old_rotary_frequencies_are_ignored(folder):
     whole, _ = load(folder)
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_tensors(folder, lambda tensors: tensors.update({key: np.ones(6, np.float32)}))
     assert_same(load(folder)[0], whole)
+
+
+def test_an_output_matrix_that_equals_the_embedding_is_not_kept_twice(folder):
     edit_config(folder, tie_word_embeddings=True)
+    edit_tensors(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING]}))
     assert load(folder)[0].head is None
+
+
+def test_an_output_matrix_that_differs_from_the_embedding_is_kept_though_the_config_ties_it(folder):
+    whole, _ = load(folder)
+    edit_tensors(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + np.eye(64, 32, -63, np.float32)}))
+    edit_config(folder, tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match="ties the output matrix to the embedding, but .* holds a different lm_head"):
+        model, _ = load(folder)
+    changed = np.array(whole.embedding[...])
+    changed[63, 0] += 1  # in the last row alone
+    np.testing.assert_array_equal(model.head[...], changed.T)
+
+
+def test_an_output_matrix_alone_is_the_embedding_of_a_tied_model(folder):
+    edit_config(folder, tie_word_embeddings=True)
+    edit_tensors(folder, lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}))
+    model, _ = load(folder)
+    assert model.head is None and model.embedding[...].shape == (64, 32)
 
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", "float64"])
