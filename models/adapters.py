@@ -17,26 +17,32 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
+from kvjax.checks import check_count, is_float, shown
 from models import hosts
+from models.checkpoint import refuse_pickle, refuse_pointer
 from models.config import Config
-from models.files import to_json, write_files
+from models.files import first_of, to_json, write_files
 from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
 from models.tokenizer import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
 FILES = (CONFIG, WEIGHTS)
 PREFIX = "base_model.model."
-# Fields that change what an adapter computes, and the values that are known here.
-PLAIN: dict[str, tuple[Any, ...]] = {
+# Fields of PEFT's LoraConfig that do not change the product: what it was made for, trained with and saved by.
+FREE = {
+    "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "ensure_weight_tying",
+    "megatron_core", "qalora_group_size", "r", "lora_alpha",
+}  # fmt: skip
+# The values of others at which a weight is W + scale B A; a field that has no name here must be OFF.
+KNOWN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "fan_in_fan_out": (False, None),
     "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None,),
+    "use_rslora": (False, True, None),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),  # others change W, or a layer's scale
 }
+OFF: tuple[Any, ...] = (None, False, [], {})
 
 
 class LowRank(NamedTuple):
@@ -46,57 +52,88 @@ class LowRank(NamedTuple):
     down: Float[np.ndarray, "r inputs"]
 
 
-def base_of(folder: Path) -> str | None:
-    """Return the name of an adapter's base model; None for a folder that is no adapter."""
+class Base(NamedTuple):
+    """The model that an adapter was made for: a name or a folder, and a branch, tag or commit on the hub."""
+
+    name: str
+    revision: str | None = None
+
+
+def base_of(folder: Path) -> Base | None:
+    """Return the base model of an adapter; None for a folder that is no adapter."""
     if not (folder / CONFIG).is_file():
         return None
-    base = read_object(folder / CONFIG).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    described = read_object(folder / CONFIG)
+    name, revision = described.get("base_model_name_or_path"), described.get("revision")
+    if not isinstance(name, str) or not name:
         raise ValueError(f"{folder / CONFIG} names no base_model_name_or_path; write the base model's name there.")
-    return base
+    if not isinstance(revision, str | None):
+        raise ValueError(f"{folder / CONFIG} has revision = {shown(revision)}; expected a name, or null.")
+    return Base(name, revision)
 
 
 def read(folder: Path, config: Config) -> dict[tuple[str, tuple[int, ...]], LowRank]:
     """Read an adapter: what is added to a parameter of the decoder, at each place that has a tensor of its own."""
-    described = read_object(folder / CONFIG)
-    for name, known in PLAIN.items():
-        if (given := described.get(name)) not in known:
-            raise ValueError(
-                f"{folder / CONFIG} has {name} = {given!r}; expected {known[0]!r}: other adapters are not read."
-            )
-    if not (folder / WEIGHTS).is_file():
-        raise FileNotFoundError(f"{folder} lacks {WEIGHTS}; download it.")
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} is truncated or corrupted ({error}); download it again.") from None
-    alpha, root = described.get("lora_alpha"), bool(described.get("use_rslora"))
-    if not isinstance(alpha, int | float):
-        raise ValueError(f"{folder / CONFIG} has lora_alpha = {alpha!r}; expected a number.")
+    rank, scale = _described(folder / CONFIG)
+    tensors = _tensors(folder)
     found, places = {}, {name: (path, place) for path, place, name in _places(config)}
     for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
         module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
         down, up = tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B."), None)
-        if module not in places or up is None:
+        if module not in places or up is None or places[module] in found:
             raise ValueError(
-                f"{folder / WEIGHTS} holds {name}, which is no projection of the base model, or lacks its other half."
+                f"{folder / WEIGHTS} holds {name}, which is no projection of the base model, is there twice, or lacks "
+                "its other half."
             )
         path, place = places[module]
         wanted = tuple(map(math.prod, sizes(config, path)))
-        if (*up.shape, *down.shape) != (wanted[0], len(down), len(down), wanted[1]):
+        if (up.shape, down.shape) != ((wanted[0], rank), (rank, wanted[1])):
             raise ValueError(
                 f"{folder / WEIGHTS}: {module} has matrices {up.shape} and {down.shape}; the model's projection is "
-                f"{wanted}."
+                f"{wanted}, and r is {rank}."
             )
-        scale = alpha / (math.sqrt(len(down)) if root else len(down))
-        up = up.astype(np.float32) * np.float32(scale)
+        for matrix in (up, down):
+            if not is_float(matrix.dtype):
+                raise ValueError(f"{folder / WEIGHTS}: {module} is stored as {matrix.dtype}; expected floats.")
+        up, down = up.astype(np.float32) * np.float32(scale), down.astype(np.float32)
+        if not (np.isfinite(up).all() and np.isfinite(down).all()):
+            raise ValueError(f"{folder / WEIGHTS}: {module} holds NaN or infinite numbers; download it again.")
         if (order := head_order(config)) is not None and path in ROTATED:
-            up = up.reshape(-1, len(order), len(down))[:, order].reshape(up.shape)
-        found[path, place] = LowRank(up, down.astype(np.float32))
+            up = up.reshape(-1, len(order), rank)[:, order].reshape(up.shape)
+        found[path, place] = LowRank(up, down)
     if tensors or not found:
         held = f"the tensor {min(tensors)}, which is no low-rank matrix" if tensors else "no low-rank matrices"
         raise ValueError(f"{folder / WEIGHTS} holds {held}; only LoRA of projections is read.")
     return found
+
+
+def _described(file: Path) -> tuple[int, float]:
+    """Return the rank of an adapter and the scale of its products, after a check that it is nothing else."""
+    described = read_object(file)
+    for name in (*KNOWN, *sorted(described.keys() - KNOWN.keys() - FREE)):
+        if (given := described.get(name)) not in (known := KNOWN.get(name, OFF)):
+            raise ValueError(
+                f"{file} has {name} = {shown(given)}; expected {' or '.join(map(repr, known))}, as only W + scale B A "
+                "is read: have PEFT merge it into its base model (merge_and_unload), and load that."
+            )
+    rank = check_count(f"{file} has a rank that cannot be: r", described.get("r"), 1, "expected at least 1")
+    alpha = described.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"{file} has lora_alpha = {shown(alpha)}; expected a number.")
+    return rank, alpha / (math.sqrt(rank) if described.get("use_rslora") else rank)
+
+
+def _tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Read the tensors of the file that PEFT would read."""
+    file = first_of(folder, (WEIGHTS, PICKLED))
+    if file is None:
+        raise FileNotFoundError(f"{folder} lacks {WEIGHTS}; download it.")
+    refuse_pickle(file)
+    refuse_pointer(file)
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or corrupted ({error}); download it again.") from None
 
 
 def save(
@@ -125,7 +162,7 @@ def save(
         >>> pair = {"key.A": np.ones((2, 3, 32)), "key.B": np.ones((2, 16, 3))}
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> adapters.save(folder, config, pair, base="retriever", scale=2.0)
-        >>> adapters.base_of(folder), len(adapters.read(folder, config))
+        >>> adapters.base_of(folder).name, len(adapters.read(folder, config))
         ('retriever', 2)
     """
     pairs, order = {name: hosts.fetched(array) for name, array in low_rank.items()}, head_order(config)

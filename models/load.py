@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models import adapters
-from models.checkpoint import Checkpoint, Tensor, Window, file_shape
+from models.checkpoint import DTYPES, Checkpoint, Tensor, Window, file_shape
 from models.config import Config
 from models.decoder import Decoder
 from models.folders import find, open_folder
@@ -28,8 +28,6 @@ from models.parameters import PARAMETERS, parameter_shapes, tensor_of
 from models.placing import checked_mesh, place, progress_of
 from models.sampling import Sampling, check_sampling
 from models.tokenizer import Tokenizer, read_object
-
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def load(
@@ -97,14 +95,9 @@ def _opened(
 ) -> tuple[Checkpoint, np.dtype, Mesh | None]:
     """Return the checkpoint, the weights' dtype and the mesh, all checked."""
     wanted = None if dtype is None else known_dtype(dtype)
-    found = find(path, revision)
-    adapter, base = found, adapters.base_of(found)
-    if base is not None:
-        found = find(base)
-        if adapters.base_of(found) is not None:
-            raise ValueError(f"{adapter} adapts {base}, which is an adapter itself; save the adapted model as a whole.")
+    found, adapter = _found(path, revision)
     checkpoint = open_file(found) if found.is_file() else open_folder(found)
-    if base is not None:
+    if adapter is not None:
         checkpoint = _adapted(checkpoint, adapter)
     if mesh is not None:
         mesh = checked_mesh(checkpoint.config, mesh)
@@ -112,8 +105,24 @@ def _opened(
     return checkpoint, np.dtype(jax.dtypes.canonicalize_dtype(wanted or stored)), mesh
 
 
+def _found(path: str | Path, revision: str | None = None) -> tuple[Path, Path | None]:
+    """Return the folder or the GGUF file of a model, or of an adapter's base model, and the adapter's folder."""
+    found = find(path, revision)
+    base = adapters.base_of(found)
+    if base is None:
+        return found, None
+    if (found / "config.json").is_file():  # as in transformers, the base model is in the same folder
+        return found, found
+    below = find(*base)
+    if adapters.base_of(below) is not None:
+        raise ValueError(f"{found} adapts {base.name}, which is an adapter itself; save the adapted model as a whole.")
+    return below, found
+
+
 def _adapted(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
-    """Return a checkpoint whose tensors are read with an adapter's products added."""
+    """Return a checkpoint whose tensors are read with an adapter's products added, with a tokenizer that it has."""
+    if (adapter / "tokenizer.json").is_file():
+        checkpoint = checkpoint._replace(tokenizer=Tokenizer.from_folder(adapter))
     tensors = dict(checkpoint.tensors)
     for (path, layer), low_rank in adapters.read(adapter, checkpoint.config).items():
         name = tensor_of(checkpoint.config, path, checkpoint.names[path], layer)
@@ -143,7 +152,7 @@ def published_sampling(path: str | Path) -> Sampling:
 
     A folder says so in generation_config.json ("do_sample"), a GGUF file by "general.sampling.temp".
     """
-    found = find(path)
+    found, _ = _found(path)
     if found.is_file():
         said = read_sampling(found)
     else:
