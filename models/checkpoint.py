@@ -104,6 +104,16 @@ def refuse_pointer(file: Path) -> None:
             raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull.")
 
 
+def read_dtype(file: Path, name: str, stored: str) -> str:
+    """Return NumPy's name for the dtype of a tensor in a file, after a check that it is one that is read."""
+    if stored not in DTYPES:
+        raise ValueError(
+            f"{file}: {name} is stored as {stored}; supported are {', '.join(DTYPES)}. Quantised weights must be "
+            "converted first."
+        )
+    return DTYPES[stored]
+
+
 def refuse_pickle(file: Path) -> None:
     """Check that a file holds no pickled weights."""
     if file.suffix in PICKLES:

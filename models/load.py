@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models import adapters
-from models.checkpoint import DTYPES, Checkpoint, Tensor, Window, file_shape
+from models.checkpoint import Checkpoint, Tensor, Window, file_shape, read_dtype
 from models.config import Config
 from models.decoder import Decoder
 from models.folders import find, open_folder
@@ -211,10 +211,5 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
         file, shape, dtype, _ = tensors[name]
         if shape != expected[name]:
             raise ValueError(f"{file}: {name} has shape {shape}; its {described} requires {expected[name]}.")
-        if dtype not in DTYPES:
-            raise ValueError(
-                f"{file}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}. Quantised weights "
-                "must be converted first."
-            )
-        weights[DTYPES[dtype]] += int(np.prod(shape))
+        weights[read_dtype(file, name, dtype)] += int(np.prod(shape))
     return jnp.dtype(weights.most_common(1)[0][0])

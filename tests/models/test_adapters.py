@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import ml_dtypes  # noqa: F401  for adapters.txt
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
