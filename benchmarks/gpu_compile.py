@@ -30,7 +30,7 @@ from kernels_pallas.checks import check_names
 from kvjax.schedule import Phase
 from models import commands, files, host_steps
 from models.config import Config
-from models.sampling import Sampling
+from models.sampling import Draws, Sampling
 from models.steps import decode_phase
 
 PROGRAMS = ("decode", "block")
@@ -68,7 +68,7 @@ def lowered(setting: steps.Setting, program: str, chip: Any = None) -> jax.stage
         run, state = steps.shapes(setting, 131_072)
         run, state, token, finished = map(at, (run, state, token, finished))
         if program == "decode":
-            given = run, state, token, finished, None, decode_phase(run.plan, 1), Sampling()
+            given = run, state, token, finished, Draws(), decode_phase(run.plan, 1), Sampling()
             traced = host_steps.token_step.trace(*given)
         else:
             traced = host_steps.block_step.trace(run, state, token, token, Phase(evicts=setting.policy is not None))

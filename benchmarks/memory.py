@@ -19,7 +19,7 @@ from benchmarks import measure, steps
 from evals import report
 from kvjax.schedule import Phase
 from models import commands, files, host_steps
-from models.sampling import Sampling
+from models.sampling import Draws, Sampling
 from models.steps import decode_phase
 
 CONFIG = models.Config(
@@ -40,7 +40,7 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
     row = np.zeros((1, block), np.int32)
     lowered = {
         "decode": host_steps.token_step.lower(
-            run, state, row[:, 0], np.zeros(1, bool), None, decode_phase(run.plan, 1), Sampling()
+            run, state, row[:, 0], np.zeros(1, bool), Draws(), decode_phase(run.plan, 1), Sampling()
         ),
         "block": host_steps.block_step.lower(run, state, row, row, Phase(evicts=True)),
     }

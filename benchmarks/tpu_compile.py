@@ -37,7 +37,7 @@ from models.options import Options
 from models.parameters import parameter_shapes, partition
 from models.planning import plan_run
 from models.prompts import CheckedPrompt
-from models.sampling import Sampling
+from models.sampling import Draws, Sampling
 from models.states import start
 from models.steps import decode_phase
 
@@ -115,7 +115,9 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
 
     def decode() -> tuple[jax.stages.Lowered, Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = host_steps.token_step.lower(run, state, token, finished, None, decode_phase(plan, 1), Sampling())
+            program = host_steps.token_step.lower(
+                run, state, token, finished, Draws(), decode_phase(plan, 1), Sampling()
+            )
         return program, (model, state)
 
     def block() -> tuple[jax.stages.Lowered, Any]:

@@ -58,8 +58,8 @@ _FIELDS = {
     "budget": int | float | None,
     "model": str | None,
 }
-# A file without pending tokens is as files were before there were any.
-_MAY_LACK: dict[str, Any] = {"pending": list[int]}
+# A file without these tokens is as files were before there were any.
+_MAY_LACK: dict[str, Any] = {"pending": list[int], "seen": list[int]}
 
 
 @typed
@@ -71,6 +71,7 @@ def save_cache(
     budget: int | float | None = None,
     model: str | None = None,
     pending: list[int] | tuple[int, ...] = (),
+    seen: list[int] | tuple[int, ...] = (),
 ) -> None:
     """Write a cache to a file, from which :func:`load_cache` makes the same cache, bit for bit, in another process.
 
@@ -85,10 +86,11 @@ def save_cache(
         model: any text that identifies the model of these keys and values.
         pending: tokens that come next and that the cache has not seen, such as the last one of an answer, for a cache
             of one row; :func:`cache_info` returns them.
+        seen: likewise, the tokens that the cache has seen, in any order, for a later repetition penalty.
 
     Raises:
         ValueError: if ``cache`` is not a cache, is split over a mesh, is not the policy's, was donated, or is traced;
-            or if there are pending tokens of several rows, or negative ones.
+            or if there are tokens of several rows, or negative ones.
         FileNotFoundError: if the folder does not exist.
 
     Example:
@@ -99,15 +101,16 @@ def save_cache(
         >>> kvjax.load_cache(path).num_slots, kvjax.cache_info(path)["policy"]
         (9, 'h2o')
     """
-    made_with, pending = _made_with(policy, budget, model), list(pending)
-    if pending and (len(cache.next_position) != 1 or min(pending) < 0):
-        rows = f"a cache of {len(cache.next_position)} rows"
-        raise ValueError(f"pending is {shown(pending)} for {rows}; expected the tokens of one row, from 0.")
+    made_with, tokens = _made_with(policy, budget, model), {"pending": list(pending), "seen": list(seen)}
+    for name, given in tokens.items():
+        if given and (len(cache.next_position) != 1 or min(given) < 0):
+            rows = f"a cache of {len(cache.next_position)} rows"
+            raise ValueError(f"{name} is {shown(given)} for {rows}; expected the tokens of one row, from 0.")
     with replacing(path) as temporary:  # which refuses a path before any work
-        temporary.write_bytes(_content(cache, policy, made_with, pending))
+        temporary.write_bytes(_content(cache, policy, made_with, tokens))
 
 
-def _content(cache: Any, policy: Policy | str | None, made_with: dict[str, Any], pending: list[int]) -> bytes:
+def _content(cache: Any, policy: Policy | str | None, made_with: dict[str, Any], tokens: dict[str, list[int]]) -> bytes:
     """Return the content of a cache's file."""
     arrays = _arrays(cache)
     paged = cache.paged
@@ -129,8 +132,7 @@ def _content(cache: Any, policy: Policy | str | None, made_with: dict[str, Any],
     info["query_heads"] = _query_heads(cache, arrays, made_with["policy"], expected_with)
     _check_arrays("the cache", arrays, expected_with(info["query_heads"]))
     arrays = {name: array.view(np.uint8) if array.dtype == FLOAT8 else array for name, array in arrays.items()}
-    if pending:
-        info["pending"] = pending
+    info |= {name: given for name, given in tokens.items() if given}
     text = json.dumps(info | {"sha256": _digest(info, arrays)}, sort_keys=True)
     return to_safetensors(arrays, metadata={ENTRY: text})
 
@@ -181,10 +183,11 @@ def cache_info(path: str | Path) -> dict[str, Any]:
 
     Returns:
         "policy", "budget" and "model" as they were saved, None where they were not; "tokens", how many each row has
-        seen; "pending", the tokens that come next, [] where none were saved; "kind", "plain" or "paged"; "page_size",
-        None without pages; "positions"; "dtype"; "query_heads" of each head of the cache, 1 where its policy does not
-        show it; "kvjax", the version that wrote it; "format"; "cache_bytes", the size of the cache, as its ``nbytes``;
-        "full_cache_bytes", that of a cache with as many heads and this dtype that holds all tokens seen.
+        seen; "pending", the tokens that come next, and "seen", those before, [] where none were saved; "kind", "plain"
+        or "paged"; "page_size", None without pages; "positions"; "dtype"; "query_heads" of each head of the cache, 1
+        where its policy does not show it; "kvjax", the version that wrote it; "format"; "cache_bytes", the size of the
+        cache, as its ``nbytes``; "full_cache_bytes", that of a cache with as many heads and this dtype that holds all
+        tokens seen.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -204,7 +207,7 @@ def cache_info(path: str | Path) -> dict[str, Any]:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     with path.open("rb") as read:
         header = int.from_bytes(read.read(8), "little")
-    known = {name: info[name] for name in _FIELDS} | {"pending": info.get("pending", [])}
+    known = {name: info[name] for name in _FIELDS} | {name: info.get(name, []) for name in _MAY_LACK}
     sizes = {"cache_bytes": path.stat().st_size - 8 - header, "full_cache_bytes": _full_bytes(f"{path}", info, shapes)}
     return known | sizes
 

@@ -56,11 +56,11 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise ValueError(f"cannot write {path}: it is a folder; name a file.")
     if straight and not os.access(target, os.W_OK):
         raise PermissionError(f"cannot write into {path}: permission denied; name another file.")
-    folder = Path(tempfile.gettempdir()) if straight else target.parent
+    beside = Path(tempfile.gettempdir()) if straight else target.parent
     # Cut, as a long name would leave no room for the part that makes the temporary name unique.
     prefix, suffix = f".{target.stem[:40]}.unfinished-", target.suffix[:16]
-    _delete_abandoned(folder, prefix, suffix)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=prefix, suffix=suffix)
+    _delete_abandoned(beside, prefix, suffix)
+    handle, name = tempfile.mkstemp(dir=beside, prefix=prefix, suffix=suffix)
     temporary = Path(name)
     try:
         with open(handle, "wb") as held:  # its lock says that this process is alive

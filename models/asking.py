@@ -127,11 +127,13 @@ def ask(
     tails = [form.question(text) for text in questions]
     begun, peak = time.monotonic(), 0
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
+    seen: list[list[int]] | None = None
     if isinstance(document, str):
         policy, budget = checked(options.policy, options.budget, options.block)
         policy = models.with_repeat_prompt(policy, tokenizer)
         reads = dataclasses.replace(options, policy=policy, budget=budget)
-        cache, peak = _read(model, form.document(document), reads, watch.on_block)
+        seen = [form.document(document)]
+        cache, peak = _read(model, seen[0], reads, watch.on_block)
         seconds = time.monotonic() - begun
     else:
         cache, seconds = stacked(document), 0.0
@@ -141,7 +143,7 @@ def ask(
     for number, tail in enumerate(tails):
         begun, pieces, said = time.monotonic(), tokenizer.stream(), ""
         drawn = None if key is None else jax.random.fold_in(key, number)
-        for token, grown in models.stream(model, [tail], options=answers_only, cache=cache, key=drawn):
+        for token, grown in models.stream(model, [tail], options=answers_only, cache=cache, key=drawn, seen=seen):
             peak = max(peak, cache.nbytes + grown.nbytes)
             piece = "" if token[0] in ends else pieces.add(token[0])
             said += piece
@@ -173,7 +175,7 @@ def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock
         if on_block is not None:
             on_block(done, total, cache)
 
-    greedy: dict[str, Any] = dict(max_new_tokens=1, temperature=0.0, evict_every=0)
+    greedy: dict[str, Any] = dict(max_new_tokens=1, temperature=0.0, repetition_penalty=1.0, evict_every=0)
     ((_, cache),) = models.stream(model, [tokens], options=options, on_block=note, **greedy)
     return without_room(stacked_up(cache)), max(*sizes, cache.nbytes)
 

@@ -31,7 +31,7 @@ from models.options import EngineSettings, Options, RequestSettings, options_of
 from models.plan import Rows
 from models.planning import plan_run
 from models.prompts import CheckedPrompt, check_prompt
-from models.sampling import Sampling
+from models.sampling import Draws, Sampling
 from models.selecting import check_memory_is_kept
 from models.states import settled
 from models.steps import DecodeState, decode_phase
@@ -52,7 +52,7 @@ class _Request:
     handle: int
     prompt: CheckedPrompt
     choice: Choice
-    key: Array | None
+    draws: Draws
     made: int = 0
     token: int = 0
     length: int = 0  # of the prompt
@@ -66,8 +66,8 @@ class Engine:
     Args:
         model: the model; on a mesh only with data=1, as prompts are fed one by one.
         rows: how many answers are made at once.
-        options, settings: of all requests, see :class:`Options`; ``max_new_tokens``, ``temperature``, ``top_k``,
-            ``top_p`` and ``end`` are those of a request that gives no others, and no answer is longer.
+        options, settings: of all requests, see :class:`Options`; ``max_new_tokens``, ``end`` and how tokens are
+            drawn are those of a request that gives no others, and no answer is longer.
         longest_prompt: the most tokens of a prompt, which sizes the rows without a policy or under a ratio; by default
             as many as the model's positions allow. A budget in slots needs no such limit.
 
@@ -169,12 +169,12 @@ class Engine:
                     f"the request has {what} {count}, but the engine's rows are for {limit}; make the engine with a "
                     f"larger {what}=."
                 )
-        choice, key = choice_of(self.model, own, key)
+        choice, draws = choice_of(self.model, own, key, prompt)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come when the prompt is fed
             plan_run(self.model, prompt, self._options)  # a prompt that cannot run is refused here
         self._last_handle += 1
-        request = _Request(self._last_handle, prompt, choice, key, length=length)
+        request = _Request(self._last_handle, prompt, choice, draws, length=length)
         self._waiting.append(request)
         return request.handle
 
@@ -274,13 +274,13 @@ class Engine:
             rows = [np.zeros(every, np.int32) if request is None else request.unseen for request in self._rows]
             answers = np.array([np.resize(row, every) for row in rows])
             self._state = host_steps.repeated_answer(steps, self._state, answers, idle)
-        greedy = hosts.fetched(next_token(self.model, hidden, None, Sampling())[0])
+        greedy = hosts.fetched(next_token(self.model, hidden, Draws(), Sampling())[0])
         made = []
         for row, request in enumerate(self._rows):
             if request is None:
                 continue
             token = int(greedy[row])
-            if request.choice.sampling.temperature > 0:
+            if not request.choice.sampling.greedy:
                 token, _ = self._chosen(request, hidden[row : row + 1])
             made.append(self._note(request, token))
             if made[-1].ended:
@@ -289,7 +289,7 @@ class Engine:
 
     def _chosen(self, request: _Request, hidden: Array) -> tuple[int, Array]:
         """Choose a request's next token, and return whether its logits are finite."""
-        chosen, request.key, finite = next_token(self.model, hidden, request.key, request.choice.sampling)
+        chosen, request.draws, finite = next_token(self.model, hidden, request.draws, request.choice.sampling)
         return int(hosts.fetched(chosen)[0]), finite
 
     def _note(self, request: _Request, token: int) -> NewToken:

@@ -29,7 +29,7 @@ from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
 from models.networks import Network
 from models.parameters import layers_with
 from models.plan import Plan, Sizes
-from models.sampling import Sampling, sample
+from models.sampling import Draws, Sampling, sample
 from models.selecting import LayerCarry
 from models.states import settled, shrink, shrinks, start
 from models.steps import (
@@ -123,15 +123,15 @@ class LayerSteps:
         state: DecodeState,
         token: np.ndarray,
         finished: np.ndarray,
-        key: Array | None,
+        draws: Draws,
         step: int,
         sampling: Sampling,
-    ) -> tuple[Int[Array, "B"], DecodeState, Array | None]:
+    ) -> tuple[Int[Array, "B"], DecodeState, Draws]:
         """Feed one token per row and choose the next ones; the given state is donated."""
         position = _positions(finished, state.cache.next_position)
         hidden, state = self.block(state, token[:, None], position, decode_phase(self.run.plan, step))
-        chosen, key, _ = next_token(self.run.model, hidden, key, sampling)
-        return chosen, state, key
+        chosen, draws, _ = next_token(self.run.model, hidden, draws, sampling)
+        return chosen, state, draws
 
     def _run(
         self, state: DecodeState, tokens: HostOrDevice, x: Float[Array, "B T E"], block: Block, phase: Phase
@@ -263,8 +263,8 @@ def _evict(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> Any
 
 @functools.partial(jax.jit, static_argnames="sampling")
 def next_token(
-    model: Decoder, hidden: Float[Array, "B T E"], key: Array | None, sampling: Sampling
-) -> tuple[Int[Array, "B"], Array | None, Array]:
-    """Choose each row's next token from its last hidden state; return the next key, and whether logits are finite."""
+    model: Decoder, hidden: Float[Array, "B T E"], draws: Draws, sampling: Sampling
+) -> tuple[Int[Array, "B"], Draws, Array]:
+    """Choose each row's next token from its last hidden state; return the next draws, and whether logits are finite."""
     logits = model.logits(hidden[:, -1])
-    return *sample(logits, key, sampling), jnp.isfinite(logits).all()
+    return *sample(logits, draws, sampling), jnp.isfinite(logits).all()

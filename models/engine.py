@@ -29,6 +29,7 @@ from models.options import AnswerSettings, Options, PromptSettings, options_of
 from models.plan import Sizes
 from models.planning import overflowing, plan_run
 from models.prompts import CheckedPrompt, Prefilled, Tokens, cache_heads, check_prompt, kept_of
+from models.sampling import Draws
 from models.selecting import Cache
 from models.steps import DecodeState, Run
 
@@ -138,6 +139,7 @@ def generate(
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     key: Array | None = None,
+    seen: Tokens | None = None,
     **settings: Unpack[AnswerSettings],
 ) -> Generation:
     """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
@@ -151,6 +153,7 @@ def generate(
         cache, lengths, question: see :func:`prefill`. The last token of an answer is not in its cache: to continue from
             it, feed that token first.
         key: draws the tokens where the temperature is above 0.
+        seen: rows of the tokens that the cache has seen, in any order, which only a ``repetition_penalty`` asks for.
 
     Example:
         >>> import models
@@ -167,10 +170,10 @@ def generate(
     given = check_prompt(model, tokens, lengths, question, cache, options.policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
-    choice, key = choice_of(model, options, key)
+    choice, draws = choice_of(model, options, key, given, seen)
     if runs_by_layer(run, key):
-        return _generate_by_layer(LayerSteps(run, sizes), prompt, cache, logits, choice, key)
-    state, out, count, finite = generate_at_once(run, sizes, prompt, cache, logits, key, choice)
+        return _generate_by_layer(LayerSteps(run, sizes), prompt, cache, logits, choice, draws)
+    state, out, count, finite = generate_at_once(run, sizes, prompt, cache, logits, draws, choice)
     check_finite(model, finite)
     return Generation(out, state.cache, count)
 
@@ -184,6 +187,7 @@ def stream(
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     key: Array | None = None,
+    seen: Tokens | None = None,
     on_block: OnBlock | None = None,
     **settings: Unpack[AnswerSettings],
 ) -> Iterator[tuple[np.ndarray, AnyCache]]:
@@ -196,7 +200,7 @@ def stream(
     :func:`models.stacked` turns into a cache for the functions of kvjax.
 
     Args:
-        options, settings, cache, lengths, question, key: see :func:`generate`.
+        options, settings, cache, lengths, question, key, seen: see :func:`generate`.
         on_block: called after each block of the prompt with the number of tokens done, that of all tokens, and the
             cache, which is valid until the call returns; for progress bars, and to look on.
 
@@ -214,8 +218,8 @@ def stream(
     given = check_prompt(model, tokens, lengths, question, cache, options.policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
-    choice, key = choice_of(model, options, key)
-    made = tokens_of(steps_of(run, sizes), prompt, cache, logits, choice, key, on_block)
+    choice, draws = choice_of(model, options, key, given, seen)
+    made = tokens_of(steps_of(run, sizes), prompt, cache, logits, choice, draws, on_block)
     return ((token, state.cache) for token, state in made)
 
 
@@ -293,12 +297,12 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
 
 
 def _generate_by_layer(
-    steps: LayerSteps, prompt: Schedule, cache: AnyCache | None, logits: Array | None, choice: Choice, key: Array | None
+    steps: LayerSteps, prompt: Schedule, cache: AnyCache | None, logits: Array | None, choice: Choice, draws: Draws
 ) -> Generation:
     run = steps.run
     B, pad = run.rows.lengths.shape[0], pad_of(run)
     out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
-    for step, (token, state) in enumerate(tokens_of(steps, prompt, cache, logits, choice, key)):
+    for step, (token, state) in enumerate(tokens_of(steps, prompt, cache, logits, choice, draws)):
         out[:, step] = np.where(token < 0, pad, token)
         count += token >= 0
         last = state

@@ -74,11 +74,11 @@ def open_file(file: Path) -> Checkpoint:
 
 
 def read_sampling(file: Path) -> dict[str, Any]:
-    """Read the temperature, top_k and top_p that a GGUF file names, {} where it names no temperature."""
+    """Read how a GGUF file's tokens are drawn, in the names of a generation_config.json where that has them."""
     metadata, _ = read_header(file)
-    names = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
-    said = {name: metadata.get(f"general.sampling.{key}") for name, key in names.items()}
-    return {} if said["temperature"] is None else said
+    prefix = "general.sampling."
+    said = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
+    return {"temperature": said.pop("temp"), "do_sample": True, **said} if "temp" in said else said
 
 
 def _tensor(file: Path, name: str, stored: Stored) -> Tensor:

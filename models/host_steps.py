@@ -20,7 +20,7 @@ from models.decoder import Decoder
 from models.layer_caches import AnyCache, stacked
 from models.one_program import Choice, newest, next_step
 from models.plan import Sizes
-from models.sampling import Sampling, sample
+from models.sampling import Draws, Sampling, sample
 from models.states import settled, shrink, shrinks, start
 from models.steps import DecodeState, Run, decode_phase, forward
 
@@ -72,10 +72,9 @@ class ProgramSteps:
         return dataclasses.replace(state, cache=settled(state.cache, self.run.plan))
 
     def token(
-        self, state: DecodeState, token: np.ndarray, finished: np.ndarray, key: Array | None, step: int,
-        sampling: Sampling,
-    ) -> tuple[Int[Array, "B"], DecodeState, Array | None]:  # fmt: skip
-        return token_step(self.run, state, token, finished, key, decode_phase(self.run.plan, step), sampling)
+        self, state: DecodeState, token: np.ndarray, finished: np.ndarray, draws: Draws, step: int, sampling: Sampling
+    ) -> tuple[Int[Array, "B"], DecodeState, Draws]:
+        return token_step(self.run, state, token, finished, draws, decode_phase(self.run.plan, step), sampling)
 
 
 def steps_of(run: Run, sizes: Sizes) -> ProgramSteps | LayerSteps:
@@ -89,16 +88,16 @@ def tokens_of(
     cache: AnyCache | None,
     logits: Array | None,
     choice: Choice,
-    key: Array | None,
+    draws: Draws,
     on_block: OnBlock | None = None,
 ) -> Iterator[tuple[np.ndarray, DecodeState]]:
     """Yield each step's tokens as they come, -1 in rows that have ended, and the state after the step."""
     run = steps.run
     state, hidden = feed_prompt(steps, prompt, cache, on_block)
     if logits is None:
-        chosen, key, finite = next_token(run.model, hidden, key, choice.sampling)
+        chosen, draws, finite = next_token(run.model, hidden, draws, choice.sampling)
     else:
-        (chosen, key), finite = sample(logits, key, choice.sampling), jnp.isfinite(logits).all()
+        (chosen, draws), finite = sample(logits, draws, choice.sampling), jnp.isfinite(logits).all()
     token = hosts.fetched(chosen)
     check_finite(run.model, finite)
     finished = np.isin(token, choice.end)
@@ -107,7 +106,7 @@ def tokens_of(
     for step in range(1, choice.most):
         if finished.all():
             return
-        chosen, state, key = steps.token(state, token, finished, key, step, choice.sampling)
+        chosen, state, draws = steps.token(state, token, finished, draws, step, choice.sampling)
         if run.plan.repeats is not None and every and step % every == 0:
             state = repeated_answer(steps, state, np.stack(fed[-every:], axis=1), finished)
         token = hosts.fetched(chosen)

@@ -8,6 +8,7 @@ that at most one parameter is in memory besides the finished ones.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,22 @@ from models.parameters import PARAMETERS, parameter_shapes, tensor_of
 from models.placing import checked_mesh, place, progress_of
 from models.sampling import Sampling, check_sampling
 from models.tokenizer import Tokenizer, read_object
+
+# Fields of generation_config.json that are applied, elsewhere or here, or that choose no token.
+SAID = {
+    *Sampling._fields, "do_sample", "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id",
+    "transformers_version", "_from_model_config", "_commit_hash", "max_length", "max_new_tokens", "use_cache",
+    "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile",
+    "low_memory", "return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores",
+    "output_logits", "renormalize_logits", "early_stopping", "length_penalty", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
+    "max_matching_ngram_size", "penalty_last_n", "mirostat_tau", "mirostat_eta", "xtc_threshold",
+}  # fmt: skip
+# The values of others at which they do nothing; null and nothing never do, and else 0 or false.
+NEUTRAL = dict.fromkeys(
+    ("typical_p", "top_h", "num_beams", "num_beam_groups", "num_return_sequences", "encoder_repetition_penalty",
+     "guidance_scale", "penalty_repeat"), 1,
+) | {"forced_bos_token_id": None, "forced_eos_token_id": None}  # fmt: skip
 
 
 def load(
@@ -150,7 +167,8 @@ def _counted(tensor: Tensor, on_read: Callable[[int], None]) -> Tensor:
 def published_sampling(path: str | Path) -> Sampling:
     """Read how a model's authors choose its tokens: greedily, unless its files say that tokens are drawn.
 
-    A folder says so in generation_config.json ("do_sample"), a GGUF file by "general.sampling.temp".
+    A folder says so in generation_config.json ("do_sample"), a GGUF file by "general.sampling.temp". What they say
+    beside it is applied where :class:`Sampling` has it, and named in a warning otherwise.
     """
     found, _ = _found(path)
     if found.is_file():
@@ -158,15 +176,18 @@ def published_sampling(path: str | Path) -> Sampling:
     else:
         found = found / "generation_config.json"
         said = read_object(found)
-        if not said.get("do_sample"):
-            return Sampling()
-    if not said:
-        return Sampling()
-    top_k, top_p = said.get("top_k"), said.get("top_p")
-    off = isinstance(top_k, int) and top_k <= 0
-    temperature = said.get("temperature", 1.0)
+    off = (None, "", [], {})
+    unknown = [name for name in said if name not in SAID and said[name] not in (*off, NEUTRAL.get(name, 0))]
+    if unknown:
+        warnings.warn(f"{found} sets {', '.join(unknown)}, which is not applied.", stacklevel=2)
+    drawn = {name: value for name in Sampling._fields if (value := said.get(name)) is not None}
+    for name in ("top_k", "min_p"):
+        if isinstance(drawn.get(name), int | float) and drawn[name] <= 0:  # off, as in transformers and llama.cpp
+            del drawn[name]
+    if not said.get("do_sample"):  # then only logits are changed
+        drawn = {name: value for name, value in drawn.items() if name == "repetition_penalty"}
     try:
-        return check_sampling(temperature, None if off else top_k, top_p, jax.random.key(0))
+        return check_sampling(jax.random.key(0), **({"temperature": 1.0} if said.get("do_sample") else {}) | drawn)
     except ValueError as error:
         raise ValueError(f"{found}: {error} To choose tokens otherwise, give a temperature.") from None
 

@@ -15,7 +15,8 @@ from models.decoder import Decoder
 from models.layer_caches import AnyCache, stacked
 from models.options import Options
 from models.plan import Sizes
-from models.sampling import Sampling, check_end, check_sampling, sample
+from models.prompts import CheckedPrompt, Tokens, tokens_seen
+from models.sampling import Draws, Sampling, check_end, check_sampling, sample
 from models.states import shrink, start
 from models.steps import DecodeState, Run, decode_phase, decode_positions, forward
 
@@ -28,11 +29,17 @@ class Choice(NamedTuple):
     end: tuple[int, ...]
 
 
-def choice_of(model: Decoder, options: Options, key: Array | None) -> tuple[Choice, Array | None]:
-    """Check the settings of an answer, and return them with the key, None where nothing is drawn."""
-    sampling = check_sampling(options.temperature, options.top_k, options.top_p, key)
+def choice_of(
+    model: Decoder, options: Options, key: Array | None, prompt: CheckedPrompt, seen: Tokens | None = None
+) -> tuple[Choice, Draws]:
+    """Check the settings of an answer, and return them with what its first choice of a token needs."""
+    sampling = check_sampling(key, **{name: getattr(options, name) for name in Sampling._fields})
     end = model.config.eos if options.end is None else check_end(options.end)
-    return Choice(sampling, options.max_new_tokens, end), key if sampling.temperature > 0 else None
+    draws = Draws(
+        key if sampling.temperature > 0 else None,
+        tokens_seen(model, prompt, seen) if sampling.repetition_penalty != 1 else None,
+    )
+    return Choice(sampling, options.max_new_tokens, end), draws
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "every"))
@@ -105,7 +112,7 @@ def generate_at_once(
     prompt: Schedule,
     cache: AnyCache | None,
     logits: Array | None,
-    key: Array | None,
+    draws: Draws,
     choice: Choice,
 ) -> tuple[DecodeState, Int[Array, "B new"], Int[Array, "B"], Array]:
     """Feed the prompt and generate: the state, the tokens, their number, and whether the first logits are finite.
@@ -115,7 +122,7 @@ def generate_at_once(
     state, hidden = prefill_at_once(run, sizes, prompt, cache)
     logits = run.model.logits(hidden[:, 0]) if logits is None else logits
     B, pad = logits.shape[0], pad_of(run)
-    token, key = sample(logits, key, choice.sampling)
+    token, draws = sample(logits, draws, choice.sampling)
     out = jnp.full((B, choice.most), pad, jnp.int32).at[:, 0].set(token)
     finished = jnp.isin(token, jnp.array(choice.end, jnp.int32))
 
@@ -124,14 +131,14 @@ def generate_at_once(
         return (step < choice.most) & ~finished.all()
 
     def advance(loop, phase):
-        step, state, key, token, finished, out, count = loop
-        token, state, key = next_step(run, state, token, finished, key, phase, choice.sampling)
+        step, state, draws, token, finished, out, count = loop
+        token, state, draws = next_step(run, state, token, finished, draws, phase, choice.sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
         count = count + (~finished).astype(jnp.int32)
         finished = finished | jnp.isin(token, jnp.array(choice.end, jnp.int32))
-        return step + 1, state, key, token, finished, out, count
+        return step + 1, state, draws, token, finished, out, count
 
-    loop = (jnp.int32(1), state, key, token, finished, out, jnp.ones(B, jnp.int32))
+    loop = (jnp.int32(1), state, draws, token, finished, out, jnp.ones(B, jnp.int32))
     made = lambda before, after: (after[5], before[4])  # noqa: E731
     _, state, _, _, _, out, count = over_steps(run, choice.most, more, advance, made, loop)
     return state, out, count, jnp.isfinite(logits).all()
@@ -181,14 +188,14 @@ def next_step(
     state: DecodeState,
     token: Int[Array, "B"],
     finished: Array,
-    key: Array | None,
+    draws: Draws,
     phase: Phase,
     sampling: Sampling,
-) -> tuple[Int[Array, "B"], DecodeState, Array | None]:
+) -> tuple[Int[Array, "B"], DecodeState, Draws]:
     position = decode_positions(finished, state.cache.next_position)
     hidden, state = forward(run, state, token[:, None], position, phase)
-    token, key = sample(run.model.logits(hidden[:, 0]), key, sampling)
-    return token, state, key
+    token, draws = sample(run.model.logits(hidden[:, 0]), draws, sampling)
+    return token, state, draws
 
 
 def pad_of(run: Run) -> int:

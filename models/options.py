@@ -58,6 +58,8 @@ class RequestSettings(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
     end: tuple[int, ...] | None
 
 
@@ -118,6 +120,10 @@ class Options:
         max_new_tokens: the largest number of tokens to generate.
         temperature: 0 takes the most likely token; above 0, tokens are drawn with the call's ``key``.
         top_k, top_p: draw only from the k most likely tokens, or from the fewest whose probabilities sum to p.
+        min_p: draw only from the tokens that are at least p times as likely as the most likely one.
+        repetition_penalty: divides the logits above 0 of all tokens that the prompt or the answer has already, and
+            multiplies those below, before a choice (arXiv 1909.05858); 1 for none. It takes a byte per row and token of
+            the vocabulary beside the cache. A call that continues from a cache needs ``seen``.
         end: tokens that end a row; the config's by default, () for none.
 
     Example:
@@ -146,6 +152,8 @@ class Options:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
     end: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

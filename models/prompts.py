@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import Policy
 from kvjax.cache import Positions, dtypes_of, part_of_kind
@@ -226,6 +226,25 @@ def check_prompt(
         questions = _checked_questions(question, counts, counts - 1 if kept is None else counts)
     behind: Any = (np.zeros_like(questions),) if kept is None else (kept.start, kept.pending)
     return CheckedPrompt(Text(host.astype(np.int32), counts.astype(np.int32), questions, *behind), kept)
+
+
+def tokens_seen(model: Decoder, given: CheckedPrompt, before: Tokens | None) -> Bool[np.ndarray, "B V"]:
+    """Return which tokens of the vocabulary each row's text has: those of its prompt, and those ``before`` it."""
+    if given.kept is not None and before is None:
+        raise ValueError(
+            "a repetition_penalty counts the whole text, but it is not known which tokens the cache has seen; give "
+            "them as seen= (generate, stream), or leave repetition_penalty out."
+        )
+    texts, rows = [given.text], len(given.text.lengths)
+    if before is not None:
+        texts.append(check_prompt(model, before, None, None).text)
+    if len(texts[-1].lengths) != rows:
+        raise ValueError(f"seen has {len(texts[-1].lengths)} rows, but there are {rows} prompts; give one for each.")
+    seen = np.zeros((rows, model.config.vocab_size), bool)
+    for text in texts:
+        counted = np.arange(text.tokens.shape[1]) < text.lengths[:, None]
+        seen[np.nonzero(counted)[0], text.tokens[counted]] = True
+    return seen
 
 
 def _checked_questions(question: int | HostOrDevice, prompts: np.ndarray, most: np.ndarray) -> np.ndarray:

@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.checks import check_count, check_types, shown
+from kvjax.schedule import HostOrDevice
 
 
 class Sampling(NamedTuple):
-    """A choice of tokens: greedy at temperature 0, else drawn from the ``top_k`` or ``top_p`` most likely ones."""
+    """A choice of tokens: the most likely one at temperature 0, else drawn; see :class:`models.Options`."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    @property
+    def greedy(self) -> bool:
+        """Tell whether it takes the largest of the model's logits."""
+        return self.temperature == 0 and self.repetition_penalty == 1
 
 
-def sample(logits: Float[Array, "B V"], key: Array | None, sampling: Sampling) -> tuple[Int[Array, "B"], Array | None]:
-    """Choose the next token of each row, and return the key of the next choice; at temperature 0 none is needed."""
+class Draws(NamedTuple):
+    """What is kept between the choices of tokens, as far as the sampling needs it: else None.
+
+    ``key`` is a random key; ``seen`` says which tokens each row's text has so far, the prompt's and the answer's.
+    """
+
+    key: Array | None = None
+    seen: Bool[HostOrDevice, "B V"] | None = None
+
+
+def sample(logits: Float[Array, "B V"], draws: Draws, sampling: Sampling) -> tuple[Int[Array, "B"], Draws]:
+    """Choose the next token of each row, and return what the next choice needs."""
+    key, seen = draws
+    if sampling.repetition_penalty != 1:
+        assert seen is not None
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        penalty = sampling.repetition_penalty
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), key
-    assert key is not None
-    key, draw = jax.random.split(key)
-    return _drawn(logits, draw, sampling), key
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        assert key is not None
+        key, draw = jax.random.split(key)
+        token = _drawn(logits, draw, sampling)
+    if seen is not None:
+        seen = jnp.asarray(seen).at[jnp.arange(len(token)), token].set(True)
+    return token, Draws(key, seen)
 
 
 def _drawn(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, "B"]:
@@ -49,6 +78,8 @@ def _drawn(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[A
         before = jnp.cumsum(descending, axis=-1) - descending
         needed = jnp.sum(before < top_p, axis=-1, keepdims=True)
         scaled = jnp.where(rank < jnp.maximum(needed, 1), scaled, -jnp.inf)
+    if sampling.min_p is not None:
+        scaled = jnp.where(scaled >= math.log(sampling.min_p), scaled, -jnp.inf)  # the most likely token's is 0
     return jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
 
 
@@ -72,9 +103,8 @@ def check_end(end: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(check_count("a token of end", token, 0, "give a tuple of token ids, () for none") for token in end)
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: Array | None) -> Sampling:
-    """Return how tokens are drawn, after a check of it and of the key."""
-    given = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+def check_sampling(key: Array | None, **given: Any) -> Sampling:
+    """Return how tokens are drawn, from fields of Sampling, after a check of them and of the key."""
     sampling = Sampling(**check_types(given, get_type_hints(Sampling)))
     if sampling != Sampling() or key is not None:
         _check_draws(sampling, key)
@@ -88,6 +118,10 @@ def _check_draws(sampling: Sampling, key: Array | None) -> None:
         check_count("top_k", sampling.top_k, 1, "draw from at least 1 token")
     if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p is {sampling.top_p}; give a share in (0, 1].")
+    if sampling.min_p is not None and not 0 < sampling.min_p <= 1:
+        raise ValueError(f"min_p is {sampling.min_p}; give a share in (0, 1].")
+    if not 0 < sampling.repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty is {sampling.repetition_penalty}; give a factor above 0, or 1 for none.")
     if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         old = " of the old kind (jax.random.PRNGKey)" if getattr(key, "dtype", None) == np.uint32 else ""
         raise ValueError(f"key is a {type(key).__name__}{old}; give a random key, such as jax.random.key(0).")

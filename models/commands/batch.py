@@ -33,6 +33,7 @@ from models.commands.run_flags import (
     read_prompts,
     run_settings,
 )
+from models.sampling import Sampling
 
 EXAMPLES = """examples:
   python -m models.batch prompts.jsonl --out answers.jsonl
@@ -118,7 +119,7 @@ def _run(flags: argparse.Namespace) -> None:
             cache_dtype=flags.cache_dtype,
         )  # fmt: skip
         begun, tokens, failed = time.monotonic(), 0, 0
-        sampling = {name: chosen[name] for name in ("temperature", "top_k", "top_p")}
+        sampling = {name: chosen[name] for name in Sampling._fields}
         waiting: dict[int, tuple[Asked, int]] = {}
         answers: dict[int, list[int]] = {}
         with commands.progress_bar("prompt", total=len(asked)) as bar:

@@ -53,10 +53,14 @@ ANSWER = "kvjaxanswerstandshere"  # a placeholder that shows what a template put
 
 
 class Memory(NamedTuple):
-    """The state of a conversation; ``pending`` are tokens of its last answer that the cache has not seen."""
+    """The state of a conversation.
+
+    ``pending`` are tokens of its last answer that the cache has not seen, ``seen`` the distinct ones of its whole text.
+    """
 
     cache: AnyCache | None = None
     pending: tuple[int, ...] = ()
+    seen: frozenset[int] = frozenset()
 
 
 class Conversation:
@@ -108,7 +112,7 @@ class Conversation:
         self.system = [] if system is None else [_message("system", system)]
         self.may_repeat, self.stopped, self.repeated = may_repeat, False, False
         self.forget()
-        self._stream([0], None)  # checks the arguments; nothing runs yet
+        self._stream(Memory(), [0])  # checks the arguments; nothing runs yet
 
     def forget(self) -> None:
         """Start a new conversation."""
@@ -148,8 +152,11 @@ class Conversation:
         self.stopped = self.repeated = False
         said, again = self._take(text), Repetition()
         now, end, pieces, answer, last = self.now, self.model.config.eos, self.tokenizer.stream(), "", -1
-        for last, cache in self._stream(self._fed(now, said), now.cache):
-            now = Memory(cache, (last,))
+        fed = self._encode(now, said)
+        seen = set(now.seen.union(fed))
+        for last, cache in self._stream(now, fed):
+            seen.update(() if last in end else (last,))
+            now = now._replace(cache=cache, pending=(last,))
             answer += (piece := "" if last in end else pieces.add(last))
             yield piece
             self.repeated = not self.may_repeat and again.add(last)
@@ -157,6 +164,7 @@ class Conversation:
                 break
         answer += (piece := pieces.finish())
         # The template itself ends an answer, so the end token is not fed; the last token of a stopped answer is.
+        now = now._replace(seen=frozenset(seen))
         self.now = now._replace(pending=()) if last in end else now
         self.turn = [_message("user", text), _message("assistant", answer)]
         self.told = said + answer
@@ -176,7 +184,8 @@ class Conversation:
             except ValueError:
                 raise ValueError(f"{path} exists and is not a conversation; name another file.") from None
         # Fed here, the pending tokens would be a block of their own, from which the policy evicts.
-        kvjax.save_cache(path, models.stacked(self.now.cache), pending=self.now.pending, **self._made_with())
+        tokens: Any = dict(pending=self.now.pending, seen=sorted(self.now.seen))
+        kvjax.save_cache(path, models.stacked(self.now.cache), **tokens, **self._made_with())
 
     def load(self, path: str | Path) -> None:
         """Continue the conversation of a file that :meth:`keep` wrote, with the same model, policy and budget."""
@@ -189,7 +198,9 @@ class Conversation:
                 raise ValueError(f"{path} is of a conversation with {which}; start one with the same settings.")
         cache = kvjax.load_cache(path, policy=self.policy)
         kept_of(self.model, cache, self.policy, 1)
-        self._go_on_from(Memory(cache, tuple(info["pending"])))
+        if not info["seen"] and self.settings.get("repetition_penalty", 1) != 1:
+            raise ValueError(f"{path} does not say which tokens were said, which a repetition penalty needs; use 1.")
+        self._go_on_from(Memory(cache, tuple(info["pending"]), frozenset(info["seen"])))
 
     def _go_on_from(self, memory: Memory) -> None:
         """Continue from a memory; its last turn is never fed again."""
@@ -213,7 +224,7 @@ class Conversation:
                 )
             settled = whole.removesuffix(said)
             again = settled != self.told
-            self._go_on_from(Memory(self._fed_again(settled)) if again else self.now)
+            self._go_on_from(self._fed_again(settled) if again else self.now)
         return said
 
     def _rendered(self, memory: Memory, messages: list[dict[str, str]]) -> str:
@@ -226,24 +237,26 @@ class Conversation:
             raise ValueError("the chat template leaves earlier answers out, so no cache can continue; use /forget.")
         return behind
 
-    def _fed(self, memory: Memory, text: str) -> list[int]:
-        """Return the tokens of a text behind those in the memory, after those that it has not fed yet."""
+    def _encode(self, memory: Memory, text: str) -> list[int]:
+        """Return the tokens of a text that follows what is in the memory."""
         if memory.cache is None:
             return self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
-        return [*memory.pending, *self.tokenizer.continuation(text, *memory.pending[-1:])]
+        return self.tokenizer.continuation(text, *memory.pending[-1:])
 
-    def _fed_again(self, text: str) -> AnyCache:
-        """Return the cache from before the last turn after that turn's text, as it is rendered now."""
-        ((_, cache),) = self._stream(self._fed(self.before, text), self.before.cache, max_new_tokens=1)
-        return cache
+    def _fed_again(self, text: str) -> Memory:
+        """Return the memory from before the last turn after that turn's text, as it is rendered now."""
+        fed = self._encode(self.before, text)
+        ((_, cache),) = self._stream(self.before, fed, max_new_tokens=1)
+        return Memory(cache, (), self.before.seen.union(fed))
 
-    def _stream(self, tokens: list[int], cache: AnyCache | None, **settings: Any) -> Iterator[tuple[int, AnyCache]]:
+    def _stream(self, memory: Memory, tokens: list[int], **settings: Any) -> Iterator[tuple[int, AnyCache]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the warning advises to evict once, but a conversation has no end
             steps = models.stream(
                 self.model,
-                [tokens],
-                cache=cache,
+                [[*memory.pending, *tokens]],
+                cache=memory.cache,
+                seen=[sorted(memory.seen)] if memory.seen else None,
                 policy=self.policy,
                 budget=self.budget,
                 key=jax.random.fold_in(self.key, self.seen),
@@ -357,18 +370,18 @@ def _next(talk: Conversation, screen: Screen, shown: bool) -> bool:
 
 def _sampling(flags: argparse.Namespace) -> Sampling:
     """Return the sampling of the flags; where they name no temperature, that of the model's authors."""
+    given = {name: getattr(flags, name) for name in Sampling._fields if getattr(flags, name) is not None}
     if flags.temperature is not None:
-        return Sampling(flags.temperature, flags.top_k, flags.top_p)
-    own = published_sampling(flags.model)
-    given = {name: getattr(flags, name) for name in ("top_k", "top_p") if getattr(flags, name) is not None}
-    return own._replace(**given)
+        return Sampling()._replace(**given)
+    return published_sampling(flags.model)._replace(**given)
 
 
 def _sampling_in_words(sampling: Sampling) -> str:
+    said = {name: value for name, value in sampling._asdict().items() if value != Sampling._field_defaults[name]}
     if not sampling.temperature:
-        return "the most likely tokens"
-    limits = {name: value for name, value in sampling._asdict().items() if value is not None}
-    return ", ".join(f"{name} {value:g}" for name, value in limits.items())
+        said = {"repetition_penalty": sampling.repetition_penalty} if not sampling.greedy else {}
+    words = [f"{name} {value:g}" for name, value in said.items()]
+    return ", ".join(words if sampling.temperature else ["the most likely tokens", *words])
 
 
 def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | float | None]:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 import models
 from models import commands, files, hosts
 from models.commands import distributed
+from models.sampling import Sampling
 
 MODEL = "'smollm2', 'retriever' (inside the package), a Hugging Face folder, a GGUF file or a hub name"
 
@@ -60,7 +61,7 @@ def add_run_flags(
     flags.add_argument(
         "--max-new-tokens", type=int, default=max_new_tokens, help="most tokens of an answer (default: %(default)s)"
     )
-    default = "the model's published one, with its top_k and top_p, else 0" if published else "%(default)s"
+    default = "the model's published one, with its further limits, else 0" if published else "%(default)s"
     flags.add_argument(
         "--temperature",
         type=float,
@@ -71,6 +72,14 @@ def add_run_flags(
     flags.add_argument(
         "--top-p", type=float, help="draw from the fewest tokens that reach this probability (default: all)"
     )
+    flags.add_argument(
+        "--min-p", type=float, help="draw from the tokens with this share of the largest probability (default: all)"
+    )
+    flags.add_argument(
+        "--repetition-penalty", type=float, default=None if published else 1.0,
+        help="divide the logits of tokens that the text has already, 1 for none (default: "
+        f"{'as the temperature' if published else '%(default)s'})",
+    )  # fmt: skip
     flags.add_argument(
         "--seed", type=_seed, default=0, help="random seed for a temperature above 0 (default: %(default)s)"
     )
@@ -90,7 +99,7 @@ def _seed(text: str) -> int:
 
 def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the values of :func:`add_run_flags` as arguments of :func:`models.stream`, without seed and dtype."""
-    names = ("block", "evict_every", "max_new_tokens", "temperature", "top_k", "top_p", "cache_dtype")
+    names = ("block", "evict_every", "max_new_tokens", *Sampling._fields, "cache_dtype")
     return {name: getattr(flags, name) for name in names if hasattr(flags, name)}
 
 

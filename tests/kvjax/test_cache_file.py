@@ -92,15 +92,15 @@ def test_info_says_what_a_file_holds(path):
     assert kvjax.cache_info(path) == {
         "format": 1, "kvjax": kvjax.__version__, "kind": "paged", "page_size": 2, "positions": "absolute",
         "dtype": "float32", "query_heads": 2, "tokens": [12, 12], "policy": PAGED, "budget": 6,
-        "model": "a small one", "pending": [], "cache_bytes": cache.nbytes,
+        "model": "a small one", "pending": [], "seen": [], "cache_bytes": cache.nbytes,
         "full_cache_bytes": B * (12 * K * (2 * D * 4 + 4) + 4),
     }  # fmt: skip
 
 
 def test_tokens_that_come_next_are_kept_with_the_cache_of_one_row(path):
     made = tiny("tova")
-    kvjax.save_cache(path, made, pending=(3, 0))
-    assert kvjax.cache_info(path)["pending"] == [3, 0]
+    kvjax.save_cache(path, made, pending=(3, 0), seen=[2, 5])
+    assert [kvjax.cache_info(path)[name] for name in ("pending", "seen")] == [[3, 0], [2, 5]]
     assert_same(kvjax.load_cache(path), made)
     for cache, pending in ((made, [3, -1]), (filled("full"), [3])):
         with pytest.raises(ValueError, match=r"pending is \[3.* rows; expected the tokens of one row"):

@@ -73,6 +73,14 @@ def test_greedy_answers_are_those_of_the_reference(run_by_layer):
     assert served(arrivals, 1, **EVERY) == expected
 
 
+def test_each_request_has_a_penalty_and_the_tokens_of_its_own():
+    penalised = dict(max_new_tokens=9, end=(), repetition_penalty=1.7, key=None)
+    arrivals = [(prompt, penalised) for prompt, _ in requests(4, seed=3)]
+    arrivals[2] = arrivals[2][0], penalised | dict(repetition_penalty=1.0)
+    expected = [alone(prompt, sampling, **EVERY) for prompt, sampling in arrivals]
+    assert served(arrivals, 1, **EVERY) == expected
+
+
 def test_nobody_waits_longer_than_a_block():
     batch = models.Engine(decoder(), rows=3, **EVERY)
     first = batch.submit(range(9), max_new_tokens=30, end=())

@@ -47,6 +47,34 @@ def test_each_step_draws_anew_and_a_stream_draws_what_generate_does():
         assert (steps[row, length:] == -1).all()
 
 
+PENALISED = dict(repetition_penalty=1.7, block=8, max_new_tokens=8, end=())
+
+
+def test_a_repetition_penalty_counts_each_row_s_prompt_and_answer():
+    out = models.generate(decoder(), tiny.TOKENS, lengths=tiny.LENGTHS, **PENALISED)
+    repeated = 0
+    for row, length in enumerate(tiny.LENGTHS):
+        text = [*tiny.TOKENS[row, :length].tolist(), *answers(out)[row]]
+        for end, logits in enumerate(run(text[:-1]).logits[length - 1 :], length):
+            repeated += int(np.argmax(logits)) in text[:end]
+            seen = np.unique(text[:end])
+            logits[seen] = np.where(logits[seen] > 0, logits[seen] / 1.7, logits[seen] * 1.7)
+            assert text[end] == np.argmax(logits)
+    assert repeated, "without a penalty a token would come again"
+
+
+def test_a_repetition_penalty_counts_what_a_cache_has_seen_and_compiles_one_token_s_step(compiled_steps):
+    expected = answers(models.generate(decoder(), tiny.TOKENS, lengths=tiny.LENGTHS, **PENALISED))[0]
+    begun, rest = tiny.TOKENS[:1, :20], tiny.TOKENS[:1, 20:]
+    cache, _ = models.prefill(decoder(), begun, block=8, reserve=48)
+    tokens, _ = tiny.streamed(decoder(), rest, cache=cache, seen=begun[:, ::-1], **PENALISED)
+    assert tokens[0].tolist() == expected and compiled_steps() == 2
+    with pytest.raises(ValueError, match="not known which tokens the cache has seen; give them as seen="):
+        models.stream(decoder(), rest, cache=cache, **PENALISED)
+    with pytest.raises(ValueError, match="seen has 2 rows, but there are 1 prompts; give one for each"):
+        models.stream(decoder(), rest, cache=cache, seen=[[1], [2]], **PENALISED)
+
+
 def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_model():
     tokens = tiny.TOKENS[0]
 

@@ -15,7 +15,7 @@ from models import by_layer, engine, host_steps, layer_caches, one_program, stat
 from models.options import Options
 from models.planning import plan_run
 from models.prompts import check_prompt
-from models.sampling import Sampling
+from models.sampling import Draws, Sampling
 from tests.models import tiny
 from tests.tiers import first
 
@@ -46,14 +46,14 @@ def lowered(program, policy, *, layers=3, length=100, evict_every=1):
         return one_program.prefill_at_once.lower(run, sizes, prompt, None)
     if program == "generate":
         choice = one_program.Choice(Sampling(), 8, ())
-        return one_program.generate_at_once.lower(run, sizes, prompt, None, None, None, choice)
+        return one_program.generate_at_once.lower(run, sizes, prompt, None, None, Draws(), choice)
     state = states.start(run, sizes, 1)
     if program == "block step":
         return host_steps.block_step.lower(
             run, state, next(prompt.text).tokens[0], next(prompt.text).positions[0], Phase(evicts=True)
         )
     return host_steps.token_step.lower(
-        run, state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), None, steps.decode_phase(run.plan, 1), Sampling()
+        run, state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), Draws(), steps.decode_phase(run.plan, 1), Sampling()
     )
 
 

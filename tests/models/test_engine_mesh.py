@@ -14,7 +14,7 @@ import models
 from models import engine, host_steps, states, steps
 from models.options import Options
 from models.prompts import check_prompt
-from models.sampling import Sampling
+from models.sampling import Draws, Sampling
 from tests.models.tiny import LONG, SETTINGS, assert_keeps, on_mesh, run
 from tests.tiers import first
 
@@ -84,7 +84,7 @@ def compiled_step(policy):
     options = Options(policy, 16, 8, evict_every=1, reserve=8)
     run, sizes, _ = engine.prepare(on_mesh(), check_prompt(on_mesh(), TOKENS, LENGTHS, None), options)
     state = jax.jit(lambda: states.start(run, sizes, 4))()
-    given = np.zeros(4, np.int32), np.zeros(4, bool), None, steps.decode_phase(run.plan, 1), Sampling()
+    given = np.zeros(4, np.int32), np.zeros(4, bool), Draws(), steps.decode_phase(run.plan, 1), Sampling()
     return host_steps.token_step.lower(run, state, *given).compile()
 
 

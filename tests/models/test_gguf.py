@@ -27,8 +27,9 @@ import models
 from models.config import NO_ROPE, Config, Rope
 from models.folders import find_folder
 from models.gguf_config import LONG_FACTORS, NAMES, SHORT_FACTORS, family_in
-from models.load import describe
+from models.load import describe, published_sampling
 from models.parameters import layers_with, parameter_shapes, tensor_names
+from models.sampling import Sampling
 from tests.bad_input.campaign import calls
 from tests.kvjax.test_registry import installed
 from tests.models import reference
@@ -380,6 +381,24 @@ def test_package_that_is_missing_is_named(make, monkeypatch):
     file = make()
     monkeypatch.setitem(sys.modules, "gguf", None)
     refused(file, "pip install -e '.[gguf]'", kind=ImportError)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sampling", "unknown"),
+    [
+        ({"temp": 0.5, "top_k": 3, "min_p": 0.25, "penalty_last_n": 64}, Sampling(0.5, 3, min_p=0.25), None),
+        ({"top_k": 3}, Sampling(), None),
+        (
+            {"temp": 0.5, "penalty_repeat": 1.5, "xtc_probability": 0.5},
+            Sampling(0.5),
+            "penalty_repeat, xtc_probability",
+        ),
+    ],
+)
+def test_the_published_sampling_is_that_of_the_keys(keys, sampling, unknown, make):
+    file = make(keys={f"general.sampling.{name}": value for name, value in keys.items()})
+    with contextlib.nullcontext() if unknown is None else pytest.warns(match=f"sets {unknown}, which is not applied"):
+        assert published_sampling(file) == sampling
 
 
 def test_folder_with_nothing_but_the_file_names_it(make):

@@ -20,9 +20,10 @@ import models
 from models.config import Config
 from models.config_json import from_hugging_face
 from models.families import FAMILIES
-from models.load import load
+from models.load import load, published_sampling
 from models.parameters import parameter_shapes
 from models.placing import parse_mesh
+from models.sampling import Sampling
 from tests.models import tiny
 from tests.models.make_golden import GOLDEN
 from tests.models.tiny import decoder
@@ -206,6 +207,35 @@ def test_mixed_checkpoint_takes_the_dtype_of_most_weights(folder):
 def test_end_tokens_of_generation_config_win(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert load(folder)[0].config.eos == (5, 6)
+
+
+SAMPLED = {"do_sample": True}
+
+
+@pytest.mark.parametrize(
+    ("said", "sampling"),
+    [
+        ({"temperature": 0.5, "min_p": 0.1, "top_k": 3}, Sampling()),
+        ({"repetition_penalty": 1.1, "min_p": 0.1}, Sampling(repetition_penalty=1.1)),
+        (SAMPLED | Sampling(0.6, 20, 0.9, 0.05, 1.05)._asdict(), Sampling(0.6, 20, 0.9, 0.05, 1.05)),
+        (SAMPLED | {"top_k": 0, "min_p": 0.0, "top_p": None, "repetition_penalty": 1}, Sampling(1.0)),
+        ({"typical_p": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "bad_words_ids": [], "num_beams": 1,
+          "forced_eos_token_id": None, "max_length": 20, "transformers_version": "5.24.0"}, Sampling()),
+    ],
+)  # fmt: skip
+def test_the_published_sampling_is_that_of_generation_config(folder, said, sampling):
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    assert published_sampling(folder) == sampling
+
+
+def test_what_generation_config_sets_and_is_not_applied_is_named(folder):
+    said = {
+        "typical_p": 0.9, "no_repeat_ngram_size": 1, "suppress_tokens": [0], "bad_words_ids": [[3]],
+        "forced_eos_token_id": 0, "a_field_of_tomorrow": 1,
+    }  # fmt: skip
+    (folder / "generation_config.json").write_text(json.dumps(said | {"repetition_penalty": 1.2}))
+    with pytest.warns(UserWarning, match=f"sets {', '.join(said)}, which is not applied"):
+        assert published_sampling(folder) == Sampling(repetition_penalty=1.2)
 
 
 PEAK = """

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import Sampling, sample
+from models.sampling import Draws, Sampling, sample
 from tests.models.reference import softmax
 
 DRAWS = 4096
@@ -16,7 +16,7 @@ def drawn(logits: list[float], dtype: str = "float32", **how: float) -> np.ndarr
     """How often each token is drawn, in DRAWS rows of the same logits."""
     padded = np.full((DRAWS, WIDTH), -np.inf, np.float32)
     padded[:, : len(logits)] = logits
-    found, _ = sample(jnp.asarray(padded, dtype), jax.random.key(0), Sampling(**how))  # type: ignore[arg-type]
+    found, _ = sample(jnp.asarray(padded, dtype), Draws(jax.random.key(0)), Sampling(**how))  # type: ignore[arg-type]
     counts = np.bincount(found, minlength=len(logits))
     assert not counts[len(logits) :].any()
     return counts[: len(logits)]
@@ -44,10 +44,13 @@ def test_half_precision_logits_are_drawn_in_single():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(0.7, None, None), (3.0, None, None), (0.7, 4, None), (1.3, None, 0.6), (1.0, 3, 0.8)],
-)
-def test_frequencies_are_those_of_the_filtered_softmax(temperature, top_k, top_p):
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (0.7, None, None, None), (3.0, None, None, None), (0.7, 4, None, None), (1.3, None, 0.6, None),
+        (1.0, 3, 0.8, None), (1.0, None, None, 0.3), (0.7, 5, None, 0.12),
+    ],
+)  # fmt: skip
+def test_frequencies_are_those_of_the_filtered_softmax(temperature, top_k, top_p, min_p):
     logits = np.array([2.0, 0.3, 1.1, -0.5, 1.6, 0.9])
     probability = softmax(logits / temperature)
     ranking = np.argsort(-probability)
@@ -58,7 +61,10 @@ def test_frequencies_are_those_of_the_filtered_softmax(temperature, top_k, top_p
         needed = 1 + int(np.searchsorted(np.cumsum(probability[ranking]), top_p))
         probability[ranking[needed:]] = 0
         probability /= probability.sum()
-    counts = drawn(logits.tolist(), temperature=temperature, top_k=top_k, top_p=top_p)
+    if min_p is not None:  # in the scaled probabilities, as in transformers
+        probability[probability < min_p * probability.max()] = 0
+        probability /= probability.sum()
+    counts = drawn(logits.tolist(), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     assert close(counts, probability)
     assert (counts[probability == 0] == 0).all()
 
@@ -81,7 +87,7 @@ def test_a_share_of_1_leaves_no_token_out():
     whole, alone = (Sampling(1.0, top_p=p) for p in (1.0, None))
     for seed in range(20):
         key = jax.random.key(seed)
-        assert sample(rows, key, whole)[0].item() == sample(rows, key, alone)[0].item()
+        assert sample(rows, Draws(key), whole)[0].item() == sample(rows, Draws(key), alone)[0].item()
 
 
 def test_top_k_takes_no_more_than_k_of_equals_and_all_beyond_the_vocabulary_and_without_temperature_the_best():
@@ -89,3 +95,29 @@ def test_top_k_takes_no_more_than_k_of_equals_and_all_beyond_the_vocabulary_and_
     logits = [1.0, 0.0, 2.0]
     assert close(drawn(logits, temperature=1.0, top_k=2**31 - 1), softmax(np.array(logits)))
     assert drawn([2.0, 1.0, 4.0], temperature=0.0, top_k=3, top_p=0.5)[2] == DRAWS
+
+
+def test_equals_of_the_most_likely_token_are_all_drawn_at_a_min_p_of_1():
+    assert (drawn([4.0, 3.999, 4.0], temperature=1.0, min_p=1.0) > 0).tolist() == [True, False, True]
+
+
+def test_a_repetition_penalty_divides_positive_logits_of_what_was_seen_and_multiplies_the_others():
+    """As in transformers' RepetitionPenaltyLogitsProcessor: of both kinds, one is now below its neighbour."""
+    logits = jnp.asarray([[3.0, 2.6, -1.0, -np.inf], [-2.0, -1.0, -1.1, -np.inf], [0.5, 3.0, 2.6, -np.inf]])
+    seen = np.array([[True, False, True, True], [False, True, False, False], [True, False, True, False]])
+    sampling, made = Sampling(repetition_penalty=1.2), []
+    draws = Draws(None, seen)
+    for _ in range(3):
+        token, draws = sample(logits, draws, sampling)
+        made.append(token.tolist())
+    # Behind each choice its token is seen, too: 2.6 / 1.2 < 3 / 1.2, and -1.1 * 1.2 < -1 * 1.2.
+    assert made == [[1, 2, 1], [0, 1, 1], [0, 1, 1]]
+    assert np.asarray(draws.seen).sum(axis=1).tolist() == [4, 2, 3]
+
+
+def test_a_repetition_penalty_comes_before_the_temperature_and_the_filters():
+    logits, seen = jnp.asarray([[2.0, 1.9, 1.0]] * DRAWS), np.array([[True, False, False]] * DRAWS)
+    how = Sampling(0.5, top_k=2, repetition_penalty=2.5)  # 0.8, 1.9, 1.0
+    token, _ = sample(logits, Draws(jax.random.key(0), seen), how)
+    expected = np.array([0, *softmax(np.array([1.9, 1.0]) / 0.5)])
+    assert close(np.bincount(token, minlength=3), expected) and not (np.asarray(token) == 0).any()

@@ -14,6 +14,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvjax
 import models
 from benchmarks.measure import compilations
 from models.commands import chat
@@ -175,15 +176,17 @@ def streamed(model, fed, **settings):
 
 def by_hand(model, tokenizer, texts, lengths=None, **settings):
     """The answers' texts, each by `models.stream` from the cache of the one before."""
-    answers, cache, pending, messages, told = [], None, [], [], ""
+    answers, cache, pending, messages, told, said_before = [], None, [], [], "", []
     for n, text in enumerate(texts):
         messages.append({"role": "user", "content": text})
         whole = tokenizer.chat(messages)
         assert whole.startswith(told)
         fed = [*pending, *tokenizer.encode(whole.removeprefix(told), add_special_tokens=False)]
         most = settings["max_new_tokens"] if lengths is None else lengths[n]
-        answer, cache = streamed(model, fed, cache=cache, **settings | {"max_new_tokens": most})
+        seen = None if cache is None else [said_before]
+        answer, cache = streamed(model, fed, cache=cache, seen=seen, **settings | {"max_new_tokens": most})
         ended = answer[-1] in model.config.eos
+        said_before = [*said_before, *fed, *(answer[:-1] if ended else answer)]
         pending = [] if ended else answer[-1:]
         said = tokenizer.decode(answer[:-1] if ended else answer)
         messages.append({"role": "assistant", "content": said})
@@ -212,6 +215,20 @@ def test_twelve_turns_take_the_bytes_and_the_programs_of_the_first_ones(each_way
 
 def test_answers_are_those_of_one_stream_after_another(model, talk):
     assert [say(talk, text) for text in TEXTS[:6]] == by_hand(model, talk.tokenizer, TEXTS[:6], **SETTINGS)
+
+
+def test_a_repetition_penalty_counts_the_whole_conversation(model, tmp_path):
+    penalised, file = SETTINGS | dict(repetition_penalty=1.7), tmp_path / "talk.cache"
+    talk, other = (Conversation(model, tokenizer_of(CHATML), **penalised) for _ in range(2))
+    said = [say(talk, text) for text in TEXTS[:2]]
+    talk.keep(file)
+    said.append(say(talk, TEXTS[2]))
+    assert said == by_hand(model, talk.tokenizer, TEXTS[:3], **penalised)
+    other.load(file)
+    assert other.now.seen == talk.before.seen and say(other, TEXTS[2]) == said[2]
+    kvjax.save_cache(file, models.stacked(talk.now.cache), **talk._made_with())
+    with pytest.raises(ValueError, match="does not say which tokens were said, which a repetition penalty needs"):
+        other.load(file)
 
 
 def test_an_answer_that_was_stopped_is_part_of_the_conversation(talk, tmp_path):

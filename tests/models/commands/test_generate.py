@@ -108,9 +108,11 @@ def test_json_says_when_evictions_are(policy, flags, moments, told, capsys):
 
 
 def test_flags_reach_the_stream(told):
-    flags = "--temperature 0.5 --top-k 4 --top-p 0.9 --cache-dtype int8 --question what? --block 16 --max-new-tokens 4"
+    flags = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --cache-dtype int8"
+    flags += " --question what? --block 16 --max-new-tokens 4"
     assert generate.main(["retriever", "--prompt", PROMPT, *flags.split()]) == 0
-    expected = dict(temperature=0.5, top_k=4, top_p=0.9, cache_dtype="int8", block=16, max_new_tokens=4)
+    expected = dict(temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2)
+    expected |= dict(cache_dtype="int8", block=16, max_new_tokens=4)
     assert {name: told[name] for name in expected} == expected
     assert told["question"] == len(models.load("retriever")[1].encode("what?", add_special_tokens=False))
 
