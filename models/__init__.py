@@ -19,6 +19,7 @@ from models.options import Options
 from models.placing import parse_mesh
 from models.prompts import Prefilled
 from models.repeating import with_repeat_prompt
+from models.sampling import Draws
 from models.save import save
 from models.scorer import Scorer, ScorerConfig
 from models.sharing import prefill_each
@@ -30,6 +31,7 @@ __all__ = [
     "ButlerConfig",
     "Config",
     "Decoder",
+    "Draws",
     "Engine",
     "Gate",
     "GateConfig",

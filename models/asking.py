@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
+import numpy as np
 from jaxtyping import Array
 
 import models
@@ -21,6 +22,7 @@ from models.host_steps import OnBlock
 from models.layer_caches import AnyCache, stacked, stacked_up
 from models.options import AskSettings, Options, options_of
 from models.prompts import kept_of
+from models.sampling import Draws
 from models.selecting import Cache
 from models.sizes import full_cache_bytes
 from models.sizing import checked_budget
@@ -127,13 +129,14 @@ def ask(
     tails = [form.question(text) for text in questions]
     begun, peak = time.monotonic(), 0
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
-    seen: list[list[int]] | None = None
+    seen = None
     if isinstance(document, str):
         policy, budget = checked(options.policy, options.budget, options.block)
         policy = models.with_repeat_prompt(policy, tokenizer)
         reads = dataclasses.replace(options, policy=policy, budget=budget)
-        seen = [form.document(document)]
-        cache, peak = _read(model, seen[0], reads, watch.on_block)
+        tokens = form.document(document)
+        seen = np.isin(np.arange(model.config.vocab_size), tokens)[None]
+        cache, peak = _read(model, tokens, reads, watch.on_block)
         seconds = time.monotonic() - begun
     else:
         cache, seconds = stacked(document), 0.0
@@ -142,8 +145,8 @@ def ask(
     answers_only = dataclasses.replace(options, policy=None, budget=None, networks=None, cache_dtype=None)
     for number, tail in enumerate(tails):
         begun, pieces, said = time.monotonic(), tokenizer.stream(), ""
-        drawn = None if key is None else jax.random.fold_in(key, number)
-        for token, grown in models.stream(model, [tail], options=answers_only, cache=cache, key=drawn, seen=seen):
+        drawn = Draws(None if key is None else jax.random.fold_in(key, number), seen)
+        for token, grown in models.stream(model, [tail], options=answers_only, cache=cache, key=drawn):
             peak = max(peak, cache.nbytes + grown.nbytes)
             piece = "" if token[0] in ends else pieces.add(token[0])
             said += piece
@@ -154,9 +157,9 @@ def ask(
             watch.on_text(rest)
         answers.append(said + rest)
         took.append(time.monotonic() - begun)
-    tokens = int(kept.start[0])
-    full = full_cache_bytes(model, tokens, kept.dtypes)
-    return Answers(answers, cache, tokens, cache.nbytes, full, max(peak, cache.nbytes), seconds, took)
+    read = int(kept.start[0])
+    full = full_cache_bytes(model, read, kept.dtypes)
+    return Answers(answers, cache, read, cache.nbytes, full, max(peak, cache.nbytes), seconds, took)
 
 
 def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock | None) -> tuple[Cache, int]:

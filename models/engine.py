@@ -138,8 +138,7 @@ def generate(
     cache: AnyCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
-    key: Array | None = None,
-    seen: Tokens | None = None,
+    key: Array | Draws | None = None,
     **settings: Unpack[AnswerSettings],
 ) -> Generation:
     """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
@@ -152,8 +151,7 @@ def generate(
         options, settings: what to keep, and how to answer; see :class:`Options`.
         cache, lengths, question: see :func:`prefill`. The last token of an answer is not in its cache: to continue from
             it, feed that token first.
-        key: draws the tokens where the temperature is above 0.
-        seen: rows of the tokens that the cache has seen, in any order, which only a ``repetition_penalty`` asks for.
+        key: draws the tokens where the temperature is above 0. :class:`Draws` says with it what a cache has seen.
 
     Example:
         >>> import models
@@ -170,8 +168,8 @@ def generate(
     given = check_prompt(model, tokens, lengths, question, cache, options.policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
-    choice, draws = choice_of(model, options, key, given, seen)
-    if runs_by_layer(run, key):
+    choice, draws = choice_of(model, options, key, given)
+    if runs_by_layer(run, draws.key):
         return _generate_by_layer(LayerSteps(run, sizes), prompt, cache, logits, choice, draws)
     state, out, count, finite = generate_at_once(run, sizes, prompt, cache, logits, draws, choice)
     check_finite(model, finite)
@@ -186,8 +184,7 @@ def stream(
     cache: AnyCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
-    key: Array | None = None,
-    seen: Tokens | None = None,
+    key: Array | Draws | None = None,
     on_block: OnBlock | None = None,
     **settings: Unpack[AnswerSettings],
 ) -> Iterator[tuple[np.ndarray, AnyCache]]:
@@ -200,7 +197,7 @@ def stream(
     :func:`models.stacked` turns into a cache for the functions of kvjax.
 
     Args:
-        options, settings, cache, lengths, question, key, seen: see :func:`generate`.
+        options, settings, cache, lengths, question, key: see :func:`generate`.
         on_block: called after each block of the prompt with the number of tokens done, that of all tokens, and the
             cache, which is valid until the call returns; for progress bars, and to look on.
 
@@ -218,7 +215,7 @@ def stream(
     given = check_prompt(model, tokens, lengths, question, cache, options.policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
-    choice, draws = choice_of(model, options, key, given, seen)
+    choice, draws = choice_of(model, options, key, given)
     made = tokens_of(steps_of(run, sizes), prompt, cache, logits, choice, draws, on_block)
     return ((token, state.cache) for token, state in made)
 

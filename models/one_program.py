@@ -15,7 +15,7 @@ from models.decoder import Decoder
 from models.layer_caches import AnyCache, stacked
 from models.options import Options
 from models.plan import Sizes
-from models.prompts import CheckedPrompt, Tokens, tokens_seen
+from models.prompts import CheckedPrompt, tokens_seen
 from models.sampling import Draws, Sampling, check_end, check_sampling, sample
 from models.states import shrink, start
 from models.steps import DecodeState, Run, decode_phase, decode_positions, forward
@@ -30,9 +30,10 @@ class Choice(NamedTuple):
 
 
 def choice_of(
-    model: Decoder, options: Options, key: Array | None, prompt: CheckedPrompt, seen: Tokens | None = None
+    model: Decoder, options: Options, key: Array | Draws | None, prompt: CheckedPrompt
 ) -> tuple[Choice, Draws]:
     """Check the settings of an answer, and return them with what its first choice of a token needs."""
+    key, seen = key if isinstance(key, Draws) else Draws(key)
     sampling = check_sampling(key, **{name: getattr(options, name) for name in Sampling._fields})
     end = model.config.eos if options.end is None else check_end(options.end)
     draws = Draws(

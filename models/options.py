@@ -123,7 +123,7 @@ class Options:
         min_p: draw only from the tokens that are at least p times as likely as the most likely one.
         repetition_penalty: divides the logits above 0 of all tokens that the prompt or the answer has already, and
             multiplies those below, before a choice (arXiv 1909.05858); 1 for none. It takes a byte per row and token of
-            the vocabulary beside the cache. A call that continues from a cache needs ``seen``.
+            the vocabulary beside the cache. A call that continues from a cache needs :class:`Draws`.
         end: tokens that end a row; the config's by default, () for none.
 
     Example:

@@ -228,22 +228,22 @@ def check_prompt(
     return CheckedPrompt(Text(host.astype(np.int32), counts.astype(np.int32), questions, *behind), kept)
 
 
-def tokens_seen(model: Decoder, given: CheckedPrompt, before: Tokens | None) -> Bool[np.ndarray, "B V"]:
+def tokens_seen(
+    model: Decoder, given: CheckedPrompt, before: Bool[HostOrDevice, "B V"] | None
+) -> Bool[np.ndarray, "B V"]:
     """Return which tokens of the vocabulary each row's text has: those of its prompt, and those ``before`` it."""
+    tokens, lengths, shape = given.text.tokens, given.text.lengths, (len(given.text.lengths), model.config.vocab_size)
     if given.kept is not None and before is None:
         raise ValueError(
             "a repetition_penalty counts the whole text, but it is not known which tokens the cache has seen; give "
-            "them as seen= (generate, stream), or leave repetition_penalty out."
+            "key=models.Draws(key, seen), or leave repetition_penalty out."
         )
-    texts, rows = [given.text], len(given.text.lengths)
-    if before is not None:
-        texts.append(check_prompt(model, before, None, None).text)
-    if len(texts[-1].lengths) != rows:
-        raise ValueError(f"seen has {len(texts[-1].lengths)} rows, but there are {rows} prompts; give one for each.")
-    seen = np.zeros((rows, model.config.vocab_size), bool)
-    for text in texts:
-        counted = np.arange(text.tokens.shape[1]) < text.lengths[:, None]
-        seen[np.nonzero(counted)[0], text.tokens[counted]] = True
+    if before is not None and (np.shape(before) != shape or np.asarray(before).dtype != bool):
+        found = f"{np.asarray(before).dtype} {np.shape(before)}"
+        raise ValueError(f"seen is {found}; expected bool {shape}: for each prompt, which tokens the cache has seen.")
+    seen = np.zeros(shape, bool) if before is None else np.array(before)
+    counted = np.arange(tokens.shape[1]) < lengths[:, None]
+    seen[np.nonzero(counted)[0], tokens[counted]] = True
     return seen
 
 

@@ -31,9 +31,20 @@ class Sampling(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What is kept between the choices of tokens, as far as the sampling needs it: else None.
+    """What is kept from one choice of a token to the next: a random key, and which tokens each row's text has so far.
 
-    ``key`` is a random key; ``seen`` says which tokens each row's text has so far, the prompt's and the answer's.
+    As an argument, ``seen`` says it of the text that a cache has seen, which only a ``repetition_penalty`` reads.
+
+    Example:
+        >>> import models, numpy
+        >>> model = models.Decoder.tiny()
+        >>> cache, _ = models.prefill(model, [range(40)])
+        >>> seen = numpy.isin(numpy.arange(model.config.vocab_size), range(40))
+        >>> settings = dict(repetition_penalty=1.2, max_new_tokens=4)
+        >>> models.generate(
+        ...     model, [[7, 3]], cache=cache, key=models.Draws(seen=seen[None]), **settings
+        ... ).tokens.shape
+        (1, 4)
     """
 
     key: Array | None = None
@@ -120,7 +131,7 @@ def _check_draws(sampling: Sampling, key: Array | None) -> None:
         raise ValueError(f"top_p is {sampling.top_p}; give a share in (0, 1].")
     if sampling.min_p is not None and not 0 < sampling.min_p <= 1:
         raise ValueError(f"min_p is {sampling.min_p}; give a share in (0, 1].")
-    if not 0 < sampling.repetition_penalty < math.inf:
+    if sampling.repetition_penalty <= 0:
         raise ValueError(f"repetition_penalty is {sampling.repetition_penalty}; give a factor above 0, or 1 for none.")
     if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         old = " of the old kind (jax.random.PRNGKey)" if getattr(key, "dtype", None) == np.uint32 else ""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 import kvjax
 import models
@@ -30,7 +31,7 @@ from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.layer_caches import AnyCache
 from models.load import published_sampling
 from models.prompts import kept_of
-from models.sampling import Repetition, Sampling
+from models.sampling import Draws, Repetition, Sampling
 from models.sizes import full_cache_bytes
 from models.sizing import checked_budget
 
@@ -250,16 +251,16 @@ class Conversation:
         return Memory(cache, (), self.before.seen.union(fed))
 
     def _stream(self, memory: Memory, tokens: list[int], **settings: Any) -> Iterator[tuple[int, AnyCache]]:
+        seen = np.isin(np.arange(self.model.config.vocab_size), list(memory.seen))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the warning advises to evict once, but a conversation has no end
             steps = models.stream(
                 self.model,
                 [[*memory.pending, *tokens]],
                 cache=memory.cache,
-                seen=[sorted(memory.seen)] if memory.seen else None,
                 policy=self.policy,
                 budget=self.budget,
-                key=jax.random.fold_in(self.key, self.seen),
+                key=Draws(jax.random.fold_in(self.key, self.seen), seen[None]),
                 projection=self.projection,
                 on_block=self._note,
                 **self.settings | settings,

@@ -67,12 +67,14 @@ def test_a_repetition_penalty_counts_what_a_cache_has_seen_and_compiles_one_toke
     expected = answers(models.generate(decoder(), tiny.TOKENS, lengths=tiny.LENGTHS, **PENALISED))[0]
     begun, rest = tiny.TOKENS[:1, :20], tiny.TOKENS[:1, 20:]
     cache, _ = models.prefill(decoder(), begun, block=8, reserve=48)
-    tokens, _ = tiny.streamed(decoder(), rest, cache=cache, seen=begun[:, ::-1], **PENALISED)
+    seen = np.isin(np.arange(tiny.VOCABULARY), begun)[None]
+    tokens, _ = tiny.streamed(decoder(), rest, cache=cache, key=models.Draws(seen=seen), **PENALISED)
     assert tokens[0].tolist() == expected and compiled_steps() == 2
-    with pytest.raises(ValueError, match="not known which tokens the cache has seen; give them as seen="):
+    with pytest.raises(ValueError, match="not known which tokens the cache has seen; give key="):
         models.stream(decoder(), rest, cache=cache, **PENALISED)
-    with pytest.raises(ValueError, match="seen has 2 rows, but there are 1 prompts; give one for each"):
-        models.stream(decoder(), rest, cache=cache, seen=[[1], [2]], **PENALISED)
+    for wrong, said in ((seen[0], r"bool \(256,\)"), (seen * 1, r"int64 \(1, 256\)")):
+        with pytest.raises(ValueError, match=rf"seen is {said}; expected bool \(1, 256\): for each prompt, which"):
+            models.stream(decoder(), rest, cache=cache, key=models.Draws(seen=wrong), **PENALISED)
 
 
 def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_model():

@@ -183,8 +183,8 @@ def by_hand(model, tokenizer, texts, lengths=None, **settings):
         assert whole.startswith(told)
         fed = [*pending, *tokenizer.encode(whole.removeprefix(told), add_special_tokens=False)]
         most = settings["max_new_tokens"] if lengths is None else lengths[n]
-        seen = None if cache is None else [said_before]
-        answer, cache = streamed(model, fed, cache=cache, seen=seen, **settings | {"max_new_tokens": most})
+        draws = models.Draws(seen=np.isin(np.arange(CONFIG.vocab_size), said_before)[None])
+        answer, cache = streamed(model, fed, cache=cache, key=draws, **settings | {"max_new_tokens": most})
         ended = answer[-1] in model.config.eos
         said_before = [*said_before, *fed, *(answer[:-1] if ended else answer)]
         pending = [] if ended else answer[-1:]
