@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +177,7 @@ def published_sampling(path: str | Path) -> Sampling:
     else:
         found = found / "generation_config.json"
         said = read_object(found)
-    off = (None, "", [], {})
+    off: tuple[Any, ...] = (None, "", [], {})
     unknown = [name for name in said if name not in SAID and said[name] not in (*off, NEUTRAL.get(name, 0))]
     if unknown:
         warnings.warn(f"{found} sets {', '.join(unknown)}, which is not applied.", stacklevel=2)
