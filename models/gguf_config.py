@@ -203,14 +203,17 @@ def _rope(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, An
     original = raw.get("original_max_position_embeddings", raw["max_position_embeddings"])
     scaled = plain | {"rope_type": kind, "original_max_position_embeddings": original}
     factors = tensors.get(FREQUENCY_FACTORS)
-    if LONG_FACTORS in tensors and SHORT_FACTORS in tensors:
+    lists = [name for name in (LONG_FACTORS, SHORT_FACTORS) if name in tensors]
+    if len(lists) == 1:
+        raise ValueError(f"of {LONG_FACTORS} and {SHORT_FACTORS} it holds only {lists[0]}; download it again.")
+    if lists:
         if kind not in ("longrope", "none", "linear") or factor != 1 or factors is not None:
             raise ValueError(
                 f"it holds {LONG_FACTORS} beside another scaling of its rotary embedding (rope_type {kind!r}, factor "
                 f"{factor}); only one is supported."
             )
-        lists = {"long_factor": _numbers(tensors[LONG_FACTORS]), "short_factor": _numbers(tensors[SHORT_FACTORS])}
-        return scaled | lists | {"rope_type": "longrope", "attention_factor": raw.get("attention_factor")}
+        numbers = {"long_factor": _numbers(tensors[LONG_FACTORS]), "short_factor": _numbers(tensors[SHORT_FACTORS])}
+        return scaled | numbers | {"rope_type": "longrope", "attention_factor": raw.get("attention_factor")}
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(
             f"rope_type is {kind!r}; supported are none, linear and yarn, and the factors of Llama 3.1 and of longrope."
