@@ -79,12 +79,12 @@ def read(folder: Path, config: Config) -> dict[tuple[str, tuple[int, ...]], LowR
     for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
         module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
         down, up = tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B."), None)
-        if module not in places or up is None or places[module] in found:
-            raise ValueError(
-                f"{folder / WEIGHTS} holds {name}, which is no projection of the base model, is there twice, or lacks "
-                "its other half."
-            )
+        if module not in places:
+            raise ValueError(f"{folder / WEIGHTS} holds {name}, which is no projection of the base model.")
         path, place = places[module]
+        if up is None or (path, place) in found:
+            fault = "lacks its other half" if up is None else "is there twice"
+            raise ValueError(f"{folder / WEIGHTS} holds {name}, which {fault}; save the adapter again.")
         wanted = tuple(map(math.prod, sizes(config, path)))
         if (up.shape, down.shape) != ((wanted[0], rank), (rank, wanted[1])):
             raise ValueError(

@@ -14,6 +14,7 @@ import shlex
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -220,7 +221,9 @@ def run(command: Callable[[], None], name: str) -> int:
     If the command runs in several processes and fails in this one, the process ends here, and with it the others.
     """
     try:
-        code = _run(command, name)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: print(f"[warning: {message}]", file=sys.stderr)
+            code = _run(command, name)
     except BaseException:
         if not hosts.several():
             raise

@@ -141,7 +141,6 @@ def _generate(flags: argparse.Namespace) -> None:
     loaded = Loaded(model, tokenizer, networks)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        warnings.showwarning = lambda message, *_, **__: print(f"[warning: {message}]", file=sys.stderr)
         if flags.prompts is not None:
             _answer_all(flags, loaded, requests)
         elif flags.json:

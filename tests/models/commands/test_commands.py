@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 
 import jax
 import pytest
@@ -104,6 +105,11 @@ def test_bad_input_ends_in_one_sentence_and_code_2_but_a_defect_of_ours_is_not_h
     for defect in (AssertionError("a bug"), jax.errors.JaxRuntimeError("INTERNAL: a bug")):
         with pytest.raises(type(defect), match="a bug"):
             commands.run(lambda defect=defect: command(defect), "evals needle")
+
+
+def test_a_warning_is_one_line_of_a_command_s(capsys):
+    assert commands.run(lambda: warnings.warn("two files lie there.", stacklevel=1), "evals needle") == 0
+    assert capsys.readouterr().err == "[warning: two files lie there.]\n"
 
 
 def test_all_missing_extras_of_a_command_are_named_at_once(tmp_path, capsys, monkeypatch):
