@@ -83,7 +83,7 @@ def ask(
     *,
     options: Options | None = None,
     system: str | None = None,
-    key: Array | None = None,
+    key: Array | Draws | None = None,
     watch: Watch = NO_WATCH,
     **settings: Unpack[AskSettings],
 ) -> Answers:
@@ -103,7 +103,8 @@ def ask(
             quarter; "full" keeps all.
         system: the text of the system message; by default that of the template, if it has one.
             A tokenizer without a template (:meth:`models.Tokenizer.plain`) leaves the template out.
-        key: draws the tokens of the answers where the temperature is above 0.
+        key: draws the tokens of the answers where the temperature is above 0; :class:`Draws` says with it what a cache
+            has seen.
         watch: functions that are called while the document is read, and with each piece of an answer.
 
     Raises:
@@ -129,7 +130,7 @@ def ask(
     tails = [form.question(text) for text in questions]
     begun, peak = time.monotonic(), 0
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
-    seen = None
+    key, seen = key if isinstance(key, Draws) else Draws(key)
     if isinstance(document, str):
         policy, budget = checked(options.policy, options.budget, options.block)
         policy = models.with_repeat_prompt(policy, tokenizer)

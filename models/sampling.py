@@ -39,11 +39,12 @@ class Draws(NamedTuple):
         >>> import models, numpy
         >>> model = models.Decoder.tiny()
         >>> cache, _ = models.prefill(model, [range(40)])
-        >>> seen = numpy.isin(numpy.arange(model.config.vocab_size), range(40))
-        >>> settings = dict(repetition_penalty=1.2, max_new_tokens=4)
-        >>> models.generate(
-        ...     model, [[7, 3]], cache=cache, key=models.Draws(seen=seen[None]), **settings
-        ... ).tokens.shape
+        >>> seen = numpy.arange(model.config.vocab_size) < 40
+        >>> out = models.generate(
+        ...     model, [[7, 3]], cache=cache, key=models.Draws(seen=seen[None]),
+        ...     repetition_penalty=1.2, max_new_tokens=4
+        ... )
+        >>> out.tokens.shape
         (1, 4)
     """
 

@@ -39,6 +39,20 @@ def test_each_answer_is_that_of_the_whole_prompt(model, policy):
     assert again.answers == found.answers[1:] and (again.seconds, again.cache_bytes) == (0, found.cache_bytes)
 
 
+def test_a_repetition_penalty_counts_the_document_too(model):
+    tokenizer, made = tokenizer_of(CHATML), SETTINGS | dict(repetition_penalty=1.7)
+    found = models.ask(model, tokenizer, DOCUMENT, QUESTIONS[:1], policy="full", **made)
+    text = tokenizer.chat([{"role": "user", "content": f"{DOCUMENT.strip()}\n\n{QUESTIONS[0]}"}])
+    fed = tokenizer.encode(text, add_special_tokens=False)
+    (tokens,) = models.generate(model, [fed], **made).tokens.tolist()
+    assert found.answers == [tokenizer.decode(itertools.takewhile(lambda token: token not in CONFIG.eos, tokens))]
+    seen = np.isin(np.arange(CONFIG.vocab_size), fed[: found.document_tokens])[None]
+    again = models.ask(model, tokenizer, found.cache, QUESTIONS[:1], key=models.Draws(seen=seen), **made)
+    assert again.answers == found.answers
+    with pytest.raises(ValueError, match="not known which tokens the cache has seen"):
+        models.ask(model, tokenizer, found.cache, QUESTIONS[:1], **made)
+
+
 @pytest.mark.parametrize("given", [{}, dict(options=models.Options(budget=0.5)), dict(options=models.Options("full"))])
 def test_options_without_a_policy_keep_the_default_one(model, monkeypatch, given):
     read = []
