@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from kvjax.checks import shown
 from models import adapters
 from models.checkpoint import Checkpoint, Tensor, Window, file_shape, read_dtype
 from models.config import Config
@@ -185,10 +186,13 @@ def published_sampling(path: str | Path) -> Sampling:
     for name in ("top_k", "min_p"):
         if isinstance(drawn.get(name), int | float) and drawn[name] <= 0:  # off, as in transformers and llama.cpp
             del drawn[name]
-    if not said.get("do_sample"):  # then only logits are changed
+    sampled = said.get("do_sample")
+    if not isinstance(sampled, bool | None):
+        raise ValueError(f"{found} has do_sample = {shown(sampled)}; expected true or false.")
+    if not sampled:  # then only logits are changed
         drawn = {name: value for name, value in drawn.items() if name == "repetition_penalty"}
     try:
-        return check_sampling(jax.random.key(0), **({"temperature": 1.0} if said.get("do_sample") else {}) | drawn)
+        return check_sampling(jax.random.key(0), **({"temperature": 1.0} if sampled else {}) | drawn)
     except ValueError as error:
         raise ValueError(f"{found}: {error} To choose tokens otherwise, give a temperature.") from None
 

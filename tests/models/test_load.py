@@ -228,6 +228,22 @@ def test_the_published_sampling_is_that_of_generation_config(folder, said, sampl
     assert published_sampling(folder) == sampling
 
 
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"do_sample": "false"}, "has do_sample = 'false'; expected true or false"),
+        (
+            {"repetition_penalty": -1.0},
+            r"repetition_penalty is -1\.0; give a factor above 0, or 1 for none\. To choose",
+        ),
+    ],
+)
+def test_a_published_sampling_that_cannot_be_is_refused(folder, said, sentence):
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=sentence):
+        published_sampling(folder)
+
+
 def test_what_generation_config_sets_and_is_not_applied_is_named(folder):
     said = {
         "typical_p": 0.9, "no_repeat_ngram_size": 1, "suppress_tokens": [0], "bad_words_ids": [[3]],
