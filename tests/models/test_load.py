@@ -234,7 +234,7 @@ def test_the_published_sampling_is_that_of_generation_config(folder, said, sampl
         ({"do_sample": "false"}, "has do_sample = 'false'; expected true or false"),
         (
             {"repetition_penalty": -1.0},
-            r"repetition_penalty is -1\.0; give a factor above 0, or 1 for none\. To choose",
+            r"repetition_penalty is -1\.0; give a factor above 0, .* To choose",
         ),
     ],
 )

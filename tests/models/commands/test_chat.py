@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import re
 import signal
 import sys
@@ -229,6 +230,23 @@ def test_a_repetition_penalty_counts_the_whole_conversation(model, tmp_path):
     kvjax.save_cache(file, models.stacked(talk.now.cache), **talk._made_with())
     with pytest.raises(ValueError, match="does not say which tokens were said, which a repetition penalty needs"):
         other.load(file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "temperature 0.6, top_k 20, repetition_penalty 1.1"),
+        ("--repetition-penalty 1 --min-p 0.1", "temperature 0.6, top_k 20, min_p 0.1"),
+        ("--temperature 0.5 --top-p 0.9", "temperature 0.5, top_p 0.9"),
+        ("--temperature 0 --repetition-penalty 1.2 --top-k 4", "the most likely tokens, repetition_penalty 1.2"),
+        ("--temperature 0", "the most likely tokens"),
+    ],
+)
+def test_tokens_are_drawn_as_published_but_for_the_flags(tmp_path, flags, words):
+    published = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(published))
+    sampling = chat._sampling(chat.parser().parse_args([str(tmp_path), *flags.split()]))
+    assert chat._sampling_in_words(sampling) == words
 
 
 def test_an_answer_that_was_stopped_is_part_of_the_conversation(talk, tmp_path):
