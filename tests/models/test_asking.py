@@ -1,5 +1,6 @@
 """`models.ask`: the document is read once, and each question answered as if it were the only one."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -13,8 +14,9 @@ import kvjax
 import models
 from models.asking import _Form
 from models.commands import ask
+from models.states import without_room
 from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, spaced, tokenizer_of
-from tests.models.tiny import run
+from tests.models.tiny import held, run
 from tests.tiers import first, nightly
 
 DOCUMENT, QUESTIONS = "The river was calm. " * 6, ["Who?", "Where was it?"]
@@ -51,6 +53,37 @@ def test_a_repetition_penalty_counts_the_document_too(model):
     assert again.answers == found.answers
     with pytest.raises(ValueError, match="not known which tokens the cache has seen"):
         models.ask(model, tokenizer, found.cache, QUESTIONS[:1], **made)
+
+
+def test_the_peak_is_of_the_document_read_or_of_an_answer_beside_what_is_kept(model, monkeypatch):
+    whole, sizes = models.stream, []
+
+    def stream(*given, cache=None, on_block=None, **settings):
+        kept = 0 if cache is None else cache.nbytes
+
+        def note(*block):
+            sizes.append(block[2].nbytes)
+            on_block(*block)
+
+        for token, grown in whole(*given, cache=cache, on_block=None if on_block is None else note, **settings):
+            sizes.append(kept + grown.nbytes)
+            yield token, grown
+
+    monkeypatch.setattr(models, "stream", stream)
+    tokenizer, made = tokenizer_of(CHATML), dict(policy="snapkv(window=4)+caote", budget=48)
+    document = models.ask(model, tokenizer, DOCUMENT, [], when="prompt", **made, **SETTINGS)
+    assert document.peak_cache_bytes == max(sizes) > document.cache_bytes
+    sizes.clear()
+    found = models.ask(model, tokenizer, document.cache, QUESTIONS, **SETTINGS)
+    assert found.peak_cache_bytes == max(sizes) > 2 * document.cache_bytes
+
+
+def test_equal_questions_draw_answers_of_their_own_and_one_key_the_same_ones(model):
+    tokenizer, made = tokenizer_of(CHATML), dict(policy="snapkv(window=4)+caote", budget=48)
+    cache = models.ask(model, tokenizer, DOCUMENT, [], **made, **SETTINGS).cache
+    hot = dict(key=jax.random.key(0), temperature=1e6, end=(), **SETTINGS)
+    one, same = (models.ask(model, tokenizer, cache, QUESTIONS[:1] * 2, **hot).answers for _ in range(2))
+    assert one == same and one[0] != one[1]
 
 
 @pytest.mark.parametrize("given", [{}, dict(options=models.Options(budget=0.5)), dict(options=models.Options("full"))])
@@ -117,3 +150,10 @@ def test_free_pages_are_taken_away_and_tokens_stay():
     small, after, before = jax.jit(layers)()
     assert (int(small.num_free), small.free.tolist()[0], len(small.owner)) == (1, 6, 7)
     assert np.array_equal(after.key, before.key)
+
+
+def test_free_slots_are_taken_away_but_those_that_the_fullest_head_needs():
+    cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=40, head_dim=2, layers=1)
+    position = np.where(np.arange(40) < np.array([3, 11])[:, None, None], np.arange(40), -1)[None]
+    small = without_room(dataclasses.replace(cache, position=jax.numpy.asarray(position)))
+    assert small.num_slots == 11 and [len(head) for head in held(small)[0]] == [3, 11]

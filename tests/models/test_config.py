@@ -52,6 +52,11 @@ LENGTH = "original_max_position_embeddings"
     ("fields", "scaling", "rope"),
     [
         ({}, {"rope_type": "linear", "factor": 2}, Rope(type="linear", factor=2.0)),
+        (
+            {LENGTH: 512},
+            {"type": "yarn", "factor": 4.0, "truncate": False, "beta_slow": 2.0, "mscale": 0.5},
+            Rope(type="yarn", factor=4.0, original_positions=512, truncate=False, beta_slow=2.0, mscale=0.5),
+        ),
         ({LENGTH: 512}, {"type": "yarn", "factor": 4.0}, Rope(type="yarn", factor=4.0, original_positions=512)),
         # YaRN without a factor takes the ratio of lengths; "dynamic" grows from the model's own length.
         (
@@ -67,7 +72,8 @@ LENGTH = "original_max_position_embeddings"
     ],
 )
 def test_rope_scalings_of_all_generations_are_read(fields, scaling, rope):
-    assert read(**fields, rope_scaling=scaling).rope == rope
+    config = read(**fields, rope_scaling=scaling)
+    assert config.rope == rope and from_hugging_face(to_hugging_face(config)) == config
 
 
 def test_fields_left_out_take_their_defaults():
@@ -77,6 +83,10 @@ def test_fields_left_out_take_their_defaults():
     assert (granite.attention_multiplier, granite.logits_scaling) == (1.0, 1.0)
     assert read(**of("Mistral")).sliding_windows == (4096,) * 3  # as in transformers
     assert read(**of("Mistral"), sliding_window=None).sliding_windows == (None,) * 3
+    mixtral = read(**of("Mixtral"))
+    assert (mixtral.rope.theta, mixtral.norm_epsilon, mixtral.num_experts) == (1e6, 1e-5, 8)
+    scaled = read(rope_scaling={"rope_type": "llama3", "factor": 8.0}, max_position_embeddings=512).rope
+    assert scaled == Rope(type="llama3", factor=8.0, original_positions=512, high_freq_factor=4.0)
     for name, bias in (("Qwen2", True), ("Mistral", False)):  # whatever they say
         config = read(**of(name), attention_bias=True)
         assert (config.attention_bias, config.output_bias) == (bias, False)
@@ -133,6 +143,8 @@ def test_gemma_without_a_cap_has_none_and_without_an_entry_has_its_own():
     gemma2 = from_hugging_face(PUBLISHED["gemma-2-2b"] | {"attn_logit_softcapping": None})
     assert (gemma2.attention_soft_cap, gemma2.logits_soft_cap) == (None, 30.0)
     assert from_hugging_face(to_hugging_face(gemma2)) == gemma2
+    other = from_hugging_face(PUBLISHED["gemma-2-2b"] | {"query_pre_attn_scalar": 144})  # as in the one of 27 B
+    assert other.attention_multiplier == 1 / 12 and to_hugging_face(other)["query_pre_attn_scalar"] == 144
     gemma3 = from_hugging_face(PUBLISHED["gemma-3-1b"])
     assert (gemma3.attention_soft_cap, gemma3.attention_multiplier) == (None, None)
     assert gemma3.ropes[:6] == (Rope(theta=10_000.0),) * 5 + (None,) and gemma3.rope.theta == 1e6
@@ -152,7 +164,11 @@ def test_gemma_without_a_cap_has_none_and_without_an_entry_has_its_own():
     ids=["unused", "from a layer on", "from layer 28 on", "layer by layer"],
 )
 def test_qwen_sliding_windows(fields, windows):
-    assert read(**of("Qwen2"), sliding_window=8, **fields).sliding_windows == windows
+    config = read(**of("Qwen2"), sliding_window=8, **fields)
+    assert config.sliding_windows == windows
+    written = to_hugging_face(config)
+    assert written.get("max_window_layers") == (windows.count(None) if any(windows) else None)
+    assert from_hugging_face(written) == config
 
 
 def test_end_tokens():

@@ -10,7 +10,7 @@ from flax import nnx
 
 import models
 from kvjax.window import Window
-from models import by_layer
+from models import by_layer, host_steps
 from models.engine import logits_of
 from models.layer_caches import LayerCaches
 from tests.models import reference, tiny
@@ -127,6 +127,21 @@ def test_a_stream_by_layers_gives_the_references_tokens_and_keeps_what_it_keeps(
         )
         assert [token for token in steps[row].tolist() if token >= 0] == expected.tokens
         tiny.assert_keeps(cache, row, expected)
+
+
+def test_a_prompt_beyond_256_slots_is_read_to_its_end_by_layers(run_by_layer):
+    """Blocks of a prompt read as many slots as may be filled, in steps of 256 or more."""
+    tokens = np.random.default_rng(0).integers(0, tiny.VOCABULARY, (1, 264))
+    found = models.prefill(decoder(), tokens, block=88).logits
+    np.testing.assert_allclose(found[0], run(tokens[0]).logits[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fed", "slots", "filled"),
+    [(1, 2000, 500), (500, 2000, 500), (501, 2000, 1000), (1501, 2000, None), (256, 300, 256), (257, 300, None)],
+)
+def test_blocks_read_quarters_of_the_slots_or_256(fed, slots, filled):
+    assert host_steps.filled_slots(fed, slots) == filled
 
 
 def test_where_layers_exchange_slots_an_eviction_begins_every_window_anew(run_by_layer):

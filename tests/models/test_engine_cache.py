@@ -14,6 +14,7 @@ import models
 from kvjax.cache import dtypes_of
 from models.config import Rope
 from models.layer_caches import LayerCaches
+from models.prompts import kept_of
 from tests.models import tiny
 from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
 from tests.tiers import first, nightly
@@ -118,6 +119,22 @@ def test_questions_after_questions_stay_within_the_budget(run_by_layer):
         most.append(int(cache.num_live.sum()) / cache.num_live.size)
     assert max(most) <= 16 + 3 + 3 - 1
     assert most[1:] == most[1:2] * 4
+
+
+def test_what_a_run_knows_of_its_cache_is_that_of_each_row_and_of_a_layer_that_sees_all():
+    config = tiny.config(num_layers=3, sliding_windows=(20, None, 30))
+    empty = tiny.empty("kvzip", config, batch=2)
+    rng = np.random.default_rng(0)
+    position = np.where(rng.random(empty.position.shape) < 0.5, np.arange(empty.position.shape[-1]), -1)
+    token = rng.integers(0, 64, position.shape)
+    state = empty.state._replace(token=token, score=np.zeros(position.shape, np.float32))
+    cache = dataclasses.replace(empty, position=position, state=state, next_position=np.array([40, 30]))
+    kept = kept_of(tiny.decoder(config), jax.tree.map(jax.numpy.asarray, cache), kvjax.kvzip(), 2)
+    counts = (position >= 0).sum(-1)  # [L, B, K]
+    assert kept.held.tolist() == [[*counts[:, row].ravel()] for row in range(2)]
+    assert kept.start.tolist() == [40, 30] and kept.most == counts.max()
+    for row in range(2):
+        assert kept.pending[row].tolist() == token[1, row, 0][position[1, row, 0] >= 0].tolist()
 
 
 def test_a_full_cache_that_is_compressed_shrinks():

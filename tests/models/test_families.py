@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import models
-from models import engine
+from models import dense, engine
 from models.config import Rope
 from models.decoder import rms_norm
 from models.parameters import parameter_shapes
@@ -105,6 +105,20 @@ def test_one_scan_chooses_between_the_kinds_of_a_mix(name, choices):
     model, _ = models.load(GOLDEN / name)
     program = jax.jit(lambda model, tokens: model(tokens)).lower(model, jnp.zeros((1, 4), jnp.int32)).as_text()
     assert (program.count("stablehlo.case"), program.count("stablehlo.while")) == (choices, 1)
+
+
+def test_attention_in_chunks_is_that_of_all_queries(monkeypatch):
+    """Of two rows, whose second one is padded, with a window: each query's softmax by itself."""
+    monkeypatch.setattr(dense, "QUERIES_A_CHUNK", 4)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 10, 2, 8), *[(2, 1, 10, 8)] * 2))
+    position = np.array([np.arange(10), [*range(7), -1, -1, -1]])
+    found = np.asarray(jax.jit(dense.attention_in_chunks, static_argnums=5)(query, key, value, position, 3, 2.0))
+    for row, t in zip(*np.nonzero(position >= 0), strict=True):
+        seen = slice(max(0, t - 2), t + 1)
+        for head in range(2):
+            weights = reference.softmax(2 * np.tanh(key[row, 0, seen] @ query[row, t, head] / 8**0.5 / 2))
+            np.testing.assert_allclose(found[row, t, head], weights @ value[row, 0, seen], atol=1e-5)
 
 
 def test_a_predictor_reads_what_the_attention_of_layer_0_reads():

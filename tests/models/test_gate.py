@@ -2,6 +2,8 @@
 
 import jax
 import numpy as np
+import pytest
+from flax import nnx
 
 import models
 from models.gate import parameter_shapes
@@ -41,6 +43,18 @@ def test_the_network_and_its_loss_are_their_definitions():
     )
     np.testing.assert_allclose(said, np.log(score), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(loss, -(true * np.log(score) + (1 - true) * np.log(1 - score)), rtol=1e-5)
+
+
+def test_weights_are_drawn_as_torch_draws_those_of_a_linear_map():
+    """Evenly up to the root of the inputs' number; norms are 1, biases 0, and sinks lie near 0 but apart."""
+    shape = models.GateConfig(64, num_layers=2, num_heads=4, num_kv_heads=2)
+    drawn = models.Gate(shape, rngs=nnx.Rngs(0))
+    for name in ("query", "key"):
+        own = np.abs(getattr(drawn, name)[...])
+        assert 0.99 / 8 < own.max() <= 1 / 8 and abs(own.mean() - 1 / 16) < 2e-3
+    assert np.std(drawn.sinks[...]) == pytest.approx(0.02, rel=0.1)
+    assert all((getattr(drawn, name)[...] == 1).all() for name in ("query_norm", "key_norm"))
+    assert not any(getattr(drawn, name)[...].any() for name in ("query_bias", "bias"))
 
 
 def test_a_gate_is_read_as_it_was_written_and_read_by_zap(tmp_path):

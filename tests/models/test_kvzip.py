@@ -14,6 +14,7 @@ import models
 from kvjax.schedule import Text, answer_copies, moments, repeats_of, schedule
 from models import engine, host_steps, one_program, prompts, published, repeating
 from models.by_layer import LayerSteps
+from models.planning import plan_run
 from tests.models.commands.test_chat import spaced
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT, REAL, TINY
@@ -185,6 +186,35 @@ def test_memory_does_not_grow_with_the_prompt(policy, slots):
         held.add((memory.argument_size_in_bytes - fed, memory.temp_size_in_bytes, memory.output_size_in_bytes))
     assert sizes == {slots + 8 + (8 + 8)}  # what a head may keep, a block and its copies
     assert len(held) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "block", "every", "slots"),
+    [
+        ("kvzip", 8, 4, 16 + 8 + (8 + 8)),  # a block and its copies, behind eight tokens of the part before
+        ("kvzip", 2, 12, 16 + 12 + (8 + 12)),  # an answer's tokens and their copies
+        (repeating.asking(kvjax.parse("kvzip(chunk=16)"), WORDS), 8, 4, 16 + 8 + 4 + 8),  # with the words that ask
+        (repeating.asking(kvjax.parse("kvzip(chunk=5)"), WORDS), 8, 4, 16 + 8 + 4 + 5),
+    ],
+)
+def test_buffers_hold_what_comes_in_and_what_is_repeated_of_it(policy, block, every, slots):
+    given = engine.check_prompt(decoder(), np.zeros((1, 40), int), None, None)
+    sizes = plan_run(decoder(), given, models.Options(policy, 16, block, evict_every=every, reserve=8))[1]
+    assert (sizes.slots, sizes.prompt_slots) == (slots, slots)
+
+
+@pytest.mark.parametrize(
+    ("policy", "every", "slots"),
+    [("kvzip(chunk=3)", 4, (16 + 8 + 4 + 8 + 3, 44)), ("kvzip", 0, (16 + 8 + 8, 80))],
+)
+def test_a_prompt_is_held_with_the_copies_of_its_largest_part(policy, every, slots):
+    """A row has 30 tokens before its question, and copies of 8 + 3 or 8 + 36: 41 and 74, rounded up.
+
+    Later come up to eight tokens of a question, and those of an answer.
+    """
+    given = engine.check_prompt(decoder(), np.zeros((2, 36), int), None, [8, 6])
+    sizes = plan_run(decoder(), given, models.Options(policy, 16, 8, "prompt", every, reserve=8))[1]
+    assert (sizes.slots, sizes.prompt_slots) == slots
 
 
 def test_the_copy_of_an_answer_follows_whole_words():

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import models
+from models import placing
+from models.checkpoint import Tensor, in_order, part_from
 from models.config import Config
 from models.config_json import from_hugging_face
 from models.families import FAMILIES
@@ -153,6 +155,27 @@ def test_tensors_larger_than_a_chunk_and_a_tile_are_read_whole(folder, monkeypat
     monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(module, "TILE", 5)
     assert_same(load(folder)[0], whole)
+
+
+def test_a_part_of_a_fused_tensor_is_read_from_where_it_begins():
+    """Read in parts itself, as on a mesh; here also with the elements of its two heads in another order."""
+    whole = np.arange(40.0).reshape(10, 4)
+    fused = Tensor(Path("x"), whole.shape, "F32", lambda window: whole[window])
+    part = part_from(fused, 3, (6, 4))
+    assert part.shape == (6, 4)
+    np.testing.assert_array_equal(part.read((slice(2, 5), slice(1, 3))), whole[3:9][2:5, 1:3])
+    turned = in_order(part, np.array([2, 0, 1]))
+    np.testing.assert_array_equal(turned.read((slice(1, 4), slice(0, 4))), whole[3:9][[2, 0, 1, 5, 3, 4]][1:4])
+
+
+def test_a_number_that_is_not_finite_is_found_in_any_chunk(monkeypatch):
+    monkeypatch.setattr(placing, "CHUNK_BYTES", 8)
+    for number in (np.nan, -np.inf):
+        for place in range(5):
+            array = np.full(5, -1.0, np.float16)
+            assert placing._finite(array)
+            array[place] = number
+            assert not placing._finite(array)
 
 
 def test_old_rotary_frequencies_are_ignored(folder):

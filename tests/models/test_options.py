@@ -14,6 +14,8 @@ from kvjax.chains import LINKS
 from kvjax.schedule import moments
 from models import engine
 from models.options import AnswerSettings, AskSettings, EngineSettings, Options, PromptSettings
+from models.planning import overflowing, plan_run
+from models.prompts import check_prompt
 from tests.models import reference, tiny
 from tests.models.tiny import DOCUMENT, SETTINGS, decoder
 
@@ -108,6 +110,22 @@ def test_each_kind_of_run_refuses_what_cannot_be_before_anything_runs(model, run
 def test_positions_are_enough_for_prompt_and_answer_or_tokens_are_evicted(model):
     models.stream(model, TOKENS, max_new_tokens=24, end=())  # what is refused is refused here already
     models.stream(model, np.tile(TOKENS, (1, 3)), policy="h2o", budget=8, block=8, max_new_tokens=4, end=())
+
+
+@pytest.mark.parametrize(("options", "slots"), [({}, 10), (dict(fit_prompt=True), 10), (dict(fit_prompt=False), 72)])
+def test_a_short_prompt_takes_no_more_slots_than_it_has_tokens_unless_sizes_are_to_be_few(options, slots):
+    given = check_prompt(decoder(), np.zeros((1, 10), int), None, None)
+    assert plan_run(decoder(), given, Options("h2o", 64, 8, **options))[1].slots == slots
+
+
+def test_what_does_not_fit_its_budget_is_repeated_and_what_fits_is_not():
+    """Rows of one token less than the budget, of as many, and of one more; an answer of one token, then of two."""
+    lengths = np.array([15, 16, 17])
+    given = check_prompt(decoder(), np.zeros((3, 17), int), lengths, None)
+    for reserve, answers in ((1, [False, True, True]), (2, [True, True, True])):
+        options = Options(kvjax.parse("kvzip"), 16, 8, reserve=reserve)
+        context, later = overflowing(plan_run(decoder(), given, options)[0].plan, given, options)
+        assert context.tolist() == [False, False, True] and later.tolist() == answers
 
 
 def test_padding_outside_the_vocabulary_does_no_harm(model):
