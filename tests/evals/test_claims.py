@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+import kvjax
 from evals import claims, report
 from evals.claims import Claim, PolicyScores
 
@@ -32,6 +33,20 @@ def test_a_claim_on_a_link_compares_a_policy_with_itself_and_that_link_alone(pol
     assert claim.policy != claim.over
     with pytest.raises(ValueError, match="has the link 'caote' already"):
         claims.read([{"paper": "CAOTE", "link": "caote", "to": [claim.policy]}])
+
+
+@pytest.mark.parametrize(
+    ("policy", "whole"),
+    [
+        ("h2o@layer", "h2o+caote@layer"),
+        ("h2o+protect(recent=0.5)@layer", "h2o+caote+protect(recent=0.5)@layer"),
+        ("snapkv+positions", "snapkv+caote+positions"),
+        ("snapkv+pool+protect(sinks=4)+positions", "snapkv+pool+caote+protect(sinks=4)+positions"),
+    ],
+)
+def test_a_link_is_added_behind_what_scores_and_before_what_protects_or_turns(policy, whole):
+    (claim,) = claims.read([{"paper": "CAOTE", "link": "caote", "to": [policy]}])
+    assert (claim.policy, claim.over) == (str(kvjax.parse(whole)), str(kvjax.parse(policy)))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """What evaluations share: settings from flags, batches whatever is left of a run, means and comparisons by hand."""
 
 import argparse
+import dataclasses
 import shlex
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import models
@@ -83,6 +85,30 @@ def test_the_mean_is_over_tasks_however_many_samples_they_have():
     assert second["policy"] == "full"
 
 
+def test_texts_losses_become_a_perplexity_and_its_increase_over_the_same_texts():
+    """A text's loss counts once, however many questions it has; the full cache's other texts are left out."""
+    def told(policy, losses, **more):
+        return [
+            record(1.0, sample=2 * text + place, text=text, loss=loss, policy=policy, **more)
+            for text, loss in losses.items()
+            for place in range(1 + (text == 0))
+        ]
+
+    full = told("full", {0: 1.0, 1: 2.0, 2: 9.0}, budget=None, when="block")
+    lines = {row["policy"]: row for row in summaries.summarise([*full, *told("h2o", {0: 1.5, 1: 3.0})])}
+    assert lines["h2o"]["perplexity"] == pytest.approx(np.exp(2.25))
+    assert lines["h2o"]["increase"] == pytest.approx(np.exp(0.75) - 1)
+    assert lines["full"]["perplexity"] == pytest.approx(np.exp(4.0)) and "increase" not in lines["full"]
+
+
+def test_batches_draw_answers_of_their_own():
+    feed = answering.Feed(temperature=0.5, top_p=0.9, seed=3)
+    first, again, second = (feed.drawn(rows) for rows in ([0, 1], [0, 1], [4, 5]))
+    assert (first["key"] == again["key"]) and (first["key"] != second["key"])
+    assert feed._replace(seed=4).drawn([0, 1])["key"] != first["key"]
+    assert (first["temperature"], first["top_p"]) == (0.5, 0.9) and answering.FEED.drawn([0]) == {}
+
+
 def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
     plain = [record(0.0, sample=i) for i in range(40)]
     better = [record(1.0, sample=i, policy="h2o+caote") for i in range(30)]
@@ -96,12 +122,23 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
         ("h2o", "recency", -0.5), ("h2o+caote", "recency", 0.5), ("h2o+caote", "h2o", 1.0),
     ]  # fmt: skip
     assert [r["against"] for r in summaries.compare([*plain, *recency], "h2o")] == ["h2o"]
+    one, other = ([record(score, policy=policy, task=task) for task, score in scores.items()]
+                  for policy, scores in (("h2o+caote", {"a": 1.0, "b": 0.0}), ("h2o", {"a": 0.5, "b": 0.0})))  # fmt: skip
+    (row,) = summaries.compare([*one, *other])
+    assert row["difference"] == 0.25  # samples of two tasks have the same numbers
 
 
 def test_settings_share_a_prompt_where_they_evict_after_it():
     settings = [run_settings.Setting(policy, 40, "prompt", "known") for policy in ("snapkv+caote", "h2o@adakv")]
     settings.append(run_settings.Setting("h2o", 40, "published", "known", evict_every=0))
     assert len(run_settings.sharing(settings)) == 2  # the paper of h2o evicts after every block
+    same = run_settings.Setting("snapkv", 40, "prompt", "known")
+    assert run_settings.sharing([same, same, dataclasses.replace(same, budget=8)]) == [
+        [same, dataclasses.replace(same, budget=8)]
+    ]
+    for other in (dict(cache_dtype="int8"), dict(question="unknown"), dict(policy="sage(heads='query')")):
+        other = dataclasses.replace(same, **other)
+        assert run_settings.sharing([same, other]) == [[same], [other]]
 
 
 @pytest.mark.parametrize("question", first(0, ["known"]) + first(0, ["unknown"], rest=nightly))
@@ -124,8 +161,8 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
 @pytest.mark.parametrize(
     "asked", first(1, [[("full", None, "prompt"), ("kvzip", 40, "prompt")], [("tova", 40, "block")]])
 )
-def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alone(asked):
-    model, tokenizer = models.load("retriever")
+def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alone(tiny, asked):
+    model, tokenizer, _ = tiny  # whose answers are others with any token more or less
     samples = [sample for seed in range(2) for sample in tasks.needles(seed, tokenizer, 112, facts=3, asked=2)]
     assert len({tuple(sample.tokens[: sample.context_end]) for sample in samples}) == 2
     settings = [run_settings.Setting(policy, budget, when, "unknown", evict_every=0) for policy, budget, when in asked]
@@ -141,6 +178,7 @@ def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alo
     if "kvzip" in peaks:  # the copies of the text are held, too, and none of the question
         assert 1.5 < peaks["kvzip"] / peaks["full"] < 2
     for setting in settings:
+        assert {row for way, of, row in tokens if (way, of) == ("together", setting)} == set(range(4))
         for row in range(2):
             assert tokens["together", setting, row] == tokens["alone", setting, row]
 
@@ -168,7 +206,9 @@ def test_the_written_command_gives_the_same_flags_again(tmp_path):
     again = parser.parse_args(words[4:])
     assert again.essays == file and again.qa == [Path("a.json"), Path("b.json")] and again.policies == flags.policies
     used = command_line.decisive_flags(flags)
-    assert used["essays"] == [str(file)] and used["qa holds"] == [None, None] and "json" not in used
+    assert used["essays"] == [str(file)] and used["qa holds"] == [None, None]
+    assert not {"json", "batch", "mesh", "against"} & used.keys()  # which may change when a run is resumed
+    assert {"policies", "budgets", "model", "seed", "block"} <= used.keys()
     file.write_text("Other text.")
     assert command_line.decisive_flags(flags)["essays holds"] != used["essays holds"]
 

@@ -3,11 +3,13 @@
 import json
 
 import numpy as np
+import pytest
 
 from evals import answering, generation
 from evals.__main__ import main
 from evals.run_settings import Setting
-from tests.models.tiny import decoder
+from tests.models import reference
+from tests.models.tiny import decoder, run
 
 
 def test_facts_and_results_lie_in_the_first_half_and_are_asked_at_the_end(retriever):
@@ -32,6 +34,9 @@ def test_a_full_budget_predicts_a_text_as_the_full_cache_does():
         generation.read(decoder(), texts, Setting(policy, budget, "block", "unknown"), feed)[1]
         for policy, budget in (("full", None), ("h2o", 64), ("h2o", 16))
     )
+    for text, loss in zip(texts, full, strict=True):
+        said = reference.softmax(run(text).logits)[np.arange(len(text) - 1), text[1:]]
+        assert loss == pytest.approx(-np.log(said).mean(), rel=1e-5)
     np.testing.assert_allclose(ample, full, rtol=1e-5)
     assert (abs(tight - full) > 1e-4).all()
 

@@ -1,11 +1,12 @@
 """`python -m evals regret` on a tiny model: what it measures, and that a killed run goes on."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from evals import regret, run_settings, statistics
+from evals import best_tokens, regret, run_settings, statistics
 from evals.__main__ import main
 
 FLAGS = "regret --length 160 --facts 2 --samples 2 --layers 2 --policies tova,sage(heads='query') --budget 40"
@@ -58,6 +59,39 @@ def test_rank_correlation_with_ties_is_pearsons_of_mean_ranks():
     expected = np.corrcoef([4, 1.5, 1.5, 3, 5], [2.5, 2.5, 1, 4, 5])[0, 1]
     assert statistics.rank_correlation(a, b) == pytest.approx(expected)
     assert np.isnan(statistics.rank_correlation([1, 1], [1, 2]))
+
+
+def test_regret_is_relative_to_each_layers_outputs_and_mass_to_the_queries_that_count():
+    run = SimpleNamespace(layers=[0, 1])
+    found = regret._Run.relative(run, np.array([1.0, 2, 3, 4]), np.array([10.0, 20, 4, 10]))
+    assert found == pytest.approx((3 / 30 + 7 / 14) / 2)
+    weights = np.zeros((2, 1, 3, 4))  # of two heads, and three queries, of which the last is padding
+    weights[:, 0, :2] = [[0.5, 0.2, 0.1, 0], [0.1, 0.3, 0, 0.4]]
+    kept = np.array([[[True, True, False, False]], [[False, True, False, True]]])
+    heads = regret.Heads(best_tokens.Case(weights, None, None), 4)
+    found = regret._Run.mass(run, heads, kept, slice(3, 5))
+    assert found == pytest.approx([1 - (0.1 + 0.4) / 2, 1 - (0.5 + 0.1 + 0.1) / 2])
+
+
+def test_the_search_starts_from_the_best_choice_that_fits(monkeypatch):
+    """Of two heads with one query head: all tokens do not fit; of the others the second, then the first is best."""
+    tried = np.array([[[1, 1, 0, 0], [0, 1, 0, 1]], [[0, 0, 1, 1], [1, 0, 1, 0]], [[1, 1, 1, 1]] * 2], bool)[:, :, None]
+    monkeypatch.setattr(regret, "errors", lambda heads, kept: np.array([[3.0, 1.0], [2.0, 4.0], [0.0, 0.0]]))
+    monkeypatch.setattr(regret, "_search", lambda cases, budget, starts: starts[:, 0])
+    heads = regret.Heads(best_tokens.Case(np.zeros((2, 1, 1, 4)), np.zeros((2, 1, 4, 1)), np.zeros((2, 1, 1, 1))), 4)
+    assert regret.search(heads, 2, tried).tolist() == [tried[1, 0, 0].tolist(), tried[0, 1, 0].tolist()]
+    assert regret.search(heads, 1, tried).tolist() == [[True, False, False, False]] * 2  # where none fits, the first
+
+
+def test_recall_is_correlated_with_small_regret():
+    lines = [
+        dict(model="m", question="known", policy=name, regret=regret, layers=[regret, 1.0 + mass], mass=mass)
+        for name, regret, mass in (("a", 0.3, 0.1), ("b", 0.1, 0.2), ("c", 0.2, 0.4), ("d", 9.0, 0.0))
+    ]
+    recall = {("known", name): score for name, score in (("a", 0.2), ("b", 0.9), ("c", 0.5))}
+    (told,) = regret._correlations(lines, recall)
+    assert (told["policies"], told["regret"], told["mass"]) == (3, pytest.approx(1), pytest.approx(0.5))
+    assert told["layers"] == pytest.approx([1, -0.5])
 
 
 @pytest.mark.bad_input

@@ -163,6 +163,13 @@ def test_common_words_come_as_often_as_they_should(length, often, seldom):
     assert {count for word, count in counts.items() if word not in references} == {seldom}
 
 
+@pytest.mark.parametrize(("length", "often"), [(4095, 6), (4096, 30)])
+def test_lists_are_rulers_from_its_shortest_length_on(length, often):
+    build, least = ruler_tasks.builder("cwe", 0, length, ruler_tasks.Sources(), 0)
+    words = re.findall(r"\d+\. (\S+)", build(least).context.rsplit("Remember those.\n", 1)[1])
+    assert sorted(collections.Counter(words).values())[-10:] == [often] * 10
+
+
 def test_frequent_words_follow_the_zeta_law():
     context, _, references = text_of("fwe", length=20_000)
     counts = collections.Counter(context.split("\n")[1].split())

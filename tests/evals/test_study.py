@@ -49,8 +49,32 @@ def test_answers_from_one_text_are_one_sample():
     assert found.scores == {("needle", 0): 2 / 3, ("needle", 1): 1 / 3}
     (found,) = studies.scores_of([row | {"evaluation": "ruler"}], asked=3)
     assert len(found.scores) == 6
+    (found,) = studies.scores_of([row | {"evaluation": "generation", "scores": {"facts": "110001"}}], asked=3)
+    assert found.scores == {("facts", 0): 2 / 3, ("facts", 1): 1 / 3}
     (found,) = studies.scores_of([row | {"scores": {"needle": "1-0001"}}], asked=3)
     assert found.scores == {("needle", 1): 1 / 3}
+
+
+def test_a_study_says_how_many_questions_a_text_has():
+    tasks = {"generations": 5, "fixed-memory": 5, "ruler": 1}
+    read = {name: studies.find(name) for name in tasks}
+    assert read["generations"].content["tasks"]["generation"].get("facts", 5) == 5
+    assert {name: study.asked for name, study in read.items()} == tasks
+
+
+def test_scores_stand_at_their_samples_places_and_models_share_samples():
+    place = dict(length=8, budget=4, when="block", question="unknown", evaluation="ruler", task="vt")
+    sizes = dict(cache_bytes=1, peak_cache_bytes=1, prefill=[0, 0], decode=[0, 0])
+    scores = {"one": {0: 1.0, 2: 0.0, 3: 1.0}, "two": {1: 1.0, 2: 1.0, 3: 0.0}}
+    records = [
+        {"model": model, "policy": "tova", "sample": sample, "score": score, **place, **sizes}
+        for model, own in scores.items()
+        for sample, score in own.items()
+    ]
+    lines = studies.with_scores(records)
+    assert [line["scores"] for line in lines] == [{"vt": "1-01"}, {"vt": "-110"}]
+    shared, found = studies.samples(lines, 1)
+    assert [sample[-1] for sample in shared] == [2, 3] and found.tolist() == [[0, 1], [1, 0]]
 
 
 def test_cells_are_compared_on_the_samples_that_both_have():

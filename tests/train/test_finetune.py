@@ -229,6 +229,13 @@ def test_the_command_lowers_the_loss_under_every_policy_and_its_model_loads(fold
     assert tokenizer.encode("The code") == words_of.encode("The code")
 
 
+@pytest.mark.parametrize(
+    ("flags", "lr"), [("", 2e-5), ("--lora 8", 2e-4), ("--lora 8 --lr 3e-5", 3e-5), ("--lr 3e-5", 3e-5)]
+)
+def test_a_run_of_low_rank_matrices_has_ten_times_the_learning_rate_unless_one_is_given(flags, lr):
+    assert finetune.settings_of(finetune.parser().parse_args(flags.split())).lr == pytest.approx(lr)
+
+
 def test_the_model_that_is_trained_is_not_overwritten(folder, capsys):
     before = (folder / "base/model.safetensors").read_bytes()
     assert finetune.main(words(folder, FLAGS + "--data {0}/qa.jsonl --out {0}/base --resume never")) == 2

@@ -79,6 +79,22 @@ def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatc
     assert measure(model, own, corpus().held_out, 0.2, policy)["hit_rate"].tolist() == [0, 0]
 
 
+def test_figures_of_a_scorer_are_those_by_hand(model, monkeypatch):
+    """Of ten tokens a head keeps two, and the row's last one does not count; figures are each layer's over its heads."""
+    own = models.Scorer(models.ScorerConfig.of(CONFIG, 0), rngs=nnx.Rngs(0))
+    rising, falling = [*range(10), 99], [*range(9, -1, -1), 99]
+    half, other_half = [0, 1, 2, 3, 4, 5, 9, 7, 8, 6, -9], [9, 0, 7, 6, 5, 8, 3, 2, 1, 4, -9]  # one of the best two each
+    true = np.array([[rising, falling], [rising, falling]], float).swapaxes(1, 2)[:, None]  # [L, 1, T, K]
+    predicted = np.array([[half, other_half], [rising, other_half]], float).swapaxes(1, 2)[:, None]
+    monkeypatch.setattr(trainer, "scores_of", lambda *given: None)
+    monkeypatch.setattr(trainer, "_predicted_and_true", lambda *given: (predicted, true))
+    found = measure(model, own, corpus().held_out, 0.2, trainer.policy_of_target("kvzip", PROMPT))
+    assert found["hit_rate"].tolist() == [(1 / 2 + 1 / 2) / 2, (1 + 1 / 2) / 2]
+    errors = (predicted - true)[:, 0, :10] ** 2
+    np.testing.assert_allclose(found["error"], [np.mean(one) for one in errors])
+    np.testing.assert_allclose(found["explained"], [1 - np.mean(one) / np.var(np.arange(10)) for one in errors])
+
+
 def test_the_command_trains(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,), max_positions=128)
     tokenizer = models.load("retriever")[1]
