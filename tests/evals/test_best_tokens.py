@@ -102,3 +102,9 @@ def test_branch_and_bound_ends_at_the_smallest_error(drawn, monkeypatch):
         assert found.lower == pytest.approx(found.error, rel=1e-8)
         early = best_tokens.bracket(case, B, nodes=2, steps=100)
         assert 0 < early.lower <= errors.min() * (1 + 1e-12) and early.error >= errors.min() * (1 - 1e-12)
+    # The search alone finds the best of so few tokens: from the worst set, the branches have to.
+    monkeypatch.setattr(best_tokens, "improve", lambda case, kept: kept)
+    for case, errors in drawn[:2]:
+        monkeypatch.setattr(best_tokens, "best", lambda *given: SETS[errors.argmax()])  # noqa: B023
+        whole, early = (best_tokens.bracket(case, B, nodes=nodes, steps=100) for nodes in (1000, 2))
+        assert whole.error == pytest.approx(errors.min(), rel=1e-9) and early.lower <= errors.min() <= early.error

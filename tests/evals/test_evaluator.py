@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -87,6 +88,7 @@ def test_the_mean_is_over_tasks_however_many_samples_they_have():
 
 def test_texts_losses_become_a_perplexity_and_its_increase_over_the_same_texts():
     """A text's loss counts once, however many questions it has; the full cache's other texts are left out."""
+
     def told(policy, losses, **more):
         return [
             record(1.0, sample=2 * text + place, text=text, loss=loss, policy=policy, **more)
@@ -99,6 +101,28 @@ def test_texts_losses_become_a_perplexity_and_its_increase_over_the_same_texts()
     assert lines["h2o"]["perplexity"] == pytest.approx(np.exp(2.25))
     assert lines["h2o"]["increase"] == pytest.approx(np.exp(0.75) - 1)
     assert lines["full"]["perplexity"] == pytest.approx(np.exp(4.0)) and "increase" not in lines["full"]
+
+
+def test_a_last_batch_is_filled_and_batches_are_no_larger_than_their_number_needs(tiny):
+    def told(rows, batch, **more):
+        return list(answering.batches(tiny[0], rows, batch, **more))
+
+    assert told(range(5), 4) == [([0, 1, 2], [0, 1, 2]), ([3, 4], [3, 4, 3])]
+    assert told([7], 4) == [([7], [7])] and told([7], 4, of=9) == [([7], [7, 7, 7])]  # as all nine: 3, 3 and 3
+    assert told([], 4) == []
+
+
+def test_seconds_are_those_of_steps_that_do_not_compile(monkeypatch):
+    """The first block and the first two steps are left out, with their tokens."""
+    now = iter([1.0, 3.0, 4.0, 10.0, 20.0, 21.0, 24.0])
+    monkeypatch.setattr(answering.time, "perf_counter", lambda: next(now))
+    clock = answering._BatchClock(60, 4)
+    for done, nbytes in ((16, 5), (32, 9), (40, 7)):
+        clock.block(done, 40, SimpleNamespace(nbytes=nbytes))
+    assert clock.prefill == (60 * 24 / 40, 3.0) and clock.most == 9
+    for _ in range(4):
+        clock.token()
+    assert clock.decode == (2 * 4, 1.0 + 3.0)
 
 
 def test_batches_draw_answers_of_their_own():
@@ -122,9 +146,9 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
         ("h2o", "recency", -0.5), ("h2o+caote", "recency", 0.5), ("h2o+caote", "h2o", 1.0),
     ]  # fmt: skip
     assert [r["against"] for r in summaries.compare([*plain, *recency], "h2o")] == ["h2o"]
-    one, other = ([record(score, policy=policy, task=task) for task, score in scores.items()]
-                  for policy, scores in (("h2o+caote", {"a": 1.0, "b": 0.0}), ("h2o", {"a": 0.5, "b": 0.0})))  # fmt: skip
-    (row,) = summaries.compare([*one, *other])
+    of_tasks = {"h2o+caote": {"a": 1.0, "b": 0.0}, "h2o": {"a": 0.5, "b": 0.0}}
+    both = [record(score, policy=policy, task=task) for policy, own in of_tasks.items() for task, score in own.items()]
+    (row,) = summaries.compare(both)
     assert row["difference"] == 0.25  # samples of two tasks have the same numbers
 
 

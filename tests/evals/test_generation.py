@@ -1,5 +1,6 @@
 """Generations longer than the cache: the texts, what they are asked, and the command."""
 
+import argparse
 import json
 
 import numpy as np
@@ -25,6 +26,20 @@ def test_facts_and_results_lie_in_the_first_half_and_are_asked_at_the_end(retrie
         assert text.count(sample.answer) == 1 + number % 2 and text.index(sample.answer) < 0.55 * len(text)
     words = text[text.index("Since") :].split()
     assert int(words[1]) + int(words[3]) == int(words[5].rstrip(","))
+
+
+def test_facts_and_results_are_groups_of_the_same_texts(retriever):
+    flags = argparse.Namespace(lengths="200,300", samples=2, facts=2, seed=5)
+    groups = generation.make_groups(flags, retriever[0].config, retriever[1])
+    assert [(group.task, group.length, group.size) for group in groups] == [
+        (task, length, 4) for length in (200, 300) for task in ("facts", "results")
+    ]
+    for task, drawn in ((group.task, group.draw()) for group in groups):
+        assert [sample.text for sample in drawn] == [0, 0, 1, 1] and len({sample.answer for sample in drawn}) == 4
+        assert [f"make {sample.answer}," in sample.prompt for sample in drawn] == [task == "results"] * 4
+    facts, results = (group.draw() for group in groups[:2])
+    for one, other in zip(facts, results, strict=True):
+        assert one.tokens[: one.context_end] == other.tokens[: other.context_end]
 
 
 def test_a_full_budget_predicts_a_text_as_the_full_cache_does():

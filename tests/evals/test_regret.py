@@ -35,9 +35,13 @@ def test_a_policy_is_measured_against_the_best_and_a_finished_run_is_read_again(
 def test_masks_say_which_tokens_each_query_head_reads(tiny):
     model = tiny[0]
     tokens = np.arange(40) % 30 + 3
-    settings = [run_settings.Setting(name, 10, "prompt", "known") for name in ("recency", "streaming(sinks=4)")]
+    names = ("recency", "streaming(sinks=4)", "key_norm")
+    settings = [run_settings.Setting(name, 10, "prompt", "known") for name in names]
     kept = regret.held_tokens(model, tokens, settings, [0, 2], width=48, block=16)
-    for setting, first in zip(settings, (0, 4), strict=True):
+    own, other = kept[settings[2]][:, :2], kept[settings[2]][:, 2:]  # query heads of two KV heads
+    assert all((heads == heads[:, :1]).all() and heads.sum() == 2 * 2 * 10 for heads in (own, other))
+    assert (own != other).any()
+    for setting, first in zip(settings[:2], (0, 4), strict=True):
         expected = np.zeros(48, bool)
         expected[:first] = expected[40 - (10 - first) : 40] = True
         np.testing.assert_array_equal(kept[setting], np.broadcast_to(expected, (2, 4, 48)))
@@ -71,6 +75,21 @@ def test_regret_is_relative_to_each_layers_outputs_and_mass_to_the_queries_that_
     heads = regret.Heads(best_tokens.Case(weights, None, None), 4)
     found = regret._Run.mass(run, heads, kept, slice(3, 5))
     assert found == pytest.approx([1 - (0.1 + 0.4) / 2, 1 - (0.5 + 0.1 + 0.1) / 2])
+
+
+def test_a_policy_s_regret_is_its_heads_errors_beyond_the_best_s_by_layer():
+    def record(policy, sample, errors, **more):
+        about = dict(model="m", budget=8, when="prompt", question="known", length=64, mass=0.5)
+        return about | dict(policy=policy, sample=sample, errors=errors, **more)
+
+    energy = [10.0, 30.0, 4.0, 4.0]
+    best = [record("best", sample, [1.0, 1.0, 0.0, 1.0], energy=energy) for sample in (0, 1)]
+    own = [record("tova", 0, [3.0, 1.0, 2.0, 1.0]), record("tova", 1, [1.0, 5.0, 0.0, 1.0])]
+    late = [record("tova", 2, [99.0] * 4)]  # of a prompt whose best is not known yet
+    lines = {r["policy"]: r for r in regret.summarise([*best, *own, *late], [0, 5])}
+    np.testing.assert_allclose(lines["tova"]["layers"], [(2 / 40 + 4 / 40) / 2, (2 / 8 + 0) / 2])
+    assert lines["tova"]["regret"] == pytest.approx(np.mean(lines["tova"]["layers"])) and lines["tova"]["samples"] == 2
+    np.testing.assert_allclose(lines["best"]["layers"], [2 / 40, 1 / 8])
 
 
 def test_the_search_starts_from_the_best_choice_that_fits(monkeypatch):

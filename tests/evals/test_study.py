@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals import run_settings, studies, study_panels
+from evals import claims, run_settings, studies, study, study_panels
 from evals.__main__ import main
 from tests.evals.test_sweep import SMALL
 
@@ -75,6 +75,34 @@ def test_scores_stand_at_their_samples_places_and_models_share_samples():
     assert [line["scores"] for line in lines] == [{"vt": "1-01"}, {"vt": "-110"}]
     shared, found = studies.samples(lines, 1)
     assert [sample[-1] for sample in shared] == [2, 3] and found.tolist() == [[0, 1], [1, 0]]
+
+
+PLACE = {"length": 8, "budget": 4, "when": "block", "question": "unknown", "evaluation": "generation"}
+
+
+def lines_of(**by_policy):
+    """The lines of a study of two models, with the facts' scores of each."""
+    return [
+        {"model": model, "policy": policy, **PLACE, "scores": {"facts": scores}, "peak_cache_bytes": peak * 2**20,
+         "cache_bytes": 2**20, "increase": 0.25 * (1 + number)}
+        for policy, (of_models, peak) in by_policy.items()
+        for number, (model, scores) in enumerate(zip("mn", of_models, strict=False))
+    ]  # fmt: skip
+
+
+def test_a_study_is_judged_by_its_texts_and_drawn_where_all_of_its_models_ran():
+    read = studies.find("generations")
+    claimed = claims.Claim("ours", "", "tova", "h2o")
+    read = read._replace(forms={"base": ["m", "n"]}, claims=[claimed])
+    both = dict(tova=(("1" * 20, "1" * 10 + "0" * 10), 3), h2o=(("0" * 20, "0" * 20), 2))
+    ((form, judged),) = study.judge(read, lines_of(**both))
+    assert (form, judged.samples, judged.scores) == ("base", 4, (0.75, 0.0))  # of five facts in each text
+    panel = study_panels.Panel("base", "unknown")
+    found = study_panels.cells(read, lines_of(**both, alone=(("1" * 20,), 9)), panel)
+    assert set(found) == {("tova", 4), ("h2o", 4)}
+    cell = found["tova", 4]
+    assert (cell.peak, cell.size, cell.increase) == (3, 1, 0.375)
+    assert cell.scores.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
 def test_cells_are_compared_on_the_samples_that_both_have():

@@ -1,5 +1,6 @@
 """A scorer's policy, zap: each token is scored once, by its hidden state, in the prompt and in decode."""
 
+import dataclasses
 import functools
 import math
 
@@ -58,6 +59,11 @@ def test_a_scorer_is_read_as_it_was_written(tmp_path):
     again = models.load_network(tmp_path, decoder())
     for name in ("input", "input_bias", "output", "output_bias"):
         np.testing.assert_array_equal(getattr(again, name)[...], getattr(scorer(), name)[...])
+    longer = dataclasses.replace(CONFIG, max_positions=2 * CONFIG.max_positions, eos=(3,))  # the same to attention
+    assert models.load_network(tmp_path, decoder(longer)).name == "scorer"
+    turned = dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, theta=5.0))
+    with pytest.raises(ValueError, match=r"holds a scorer of another model, a small one: rope .* there and .* here"):
+        models.load_network(tmp_path, decoder(turned))
     other = reference.decoder(CONFIG, reference.parameters(CONFIG, seed=5))
     with pytest.raises(ValueError, match="holds a scorer of another model, a small one, with this one's shape"):
         models.load_network(tmp_path, other)

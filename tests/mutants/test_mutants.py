@@ -21,7 +21,7 @@ def test_a_fault_can_be_planted(fault):
 
 
 def test_names_are_unique_and_every_package_has_faults():
-    assert len({fault.name for fault in faults()}) == len(faults()) >= 60
+    assert len({fault.name for fault in faults()}) == len(faults()) >= 200
     assert {fault.file.split("/")[0] for fault in faults()} == set(PACKAGES)
 
 

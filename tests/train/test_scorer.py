@@ -80,10 +80,10 @@ def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatc
 
 
 def test_figures_of_a_scorer_are_those_by_hand(model, monkeypatch):
-    """Of ten tokens a head keeps two, and the row's last one does not count; figures are each layer's over its heads."""
+    """Of ten tokens a head keeps two, and the row's last one does not count; a layer's figures are over its heads."""
     own = models.Scorer(models.ScorerConfig.of(CONFIG, 0), rngs=nnx.Rngs(0))
     rising, falling = [*range(10), 99], [*range(9, -1, -1), 99]
-    half, other_half = [0, 1, 2, 3, 4, 5, 9, 7, 8, 6, -9], [9, 0, 7, 6, 5, 8, 3, 2, 1, 4, -9]  # one of the best two each
+    half, other_half = [0, 1, 2, 3, 4, 5, 9, 7, 8, 6, -9], [9, 0, 7, 6, 5, 8, 3, 2, 1, 4, -9]  # each finds one of two
     true = np.array([[rising, falling], [rising, falling]], float).swapaxes(1, 2)[:, None]  # [L, 1, T, K]
     predicted = np.array([[half, other_half], [rising, other_half]], float).swapaxes(1, 2)[:, None]
     monkeypatch.setattr(trainer, "scores_of", lambda *given: None)
