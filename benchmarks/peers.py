@@ -261,7 +261,7 @@ def _inputs(flags: argparse.Namespace, folder: str, processes: int) -> tuple[int
         prompt = tasks.needle(0, tokenizer, flags.prompt).tokens
         digests = evaluator.digests(model, tokenizer)
     else:
-        model = models.Decoder(config, steps.random_parameters(config, flags.dtype))
+        model = models.Decoder(config, steps.random_arrays(config, flags.dtype))
         prompt = np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist()
         digests = fingerprints.fingerprints(model)
     models.save(folder, model)

@@ -27,7 +27,7 @@ from kvjax.cache import Entries
 from kvjax.schedule import Phase, Text
 from models.config import Config
 from models.options import PAGE_SIZE, Options
-from models.parameters import parameter_shapes
+from models.parameters import array_shapes
 from models.planning import plan_run
 from models.prompts import CheckedPrompt
 from models.states import start
@@ -65,19 +65,19 @@ def dtype_here() -> DTypeLike:
 def abstract_model(config: Config, dtype: DTypeLike) -> models.Decoder:
     """Return a decoder of abstract arrays, with room for any prompt."""
     config = unbounded(config)
-    shapes = {name: jax.ShapeDtypeStruct(size, dtype) for name, size in parameter_shapes(config).items()}
-    return jax.eval_shape(lambda parameters: models.Decoder(config, parameters), shapes)
+    shapes = {name: jax.ShapeDtypeStruct(size, dtype) for name, size in array_shapes(config).items()}
+    return jax.eval_shape(lambda arrays: models.Decoder(config, arrays), shapes)
 
 
 def random_model(config: Config, dtype: DTypeLike, *, free: float) -> models.Decoder:
     """Return a decoder with random weights, the same in all layers, and with room for any prompt."""
     needed = measure.tree_bytes(abstract_model(config, dtype))
     measure.check_fits(needed, "the model", free)
-    return models.Decoder(unbounded(config), random_parameters(config, dtype))
+    return models.Decoder(unbounded(config), random_arrays(config, dtype))
 
 
-def random_parameters(config: Config, dtype: DTypeLike) -> dict[str, Array]:
-    """Return random weights by name, the same in all layers: drawing those of one takes a CPU seconds."""
+def random_arrays(config: Config, dtype: DTypeLike) -> dict[str, Array]:
+    """Return a decoder's arrays of random weights, the same in all layers: drawing those of one takes a CPU seconds."""
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def draw(key: Array, size: tuple[int, ...], layers: bool) -> Array:
@@ -87,7 +87,7 @@ def random_parameters(config: Config, dtype: DTypeLike) -> dict[str, Array]:
         name: jnp.ones(size, dtype)
         if name.endswith("norm")
         else draw(jax.random.key(number), size, name.startswith("layers."))
-        for number, (name, size) in enumerate(parameter_shapes(config).items())
+        for number, (name, size) in enumerate(array_shapes(config).items())
     }
 
 

@@ -34,7 +34,7 @@ from kernels_pallas.dispatch import kernels_of
 from kvjax.schedule import Phase, Text
 from models import commands, files, host_steps
 from models.options import Options
-from models.parameters import parameter_shapes, partition
+from models.parameters import array_shapes, partition
 from models.planning import plan_run
 from models.prompts import CheckedPrompt
 from models.sampling import Draws, Sampling
@@ -95,11 +95,11 @@ def lowered_case(case: kernels.Case, mesh: Mesh) -> tuple[jax.stages.Lowered, An
 def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[str, Lower]]:
     """Yield the decoder's step and block for a mesh; of their arguments, weights and cache are counted."""
     config, B = sizes.config, sizes.batch
-    parameters = {
+    arrays = {
         name: jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, partition(name, mesh)))
-        for name, size in parameter_shapes(config).items()
+        for name, size in array_shapes(config).items()
     }
-    model: Any = models.Decoder(config, parameters)  # type: ignore[arg-type]
+    model: Any = models.Decoder(config, arrays)  # type: ignore[arg-type]
     chosen, prompts = kvjax.parse(policy), CheckedPrompt(Text.of(np.zeros((B, sizes.prompt), np.int8)))
     options = Options(chosen, sizes.budget, sizes.block, evict_every=1, fit_prompt=False)
     run, buffers = plan_run(model, prompts, options)

@@ -29,8 +29,7 @@ from models.config import Config, Rope
 from models.decoder import Decoder, along_last, attention_input, embed
 from models.dense import attention_in_chunks
 from models.networks import register_network
-from models.parameters import check_rngs, drawn
-from models.parameters import parameter_shapes as model_shapes
+from models.parameters import array_shapes, check_rngs, drawn
 from models.rotary import rope_frequencies
 
 Source = Literal["layer0_output", "attention_input"]
@@ -426,18 +425,17 @@ def butler_input(
         (1, 3, 32)
     """
     check_names("source", source, SOURCES)
-    config, layers = model.config, model.layers
+    config = model.config
     if source == "attention_input":
-        first = {name: array[0] for name, array in layers.arrays().items() if name == "attention_norm"}
+        first = {name: array[0] for name, array in model.layers.arrays().items() if name == "attention_norm"}
         return attention_input(config, first, embed(config, model.embedding[...], tokens))
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     alone = dataclasses.replace(
         config, num_layers=1, sliding_windows=config.sliding_windows[:1], ropes=config.ropes[:1],
         dense_sizes=config.dense_sizes[:1], tie_embeddings=True,
     )  # fmt: skip  # tied, so that it has no head: no logits are computed
-    names = [name for name in model_shapes(alone) if name.startswith("layers.")]
-    first = {name: getattr(layers, name.removeprefix("layers."))[...][:1] for name in names}
-    rest = {"embedding": model.embedding[...], "norm": model.norm[...]}
+    arrays = model.arrays()
+    arrays = {name: arrays[name][:1] if name.startswith("layers.") else arrays[name] for name in array_shapes(alone)}
 
     def attend(carry, layer, sliding_window, query, key, value):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
@@ -445,7 +443,7 @@ def butler_input(
         return out, carry, None
 
     lengths = jnp.max(position, axis=1) + 1
-    return Decoder(alone, first | rest).run(tokens, position, lengths, attend, None)[0]
+    return Decoder(alone, arrays).run(tokens, position, lengths, attend, None)[0]
 
 
 def _slots(cache: ButlerCache, position: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -1,8 +1,8 @@
 """Llama, Mistral, Mixtral, Qwen2 to Qwen3-MoE, OLMo-2, SmolLM3, Granite, Phi-3, Gemma 2 and 3 in one file.
 
-Axes: B batch, T tokens, L layers, N query heads, K KV heads, D head dim, E model dim, F feed-forward, X experts,
-V vocabulary.
-The layers' parameters are stacked, [L, ...], and run by one `lax.scan`, so 32 layers compile as fast as 2. Attention is
+Axes: B batch, T tokens, L layers, N query heads, K KV heads, G = N / K, D head dim, E model dim, F feed-forward,
+X experts, V vocabulary.
+The layers' arrays are stacked, [L, ...], and run by one `lax.scan`, so 32 layers compile as fast as 2. Attention is
 an argument (`attend`): dense, over a cache, or any other that the caller passes. The caller's state is in the scan's
 carry, which XLA updates in place; as scanned inputs and outputs it would exist twice.
 """
@@ -24,7 +24,15 @@ from kernels_pallas import cache_attention
 from kernels_pallas.prepare import mesh_of
 from kvjax import rotate
 from models.config import Config, Rope
-from models.parameters import check_rngs, drawn, expert_axes, layers_with, parameter_shapes
+from models.parameters import (
+    array_shapes,
+    check_rngs,
+    drawn,
+    expert_axes,
+    joined,
+    layers_with,
+    parameter_shapes,
+)
 from models.rotary import rope_frequencies
 
 Carry = TypeVar("Carry")
@@ -37,26 +45,26 @@ Attend = Callable[
 
 
 class Layers(nnx.Module):
-    """The parameters of all layers, stacked; `lax.scan` takes them one layer at a time."""
+    """The arrays of all layers, stacked; `lax.scan` takes them one layer at a time."""
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> nnx.Param: ...
 
-    def __init__(self, parameters: dict[str, Array]):
-        for name, array in parameters.items():
+    def __init__(self, arrays: dict[str, Array]):
+        for name, array in arrays.items():
             setattr(self, name, nnx.Param(array))
 
     def arrays(self) -> dict[str, Array]:
-        """Return the parameters by name, [L, ...]."""
+        """Return the arrays by name, [L, ...]."""
         return {name: parameter[...] for name, parameter in vars(self).items() if isinstance(parameter, nnx.Param)}
 
 
 class Decoder(nnx.Module):
     """A causal language model: tokens in, logits out.
 
-    ``parameters`` has an array for each entry of ``parameter_shapes(config)``, by path; without it they are drawn from
-    ``rngs``, in float32.
+    ``arrays`` are those of ``models.parameters.array_shapes(config)``, by path; ``models.parameters.joined`` makes them
+    of a checkpoint's parameters. Without them they are drawn from ``rngs``, in float32.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -73,24 +81,35 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         config: Config,
-        parameters: dict[str, Array] | None = None,
+        arrays: dict[str, Array] | None = None,
         *,
         rngs: nnx.Rngs | None = None,
     ):
         self.config = config
-        shapes = parameter_shapes(config)
-        if parameters is None:
-            parameters = drawn(_random_parameter, shapes, check_rngs(rngs), config.norm_offset)
-        self.embedding = nnx.Param(parameters["embedding"])
-        self.norm = nnx.Param(parameters["norm"])
-        self.head = None if config.tie_embeddings else nnx.Param(parameters["head"])
+        if arrays is None:
+            shapes = parameter_shapes(config)
+            arrays = joined(config, drawn(_random_parameter, shapes, check_rngs(rngs), config.norm_offset))
+        if differing := sorted(arrays.keys() ^ array_shapes(config).keys()):
+            raise ValueError(
+                f"the arrays given and those of the config differ in {', '.join(differing)}; make them of a "
+                "checkpoint's parameters with models.parameters.joined."
+            )
+        self.embedding = nnx.Param(arrays["embedding"])
+        self.norm = nnx.Param(arrays["norm"])
+        self.head = None if config.tie_embeddings else nnx.Param(arrays["head"])
         prefix = "layers."
-        self.layers = Layers({n.removeprefix(prefix): a for n, a in parameters.items() if n.startswith(prefix)})
+        self.layers = Layers({n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)})
 
     @classmethod
     def tiny(cls) -> Decoder:
         """Make a decoder of two layers, a vocabulary of 64 tokens and random weights, to try things on."""
         return cls(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), rngs=nnx.Rngs(0))
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays by path, as ``Decoder(config, arrays)`` takes them."""
+        outer = {"embedding": self.embedding, "norm": self.norm} | ({} if self.head is None else {"head": self.head})
+        found = {name: parameter[...] for name, parameter in outer.items()}
+        return found | {f"layers.{name}": array for name, array in self.layers.arrays().items()}
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Compute the logits of whole sequences by dense causal attention, in float32."""
@@ -269,7 +288,7 @@ def run_layer[Carry, Output](
     """Run one layer with the attention that the caller passes, ``attend(query, key, value)``.
 
     Args:
-        weights: the layer's parameters by name.
+        weights: the layer's arrays by name.
         waves: the layer's cosines and sines; see :func:`rotation`.
         feed: the layer's feed-forward; None for :func:`feed_forward` with these parameters.
         shift: is added to the attention's output, behind W_O, so that a derivative may be taken with respect to it.
@@ -297,7 +316,7 @@ def run_layer[Carry, Output](
 
 
 def attention_input(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Return what a layer's queries, keys and values are made of, from the layer's input and its parameters."""
+    """Return what a layer's queries, keys and values are made of, from the layer's input and its arrays."""
     return x if config.norms == "after" else _norm(config, x, weights["attention_norm"])
 
 
@@ -306,8 +325,11 @@ def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T
     activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
     if "router" in weights:
         return _experts(config, weights, x, activation)
-    gate, up = x @ weights["gate"], x @ weights["up"]
-    return (activation(gate) * up) @ weights["down"]
+    return _gated(jnp.einsum("bte,ecf->btcf", x, weights["gate_up"]), activation) @ weights["down"]
+
+
+def _gated(gate_up: Float[Array, "*rest 2 F"], activation: Callable[[Array], Array]) -> Float[Array, "*rest F"]:
+    return activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 
 def _experts(
@@ -322,7 +344,7 @@ def _experts(
     share, expert = jax.lax.top_k(jax.nn.softmax(logits), config.experts_per_token)  # [B, T, c]
     if config.normalise_experts:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
-    own = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
+    own = weights["expert_gate_up"], weights["expert_down"]
     mesh = mesh_of((x, *own))
     ways = expert_axes(mesh)
     if math.prod(mesh.shape[axis] for axis in ways) == 1:
@@ -335,7 +357,7 @@ def _experts(
 
     # Left to itself, XLA brings all experts to all devices of a TPU.
     whole = PartitionSpec("data" if x.shape[0] % mesh.shape.get("data", 1) == 0 else None)
-    specs = (whole,) * 3 + (PartitionSpec(ways),) * 3
+    specs = (whole,) * 3 + (PartitionSpec(ways),) * 2
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(x, share, expert, *own)
 
 
@@ -369,8 +391,7 @@ def run_experts(
     x: Float[Array, "B T E"],
     share: Float[Array, "B T c"],
     expert: Int[Array, "B T c"],
-    gate: Float[Array, "X E F"],
-    up: Float[Array, "X E F"],
+    gate_up: Float[Array, "X E 2 F"],
     down: Float[Array, "X F E"],
     *,
     activation: Callable[[Array], Array] = jax.nn.silu,
@@ -378,11 +399,12 @@ def run_experts(
     """Sum the outputs of each token's experts, weighted by ``share``; experts from number X on are left out."""
     tokens, c = x.reshape(-1, x.shape[-1]), expert.shape[-1]
     order = jnp.argsort(expert.reshape(-1))  # [B T c], those of an expert side by side
-    counts = jnp.bincount(expert.reshape(-1), length=gate.shape[0]).astype(jnp.int32)  # [X]
-    made = tokens[order // c]
-    made = activation(jax.lax.ragged_dot(made, gate, counts)) * jax.lax.ragged_dot(made, up, counts)
+    X, E, _, F = gate_up.shape
+    counts = jnp.bincount(expert.reshape(-1), length=X).astype(jnp.int32)  # [X]
+    made = jax.lax.ragged_dot(tokens[order // c], gate_up.reshape(X, E, 2 * F), counts)
+    made = _gated(made.reshape(-1, 2, F), activation)
     made = jax.lax.ragged_dot(made, down, counts)[jnp.argsort(order)].reshape(*expert.shape, -1)  # [B, T, c, E]
-    made = jnp.where((expert < gate.shape[0])[..., None], share[..., None] * made, 0)
+    made = jnp.where((expert < X)[..., None], share[..., None] * made, 0)
     return jnp.sum(made, axis=2).astype(x.dtype)
 
 
@@ -415,12 +437,11 @@ def along_last(array: Float[Array, "*last"], x: Float[Array, "*rest"]) -> Float[
 
 def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
     """Compute queries [B, T, N, D], keys and values [B, T, K, D], before rotation."""
-    query = jnp.einsum("bte,end->btnd", x, weights["query"])
-    key = jnp.einsum("bte,ekd->btkd", x, weights["key"])
-    value = jnp.einsum("bte,ekd->btkd", x, weights["value"])
+    made = jnp.einsum("bte,ekhd->btkhd", x, weights["qkv"])
     if config.attention_bias:
-        biases = weights["query_bias"], weights["key_bias"], weights["value_bias"]
-        query, key, value = (x + along_last(bias, x) for x, bias in zip((query, key, value), biases, strict=True))
+        made = made + along_last(weights["qkv_bias"], made)
+    query, key, value = made[..., :-2, :], made[..., -2, :], made[..., -1, :]
+    query = query.reshape(*x.shape[:2], config.num_heads, config.head_dim)
     if config.query_key_norm or config.wide_query_key_norm:
         query, key = _normed_heads(config, weights, query, key)
     if config.attention_multiplier is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -11,16 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from models import decoder, hosts
 from models.config import described
-from models.parameters import parameter_shapes
+from models.parameters import parameter_shapes, place_in_array
 from models.tokenizer import Tokenizer
 
 
 def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> dict[str, str]:
     """Return digests of a model's config and weights, and of its tokenizer with special tokens and chat template."""
-    found = {"config": digest(described(model.config)), "weights": weights(model, parameter_shapes(model.config))}
+    found = {"config": digest(described(model.config)), "weights": weights_of(model)}
     if tokenizer is not None:
         parts = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]
         found["tokenizer"] = digest(parts)
@@ -38,6 +38,13 @@ def fingerprint(model: decoder.Decoder) -> str:
     return digest(fingerprints(model))
 
 
+def weights_of(model: decoder.Decoder) -> str:
+    """Hash a model's parameters, by their names in checkpoints, as :func:`weights` does."""
+    arrays, config = model.arrays(), model.config
+    found = {name: place_in_array(config, name, place) for name, place in _places(parameter_shapes(config)).items()}
+    return _hashed({name: (arrays[array], place) for name, (array, place) in found.items()})
+
+
 def weights(module: Any, shapes: Mapping[str, Sequence[int]]) -> str:
     """Hash the parameters' names and 64 numbers of each parameter, at fixed places, rounded to bfloat16.
 
@@ -45,13 +52,18 @@ def weights(module: Any, shapes: Mapping[str, Sequence[int]]) -> str:
     same one after training, has another hash; changing a few numbers by hand may not change it. ``shapes`` are those of
     the parameters of an ``nnx.Module``, by their names in it.
     """
-    arrays, places = {}, {}
-    for name, shape in shapes.items():
-        parameter: Any = functools.reduce(getattr, name.split("."), module)
-        rng = np.random.default_rng(0)
-        arrays[name], places[name] = parameter[...], tuple(rng.integers(0, size, 64) for size in shape)
+    return _hashed({name: (getattr(module, name)[...], place) for name, place in _places(shapes).items()})
+
+
+def _places(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Any, ...]]:
+    drawn = {name: np.random.default_rng(0) for name in shapes}
+    return {name: tuple(drawn[name].integers(0, size, 64) for size in shape) for name, shape in shapes.items()}
+
+
+def _hashed(held: Mapping[str, tuple[Array, tuple[Any, ...]]]) -> str:
+    arrays, places = ({name: each[i] for name, each in held.items()} for i in (0, 1))
     found, samples = hashlib.sha256(), _numbers_at(arrays, places)
-    for name in sorted(shapes):
+    for name in sorted(held):
         found.update(name.encode() + hosts.fetched(samples[name]).astype(jnp.bfloat16).tobytes())
     return found.hexdigest()
 

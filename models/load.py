@@ -1,8 +1,8 @@
 """Checkpoints: a folder in Hugging Face layout, a hub name or a GGUF file becomes a Decoder and a Tokenizer.
 
 Weights are read from safetensors or GGUF only; nothing in a folder is ever executed. Every tensor's name and shape is
-checked before the first weight is read. Then parameters are read, cast and placed one at a time, the largest first, so
-that at most one parameter is in memory besides the finished ones.
+checked before the first weight is read. Then the decoder's arrays are read, cast and placed one at a time, the largest
+first, so that at most one of them is in memory besides the finished ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from models.config import Config
 from models.decoder import Decoder
 from models.folders import find, open_folder
 from models.gguf import open_file, read_sampling
-from models.parameters import PARAMETERS, parameter_shapes, tensor_of
+from models.parameters import PARAMETERS, array_shapes, parameter_shapes, tensor_of
 from models.placing import checked_mesh, place, progress_of
 from models.sampling import Sampling, check_sampling
 from models.tokenizer import Tokenizer, read_object
@@ -92,13 +92,13 @@ def load(
     if on_read is not None:
         counted = {name: _counted(tensor, on_read) for name, tensor in checkpoint.tensors.items()}
         checkpoint = checkpoint._replace(tensors=counted)
-    shapes = parameter_shapes(checkpoint.config)
-    with progress_of(sum(math.prod(shape[: PARAMETERS[name].separate]) for name, shape in shapes.items())) as advance:
-        parameters = {
+    by_name, shapes = parameter_shapes(checkpoint.config), array_shapes(checkpoint.config)
+    with progress_of(sum(math.prod(shape[: PARAMETERS[name].separate]) for name, shape in by_name.items())) as advance:
+        arrays = {
             name: place(name, shapes[name], checkpoint, target, mesh, advance)
             for name in sorted(shapes, key=lambda name: -np.prod(shapes[name]))
         }
-    return Decoder(checkpoint.config, parameters), checkpoint.tokenizer
+    return Decoder(checkpoint.config, arrays), checkpoint.tokenizer
 
 
 def describe(

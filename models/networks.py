@@ -32,7 +32,6 @@ from models.decoder import Decoder
 from models.files import to_json, write_files
 from models.folders import find_folder
 from models.load import known_dtype
-from models.parameters import parameter_shapes as model_shapes
 from models.published import PUBLISHED
 from models.tokenizer import read_object
 
@@ -394,8 +393,7 @@ def load_networks(
 
 def fingerprint(model: Decoder) -> dict[str, Any]:
     """Return what identifies a model, for JSON: its config, and a hash of some of its weights."""
-    hashed = fingerprints.weights(model, model_shapes(model.config))
-    return {"config": _described(model.config), "weights": hashed}
+    return {"config": _described(model.config), "weights": fingerprints.weights_of(model)}
 
 
 def _described(config: Config) -> dict[str, Any]:

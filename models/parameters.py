@@ -1,13 +1,19 @@
-"""Every parameter of the decoder in one table: its axes, how a mesh splits it, and its name in a checkpoint."""
+"""Every parameter of the decoder in one table: its axes, its name in a checkpoint, and the array that holds it.
+
+Families, checkpoints and adapters know parameters by name ("layers.query"). The decoder multiplies by arrays: the
+parameters that one vector is multiplied by lie side by side in one array ("layers.qkv"), which is one matrix product.
+What reads a file joins them, and what writes one takes them apart (:func:`joined`, :func:`apart`).
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -20,7 +26,7 @@ SPLIT = ("N", "K", "X", "F", "Fd", "V")  # the axes that a mesh splits: heads, e
 
 
 class Parameter(NamedTuple):
-    """One parameter; of all layers, stacked, where its axes begin with L.
+    """One parameter by its name in checkpoints; of all layers, stacked, where its axes begin with L.
 
     Axes are the letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the feed-forward
     of those.
@@ -92,11 +98,93 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.expert_down": Parameter("Lx X F E", _EXPERT + "down_proj.weight", "E F", _has_experts),
 }
 ROTATED = ("layers.query", "layers.key")
+# The arrays that hold several parameters: their axes, and the parameters, side by side along the axis before the last.
+# A KV group has its G queries, its key and its value together, so a mesh splits an array as it would its parameters.
+JOINED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "layers.qkv": ("L E K G+2 D", ("layers.query", "layers.key", "layers.value")),
+    "layers.qkv_bias": ("L K G+2 D", ("layers.query_bias", "layers.key_bias", "layers.value_bias")),
+    "layers.gate_up": ("Ld E 2 Fd", ("layers.gate", "layers.up")),
+    "layers.expert_gate_up": ("Lx X E 2 F", ("layers.expert_gate", "layers.expert_up")),
+}
+_ARRAY_OF = {name: array for array, (_, names) in JOINED.items() for name in names}
 
 
-def partition(name: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Return how a mesh splits a parameter: over "tensor", and experts over "expert" as well if the mesh has it."""
-    axes = PARAMETERS[name].axes.split()
+def array_of(name: str) -> str:
+    """Return the path of the decoder's array that holds a parameter."""
+    return _ARRAY_OF.get(name, name)
+
+
+def names_in(array: str) -> tuple[str, ...]:
+    """Return the names of the parameters that an array holds."""
+    return JOINED[array][1] if array in JOINED else (array,)
+
+
+def rows_of(config: Config, name: str) -> slice | None:
+    """Return the rows, along the axis before the last, that a parameter has in its array; None if it is alone there."""
+    names = names_in(array_of(name))
+    if len(names) == 1:
+        return None
+    counts = [config.num_heads // config.num_kv_heads if "N" in PARAMETERS[each].axes.split() else 1 for each in names]
+    first = sum(counts[: names.index(name)])
+    return slice(first, first + counts[names.index(name)])
+
+
+def place_in_array(config: Config, name: str, place: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Return the array that holds a parameter, and where a place of the parameter, or several, is there."""
+    rows = rows_of(config, name)
+    if rows is None:
+        return name, place
+    *before, both, last = place
+    group, row = divmod(both, rows.stop - rows.start)
+    return array_of(name), (*before, group, rows.start + row, last)
+
+
+def joined(config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the decoder's arrays from parameters by name, of NumPy or JAX.
+
+    Example:
+        >>> import numpy as np
+        >>> import models
+        >>> from models.parameters import apart, joined, parameter_shapes
+        >>> config = models.Decoder.tiny().config
+        >>> parameters = {name: np.zeros(shape) for name, shape in parameter_shapes(config).items()}
+        >>> arrays = joined(config, parameters)
+        >>> parameters["layers.query"].shape, parameters["layers.key"].shape, arrays["layers.qkv"].shape
+        ((2, 32, 4, 8), (2, 32, 2, 8), (2, 32, 2, 4, 8))
+        >>> apart(config, arrays)["layers.query"].shape
+        (2, 32, 4, 8)
+    """
+    shapes = array_shapes(config)
+
+    def of(array: str) -> Any:
+        held = [parameters[name] for name in names_in(array)]
+        if len(held) == 1:
+            return held[0]
+        *before, _, last = shapes[array]
+        numbers = np if all(isinstance(each, np.ndarray) for each in held) else jnp
+        return numbers.concatenate([each.reshape(*before, -1, last) for each in held], axis=-2)
+
+    return {array: of(array) for array in dict.fromkeys(map(array_of, parameters))}
+
+
+def apart(config: Config, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters by name that some of the decoder's arrays hold; of NumPy arrays views where possible."""
+    shapes, found = parameter_shapes(config), {}
+    for array, whole in arrays.items():
+        for name in names_in(array):
+            rows = rows_of(config, name)
+            found[name] = whole if rows is None else whole[..., rows, :].reshape(shapes[name])
+    return found
+
+
+def axes_of(name: str) -> list[str]:
+    """Return the axes of an array, or of a parameter."""
+    return (JOINED[name][0] if name in JOINED else PARAMETERS[name].axes).split()
+
+
+def partition(array: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Return how a mesh splits an array: over "tensor", and experts over "expert" as well if the mesh has it."""
+    axes = axes_of(array)
     first = next((axis for axis in axes if axis in SPLIT), None)  # experts are split, or else what is in them
     ways = expert_axes(mesh) if first == "X" else "tensor"
     return PartitionSpec(*(ways if axis == first else None for axis in axes))
@@ -108,14 +196,23 @@ def expert_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter that a model of this config has, by its path in the Decoder."""
+    """Return the shape of every parameter that a model of this config has, by name."""
+    return _shapes(config, [name for name, parameter in PARAMETERS.items() if parameter.wanted(config)])
+
+
+def array_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every array that a decoder of this config has, by its path there."""
+    return _shapes(config, dict.fromkeys(map(array_of, parameter_shapes(config))))
+
+
+def _shapes(config: Config, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     sizes = dict(
         V=config.vocab_size, E=config.hidden_size, F=config.intermediate_size, L=config.num_layers,
         N=config.num_heads, K=config.num_kv_heads, D=config.head_dim, X=config.num_experts,
         Ld=len(config.dense_layers), Lx=len(config.sparse_layers), Fd=config.dense_size,
     )  # fmt: skip
-    wanted = {name: parameter for name, parameter in PARAMETERS.items() if parameter.wanted(config)}
-    return {name: tuple(sizes[axis] for axis in parameter.axes.split()) for name, parameter in wanted.items()}
+    sizes |= {"2": 2, "G+2": config.num_heads // config.num_kv_heads + 2}
+    return {name: tuple(sizes[axis] for axis in axes_of(name)) for name in names}
 
 
 def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
@@ -143,9 +240,9 @@ def _drawn(draw: Callable[..., Array], shapes: tuple[tuple[str, Any], ...], opti
 
 @functools.cache
 def layers_with(config: Config, name: str) -> Sequence[int]:
-    """Return the numbers of the layers that have a parameter, in the order in which it is stacked."""
+    """Return the numbers of the layers that have an array or a parameter, in the order in which it is stacked."""
     own = {"L": range(config.num_layers), "Ld": config.dense_layers, "Lx": config.sparse_layers}
-    return own.get(PARAMETERS[name].axes.split()[0], ())
+    return own.get(axes_of(name)[0], ())
 
 
 def tensor_of(config: Config, name: str, tensor: str, place: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import hosts
 from models.checkpoint import Checkpoint, Tensor, file_shape
 from models.config import Config
-from models.parameters import PARAMETERS, partition, tensor_of
+from models.parameters import PARAMETERS, axes_of, names_in, partition, rows_of, tensor_of
 
 CHUNK_BYTES = 1 << 23
 TILE = 128
@@ -114,32 +114,44 @@ def place(
     mesh: Mesh | None,
     advance: Callable[[int], object],
 ) -> jax.Array:
-    """Put one parameter on its devices. Each shard is read separately, so no device or buffer holds the others."""
-    parameter = PARAMETERS[name]
-    separate = parameter.separate
+    """Put one array on its devices. Each shard is read separately, so no device or buffer holds the others."""
+    names = names_in(name)
+    separate = PARAMETERS[names[0]].separate
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
         bounds = [slice(*part.indices(size)) for part, size in zip(parts, shape, strict=True)]
         out = _aligned([part.stop - part.start for part in bounds], dtype)
-        for place in np.ndindex(out.shape[:separate]):
-            number = [part.start + at for part, at in zip(bounds, place, strict=False)]
-            source = tensor_of(checkpoint.config, name, checkpoint.names[name], number)
-            tensor, inner = checkpoint.tensors[source], bounds[separate:]
-            _read_tensor(source, tensor, parameter.groups, shape[separate:], inner, out[place])
-            if mesh is None:
-                advance(1)
+        for own in names:
+            rows, within, groups = rows_of(checkpoint.config, own), bounds[separate:], PARAMETERS[own].groups
+            if rows is not None:
+                within[-2], groups = slice(0, rows.stop - rows.start), _with_rows(groups)
+            whole = [*shape[separate:-2], within[-2].stop, shape[-1]] if rows is not None else shape[separate:]
+            held = out if rows is None else out[..., rows, :]
+            for place in np.ndindex(out.shape[:separate]):
+                number = [part.start + at for part, at in zip(bounds, place, strict=False)]
+                source = tensor_of(checkpoint.config, own, checkpoint.names[own], number)
+                _read_tensor(source, checkpoint.tensors[source], groups, whole, within, held[place])
+                if mesh is None:
+                    advance(1)
         return out
 
     # Wait, so that a copied buffer is freed before the next parameter allocates one.
     if mesh is None:  # uncommitted, like arrays that callers make; else a step on its own output would compile again
         return jax.device_put(read(None)).block_until_ready()
-    uneven = "V" in parameter.axes.split() and checkpoint.config.vocab_size % mesh.shape["tensor"]
+    uneven = "V" in axes_of(name) and checkpoint.config.vocab_size % mesh.shape["tensor"]
     sharding = NamedSharding(mesh, PartitionSpec() if uneven else partition(name, mesh))
     # Kept by index, as several devices of a process may hold the same part.
     array = jax.make_array_from_callback(shape, sharding, functools.cache(read)).block_until_ready()
-    advance(math.prod(shape[:separate]))
+    advance(len(names) * math.prod(shape[:separate]))
     return array
+
+
+def _with_rows(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of a parameter's axes for its rows of an array, where its last axis but one is two axes."""
+    both = max(axis for group in groups for axis in group) - 1
+    parts = {both: (both, both + 1), both + 1: (both + 2,)}
+    return tuple(tuple(part for axis in group for part in parts.get(axis, (axis,))) for group in groups)
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -154,20 +166,23 @@ def _read_tensor(
     source: str,
     tensor: Tensor,
     groups: tuple[tuple[int, ...], ...],
-    shape: tuple[int, ...],
+    shape: Sequence[int],
     bounds: list[slice],
     out: np.ndarray,
 ) -> None:
     """Read the part of one tensor within ``bounds`` (of the decoder's axes) into ``out``, transposed and cast."""
     order = [axis for group in groups for axis in group]
-    view = out.transpose(order).reshape(file_shape(out.shape, groups), copy=False)  # as the file has it
     inner = [int(np.prod([shape[axis] for axis in group[1:]])) for group in groups]
     window = [slice(bounds[g[0]].start * n, bounds[g[0]].stop * n) for g, n in zip(groups, inner, strict=True)]
-    step = max(1, CHUNK_BYTES * len(view) // out.nbytes)
-    for first in range(0, len(view), step):
-        part = view[first : first + step]
-        start = window[0].start + first
-        _assign(part, tensor.read((slice(start, start + len(part)), *window[1:])))
+    view, start = out.transpose(order), window[0].start  # as the file has it
+    # One KV group after the other: between them lie the rows of other tensors.
+    for rows in view if len(groups[0]) > 1 else [view]:
+        rows = rows.reshape(-1, *file_shape(out.shape, groups[1:]), copy=False)
+        step = max(1, CHUNK_BYTES * len(rows) // rows.nbytes)
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            _assign(part, tensor.read((slice(start, start + len(part)), *window[1:])))
+            start += len(part)
     if not _finite(out):
         raise ValueError(
             f"{tensor.file}: {source} holds NaN or infinite numbers as {out.dtype}; download it again, or load it in "
@@ -177,10 +192,10 @@ def _read_tensor(
 
 def _finite(array: np.ndarray) -> bool:
     """Return whether all numbers are finite: no exponent has all bits set. NumPy's isfinite is slow on 16 bits."""
-    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+    bits = array.view(f"u{array.dtype.itemsize}")
     exponent = np.array(np.inf, array.dtype).view(bits.dtype)
-    step = CHUNK_BYTES // array.dtype.itemsize
-    return all((bits[start : start + step] & exponent).max() < exponent for start in range(0, bits.size, step))
+    step = max(1, CHUNK_BYTES * len(bits) // bits.nbytes)
+    return all((bits[start : start + step] & exponent).max() < exponent for start in range(0, len(bits), step))
 
 
 def _assign(out: np.ndarray, block: np.ndarray) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from models.config_json import lost_in_hugging_face, to_hugging_face
 from models.decoder import Decoder
 from models.families import family_of_architecture
 from models.files import to_json, write_files
-from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
+from models.parameters import PARAMETERS, ROTATED, apart, head_order, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -74,9 +73,8 @@ def _stale(folder: Path, tokenizer: bool) -> list[str]:
 def _tensors(model: Decoder) -> dict[str, np.ndarray]:
     """Return every weight under its Hugging Face name and in Hugging Face's layout."""
     tensors, names, order = {}, tensor_names(model.config), head_order(model.config)
-    for path in parameter_shapes(model.config):
-        parameter: Any = functools.reduce(getattr, path.split("."), model)
-        array = hosts.fetched(parameter[...])
+    arrays = {path: hosts.fetched(array) for path, array in model.arrays().items()}
+    for path, array in apart(model.config, arrays).items():
         if order is not None and path in ROTATED:
             array = array[..., np.argsort(order)]
         groups, separate = PARAMETERS[path].groups, PARAMETERS[path].separate

@@ -78,7 +78,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
-from models.parameters import parameter_shapes, partition
+from models.parameters import array_shapes, partition
 
 if not MODEL:
     MODEL = str(Path(tempfile.mkdtemp()) / "small-llama")
@@ -105,7 +105,7 @@ model, tokenizer = models.load(
 config = model.config
 for name, array in (
     ("embedding", model.embedding),
-    ("query", model.layers.query),
+    ("qkv", model.layers.qkv),
     ("down", model.layers.down),
 ):
     array = array[...]
@@ -169,7 +169,7 @@ llama = models.Config(
     max_positions=131_072,
     tie_embeddings=False,
 )
-weights = 2 * sum(int(np.prod(shape)) for shape in parameter_shapes(llama).values())
+weights = 2 * sum(int(np.prod(shape)) for shape in array_shapes(llama).values())
 sizes = dict(
     layers=llama.num_layers, kv_heads=llama.num_kv_heads, head_dim=llama.head_dim, batch=16
 )
@@ -215,11 +215,9 @@ plt.show()
 
 # %%
 def described(config, mesh):
-    """A decoder whose parameters are shapes with a place on the mesh."""
-    places = {
-        name: NamedSharding(mesh, partition(name, mesh)) for name in parameter_shapes(config)
-    }
-    shapes = parameter_shapes(config).items()
+    """A decoder whose arrays are shapes with a place on the mesh."""
+    places = {name: NamedSharding(mesh, partition(name, mesh)) for name in array_shapes(config)}
+    shapes = array_shapes(config).items()
     weights = {
         name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=places[name])
         for name, shape in shapes

@@ -45,7 +45,6 @@ from kvjax.schedule import When, moments
 from kvjax.selection import share_of_tokens
 from models import adapters, commands, hosts
 from models.decoder import Decoder
-from models.parameters import parameter_shapes
 from models.tokenizer import Tokenizer
 from train import answers, command, loop, lora
 from train.loop import Parameters, State
@@ -140,16 +139,10 @@ def _checked_policy(settings: Settings, name: str) -> kvjax.Policy | None:
 # The model that is trained, and its loss.
 
 
-def parameters_of(model: Decoder) -> Parameters:
-    """Return a model's parameters by path."""
-    found: dict[str, Any] = {n: functools.reduce(getattr, n.split("."), model) for n in parameter_shapes(model.config)}
-    return {name: parameter[...] for name, parameter in found.items()}
-
-
 def model_of(model: Decoder, parameters: Parameters, settings: Settings) -> Decoder:
-    """Return the trained model: of the parameters themselves, or of the first model's with LoRA's products added."""
+    """Return the trained model: of the parameters, its arrays, or of the first model's with LoRA's products added."""
     if settings.lora:
-        parameters = _merged(model.config, parameters_of(model), parameters)
+        parameters = _merged(model.config, model.arrays(), parameters)
     return Decoder(model.config, parameters)
 
 
@@ -262,7 +255,7 @@ def init_state(model: Decoder, settings: Settings, mesh: Mesh | None = None) -> 
         on = settings.lora_on or lora.projections(model.config)
         parameters = lora.init(model.config, settings.lora, on, settings.seed)
     else:
-        parameters = parameters_of(model)
+        parameters = model.arrays()
     key = jax.random.key_data(jax.random.key(settings.seed + 1))
     state = State(parameters, loop.make_optimizer(settings).init(parameters), key)
     if mesh is None:

@@ -3,8 +3,8 @@
 ``W + (alpha / r) B A`` (Hu et al., arXiv 2106.09685, section 4.1) with alpha = 2 r. A and B are arrays in a dictionary,
 added to the weights inside a step; models/adapters.py stores them.
 
-Libraries that attach LoRA to a module's own parameters, such as qwix, do not find ours: a layer's weights are slices of
-the stacked ones, inside a scan.
+Libraries that attach LoRA to a module's own parameters, such as qwix, do not find ours: a projection's weights are rows
+of an array, and a layer's are slices of the stacked ones, inside a scan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from models import adapters
 from models.config import Config
-from models.parameters import PARAMETERS, parameter_shapes
+from models.parameters import PARAMETERS, apart, array_of, joined, parameter_shapes
 
 SCALE = 2.0  # alpha / r
 
@@ -40,18 +40,19 @@ def init(config: Config, rank: int, on: Sequence[str], seed: int) -> dict[str, A
     return made
 
 
-def merged(config: Config, weights: Mapping[str, Array], low_rank: Mapping[str, Array]) -> dict[str, Array]:
-    """Return a model's parameters by path with the products of :func:`init`'s matrices added."""
-    changed = {}
-    for name in dict.fromkeys(name.partition(".")[0] for name in low_rank):
+def merged(config: Config, arrays: Mapping[str, Array], low_rank: Mapping[str, Array]) -> dict[str, Array]:
+    """Return a model's arrays by path with the products of :func:`init`'s matrices added."""
+    names = dict.fromkeys(name.partition(".")[0] for name in low_rank)
+    weights = apart(config, {path: arrays[path] for path in map(array_of, (f"layers.{name}" for name in names))})
+    for name in names:
         layers, outputs, inputs = _sizes(config, name)
         product = jnp.einsum("lor,lri->loi", low_rank[f"{name}.B"], low_rank[f"{name}.A"])
         outs, ins = PARAMETERS[f"layers.{name}"].groups
         order = np.argsort([*outs, *ins])  # from a checkpoint's order of axes to ours
         product = product.reshape(layers, *outputs, *inputs).transpose(0, *(1 + order))
         whole = weights[f"layers.{name}"]
-        changed[f"layers.{name}"] = whole + (SCALE * product).astype(whole.dtype)
-    return {**weights, **changed}
+        weights[f"layers.{name}"] = whole + (SCALE * product).astype(whole.dtype)
+    return {**arrays, **joined(config, weights)}
 
 
 def _sizes(config: Config, name: str) -> tuple[int, list[int], list[int]]:

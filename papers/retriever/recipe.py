@@ -33,13 +33,13 @@ from models.commands import provenance
 from models.config import Config, Rope
 from models.decoder import Decoder
 from models.load import load
+from models.parameters import apart, joined
 from models.save import save
 from papers.predictor import coref_task
 from papers.retriever import data
 from papers.retriever.circuit import init_parameters
 from train import folder as folders
 from train.checkpoints import Checkpoints, Progress
-from train.finetune import parameters_of
 from train.interrupts import Interrupts, interrupted
 from train.loop import Options, prefetch
 from train.meter import Meter
@@ -117,7 +117,7 @@ def hidden_states(
     config: Config, parameters: Parameters, tokens: Int[Array, "B T"], position: Int[Array, "B T"] | None = None
 ) -> tuple[Decoder, Float[Array, "B T E"]]:
     """Return the decoder and its last hidden states, computed by :func:`causal_attention`."""
-    model = Decoder(config, parameters)
+    model = Decoder(config, joined(config, parameters))
     if position is None:
         position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
@@ -445,7 +445,7 @@ def _read_model(folder: Path, config: Config) -> tuple[Parameters, int]:
     steps = [step for line in lines if (step := json.loads(line).get("step")) is not None]
     if not steps:
         raise ValueError(f"{log} does not say how far the recipe came; give the folder of a model that it made.")
-    return parameters_of(model), steps[-1]
+    return apart(model.config, model.arrays()), steps[-1]
 
 
 def _log(folder: Path, line: dict[str, Any]) -> None:
@@ -490,7 +490,7 @@ def _make(options: argparse.Namespace) -> None:
         parameters = {
             name: options.keep * kept[name] + (1 - options.keep) * array for name, array in parameters.items()
         }
-    save(options.out, Decoder(config, jax.device_get(parameters)), tokenizer)
+    save(options.out, Decoder(config, joined(config, jax.device_get(parameters))), tokenizer)
     if options.samples:
         figures = measure(config, parameters, tokenizer, options.samples)
         _log(options.work, figures)

@@ -15,7 +15,7 @@ import models
 from kvjax import PagedCache, SplitCache
 from models import Decoder
 from models.engine import logits_of
-from models.parameters import partition
+from models.parameters import joined, partition
 from tests.campaign.cases import Case
 from tests.models import reference
 
@@ -308,6 +308,7 @@ def model_of(case: Case, weights: dict[str, np.ndarray]) -> Decoder:
         return reference.decoder(case.config, weights)
     data, tensor = case.mesh
     mesh = Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
+    arrays = joined(case.config, weights)
     return Decoder(
-        case.config, {n: jax.device_put(a, NamedSharding(mesh, partition(n, mesh))) for n, a in weights.items()}
+        case.config, {n: jax.device_put(a, NamedSharding(mesh, partition(n, mesh))) for n, a in arrays.items()}
     )

@@ -114,20 +114,11 @@ def test_chunks_of_queries_change_nothing_nor_do_their_gradients(monkeypatch):
         np.testing.assert_allclose(mine, expected, rtol=1e-3, atol=1e-4)
 
 
-def _parameter(model: models.Decoder, name: str):
-    part = model
-    for attribute in name.split("."):
-        part = getattr(part, attribute)
-    return part[...]
-
-
 def test_a_saved_predictor_comes_back_as_it_was_in_the_dtype_of_its_model(model, tmp_path):
     butler = a_butler(dataclasses.replace(ButlerConfig.of(MODEL), published_layout=True))
     models.save_network(tmp_path / "new", butler, model, "a model")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["butler.json", "butler.safetensors"]
-    narrow = models.Decoder(
-        MODEL, {name: np.asarray(_parameter(model, name)).astype("bfloat16") for name in model_shapes(MODEL)}
-    )
+    narrow = models.Decoder(MODEL, {n: np.asarray(array).astype("bfloat16") for n, array in model.arrays().items()})
     for any_dtype in (model, narrow):
         loaded = models.load_network(tmp_path / "new", any_dtype)
         assert loaded.config == butler.config
@@ -164,7 +155,5 @@ def test_a_predictor_of_another_model_is_refused(model, tmp_path):
         models.load_network(tmp_path, deeper)
     with pytest.raises(ValueError, match=r"another model, a model, with this one's shape but other weights"):
         models.load_network(tmp_path, reference.decoder(MODEL, reference.parameters(MODEL, seed=1)))
-    other_end = models.Decoder(
-        dataclasses.replace(MODEL, eos=(7,)), {n: _parameter(model, n) for n in model_shapes(MODEL)}
-    )
+    other_end = models.Decoder(dataclasses.replace(MODEL, eos=(7,)), model.arrays())
     assert models.load_network(tmp_path, other_end).config == butler.config

@@ -15,6 +15,7 @@ from kvjax.cache import dtypes_of
 from models.config import Rope
 from models.layer_caches import LayerCaches
 from models.prompts import kept_of
+from models.parameters import apart
 from tests.models import tiny
 from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
 from tests.tiers import first, nightly
@@ -235,7 +236,8 @@ def test_where_weights_are_traced_the_same_rows_are_kept_as_floats_and_a_derivat
     assert str(dtypes_of(cache)) == "float32" and cache.key_scale is None and cache.value_scale is None
     np.testing.assert_allclose(logits, prefilled(MIXED).logits, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(cache.position, prefilled(MIXED).cache.position)
-    of_key, of_value = (np.asarray(slope.layers.arrays()[name]) for name in ("key", "value"))
+    found = apart(slope.config, slope.arrays())
+    of_key, of_value = (np.asarray(found[f"layers.{name}"]) for name in ("key", "value"))
     assert all(np.isfinite(x).all() and (x != 0).any() for x in (of_key, of_value))
 
 

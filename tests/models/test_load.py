@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
@@ -23,7 +22,7 @@ from models.config import Config
 from models.config_json import from_hugging_face
 from models.families import FAMILIES
 from models.load import load, published_sampling
-from models.parameters import parameter_shapes
+from models.parameters import apart, joined, parameter_shapes
 from models.placing import parse_mesh
 from models.sampling import Sampling
 from tests.models import tiny
@@ -66,7 +65,7 @@ def shard(folder):
 
 
 def parameters(model):
-    return {".".join(path): np.asarray(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    return apart(model.config, {name: np.asarray(array) for name, array in model.arrays().items()})
 
 
 def assert_same(model, other):
@@ -79,7 +78,7 @@ def assert_same(model, other):
 def test_layers_are_stacked_and_transposed(folder):
     tensors = load_file(folder / "model.safetensors")
     model, _ = load(folder)
-    query = np.asarray(model.layers.query[...])  # [L, E, N, D]
+    query = np.asarray(parameters(model)["layers.query"])  # [L, E, N, D]
     np.testing.assert_array_equal(query[1, :, 2, 5], tensors[QUERY][2 * 12 + 5])
     output = np.asarray(model.layers.output[...])  # [L, N, D, E]
     np.testing.assert_array_equal(output[1, 3, 4], tensors["model.layers.1.self_attn.o_proj.weight"][:, 3 * 12 + 4])
@@ -92,12 +91,12 @@ def test_fused_projections_are_split_and_rotated_elements_are_paired():
     order = [*range(6), 12, 13, *range(6, 12), 14, 15]  # 12 of 16 elements are rotated
     mesh = parse_mesh("data=1,tensor=1")
     for model in (load(GOLDEN / "phi4_mini")[0], load(GOLDEN / "phi4_mini", mesh=mesh)[0]):
-        layers = {name: np.asarray(array)[1] for name, array in model.layers.arrays().items()}
-        np.testing.assert_array_equal(layers["query"][:, 1].T, fused[16:32][order])
-        np.testing.assert_array_equal(layers["key"][:, 0].T, fused[32:48][order])
-        np.testing.assert_array_equal(layers["value"][:, 0].T, fused[48:])
-        np.testing.assert_array_equal(layers["gate"].T, gate_up[:32])
-        np.testing.assert_array_equal(layers["up"].T, gate_up[32:])
+        layers = {name: np.asarray(array)[1] for name, array in parameters(model).items() if "layers." in name}
+        np.testing.assert_array_equal(layers["layers.query"][:, 1].T, fused[16:32][order])
+        np.testing.assert_array_equal(layers["layers.key"][:, 0].T, fused[32:48][order])
+        np.testing.assert_array_equal(layers["layers.value"][:, 0].T, fused[48:])
+        np.testing.assert_array_equal(layers["layers.gate"].T, gate_up[:32])
+        np.testing.assert_array_equal(layers["layers.up"].T, gate_up[32:])
 
 
 def test_a_feed_forward_of_two_devices_is_read_from_a_fused_tensor():
@@ -303,7 +302,7 @@ def test_peak_memory_is_at_most_1_3_times_the_weights(tmp_path):
     # So large that the weights are what a process takes.
     config = Config(16_000, 512, 1536, num_layers=12, num_heads=8, num_kv_heads=2)
     ones = {name: np.ones(shape, ml_dtypes.bfloat16) for name, shape in parameter_shapes(config).items()}
-    models.save(tmp_path, models.Decoder(config, ones))
+    models.save(tmp_path, models.Decoder(config, joined(config, ones)))
     command = [sys.executable, "-c", PEAK, str(GOLDEN / "llama2"), str(tmp_path), "bfloat16"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
     assert float(output) <= 1.3
@@ -319,7 +318,7 @@ def mesh():
 def test_sharded_model_has_the_same_weights_and_logits_and_each_device_its_share(folder, mesh):
     model, _ = load(folder, mesh=mesh)
     assert_same(model, load(folder)[0])
-    assert {part.data.shape for part in model.layers.query[...].addressable_shards} == {(2, 32, 2, 12)}
+    assert {part.data.shape for part in model.layers.qkv[...].addressable_shards} == {(2, 32, 1, 4, 12)}
     explicit = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     assert_same(load(folder, mesh=explicit)[0], model)  # taken as automatic
     run = jax.jit(lambda model, tokens: model(tokens))

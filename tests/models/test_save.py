@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from tests.models import tiny
-from tests.models.reference import parameters
+from tests.models.reference import decoder
 from tests.tiers import first
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -110,5 +110,5 @@ def test_a_save_that_breaks_off_leaves_the_other_model(failing, tmp_path, monkey
 def test_what_the_architecture_s_config_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     config = tiny.config(logits_scaling=8.0)
     with pytest.raises(ValueError, match="of 'llama' cannot hold the model's logits_scaling"):
-        models.save(tmp_path / "out", models.Decoder(config, parameters(config)))
+        models.save(tmp_path / "out", decoder(config))
     assert not (tmp_path / "out").exists()

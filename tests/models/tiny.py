@@ -13,7 +13,7 @@ import kvjax
 import models
 from models import Config
 from models.layer_caches import LayerCaches
-from models.parameters import partition
+from models.parameters import joined, partition
 from tests.kvjax import blocks
 from tests.models import reference
 
@@ -54,9 +54,8 @@ def decoder(config: Config = CONFIG) -> models.Decoder:
 def on_mesh(config: Config = CONFIG, data: int = 2, tensor: int = 2) -> models.Decoder:
     """The model on so many devices."""
     mesh = Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
-    placed = {
-        name: jax.device_put(a, NamedSharding(mesh, partition(name, mesh))) for name, a in weights(config).items()
-    }
+    arrays = joined(config, weights(config))
+    placed = {name: jax.device_put(a, NamedSharding(mesh, partition(name, mesh))) for name, a in arrays.items()}
     return models.Decoder(config, placed)
 
 

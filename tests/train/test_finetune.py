@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 import models
 from evals import loglikelihood
 from models import adapters
+from models.parameters import apart
 from tests.models import reference
 from tests.models.commands.test_chat import spaced
 from tests.tiers import matrix
@@ -72,7 +73,7 @@ def test_the_loss_of_a_batch_is_the_mean_likelihood_of_its_learned_tokens():
 def test_with_the_full_cache_the_loss_of_text_and_its_gradient_are_the_dense_model_s():
     rows = TEXT[:2]
     fed = answers.model_batch(rows)
-    parameters = finetune.parameters_of(model())
+    parameters = model().arrays()
 
     def dense(parameters):
         logits = models.Decoder(CONFIG, parameters)(jnp.asarray(fed.tokens[:, :-1]))
@@ -91,7 +92,7 @@ def test_with_the_full_cache_the_loss_of_text_and_its_gradient_are_the_dense_mod
 
 @matrix
 def test_with_a_cache_of_eight_bits_the_loss_is_that_of_reading_it_and_keys_and_values_learn():
-    sharp = {name: array * (8 if "layers" in name else 1) for name, array in finetune.parameters_of(model()).items()}
+    sharp = {name: array * (8 if "layers" in name else 1) for name, array in model().arrays().items()}
     eight, tuned = SETTINGS._replace(cache_dtype="int8"), models.Decoder(CONFIG, sharp)
 
     def ours(parameters):
@@ -100,7 +101,8 @@ def test_with_a_cache_of_eight_bits_the_loss_is_that_of_reading_it_and_keys_and_
     loss, gradients = jax.jit(jax.value_and_grad(ours))(sharp)
     rounded, floats = (finetune.held_out_loss(tuned, TEXT[:2], some, "h2o+caote") for some in (eight, SETTINGS))
     assert float(loss) == pytest.approx(rounded, rel=2e-6) and abs(rounded / floats - 1) > 2e-5
-    assert all(abs(gradients[f"layers.{name}"]).max() > 1e-3 for name in ("key", "value"))
+    by_name = apart(CONFIG, gradients)
+    assert all(abs(by_name[f"layers.{name}"]).max() > 1e-3 for name in ("key", "value"))
 
 
 def test_a_derivative_holds_part_of_the_logits_and_one_block_s_activations(monkeypatch):
@@ -117,7 +119,7 @@ def test_a_derivative_holds_part_of_the_logits_and_one_block_s_activations(monke
     def objective(parameters):
         return finetune.loss_of(models.Decoder(CONFIG, parameters), TEXT[:2], SETTINGS)
 
-    found = list(arrays(jax.make_jaxpr(jax.grad(objective))(finetune.parameters_of(model())).jaxpr))
+    found = list(arrays(jax.make_jaxpr(jax.grad(objective))(model().arrays()).jaxpr))
     assert max(size for last, size in found if last == (64,)) == 16 * 64  # the head; all logits would be 2 * 23 * 64
     assert max(size for last, size in found if last == (24,)) == 2 * 16 * 24  # L E F, the weights; L B T F is 2208
 
@@ -144,7 +146,7 @@ def test_low_rank_matrices_add_their_product_to_each_projection_of_a_checkpoint(
             np.testing.assert_allclose(after.pop(full), before.pop(full) + product, atol=1e-5, err_msg=name)
     assert all(np.array_equal(after[name], before[name]) for name in before)
     adapters.save(tmp_path / "adapter", CONFIG, pairs, base=str(tmp_path / "base"), scale=lora.SCALE)
-    loaded, merged = (finetune.parameters_of(one) for one in (models.load(tmp_path / "adapter")[0], tuned))
+    loaded, merged = (one.arrays() for one in (models.load(tmp_path / "adapter")[0], tuned))
     for name, array in merged.items():
         np.testing.assert_allclose(loaded[name], array, atol=1e-5, err_msg=name)
 
@@ -152,8 +154,8 @@ def test_low_rank_matrices_add_their_product_to_each_projection_of_a_checkpoint(
 def test_low_rank_matrices_change_nothing_at_first_and_alone_are_trained():
     base, settings = model(), SETTINGS._replace(lora=2, lora_on=("query", "down"))
     state = finetune.init_state(base, settings)
-    first = finetune.parameters_of(finetune.model_of(base, state.parameters, settings))
-    assert all(np.array_equal(first[name], array) for name, array in finetune.parameters_of(base).items())
+    first = finetune.model_of(base, state.parameters, settings).arrays()
+    assert all(np.array_equal(first[name], array) for name, array in base.arrays().items())
     assert sorted(state.parameters) == ["down.A", "down.B", "query.A", "query.B"]
 
 
@@ -168,10 +170,10 @@ def test_a_step_on_several_devices_is_the_step_on_one(tmp_path):
         loaded, _ = models.load(tmp_path, mesh=mesh)
         rows = jnp.asarray(TEXT[:2]) if mesh is None else loop.spread(TEXT[:2], mesh)
         state, loss, norm = finetune.make_step(settings)(loaded, finetune.init_state(loaded, settings), rows, 0)
-        found.append((float(loss), float(norm), np.asarray(state.parameters["layers.value"])))
+        found.append((float(loss), float(norm), np.asarray(state.parameters["layers.qkv"])))
     assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
     np.testing.assert_allclose(found[0][2], found[1][2], atol=1e-3)  # Adam's first step is lr times a sign
-    assert len(state.parameters["layers.value"].sharding.device_set) == 4
+    assert len(state.parameters["layers.qkv"].sharding.device_set) == 4
 
 
 @pytest.mark.bad_input
@@ -223,7 +225,7 @@ def test_the_command_lowers_the_loss_under_every_policy_and_its_model_loads(fold
     assert [line["step"] for line in lines if "held_out/loss" in line] == [3, 6, 8]
     assert lines[-1]["summary/tova/after"] == losses["tova"]["after"]
     (base, words_of), (tuned, tokenizer) = (models.load(folder / name) for name in ("base", "tuned"))
-    before, after = (finetune.parameters_of(one) for one in (base, tuned))
+    before, after = (apart(one.config, one.arrays()) for one in (base, tuned))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {"layers.value", "layers.down"} and not (folder / "tuned/model.safetensors").exists()
     assert tokenizer.encode("The code") == words_of.encode("The code")

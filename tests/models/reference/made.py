@@ -13,7 +13,7 @@ from models.butler import Butler, ButlerConfig
 from models.butler import parameter_shapes as butler_shapes
 from models.config import Config
 from models.decoder import Decoder
-from models.parameters import parameter_shapes
+from models.parameters import joined, parameter_shapes
 from models.scorer import Scorer, ScorerConfig
 from models.scorer import parameter_shapes as scorer_shapes
 from tests.models.reference.rotary import inverse_frequencies
@@ -41,7 +41,7 @@ def parameters(config: Config, seed: int = 0, sharpness: float = 1.5) -> dict[st
 
 def decoder(config: Config, weights: dict[str, np.ndarray] | None = None) -> Decoder:
     weights = parameters(config) if weights is None else weights
-    return Decoder(config, jax.device_put(weights))  # jnp.asarray compiles a program for each shape
+    return Decoder(config, jax.device_put(joined(config, weights)))  # jnp.asarray compiles a program for each shape
 
 
 def butler(config: Config, seed: int = 0) -> Butler:
