@@ -125,7 +125,7 @@ class ButlerConfig:
         if known:
             return config
         networks = 2 * (config.hidden_size + config.predicted_layers * config.num_heads * dim)  # per unit of hidden
-        left = SHARE * _count(model_shapes(model)) - (num_parameters(config) - hidden * networks)
+        left = SHARE * _count(array_shapes(model)) - (num_parameters(config) - hidden * networks)
         return dataclasses.replace(config, hidden=max(int(left / networks) // 8 * 8, math.ceil(model.hidden_size / 8)))
 
 

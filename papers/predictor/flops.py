@@ -31,7 +31,7 @@ from kvjax.checks import check_names
 from models import commands, files
 from models.host_steps import filled_slots
 from models.networks import kinds_for
-from models.parameters import parameter_shapes as model_shapes
+from models.parameters import array_shapes
 
 KIND: Any = kinds_for(frozenset({"query", "key"}))[0]
 MODELS = {name: shape(name.lower()) for name in ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")}
@@ -69,7 +69,7 @@ def model_cost(config: models.Config, tokens: int, slots: int) -> tuple[Cost, Co
     whole = []
     for layers in (0, 1):
         short = dataclasses.replace(config, num_layers=layers, sliding_windows=())
-        abstract = {name: _abstract(*sizes) for name, sizes in model_shapes(short).items()}
+        abstract = {name: _abstract(*sizes) for name, sizes in array_shapes(short).items()}
         model = jax.eval_shape(functools.partial(models.Decoder, short), abstract)
         cache = [_abstract(1, config.num_kv_heads, slots, config.head_dim) for _ in range(2)]
         whole.append(_compiled_cost(_forward, model, jax.ShapeDtypeStruct((1, tokens), jnp.int32), cache, donate=(2,)))
