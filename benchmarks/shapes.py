@@ -11,7 +11,7 @@ import models
 from kvjax.checks import check_names
 from models import commands
 from models.config import Rope
-from models.parameters import array_shapes
+from models.parameters import parameter_shapes
 
 
 def _llama3(factor: float) -> Rope:
@@ -68,4 +68,4 @@ def names_of(flags: argparse.Namespace) -> list[str]:
 
 def parameter_count(config: models.Config) -> int:
     """Return the number of a model's parameters."""
-    return sum(math.prod(size) for size in array_shapes(config).values())
+    return sum(math.prod(size) for size in parameter_shapes(config).values())
