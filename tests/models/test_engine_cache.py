@@ -14,8 +14,8 @@ import models
 from kvjax.cache import dtypes_of
 from models.config import Rope
 from models.layer_caches import LayerCaches
-from models.prompts import kept_of
 from models.parameters import apart
+from models.prompts import kept_of
 from tests.models import tiny
 from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
 from tests.tiers import first, nightly
