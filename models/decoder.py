@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
         self.config = config
         if arrays is None:
             shapes = parameter_shapes(config)
-            arrays = joined(config, drawn(_random_parameter, shapes, check_rngs(rngs), config.norm_offset))
+            arrays = _joined(config, drawn(_random_parameter, shapes, check_rngs(rngs), config.norm_offset))
         if differing := sorted(arrays.keys() ^ array_shapes(config).keys()):
             raise ValueError(
                 f"the arrays given and those of the config differ in {', '.join(differing)}; make them of a "
@@ -465,6 +465,9 @@ def _normed_heads(config: Config, weights: dict[str, Array], query: Array, key: 
 
         query, key = normed(query, weights["wide_query_norm"]), normed(key, weights["wide_key_norm"])
     return query, key
+
+
+_joined = jax.jit(joined, static_argnums=0)
 
 
 def _random_parameter(key: Array | None, name: str, shape: tuple[int, ...], norm_offset: bool) -> Array:

@@ -123,11 +123,11 @@ def place(
         bounds = [slice(*part.indices(size)) for part, size in zip(parts, shape, strict=True)]
         out = _aligned([part.stop - part.start for part in bounds], dtype)
         for own in names:
-            rows, within, groups = rows_of(checkpoint.config, own), bounds[separate:], PARAMETERS[own].groups
+            rows, groups = rows_of(checkpoint.config, own), PARAMETERS[own].groups
+            held, whole, within = out, [*shape[separate:]], bounds[separate:]
             if rows is not None:
-                within[-2], groups = slice(0, rows.stop - rows.start), _with_rows(groups)
-            whole = [*shape[separate:-2], within[-2].stop, shape[-1]] if rows is not None else shape[separate:]
-            held = out if rows is None else out[..., rows, :]
+                held, whole[-2], groups = out[..., rows, :], rows.stop - rows.start, _with_rows(groups)
+                within[-2] = slice(0, whole[-2])
             for place in np.ndindex(out.shape[:separate]):
                 number = [part.start + at for part, at in zip(bounds, place, strict=False)]
                 source = tensor_of(checkpoint.config, own, checkpoint.names[own], number)
