@@ -44,6 +44,7 @@ from evals import (
 )
 from kvjax.chains import policy_of
 from models import commands, files
+from models.decoder import output_of_heads
 from models.commands.programs import make_room
 
 BEST = "best"
@@ -175,7 +176,7 @@ def projections(model: models.Decoder, target: str) -> Float[np.ndarray, "L N D 
     if target == "value":
         return None
     each = lambda weight: kvjax.output_projection(weight, len(weight), ["factor"]).factor  # noqa: E731
-    return np.asarray(jax.lax.map(each, model.layers.output[...]))[:, :, 0]
+    return np.asarray(jax.lax.map(each, output_of_heads(model)))[:, :, 0]
 
 
 class _Run:

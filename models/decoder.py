@@ -153,7 +153,7 @@ class Decoder(nnx.Module):
         state = embed(self.config, self.embedding[...], tokens), carry
         if after_first is not None:
             return _first_apart(step, state, scanned, after_first)
-        (x, carry), outputs = jax.lax.scan(step, state, scanned)
+        (x, carry), outputs = jax.lax.scan(step, state, scanned, unroll=_unrolled())
         return x, carry, outputs
 
     def scanned(
@@ -200,6 +200,15 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+def _unrolled() -> bool:
+    """Return whether the layers are run one after the other and not in a loop: on a GPU.
+
+    There XLA's products read a layer's matrices in place at a constant place of the stack, and not at one that a loop
+    counts: of those it copies each first. And what is no loop is one CUDA graph.
+    """
+    return platform() == "gpu"
+
+
 def _first_apart(step: Callable[..., Any], state: Any, scanned: Any, after_first: Callable[..., Any]) -> Any:
     """Run layer 0, then ``after_first``, then scan the other layers; see :meth:`Decoder.run`."""
 
@@ -208,8 +217,14 @@ def _first_apart(step: Callable[..., Any], state: Any, scanned: Any, after_first
 
     (x, carry), first = step_of(state, 0)
     others = jnp.arange(1, len(scanned[1]), dtype=jnp.int32)
-    (x, carry), rest = jax.lax.scan(step_of, (x, after_first(x, carry)), others)
+    (x, carry), rest = jax.lax.scan(step_of, (x, after_first(x, carry)), others, unroll=_unrolled())
     return x, carry, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
+
+
+def output_of_heads(model: Decoder) -> Float[Array, "L N D E"]:
+    """Return each query head's rows of W_O."""
+    weight, config = model.layers.output[...], model.config
+    return weight.reshape(weight.shape[0], config.num_heads, config.head_dim, -1)
 
 
 def check_decoder(model: object) -> None:
@@ -309,7 +324,7 @@ def run_layer[Carry, Output](
 
     query, key, value = _project(config, weights, attention_input(config, weights, x))
     out, carry, output = attend(rotate(query, *waves), rotate(key, *waves), value)
-    out = jnp.einsum("btnd,nde->bte", out, weights["output"])
+    out = out.reshape(*out.shape[:2], -1) @ weights["output"]
     if config.output_bias:
         out = out + along_last(weights["output_bias"], out)
     if shift is not None:

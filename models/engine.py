@@ -21,7 +21,7 @@ from kvjax.chains import policy_of
 from kvjax.checks import is_known
 from kvjax.schedule import HostOrDevice, Schedule, Text, schedule
 from models.by_layer import LayerSteps, runs_by_layer
-from models.decoder import Decoder
+from models.decoder import Decoder, output_of_heads
 from models.host_steps import OnBlock, check_finite, feed_prompt, steps_of, tokens_of
 from models.layer_caches import AnyCache, stacked_up
 from models.one_program import Choice, choice_of, generate_at_once, pad_of, prefill_at_once
@@ -239,7 +239,7 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
 
 def projected(model: Decoder, kinds: frozenset[str], heads: int) -> OutputProjection:
     """Compute the given kinds of output projections for all layers and a cache of ``heads`` heads."""
-    return _project(model.layers.output[...], heads, tuple(sorted(kinds)))
+    return _project(output_of_heads(model), heads, tuple(sorted(kinds)))
 
 
 _project = jax.jit(kvjax.output_projection, static_argnums=(1, 2))

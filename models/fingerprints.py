@@ -41,7 +41,9 @@ def fingerprint(model: decoder.Decoder) -> str:
 def weights_of(model: decoder.Decoder) -> str:
     """Hash a model's parameters, by their names in checkpoints, as :func:`weights` does."""
     arrays, config = model.arrays(), model.config
-    found = {name: place_in_array(config, name, place) for name, place in _places(parameter_shapes(config)).items()}
+    shapes = parameter_shapes(config)
+    shapes["layers.output"] = (config.num_layers, config.num_heads, config.head_dim, config.hidden_size)
+    found = {name: place_in_array(config, name, place) for name, place in _places(shapes).items()}
     return _hashed({name: (arrays[array], place) for name, (array, place) in found.items()})
 
 

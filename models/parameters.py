@@ -22,14 +22,15 @@ from jaxtyping import Array, Int
 from models.config import Config
 from models.families import family_of_architecture
 
-SPLIT = ("N", "K", "X", "F", "Fd", "V")  # the axes that a mesh splits: heads, experts, feed-forward and vocabulary
+SPLIT = ("N", "ND", "K", "X", "F", "Fd", "V")  # the axes that a mesh splits: heads, experts, feed-forward, vocabulary
 
 
 class Parameter(NamedTuple):
     """One parameter by its name in checkpoints; of all layers, stacked, where its axes begin with L.
 
     Axes are the letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the feed-forward
-    of those.
+    of those. ND are the numbers of all query heads, on one axis: a sum over two may be split so that a GPU copies the
+    matrix out of the stack.
     """
 
     axes: str
@@ -76,7 +77,7 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.query": Parameter("L E N D", _LAYER + "self_attn.q_proj.weight", "N*D E"),
     "layers.key": Parameter("L E K D", _LAYER + "self_attn.k_proj.weight", "K*D E"),
     "layers.value": Parameter("L E K D", _LAYER + "self_attn.v_proj.weight", "K*D E"),
-    "layers.output": Parameter("L N D E", _LAYER + "self_attn.o_proj.weight", "E N*D"),
+    "layers.output": Parameter("L ND E", _LAYER + "self_attn.o_proj.weight", "E ND"),
     "layers.feed_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_before),
     "layers.gate": Parameter("Ld E Fd", _LAYER + "mlp.gate_proj.weight", "Fd E", _is_dense),
     "layers.up": Parameter("Ld E Fd", _LAYER + "mlp.up_proj.weight", "Fd E", _is_dense),
@@ -130,7 +131,13 @@ def rows_of(config: Config, name: str) -> slice | None:
 
 
 def place_in_array(config: Config, name: str, place: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Return the array that holds a parameter, and where a place of the parameter, or several, is there."""
+    """Return the array that holds a parameter, and where a place of the parameter, or several, is there.
+
+    A place in ``layers.output`` names its head and the number in the head apart.
+    """
+    if name == "layers.output":
+        layer, head, number, column = place
+        return name, (layer, head * config.head_dim + number, column)
     rows = rows_of(config, name)
     if rows is None:
         return name, place
@@ -211,7 +218,7 @@ def _shapes(config: Config, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         N=config.num_heads, K=config.num_kv_heads, D=config.head_dim, X=config.num_experts,
         Ld=len(config.dense_layers), Lx=len(config.sparse_layers), Fd=config.dense_size,
     )  # fmt: skip
-    sizes |= {"2": 2, "G+2": config.num_heads // config.num_kv_heads + 2}
+    sizes |= {"2": 2, "G+2": config.num_heads // config.num_kv_heads + 2, "ND": config.num_heads * config.head_dim}
     return {name: tuple(sizes[axis] for axis in axes_of(name)) for name in names}
 
 

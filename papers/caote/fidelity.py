@@ -28,7 +28,7 @@ from evals.run_settings import KNOWN_OR_NOT, RECENCY, Setting
 from kvjax.insertion import Cache
 from models import commands, hosts
 from models.commands.programs import make_room
-from models.decoder import frequencies, rope_of_layer
+from models.decoder import frequencies, output_of_heads, rope_of_layer
 
 POLICIES = (
     "h2o+protect(recent=0.5)",
@@ -76,7 +76,7 @@ def outputs(
         return out, cache, out
 
     hidden, _, attention = model.run(tokens, position, lengths, attend, cache)
-    weight = model.layers.output[...]
+    weight = output_of_heads(model)
     projected = jnp.einsum("lbtnd,lnde->lbte", attention, weight, precision=jax.lax.Precision.HIGHEST)
     return Outputs(attention.reshape(*attention.shape[:3], -1), projected, model.logits(hidden))
 

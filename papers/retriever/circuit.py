@@ -59,7 +59,7 @@ def init_parameters(config: Config, key: Array) -> dict[str, Array]:
     for name in ("query", "key", "value", "output"):
         circuit = jnp.stack([layer[name] for layer in layers])
         random = parameters[f"layers.{name}"]
-        parameters[f"layers.{name}"] = random.at[:2].multiply(NOISE).at[:2].add(circuit)
+        parameters[f"layers.{name}"] = random.at[:2].multiply(NOISE).at[:2].add(circuit.reshape(2, *random.shape[1:]))
     for name in ("query_norm", "key_norm"):
         parameters[f"layers.{name}"] = parameters[f"layers.{name}"].at[:2].set(SHARPNESS)
     return parameters

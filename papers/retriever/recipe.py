@@ -101,7 +101,7 @@ def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
 def make_optimizer(rate: Callable[[Array], Array]) -> optax.GradientTransformation:
     """Return an optimizer: Muon for the layers' matrices, Adam for the embedding and the norms."""
     dimensions = optax.contrib.MuonDimensionNumbers
-    matrices = {"layers.output": dimensions((1, 2), 3)}
+    matrices = {"layers.output": dimensions(1, 2)}
     matrices |= {f"layers.{name}": dimensions(1, (2, 3)) for name in ("query", "key", "value")}
     matrices |= {f"layers.{name}": dimensions(1, 2) for name in ("gate", "up", "down")}
     return optax.contrib.muon(

@@ -72,7 +72,7 @@ def test_attention_outputs_are_those_of_numpy_over_the_tokens_that_are_left():
                 seen = live.sum() + t + 1
                 out[t, n] = reference.softmax(keys[:seen] @ q[t, n] / np.sqrt(8)) @ values[:seen]
         np.testing.assert_allclose(got.attention[0, row], out.reshape(2, -1), rtol=2e-4, atol=2e-5)
-        projected = np.einsum("tnd,nde->te", out, weight["output"][0])
+        projected = np.einsum("tnd,nde->te", out, weight["output"][0].reshape(4, 8, -1))
         np.testing.assert_allclose(got.projected[0, row], projected, rtol=2e-4, atol=2e-4)
 
 

@@ -165,6 +165,8 @@ class _Model:
         known: tuple[np.ndarray, np.ndarray] | None,
     ):
         self.w = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
+        output = self.w["layers.output"]
+        self.w["layers.output"] = output.reshape(len(output), config.num_heads, config.head_dim, -1)
         self.config, self.choices, self.held, self.butler = config, choices, held, butler
         self.scorer = scorer
         self.first = np.zeros((0, config.hidden_size))  # layer 0's output

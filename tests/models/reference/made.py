@@ -87,7 +87,7 @@ def masked_logits(weights: dict[str, Any], config: Config, tokens: Any, seen: np
         scores = jnp.einsum("kgtd,kpd->kgtp", query, key) / math.sqrt(D)
         attention = jax.nn.softmax(jnp.where(seen[layer][:, None], scores, -jnp.inf), axis=-1)
         out = jnp.einsum("kgtp,kpd->kgtd", attention, value).reshape(-1, T, D)
-        x = x + jnp.einsum("htd,hde->te", out, p["output"])
+        x = x + jnp.einsum("htd,hde->te", out, p["output"].reshape(-1, D, x.shape[-1]))
         y = normed(x, p["feed_norm"])
         x = x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
     return normed(x, weights["norm"]) @ (weights["head"] if "head" in weights else weights["embedding"].T)

@@ -37,7 +37,7 @@ def forward(
         visible = np.repeat(visible[None], config.num_heads, axis=0)
         masks.append(visible & read(layer, logits, query, key, visible) if layer else visible)
         attention = softmax(np.where(masks[-1], logits[-1], -np.inf))
-        x = x + np.einsum("ntp,npd,nde->te", attention, value, p["output"])
+        x = x + np.einsum("ntp,npd,nde->te", attention, value, p["output"].reshape(*value.shape[::2], -1))
         y = norm(x, p["feed_norm"], config.norm_epsilon)
         gate, up = y @ p["gate"], y @ p["up"]
         x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down"]
