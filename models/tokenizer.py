@@ -1,30 +1,24 @@
-"""Text to token ids and back, by a folder's tokenizer.json. Chat templates run in a sandbox."""
+"""Text to token ids and back, by a folder's tokenizer.json. Chat templates run in a limited process."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import functools
 import json
-import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.parser
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from models import added_tokens
+from models import added_tokens, chat_templates
 from models.files import first_of
+from models.limited import Limited
 
 FILES = ("tokenizer.json", "tokenizer.model")  # in transformers' order; the second is not read
 MARK = "\x01"  # stands for the text before a continuation: a character that is joined to no other
-MOST_LENGTH = 10_000_000  # the longest result of one product in a template; for a power, in bits
-MOST_LINES = 5_000_000  # lines of Python that a chat template may run, a few seconds
+# No chat needs as much.
+_render = Limited(chat_templates.__file__, "render", seconds=5, gib=1)
 
 
 class Tokenizer:
@@ -202,23 +196,11 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; encode plain text instead.")
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        values = dict(add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self.special_tokens)
         try:
-            template = environment.from_string(self.chat_template)
-            with _limited_steps():
-                return template.render(
-                    messages=list(messages),
-                    add_generation_prompt=add_generation_prompt,
-                    tools=None,
-                    documents=None,
-                    **self.special_tokens,
-                )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"the chat template rejected these messages: {' '.join(str(error).split())}") from None
+            return _render(template=self.chat_template, values={"messages": list(messages), **values})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the chat template rejected these messages: {error}") from None
 
     def _id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -274,65 +256,6 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a JSON {type(content).__name__}, not an object; download it again.")
     return content
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also limits the size of a power or a product, and so its time and memory."""
-
-    intercepted_binops = frozenset({"**", "*"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and operator == "**":
-            size = left.bit_length() * right if isinstance(right, int) else 0
-        else:
-            pairs = ((left, right), (right, left))
-            size = max((len(x) * n for x, n in pairs if hasattr(x, "__len__") and isinstance(n, int)), default=0)
-        if size > MOST_LENGTH:
-            raise jinja2.TemplateError(f"a result of {operator} is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-@contextlib.contextmanager
-def _limited_steps() -> Iterator[None]:
-    """Stop a template that runs more lines than any chat needs: its loops may not end."""
-    left = MOST_LINES
-
-    def count(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal left
-        left -= event == "line"
-        if left < 0:
-            raise jinja2.TemplateError(f"it took more than {MOST_LINES:,} steps")
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """{% generation %} marks what an assistant wrote, for training; here its content is just text."""
-
-    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Write a value as JSON; Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
 
 
 def _check_unicode(text: str) -> None:
