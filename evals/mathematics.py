@@ -2,8 +2,7 @@
 
 The records come from a folder with ``math500.jsonl`` or ``aime.jsonl``: one problem per line, with the fields
 ``problem`` (or ``question``) and ``answer``, as the published files have them. The prompt asks for steps and a boxed
-answer; ``--prompts`` reads other wording. An answer is right if it equals the reference after the usual normalisation
-(:func:`plain`), or is the same number.
+answer; ``--prompts`` reads other wording. math-verify judges whether an answer equals the reference (:func:`right`).
 
 A reasoning model is run with its own sampling: ``--temperature`` and ``--top-p``, and ``--repeats`` answers per
 problem, whose mean counts. A policy then evicts in decode, far behind the prompt.
@@ -14,13 +13,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import re
 from collections.abc import Mapping
-from fractions import Fraction
+from pathlib import Path
 
 import models
 from evals import answering, command_line, documents, evaluator
 from evals.documents import DataSet, Task
+from kvjax import install
+from models.limited import Limited
 
 EXAMPLES = """examples:
   python -m evals mathematics --model path/to/DeepSeek-R1-Distill-Qwen-7B --chat --data folder --tasks math500
@@ -29,18 +31,15 @@ EXAMPLES = """examples:
 """
 _PROMPT = "{context}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 NEW_TOKENS = 16_384
-_UNITS = r"(?:degrees?|cm|mm|m|km|inch(?:es)?|feet|ft|units?|miles?|hours?|minutes?|seconds?|dollars?|cents?|percent)"
 
 
-def last_answer(text: str) -> str:
-    """Return what a text gives as its answer: the content of its last box, or else its last number; "" for neither.
+def last_box(text: str) -> str | None:
+    """Return what the last whole box of a text holds; None if it has none.
 
     Example:
-        >>> from evals.mathematics import last_answer
-        >>> last_answer(r"\\boxed{1}? No: \\boxed{\\sqrt{2}}.")
+        >>> from evals.mathematics import last_box
+        >>> last_box(r"\\boxed{1}? No: \\boxed{\\sqrt{2}}.")
         '\\\\sqrt{2}'
-        >>> last_answer("It is 12.")
-        '12'
     """
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
         depth = 1
@@ -48,75 +47,40 @@ def last_answer(text: str) -> str:
             depth += {"{": 1, "}": -1}.get(text[place], 0)
             if not depth:
                 return text[start:place].strip()
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?", text)
-    return numbers[-1].rstrip(",") if numbers else ""
+    return None
 
 
-def plain(answer: str) -> str:
-    """Return an answer without what LaTeX adds for the eye, units, and a variable in front, as answers are compared.
+def right(text: str, reference: str) -> bool:
+    """Return whether a text's last box is the reference, or without a box the answer that math-verify finds in it.
 
-    Spaces, dollar and percent signs, degrees, ``\\\\left`` and ``\\\\right`` go; ``\\\\dfrac`` and ``\\\\tfrac`` are
-    ``\\\\frac``; braces are put around single arguments; ``a/b`` is a fraction; commas that group thousands go.
+    An answer that takes more than ten seconds or 2 GiB to compare is wrong.
+
+    Raises:
+        ImportError: math-verify is not installed.
 
     Example:
-        >>> from evals.mathematics import plain
-        >>> plain(r"x = \\dfrac12 \\text{ cm}"), plain(r"\\left( 1, 0 \\right)")
-        ('\\\\frac{1}{2}', '(1,0)')
-        >>> plain("$1,000$")
-        '1000'
+        >>> from evals.mathematics import right
+        >>> right(r"\\boxed{3}? No: \\boxed{1{,}000}.", "1000")
+        True
     """
-    text = answer.strip().rstrip(".").replace("\n", " ")
-    text = re.sub(r"\\(?:left|right|displaystyle|big|Big)(?![a-zA-Z])", "", text)
-    text = re.sub(r"\\[!,;:>]|\\quad|\\qquad|~", " ", text).replace("\\ ", " ")
-    text = re.sub(r"(?<=[\d})])\s*\\(?:text|mbox|mathrm|textrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", text)  # a unit
-    text = re.sub(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(rf"(?<=\d)\s*{_UNITS}\s*$", "", text)
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\\\$|\$|\\%|%", "", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\s+", "", text)
-    text = re.sub(r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in)", "", text)
-    text = re.sub(r"\\frac(\d)(\d)(?!\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", text)
-    text = re.sub(r"\\frac(\{[^{}]*\})(\d)", r"\\frac\1{\2}", text)
-    text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
-    text = re.sub(r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
-    if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
-        text = text.replace(",", "")
-    return text.removeprefix("+")
-
-
-def equal(answer: str, reference: str) -> bool:
-    """Return whether two answers are, after normalisation, one text, one number, or the same numbers in order."""
-    one, other = plain(answer), plain(reference)
-    if not one or not other:
+    box, equal = last_box(text), _judge()
+    try:
+        return equal(answer=text if box is None else box, reference=reference, boxed=box is not None)
+    except ValueError:
         return False
-    if one == other:
-        return True
-    if (value := _number(one)) is not None:
-        return value == _number(other)
-    if one[0] in "([{" and (one[0], one[-1]) == (other[0], other[-1]):
-        parts = [re.split(r",(?![^{(\[]*[})\]])", text[1:-1]) for text in (one, other)]
-        if len(parts[0]) == len(parts[1]) > 1:
-            return all(map(equal, *parts))
-    return False
 
 
-def _number(text: str) -> Fraction | None:
-    """Return the number that a plain answer is: an integer, a decimal, a fraction or a mixed number; None if none."""
-    whole = re.fullmatch(r"([-+]?)(\d+)?\\frac\{(-?\d+)\}\{(-?\d+)\}", text)
-    if whole:
-        sign, own, above, below = whole.groups()
-        if not int(below):
-            return None
-        value = Fraction(int(own or 0)) + Fraction(int(above), int(below))
-        return -value if sign == "-" else value
-    return Fraction(text) if re.fullmatch(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)", text) else None
+@functools.cache
+def _judge() -> Limited:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError(f"for these tasks {install.needed(['math-verify'], 'eval')}")
+    return Limited(Path(__file__).with_name("judge.py"), "equal", seconds=10, gib=2)
 
 
 _TASK = Task(
     _PROMPT,
     NEW_TOKENS,
-    lambda answer, reference, record: float(equal(last_answer(answer), reference)),
+    lambda answer, reference, record: float(right(answer, reference)),
     lambda record: [str(record["answer"])],
     lambda record: {"context": record["problem"] if "problem" in record else record["question"]},
 )
@@ -141,6 +105,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
+    _judge()
     DATA.check(flags)
     command_line.check_least(flags, new_tokens=1, repeats=1)
     if flags.repeats > 1 and flags.temperature == 0:
@@ -168,7 +133,7 @@ def notes(flags: argparse.Namespace) -> list[str]:
     """Return the notes below the table about prompts, sampling and the comparison of answers."""
     drawn = "greedy" if flags.temperature == 0 else f"temperature {flags.temperature:g}, top-p {flags.top_p or 1:g}"
     prompts = "a boxed answer, step by step" if flags.prompts is None else flags.prompts
-    return [f"prompts: {prompts}", f"answers: {drawn}, {flags.repeats} per problem; the last box, normalised"]
+    return [f"prompts: {prompts}", f"answers: {drawn}, {flags.repeats} per problem; the last box, by math-verify"]
 
 
 DATA = DataSet(

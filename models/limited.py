@@ -30,6 +30,7 @@ class Limited:
 
     Raises:
         ValueError: by a call: the function raised an error, whose message it has, or took more than it may.
+        RuntimeError: the file cannot be imported.
 
     Example:
         >>> from models import chat_templates, limited
@@ -80,7 +81,7 @@ class Limited:
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
             self.close()
             command = [sys.executable, "-P", __file__, str(self._file), self._function, self._seconds, self._gib]
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 list(map(str, command)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -88,7 +89,9 @@ class Limited:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C is for us
             )
-            self._owner = os.getpid()
+            if not self._exchange(process, ""):
+                raise RuntimeError(f"the process that runs {self._file} did not start; its own words are above.")
+            self._process, self._owner = process, os.getpid()
         return self._process
 
     @staticmethod
@@ -107,6 +110,8 @@ def _serve(file: str, name: str, seconds: int, gib: int) -> None:
     with contextlib.suppress(ValueError, OSError):  # macOS refuses
         resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
     function = runpy.run_path(file)[name]
+    sys.stdin.readline()  # asks whether the file could be imported
+    print(flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, even within one operation
         try:

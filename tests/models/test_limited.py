@@ -84,6 +84,12 @@ def test_a_process_that_died_says_how(tmp_path):
     gone.close()
 
 
+def test_a_file_that_cannot_be_imported_is_named(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    with pytest.raises(RuntimeError, match=r"broken\.py did not start"):
+        Limited(tmp_path / "broken.py", "f", seconds=1, gib=1)()
+
+
 def test_nothing_of_the_process_is_left_behind(tmp_path):
     (tmp_path / "who.py").write_text("import os\ndef who():\n    return os.getpid()\n")
     who = Limited(tmp_path / "who.py", "who", seconds=1, gib=1)
