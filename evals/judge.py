@@ -41,7 +41,7 @@ def _parsed(text: str) -> list[object]:
 
 
 def _plain(answer: str) -> str:
-    """Return an answer without its full stop and ``\\\\text`` around all of it, and with its last variable in braces."""
+    """Return an answer without its full stop and ``\\\\text`` around it, and with its last variable in braces."""
     text = answer.strip().strip("$").rstrip(".").strip()
     text = re.sub(r"^\\(?:text|mbox|mathrm|textrm|textbf|mathbf)\s*\{([^{}]*)\}$", r"\1", text)
     return re.sub(r"(?<=[\d})\s])([A-Za-z])$", r"{\1}", text)  # math-verify would take it for a unit

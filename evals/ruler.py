@@ -10,6 +10,7 @@ RULER's own scripts, ``TASK/validation.jsonl`` per task.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -53,10 +54,23 @@ def any_of(answer: str, references: Sequence[str]) -> float:
     return float(any(reference.lower() in answer.lower() for reference in references))
 
 
-def _published_parts(record: Mapping[str, Any]) -> dict[str, str]:
-    """Split a sample of RULER's scripts into its parts; its last line that is not blank is the question."""
+# What the question begins with in RULER's files, by the first word of the task's name. The last one counts: an example
+# may ask it, too, and the end of a chat template may follow.
+QUESTIONS = {
+    "niah": r"What (?:is|are all) the special magic ",
+    "vt": r"Question: Find all variables that are assigned the value ",
+    "cwe": r"Question: What are the \d+ most common words in ",
+    "fwe": r"Question: Do not provide any explanation\. ",
+    "qa": r"Question: ",
+}
+
+
+def _published_parts(question: str, record: Mapping[str, Any]) -> dict[str, str]:
+    """Split a sample of RULER's scripts into its parts, before the last match of ``question``."""
     text = record["input"]
-    end = text.rstrip().rfind("\n") + 1
+    if not (found := list(re.finditer(rf"^{question}", text, re.MULTILINE))):
+        raise TypeError(f"no line of input begins like {question!r}")
+    end = found[-1].start()
     return {"context": text[:end], "question": text[end:], "answer": record.get("answer_prefix", "")}
 
 
@@ -73,7 +87,7 @@ def _published_task(task: str) -> documents.Task:
         NEW_TOKENS[task],
         documents.metric_of(any_of if task in QA else recall),
         _published_answers,
-        _published_parts,
+        functools.partial(_published_parts, QUESTIONS[task.split("_")[0]]),
         answer="{answer}",
     )
 

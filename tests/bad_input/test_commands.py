@@ -34,7 +34,7 @@ LARGE = {  # of inputs, too long to be written out
     "text.jsonl": b'{"text": "The code of the river is 4. The code is"}\n' * 99,
     "qa.jsonl": b'{"prompt": "The code of the river is 4. The code is", "answer": " 4"}\n' * 9,
     "samples/fwe/validation.jsonl": b'{"index": 0, "outputs": ["4719"], "length": 60, "input": "%b"}'
-    % (b"The grass is green.\\n" * 3000),
+    % (b"The grass is green.\\n" * 3000 + b"Question: Do not provide any explanation. Which?"),
 }
 
 

@@ -113,12 +113,38 @@ def test_in_a_chat_the_answer_begins_behind_the_assistants_header(task, sources)
 
 PUBLISHED = {
     "index": 0,
-    "input": "Codes are hidden in this text.\nThe grass is green.\nThe code of amber falcon is 4719.\n"
-    "What is the code of amber falcon in the text?",
+    "input": "Numbers are hidden here.\nThe grass is green.\nOne of the special magic numbers for amber is: 4719.\n"
+    "What is the special magic number for amber mentioned in the provided text?",
     "outputs": ["4719"],
     "length": 60,
-    "answer_prefix": " The code of amber falcon in the text is",
+    "answer_prefix": " The special magic number for amber mentioned in the provided text is",
 }
+# For each task: what comes before the question, and the question. vt and cwe have an example of both before.
+ASKED = {
+    "niah_multivalue": ("Text.\n", "What are all the special magic uuids for amber mentioned in the provided text?"),
+    "vt": (
+        "VAR A = 1\nQuestion: Find all variables that are assigned the value 1 in the text above. A\n\nVAR B = 2\n",
+        "Question: Find all variables that are assigned the value 2 in the text above.",
+    ),
+    "cwe": (
+        "1. a 2. a\nQuestion: What are the 10 most common words in the above list? Answer: a\n3. b 4. b\n",
+        "Question: What are the 10 most common words in the above list?",
+    ),
+    "fwe": ("a b a\n", "Question: Do not provide any explanation. Please ignore the dots. What are the three?"),
+    "qa_1": ("Document 1:\nQuestion: are there more?\nNo.\n\nOnly answer.\n\n", "Question: What?"),
+}
+# What model templates put behind the user's turn: one line, two, one with a blank line, none.
+ENDS = ["<|end|>\n<|assistant|>\n", "<|im_end|> \n<|im_start|>assistant\n", "\n<extra_id_1>Assistant\n\n", " [/INST]"]
+
+
+@pytest.mark.parametrize("end", ["", *ENDS])
+@pytest.mark.parametrize("task", ASKED)
+def test_a_published_question_is_found_before_the_end_of_a_model_template(task, end):
+    known, question = ASKED[task]
+    record = {**PUBLISHED, "input": f"<|user|>\n{known}{question}{end}"}
+    found = documents.make_sample(ruler.PUBLISHED[task], record, TEXT, None)
+    assert "".join(found.tokens[: found.context_end]) == f"<|user|>\n{known}"
+    assert "".join(found.tokens[found.context_end :]) == f"{question}{end}{PUBLISHED['answer_prefix']}"
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -126,20 +152,21 @@ def test_a_published_sample_ends_with_its_question_and_what_its_answer_begins_wi
     found = documents.make_sample(ruler.PUBLISHED["niah_single_1"], PUBLISHED, CHAT, None, chat=chat)
     known, rest = ("".join(found.tokens[part]) for part in (slice(found.context_end), slice(found.context_end, None)))
     assert known.rstrip().endswith("4719.")
-    header = "<assistant>" if chat else ""
-    assert rest.lstrip("\n") == f"What is the code of amber falcon in the text?{header}{PUBLISHED['answer_prefix']}"
+    asked = PUBLISHED["input"].splitlines()[-1]
+    assert rest.lstrip("\n") == f"{asked}{'<assistant>' if chat else ''}{PUBLISHED['answer_prefix']}"
     score = lambda task, said: documents.score(ruler.PUBLISHED[task], evaluator.Answer([], said), found)  # noqa: E731
     assert score("niah_single_1", "4719.") == 1.0 and score("niah_single_1", "4718") == 0.0
 
 
 def test_published_answers_count_together_and_for_questions_any_one():
-    record = {**PUBLISHED, "outputs": ["4719", "2650"]}
+    known, question = ASKED["vt"]
+    record = {**PUBLISHED, "input": known + question, "outputs": ["4719", "2650"]}
     found = documents.make_sample(ruler.PUBLISHED["vt"], record, TEXT, None)
     assert documents.score(ruler.PUBLISHED["vt"], evaluator.Answer([], "4719"), found) == 0.5
     assert documents.score(ruler.PUBLISHED["qa_1"], evaluator.Answer([], "4719"), found) == 1.0
-    older = {name: value for name, value in PUBLISHED.items() if name != "answer_prefix"}
-    found = documents.make_sample(ruler.PUBLISHED["cwe"], older, TEXT, None)  # it holds its answer's beginning itself
-    assert "".join(found.tokens) == PUBLISHED["input"]
+    older = {"input": f"{known}{question} Answer: they are", "outputs": ["4719"]}  # holds its answer's beginning itself
+    found = documents.make_sample(ruler.PUBLISHED["vt"], older, TEXT, None)
+    assert "".join(found.tokens) == older["input"]
 
 
 def test_variables_make_one_chain_in_order():
