@@ -183,14 +183,14 @@ def holm(chances: Sequence[float]) -> list[float]:
 
 
 def _verdict(judgement: Judgement) -> str:
-    beyond = {
-        "better": judgement.difference < 0,
-        "as good": judgement.low > MARGIN or judgement.high < -MARGIN,
-        "not worse": judgement.high < -MARGIN,
-    }[judgement.claim.expects]
+    difference, low, high = judgement.difference, judgement.low, judgement.high
+    told = judgement.corrected < LEVEL
     if judgement.claim.expects == "better":
-        return NOISE if judgement.corrected >= LEVEL else FAILS if beyond else HOLDS
-    return FAILS if beyond else HOLDS if judgement.corrected < LEVEL else NOISE
+        return NOISE if not told else FAILS if difference < 0 else HOLDS
+    above = judgement.claim.expects == "as good"  # whether the difference may not lie above the margin either
+    if high < -MARGIN or (above and low > MARGIN):
+        return FAILS
+    return HOLDS if told and low > -MARGIN and not (above and high >= MARGIN) else NOISE
 
 
 def _judgements(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]) -> list[Judgement]:

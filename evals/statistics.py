@@ -41,9 +41,9 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
 def paired_interval(differences: Sequence[float] | Float[np.ndarray, "models samples"]) -> tuple[float, float, float]:
     """Return the mean of differences on the same samples, and its 95% interval, which stays within their range.
 
-    Differences of two yes-or-no outcomes (-1, 0 or 1) have Tango's score interval (Statistics in Medicine 17, 1998),
-    the counterpart of Wilson's for pairs. All others, such as contrasts averaged over several budgets, have the
-    interval of :func:`mean_interval` over samples. Both are widened to include 0 unless the sign-flip test finds a
+    Differences of two yes-or-no outcomes (-1, 0 or 1) of one model have Tango's score interval (Statistics in Medicine
+    17, 1998), the counterpart of Wilson's for pairs. All others, such as contrasts averaged over several budgets, have
+    the interval of :func:`mean_interval` over samples. Both are widened to include 0 unless :func:`chance` finds a
     difference at the 5% level; for -1, 0 and 1 that is the exact sign test (McNemar's). So a handful of samples proves
     nothing.
 
@@ -115,8 +115,13 @@ def _new_draws(
     rng = np.random.default_rng(0)
     for count in _parts(samples):
         drawn = rng.integers(samples, size=(count, samples)).astype(np.int32)
-        of_models = rng.integers(models, size=(count, models)) if models > 1 else np.zeros((count, 1), int)
-        yield drawn, np.eye(models)[of_models].mean(axis=1)
+        yield drawn, _weights_of_models(rng, count, models)
+
+
+def _weights_of_models(rng: np.random.Generator, count: int, models: int) -> Float[np.ndarray, "count m"]:
+    """Draw the models again, as often as there are models, and return how often each one came."""
+    drawn = rng.integers(models, size=(count, models)) if models > 1 else np.zeros((count, 1), int)
+    return np.eye(models)[drawn].mean(axis=1)
 
 
 def _parts(size: int) -> list[int]:
@@ -128,14 +133,23 @@ def _parts(size: int) -> list[int]:
 def chance(differences: Sequence[float] | Float[np.ndarray, "models samples"]) -> float:
     """Return the p-value of the sign-flip test: how often random signs give a sum at least as far from 0.
 
-    Of several models (:func:`paired_interval`), a sample's differences are averaged.
+    Of several models (:func:`paired_interval`), a sample's differences are averaged; and the p-value is at least that
+    of the resamples of :func:`mean_interval`, in which models are drawn again.
 
     Example:
         >>> from evals.statistics import chance
         >>> chance([1, 1, 1, 1, 1, 0, 0])
         0.0625
     """
-    values = np.atleast_2d(np.asarray(differences, np.float64)).mean(axis=0)
+    array = np.atleast_2d(np.asarray(differences, np.float64))
+    if len(array) == 1:
+        return _sign_flip(array[0])
+    means = _resampled(array)
+    least = min(int(np.sum(means <= 0)), int(np.sum(means >= 0)))
+    return max(_sign_flip(array.mean(axis=0)), min(1.0, 2 * (1 + least) / (1 + RESAMPLES)))
+
+
+def _sign_flip(values: Float[np.ndarray, "samples"]) -> float:
     sizes = np.abs(values[values != 0])
     if not len(sizes):
         return 1.0
@@ -166,21 +180,37 @@ def _signs(size: int) -> Int[np.ndarray, "signs"]:
 def chance_beyond(
     differences: Sequence[float] | Float[np.ndarray, "models samples"], margin: float, *, both: bool = True
 ) -> float:
-    """Return how likely the mean lies beyond a margin: above ``margin`` or below ``-margin``, by resampling.
+    """Return the p-value of the hypothesis that the mean lies beyond a margin: above ``margin`` or below ``-margin``.
 
-    Small values say that both sides are as good, which no test of a difference can (two one-sided tests).
+    Small values say that both sides are as good, which no test of a difference can (two one-sided tests). Equal samples
+    do not say that all others are equal. So the resamples have one sample more, of -1, the worst that scores between 0
+    and 1 can give, and weights of a Dirichlet distribution (Gaffke 2005, "Three test statistics for a nonparametric
+    one-sided hypothesis on the mean of a nonnegative variable"). For losses of 1 alone, that is Clopper's and Pearson's
+    exact test. Models are drawn again, as by :func:`mean_interval`.
 
     Args:
         both: whether the mean may not be above ``margin`` either; else it may only not be below ``-margin``.
 
     Example:
         >>> from evals.statistics import chance_beyond
-        >>> [round(chance_beyond([mean] * 50, 0.05), 3) for mean in (0.0, 0.1)]
-        [0.0, 1.0]
+        >>> [round(chance_beyond([0.0] * count, 0.05), 2) for count in (5, 50, 100)]
+        [0.77, 0.08, 0.01]
     """
-    means = _resampled(np.atleast_2d(np.asarray(differences, np.float64)))
-    beyond = [np.sum(means <= -margin), np.sum(means >= margin) if both else 0]
-    return float(min(1.0, 2 * (1 + max(beyond)) / (1 + RESAMPLES)))
+    array = np.atleast_2d(np.asarray(differences, np.float64))
+    return max(_chance_below(side, -margin) for side in (array, -array)[: 1 + both])
+
+
+def _chance_below(values: Float[np.ndarray, "models samples"], bound: float) -> float:
+    models, samples = values.shape
+    rng = np.random.default_rng(0)
+    worst = min(-1.0, float(values.min()))
+    below = 0
+    for count in _parts(samples + 1):
+        weights = rng.standard_exponential((count, samples + 1), np.float32)
+        weights /= weights.sum(axis=1, keepdims=True)
+        by_model = weights[:, 1:] @ values.T + weights[:, :1] * worst
+        below += int(np.sum(np.sum(_weights_of_models(rng, count, models) * by_model, axis=1) <= bound))
+    return (1 + below) / (1 + RESAMPLES)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

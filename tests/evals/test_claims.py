@@ -73,12 +73,30 @@ def test_a_verdict_needs_room_between_floor_and_ceiling(one, other, expects, ver
 
 def test_as_good_takes_more_than_no_difference():
     """A handful of equal samples shows no difference, and proves no equivalence; many do."""
-    same = {("needle", i): float(i % 2) for i in range(4000)}
+    same = {("needle", i): float(i % 2) for i in range(400)}
     few = {key: value for key, value in same.items() if key[1] < 8}
     noisy = {key: float((key[1] // 2) % 2) for key in few}
     for one, other, verdict in ((same, same, "holds"), (few, noisy, "within noise")):
         rows = [PolicyScores("m", "tova", PLACE, one), PolicyScores("m", "h2o", PLACE, other)]
         assert claims.judge([Claim("ours", "", "tova", "h2o", expects="as good")], rows, ["m"])[0].verdict == verdict
+
+
+@pytest.mark.parametrize("expects", ["as good", "not worse", "better"])
+@pytest.mark.parametrize("models", [["a"], ["a", "b", "c"]])
+def test_what_holds_lies_in_its_own_interval(expects, models):
+    bounds = {"better": (0, 9), "as good": (-claims.MARGIN, claims.MARGIN), "not worse": (-claims.MARGIN, 9)}[expects]
+    held = []
+    for seed, shift in enumerate([-0.04, 0.0, 0.01, 0.06, 0.2]):
+        draw = np.random.default_rng(seed)
+        rows = [PolicyScores(m, "h2o", PLACE, {("needle", i): 0.4 for i in range(200)}) for m in models]
+        for m in models:
+            gains = 0.4 + shift + draw.normal(0, 0.01) + draw.choice([-0.1, 0, 0.1], size=200)
+            rows.append(PolicyScores(m, "tova", PLACE, {("needle", i): gain for i, gain in enumerate(gains)}))
+        (row,) = claims.judge([Claim("ours", "", "tova", "h2o", expects=expects)], rows, models)
+        if row.verdict == "holds":
+            assert bounds[0] < row.low and row.high < bounds[1]
+            held.append(shift)
+    assert held
 
 
 def test_a_paper_with_many_claims_needs_clearer_differences():
