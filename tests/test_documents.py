@@ -66,10 +66,13 @@ def with_code() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("document", list(with_code()))
-def test_the_python_blocks_of_a_document_run(document, monkeypatch, tmp_path):
+def test_the_python_blocks_of_a_document_run_and_print_what_they_say(document, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     source = "\n".join(python_blocks(document))
     exec(compile(source, str(document), "exec"), {"__name__": "__main__"})
+    printed = tuple(filter(None, map(str.strip, capsys.readouterr().out.splitlines())))
+    said = re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)  # the line, and perhaps its unit
+    assert [text for text in said if not text.startswith(printed)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))

@@ -151,7 +151,9 @@ def pyramid(row: Row, counts: np.ndarray, *, beta: float = 20.0) -> list[Token]:
     expected = np.minimum(share + fixed, held)
     total = min(sum(row.budgets), held.sum()) - lowest.sum()
     each = lowest + whole(row, share, held - lowest, total) if counts is None else counts[:, 0]
-    assert (counts is None or (counts == each[:, None]).all()) and each.sum() == min(sum(row.budgets), held.sum())
+    if counts is not None:
+        np.testing.assert_array_equal(counts, each[:, None].repeat(row.K, axis=1))
+    assert each.sum() == min(sum(row.budgets), held.sum())
     if expected.sum() > each.sum() - 1:  # no layer is short of tokens
         assert (abs(each - expected) < 1 + 1e-3).all()
     return [t for head in row.heads() for t in row.best(row.of(*head), each[head[0]])]
@@ -168,7 +170,9 @@ def cake(row: Row, counts: np.ndarray, *, cap: float | None = 8.0, **options) ->
     total = min(sum(row.budgets), held.sum()) - fixed.sum()
     share = poured(held - fixed, weight, total)
     each = fixed + whole(row, share, held - fixed, total) if counts is None else counts[:, 0]
-    assert (counts is None or (counts == each[:, None]).all()) and each.sum() == min(sum(row.budgets), held.sum())
+    if counts is not None:
+        np.testing.assert_array_equal(counts, each[:, None].repeat(row.K, axis=1))
+    assert each.sum() == min(sum(row.budgets), held.sum())
     assert (abs(each - fixed - share) < 1 + 1e-3).all()
     return [t for head in row.heads() for t in row.best(row.of(*head), each[head[0]])]
 

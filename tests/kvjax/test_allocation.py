@@ -152,16 +152,19 @@ def test_an_allocation_keeps_what_a_sort_does(name, options, data):
     for b, row in rows_of(position, scores, *rest, name, **given):
         kept, row = kept_in(after, b), row._replace(windows=windows)
         if not row.entered:
-            assert kept == set(map(contests.place, row.tokens)) or windows[0] is not None
+            assert kept == set(map(contests.place, row.tokens))
             continue
         contests.check(name, options, row, kept)
         assert len(kept) <= K * sum(row.budgets)
         if limits is not NO_WINDOWS:
             continue
-        if options.get("cap") is None and what.fills:
-            assert len(kept) == min(L * K * row.budget, len(row.tokens)) or what.scope != "model"
-        most = what.most(L, K, row.budget)
-        assert all(sum(t[:2] == head for t in kept) <= max(most, row.budget) for head in row.heads())
+        most = max(what.most(L, K, row.budget), row.budget)
+        assert all(sum(t[:2] == head for t in kept) <= most for head in row.heads())
+        if what.fills:
+            of = {"uniform": [*row.heads()], "layer": [*np.ndindex(L)], "adakv": [*np.ndindex(L)]}.get(name, [()])
+            could = {head: min(most, len(row.of(*head))) for head in row.heads()}
+            each = [sum(count for head, count in could.items() if head[: len(group)] == group) for group in of]
+            assert len(kept) == sum(min(L * K * row.budget // len(of), count) for count in each)
 
 
 def test_one_layer_alone_is_shared_out_as_in_the_whole():

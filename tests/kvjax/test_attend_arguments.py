@@ -63,9 +63,11 @@ def test_a_cache_that_holds_tokens_is_looked_into_outside_jit():
 
 
 def test_as_many_pages_as_the_budget_needs_will_do():
-    """With one fewer it is refused: tests/bad_input/calls.txt."""
     step = jax.jit(functools.partial(kvjax.attend, policy=LAYER, budget=6))
-    jax.eval_shape(step, pages("tova", most=15, pages=20), *block())
+    out, _ = jax.eval_shape(step, pages("tova", most=15, pages=20), *block())
+    assert out.shape == (B, T, N, D)
+    with pytest.raises(ValueError, match="make the cache with 20 pages, not 19"):
+        jax.eval_shape(step, pages("tova", most=15, pages=19), *block())
 
 
 def of_two_states() -> KVCache:

@@ -121,7 +121,9 @@ def test_the_predictors_loss_and_its_gradient(mode, model, predictor):
         return training.loss_of(model, models.Butler(predictor.config, parameters), jnp.asarray(TOKENS), causal=True)
 
     with mode():
-        jax.eval_shape(jax.grad(loss), {name: getattr(predictor, name)[...] for name in shapes(predictor)})
+        given = {name: getattr(predictor, name)[...] for name in shapes(predictor)}
+        found = jax.eval_shape(jax.grad(loss), given)
+        assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in given.items()}
 
 
 def shapes(predictor):

@@ -108,8 +108,11 @@ def test_each_kind_of_run_refuses_what_cannot_be_before_anything_runs(model, run
 
 
 def test_positions_are_enough_for_prompt_and_answer_or_tokens_are_evicted(model):
-    models.stream(model, TOKENS, max_new_tokens=24, end=())  # what is refused is refused here already
-    models.stream(model, np.tile(TOKENS, (1, 3)), policy="h2o", budget=8, block=8, max_new_tokens=4, end=())
+    said = "take 65 positions, but the model has 64: shorten the prompt"
+    with pytest.raises(ValueError, match=said):  # what is refused is refused here already
+        models.stream(model, TOKENS, max_new_tokens=25, end=())
+    assert iter(models.stream(model, TOKENS, max_new_tokens=24, end=()))
+    assert iter(models.stream(model, np.tile(TOKENS, (1, 3)), policy="h2o", budget=8, block=8, end=()))
 
 
 @pytest.mark.parametrize(("options", "slots"), [({}, 10), (dict(fit_prompt=True), 10), (dict(fit_prompt=False), 72)])
