@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -100,7 +101,7 @@ def ask(
         options, settings: what to keep, and how to answer; see :class:`Options`. By default at most 128 tokens of an
             answer, and, where neither names a policy, one that answers as the full cache does with a quarter of it, and
             reads each block of the document twice (docs/how-to/choose-a-policy.md). A policy without a budget keeps a
-            quarter; "full" keeps all.
+            quarter, or what it protects if that is more; "full" keeps all.
         system: the text of the system message; by default that of the template, if it has one.
             A tokenizer without a template (:meth:`models.Tokenizer.plain`) leaves the template out.
         key: draws the tokens of the answers where the temperature is above 0; :class:`Draws` says with it what a cache
@@ -108,6 +109,7 @@ def ask(
         watch: functions that are called while the document is read, and with each piece of an answer.
 
     Raises:
+        TypeError: a question is no text.
         ValueError: an empty document or question; a chat template that changes them; a policy that scores by a
             predictor, whose memory is not kept; or what :func:`models.prefill` and :func:`models.generate` refuse.
 
@@ -125,17 +127,19 @@ def ask(
         >>> found.answers
         [' 4719']
     """
-    questions = [questions] if isinstance(questions, str) else list(questions)
     form = _Form.of(tokenizer, system)
-    tails = [form.question(text) for text in questions]
+    tails = [form.question(text) for text in _listed(questions)]
     begun, peak = time.monotonic(), 0
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
     key, seen = key if isinstance(key, Draws) else Draws(key)
     if isinstance(document, str):
         policy, budget = checked(options.policy, options.budget, options.block)
-        policy = models.with_repeat_prompt(policy, tokenizer)
+        policy, tokens = models.with_repeat_prompt(policy, tokenizer), form.document(document)
+        if policy is not None and options.budget is None:
+            share = math.ceil(BUDGET * len(tokens))
+            least = sum(policy.protected(share))
+            budget = least if least > share else budget
         reads = dataclasses.replace(options, policy=policy, budget=budget)
-        tokens = form.document(document)
         seen = np.isin(np.arange(model.config.vocab_size), tokens)[None]
         cache, peak = _read(model, tokens, reads, watch.on_block)
         seconds = time.monotonic() - begun
@@ -161,6 +165,15 @@ def ask(
     read = int(kept.start[0])
     full = full_cache_bytes(model, read, kept.dtypes)
     return Answers(answers, cache, read, cache.nbytes, full, max(peak, cache.nbytes), seconds, took)
+
+
+def _listed(questions: str | Iterable[str]) -> list[str]:
+    listed = list(questions) if isinstance(questions, Iterable) and not isinstance(questions, str) else [questions]
+    if not all(isinstance(text, str) for text in listed):
+        raise TypeError(
+            f"questions is {questions!r:.80}; expected a text, or a list of texts ([] to read the document only)."
+        )
+    return listed
 
 
 def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock | None) -> tuple[Cache, int]:

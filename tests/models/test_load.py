@@ -81,7 +81,8 @@ def test_layers_are_stacked_and_transposed(folder):
     query = np.asarray(parameters(model)["layers.query"])  # [L, E, N, D]
     np.testing.assert_array_equal(query[1, :, 2, 5], tensors[QUERY][2 * 12 + 5])
     output = np.asarray(model.layers.output[...])  # [L, N D, E]
-    np.testing.assert_array_equal(output[1, 3 * 12 + 4], tensors["model.layers.1.self_attn.o_proj.weight"][:, 3 * 12 + 4])
+    stored = tensors["model.layers.1.self_attn.o_proj.weight"]
+    np.testing.assert_array_equal(output[1, 3 * 12 + 4], stored[:, 3 * 12 + 4])
 
 
 def test_fused_projections_are_split_and_rotated_elements_are_paired():
