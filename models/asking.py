@@ -101,7 +101,7 @@ def ask(
         options, settings: what to keep, and how to answer; see :class:`Options`. By default at most 128 tokens of an
             answer, and, where neither names a policy, one that answers as the full cache does with a quarter of it, and
             reads each block of the document twice (docs/how-to/choose-a-policy.md). A policy without a budget keeps a
-            quarter, or what it protects if that is more; "full" keeps all.
+            quarter; of a short document a share is at least what the policy protects. "full" keeps all.
         system: the text of the system message; by default that of the template, if it has one.
             A tokenizer without a template (:meth:`models.Tokenizer.plain`) leaves the template out.
         key: draws the tokens of the answers where the temperature is above 0; :class:`Draws` says with it what a cache
@@ -135,10 +135,9 @@ def ask(
     if isinstance(document, str):
         policy, budget = checked(options.policy, options.budget, options.block)
         policy, tokens = models.with_repeat_prompt(policy, tokenizer), form.document(document)
-        if policy is not None and options.budget is None:
-            share = math.ceil(BUDGET * len(tokens))
-            least = sum(policy.protected(share))
-            budget = least if least > share else budget
+        if policy is not None and isinstance(budget, float):
+            share = math.ceil(budget * len(tokens))
+            budget = budget if sum(policy.protected(share)) <= share else sum(policy.protected(share))
         reads = dataclasses.replace(options, policy=policy, budget=budget)
         seen = np.isin(np.arange(model.config.vocab_size), tokens)[None]
         cache, peak = _read(model, tokens, reads, watch.on_block)

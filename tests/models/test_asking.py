@@ -101,10 +101,11 @@ def test_options_without_a_policy_keep_the_default_one(model, monkeypatch, given
     assert read == [(None, None) if options.policy else ("kvzip@model", options.budget or 0.25)]
 
 
-def test_a_document_of_two_tokens_keeps_what_the_default_policy_protects(model):
+@pytest.mark.parametrize("given", [{}, dict(budget=0.25)])  # what the command gives by default
+def test_a_document_of_two_tokens_keeps_what_the_default_policy_protects(model, given):
     tokenizer = tokenizer_of(None)
     text = tokenizer.decode(tokenizer.encode(DOCUMENT)[:2])
-    found = models.ask(model, tokenizer, text, [], block=16)
+    found = models.ask(model, tokenizer, text, [], block=16, **given)
     assert found.document_tokens == len(tokenizer.encode(text)) <= 12
     assert (found.cache.num_live == found.document_tokens).all()
 
