@@ -16,6 +16,16 @@ SAME = [line.split(" == ") for line in Path(__file__).with_name("equal_answers.t
 # Likewise: two that are not.
 OTHER = [("5", "-5"), (r"\frac{1}{2}", r"\frac{1}{3}"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("", "0"), ("x", "y")]
 OTHER += [("5m", "5"), ("2516_7", "2516_8"), ("a + b c", "a + b d"), ("C", r"\text{(B)}"), ("June 20", "June 21")]
+# Reported of math-verify (huggingface/Math-Verify#14): it rounds, cuts at \\mathrm, and reads a number out of a list.
+OTHER += [
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
+    (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", r"\frac{1}{3 \cdot 2^{2006}}"),
+]
+OTHER += [
+    (r"1-\frac{1}{\mathrm{e}}", r"1+\frac{1}{\mathrm{e}}"),
+    (r"1, 2, \ldots, n", r"1, 3, \ldots, n"),
+    ("1.00001", "1"),
+]
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
