@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import time
 
@@ -31,6 +32,7 @@ def render(limited):
     "template",
     [
         *("{{ 'x'.center(10 ** 10) }}", "{{ '%04000000000d' % 1 }}", "{{ 'x' | center(10 ** 10) }}", DOUBLED),
+        "{{ ('x' * 1610612736) | length }}",
         *("{{ ('x' * 10 ** 5).replace('x', 'y' * 10 ** 5) }}", "{{ '{:>10000000000}'.format(1) }}"),
     ],
 )
@@ -43,8 +45,11 @@ def test_memory_is_bounded_however_it_is_asked_for(render, template):
 @pytest.mark.parametrize("limited", [1], indirect=True)
 @pytest.mark.parametrize("template", [LOOPS, "{{ 9 ** (9 ** 9) }}"])  # the second is one operation
 def test_time_is_bounded_and_the_next_call_has_a_new_process(render, template):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(ValueError, match="it took more than 1 s of processor time"):
         render(template)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert 0.5 < after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
     assert render("{{ x }}", x="as before") == "as before"
 
 
