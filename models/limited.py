@@ -109,20 +109,24 @@ def _serve(file: str, name: str, seconds: int, gib: int) -> None:
 
     with contextlib.suppress(ValueError, OSError):  # macOS refuses
         resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
-    function = runpy.run_path(file)[name]
-    sys.stdin.readline()  # asks whether the file could be imported
-    print(flush=True)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, even within one operation
-        try:
-            reply = json.dumps([function(**json.loads(line)), None]).encode()
-        except MemoryError:
-            reply = json.dumps([None, f"it took more than {gib} GiB of memory"]).encode()
-        except Exception as error:
-            reply = json.dumps([None, " ".join(str(error).split())]).encode()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(reply + b"\n")
-        sys.stdout.buffer.flush()
+    with os.fdopen(os.dup(1), "wb") as replies:
+        os.dup2(2, 1)  # what the function prints is no reply
+        function = runpy.run_path(file)[name]
+        sys.stdin.readline()  # asks whether the file could be imported
+        reply = b""
+        while True:
+            replies.write(reply + b"\n")
+            replies.flush()
+            if not (line := sys.stdin.readline()):
+                return
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, even within one operation
+            try:
+                reply = json.dumps([function(**json.loads(line)), None]).encode()
+            except MemoryError:
+                reply = json.dumps([None, f"it took more than {gib} GiB of memory"]).encode()
+            except Exception as error:
+                reply = json.dumps([None, " ".join(str(error).split())]).encode()
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

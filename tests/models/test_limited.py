@@ -96,7 +96,7 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
 
 
 def test_nothing_of_the_process_is_left_behind(tmp_path):
-    (tmp_path / "who.py").write_text("import os\ndef who():\n    return os.getpid()\n")
+    (tmp_path / "who.py").write_text("import os\ndef who():\n    print('no reply')\n    return os.getpid()\n")
     who = Limited(tmp_path / "who.py", "who", seconds=1, gib=1)
     pid = who()
     assert pid != os.getpid() and who() == pid
