@@ -233,7 +233,7 @@ def test_budgets_of_millions_are_counted_exactly(name):
 def test_a_budget_beyond_all_slots_leaves_the_choice_to_the_threshold():
     """Times the layers and heads, it lies beyond int32."""
     position = np.broadcast_to(np.arange(S, dtype=np.int32), (L, B, K, S))
-    scores = np.where(position % 2, np.float32(1), np.float32(0.25))
+    scores = np.where(position % 2, np.float32(0.5), np.float32(0.25))  # the threshold itself, and less
     after = evict(make("threshold", {"least": 0.5, "cap": None}), plain_cache(position, [S] * B), scores, 2**31 - 1)
     np.testing.assert_array_equal(after.position, np.where(position % 2, position, -1))
 

@@ -244,6 +244,24 @@ def test_what_a_file_says_must_be_readable(path, change):
     assert "is damaged: its metadata cannot be read" in refused(kvjax.load_cache, path)
 
 
+def test_other_shapes_of_the_same_bytes_are_damage(path):
+    """One head of four slots, read as two heads of two: a cache that could be, and holds other tokens."""
+    kvjax.save_cache(path, tiny(None, budget=4))
+    info, arrays = of(path)
+    halves = {
+        name: array if name == "next_position" else array.reshape(1, 2, -1, *array.shape[3:])
+        for name, array in arrays.items()
+    }
+    assert halves["position"].shape == (1, 2, 2)
+    write(path, info, halves, whole=False)
+    assert "is damaged: its contents are not those that were written" in refused(kvjax.load_cache, path)
+
+
+def test_a_full_cache_is_that_of_all_layers(path):
+    kvjax.save_cache(path, filled("full", 2))
+    assert kvjax.cache_info(path)["full_cache_bytes"] == B * (2 * 12 * K * (2 * D * 4 + 4) + 4)
+
+
 def without(name: str):
     return lambda arrays: arrays.pop(name)
 

@@ -1,4 +1,4 @@
-"""Temporary files: what they are called, and what happens to those that nobody writes any more."""
+"""Files that are written whole: permissions, names of temporary ones, and those that nobody writes any more."""
 
 import os
 import re
@@ -49,3 +49,22 @@ def test_a_process_that_is_killed_gives_its_lock_back(tmp_path):
     writer.stdout.close()
     with open(tmp_path / "x", "rb") as file:
         assert locked(file) is True
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_a_new_file_has_the_permissions_that_the_process_gives_new_files(umask, mode, tmp_path):
+    """Those of the temporary file would hide it from everybody else, such as the group that shares the results."""
+    before = os.umask(umask)
+    try:
+        with replacing(tmp_path / "new.json") as temporary:
+            temporary.write_text("{}")
+        assert os.umask(umask) == umask  # as it was
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new.json").stat().st_mode & 0o777 == mode
+
+
+def test_a_name_without_a_folder_or_of_one_is_refused_before_anything_is_written(tmp_path):
+    for path, error in ((tmp_path / "none" / "x", FileNotFoundError), (tmp_path, ValueError)):
+        with pytest.raises(error, match="cannot write"), replacing(path):
+            raise AssertionError("nothing is to be written")

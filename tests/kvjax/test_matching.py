@@ -32,13 +32,16 @@ def matched(budget):
     return jax.jit(functools.partial(kvjax.match_attention, budget=budget))(*given())
 
 
-def attention(cache, query):
-    """Weights [B, K, G T, S] and outputs in float64."""
+def attention(cache, query, position=None):
+    """Weights [B, K, T G, S] and outputs in float64; a query at a position sees no token behind it."""
     key, value, bias = (np.asarray(x, np.float64) for x in (cache.key, cache.value, cache.bias))
     live = np.asarray(cache.position) >= 0
     rows = query.reshape(B, T, K, G, D).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, D).astype(np.float64)
     logits = np.einsum("bkqd,bksd->bkqs", rows, key) * D**-0.5 + bias[:, :, None]
     weights = np.where(live[:, :, None], np.exp(logits), 0)
+    if position is not None:
+        own = np.repeat(position, G, axis=1)[:, None, :, None]
+        weights = np.where(np.asarray(cache.position)[:, :, None] <= own, weights, 0)
     weights /= weights.sum(axis=-1, keepdims=True)
     return weights, weights @ np.where(live[..., None], value, 0)
 
@@ -66,18 +69,31 @@ def with_ridge(columns):
 
 def test_biases_and_values_are_the_least_squares_optimum():
     cache, query = given()
-    weights, outputs = attention(cache, query)
-    small = matched(BUDGET)
-    found = attention(small, query)[1]
+    check_optimum(cache, matched(BUDGET), query, None)
+
+
+def test_a_cache_that_was_matched_is_matched_with_its_biases_to_what_each_query_sees():
+    cache, query = matched(12), given()[1]
+    position = np.broadcast_to(12 + np.arange(T, dtype=np.int32) % 8, (B, T))
+    match = jax.jit(functools.partial(kvjax.match_attention, budget=BUDGET))
+    check_optimum(cache, match(cache, query, position=position), query, position)
+
+
+def check_optimum(cache, small, query, position):
+    """Bounds hold for the whole bias, but for one that was outside of them before."""
+    weights, outputs = attention(cache, query, position)
+    found = attention(small, query, position)[1]
+    slots = np.argmax(np.asarray(small.position)[..., None] == np.asarray(cache.position)[:, :, None], axis=-1)
     for b, k in np.ndindex(B, K):
-        slot = np.asarray(small.position)[b, k]  # tokens came in in slot order
+        slot = slots[b, k]
         own = weights[b, k][:, slot]
         rows, root = with_ridge(own)
         wanted = np.concatenate([np.ones(len(own)), np.full(BUDGET, root)])
-        bounds = np.exp([-matching.MOST_BIAS, matching.MOST_BIAS])
-        best = scipy.optimize.lsq_linear(rows, wanted, bounds, tol=1e-12)
-        factor = np.exp(np.asarray(small.bias[b, k], np.float64))
-        assert (bounds[0] * 0.999 <= factor).all() and (factor <= bounds[1] * 1.001).all()
+        before = np.asarray(cache.bias[b, k], np.float64)[slot]
+        low, high = (np.exp(sign * matching.MOST_BIAS - before) for sign in (-1, 1))
+        best = scipy.optimize.lsq_linear(rows, wanted, (low, high), tol=1e-12)
+        factor = np.exp(np.asarray(small.bias[b, k], np.float64) - before)
+        assert (low * 0.999 <= factor).all() and (factor <= high * 1.001).all()
         assert ((rows @ factor - wanted) ** 2).sum() <= 2 * best.cost * (1 + 1e-3) + 1e-6
         share = own * factor
         share /= share.sum(axis=1, keepdims=True)
@@ -86,6 +102,15 @@ def test_biases_and_values_are_the_least_squares_optimum():
         best = np.linalg.lstsq(rows, np.concatenate([outputs[b, k], root * value]), rcond=None)[0]
         np.testing.assert_allclose(small.value[b, k], best, atol=2e-3)
         np.testing.assert_allclose(found[b, k], share @ best, atol=1e-3)
+
+
+def test_bounds_are_of_the_whole_bias_and_one_outside_of_them_may_stay():
+    """One slot has all of the weight: its factor is 1. One has a tenth of it: with the ridge it wants nearly 10."""
+    factor = jax.jit(lambda weight, bias: matching.mass_factors(weight[None, None], np.ones(1), bias[None])[0])
+    for bias in (-4, 0, 4):
+        np.testing.assert_allclose(factor(np.float32(1), np.float32(bias)), 1, rtol=1e-5)
+    np.testing.assert_allclose(factor(np.float32(0.1), np.float32(2)), np.e, rtol=1e-5)
+    np.testing.assert_allclose(factor(np.float32(0.1), np.float32(0)), (0.1 + 1e-5) / (0.01 + 1e-5), rtol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [BUDGET, 12])
@@ -172,3 +197,27 @@ def test_the_query_of_a_token_that_has_left_is_no_sample():
             for stale in (0, np.int32([0] * 5 + [3]))]  # fmt: skip
     for one, other in zip(*fits, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def head_of(slots):
+    """A head of one query head whose tokens are those of its slots; keys, values and queries."""
+    rng = np.random.default_rng(10)
+    return [rng.normal(size=shape).astype(np.float32) for shape in ((slots, D), (slots, D), (slots, 1, D))]
+
+
+def test_of_more_samples_than_asked_for_some_from_all_of_the_text_are_taken():
+    """Of tokens 0 to 4 those at 0, 5 / 3 and 10 / 3, rounded down; one that was never asked does not count."""
+    (key, value, query), position = head_of(6), np.arange(6, dtype=np.int32)
+    here, stays = (key, value, np.zeros(6, np.float32), position), position < 3
+    found = jax.jit(functools.partial(matching.refitted, queries=3))(*here, stays, query, np.int32([7] * 5 + [0]))
+    expected = jax.jit(functools.partial(matching.fit, most=6))(*here, stays, query[[0, 1, 3], 0], np.int32([7] * 3))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [33, 34])  # of 66 slots: as many as the smaller size takes, and one more
+def test_every_token_that_stays_is_fitted_whatever_the_static_sizes(kept):
+    (key, value, query), position = head_of(66), np.arange(66, dtype=np.int32)
+    fitted = jax.jit(functools.partial(matching.refitted, queries=66))
+    bias = fitted(key, value, np.zeros(66, np.float32), position, position < kept, query, position + 1)[1]
+    np.testing.assert_array_equal(np.asarray(bias) != 0, position < kept)

@@ -160,6 +160,35 @@ def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
             np.testing.assert_allclose(merged.value[head][live], expected[live], rtol=2e-5, atol=1e-6)
 
 
+def test_a_value_goes_to_the_window_of_next_tokens_that_stay_by_the_attention_that_it_received():
+    """CaM, by hand. Tokens 1, 3 and 6 leave; 1 has half of what 2 and 4 received, 3 more, and 6 a quarter of 7's."""
+    slots = np.array([3, 0, 5, 7, 1, 4, 2, 6])  # the token of each slot
+    received = np.float32([0.0, 0.2, 0.6, 0.9, 0.2, 0.4, 0.1, 0.4])
+    value = np.float32([[1, 0], [2, 1], [0, 0], [4, 8], [0, 0], [0, 0], [8, 4], [0, 1]])
+    gone = np.array([4, 0, 7, 8, 8])  # the slots of 1, 3 and 6; there are no more
+    stays = np.isin(slots, [0, 2, 4, 5, 7])
+    head = merging.Head(value[slots], value[slots], slots, stays, gone, received[slots], np.zeros(8), None)
+    share = jax.jit(lambda head: merging.next_tokens(head, 2))
+    merged, new = share(head)
+    expected = value.copy()
+    expected[[2, 4]] += 0.5 / 2 * value[1]
+    expected[[4, 5]] += 1.0 / 2 * value[3]
+    expected[7] += 0.25 * value[6]
+    np.testing.assert_allclose(np.asarray(merged)[stays], expected[slots][stays], rtol=1e-6)
+    assert slots[np.asarray(new)].tolist() == [5, 7, 4, 2]
+    merged, new = share(head._replace(received=np.zeros(8, np.float32)))  # which nothing has seen is not merged
+    assert not new.any() and (np.asarray(merged) == value[slots]).all()
+
+
+def test_a_key_that_is_as_similar_as_asked_for_is_merged():
+    """By hand: a direction that is the same has the cosine 1; half of a value as long as the target's is added."""
+    key, value = np.float32([[2, 0], [1, 0], [0, 1]]), np.float32([[4, 0], [0, 4], [1, 1]])
+    head = merging.Head(key, value, np.arange(3), np.arange(3) > 0, np.array([0]), np.zeros(3), np.zeros(3), None)
+    merged, new = jax.jit(lambda head: merging.most_similar(head, 1.0))(head)
+    np.testing.assert_allclose(merged[1:], [[2 / 1.5, 4 / 1.5], [1, 1]], rtol=1e-5)
+    assert new.tolist() == [False, True, False]
+
+
 def test_rows_of_eight_bits_are_merged_as_floats():
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(1, S, 1, D)).astype(np.float32)

@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import HeadState, KVCache, PagedCache, allocation
+from kvjax.paged import trimmed
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in
 from tests.kvjax import contests
 from tests.kvjax.contests import Row, Token
@@ -336,6 +337,20 @@ def test_compiled_for_a_tpu_pages_are_laid_out_only_for_a_policy_that_reads_them
     assert len(laid_out) == times
     pool = shapes[2].size * 2
     assert program.memory_analysis().temp_size_in_bytes < pool / 2
+
+
+def test_a_cache_without_its_spare_pages_takes_tokens_in_until_it_is_full():
+    """Heads hold 5 and 2 tokens, in 3 pages and 1; two more take 1 page each."""
+    shape = SHAPES[0]
+    cache = put(shape)(shape.start(), np.array([[0, 1, 2, 3, 4], [0, 1, -1, -1, -1]], np.int32))
+    small = jax.jit(trimmed, static_argnums=1)(cache, 24)
+    check_pages(small, fewest=True)
+    assert (len(small.owner), int(small.num_free)) == (24, 24 - shape.L * K * (3 + 1))
+    more = np.array([[5, 6, -1, -1, -1], [2, 3, -1, -1, -1]], np.int32)
+    whole, small = put(shape)(cache, more), put(shape)(small, more)
+    check_pages(small, fewest=True)
+    assert int(small.num_free) == 0
+    assert_same_tokens(whole, small)
 
 
 # Packing.

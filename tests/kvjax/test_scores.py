@@ -13,7 +13,7 @@ import kvjax
 from kvjax import scores_of_generations
 from kvjax.transforms import _output_length
 from tests.kvjax import blocks, definitions
-from tests.kvjax.blocks import DIM, B, D, G, K, N, S, each_head, scores, started
+from tests.kvjax.blocks import DIM, B, D, G, K, N, S, T, each_head, scores, started
 from tests.models import reference
 from tests.models.reference.policies import Seen
 from tests.tiers import first
@@ -31,7 +31,7 @@ h2o+protect(sinks=3,recent=1)+protect(sinks=1,recent=2) sage laprox(window=3)
 laprox(window=2,kernel=3,target='value',gqa='heads',pooled='attention') laprox(window=2,kernel=3,gqa='joint')
 laprox(window=2,kernel=3,target='attention') cake(window=3) cake(window=9,kernel=1) lava(window=2,kernel=3) keydiff
 expected_attention(future=8,sinks=1) expected_attention(future=1,covariance=False,value_norm=False)
-curdkv(sinks=1,leverage='mean',local_window=3) lagkv(sinks=1,lag=2) rkv(window=2,kernel=3,importance=0.5)
+curdkv(sinks=1,leverage='mean',local_window=3) lagkv(sinks=1,lag=2) rkv(window=3,kernel=3,importance=0.3)
 tova(heads='group')+critical(epsilon=0.1)+protect(sinks=2,recent=1)
 """.split()
 
@@ -134,6 +134,22 @@ def test_random_is_roughly_uniform_and_independent_between_heads():
         assert abs(np.sort(head) - (np.arange(count) + 0.5) / count).max() < 1.95 / count**0.5  # Kolmogorov, p 0.001
         assert abs(np.corrcoef(head[:-1], head[1:])[0, 1]) < 4 / count**0.5
     assert abs(np.corrcoef(drawn)[0, 1]) < 4 / count**0.5
+
+
+def test_rkv_forgets_the_queries_of_tokens_that_were_taken_back():
+    """Three of positions 4 to 6 are held; after a rewind to 5 one token comes in there, and another row is idle."""
+    held = np.arange(B * K * 3 * G * D, dtype=np.float32).reshape(B, K, 3, G, D)
+    places = np.broadcast_to(np.int32([7, 6, 5]), (B, K, 3))  # of 6, 5 and 4, counted from 1
+    state = scores_of_generations._Queries(kvjax.HeadState(held), kvjax.HeadState(places))
+    position = np.full((B, T), -1, np.int32)
+    position[0, 0] = 5
+    seen = blocks.make(34).observation._replace(query_position=position)
+    after = jax.jit(scores_of_generations._with_last)(state, seen)
+    assert after.place.value[0].tolist() == [[6, 5, 0]] * K
+    new = np.asarray(seen.query)[0, 0].reshape(K, G, D)
+    np.testing.assert_array_equal(after.query.value[0, :, :2], np.stack([new, held[0, :, 2]], axis=1))
+    np.testing.assert_array_equal(after.query.value[1], held[1])
+    np.testing.assert_array_equal(after.place.value[1], places[1])
 
 
 def test_rkv_compares_a_part_of_the_keys_at_a_time(monkeypatch):
