@@ -35,6 +35,7 @@ def test_a_window_counts_where_it_is_narrower_than_the_budget_and_not_in_a_full_
     assert kvjax.memory(**sizes, windows=windows).slots <= (28 + 56 + 40) / 3 + 3
     assert kvjax.memory(**sizes, windows=(40, None, 99)) == kvjax.memory(**sizes)
     full = sizes | dict(policy=None)  # keeps all tokens
+    assert kvjax.memory(**full).slots == 40 + 16
     assert kvjax.memory(**full, windows=windows) == kvjax.memory(**full) == kvjax.memory(**full | dict(policy="full"))
 
 

@@ -41,6 +41,11 @@ def test_spaces_and_defaults_do_not_make_another_policy(written, short):
     assert str(kvjax.parse(written)) == short
 
 
+def test_a_count_is_no_share_though_the_numbers_are_equal():
+    one, all_of_them = kvjax.protect(recent=1), kvjax.protect(recent=1.0)
+    assert (one.protected(10), all_of_them.protected(10)) == ((0, 1), (0, 10))
+
+
 def test_a_chain_joins_what_its_links_declare():
     policy = kvjax.parse("snapkv(window=2)+pool+caote+protect(sinks=4)")
     assert (

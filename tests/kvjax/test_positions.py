@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from kvjax import KVCache
 from kvjax.rotary import move
+from kvjax.turning import next_index
 from tests.kvjax.blocks import empty
 from tests.kvjax.test_attend import BUDGET, B, D, K, N, T, blocks
 
@@ -66,6 +67,18 @@ def test_a_stream_of_millions_is_as_exact_as_its_beginning(positions):
 
     near = np.arange(6, dtype=np.int32)[None]
     np.testing.assert_allclose(run(position), run(near), rtol=1e-4, atol=1e-5)
+
+
+def test_the_next_index_counts_what_is_held_and_all_that_has_left_the_window():
+    """Of 10 tokens, and a window of 4, the next query sees 7 to 9, of which 7 was evicted; 3 is still in its slot."""
+    position = np.int32([[[3, 9, -1, 8]]])
+    rows = np.zeros((*position.shape, D), np.float32)
+    places = jax.jit(lambda cache, at, window: next_index(cache, at, kvjax.Context(sliding_window=window)))
+    at = np.int32([[-1, 10]])
+    for behind in (10, 11):  # the block may have been counted in an earlier layer
+        cache = KVCache.of(rows, rows, position, np.int32([behind]))
+        assert places(cache, at, 4).tolist() == [[7 + 2]]
+        assert places(cache, at, 20).tolist() == [[3]]  # nothing has left yet
 
 
 @pytest.mark.parametrize(("start_at", "end"), [(123, 4), (2**20 + 3, 5)])

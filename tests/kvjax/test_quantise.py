@@ -107,6 +107,7 @@ def filled(dtype: str = "int8", layers: int | None = None):
 @pytest.mark.parametrize("change", [*MOVES, "layer"])
 def test_rows_keep_their_scales_wherever_they_move(change):
     cache = filled("int8/bfloat16", layers=2 if change == "layer" else None)
+    assert (cache.key.dtype, cache.value.dtype) == ("int8", "bfloat16")
     if change == "layer":
         one, expected = jax.jit(lambda cache: (floats_of(cache.layer(1)).value, floats_of(cache).layer(1).value))(cache)
         np.testing.assert_array_equal(one, expected)

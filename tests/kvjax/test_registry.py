@@ -100,6 +100,18 @@ def test_a_decorated_function_and_its_own_entry_point_are_one(folder):
     assert sys.modules["pkg_both"].both() is policy is kvjax.parse("both")
 
 
+def test_a_link_of_a_package_s_module_is_the_package_s_own(folder):
+    installed(folder, "pkg_deep", "", policies="deep = pkg_deep.links:deep")
+    (folder / "pkg_deep.py").unlink()
+    (folder / "pkg_deep").mkdir()
+    (folder / "pkg_deep" / "__init__.py").write_text("")
+    code = POLICY.format(name="deep").replace("def deep", "@kvjax.register\ndef deep")
+    (folder / "pkg_deep" / "links.py").write_text(code)
+    assert kvjax.parse("deep") is kvjax.parse("deep")  # the second time it was registered by its module
+    for name in ("pkg_deep", "pkg_deep.links"):
+        sys.modules.pop(name)
+
+
 def test_a_program_may_register_a_name_again_but_not_take_another_module_s():
     def made(name: str, module: str):
         def make():

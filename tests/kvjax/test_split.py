@@ -144,6 +144,19 @@ def test_a_block_moves_no_pages_between_devices_and_copies_none_of_a_donated_cac
     assert re.search(pool, text) and not re.findall(rf"= {pool}\S* copy\(", text)
 
 
+def test_a_device_needs_pages_for_its_own_rows_alone():
+    """Checked while a block is traced, against the pool that the cache was made with."""
+    policy, rows = "h2o@layer(cap=1.5)", [np.zeros((B, T, heads, D), np.float32) for heads in (N, 4, 4)]
+
+    def block(budget):
+        options = dict(policy=policy, budget=budget, context=kvjax.Context(layer=0))
+        return jax.eval_shape(lambda: kvjax.observe(cache_for(policy, mesh=mesh()), *rows, **options))
+
+    block(BUDGET)
+    with pytest.raises(ValueError, match=r"8 heads may hold 9 tokens .* make the cache with \d+ pages, not \d+"):
+        block(BUDGET + 1)
+
+
 @pytest.mark.matrix
 def test_rows_are_repeated_taken_back_joined_and_read_on_their_devices():
     policy, other = "h2o@layer(cap=1.5)", mesh(1, 2)
@@ -176,7 +189,8 @@ def test_rows_are_repeated_taken_back_joined_and_read_on_their_devices():
     [("h2o", (None, None)), ("h2o@pyramid", (5, None)), ("laprox(window=4)@layer(cap=1.5)", (5, None))],
 )
 def test_memory_counts_the_bytes_of_one_device(policy, windows):
-    cache = jax.eval_shape(lambda: cache_for(policy, windows, mesh=mesh(2, 4)))
+    cache, alone = (jax.eval_shape(lambda: cache_for(policy, windows, **on)) for on in (dict(mesh=mesh(2, 4)), {}))
+    assert (cache.heads_shape, cache.num_slots) == (alone.heads_shape, alone.num_slots)
     of_all = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     sizes = dict(layers=2, batch=B, kv_heads=4, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=PAGE)
     counted = kvjax.memory(**sizes, policy=policy, windows=windows, dtype="float32", mesh=mesh(2, 4))
@@ -190,5 +204,7 @@ def test_without_layers_heads_are_counted_and_a_full_pool_is_told():
     position = np.array([[0, 1, 2, -1, -1], [0, 1, 2, 3, 4]], np.int32)
     cache = jax.jit(lambda: kvjax.insert(SplitCache.init(mesh=mesh(), **sizes), rows, rows, position))()
     assert num_live(cache).tolist() == [[3, 3], [5, 5]]
+    for entering, lacking in (([[3, 4], [-1, -1]], 0), ([[-1, -1], [5, -1]], 0), ([[-1, -1], [5, 6]], 2)):
+        assert cache.lacking(np.array(entering), None) == lacking  # a device has one row
     with pytest.raises(ValueError, match="2 tokens do not fit: 2 more free slots are needed"):
         kvjax.insert(cache, rows[:, :2], rows[:, :2])
