@@ -107,6 +107,7 @@ def test_every_part_s_command_has_the_flags_that_it_is_given(platform, tiny, mon
     flags = argparse.Namespace(tiny=tiny, model="retriever", environment="peers/bin/python", seconds=560)
     found = accelerator.parts({**HERE, "platform": platform}, flags)
     assert len({part.name for part in found}) == len(found)
+    assert not tiny or {part.seconds for part in found} == {flags.seconds}
     seen = []
     for module in (*benchmarks.BENCHMARKS.values(), evals.ruler):
         monkeypatch.setattr(module, "command", seen.append)
@@ -116,6 +117,24 @@ def test_every_part_s_command_has_the_flags_that_it_is_given(platform, tiny, mon
             assert main.main(part.words[3:]) == 0
             assert str(seen[-1].json) == f"{part.name}.json"
     assert len(seen) == {"gpu": 8, "tpu": 5, "cpu": 6}[platform]
+
+
+@pytest.mark.parametrize(
+    ("memory", "copies", "name"),
+    [(80e9, 3, "llama-3.1-8b"), (48e9, 3, "llama-3.2-3b"), (48e9, 1, "llama-3.1-8b"), (20e9, 1, "llama-3.2-3b"),
+     (1e9, 1, "llama-3.2-1b")],
+)  # fmt: skip
+def test_the_largest_shape_leaves_memory_for_its_cache(memory, copies, name):
+    """8 billion parameters take 16 GB for each copy, and 4.3 GB stay free."""
+    assert accelerator._largest_shape(memory, copies) == name
+
+
+def test_the_last_lines_of_a_part_are_kept_without_its_bars(tmp_path):
+    lines = [f"line {number}\r 50%|##" for number in range(100)]
+    (tmp_path / "part.log").write_text("\n".join(lines) + "\n\n")
+    kept = [f"line {number}" for number in range(100 - accelerator.LINES, 100)]
+    assert accelerator._last_lines(tmp_path / "part.log") == kept
+    assert accelerator._last_lines(tmp_path / "part.log", bars=True)[-2:] == ["line 99", " 50%|##"]
 
 
 @nightly  # three minutes: the parts themselves, each in a process of its own

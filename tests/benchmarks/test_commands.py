@@ -122,6 +122,29 @@ def test_under_a_budget_the_peak_is_the_same_for_all_prompts(model):
     assert lines[2].split()[:2] == ["full", "1"] and "the model has 256" in lines[-1]
 
 
+def test_a_line_has_the_rate_of_all_rows_and_is_compared_with_the_full_cache_of_the_same_prompt():
+    full = {"policy": "full", "when": "block", "rows": 4, "prompt": 1000, "seconds": 8.0}
+    full |= {"peak_bytes": 3 * 2**20, "cache_bytes": 2**21}
+    ours = full | {"policy": "h2o", "when": "prompt", "seconds": 2.0}
+    lines = fixed_memory.table([full, full | {"rows": 1, "seconds": 100.0}, ours]).splitlines()[2:]
+    assert lines[0].split() == ["full", "4", "1,000", "3.0", "2.0", "500", "1.00"]
+    assert lines[2].split() == ["h2o", "once", "4", "1,000", "3.0", "2.0", "2,000", "4.00"]
+
+
+def test_a_run_is_flat_if_its_last_quarter_is_as_its_second():
+    records = [{"ms": number} for number in (9, 9, 2, 4, 9, 9, 3, 6)]  # in the first quarter it warms up
+    assert soak._flatness(records, "ms") == pytest.approx(0.5)
+
+
+def test_answers_of_a_killed_command_are_counted_by_what_became_of_them():
+    line = lambda number, answer="yes": json.dumps({"line": number, "answer": answer})  # noqa: E731
+    expected = [line(number) for number in range(4)]
+    assert soak._fates(expected, expected) == dict(answers=4, lost=0, twice=0, wrong=0)
+    found = [line(0), line(0), line(1, "no"), line(3)]
+    assert soak._fates(found, expected) == dict(answers=4, lost=1, twice=1, wrong=1)
+    assert soak._until_end([5, 2, 7, 2], [2]) == [5, 2] and soak._until_end([5, 7], [2]) == [5, 7]
+
+
 def test_a_prompt_longer_than_the_positions_is_fed_whole_and_compiles_in_its_first_part(model):
     rows = soak.prompt_parts(model, 40 * 8, "streaming", 16, 8)
     assert [row["done"] for row in rows] == [16 * (part + 1) for part in range(soak.PARTS)]

@@ -38,6 +38,18 @@ def test_a_loop_calls_as_often_as_it_says():
     assert float(out["sum"]) == 5 and int(out["index"]) == 2 and sorted(calls) == [(0, 0), (1, 0), (2, 0)]
 
 
+def test_a_floor_is_the_longer_of_copying_and_computing():
+    device = measure.Device(copy_bytes=2e9, product_flops=1e12)
+    assert (device.milliseconds(4e9, 1e12), device.milliseconds(1e9, 3e12), device.milliseconds(1e9)) == (2e3, 3e3, 500)
+
+
+def test_a_result_in_the_place_of_a_donated_argument_takes_no_bytes():
+    x = jax.ShapeDtypeStruct((2**18,), jnp.float32)
+    given = dict(what="", free=1e9)
+    assert measure.program_bytes(measure.executable(lambda x: x + 1, x, donate=[0], **given)) == 2**20
+    assert measure.program_bytes(measure.executable(lambda x: x + 1, x, **given)) == 2**21
+
+
 def products_outside_of_loops(program) -> int:
     text = program.as_text()
     entry = text[text.index("ENTRY") :]

@@ -83,6 +83,31 @@ def test_targets_are_met_missed_or_unmeasured():
     assert said["8B block of 128: share of scoring and eviction"].endswith("unmeasured")
 
 
+def fed(budget: int | None, milliseconds: float, prompt: int = 131_072):
+    return step("none" if budget is None else "h2o", prompt, milliseconds, budget=budget) | {"kind": "feed"}
+
+
+def test_targets_compare_what_they_name_and_hold_at_their_bound():
+    of_one = lambda name, by, ms, case: operation(name, by, ms) | {"case": case, "batch": 1}  # noqa: E731
+    rows = [fed(None, 900.0), fed(8192, 300.0), fed(8192, 1.0, prompt=8192)]
+    rows += [operation("caote_topk", "pallas_gpu", 0.1) | {"times_reference": 3}]
+    rows += [of_one("cache_attention", by, ms, "dense") for by, ms in (("reference", 8.0), ("pallas_gpu", 5.0))]
+    rows += [of_one("select_attention", "pallas_gpu", ms, "25%, a set a KV head") for ms in (2.0, 2.5)]
+    rows += [of_one("mse_logits", by, ms, "all pairs") for by, ms in (("materialised", 6.0), ("reference", 2.0))]
+    said = verdicts([document("kernels", rows)])
+    assert said["caote_topk, the same: times the reference"] == "3.000 met"
+    assert said["prefill of 128k, budget 8k: full cache's time over ours"] == "3.000 met"
+    assert said["select_attention at 25% of 128k: dense attention's time over ours"] == "2.500 met"
+    assert said["loss at T 4k with gradients: materialised time over ours"] == "3.000 met"
+
+
+def test_beside_kvpress_the_worst_number_of_threads_counts():
+    rows = [{"side": "ours, once", "prefill_ratio": ratio, "decode_ratio": 2 * ratio} for ratio in (1.5, 0.9)]
+    said = verdicts([document("peers", rows, device="cpu")])
+    assert said["prefill, evicting once: kvpress' time over ours"] == "0.900 missed"
+    assert said["decode after it: kvpress' time over ours"] == "1.800 met"
+
+
 def test_a_cpu_s_figures_answer_no_target_of_a_gpu():
     said = verdicts([document("decode", STEPS, device="cpu")])
     assert all(verdict.endswith("unmeasured") for verdict in said.values())
