@@ -18,7 +18,12 @@ def fed(plan: Schedule) -> list[list[tuple]]:
     def of(phase, tokens, positions, part):
         at = np.flatnonzero(positions[0] >= 0)
         assert positions[0, at].tolist() == list(range(positions[0, at[0]], positions[0, at[0]] + len(at)))
-        return tokens[0, at].tolist(), int(positions[0, at[0]]), None if part is None else part[0].tolist(), phase.evicts
+        return (
+            tokens[0, at].tolist(),
+            int(positions[0, at[0]]),
+            None if part is None else part[0].tolist(),
+            phase.evicts,
+        )
 
     return [[of(*step) for stage in stages for step in stage if (step[2][0] >= 0).any()] for stages in plan]
 

@@ -189,7 +189,8 @@ def test_rows_are_repeated_taken_back_joined_and_read_on_their_devices():
     [("h2o", (None, None)), ("h2o@pyramid", (5, None)), ("laprox(window=4)@layer(cap=1.5)", (5, None))],
 )
 def test_memory_counts_the_bytes_of_one_device(policy, windows):
-    cache, alone = (jax.eval_shape(lambda: cache_for(policy, windows, **on)) for on in (dict(mesh=mesh(2, 4)), {}))
+    shape = lambda **on: jax.eval_shape(lambda: cache_for(policy, windows, **on))  # noqa: E731
+    cache, alone = shape(mesh=mesh(2, 4)), shape()
     assert (cache.heads_shape, cache.num_slots) == (alone.heads_shape, alone.num_slots)
     of_all = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     sizes = dict(layers=2, batch=B, kv_heads=4, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=PAGE)
