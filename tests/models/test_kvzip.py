@@ -18,7 +18,7 @@ from models.planning import plan_run
 from tests.models.commands.test_chat import spaced
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT, REAL, TINY
-from tests.models.tiny import assert_keeps, decoder, positions, run
+from tests.models.tiny import SLIDING, assert_keeps, decoder, positions, run
 from tests.tiers import first
 
 # KVzip compares the scores of layers as they are, and a head may hold any number of tokens.
@@ -215,6 +215,21 @@ def test_a_prompt_is_held_with_the_copies_of_its_largest_part(policy, every, slo
     given = engine.check_prompt(decoder(), np.zeros((2, 36), int), None, [8, 6])
     sizes = plan_run(decoder(), given, models.Options(policy, 16, 8, "prompt", every, reserve=8))[1]
     assert (sizes.slots, sizes.prompt_slots) == slots
+
+
+def test_buffers_have_slots_for_copies_and_the_tokens_that_ask_for_them():
+    """A copy of 4 tokens follows the 8 before them; one of a block of 8 takes 16 slots."""
+
+    def planned(length, policy, evict_every, model):
+        given = engine.check_prompt(model, np.zeros((1, length), int), None, None)
+        return engine.plan_run(model, given, models.Options(policy, 16, 8, evict_every=evict_every, reserve=4))[1]
+
+    name = "kvzip(chunk=4)"
+    assert planned(200, name, 32, decoder()).slots == 16 + 32 + 12  # the budget, steps of an answer, and their copy
+    assert planned(20, name, 32, decoder()).slots == 20 + 4 + 12  # all tokens, if they are fewer, and the last copy
+    windows = planned(200, "kvzip", 0, decoder(SLIDING))
+    held = (9 + 8 + 16) + 2 * (16 + 8 + 16)  # the layer of the smallest window has it, a block and its copies
+    assert windows.pages == kvjax.pages_for(2 * held, 2 * 3, windows.page_size)
 
 
 def test_the_copy_of_an_answer_follows_whole_words():

@@ -49,6 +49,18 @@ def test_sample_queries_are_gone_behind_the_prompt_and_the_cache_goes_on(tmp_pat
         models.prefill(decoder(), DOCUMENT[:, :9], cache=again, **asked)
 
 
+def test_by_block_another_turn_is_fitted_by_the_queries_that_the_first_one_left():
+    """As if both were one prompt."""
+    settings = dict(policy="h2o+match", evict_every=0, **SETTINGS)
+    first = models.prefill(decoder(), DOCUMENT[:, :24], **settings).cache
+    cache = models.prefill(decoder(), DOCUMENT[:, 24:40], cache=first, **settings).cache
+    expected = run(DOCUMENT[0, :40], **settings)
+    assert_keeps(cache, 0, expected)
+    found = held_of(cache)
+    error = np.where(expected.kept[..., None], found.value[:, 0, :, :40] - expected.value, 0)
+    assert abs(error).max() < 1e-2 * abs(expected.value).max()
+
+
 def test_several_budgets_share_the_prompt_and_keep_no_samples_either():
     policies = [(NAME, SETTINGS["budget"]), (NAME, 2 * SETTINGS["budget"])]
     settings = {name: value for name, value in SETTINGS.items() if name != "budget"}
