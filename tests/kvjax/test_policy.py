@@ -46,6 +46,15 @@ def test_a_count_is_no_share_though_the_numbers_are_equal():
     assert (one.protected(10), all_of_them.protected(10)) == ((0, 1), (0, 10))
 
 
+def test_a_budget_of_the_protected_tokens_alone_is_enough():
+    policy = "h2o+protect(sinks=4,recent=4)"
+    kvjax.check_budget(policy, 8)
+    with pytest.raises(
+        ValueError, match="the budget is 7 tokens, but .* keeps 4 first and 4 last ones: give at least 8"
+    ):
+        kvjax.check_budget(policy, 7)
+
+
 def test_a_chain_joins_what_its_links_declare():
     policy = kvjax.parse("snapkv(window=2)+pool+caote+protect(sinks=4)")
     assert (

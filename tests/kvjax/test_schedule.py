@@ -96,6 +96,8 @@ def test_a_later_turn_is_cut_by_its_longest_row():
     text = Text(np.arange(18).reshape(2, 9), np.array([3, 9]), np.zeros(2, int), np.array([10, 20]))
     ((stage,), _) = schedule(text, kvjax.parse("h2o"), block=64)
     assert stage.steps[0].tokens.shape == (1, 2, 16)
+    ((stage,), _) = schedule(text._replace(lengths=np.array([3, 8])), kvjax.parse("h2o"), block=64)
+    assert stage.steps[0].tokens.shape == (1, 2, 8)
 
 
 def test_a_copied_answer_is_the_part_before_its_end_and_an_idle_row_has_none():
