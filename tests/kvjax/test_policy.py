@@ -50,7 +50,7 @@ def test_a_budget_of_the_protected_tokens_alone_is_enough():
     policy = "h2o+protect(sinks=4,recent=4)"
     kvjax.check_budget(policy, 8)
     with pytest.raises(
-        ValueError, match="the budget is 7 tokens, but .* keeps 4 first and 4 last ones: give at least 8"
+        ValueError, match=r"the budget is 7 tokens, but .* keeps 4 first and 4 last ones: give at least 8"
     ):
         kvjax.check_budget(policy, 7)
 
