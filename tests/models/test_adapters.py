@@ -150,9 +150,9 @@ def test_the_base_model_is_that_of_the_revision_or_of_the_same_folder(tmp_path, 
         adapters.save(folder, config, matrices(config), base="some-org/model", scale=1.0)
     edit(tmp_path / "apart", revision="v2")
     monkeypatch.setattr(folders, "_download", lambda *given: asked.append(given) or GOLDEN / "llama3")
-    apart, inside = (load(folder)[0] for folder in (tmp_path / "apart", base))
+    outside, inside = (load(folder)[0] for folder in (tmp_path / "apart", base))
     assert asked == [("some-org/model", "v2")]
-    np.testing.assert_array_equal(inside.layers.query[...], apart.layers.query[...])
+    np.testing.assert_array_equal(inside.layers.qkv[...], outside.layers.qkv[...])
     edit(tmp_path / "apart", revision=2)
     with pytest.raises(ValueError, match="has revision = 2; expected a name, or null"):
         load(tmp_path / "apart")
