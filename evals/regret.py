@@ -44,8 +44,8 @@ from evals import (
 )
 from kvjax.chains import policy_of
 from models import commands, files
-from models.decoder import output_of_heads
 from models.commands.programs import make_room
+from models.decoder import output_of_heads
 
 BEST = "best"
 AFTER = 16  # future tokens of an exact case
