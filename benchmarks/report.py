@@ -14,7 +14,10 @@ from evals import report
 from models import files
 
 DOCS = Path(__file__).parent.parent / "docs"
-ORDER = ("peers", "decode", "prefill", "fixed_memory", "kernels", "cpu", "memory", "soak", "gpu_compile", "tpu_compile")
+ORDER = (
+    "peers", "decode", "prefill", "fixed_memory", "kernels", "experiments", "gpu_compile", "cpu", "memory", "soak",
+    "tpu_compile",
+)  # fmt: skip
 LARGE, SMALL = "llama-3.1-8b", "small"
 Record = dict[str, Any]
 Document = dict[str, Any]
@@ -165,7 +168,8 @@ def section(document: Document) -> str:
     else:
         title = str(module.__doc__).splitlines()[0].rstrip(".")
         tables = {title: (module.table(results), getattr(module, "LEGEND", ""))}
-    made = f"`python -m benchmarks {document['benchmark']}` on {_device(document)}, jax {document['versions']['jax']}"
+    made = f"`python -m benchmarks {document['benchmark']}` on " if hasattr(module, "command") else "On "
+    made += f"{_device(document)}, jax {document['versions']['jax']}"
     made += f", commit {document['commit']}" if document.get("commit") else ""
     settings = document.get("settings", {})
     if limits := settings.get("limits"):
