@@ -11,8 +11,8 @@ from typing import Any
 from evals import report
 
 LEGEND = """The first nine are a decode step of 8 layers of the 8B shape with its head, 8,192 slots, batch 1 and no
-policy unless they say so. joined: one matrix for query, key and value, and one for gate and up. unrolled: no loop over the
-layers. cuBLAS: with --xla_gpu_enable_triton_gemm=false."""
+policy unless they say so. joined: one matrix for query, key and value, and one for gate and up. unrolled: no loop over
+the layers. cuBLAS: with --xla_gpu_enable_triton_gemm=false."""
 COLUMNS = {"experiment": "experiment", "predicted": "predicted", "measured": "measured", "follows": "what follows"}
 
 

@@ -42,8 +42,12 @@ def weights_of(model: decoder.Decoder) -> str:
     """Hash a model's parameters, by their names in checkpoints, as :func:`weights` does."""
     arrays, config = model.arrays(), model.config
     shapes = parameter_shapes(config)
+    # Drawn with an axis of heads, as the array had when the first digests were written.
     shapes["layers.output"] = (config.num_layers, config.num_heads, config.head_dim, config.hidden_size)
-    found = {name: place_in_array(config, name, place) for name, place in _places(shapes).items()}
+    places = _places(shapes)
+    layer, head, row, column = places["layers.output"]
+    places["layers.output"] = layer, head * config.head_dim + row, column
+    found = {name: place_in_array(config, name, place) for name, place in places.items()}
     return _hashed({name: (arrays[array], place) for name, (array, place) in found.items()})
 
 

@@ -131,13 +131,7 @@ def rows_of(config: Config, name: str) -> slice | None:
 
 
 def place_in_array(config: Config, name: str, place: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Return the array that holds a parameter, and where a place of the parameter, or several, is there.
-
-    A place in ``layers.output`` names its head and the number in the head apart.
-    """
-    if name == "layers.output":
-        layer, head, number, column = place
-        return name, (layer, head * config.head_dim + number, column)
+    """Return the array that holds a parameter, and where a place of the parameter, or several, is there."""
     rows = rows_of(config, name)
     if rows is None:
         return name, place
