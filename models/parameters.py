@@ -148,10 +148,14 @@ def joined(config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
         >>> import models
         >>> from models.parameters import apart, joined, parameter_shapes
         >>> config = models.Decoder.tiny().config
-        >>> parameters = {name: np.zeros(shape) for name, shape in parameter_shapes(config).items()}
-        >>> arrays = joined(config, parameters)
-        >>> parameters["layers.query"].shape, parameters["layers.key"].shape, arrays["layers.qkv"].shape
-        ((2, 32, 4, 8), (2, 32, 2, 8), (2, 32, 2, 4, 8))
+        >>> shapes = parameter_shapes(config)
+        >>> shapes["layers.query"], shapes["layers.key"]
+        ((2, 32, 4, 8), (2, 32, 2, 8))
+        >>> arrays = joined(
+        ...     config, {name: np.zeros(shape) for name, shape in shapes.items()}
+        ... )
+        >>> arrays["layers.qkv"].shape
+        (2, 32, 2, 4, 8)
         >>> apart(config, arrays)["layers.query"].shape
         (2, 32, 4, 8)
     """
