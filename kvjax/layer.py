@@ -187,7 +187,9 @@ def ask(
     if window is not None:
         columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.needs.window))
     if context.sliding_window is not None:
-        budget, columns = jnp.minimum(budget, context.sliding_window), _of_live(here, columns)
+        budget = jnp.minimum(budget, context.sliding_window)
+    if frees(context):  # what a block took back sees was seen by its queries, copies too
+        columns = _of_live(here, columns)
     of_cache = here.key, here.value, here.position, here.next_position
     observation = Observation(columns, block.query, block.position, *of_cache, budget, head=head, context=context)
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.

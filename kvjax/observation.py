@@ -51,6 +51,7 @@ class Needs:
         over: "max" takes the largest of a window's errors where a base score reads their mean.
         projections: parts of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: the rotary frequencies.
+        queries: those of earlier blocks, which a link keeps as they were rotated, for keys that stay as they are.
         predicted: fields of :class:`Prediction`, which a small network fills in.
         reconstruction: the attention of tokens that are fed after the prompt and taken back.
 
@@ -66,6 +67,7 @@ class Needs:
     over: Literal["mean", "max"] = "mean"
     projections: frozenset[str] = frozenset()
     rotary: bool = False
+    queries: bool = False
     predicted: frozenset[str] = frozenset()
     reconstruction: Reconstruction | None = None
 
@@ -74,6 +76,8 @@ class Needs:
         """Say what a link does by the positions of keys in the text, which a cache must not turn; None for nothing."""
         if self.reconstruction is not None and self.reconstruction.loss is not None:
             return "takes the gradient of a loss over keys at"
+        if self.queries:
+            return "keeps queries that were rotated by"
         return "turns queries back by" if self.rotary else None
 
     def __or__(self, other: Needs) -> Needs:
@@ -87,6 +91,7 @@ class Needs:
             "max" if "max" in (self.over, other.over) else "mean",
             self.projections | other.projections,
             self.rotary or other.rotary,
+            self.queries or other.queries,
             self.predicted | other.predicted,
             self.reconstruction or other.reconstruction,
         )

@@ -254,7 +254,7 @@ def match(*, queries: int = 1024) -> Policy:
 
     merging = Merging("match", functools.partial(rematched, queries=queries), (queries,), biased=True)
     published = Moments("prompt", 0, "arXiv 2602.16284: once, when the context is in")
-    return Policy("match", init, update, published=published, merging=merging)
+    return Policy("match", init, update, Needs(queries=True), published=published, merging=merging)
 
 
 @register

@@ -205,11 +205,6 @@ def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
     if any(config.sliding_windows) or config.attention_soft_cap is not None:
         what = "sliding windows" if any(config.sliding_windows) else "a cap of its attention logits"
         raise ValueError(f"{name!r}: {link!r} fits attention over all tokens, but this model has {what}; leave it out.")
-    if plan.positions != "absolute":
-        raise ValueError(
-            f"{name!r}: {link!r} fits keys as queries have seen them, but {plan.positions!r} positions turn them "
-            "later; leave one of them out."
-        )
     if again:
         raise ValueError(
             f"{name!r}: {link!r} has fitted this cache once, and its sample queries are gone: hold the new text back "
