@@ -77,7 +77,7 @@ class Contest(NamedTuple):
         """Return the largest number of each line's head, layer or model, as a column beside the slots."""
         group = self.group(scope).ravel()
         most = jax.ops.segment_max(jnp.max(x, axis=-1).ravel(), group, self.groups(scope))
-        if self.axis is not None:
+        if self.axis:
             most = jax.lax.pmax(most, self.axis)
         return most[group].reshape(*x.shape[:-1], 1)
 
@@ -694,8 +694,9 @@ def _filled(room: Float[Array, "L B"], weight: Float[Array, "L B"], total: Int[A
         open_weight = jnp.sum(jnp.where(full, 0, weight), axis=0, keepdims=True)
         return jnp.where(full, room, jnp.minimum(room, weight * left / jnp.where(open_weight > 0, open_weight, 1)))
 
-    # Each pass fills at least one more layer, or is the last that changes anything.
-    return jax.lax.fori_loop(0, room.shape[0] + 1, pour, jnp.zeros_like(room))
+    # Each pass fills at least one more layer, or is the last that changes anything. The first one is outside the loop,
+    # as in kernels_pallas/topk.py.
+    return jax.lax.fori_loop(0, room.shape[0], pour, pour(0, jnp.zeros_like(room)))
 
 
 def _whole(shares: Float[Array, "L B"], room: Int[Array, "L B"], total: Int[Array, "B"]) -> Int[Array, "L B"]:

@@ -198,9 +198,9 @@ def observe_unchecked(
     out, columns, block, here = attend_heads(taken, block, needs, context, cache)
     if policy is None:
         return out, put_back(cache, taken, layer_index(cache, context)), None
-    here, K = choosable(here, context), cache.heads_shape[-1]
-    evidence, state = ask(policy, here, block, columns, jnp.arange(K), shares_of(cache, budget), context)
-    evidence = of_layer(policy, evidence, K)
+    here, heads = choosable(here, context), cache.first_head + jnp.arange(cache.heads_shape[-1])
+    evidence, state = ask(policy, here, block, columns, heads, shares_of(cache, budget), context)
+    evidence = of_layer(policy, evidence, cache)
     if not policy.allocation.even:
         evidence = with_scores(evidence, here)
     return out, updated(cache, taken, here.position, state, context), evidence

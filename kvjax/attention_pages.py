@@ -34,7 +34,6 @@ from kvjax.observation import Context, Needs
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.split import HEADS, OF_ROWS, OF_TOKENS, PARTS, SAME, SplitCache
-from kvjax.topk import summed
 
 
 def observe_pages(
@@ -107,7 +106,7 @@ def observe_pages(
     of_heads = {name: jax.tree.map(joined, getattr(evidence, name)) for name in names}
     shared = {name: jax.tree.map(lambda x: x[0], getattr(evidence, name)) for name in ("entered", "end", "window")}
     evidence = dataclasses.replace(evidence, **of_heads, **shared)
-    evidence = of_layer(policy, evidence, cache.all_heads, functools.partial(summed, axis=cache.axis))
+    evidence = of_layer(policy, evidence, cache)
     evidence = dataclasses.replace(evidence, protected=None)
     if frees(context):
         assert context.sliding_window is not None

@@ -107,7 +107,7 @@ class AnyKind:
     num_pages: Any = 0  # of each device's pool
     page_size: Any = 1  # slots per page
     ways: Any = (1, 1)  # the numbers of devices that split the rows, and the heads
-    axis: str | None = None  # the mesh axis that splits a layer's heads, where those of the cache are one device's
+    axis: str | tuple[()] | None = None  # the mesh axis that splits a layer's heads, if K are one device's; () for none
     heads_shape: Any  # (*L, B, K)
     num_slots: Any
     position: Any
@@ -154,12 +154,12 @@ class AnyKind:
     @property
     def all_heads(self) -> int:
         """Return the heads of a layer, with those on the other devices of a mesh."""
-        return self.heads_shape[-1] * (1 if self.axis is None else jax.lax.axis_size(self.axis))
+        return self.heads_shape[-1] * (jax.lax.axis_size(self.axis) if self.axis else 1)
 
     @property
     def first_head(self) -> int | Int[Array, ""]:
         """Return the number of its first head in the layer; not 0 only on a device of a mesh."""
-        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.heads_shape[-1]
+        return jax.lax.axis_index(self.axis) * self.heads_shape[-1] if self.axis else 0
 
     @property
     def nbytes(self) -> int:
@@ -229,6 +229,10 @@ class Stored(AnyKind):
 class KVCache(Stored):
     """Keys and values of the tokens that are kept; the module's docstring has the layout.
 
+    Inside a ``jax.shard_map`` of one's own the heads may be those of one device. A policy that joins the heads of a
+    layer has to know: ``dataclasses.replace(cache, axis="tensor")`` names the mesh axis that splits them, ``axis=()``
+    says that none does. Under ``jit`` alone, arrays may be split in any way, and nothing has to be said.
+
     Example:
         >>> import jax, kvjax, numpy as np
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
@@ -244,6 +248,7 @@ class KVCache(Stored):
     next_position: Int[Array, "B"]
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
+    axis: str | tuple[()] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @staticmethod
     def init(
@@ -373,6 +378,17 @@ class KVCache(Stored):
 def count_live(position: Int[Array, "*heads S"]) -> Int[Array, "*heads"]:
     """Count the slots that hold a token; compiled, so that a look from outside jit is one program."""
     return jnp.sum(position >= 0, axis=-1, dtype=jnp.int32)
+
+
+def check_all_heads(cache: AnyKind, who: str, joins: bool) -> None:
+    """Check, where something joins the heads of a layer, that a caller's ``shard_map`` has said how it splits them."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if joins and axes and cache.axis is None:
+        raise ValueError(
+            f"{who} joins the heads of a layer, but inside jax.shard_map over {', '.join(map(str, axes))} a cache may "
+            "have those of one device alone: say which axis splits them, dataclasses.replace(cache, "
+            f"axis={axes[-1]!r}), or that none does, axis=()."
+        )
 
 
 def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.caote_topk.api import caote_topk_unchecked
 from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
-from kvjax.cache import KVCache, with_layer
+from kvjax.cache import KVCache, check_all_heads, with_layer
 from kvjax.checks import check_count, check_tokens, plain, real_array
 from kvjax.insertion import Cache, check_cache
 from kvjax.merging import Merging, folded
@@ -191,6 +191,7 @@ def evict(
 
         evidence = cache.read(of_part, (scores, PARTS), outputs=PARTS)
     _check_layer(cache, layer, evidence.allocation)
+    check_all_heads(cache, f"the allocation {evidence.allocation.name!r}", not evidence.allocation.even)
     shape = cache.position.shape if layer is None else cache.position.shape[1:]
     if isinstance(evidence.scores, Array) and evidence.scores.shape != shape:
         raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {shape}.")
@@ -287,7 +288,7 @@ def _contest(
     measured = evidence.measured
     if measured is not None:
         measured = measured.reshape(layers, B, K, -1)
-        if axis is not None:  # a few numbers per head
+        if axis:  # a few numbers per head
             measured = jax.lax.all_gather(measured, axis, axis=2, tiled=True)
     budgets = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (layers, B))
     if evidence.window is not None:

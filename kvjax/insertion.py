@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.dispatch import of_layer
 from kvjax.cache import AnyKind, KVCache
 from kvjax.checks import is_known, plain, real_array
 from kvjax.paged import PagedCache
@@ -41,16 +43,18 @@ def insert(
         key: rotated keys of the new tokens; cast to the cache's dtype, or rounded to its eight bits.
         value: their values.
         position: their absolute positions, -1 for padding, which is not stored. By default they continue each row.
+            No row may hold one of them already, as if they began anew with each block.
         layer: the layer to write to in a stacked cache.
 
     Returns:
         The cache with the tokens in it and ``next_position`` moved past them. A paged cache takes pages for the heads
         that have no free slot. Tokens that do not fit are refused; under jit, where only the run knows it, a row whose
         tokens do not fit is NaN from then on: evict first, or give the cache a block more slots than the budget.
+        So are queries that see a token whose position a plain cache holds already.
 
     Raises:
-        ValueError: if keys and values do not fit the cache, or if there are more tokens than slots, or than free slots
-            (checked only outside jit, where the cache's contents are known).
+        ValueError: if keys and values do not fit the cache, or if there are more tokens than slots; or, outside jit,
+            where the cache's contents are known, than free slots, or if a position comes twice.
 
     Example:
         >>> import jax, kvjax, numpy as np
@@ -86,9 +90,30 @@ def checked_block(
     if is_known(cache.position, position, layer):
         if (lacking := cache.lacking(np.asarray(position), layer)) > 0:
             raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
+        if given is not None:
+            with jax.ensure_compile_time_eval():
+                twice = np.asarray(_twice(cache, jnp.asarray(position), layer))
+            if twice.any():
+                row, token = np.argwhere(twice)[0]
+                raise ValueError(
+                    f"position {int(position[row, token])} of row {row} comes twice, in the block or beside the cache: "
+                    "positions count from the beginning of the text, not of the block; leave position out, and they go "
+                    "on."
+                )
     else:
         check_fits(cache, T, given)
+        if given is not None and isinstance(cache, KVCache):
+            key = jnp.where(_twice(cache, position, layer)[..., None, None], jnp.nan, key)
     return key, value, position.astype(jnp.int32), layer  # int64, as under x64, would widen the cache
+
+
+def _twice(cache: Cache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> Bool[Array, "B T"]:
+    """Return which of a block's tokens have the position of a token of the row's that is held, or that precedes it."""
+    plain = isinstance(cache, KVCache)
+    slots = of_layer(cache.position, layer) if plain else cache.layer(layer).position
+    held = (position[:, :, None] == slots.reshape(len(position), 1, -1)).any(axis=2)
+    before = jnp.tril(position[:, :, None] == position[:, None], -1).any(axis=2)
+    return (position >= 0) & (held | before)
 
 
 def check_entering(
@@ -128,10 +153,10 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
     left a layer's sliding window.
 
     Args:
-        position: one per row, or one for all; a row whose ``next_position`` is not larger keeps all.
+        position: one per row, or one for all, from 0; a row whose ``next_position`` is not larger keeps all.
 
     Raises:
-        ValueError: if ``cache`` is not a cache, or there is not one integer per row.
+        ValueError: if ``cache`` is not a cache, or there is not one integer per row, or one is negative.
 
     Example:
         >>> import jax, kvjax, numpy as np
@@ -147,7 +172,9 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
     position, rows = real_array("position", position), cache.heads_shape[-2]
     if position.shape not in ((), (rows,)) or not jnp.issubdtype(position.dtype, jnp.integer):
         raise ValueError(f"position is {position.dtype} {position.shape}; expected integers ({rows},), one per row.")
-    end = jnp.broadcast_to(position, rows)
+    if is_known(position) and (np.asarray(position) < 0).any():
+        raise ValueError(f"position is {int(position.min())}; give the first position that is taken back, from 0.")
+    end = jnp.broadcast_to(jnp.maximum(position, 0), rows)
     return cache.map(lambda part, end: up_to(part, end).released(), (end, OF_ROWS))
 
 

@@ -21,6 +21,7 @@ from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, joined, mark_protected, scores_of_weights, update_scores
 from kvjax.projection import part_of
+from kvjax.topk import summed
 from kvjax.turning import next_index, turn_to_index, turn_to_rank
 from kvjax.window import join, observed
 
@@ -218,14 +219,13 @@ def _of_live(here: KVCache, columns: ColumnStatistics) -> ColumnStatistics:
     return jax.tree.map(lambda column: jnp.where(live(column), column, 0), columns)
 
 
-def of_layer(
-    policy: Policy, evidence: Evidence, heads: int, summed: Callable[[Array], Array] = lambda x: x
-) -> Evidence:
+def of_layer(policy: Policy, evidence: Evidence, cache: KVCache | PagedCache) -> Evidence:
     """Join what all heads of a layer have said; see :func:`kvjax.policy.joined`. CAOTE's weights stay as they are."""
     if isinstance(evidence.scores, Weights):
         return evidence
     assert evidence.protected is not None
-    scores = joined(policy, evidence.scores, evidence.stays, evidence.protected, heads, summed)
+    over_devices = functools.partial(summed, axis=cache.axis)
+    scores = joined(policy, evidence.scores, evidence.stays, evidence.protected, cache.all_heads, over_devices)
     return dataclasses.replace(evidence, scores=scores, stays=None)
 
 

@@ -210,7 +210,8 @@ def mass_factors(weights: Float[Array, "n t"], counts: Float[Array, "n"], bias: 
         ahead = jnp.where(again, new, new + (momentum - 1) / grown * (new - found))
         return (new, ahead, jnp.where(again, 1.0, grown)), None
 
-    (found, _, _), _ = jax.lax.scan(step, (start, start, jnp.float32(1)), None, length=STEPS)
+    first, _ = step((start, start, jnp.float32(1)), None)  # outside the loop, as in kernels_pallas/topk.py
+    (found, _, _), _ = jax.lax.scan(step, first, None, length=STEPS - 1)
     return jnp.where(jnp.any(weights > 0, axis=0), found, 1)
 
 

@@ -85,6 +85,9 @@ def folded[Part: Any](
         return _folded_layer(merging, cache, was, left, index, most)
 
     *stack, _, _ = cache.heads_shape
+    if stack and cache.bias is not None:  # new, it may be the same on all devices, but the loop's carry may not
+        bias = jnp.where(after < 0, cache.bias, cache.bias)
+        cache = dataclasses.replace(cache, entries=cache.entries | {"bias": bias})
     return jax.lax.fori_loop(0, stack[0], of_layer, cache) if stack else of_layer(None, cache)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.cache_attention.api import check_statistics
-from kvjax.cache import HeadState, KVCache, is_emptied
+from kvjax.cache import HeadState, KVCache, check_all_heads, is_emptied
 from kvjax.chains import LINKS, policy_of
 from kvjax.checks import check_count
 from kvjax.layer import LayerBlock, ask, attend_heads, inserted, with_scores
@@ -159,6 +159,7 @@ def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
             f"{policy.name!r} {policy.needs.of_text} their positions in the text, but the cache's positions are "
             f"{cache.positions!r}; make it with positions='absolute'."
         )
+    check_all_heads(cache, repr(policy.name), policy.heads == "layer" or not policy.allocation.even)
     B, K = cache.heads_shape[-2:]
     check_state(policy, cache.head_dim, K, G)
     made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.head_dim))

@@ -98,12 +98,12 @@ def observe_each(
         kind = _observed(policy, largest)
         together[kind] = together.get(kind, Needs()) | policy.needs
     seen = {kind: attend_heads(taken, block, needs, context, cache) for kind, needs in together.items()}
-    said, states, heads = [], [], jnp.arange(cache.heads_shape[-1])
+    said, states, heads = [], [], cache.first_head + jnp.arange(cache.heads_shape[-1])
     for policy, state, budget in zip(chosen, taken.state, of_shares, strict=True):
         _, columns, turned, here = seen[_observed(policy, largest)]
         own = dataclasses.replace(choosable(here, context), state=state)
         evidence, state = ask(policy, own, turned, columns, heads, shares_of(cache, budget), context)
-        said.append(with_scores(of_layer(policy, evidence, len(heads)), own))
+        said.append(with_scores(of_layer(policy, evidence, cache), own))
         states.append(state)
     return next(iter(seen.values()))[0], updated(cache, taken, own.position, tuple(states), context), tuple(said)
 

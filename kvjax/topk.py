@@ -20,7 +20,7 @@ def best_of_groups(
     group: Int[Array, "*heads"],
     budget: Int[Array, "groups"],
     groups: int,
-    axis: str | None = None,
+    axis: str | tuple[()] | None = None,
 ) -> Bool[Array, "*heads S"]:
     """Return a mask of the ``budget`` best live slots of each group: :func:`keep_mask` with several heads per budget.
 
@@ -43,9 +43,9 @@ def best_of_groups(
     return stays | (tied & (order >= last))
 
 
-def summed(x: Shaped[Array, "*shape"], axis: str | None) -> Shaped[Array, "*shape"]:
-    """Return the sum over the devices of a mesh axis, or the array itself for None: all is on one device."""
-    return x if axis is None else jax.lax.psum(x, axis)
+def summed(x: Shaped[Array, "*shape"], axis: str | tuple[()] | None) -> Shaped[Array, "*shape"]:
+    """Return the sum over the devices of a mesh axis, or the array itself for None or (): all is on one device."""
+    return jax.lax.psum(x, axis) if axis else x
 
 
 def share_of(share: int | float, budget: Any) -> Any:

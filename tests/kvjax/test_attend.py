@@ -93,3 +93,17 @@ def test_in_a_scan_and_under_vmap_blocks_give_what_calls_give():
     each, out = jax.jit(jax.vmap(scan, in_axes=(0, 1)))(rows, [x[:, :, None] for x in given])
     np.testing.assert_allclose(np.moveaxis(out[:, :, 0], 0, 1), outs, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(each.position[:, 0], cache.position)
+
+
+def test_positions_that_begin_anew_with_each_block_are_nan_under_jit():
+    """Outside jit they are refused: tests/bad_input/calls.txt."""
+    (*block, _), relative = next(blocks([(3, 3)])), np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    first, cache = step("h2o", budget=BUDGET)(start(kvjax.parse("h2o")), *block, relative)
+    second, _ = step("h2o", budget=BUDGET)(cache, *block, relative)
+    assert np.isfinite(first).all() and np.isnan(second).all()
+
+
+def test_taking_back_from_below_0_under_jit_takes_all():
+    cache = jax.jit(lambda: kvjax.insert(start(), *(np.ones((B, T, K, D), np.float32),) * 2))()
+    cache = jax.jit(kvjax.rewind)(cache, np.array([-1, 2]))
+    assert cache.next_position.tolist() == [0, 2] and num_live(cache).tolist() == [[0] * K, [2] * K]
