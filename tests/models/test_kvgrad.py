@@ -7,6 +7,7 @@ import sys
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -135,3 +136,28 @@ def test_a_change_has_a_direction_that_lengths_have_not():
 def _projection(weight):
     gram = np.einsum("kgde,kgfe->kgdf", weight, weight)
     return kvjax.OutputProjection(weight=weight, gram=gram)
+
+
+@pytest.mark.parametrize(
+    "name", ["kvgrad(sinks=0,measure='change')", "kvgrad(sinks=0)", "kvzip(sinks=0)", "dapq(window=2)"]
+)
+def test_a_window_that_no_position_reaches_changes_no_score(name):
+    """Layers without a window have such a one in a model with windows. Copies weigh in an output whose change counts."""
+    policy, rng = kvjax.parse(name), np.random.default_rng(0)
+    text, copies = (rng.normal(size=(1, n, 4, 4)).astype(np.float32) for n in (4, 2))
+    gradient, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 2, 6), (2, 4, 6)))
+    part = kvjax.Reconstructed(*(jnp.array([x]) for x in (0, 2, 4)), sinks=None)
+
+    def scores(window):
+        context = kvjax.Context(
+            projection=kvjax.output_projection(weight, 1, ["weight", "gram"]), sliding_window=window,
+            reconstructed=part, gradient=gradient,
+        )  # fmt: skip
+        cache = kvjax.empty_cache(policy, kv_heads=1, query_heads=2, head_dim=4, budget=4, block=4)
+        cache = kvjax.insert(cache, text[:, :, :1], text[:, :, 1:2])
+        return kvjax.observe(
+            cache, copies[:, :, :2], copies[:, :, 2:3], copies[:, :, 3:], policy=policy, context=context
+        )[2].scores
+
+    plain, windowed = jax.jit(lambda: (scores(None), scores(np.int32(1000))))()
+    np.testing.assert_allclose(windowed, plain, rtol=1e-6)
