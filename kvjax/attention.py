@@ -72,8 +72,9 @@ def attend(
 
     Raises:
         ValueError: if shapes do not fit; if the tokens do not fit into the cache (under jit, into what a known budget
-            leaves free); if a known budget is below 1 or smaller than what the policy protects; or if the allocation
-            needs the scores of all layers (use :func:`observe`).
+            leaves free); if a known budget is below 1 or smaller than what the policy protects; if the allocation
+            needs the scores of all layers (use :func:`observe`); or if the policy scores tokens while they are repeated
+            (:func:`kvjax.kvzip`), and this block repeats none.
 
     Example:
         >>> import functools, jax, kvjax, numpy as np
@@ -96,6 +97,12 @@ def attend(
     if policy is not None and budget is not None and together:
         whole = f"a {'paged' if cache.paged else 'plain'} cache of {cache.heads_shape[0]} layers"
         raise ValueError(f"{policy.name!r} cannot evict from one layer of {whole}: kvjax.observe all, then evict once.")
+    wanted = None if policy is None else policy.needs.reconstruction
+    if wanted is not None and not wanted.pseudo and budget is not None and context.reconstructed is None:
+        raise ValueError(
+            f"{policy.name!r} scores tokens while the text is repeated, but this block repeats nothing: attend without "
+            "a budget, then to the copies with Context(reconstructed=...) and the budget, or run models.prefill."
+        )
     block = _checked(cache, query, key, value, position, policy, context)
     return attend_unchecked(cache, block, policy, budget, context)
 

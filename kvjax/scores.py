@@ -538,13 +538,16 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
     ``when="block"`` each block is repeated as soon as it has come in, then its copies are taken back and the policy
     evicts: the cache never holds more than the budget, a block and its copies, and older tokens keep the scores that
     they got when they came in. The tokens of an answer are repeated ``evict_every`` at a time. What fits the budget is
-    not repeated; the cache remembers its tokens, so that a later call can do so.
+    not repeated; the cache remembers its tokens, so that a later call can do so. Until then a token scores 0.
 
     Args:
         chunk: how many tokens are repeated at a time, at most a block with ``when="block"``; 2048 as in the paper and
             in kvpress.
         sinks: how many first tokens always stay, and are seen with every chunk; 4 as in kvpress.
         visible: whether the weights are of attention over the "part" that is repeated, or over the whole "cache".
+
+    Raises:
+        ValueError: when :func:`kvjax.attend` is to evict after a block that repeats nothing.
 
     Example:
         >>> import kvjax
@@ -590,7 +593,8 @@ def kvgrad(
             cross-entropy of the repeated tokens.
 
     Raises:
-        ValueError: when it runs without the gradient of the block, or without the layer's output projection.
+        ValueError: when it runs without the gradient of a copy, or without the layer's output projection; or when
+            :func:`kvjax.attend` is to evict after a block that repeats nothing.
 
     Example:
         >>> import kvjax

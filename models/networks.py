@@ -8,22 +8,24 @@ policies and selections read. A new one is one file, with its config (a frozen d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
 from kvjax import Policy, Prediction
-from kvjax.checks import shown
+from kvjax.checks import is_known, shown
 from kvjax.registry import Registry
 from kvjax.sources import Source
 from models import fingerprints
@@ -222,7 +224,20 @@ def _fitting(
             f"the {network.name} is of another model, with {', '.join(sizes)} = {theirs}; this one has {ours}. Train "
             "one for this model."
         )
+    parameters = parameters_of(network)
+    if is_known(*parameters.values()) and not _all_finite(parameters):
+        wrong = sorted(name for name, array in parameters.items() if not _all_finite({name: array}))
+        raise ValueError(
+            f"the {network.name} has NaN or infinite numbers in {', '.join(wrong)}, with which all tokens score alike; "
+            "train it again, or load another."
+        )
     return network
+
+
+@jax.jit
+def _all_finite(parameters: dict[str, Array]) -> Bool[Array, ""]:
+    """Return whether all numbers are finite: under jit, a score of NaN would go unnoticed."""
+    return functools.reduce(jnp.logical_and, (jnp.isfinite(array).all() for array in parameters.values()))
 
 
 def kinds_for(wanted: frozenset[str]) -> list[Any]:
@@ -338,6 +353,10 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
         wrong = sorted(own for own in {*shapes, *expected} if shapes.get(own) != expected.get(own))
         raise ValueError(
             f"{folder / weights_file} does not fit its {config_file} in {', '.join(wrong)}; copy both again."
+        )
+    if wrong := sorted(own for own, tensor in tensors.items() if not np.isfinite(tensor.astype(float)).all()):
+        raise ValueError(
+            f"{folder / weights_file} holds NaN or infinite numbers in {', '.join(wrong)}; train or copy it again."
         )
     return kind(config, {own: jax.device_put(tensor.astype(wanted or tensor.dtype)) for own, tensor in tensors.items()})
 

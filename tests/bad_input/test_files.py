@@ -98,6 +98,12 @@ def renamed(before: str, after: str) -> Change:
     return lambda folder: (folder / before).rename(folder / after)
 
 
+def broken(folder: Path) -> None:
+    held = load_file(folder / "butler.safetensors")
+    next(iter(held.values()))[...] = np.nan
+    save_file(held, folder / "butler.safetensors")
+
+
 MISSING = ("has no config.json", "neither model.safetensors nor", "lacks the file")  # these are FileNotFoundErrors
 
 

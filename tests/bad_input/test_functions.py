@@ -106,6 +106,12 @@ def run(**changes: Any) -> Any:
     return models.generate(model(), given.pop("tokens"), **given)
 
 
+def broken(network: Any, name: str) -> Any:
+    parameter = getattr(network, name)
+    parameter[...] = parameter[...].at[-1].set(np.nan)
+    return network
+
+
 def chat(template: str | None) -> str:
     tokenizer = models.Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, template)
     return tokenizer.chat([{"role": "user", "content": "Hello"}])
