@@ -31,11 +31,11 @@ from models.commands.programs import make_room
 
 EXAMPLES = """examples:
   python -m evals generation --model smollm2-answers --lengths 4000 --budgets 256,512 --samples 4 --out runs/generation
-      --policies full,h2o,tova,snapkv,rkv,kvzip@model(normalise=False) --plot out.png
-  python -m evals generation --lengths 400 --budgets 128 --samples 2 --policies full,h2o
+      --plot out.png
+  python -m evals generation --lengths 400 --budgets 128 --samples 2 --policies full,tova
 """
 TITLE = "Facts and results of a generation, asked at its end"
-POLICIES = "full,h2o,tova,snapkv,rkv,kvzip@model(normalise=False)"
+POLICIES = "full,h2o+protect(recent=0.5),tova,snapkv,rkv,kvzip@model(normalise=False)"
 TASKS = ("facts", "results")
 
 

@@ -51,7 +51,7 @@ EXAMPLES = """examples:
   python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B
       --model_args "pretrained=path/to/Llama-3.2-1B,policy=snapkv(window=8)+caote,budget=0.5" --limit 100
   python -m evals lm_eval --tasks piqa --model_args pretrained=path/to/Llama-3.2-1B,select=quest,budget=0.5
-  python -m evals lm_eval --tasks mine --include_path tasks --model_args pretrained=retriever,policy=h2o,budget=64
+  python -m evals lm_eval --tasks mine --include_path tasks --model_args pretrained=retriever,policy=tova,budget=64
 """
 
 

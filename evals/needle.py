@@ -25,7 +25,7 @@ from models import commands
 # With the embedded model good policies differ at the first once after the prompt, at the second after every block.
 BUDGETS = "40,128"
 EXAMPLES = """examples:
-  python -m evals needle --policies full,h2o,h2o+caote,snapkv,snapkv+caote --budgets 40,128 --plot needle.png
+  python -m evals needle --policies full,tova,tova+caote,snapkv,snapkv+caote --budgets 40,128 --plot needle.png
   python -m evals needle --policies tova,snapkv+caote --against snapkv
   python -m evals needle --model path/to/Llama-3.2-1B --lengths 4096,8192 --budgets 0.25 --when prompt --json out.json
 """

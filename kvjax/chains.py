@@ -174,6 +174,7 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
         links=links,
         base=True,
         nonnegative=any(link.nonnegative for link in links),
+        cumulative=any(link.cumulative for link in links),
         published=next((link.published for link in reversed(links) if link.published is not None), None),
         merging=mergings[0] if mergings else None,
         **chosen,

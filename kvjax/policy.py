@@ -85,6 +85,8 @@ class Policy:
         base: whether it makes scores rather than changing them.
         nonnegative: whether its scores are never negative, as caote needs them. A link that changes scores may leave
             this False if non-negative scores stay non-negative.
+        cumulative: whether a token's score is a sum over all queries so far: it never falls, and in decode a new token,
+            which few queries have seen, leaves before any old one unless recent tokens are protected.
         needs_nonnegative: whether the scores that it changes must be non-negative.
         heads: which heads share one set of tokens: each query "group", all of a "layer", or each "query" head alone.
         positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
@@ -102,6 +104,7 @@ class Policy:
     links: tuple[Policy, ...] = ()
     base: bool = False
     nonnegative: bool = False
+    cumulative: bool = False
     needs_nonnegative: bool = False
     heads: Heads = "group"
     positions: Positions = "absolute"

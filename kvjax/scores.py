@@ -33,7 +33,8 @@ def h2o(*, accumulate: bool = True) -> Policy:
     """Score a token by the attention that it has received, summed over queries (H2O, arXiv 2306.14048).
 
     Its authors' code gives half of the slots to these heavy hitters and half to the newest tokens, each a tenth of the
-    prompt: ``h2o+protect(recent=0.5)``.
+    prompt: ``h2o+protect(recent=0.5)``. Without such protection the cache freezes in decode: sums of old tokens never
+    fall, so each new token leaves before them, and none of an answer's last tokens is kept. A run warns of it.
 
     Args:
         accumulate: sum over all queries so far, as in the paper and its authors' code; False sums over the current
@@ -57,7 +58,7 @@ def h2o(*, accumulate: bool = True) -> Policy:
         return jnp.stack(state, axis=2), state
 
     needs = Needs(frozenset({"sum"}))
-    return Policy("h2o", init, update, needs, base=True, nonnegative=True, published=published)
+    return Policy("h2o", init, update, needs, base=True, nonnegative=True, cumulative=True, published=published)
 
 
 @register

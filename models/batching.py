@@ -78,7 +78,7 @@ class Engine:
     Example:
         >>> import models
         >>> model = models.Decoder.tiny()
-        >>> engine = models.Engine(model, rows=2, policy="h2o", budget=16, block=8)
+        >>> engine = models.Engine(model, rows=2, policy="tova", budget=16, block=8)
         >>> handles = [engine.submit(range(length)) for length in (40, 9, 21)]
         >>> answers = {handle: [] for handle in handles}
         >>> for made in engine.run():

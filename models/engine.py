@@ -205,7 +205,7 @@ def stream(
         >>> import models
         >>> model, prompts = models.Decoder.tiny(), [range(40)]
         >>> steps = models.stream(
-        ...     model, prompts, policy="h2o", budget=16, block=8, max_new_tokens=4
+        ...     model, prompts, policy="tova", budget=16, block=8, max_new_tokens=4
         ... )
         >>> [cache.num_live.max().item() for tokens, cache in steps]
         [16, 16, 16, 16]

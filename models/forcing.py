@@ -57,7 +57,7 @@ def teacher_forced(
         >>> import models
         >>> model = models.Decoder.tiny()
         >>> cache, hidden = models.teacher_forced(
-        ...     model, [range(40)], prompt=8, policy="h2o", budget=16, block=8
+        ...     model, [range(40)], prompt=8, policy="tova", budget=16, block=8
         ... )
         >>> hidden.shape, cache.num_live.max().item(), cache.next_position.item()
         ((1, 33, 32), 16, 40)

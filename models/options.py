@@ -129,7 +129,7 @@ class Options:
     Example:
         >>> import models
         >>> model = models.Decoder.tiny()
-        >>> options = models.Options(policy="h2o", budget=16, block=8, max_new_tokens=4)
+        >>> options = models.Options(policy="tova", budget=16, block=8, max_new_tokens=4)
         >>> prefilled = models.prefill(model, [range(40)], options=options)
         >>> models.generate(model, prefilled, options=options).tokens.shape
         (1, 4)

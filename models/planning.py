@@ -29,7 +29,7 @@ from models.options import Options
 from models.plan import Plan, Rows, Sizes
 from models.prompts import CheckedPrompt, Kept, cache_heads, ways_of
 from models.selecting import Selection, checked_selection
-from models.sizing import budgets_of, held_of, layout_of, rounded, sized, with_pages, with_slots
+from models.sizing import budgets_of, copied, held_of, layout_of, rounded, sized, with_pages, with_slots
 from models.steps import Run
 
 _HERE = (os.path.dirname(__file__) + os.sep,)  # so that a warning names the line that called this package
@@ -79,6 +79,9 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     if fits_biases(policy):
         _check_fitted(config, plan, kept is not None and kept.spent and bool((text.context > 0).any()))
     sizes = sized(config, plan, prompt, options, budgets, traced)
+    _warn_of_copies(config, plan, prompt, options)
+    if policy.cumulative and overflowing(plan, prompt, options)[1].any():
+        _warn_of_sums(policy, int(budgets.min()))
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
     rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + text.questions, most))))
@@ -251,6 +254,39 @@ def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_
             "again among what is left: hold them back with question=, or give no policy.",
             skip_file_prefixes=_HERE,
         )
+
+
+def _warn_of_sums(policy: Policy, budget: int) -> None:
+    """Warn, unless recent tokens stay, that an answer's leave first, as sums over all queries never fall."""
+    if policy.protected(budget)[1]:
+        return
+    chain = f"{policy.chain_name}+protect(recent=0.5)"
+    warnings.warn(
+        f"{policy.name!r} sums attention over all queries, which new tokens have had little of: in decode each leaves "
+        "before the old ones, and what the model has just written is not kept. Keep half for the newest tokens, as "
+        f"H2O's authors do: {policy.name.replace(policy.chain_name, chain, 1)!r}.",
+        skip_file_prefixes=_HERE,
+    )
+
+
+def _warn_of_copies(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options) -> None:
+    """Warn if a text is within the model's positions, but the tokens that are fed again behind it are not."""
+    policy, text, most = plan.policy, prompt.text, config.max_positions
+    assert policy is not None
+    if policy.needs.reconstruction is None:
+        return
+    part = int(text.context.max()) if plan.when == "prompt" else options.block
+    ends = (text.start + text.context, part), (text.start + text.lengths + options.reserve, plan.evict_every)
+    for rows, (end, size) in zip(overflowing(plan, prompt, options), ends, strict=True):
+        behind = end + np.array([copied(policy, min(size, int(n))) for n in end])
+        if (late := rows & (end <= most) & (behind > most)).any():
+            warnings.warn(
+                f"{policy.name!r} feeds tokens again at positions up to {behind[late].max() - 1:,}, but the model was "
+                f"made for texts of {most:,} tokens, so what they attend to may mean little: give a shorter text, or "
+                "fewer tokens at a time (chunk= or window=).",
+                skip_file_prefixes=_HERE,
+            )
+            return
 
 
 def _stored(own: str, asked: DtypesLike | None, traced: bool) -> tuple[Dtypes, tuple[str | None, ...]]:

@@ -78,7 +78,7 @@ class Conversation:
         >>> import models
         >>> from models.commands.chat import Conversation
         >>> talk = Conversation(
-        ...     *models.load("retriever"), policy="h2o", budget=64, block=32,
+        ...     *models.load("retriever"), policy="tova", budget=64, block=32,
         ...     max_new_tokens=4
         ... )
         >>> said = "The code of amber falcon is 4719. The river was calm.\\n"

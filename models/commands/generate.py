@@ -40,7 +40,7 @@ from models.sizes import full_cache_bytes
 from models.sizing import checked_budget
 
 EXAMPLES = """examples:
-  python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
+  python -m models.generate retriever --prompt-file book.txt --policy "h2o+caote+protect(recent=0.5)" --budget 512
   python -m models.generate retriever --prompt-file book.txt --policy laprox@model --budget 0.2 --when prompt
   python -m models.generate retriever --prompt-file book.txt --select "quest(page_size=16)" --budget 256 --sinks 4
   python -m models.generate path/to/model --prompt-file book.txt --policy zap+caote --networks scorer/ --budget 512

@@ -47,7 +47,7 @@ def test_a_full_budget_predicts_a_text_as_the_full_cache_does():
     feed = answering.Feed(block=8)
     full, ample, tight = (
         generation.read(decoder(), texts, Setting(policy, budget, "block", "unknown"), feed)[1]
-        for policy, budget in (("full", None), ("h2o", 64), ("h2o", 16))
+        for policy, budget in (("full", None), ("tova", 64), ("tova", 16))
     )
     for text, loss in zip(texts, full, strict=True):
         said = reference.softmax(run(text).logits)[np.arange(len(text) - 1), text[1:]]
@@ -57,14 +57,14 @@ def test_a_full_budget_predicts_a_text_as_the_full_cache_does():
 
 
 def test_the_command_asks_about_a_text_that_it_has_read_once(tmp_path, capsys):
-    arguments = "generation --lengths 200 --facts 1 --samples 2 --batch 2 --budgets 64 --policies full,h2o --block 32"
+    arguments = "generation --lengths 200 --facts 1 --samples 2 --batch 2 --budgets 64 --policies full,tova --block 32"
     arguments += f" --out {tmp_path / 'out'} --json {tmp_path / 'out.json'}"
     assert main(arguments.split()) == 0
     told = capsys.readouterr().out
     assert "2 texts of 200 tokens, 1 facts and 1 results each" in told and "against full" in told
     rows = {row["policy"]: row for row in json.loads((tmp_path / "out.json").read_text())["results"]}
-    assert set(rows) == {"full", "recency", "h2o"} and rows["full"]["score"] == 1.0
+    assert set(rows) == {"full", "recency", "tova"} and rows["full"]["score"] == 1.0
     assert "increase" not in rows["full"]
-    np.testing.assert_allclose(rows["h2o"]["increase"], rows["h2o"]["perplexity"] / rows["full"]["perplexity"] - 1)
+    np.testing.assert_allclose(rows["tova"]["increase"], rows["tova"]["perplexity"] / rows["full"]["perplexity"] - 1)
     written = (tmp_path / "out" / "samples.jsonl").read_bytes()
     assert main(arguments.split()) == 0 and (tmp_path / "out" / "samples.jsonl").read_bytes() == written

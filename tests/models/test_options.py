@@ -1,6 +1,7 @@
 """Test what a run is told: settings in one value or arguments, when it evicts, and what it refuses before it begins."""
 
 import dataclasses
+import functools
 import warnings
 from typing import get_type_hints
 
@@ -85,7 +86,49 @@ def test_sage_warns_where_it_is_chosen_anew_by_every_block():
         warnings.simplefilter("error")
         models.stream(decoder(), DOCUMENT, block=8, when="published", **settings)
         models.stream(decoder(), DOCUMENT, block=64, **settings)
-        models.stream(decoder(), DOCUMENT, block=8, **settings | dict(policy="h2o"))
+        models.stream(decoder(), DOCUMENT, block=8, **settings | dict(policy="tova"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "better"),
+    [("h2o", "h2o+protect(recent=0.5)"), ("h2o+caote+pool@layer", "h2o+caote+pool+protect(recent=0.5)@layer")],
+)
+def test_sums_that_never_fall_are_warned_of_where_an_answer_evicts(policy, better):
+    with pytest.warns(UserWarning, match="what the model has just written is not kept") as caught:
+        models.stream(decoder(), DOCUMENT, policy=policy, budget=16, block=8, max_new_tokens=2)
+    said = str(caught[0].message)
+    assert said.startswith(f"{policy!r} sums attention over all queries") and said.endswith(f"authors do: {better!r}.")
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_sums_are_not_warned_of_where_nothing_new_leaves():
+    stream = functools.partial(models.stream, decoder(), DOCUMENT, block=8, max_new_tokens=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for policy in ("h2o+protect(recent=0.5)", "h2o(accumulate=False)", "tova+caote", "snapkv(window=4)"):
+            stream(policy=policy, budget=16)
+        stream(policy="h2o", budget=16, evict_every=0)
+        stream(policy="h2o", budget=62)
+
+
+@pytest.mark.matrix
+def test_plain_sums_freeze_and_half_for_the_newest_keeps_them():
+    kept = {}
+    for policy in ("h2o", "h2o+protect(recent=0.5)"):
+        with warnings.catch_warnings(action="ignore"):
+            out = models.generate(decoder(), DOCUMENT, policy=policy, budget=24, block=8, max_new_tokens=100, end=())
+        kept[policy] = int((np.asarray(out.cache.position) >= len(DOCUMENT[0]) + 70).sum(-1).max())
+    assert kept == {"h2o": 0, "h2o+protect(recent=0.5)": 12}
+
+
+def test_copies_beyond_the_model_s_positions_are_warned_of():
+    stream = functools.partial(models.stream, decoder(CONFIG), np.zeros((1, 50), int), block=8, max_new_tokens=1)
+    with pytest.warns(UserWarning, match="tokens again at positions up to 65, but the model was made for texts of 64"):
+        stream(policy="kvzip(chunk=8)", budget=16, evict_every=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stream(policy="kvzip(chunk=4)", budget=16, evict_every=0)
+        stream(policy="kvzip(chunk=8)", budget=51, evict_every=0)
 
 
 def test_the_warning_names_the_line_that_asked(monkeypatch):
@@ -112,13 +155,13 @@ def test_positions_are_enough_for_prompt_and_answer_or_tokens_are_evicted(model)
     with pytest.raises(ValueError, match=said):  # what is refused is refused here already
         models.stream(model, TOKENS, max_new_tokens=25, end=())
     assert iter(models.stream(model, TOKENS, max_new_tokens=24, end=()))
-    assert iter(models.stream(model, np.tile(TOKENS, (1, 3)), policy="h2o", budget=8, block=8, end=()))
+    assert iter(models.stream(model, np.tile(TOKENS, (1, 3)), policy="tova", budget=8, block=8, end=()))
 
 
 @pytest.mark.parametrize(("options", "slots"), [({}, 10), (dict(fit_prompt=True), 10), (dict(fit_prompt=False), 72)])
 def test_a_short_prompt_takes_no_more_slots_than_it_has_tokens_unless_sizes_are_to_be_few(options, slots):
     given = check_prompt(decoder(), np.zeros((1, 10), int), None, None)
-    assert plan_run(decoder(), given, Options("h2o", 64, 8, **options))[1].slots == slots
+    assert plan_run(decoder(), given, Options("tova", 64, 8, **options))[1].slots == slots
 
 
 def test_what_does_not_fit_its_budget_is_repeated_and_what_fits_is_not():
