@@ -385,7 +385,7 @@ def command(flags: argparse.Namespace) -> None:
         models.stream(
             model, chunks[: flags.batch, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
             when=setting.when, cache_dtype=setting.cache_dtype, networks=aids.of(setting),
-            question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
+            question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1, evict_every=0,
         )  # fmt: skip
     simulated = sum(selection.name != "full" for selection in chosen) * sum(map(bool, sparsities))
     with commands.progress_bar("chunk", total=len(chunks) * (1 + simulated + len(settings))) as progress:
