@@ -150,7 +150,7 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
     """Take back the tokens from a position on: their slots are free, and the next token gets that position.
 
     What a policy has learned of other tokens from them stays. Evicted tokens do not come back, nor do those that have
-    left a layer's sliding window.
+    left a layer's sliding window, nor the queries that a policy dropped for theirs (:func:`kvjax.rkv`).
 
     Args:
         position: one per row, or one for all, from 0; a row whose ``next_position`` is not larger keeps all.

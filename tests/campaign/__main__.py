@@ -42,7 +42,7 @@ def shrink(case: Case, outcome: Outcome, seconds: float) -> tuple[Case, Outcome]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    warnings.filterwarnings("ignore", ".*made to choose once")
+    warnings.filterwarnings("ignore", ".*(made to choose once|sums attention over all queries)")
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600, help="how long to draw")
     parser.add_argument("--cases", type=int, help="how many cases, rather than how long")

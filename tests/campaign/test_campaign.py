@@ -74,25 +74,28 @@ def test_every_way_is_drawn_and_a_case_is_read_from_what_was_printed():
     assert all(from_json(str(case)) == case for case in cases)
 
 
-def test_half_of_the_programs_of_a_way_have_a_policy_that_it_is_for():
+def test_a_share_of_the_programs_of_a_way_have_a_policy_that_it_is_for():
     for name, way in ways.WAYS.items():
         if way.wanted is not None:
             drawn = [next(ways.draw(5, number, only=name), None) for number in range(80)]
             cases = [case for case in drawn if case is not None]
             wanted = [case for case in cases if way.wanted(case.policy)]
-            assert 0.3 * len(cases) < len(wanted) < 0.8 * len(cases) and all(way.fits(case) for case in cases)
+            least, most = ((way.share + shift) * len(cases) for shift in (-0.2, 0.3))
+            assert least <= len(wanted) <= most and all(way.fits(case) for case in cases), name
 
 
 WAYS = (  # by layer, of which few programs are made
-    "by layer", "engine", "turns: turn, repeated", "scales: 1", "equal: heads", "dtypes: bfloat16",
+    "by layer", "engine", "turns: turn, repeated", "match: turn", "rewind", "repetition", "scales: 1", "equal: heads",
+    "dtypes: bfloat16",
 )  # fmt: skip
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_a_case_of_each_way_is_ok(way):
+    policy = "rkv(window=2)" if way == "rewind" else "h2o"
     way = way if way == "by layer" else way + BY_LAYER
-    outcome = check(Case(layers=2, lengths=(9, 5), width=9, new=2, way=way, entry="stream"))
+    outcome = check(Case(layers=2, lengths=(9, 5), width=9, new=2, way=way, entry="stream", policy=policy))
     assert outcome.kind in ("ok", "undecided"), outcome.why
 
 

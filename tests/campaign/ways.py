@@ -49,7 +49,7 @@ SHARE_OF_WAYS = 0.6  # of the programs
 class Way(NamedTuple):
     """``check`` runs a case, given what is asked of the way; ``fits`` tells which cases it can; ``asked``: of what.
 
-    Half of its programs have a policy that is ``wanted``, if that is not None, and ``with_it`` changes these.
+    A ``share`` of its programs have a policy that is ``wanted``, if that is not None, and ``with_it`` changes these.
     """
 
     check: Callable[[Case, str], Outcome]
@@ -58,6 +58,7 @@ class Way(NamedTuple):
     by_layer: bool = True  # whether it may be asked for by layer
     changes: Mapping[str, Any] = MappingProxyType({})
     wanted: Callable[[str], bool] | None = None
+    share: float = 0.5
     with_it: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -75,7 +76,7 @@ def draw(
         way = WAYS[name := d.one(*fitting)]
         asked, layers = d.one(*way.asked), BY_LAYER if way.by_layer and d.maybe(0.25) else ""
         changes = dict(way.changes) | dict(way=f"{name}: {asked}".removesuffix(": ") + layers)
-        if way.wanted is not None and d.maybe(0.5):
+        if way.wanted is not None and d.maybe(way.share):
             drawn = list(cases.draw(seed, number, eight_bits, meshes=0, wanted=way.wanted))
             changes |= way.with_it
         for case in drawn:
@@ -221,6 +222,38 @@ def turns(case: Case, asked: str) -> Outcome:
     return worst(outcomes)
 
 
+def rewound(case: Case, _: str) -> Outcome:
+    """What was tried behind a kept cache and is taken back leaves no trace in a turn that follows."""
+    assert _learns_nothing(case.policy), "which the reference, that has not seen it, cannot know"
+    case = _in_slots(case)
+    rng, weights = _rng(case), weights_of(case)
+    model, texts, B = model_of(case, weights), case.prompts(), len(case.lengths)
+    settings, lengths = settings_of(case), np.array(case.lengths)
+    kept = models.prefill(model, texts, lengths=lengths, **settings).cache
+    count = rng.integers(1, 2 * QUESTION + 1, B)
+    count[rng.integers(B)] = 2 * QUESTION
+    # A turn of one block, which has as many tokens as any window: queries that were pushed out of it do not come back.
+    widths = 2 * QUESTION, min(QUESTION, case.block)
+    tried, turn = (rng.integers(0, cases.VOCABULARY, (B, width)) for width in widths)
+    asked = dict(lengths=count, question=count, max_new_tokens=2, evict_every=0, end=())
+    left = models.generate(model, tried, cache=kept, **asked, **settings).cache
+    back = kvjax.rewind(models.stacked(left), lengths)
+    asked = dict(max_new_tokens=case.new, evict_every=case.evict_every, end=case.end)
+    out = models.generate(model, turn, cache=back, **asked, **settings)
+    held, tokens, outcomes = held_of(out.cache), answers(case, out), []
+    for row in range(B):
+        text, how = [*texts[row, : lengths[row]], *turn[row]], dict(question=0, turns=[int(lengths[row])])
+        outcomes.append(against(case, weights, row, Row(tokens[row], None, held.row(row), []), text, **how))
+    return worst(outcomes)
+
+
+def _learns_nothing(policy: str) -> bool:
+    """Return whether an R-KV remembers of the text nothing but its last queries."""
+    case = Case(policy=policy)
+    learning = {"critical", "cam", "match"} & {link.partition("(")[0] for link in case.links}
+    return case.base == "rkv" and not learning and case.allocation.partition("(")[0] not in ("cake", "d2o")
+
+
 def _loaded(cache: Any, case: Case) -> Any:
     """The cache behind a file."""
     policy, budget = case.policy, None if case.policy == "full" else case.budget
@@ -337,8 +370,11 @@ def _begins_windows(policy: str) -> bool:
 
 
 def _goes_on(case: Case) -> bool:
-    fixed = case.rope in ("dynamic", "longrope", "longrope_beyond")
-    return _is_exact(case) and case.base != "butler" and not fixed
+    return _is_exact(case) and _turns(case)
+
+
+def _turns(case: Case) -> bool:
+    return case.base != "butler" and case.rope not in ("dynamic", "longrope", "longrope_beyond")
 
 
 def _is_exact(case: Case) -> bool:
@@ -362,6 +398,19 @@ WAYS: dict[str, Way] = {
     ),
     "engine": Way(engine, _joins, changes=dict(question=None)),
     "turns": Way(turns, _goes_on, TURNS, changes=dict(question=None)),
+    "match": Way(
+        turns, lambda case: _one_device(case) and _turns(case) and not any(case.windows) and case.family != "gemma2",
+        ("turn",), changes=dict(question=None, when="block"),
+        wanted=lambda policy: "match" in Case(policy=policy).links and not policy.startswith("butler"),
+    ),
+    "rewind": Way(
+        rewound, lambda case: _goes_on(case) and not any(case.windows), changes=dict(question=None),
+        wanted=_learns_nothing, share=1.0,
+    ),
+    "repetition": Way(
+        lambda case, _: plain(case), lambda case: _one_device(case) and any(case.windows),
+        wanted=lambda policy: "measure='change'" in policy,
+    ),
     "scales": Way(scales, lambda case: _one_device(case) and _has_no_scale(case), ("1", "2", "3"), wanted=_divides),
     "equal": Way(equal, _is_exact, ("keys", "values", "both", "heads")),
     "dtypes": Way(dtypes, _is_exact, (*LOSSES,), changes=dict(entry="stream", cache_dtype=None)),
