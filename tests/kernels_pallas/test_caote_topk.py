@@ -193,7 +193,8 @@ def test_the_one_token_too_many_in_decode_is_found_without_a_bisection(name):
 
     def bisections(excess: int | None) -> int:
         run = functools.partial(targets.run_of("caote_topk", name), **(OPTIONS | {"excess": excess}))
-        return str(jax.make_jaxpr(run)(*map(jnp.asarray, given))).count("length=32")
+        # The first of 32 steps is outside the loop.
+        return str(jax.make_jaxpr(run)(*map(jnp.asarray, given))).count("length=31")
 
     assert (bisections(None), bisections(1)) == (2, 0)
 

@@ -155,7 +155,7 @@ def test_a_step_holds_the_bytes_of_its_dtypes_and_no_copy_of_the_cache_as_floats
 
 
 def test_no_derivative_reaches_rows_of_eight_bits_and_the_queries_have_theirs():
-    ((query, key, value), position), *_ = blocks()
+    *_, ((query, key, value), position) = blocks()
     cache = MOVES["larger"](filled())
 
     def loss(query, key):
