@@ -100,7 +100,7 @@ def filled(dtype: str = "int8", layers: int | None = None):
     sizes = dict(layers=layers, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=T, dtype=dtype)
     cache = empty(None, **sizes)
     for (rows, position), layer in zip(blocks(), [None] if layers is None else range(layers), strict=False):
-        cache = insert(cache, *rows[1:], np.maximum(position, 0), layer=layer)
+        cache = insert(cache, *rows[1:], np.broadcast_to(position[0], position.shape), layer=layer)
     return cache
 
 

@@ -142,7 +142,7 @@ def _projection(weight):
     "name", ["kvgrad(sinks=0,measure='change')", "kvgrad(sinks=0)", "kvzip(sinks=0)", "dapq(window=2)"]
 )
 def test_a_window_that_no_position_reaches_changes_no_score(name):
-    """Layers without a window have such a one in a model with windows. Copies weigh in an output whose change counts."""
+    """Layers without a window have such a one in a model with windows, and copies weigh in the output there, too."""
     policy, rng = kvjax.parse(name), np.random.default_rng(0)
     text, copies = (rng.normal(size=(1, n, 4, 4)).astype(np.float32) for n in (4, 2))
     gradient, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 2, 6), (2, 4, 6)))
