@@ -190,7 +190,8 @@ def _checked(
         check_policy(policy, cache.arrays, N // K)
         check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.all_heads)
     layer = layer_index(cache, context)
-    key, value, position, _ = checked_block(cache, key, value, position, layer, query_heads=N)
+    promised = context.excess is not None
+    key, value, position, _ = checked_block(cache, key, value, position, layer, query_heads=N, promised=promised)
     return LayerBlock(query, key, value, position)
 
 

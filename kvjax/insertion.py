@@ -76,8 +76,12 @@ def checked_block(
     position: Int[Array, "B T"] | None,
     layer: int | Int[Array, ""] | None,
     query_heads: int = 0,
+    promised: bool = False,
 ) -> tuple[Array, Array, Int[Array, "B T"], int | Int[Array, ""] | None]:
-    """Return the arguments of :func:`insert` as arrays, after its checks; a cache of ``query_heads`` repeats heads."""
+    """Return the arguments of :func:`insert` as arrays, after its checks; a cache of ``query_heads`` repeats heads.
+
+    Under jit, a caller that has ``promised`` what fits spares the run the search for positions that come twice.
+    """
     key, value = real_array("key", key), real_array("value", value)
     position = None if position is None else real_array("position", position)
     K = cache.heads_shape[-1]
@@ -102,7 +106,7 @@ def checked_block(
                 )
     else:
         check_fits(cache, T, given)
-        if given is not None and isinstance(cache, KVCache):
+        if given is not None and isinstance(cache, KVCache) and not promised:
             key = jnp.where(_twice(cache, position, layer)[..., None, None], jnp.nan, key)
     return key, value, position.astype(jnp.int32), layer  # int64, as under x64, would widen the cache
 
