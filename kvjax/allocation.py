@@ -49,7 +49,7 @@ class Contest(NamedTuple):
     measured: Float[Array, "L B K measures"] | None
     layers: int
     heads: int
-    axis: str | None = None
+    axis: str | tuple[()] | None = None
 
     @property
     def live(self) -> Bool[Array, "*heads S"]:

@@ -97,8 +97,7 @@ def attend(
     if policy is not None and budget is not None and together:
         whole = f"a {'paged' if cache.paged else 'plain'} cache of {cache.heads_shape[0]} layers"
         raise ValueError(f"{policy.name!r} cannot evict from one layer of {whole}: kvjax.observe all, then evict once.")
-    wanted = None if policy is None else policy.needs.reconstruction
-    if wanted is not None and not wanted.pseudo and budget is not None and context.reconstructed is None:
+    if policy is not None and policy.repeats and budget is not None and context.reconstructed is None:
         raise ValueError(
             f"{policy.name!r} scores tokens while the text is repeated, but this block repeats nothing: attend without "
             "a budget, then to the copies with Context(reconstructed=...) and the budget, or run models.prefill."

@@ -23,6 +23,7 @@ from kvjax.checks import plain
 from kvjax.eviction_error import score as eviction_error
 from kvjax.merging import Merging
 from kvjax.observation import Needs, Observation, Weights
+from kvjax.reconstruction import Reconstruction
 from kvjax.topk import share_of
 from kvjax.window import Window, observed
 
@@ -131,6 +132,12 @@ class Policy:
         each = [protection.counts(budget) for protection in self.protections]
         sinks, recent = (functools.reduce(_larger, counts) for counts in zip((0, 0), *each, strict=True))
         return sinks, recent
+
+    @property
+    def repeats(self) -> Reconstruction | None:
+        """Return what the model is to repeat of its text, by which tokens are scored; None for nothing."""
+        wanted = self.needs.reconstruction
+        return None if wanted is None or wanted.pseudo else wanted
 
     @property
     def chain_name(self) -> str:

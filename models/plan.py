@@ -37,8 +37,7 @@ class Plan:
     @property
     def repeats(self) -> Reconstruction | None:
         """Return what the model is to repeat as the text comes in, if anything."""
-        wanted = None if self.policy is None else self.policy.needs.reconstruction
-        return None if wanted is None or wanted.pseudo else wanted
+        return None if self.policy is None else self.policy.repeats
 
     @property
     def several(self) -> Mesh | AbstractMesh | None:

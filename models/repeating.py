@@ -28,7 +28,7 @@ def with_repeat_prompt(policy: Policy | str | None, tokenizer: Tokenizer) -> Pol
         '\\n\\nRepeat the previous context exactly.'
     """
     policy = policy_of(policy)
-    if policy is None or policy.needs.reconstruction is None or policy.needs.reconstruction.pseudo:
+    if policy is None or policy.repeats is None:
         return policy
     return asking(policy, repeat_prompt(tokenizer))
 

@@ -235,14 +235,14 @@ def rewound(case: Case, _: str) -> Outcome:
     # A turn of one block, which has as many tokens as any window: queries that were pushed out of it do not come back.
     widths = 2 * QUESTION, min(QUESTION, case.block)
     tried, turn = (rng.integers(0, cases.VOCABULARY, (B, width)) for width in widths)
-    asked = dict(lengths=count, question=count, max_new_tokens=2, evict_every=0, end=())
+    asked: dict[str, Any] = dict(lengths=count, question=count, max_new_tokens=2, evict_every=0, end=())
     left = models.generate(model, tried, cache=kept, **asked, **settings).cache
     back = kvjax.rewind(models.stacked(left), lengths)
     asked = dict(max_new_tokens=case.new, evict_every=case.evict_every, end=case.end)
     out = models.generate(model, turn, cache=back, **asked, **settings)
-    held, tokens, outcomes = held_of(out.cache), answers(case, out), []
+    held, tokens, outcomes = held_of(out.cache), answers(case, out), list[Outcome]()
     for row in range(B):
-        text, how = [*texts[row, : lengths[row]], *turn[row]], dict(question=0, turns=[int(lengths[row])])
+        text, how = [*texts[row, : lengths[row]], *turn[row]], dict[str, Any](question=0, turns=[int(lengths[row])])
         outcomes.append(against(case, weights, row, Row(tokens[row], None, held.row(row), []), text, **how))
     return worst(outcomes)
 
