@@ -129,7 +129,8 @@ class Options:
     Example:
         >>> import models
         >>> model = models.Decoder.tiny()
-        >>> options = models.Options(policy="tova", budget=16, block=8, max_new_tokens=4)
+        >>> sizes = dict(budget=16, block=8, max_new_tokens=4)
+        >>> options = models.Options(policy="tova", **sizes)
         >>> prefilled = models.prefill(model, [range(40)], options=options)
         >>> models.generate(model, prefilled, options=options).tokens.shape
         (1, 4)
