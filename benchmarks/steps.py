@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,8 @@ from models.states import start
 from models.steps import DecodeState, Run, decode_phase, forward
 
 Kind = Literal["decode", "block"]
+# A policy is timed whatever answers it gives.
+UNWARNED = functools.partial(warnings.catch_warnings, action="ignore", category=UserWarning)
 
 
 class Setting(NamedTuple):
@@ -101,7 +104,8 @@ def shapes(setting: Setting, prompt: int) -> tuple[Run, DecodeState]:
         page_size=setting.page_size, reserve=setting.block, fit_prompt=keeps,
     )  # fmt: skip
     model = abstract_model(setting.config, setting.dtype)
-    run, sizes = plan_run(model, prompts, options)
+    with UNWARNED():
+        run, sizes = plan_run(model, prompts, options)
     projection = jax.eval_shape(functools.partial(models.output_projection, policy=run.plan.policy), model)
     run = dataclasses.replace(run, projection=projection)
     return run, jax.eval_shape(lambda r: start(r, sizes, setting.batch), run)
@@ -264,10 +268,12 @@ def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) 
 
     def run(count: int, steps: int) -> tuple[float, float]:
         times = [time.perf_counter()]
-        for _ in models.stream(
-            model, tokens, lengths=np.full(setting.batch, count), policy=setting.policy, budget=setting.budget,
-            block=setting.block, max_new_tokens=1 + steps, end=(),
-        ):  # fmt: skip
+        with UNWARNED():
+            made = models.stream(
+                model, tokens, lengths=np.full(setting.batch, count), policy=setting.policy, budget=setting.budget,
+                block=setting.block, max_new_tokens=1 + steps, end=(),
+            )  # fmt: skip
+        for _ in made:
             times.append(time.perf_counter())
         first, *rest = np.diff(times).tolist()
         return first, statistics.median(rest)
