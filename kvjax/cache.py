@@ -231,7 +231,8 @@ class KVCache(Stored):
 
     Inside a ``jax.shard_map`` of one's own the heads may be those of one device. A policy that joins the heads of a
     layer has to know: ``dataclasses.replace(cache, axis="tensor")`` names the mesh axis that splits them, ``axis=()``
-    says that none does. Under ``jit`` alone, arrays may be split in any way, and nothing has to be said.
+    says that none does. On a GPU or TPU, whose kernels do not say over which axes they vary, the ``shard_map`` takes
+    ``check_vma=False``. Under ``jit`` alone, arrays may be split in any way, and nothing has to be said.
 
     Example:
         >>> import jax, kvjax, numpy as np
