@@ -147,7 +147,7 @@ def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[d
                 "eviction": fixed[POSITION_ONLY] - fixed["none"],
                 "scoring": shortest - fixed[POSITION_ONLY],
                 "together": 1 - fixed["none"] / shortest,
-                "long_over_short": longest / shortest,
+                "long_over_short": longest / shortest if len(scored) > 1 else None,
                 "prompts": [scored[0]["prompt"], scored[-1]["prompt"]],
             }
         )
@@ -205,7 +205,7 @@ def split_table(results: Sequence[dict[str, Any]]) -> report.Table:
         ("eviction ms", "{eviction:.3f}"),
         ("scoring ms", "{scoring:.3f}"),
         ("together", "{together:.1%}"),
-        ("long / short", "{long_over_short:.3f}"),
+        ("long / short", lambda s: "" if s["long_over_short"] is None else f"{s['long_over_short']:.3f}"),
     ]
     return report.table([*parts(results), *parts(results, "processor")], cells, left=5)
 

@@ -21,6 +21,7 @@ def heading(settings: dict[str, Any]) -> str:
     return f"Experiments on an {settings['device']}"
 
 
-def table(results: Sequence[dict[str, Any]]) -> report.Table:
-    """Return a table with one line per experiment."""
-    return report.Table(tuple(COLUMNS.values()), [tuple(r[name] for name in COLUMNS) for r in results], left=4)
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
+    """Return the table, with one line per experiment, and its legend by title."""
+    lines = [tuple(r[name] for name in COLUMNS) for r in results]
+    return {"Predicted and measured": (report.Table(tuple(COLUMNS.values()), lines, left=4), LEGEND)}

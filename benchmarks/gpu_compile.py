@@ -45,7 +45,7 @@ where a launch has fewer blocks than the chip has multiprocessors. step: all lay
 def with_layers(config: Config, layers: int) -> Config:
     """Return a model of the first layers of another."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    of_layers = {
+    of_layers: Any = {
         name: value[:layers]
         for name, value in fields.items()
         if isinstance(value, tuple) and len(value) == config.num_layers

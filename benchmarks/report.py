@@ -63,7 +63,10 @@ def _of_step(kind: str, figure: Callable[[Record], float]) -> Callable[[Sequence
 def _of_parts(
     part: str, kind: str, shape: str, budget: int, by: str = "milliseconds"
 ) -> Callable[[Sequence[Record]], float | None]:
-    return lambda records: next((s[part] for s in decode.parts(_steps(records, kind, shape, budget), by)), None)
+    def first(records: Sequence[Record]) -> float | None:
+        return next((s[part] for s in decode.parts(_steps(records, kind, shape, budget), by)), None)
+
+    return first
 
 
 def _prompt(records: Sequence[Record]) -> float | None:

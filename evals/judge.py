@@ -27,8 +27,10 @@ def equal(answer: str, reference: str, *, boxed: bool = True) -> bool:
 
     Example:
         >>> from evals import judge
-        >>> judge.equal(r"\\pi/2", r"\\frac{\\pi}{2}"), judge.equal("So it is $7$.", "8", boxed=False)
-        (True, False)
+        >>> judge.equal(r"\\pi/2", r"\\frac{\\pi}{2}")
+        True
+        >>> judge.equal("So it is $7$.", "8", boxed=False)
+        False
     """
     one, other = _plain(answer), _plain(reference)
     if boxed and one and one.casefold() == other.casefold():

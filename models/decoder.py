@@ -201,10 +201,9 @@ class Decoder(nnx.Module):
 
 
 def _unrolled() -> bool:
-    """Return whether the layers are run one after the other and not in a loop: on a GPU.
+    """Return whether the layers run one after the other and not in a loop: on a GPU, where a loop parts CUDA graphs.
 
-    There XLA's products read a layer's matrices in place at a constant place of the stack, and not at one that a loop
-    counts: of those it copies each first. And what is no loop is one CUDA graph.
+    XLA's Triton products can read a layer's matrices at a constant place of the stack, and copy what a loop counts.
     """
     return platform() == "gpu"
 

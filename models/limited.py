@@ -33,8 +33,9 @@ class Limited:
         RuntimeError: the file cannot be imported.
 
     Example:
-        >>> from models import chat_templates, limited
-        >>> render = limited.Limited(chat_templates.__file__, "render", seconds=1, gib=1)
+        >>> from models.chat_templates import __file__ as file
+        >>> from models.limited import Limited
+        >>> render = Limited(file, "render", seconds=1, gib=1)
         >>> render(template="{{ 'x' * 3 }}", values={})
         'xxx'
         >>> render(template="{{ 'x'.ljust(10 ** 12) }}", values={})

@@ -16,7 +16,7 @@ needs them.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from kernels_pallas.softmax import product
 from kernels_pallas.topk import LOWEST, count_true, nth_largest, rank
 
 ELEMENTS = 8192  # of a tile of values
-PROGRAMS = 528  # four for each multiprocessor of an H100 or H200
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200; four take 1.2 times as long
 PARTS = 16  # of a head at most, for every program of step 2 reads them all
 SLOTS = 1024  # of a program in steps 3 and 4, in decode
 SELECTED = 32768
@@ -69,7 +69,7 @@ class _Part(NamedTuple):
     weight: Float[Array, "parts G"]  # of the heaviest
     rest: Float[Array, "parts G"]  # of all others
     slot: Int[Array, "parts G"]  # of the heaviest, -1 for none
-    count: Float[Array, "parts"]  # of tokens
+    tokens: Float[Array, "parts"]  # their number
 
 
 class _Worst(NamedTuple):
@@ -153,7 +153,7 @@ def of_heads(weights, value, layer, slot, budget, *scales, head_dim, fast, exces
 
 
 def _sum_up(layer, weights, slot, value, *refs, scales, rows, span, fast):
-    scales, part = refs[:scales], _Part(*refs[scales:])
+    scales, part = refs[:scales], cast(Any, _Part(*refs[scales:]))
     (G, S), D, (heads, width) = weights.shape, value.shape[2], part.output.shape
     head, column = _heads(G), jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     first = pl.program_id(1) * span
@@ -221,11 +221,11 @@ def _sum_up(layer, weights, slot, value, *refs, scales, rows, span, fast):
     triton.store(part.weight.at[head], jnp.where(counts, weight, 0.0), mask=head < G)
     triton.store(part.rest.at[head], jnp.sum(rest, axis=1), mask=head < G)
     triton.store(part.slot.at[head], jnp.where(counts, which, -1), mask=head < G)
-    part.count[...] = jnp.sum(count)
+    part.tokens[...] = jnp.sum(count)
 
 
 def _measure(layer, value, *refs, scales, rows, span, fast):
-    parts, refs = _Part(*refs[:6]), refs[6:]
+    parts, refs = cast(Any, _Part(*refs[:6])), refs[6:]
     scales, (squares, change, rest, slot) = refs[:scales], refs[scales:]
     (programs, heads, width), G, (_, S, D) = parts.output.shape, change.shape[0], value.shape
     head, row = _heads(heads), jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
@@ -242,7 +242,7 @@ def _measure(layer, value, *refs, scales, rows, span, fast):
     def point_of(g):
         output = jnp.sum(load_rows(parts.output, g), axis=0)
         if fast:
-            count = triton.load(parts.count.at[part], mask=part < programs, other=0.0)
+            count = triton.load(parts.tokens.at[part], mask=part < programs, other=0.0)
             return output / jnp.maximum(jnp.sum(count), 1)
         return output + jnp.sum(load(parts.weight, g)[:, None] * load_rows(parts.heaviest, g), axis=0)
 
@@ -403,7 +403,8 @@ def _thirds(x: Float[Array, "heads n"], like: Any) -> list[Array]:
 def _product(thirds: list[Array], v: Array, axis: int) -> Array:
     """Multiply a matrix in parts by an axis of a tile of values, in float32."""
     v = widened(v, jnp.bfloat16)
-    return sum(product(x, v if len(thirds) > 1 else v.astype(jnp.float32), ((1,), (axis,))) for x in thirds)
+    v = v if len(thirds) > 1 else v.astype(jnp.float32)
+    return functools.reduce(jnp.add, [product(x, v, ((1,), (axis,))) for x in thirds])
 
 
 def _finite(v: Array, scale: list[Array]) -> Array:

@@ -189,6 +189,6 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
         files.lock(held, tmp_path / "run")
         assert main(line) == 2
     assert "another run writes into" in capsys.readouterr().err
-    monkeypatch.setattr(fingerprints, "weights", lambda *_: "others")
+    monkeypatch.setattr(fingerprints, "weights_of", lambda *_: "others")
     assert main(line) == 2
     assert "was made with different weights" in capsys.readouterr().err

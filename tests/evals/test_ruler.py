@@ -297,6 +297,6 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
     assert same[0] == same[1]
     assert main(["ruler", *SMALL, "--seed", "1", "--out", str(folder)]) == 2
     assert "seed was 0 and is 1" in capsys.readouterr().err
-    monkeypatch.setattr(fingerprints, "weights", lambda *_: "others")
+    monkeypatch.setattr(fingerprints, "weights_of", lambda *_: "others")
     assert main(["ruler", *SMALL, "--out", str(folder)]) == 2
     assert "was made with different weights" in capsys.readouterr().err

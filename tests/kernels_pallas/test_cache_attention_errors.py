@@ -113,7 +113,7 @@ def test_behind_the_output_projection_auto_leaves_them_to_the_reference():
     weight = jax.ShapeDtypeStruct((1, 2, 4, 3), "float32")
     given = shapes(1, 2, 2, 1, 40, 4, "float32")
     text = targets.lowered("cuda", lambda *x: attend("max")(*x[:-1], projection=x[-1]), *given, weight)
-    assert targets.CALLS["cuda"] not in text
+    assert not any(call in text for call in targets.CALLS["cuda"])
 
 
 @pytest.mark.accelerator

@@ -51,7 +51,7 @@ def test_sample_queries_are_gone_behind_the_prompt_and_the_cache_goes_on(tmp_pat
 
 def test_by_block_another_turn_is_fitted_by_the_queries_that_the_first_one_left():
     """As if both were one prompt."""
-    settings = dict(policy="h2o+match", evict_every=0, **SETTINGS)
+    settings = dict(policy="h2o+match", **SETTINGS)
     first = models.prefill(decoder(), DOCUMENT[:, :24], **settings).cache
     cache = models.prefill(decoder(), DOCUMENT[:, 24:40], cache=first, **settings).cache
     expected = run(DOCUMENT[0, :40], **settings)
