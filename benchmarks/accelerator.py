@@ -37,7 +37,7 @@ SHAPES = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b")  # the first one that 
 MOSAIC = "tests/kernels_pallas/test_cache_attention_mosaic.py"  # a process of its own: an error may end a context
 PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu", "cpu": "cpu"}  # JAX's names of them
 MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-CUBLAS = "--xla_gpu_enable_triton_gemm=false"  # XLA then reads a layer's weights in place, where else it copies them
+CUBLAS = "--xla_gpu_enable_triton_gemm=false"  # cuBLAS then reads a layer's weights in place
 LINES = 40  # of a part's output that are kept
 OFTEN = 15  # seconds between two lines on a part's progress where the output is no terminal
 PROBE = "import json; from benchmarks.accelerator import machine; print(json.dumps(machine()))"

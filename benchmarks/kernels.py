@@ -234,13 +234,17 @@ def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
 
 
 def _implementations_here(operation: str) -> list[str]:
-    """Return the reference, the kernels that "auto" may take on this device, and for the loss the materialised form."""
-    able = [name for name, kernel in kernels_of(operation).items() if kernel.platform == platform()]
+    """Return the reference, this device's kernels but those by Mosaic, and for the loss the materialised form.
+
+    An error in a kernel by Mosaic may end the process, so they are asked for by name.
+    """
+    found = kernels_of(operation).items()
+    able = [name for name, kernel in found if kernel.platform == platform() and name != "pallas_mosaic_gpu"]
     return ["reference", *able, *(["materialised"] if operation == "mse_logits" else [])]
 
 
 def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> list[str]:
-    """Return the implementations of an operation to run; "auto" stands for all that "auto" takes here."""
+    """Return the implementations of an operation to run; "auto" stands for those of :func:`_implementations_here`."""
     here = _implementations_here(operation)
     if asked == "auto":
         return here

@@ -20,7 +20,7 @@ def equal(answer: str, reference: str, *, boxed: bool = True) -> bool:
     """Return whether two answers are one text, or mean the same to math-verify.
 
     A letter behind a number is a variable ("5m" is not 5); a unit is longer, or in ``\\\\text``. Numbers in different
-    bases differ.
+    bases differ; a base that one of them leaves out is the other's.
 
     Args:
         boxed: whether ``answer`` is LaTeX, as ``reference`` is; else it is a text that states its answer somewhere.

@@ -136,5 +136,5 @@ def compute_capability() -> int | None:
 
     try:
         return triton.get_gpu_info().compute_capability  # of the abstract device, if there is one
-    except (AttributeError, ValueError):  # JAX 0.11 does not say; without a GPU a kernel is interpreted
+    except (AttributeError, ValueError):  # an old JAX does not say, nor does JAX of a GPU that it does not know
         return None

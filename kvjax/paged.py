@@ -83,7 +83,7 @@ class PagedCache(Stored):
     next_position: Int[Array, "B"]
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
-    axis: str | None = dataclasses.field(default=None, metadata={"static": True})
+    axis: str | tuple[()] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def init(

@@ -85,7 +85,7 @@ def observe_each(
     for policy, state, budget in zip(chosen, cache.state, budgets, strict=True):
         own = dataclasses.replace(cache, state=state)
         check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
-        check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.heads_shape[-1])
+        check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.all_heads)
         of_shares.append(checked_budget(own, query, position, policy, budget, context)[1])
     key, value, position, _ = checked_block(
         cache, key, value, position, layer_index(cache, context), query_heads=query.shape[2]

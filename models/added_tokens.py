@@ -41,7 +41,7 @@ def special_tokens(config: Mapping[str, Any]) -> tuple[dict[str, Token], list[To
     }
     others = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(others, Mapping):
-        return {**named, **others}, []
+        return {**named, **{name: token for name, token in others.items() if token}}, []
     if not isinstance(others, list):
         raise TypeError("special tokens are a list")
     return named, others

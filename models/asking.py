@@ -50,6 +50,8 @@ class Answers(NamedTuple):
             in a copy beside the kept cache.
         seconds: to read and compress the document, with compilation; 0 if a cache was given.
         answer_seconds: for each question, likewise.
+        seen: which tokens of the vocabulary the document has, [1, V], as :class:`Draws` takes them; None if that is not
+            known.
     """
 
     answers: list[str]
@@ -60,6 +62,7 @@ class Answers(NamedTuple):
     peak_cache_bytes: int
     seconds: float
     answer_seconds: list[float]
+    seen: np.ndarray | None = None
 
 
 class Watch(NamedTuple):
@@ -163,7 +166,7 @@ def ask(
         took.append(time.monotonic() - begun)
     read = int(kept.start[0])
     full = full_cache_bytes(model, read, kept.dtypes)
-    return Answers(answers, cache, read, cache.nbytes, full, max(peak, cache.nbytes), seconds, took)
+    return Answers(answers, cache, read, cache.nbytes, full, max(peak, cache.nbytes), seconds, took, seen)
 
 
 def _listed(questions: str | Iterable[str]) -> list[str]:

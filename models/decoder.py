@@ -2,9 +2,9 @@
 
 Axes: B batch, T tokens, L layers, N query heads, K KV heads, G = N / K, D head dim, E model dim, F feed-forward,
 X experts, V vocabulary.
-The layers' arrays are stacked, [L, ...], and run by one `lax.scan`, so 32 layers compile as fast as 2. Attention is
-an argument (`attend`): dense, over a cache, or any other that the caller passes. The caller's state is in the scan's
-carry, which XLA updates in place; as scanned inputs and outputs it would exist twice.
+The layers' arrays are stacked, [L, ...], and run by one `lax.scan`, so 32 layers compile as fast as 2; on a GPU it is
+unrolled. Attention is an argument (`attend`): dense, over a cache, or any other that the caller passes. The caller's
+state is in the scan's carry, which XLA updates in place; as scanned inputs and outputs it would exist twice.
 """
 
 from __future__ import annotations

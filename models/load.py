@@ -1,7 +1,8 @@
 """Checkpoints: a folder in Hugging Face layout, a hub name or a GGUF file becomes a Decoder and a Tokenizer.
 
 Weights are read from safetensors or GGUF only; nothing in a folder is ever executed. Every tensor's name and shape is
-checked before the first weight is read. Then the decoder's arrays are read, cast and placed one at a time, the largest
+checked before the first weight is read, but for an output matrix beside an embedding that a config ties it to: the two
+are compared first. Then the decoder's arrays are read, cast and placed one at a time, the largest
 first, so that at most one of them is in memory besides the finished ones.
 """
 

@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 from safetensors.numpy import save as to_safetensors
 
-from models import hosts
+from models import adapters, hosts
 from models.checkpoint import file_shape
 from models.config import Config
 from models.config_json import lost_in_hugging_face, to_hugging_face
@@ -27,7 +27,7 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
     """Write a model so that transformers and `models.load` read it, and nothing of a model that was there before.
 
     All files are complete under temporary names before the first gets its own. Then the former model's shards, their
-    index and its generation_config.json are removed.
+    index, its generation_config.json and an adapter beside it are removed.
 
     Args:
         folder: created if it does not exist.
@@ -64,10 +64,10 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
 
 def _stale(folder: Path, tokenizer: bool) -> list[str]:
     """Return the files of the former model that would be read instead of the new ones, or beside them."""
-    stale = ["model.safetensors.index.json", "generation_config.json"]
+    stale = ["model.safetensors.index.json", "generation_config.json", *adapters.FILES]
     # As in transformers, the shards of a sharded checkpoint are removed with their index.
     stale += [file.name for file in folder.glob("model-*.safetensors") if SHARD.fullmatch(file.name)]
-    return [*stale, "special_tokens_map.json", "chat_template.jinja"] if tokenizer else stale
+    return [*stale, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"] if tokenizer else stale
 
 
 def _tensors(model: Decoder) -> dict[str, np.ndarray]:

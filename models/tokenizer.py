@@ -196,9 +196,9 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; encode plain text instead.")
-        values = dict(add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self.special_tokens)
+        given = dict(messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, documents=None)
         try:
-            return _render(template=self.chat_template, values={"messages": list(messages), **values})
+            return _render(template=self.chat_template, values={**self.special_tokens, **given})
         except (TypeError, ValueError) as error:
             raise ValueError(f"the chat template rejected these messages: {error}") from None
 

@@ -413,7 +413,7 @@ print(
 # %% [markdown]
 # An interpreter shows that the arithmetic is right, not that the kernel lowers. Any machine
 # can show that too: below, the same call is lowered for a TPU v5e and an H100 that are not
-# present. On a GPU it takes three kernels: outputs, scores, selection.
+# present. On a GPU it takes four kernels: outputs, distances, scores, selection.
 
 # %%
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType

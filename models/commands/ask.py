@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 import kvjax
 import models
@@ -102,9 +103,12 @@ def _ask(flags: argparse.Namespace) -> None:
             name, budget = info["policy"] or "full", info["budget"]
             screen.say(f"{flags.model} · {policy_in_words(name, budget)}")
             cache = kvjax.load_cache(flags.load, model=models.fingerprint(model))
-            found = ask(model, asker, cache, [], **shared)
+            seen = np.isin(np.arange(model.config.vocab_size), info["seen"])[None] if info["seen"] else None
+            found = ask(model, asker, cache, [], key=models.Draws(seen=seen), **shared)
         if flags.save is not None:
             made_with: dict[str, Any] = dict(policy=policy or name, budget=budget, model=models.fingerprint(model))
+            if found.seen is not None:
+                made_with["seen"] = np.flatnonzero(found.seen).tolist()
             kvjax.save_cache(flags.save, found.cache, **made_with)
         read = f" in {found.seconds:.1f} s" if flags.load is None else ""
         screen.say(f"{found.document_tokens:,} tokens{read} · cache {_sizes(found)}")
@@ -115,7 +119,8 @@ def _ask(flags: argparse.Namespace) -> None:
             if flags.question is not None and not flags.json:
                 screen.say(question.strip())
             write = None if flags.json else screen.write
-            answer = ask(model, asker, found.cache, question, key=key, watch=Watch(on_text=write), **shared)
+            draws = models.Draws(key, found.seen)
+            answer = ask(model, asker, found.cache, question, key=draws, watch=Watch(on_text=write), **shared)
             if not flags.json:
                 screen.end()
             peak = max(peak, answer.peak_cache_bytes)

@@ -253,7 +253,8 @@ class Conversation:
     def _stream(self, memory: Memory, tokens: list[int], **settings: Any) -> Iterator[tuple[int, AnyCache]]:
         seen = np.isin(np.arange(self.model.config.vocab_size), list(memory.seen))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the warning advises to evict once, but a conversation has no end
+            # It advises to evict once, but a conversation has no end.
+            warnings.filterwarnings("ignore", ".*made to choose once")
             steps = models.stream(
                 self.model,
                 [[*memory.pending, *tokens]],

@@ -131,14 +131,15 @@ def test_a_command_asks_a_file_and_what_it_saved(tmp_path, capsys, monkeypatch):
     asked = [
         f"Question: what is the code of {x}? Answer: the code of {x} is" for x in ("amber falcon", "silver anchor")
     ]
-    flags = ["--policy", "keydiff", "--budget", "24", "--block", "16", "--max-new-tokens", "4"]
+    made = ["--max-new-tokens", "4", "--repetition-penalty", "1.01"]  # which counts the document's tokens
+    flags = ["--policy", "keydiff", "--budget", "24", "--block", "16", *made]
     read = ["retriever", "--document", str(text), "--save", str(kept), *flags]
     assert ask.main([*read, "--question", asked[0], "--question", asked[1]]) == 0
     out, err = capsys.readouterr()
     assert out.split() == ["4719", "0382"]
     assert "retriever · keydiff, keeps 24 tokens per head" in err and "2 answers in" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{asked[1]}\n\n"))
-    assert ask.main(["retriever", "--load", str(kept), "--json", "--max-new-tokens", "4"]) == 0
+    assert ask.main(["retriever", "--load", str(kept), "--json", *made]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert [record["answer"].strip() for record in figures["answers"]] == ["0382"]
     info = kvjax.cache_info(kept)

@@ -66,6 +66,8 @@ def test_what_is_saved_over_another_model_is_what_loads(tmp_path):
     tokenizer = models.Tokenizer.from_folder(GOLDEN / "tokenizer").backend
     folder = sharded(tmp_path / "model")
     assert models.load(folder)[0].config.eos == (5, 6)
+    for name in ("adapter_config.json", "adapter_model.safetensors", "added_tokens.json"):  # of the former model
+        (folder / name).write_text("{}")
     models.save(folder, model, tokenizer)
     loaded, told = models.load(folder)
     assert loaded.config == model.config
