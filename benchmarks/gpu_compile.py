@@ -1,4 +1,4 @@
-"""Decode steps and blocks compiled for an H100 that is not at hand: what a layer launches and moves; nothing is timed.
+"""Decode steps and blocks compiled for an H100 that is not at hand: what a layer launches and moves, not timed.
 
 XLA's compiler for GPUs is in JAX's plugin for CUDA (4.6 GB) and needs no GPU. A layer's share is the difference between
 programs of four and of two layers. What XLA would time on a GPU, it leaves untuned.
@@ -39,7 +39,8 @@ FEW, MORE = 2, 4  # layers of the two programs whose difference is a layer
 LEGEND = """Compiled for an H100, not timed. A launch is a program of its own: a kernel, a fusion, a copy, a library's
 call; a loop's launches count once per turn. MiB: what they read and write if each reads once what it needs. weights
 moved: MiB of large arrays that are only copied or converted. least: the launches at 2 us, and the MiB at 4.0 TB/s, less
-where a launch has fewer blocks than the chip has multiprocessors. step: all layers, the embedding and the head."""
+where a launch has fewer blocks than the chip has multiprocessors. step: all layers, the embedding and the head. On a
+device XLA also tries cuBLAS for each product, and may copy a layer's weights for it."""
 
 
 def with_layers(config: Config, layers: int) -> Config:
