@@ -108,6 +108,8 @@ def _serve(file: str, name: str, seconds: int, gib: int) -> None:
     """Answer requests until there are no more: a line with [result, null] or [null, error] for each."""
     import resource  # Windows has none
 
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whoever started us may ignore or block it, which is inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     with contextlib.suppress(ValueError, OSError):  # macOS refuses
         resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
     with os.fdopen(os.dup(1), "wb") as replies:

@@ -53,6 +53,18 @@ def test_time_is_bounded_and_the_next_call_has_a_new_process(render, template):
     assert render("{{ x }}", x="as before") == "as before"
 
 
+def test_time_is_bounded_where_whoever_starts_the_process_ignores_the_signal():
+    """As a process does that has loaded libtpu, and a process that it starts inherits it."""
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    limited = Limited(chat_templates.__file__, "render", seconds=1, gib=1)
+    try:
+        with pytest.raises(ValueError, match="it took more than 1 s of processor time"):
+            limited(template=LOOPS, values={})
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        limited.close()
+
+
 def test_values_cross_as_they_are_and_an_error_as_its_sentence(render):
     values = {"text": "é\n\u2028\ud800 'quoted'", "turns": [{"role": "user", "n": 1.5}], "none": None}
     assert json.loads(render("{{ values | tojson }}", values=values)) == values
