@@ -1,4 +1,4 @@
-"""What a compiled program launches on a GPU: kernels, copies, library calls, read from XLA's own lists.
+"""Read from XLA's lists what a compiled program launches on a GPU: kernels, copies, library calls.
 
 XLA says what it launches in two files: in the order of execution (a "thunk sequence", indented by loops and CUDA
 graphs), and by name. The program's text says what each reads and writes.

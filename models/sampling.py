@@ -31,7 +31,7 @@ class Sampling(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What is kept from one choice of a token to the next: a random key, and which tokens each row's text has so far.
+    """Holds what one choice of a token leaves the next: a random key, and which tokens each row's text has so far.
 
     As an argument, ``seen`` says it of the text that a cache has seen, which only a ``repetition_penalty`` reads.
 
