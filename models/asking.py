@@ -134,7 +134,8 @@ def ask(
     tails = [form.question(text) for text in _listed(questions)]
     begun, peak = time.monotonic(), 0
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
-    key, seen = key if isinstance(key, Draws) else Draws(key)
+    key, given = key if isinstance(key, Draws) else Draws(key)
+    seen = None if given is None else np.asarray(given)
     if isinstance(document, str):
         policy, budget = checked(options.policy, options.budget, options.block)
         policy, tokens = models.with_repeat_prompt(policy, tokenizer), form.document(document)
