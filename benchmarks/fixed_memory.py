@@ -24,7 +24,7 @@ from evals import report
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.schedule import When
-from models import commands, engine, files, fingerprints, one_program
+from models import commands, engine, files, fingerprints, driver
 from models.commands.programs import make_room
 from models.networks import load_networks, read_by, wanted_by
 from models.prompts import check_prompt
@@ -39,7 +39,7 @@ def peak_bytes(model: models.Decoder, prompt: tuple[int, int], options: models.O
     """Return the bytes that a compiled prefill of so many rows and tokens takes beside weights and prompt."""
     given = check_prompt(model, np.zeros(prompt, np.int32), None, None)
     run, sizes, fed = engine.prepare(model, given, options)
-    program = one_program.prefill_at_once.lower(run, sizes, fed, None).compile()
+    program = driver.prefill_at_once.lower(run, sizes, fed, None).compile()
     return measure.program_bytes(program) - measure.tree_bytes((run.model, fed))
 
 

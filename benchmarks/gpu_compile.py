@@ -28,7 +28,7 @@ from benchmarks.targets import executable, gpu_chip
 from evals import command_line, report
 from kernels_pallas.checks import check_names
 from kvjax.schedule import Phase
-from models import commands, files, host_steps
+from models import commands, files, driver
 from models.config import Config
 from models.sampling import Draws, Sampling
 from models.steps import decode_phase
@@ -70,9 +70,9 @@ def lowered(setting: steps.Setting, program: str, chip: Any = None) -> jax.stage
         run, state, token, finished = map(at, (run, state, token, finished))
         if program == "decode":
             given = run, state, token, finished, Draws(), decode_phase(run.plan, 1), Sampling()
-            traced = host_steps.token_step.trace(*given)
+            traced = driver.token_step.trace(*given)
         else:
-            traced = host_steps.block_step.trace(run, state, token, token, Phase(evicts=setting.policy is not None))
+            traced = driver.block_step.trace(run, state, token, token, Phase(evicts=setting.policy is not None))
         return traced.lower(lowering_platforms=None if chip is not None else ("cuda",))
 
 

@@ -18,7 +18,7 @@ import models
 from benchmarks import measure, steps
 from evals import report
 from kvjax.schedule import Phase
-from models import commands, files, host_steps
+from models import commands, files, driver
 from models.sampling import Draws, Sampling
 from models.steps import decode_phase
 
@@ -39,10 +39,10 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
     run, state = steps.shapes(setting, prompt)
     row = np.zeros((1, block), np.int32)
     lowered = {
-        "decode": host_steps.token_step.lower(
+        "decode": driver.token_step.lower(
             run, state, row[:, 0], np.zeros(1, bool), Draws(), decode_phase(run.plan, 1), Sampling()
         ),
-        "block": host_steps.block_step.lower(run, state, row, row, Phase(evicts=True)),
+        "block": driver.block_step.lower(run, state, row, row, Phase(evicts=True)),
     }
     slot = 2 * CONFIG.head_dim * 4 + 4  # key, value, position
     heads = CONFIG.num_layers * CONFIG.num_kv_heads

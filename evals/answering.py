@@ -23,7 +23,6 @@ from kvjax.matching import dropped_bytes
 from kvjax.policy import Policy
 from models import selecting
 from models.commands.programs import make_room
-from models.layer_caches import stacked_up
 from models.networks import Network, read_by, remembers
 from models.selecting import Cache
 from models.sizing import copied
@@ -282,7 +281,7 @@ class _Job:
             networks=self.feed.aids.of(setting), when=setting.when, block=self.feed.block, max_new_tokens=1,
             cache_dtype=setting.cache_dtype, evict_every=0, end=(), on_block=clock.block, fit_prompt=True,
         )  # fmt: skip
-        yield setting, without_room(stacked_up(cache))
+        yield setting, without_room(cache)
 
     def prefill(
         self, settings: Sequence[Setting], tokens: np.ndarray, lengths: np.ndarray, questions: np.ndarray | None

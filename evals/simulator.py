@@ -347,7 +347,7 @@ def _evicting(model, tokens, kept, projection, network, policy, sinks, chunk):
         def evicting():
             if policy is None:
                 return _oracle_evicting(layer, kept, sinks)
-            of_this = None if projection is None else projection.layer(layer.index)
+            of_this = None if projection is None else projection[layer.index]
             return _policy_evicting(layer, kept, policy, sinks, rope_of_layer(config, layer.index, frequency), of_this)
 
         return _dense_at_first(layer, evicting, chunk), None

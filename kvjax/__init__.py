@@ -14,6 +14,7 @@ from kvjax.chains import base_score, chain, no_state, parse, register
 from kvjax.eviction import Evidence, evict
 from kvjax.eviction_error import score
 from kvjax.insertion import insert, rewind
+from kvjax.layers import LayerCaches
 from kvjax.making import empty_cache, repeat
 from kvjax.matching import match_attention
 from kvjax.memory import Memory, memory
@@ -64,6 +65,7 @@ __all__ = [
     "Evidence",
     "HeadState",
     "KVCache",
+    "LayerCaches",
     "Memory",
     "Moments",
     "Needs",

@@ -29,6 +29,7 @@ from kvjax.layer import (
     updated,
     with_scores,
 )
+from kvjax.layers import LayerCaches, check_layer
 from kvjax.observation import Context, Needs
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
@@ -90,6 +91,10 @@ def attend(
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
+    if isinstance(cache, LayerCaches):
+        number, given = check_layer(cache, context.layer), (query, key, value, position)
+        out, own = attend(cache.layers[number], *given, policy=policy, budget=budget, context=context)
+        return out, cache.with_layer(number, own)
     query, key, value = check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, context)
     stacked = len(cache.heads_shape) == 3
@@ -164,6 +169,10 @@ def observe(
         >>> cache.num_live.sum().item()
         12
     """
+    if isinstance(cache, LayerCaches):
+        number, given = check_layer(cache, context.layer), (query, key, value, position)
+        out, own, evidence = observe(cache.layers[number], *given, policy=policy, budget=budget, context=context)
+        return out, cache.with_layer(number, own), evidence
     query, key, value = check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, context)
     block = _checked(cache, query, key, value, position, policy, context)

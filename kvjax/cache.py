@@ -33,13 +33,14 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.dispatch import of_layer, platform
 from kernels_pallas.prepare import apart
-from kvjax.checks import check_count, check_names, is_known, typed
+from kvjax.checks import check_count, check_names, is_known
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
 Entries = dict[str, Any]  # arrays by name, see above; value is None where keys and values are side by side
 LANES = 128  # of what kernels on a TPU read at once
+PARTS = object()  # how a tree is split that has one part for each part of a cache: of each device, or of each layer
 
 
 @jax.tree_util.register_dataclass
@@ -134,22 +135,10 @@ class AnyKind:
         """Return a cache that shows what entries and state are made of: on a mesh, the devices' parts, stacked."""
         return self.each_part
 
-    def at(self, number: int) -> Any:
-        """Return the cache that is handed to a layer's program, where the host calls each layer: here all of it."""
-        return self
-
-    def with_at(self, number: int, cache: Any) -> Any:
-        """Return the cache with what a layer's program has returned."""
-        return cache
-
     @property
-    def slots(self) -> Any:
-        """Return a cache of all layers that an eviction may be decided on."""
-        return self
-
-    def with_slots(self, left: Any, begins: Bool[Array, "B"]) -> Any:
-        """Return the cache after an eviction from :attr:`slots`; where a row ``begins``, its window does anew."""
-        return left
+    def slots_shape(self) -> tuple[int, ...]:
+        """The shape of its slots, of whatever they are arranged by."""
+        return self.position.shape
 
     @property
     def all_heads(self) -> int:
@@ -363,11 +352,11 @@ class KVCache(Stored):
         return self if self.num_slots == slots else compact(self, slots)
 
     def in_pages(self, layer: Int[Array, ""], most: int) -> Pages:
-        """Return a layer of a stacked cache as if its slots were in pages of at most so many; no slot is copied."""
-        page, lead = math.gcd(self.num_slots, most), len(self.heads_shape) + 1
-        entries = jax.tree.map(lambda leaf: leaf.reshape(-1, page, *leaf.shape[lead:]), self.entries)
+        """Return a layer's own cache as if its slots were in pages of at most so many; no slot is copied."""
+        page = math.gcd(self.num_slots, most)
+        entries = jax.tree.map(lambda leaf: leaf.reshape(-1, page, *leaf.shape[3:]), self.entries)
         position = self.position.reshape(-1, page)
-        return Pages(entries, position, jnp.arange(len(position)).reshape(*self.heads_shape, -1)[layer])
+        return Pages(entries, position, jnp.arange(len(position)).reshape(*self.heads_shape, -1))
 
     def layer(self, index: int | Int[Array, ""] | None) -> KVCache:
         """Return one layer of a stacked cache; the cache itself, which stacks none, for None."""
@@ -618,8 +607,7 @@ def with_layer[Tree: Any](stacks: Tree, part: Tree, layer: int | Int[Array, ""] 
     return part if layer is None else jax.tree.map(set_layer, stacks, part)
 
 
-@typed
-def compact(cache: KVCache, slots: int) -> KVCache:
+def compact[Cache: AnyKind](cache: Cache, slots: int) -> Cache:
     """Gather the live tokens, in slot order, into a smaller cache or into a larger one with free slots at the end.
 
     Args:
@@ -639,6 +627,10 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         [0.0, 3.0]
     """
     slots = check_count("slots", slots, 1, "a cache needs at least 1")
+    return cache.map(functools.partial(_compacted, slots=slots))
+
+
+def _compacted(cache: KVCache, slots: int) -> KVCache:
     lost = None
     if is_known(cache.position):
         check_held("slots", int((np.asarray(cache.position) >= 0).sum(-1).max()), slots)

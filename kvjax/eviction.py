@@ -14,13 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.caote_topk.api import caote_topk_unchecked
 from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
-from kvjax.cache import KVCache, check_all_heads, with_layer
+from kvjax.cache import PARTS, KVCache, check_all_heads, with_layer
 from kvjax.checks import check_count, check_tokens, plain, real_array
 from kvjax.insertion import Cache, check_cache
+from kvjax.layers import LayerCaches
 from kvjax.merging import Merging, folded
 from kvjax.observation import Weights
 from kvjax.paged import PagedCache
-from kvjax.split import OF_ROWS, PARTS, SAME
+from kvjax.split import OF_ROWS, SAME
 from kvjax.topk import keep_mask
 from kvjax.window import begin_anew
 
@@ -93,9 +94,9 @@ class Evidence:
         """
         measures = allocation.measures
 
-        def of_part(part: KVCache | PagedCache, end: Int[Array, "B"] | None) -> Evidence:
+        def of_part(part: Any, end: Int[Array, "B"] | None) -> Evidence:
             return cls(
-                scores=jnp.full(part.position.shape, -jnp.inf, jnp.float32),
+                scores=jnp.full(part.slots_shape, -jnp.inf, jnp.float32),
                 entered=jnp.zeros(part.heads_shape[-2], jnp.int32),
                 measured=jnp.zeros((*part.heads_shape, measures), jnp.float32) if measures else None,
                 end=end,
@@ -186,13 +187,13 @@ def evict(
     else:
         allocation, scores = parse_allocation(allocation), real_array("scores", scores)
 
-        def of_part(part: KVCache | PagedCache, scores: Array) -> Evidence:
+        def of_part(part: Any, scores: Array) -> Evidence:
             return Evidence(scores, jnp.ones_like(part.next_position), allocation=allocation)
 
         evidence = cache.read(of_part, (scores, PARTS), outputs=PARTS)
     _check_layer(cache, layer, evidence.allocation)
     check_all_heads(cache, f"the allocation {evidence.allocation.name!r}", not evidence.allocation.even)
-    shape = cache.position.shape if layer is None else cache.position.shape[1:]
+    shape = cache.slots_shape if layer is None else cache.slots_shape[1:]
     if isinstance(evidence.scores, Array) and evidence.scores.shape != shape:
         raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {shape}.")
     if isinstance(evidence.scores, Weights):
@@ -206,8 +207,34 @@ def evict(
 
 def evict_by(cache: Cache, evidence: Evidence, budget: Budget, **options: Any) -> Cache:
     """Run :func:`evict` by a policy's evidence, without its checks; with its ``layer``, ``excess``, implementation."""
+    if isinstance(cache, LayerCaches):
+        return _evict_layers(cache, evidence, budget)
     evict = functools.partial(_evict, **options)
     return cache.map(evict, (evidence, PARTS), (budget, OF_ROWS if np.ndim(budget) else SAME))
+
+
+def _evict_layers(cache: LayerCaches, evidence: Evidence, budget: Budget) -> LayerCaches:
+    """Evict from all layers together; called from the host, nothing but positions and states is copied."""
+    bare = cache.map(lambda own: dataclasses.replace(own, entries={}))
+    left = _evict_slots(bare, dataclasses.replace(evidence, merging=None), budget)
+    after = left.map(lambda own, whole: dataclasses.replace(own, entries=whole.entries), (cache.layers, PARTS))
+    if evidence.merging is None:
+        return after
+    fold = functools.partial(_fold, evidence.merging)
+    return after.map(lambda own, was: fold(own, was.position, evidence.end), (cache.layers, PARTS))
+
+
+@jax.jit
+def _evict_slots(cache: LayerCaches, evidence: Evidence, budget: Budget) -> LayerCaches:
+    left: Any = evict_by(cache.slots, evidence, budget)
+    return cache.with_slots(left, ~evidence.waits(budget, cache.num_slots))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fold(merging: Merging, cache: KVCache, before: Int[Array, "B K S"], end: Int[Array, "B"] | None) -> KVCache:
+    if end is not None:  # copies leave without a trace
+        before = jnp.where(before >= end[:, None, None], -1, before)
+    return folded(merging, cache, before, cache.position)
 
 
 def _evict(

@@ -19,6 +19,7 @@ heads exchange slots, at most as many tokens move as were evicted, never the who
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Unpack
@@ -51,6 +52,7 @@ from kvjax.cache import (
     unreadable,
 )
 from kvjax.checks import check_count, is_known
+from kvjax.layers import LayerCaches, split
 from kvjax.quantise import DtypesLike, check_dtypes
 
 
@@ -357,7 +359,7 @@ def pages_for(slots: int, heads: int, page_size: int) -> int:
     return max(heads, (slots + heads * (page_size - 1)) // page_size)
 
 
-def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache:
+def pack(cache: KVCache | LayerCaches, *, pages: int, page_size: int, most: int) -> PagedCache:
     """Copy the live tokens of a plain cache into pages, for example after one eviction of a whole prompt.
 
     Args:
@@ -381,51 +383,54 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         check_count(name, size, 1, "a cache needs at least 1")
         for name, size in {"pages": pages, "page_size": page_size, "most": most}.items()
     )
-    heads = cache.position.shape[:-1]
-    S = cache.num_slots
-    M = -(-most // page_size)
-    need = jnp.minimum(-(-cache.num_live // page_size), M)  # [*L, B, K]
+    heads, live, M = cache.heads_shape, cache.live, -(-most // page_size)
+    layers = split(cache).each_part if len(heads) == 3 else (cache,)
+    need = jnp.minimum(-(-jnp.sum(live, axis=-1, dtype=jnp.int32) // page_size), M)  # [*L, B, K]
     start = (jnp.cumsum(need) - need.ravel()).reshape(heads)
     number = jax.lax.broadcasted_iota(jnp.int32, (*heads, M), len(heads))
     page = start[..., None] + number
-    table = jnp.where((number < need[..., None]) & (page < pages), page, -1)
+    table = jnp.where((number < need[..., None]) & (page < pages), page, -1).astype(jnp.int32)
     used = jnp.minimum(jnp.sum(need), pages).astype(jnp.int32)
-    if is_known(cache.position):
-        held = (np.asarray(cache.position) >= 0).sum(-1)
+    lost = None
+    if is_known(live):
+        held = np.asarray(live).sum(-1)
         check_held("most", int(held.max()), M * page_size)
         if (wanted := int(np.ceil(held / page_size).sum())) > pages:
             raise ValueError(f"the tokens need {wanted} pages of {page_size} slots, but {pages} were given: give more.")
-        lost = None
     else:
-        lost = jnp.any(jnp.sum(table >= 0, axis=-1) * page_size < cache.num_live, axis=-1, keepdims=True)
-    # Slot s of page m of a head takes the head's (m * page_size + s)-th live token.
+        short = jnp.sum(table >= 0, axis=-1) * page_size < jnp.sum(live, axis=-1)
+        lost = jnp.broadcast_to(jnp.any(short, axis=-1, keepdims=True), heads).reshape(len(layers), -1)
+    ids = jnp.where(table >= 0, table, pages).reshape(len(layers), -1)  # out of bounds: not written
+    # Slot s of page m of a head takes the head's (m * page_size + s)-th live token; it is free if there is none.
     order = jnp.broadcast_to(jnp.arange(1, M * page_size + 1), (*heads, M * page_size))
-    source = nth_true(cache.live, order).reshape(-1, M, page_size)  # [H, M, page]; S where there is no such token
-    H = source.shape[0]
-    ids = jnp.where(table >= 0, table, pages).ravel()
-    head_of_page = (
-        jnp.full(pages, -1, jnp.int32).at[ids].set(jnp.repeat(jnp.arange(H, dtype=jnp.int32), M), mode="drop")
-    )
-    row_of_page = jnp.full((pages, page_size), S, jnp.int32).at[ids].set(source.reshape(-1, page_size), mode="drop")
+    source = nth_true(live, order).reshape(len(layers), -1, M * page_size)
 
-    def gather(leaf: Array, fill: int) -> Array:
-        flat = leaf.reshape(H, *leaf.shape[len(heads) :])
-        moved = flat.at[jnp.maximum(head_of_page, 0)[:, None], row_of_page].get(mode="fill", fill_value=fill)
-        return jnp.where((head_of_page < 0).reshape(-1, *(1,) * (moved.ndim - 1)), fill, moved).astype(leaf.dtype)
+    def pooled(fill: int, *leaves: Array) -> Array:
+        pool = jnp.full((pages, page_size, *leaves[0].shape[3:]), fill, leaves[0].dtype)
+        for leaf, own, to in zip(leaves, source, ids, strict=True):
+            flat = leaf.reshape(-1, *leaf.shape[2:])
+            moved = flat.at[jnp.arange(len(flat))[:, None], own].get(mode="fill", fill_value=fill)
+            pool = pool.at[to].set(moved.reshape(-1, page_size, *leaf.shape[3:]), mode="drop")
+        return pool
 
-    entries = jax.tree.map(lambda leaf: gather(leaf, 0), cache.entries)
-    if lost is not None:
-        entries = unreadable(entries, jnp.broadcast_to(lost, heads).ravel()[jnp.maximum(head_of_page, 0)])
-    stack = jnp.arange(pages - 1, -1, -1, dtype=jnp.int32)  # the pages in use are its last entries
+    def stored(layer: KVCache, number: int) -> Entries:
+        return layer.entries if lost is None else unreadable(layer.entries, lost[number].reshape(heads[-2:]))
+
+    owner = jnp.full(pages, -1, jnp.int32)
+    of_head = jnp.repeat(jnp.arange(math.prod(heads), dtype=jnp.int32), M)
+    states = [layer.state for layer in layers]
+    entries = [stored(layer, number) for number, layer in enumerate(layers)]
     return PagedCache(
-        entries=entries,
-        position=gather(cache.position, -1),
-        owner=head_of_page,
-        table=table.astype(jnp.int32),
-        free=stack,
+        entries=jax.tree.map(functools.partial(pooled, 0), *entries),
+        position=pooled(-1, *(layer.position for layer in layers)),
+        owner=owner.at[ids.ravel()].set(of_head, mode="drop"),
+        table=table,
+        free=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),  # the pages in use are its last entries
         num_free=jnp.int32(pages) - used,
         next_position=cache.next_position,
-        state=map_slots(lambda leaf: gather(leaf, 0), cache.state),
+        state=map_state(
+            functools.partial(pooled, 0), lambda *parts: jnp.stack(parts).reshape(*heads, *parts[0].shape[2:]), *states
+        ),
         positions=cache.positions,
     )
 

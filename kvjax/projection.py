@@ -30,10 +30,6 @@ class OutputProjection(NamedTuple):
     gram: Float[Array, "*L K G D D"] | None = None
     factor: Float[Array, "*L K G D F"] | None = None
 
-    def layer(self, index: int | Array) -> OutputProjection:
-        """Return one layer of stacked projections."""
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self)
-
 
 def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: str | Iterable[str]) -> OutputProjection:
     """Compute the parts of W_O that a policy asks for (``policy.needs.projections``).

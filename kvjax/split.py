@@ -17,14 +17,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Int
 
 from kernels_pallas.prepare import SPLIT, mesh_of
-from kvjax.cache import AnyKind, KVCache, Positions, PyTree
+from kvjax.cache import PARTS, AnyKind, KVCache, Positions, PyTree
+from kvjax.layers import LayerCaches
 from kvjax.paged import PagedCache, pack
 
 ROWS, HEADS = SPLIT["b"], SPLIT["k"]
 OF_ROWS: Any = PartitionSpec(ROWS)  # [B, ...]
 OF_TOKENS: Any = PartitionSpec(ROWS, None, HEADS)  # [B, T, K, D]
 SAME = PartitionSpec()  # on all devices
-PARTS = object()  # how a tree with one part per device is split, whose arrays begin with [data, tensor]
 
 
 @jax.tree_util.register_dataclass
@@ -75,14 +75,16 @@ class SplitCache(AnyKind):
         return cls(jax.jit(on_devices(of_device, (), PARTS, mesh))())
 
     @classmethod
-    def pack(cls, cache: KVCache, *, mesh: Mesh | AbstractMesh, pages: int, page_size: int, most: int) -> SplitCache:
+    def pack(
+        cls, cache: KVCache | LayerCaches, *, mesh: Mesh | AbstractMesh, pages: int, page_size: int, most: int
+    ) -> SplitCache:
         """Copy the live tokens of a plain cache into the pages of each device; see :func:`kvjax.pack`."""
         check_mesh(mesh, *cache.heads_shape[-2:])
 
-        def of_device(part: KVCache) -> PagedCache:
+        def of_device(part: KVCache | LayerCaches) -> PagedCache:
             return _part(pack(part, pages=pages, page_size=page_size, most=most))
 
-        return cls(on_devices(of_device, [_axes_of(cache)], PARTS, mesh)(cache))
+        return cls(on_devices(of_device, [cache.map(_axes_of)], PARTS, mesh)(cache))
 
     def map(self, function: Callable[..., Any], *others: tuple[PyTree, Any]) -> SplitCache:
         """Return the cache after a function has run on each device's part of it; see :meth:`read`."""
@@ -210,14 +212,14 @@ def check_mesh(mesh: Mesh | AbstractMesh, batch: int, kv_heads: int) -> tuple[in
     return rows, heads
 
 
-def on_mesh(cache: KVCache, mesh: Mesh | AbstractMesh) -> KVCache:
+def on_mesh[Plain: (KVCache, LayerCaches)](cache: Plain, mesh: Mesh | AbstractMesh) -> Plain:
     """Return a plain cache with its rows and heads split over a mesh."""
     _check_automatic(mesh)
 
     def place(leaf: Array, axes: PartitionSpec) -> Array:
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, axes))
 
-    return jax.tree.map(place, cache, _axes_of(cache))
+    return jax.tree.map(place, cache, cache.map(_axes_of))
 
 
 @jax.jit  # as next_position

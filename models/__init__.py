@@ -1,6 +1,7 @@
 """Decoders that run under a KV budget: load, prefill, generate."""
 
 import models.built_in  # noqa: F401  (registers the built-in families)
+from kvjax.layers import stacked
 from models.asking import Answers, Watch, ask
 from models.batching import Engine, NewToken
 from models.butler import Butler, ButlerConfig, butler_input
@@ -12,7 +13,6 @@ from models.families import register_family
 from models.fingerprints import fingerprint
 from models.forcing import teacher_forced
 from models.gate import Gate, GateConfig
-from models.layer_caches import stacked
 from models.load import load
 from models.networks import load_network, own_network, register_network, save_network
 from models.options import Options

@@ -19,8 +19,7 @@ from kvjax.chains import policy_of
 from kvjax.policy_checks import check_policy_given
 from models import selecting
 from models.decoder import Decoder
-from models.host_steps import OnBlock
-from models.layer_caches import AnyCache, stacked, stacked_up
+from models.driver import OnBlock
 from models.options import AskSettings, Options, options_of
 from models.prompts import kept_of
 from models.sampling import Draws
@@ -147,7 +146,7 @@ def ask(
         cache, peak = _read(model, tokens, reads, watch.on_block)
         seconds = time.monotonic() - begun
     else:
-        cache, seconds = stacked(document), 0.0
+        cache, seconds = document, 0.0
     kept = kept_of(model, cache, None, 1)
     answers, took, ends = [], [], model.config.eos if options.end is None else options.end
     answers_only = dataclasses.replace(options, policy=None, budget=None, networks=None, cache_dtype=None)
@@ -190,14 +189,14 @@ def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock
         )
     sizes = [0]
 
-    def note(done: int, total: int, cache: AnyCache) -> None:
+    def note(done: int, total: int, cache: Cache) -> None:
         sizes.append(cache.nbytes)
         if on_block is not None:
             on_block(done, total, cache)
 
     greedy: dict[str, Any] = dict(max_new_tokens=1, temperature=0.0, repetition_penalty=1.0, evict_every=0)
     ((_, cache),) = models.stream(model, [tokens], options=options, on_block=note, **greedy)
-    return without_room(stacked_up(cache)), max(*sizes, cache.nbytes)
+    return without_room(cache), max(*sizes, cache.nbytes)
 
 
 def checked(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
@@ -22,11 +23,9 @@ import kvjax
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.schedule import HostOrDevice, Phase, Text
-from models import engine, host_steps, hosts
-from models.by_layer import next_token
+from models import engine, hosts
 from models.decoder import Decoder, check_decoder
-from models.layer_caches import AnyCache, stacked
-from models.one_program import Choice, choice_of
+from models.driver import Choice, Steps, check_finite, choice_of, feed_blocks, next_token
 from models.options import EngineSettings, Options, RequestSettings, options_of
 from models.plan import Rows
 from models.planning import plan_run
@@ -132,7 +131,7 @@ class Engine:
             projection = engine.output_projection(model, plan.policy)
             self._options = dataclasses.replace(self._options, projection=projection)
             run = dataclasses.replace(run, projection=projection)
-        self._steps = host_steps.steps_of(run, sizes)
+        self._steps = Steps.of(run, sizes)
         state = self._steps.start(rows)  # the rows that join have no more to remember than after their prompts
         self._state = dataclasses.replace(state, cache=settled(state.cache, plan))
         self._rows: list[_Request | None] = [None] * rows
@@ -189,7 +188,7 @@ class Engine:
                 self._leave(row)
 
     @property
-    def cache(self) -> AnyCache:
+    def cache(self) -> Cache:
         """Return the cache of all rows, valid until the next step.
 
         It lacks each row's newest token; :meth:`run` may not have yielded that token yet, but :meth:`step` returns it.
@@ -235,7 +234,7 @@ class Engine:
             self._entering = None
             raise
         token, finite = self._chosen(request, hidden)
-        host_steps.check_finite(self.model, finite)
+        check_finite(self.model, finite)
         made = self._note(request, token)
         if not made.ended:
             row = self._rows.index(None)
@@ -248,7 +247,7 @@ class Engine:
         run, sizes, prompt = engine.prepare(self.model, request.prompt, self._options)
         if run.rows.decode_budgets is not None:
             request.budget = int(run.rows.decode_budgets[0])
-        return (yield from host_steps.feed_blocks(self._steps.of(run, sizes), prompt))
+        return (yield from feed_blocks(dataclasses.replace(self._steps, run=run, sizes=sizes), prompt))
 
     def _decode(self) -> list[NewToken]:
         """Feed each row's last token, and choose the next ones."""
@@ -267,14 +266,14 @@ class Engine:
                     budgets[row], due = request.budget, True
         phase = decode_phase(plan, every) if due else Phase(evicts=False, compressed=True)
         numbers = Rows(*jax.device_put((lengths, *((budgets, budgets) if plan.policy is not None else ()))))
-        steps = self._steps.of(dataclasses.replace(self._steps.run, rows=numbers), self._steps.sizes)
+        steps = dataclasses.replace(self._steps, run=dataclasses.replace(self._steps.run, rows=numbers))
         hidden, self._state = steps.block(self._state, tokens[:, None], position[:, None], phase)
         if due and plan.repeats is not None:
             idle = budgets == all_slots
             rows = [np.zeros(every, np.int32) if request is None else request.unseen for request in self._rows]
             answers = np.array([np.resize(row, every) for row in rows])
-            self._state = host_steps.repeated_answer(steps, self._state, answers, idle)
-        greedy = hosts.fetched(next_token(self.model, hidden, Draws(), Sampling())[0])
+            self._state = steps.repeated(self._state, answers, idle)
+        greedy = hosts.fetched(next_token(self.model.config, self.model.ends(), hidden, Draws(), Sampling())[0])
         made = []
         for row, request in enumerate(self._rows):
             if request is None:
@@ -289,7 +288,8 @@ class Engine:
 
     def _chosen(self, request: _Request, hidden: Array) -> tuple[int, Array]:
         """Choose a request's next token, and return whether its logits are finite."""
-        chosen, request.draws, finite = next_token(self.model, hidden, request.draws, request.choice.sampling)
+        model, sampling = self.model, request.choice.sampling
+        chosen, request.draws, finite = next_token(model.config, model.ends(), hidden, request.draws, sampling)
         return int(hosts.fetched(chosen)[0]), finite
 
     def _note(self, request: _Request, token: int) -> NewToken:
@@ -302,10 +302,10 @@ class Engine:
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _join(cache: AnyCache, row: Int[Array, ""], one: Any) -> AnyCache:
+def _join(cache: Cache, row: Int[Array, ""], one: Any) -> Cache:
     if cache.paged and not one.paged:  # a short prompt's share fits the windows
-        one, size = stacked(one), cache.page_size
-        pages = kvjax.pages_for(one.position.size, one.position[..., 0].size, size)
+        heads, size = math.prod(one.heads_shape), cache.page_size
+        pages = kvjax.pages_for(heads * one.num_slots, heads, size)
         one = kvjax.pack(one, pages=pages, page_size=size, most=min(one.num_slots, cache.num_slots))
     return kvjax.join(cache, row, one)
 

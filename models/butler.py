@@ -427,15 +427,14 @@ def butler_input(
     check_names("source", source, SOURCES)
     config = model.config
     if source == "attention_input":
-        first = {name: array[0] for name, array in model.layers.arrays().items() if name == "attention_norm"}
-        return attention_input(config, first, embed(config, model.embedding[...], tokens))
+        return attention_input(config, model.layers[0].arrays(), embed(config, model.embedding[...], tokens))
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     alone = dataclasses.replace(
         config, num_layers=1, sliding_windows=config.sliding_windows[:1], ropes=config.ropes[:1],
         dense_sizes=config.dense_sizes[:1], tie_embeddings=True,
     )  # fmt: skip  # tied, so that it has no head: no logits are computed
     arrays = model.arrays()
-    arrays = {name: arrays[name][:1] if name.startswith("layers.") else arrays[name] for name in array_shapes(alone)}
+    arrays = {path: arrays[path] for path in array_shapes(alone)}
 
     def attend(carry, layer, sliding_window, query, key, value):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)

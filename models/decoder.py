@@ -2,9 +2,9 @@
 
 Axes: B batch, T tokens, L layers, N query heads, K KV heads, G = N / K, D head dim, E model dim, F feed-forward,
 X experts, V vocabulary.
-The layers' arrays are stacked, [L, ...], and run by one `lax.scan`, so 32 layers compile as fast as 2; on a GPU it is
-unrolled. Attention is an argument (`attend`): dense, over a cache, or any other that the caller passes. The caller's
-state is in the scan's carry, which XLA updates in place; as scanned inputs and outputs it would exist twice.
+Each layer has its own arrays, and a Python loop runs one after the other: called from the host, each part of a layer is
+a compiled function that all layers share; inside `jit` it is one program. Attention is an argument (`attend`): dense,
+over a cache, or any other that the caller passes.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from models.parameters import (
     drawn,
     expert_axes,
     joined,
-    layers_with,
     parameter_shapes,
 )
 from models.rotary import rope_frequencies
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
-# attend(carry, layer index, sliding window or None, query, key, value) -> attention output, carry, the layer's output
+# attend(carry, layer's number, sliding window or None, query, key, value) -> attention output, carry, layer's output
 Attend = Callable[
-    [Carry, Int[Array, ""], Int[Array, ""] | None, Float[Array, "B T N D"], Float[Array, "B T K D"], Any],
+    [Carry, int, int | None, Float[Array, "B T N D"], Float[Array, "B T K D"], Any],
     tuple[Float[Array, "B T N D"], Carry, Output],
 ]
 
 
-class Layers(nnx.Module):
-    """The arrays of all layers, stacked; `lax.scan` takes them one layer at a time."""
+class Layer(nnx.Module):
+    """One layer: its arrays by name, such as ``qkv``, [E, K, G + 2, D]."""
 
     if TYPE_CHECKING:
 
@@ -57,7 +56,7 @@ class Layers(nnx.Module):
             setattr(self, name, nnx.Param(array))
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays by name, [L, ...]."""
+        """Return the arrays by name."""
         return {name: parameter[...] for name, parameter in vars(self).items() if isinstance(parameter, nnx.Param)}
 
 
@@ -98,8 +97,12 @@ class Decoder(nnx.Module):
         self.embedding = nnx.Param(arrays["embedding"])
         self.norm = nnx.Param(arrays["norm"])
         self.head = None if config.tie_embeddings else nnx.Param(arrays["head"])
-        prefix = "layers."
-        self.layers = Layers({n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)})
+        of_layers: list[dict[str, Array]] = [{} for _ in range(config.num_layers)]
+        for path, array in arrays.items():
+            if path.startswith("layers."):
+                _, number, name = path.split(".")
+                of_layers[int(number)][name] = array
+        self.layers = nnx.List([Layer(own) for own in of_layers])
 
     @classmethod
     def tiny(cls) -> Decoder:
@@ -108,9 +111,10 @@ class Decoder(nnx.Module):
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays by path, as ``Decoder(config, arrays)`` takes them."""
-        outer = {"embedding": self.embedding, "norm": self.norm} | ({} if self.head is None else {"head": self.head})
-        found = {name: parameter[...] for name, parameter in outer.items()}
-        return found | {f"layers.{name}": array for name, array in self.layers.arrays().items()}
+        found = self.ends()
+        for number, layer in enumerate(self.layers):
+            found |= {f"layers.{number}.{name}": array for name, array in layer.arrays().items()}
+        return found
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Compute the logits of whole sequences by dense causal attention, in float32."""
@@ -132,98 +136,66 @@ class Decoder(nnx.Module):
         carry: Carry,
         *,
         after_first: Callable[[Float[Array, "B T E"], Carry], Carry] | None = None,
-        before_attention: Callable[[Carry, Int[Array, ""], Float[Array, "B T E"]], Carry] | None = None,
+        before_attention: Callable[[Carry, int, Float[Array, "B T E"]], Carry] | None = None,
     ) -> tuple[Float[Array, "B T E"], Carry, Output]:
         """Embed the tokens and run every layer with the attention that the caller passes.
+
+        Inside ``jit`` it is one program, whose compilation takes as many times longer as there are layers. Called from
+        the host, what comes before and after attention is compiled once; then ``attend`` is best a compiled function.
 
         Args:
             position: absolute positions, -1 for padding.
             lengths: the sequences' full lengths, which only the rope types dynamic and longrope read: all keys of a
                 sequence must be rotated by the same frequencies, whichever block they came in.
             attend: called once per layer with rotated queries and keys; see ``Attend``.
-            after_first: called with layer 0's output before the other layers run; it may change the carry. Layer 0 is
-                then compiled separately.
-            before_attention: called once per layer, ``before_attention(carry, layer index, input of the attention)``,
-                and returns the carry that ``attend`` gets.
+            after_first: called with layer 0's output before the other layers run; it may change the carry.
+            before_attention: called once per layer, ``before_attention(carry, layer's number, input of the
+                attention)``, and returns the carry that ``attend`` gets.
 
         Returns:
             The hidden states before the last norm, the carry, and the layers' outputs stacked, [L, ...].
         """
-        step, scanned = self.scanned(position, lengths, attend, before_attention)
-        state = embed(self.config, self.embedding[...], tokens), carry
-        if after_first is not None:
-            return _first_apart(step, state, scanned, after_first)
-        (x, carry), outputs = jax.lax.scan(step, state, scanned, unroll=_unrolled())
-        return x, carry, outputs
-
-    def scanned(
-        self,
-        position: Int[Array, "B T"],
-        lengths: Int[Array, "B"],
-        attend: Attend[Carry, Output],
-        before_attention: Callable[[Carry, Int[Array, ""], Float[Array, "B T E"]], Carry] | None = None,
-    ) -> tuple[Callable[..., Any], Any]:
-        """Return the step that runs a layer, and what is scanned over the layers; for the arguments see :meth:`run`.
-
-        ``step((x, carry), scanned, shift=None)`` returns ``((x, carry), output)`` of the layer; for ``shift`` see
-        :func:`run_layer`.
-        """
-        config = self.config
-        waves = rotation(config, position, lengths)
-        everywhere, feeds = self.layers.arrays(), None
-        if config.dense_sizes and config.sparse_layers:
-            everywhere, feeds = _by_kind(config, everywhere)
-
-        def step(state, scanned, shift=None):
-            x, carry = state
-            weights, index, window = scanned
+        config, outputs = self.config, []
+        x, waves = entered(config, self.embedding[...], tokens, position, lengths)
+        for number, layer in enumerate(self.layers):
+            weights, window = layer.arrays(), config.sliding_windows[number]
             if before_attention is not None:
-                carry = before_attention(carry, index, attention_input(config, weights, x))
-            here = rope_of_layer(config, index, waves)
-            feed = None if feeds is None else partial(_feed_forward_of, config, feeds, index)
-            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, index, window), feed, shift)
-            return (x, carry), output
-
-        return step, (everywhere, jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config))
+                carry = before_attention(carry, number, attention_input(config, weights, x))
+            here = rope_of_layer(config, number, waves)
+            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, number, window))
+            outputs.append(output)
+            if number == 0 and after_first is not None:
+                carry = after_first(x, carry)
+        return x, carry, jax.tree.map(lambda *each: jnp.stack(each), *outputs) if outputs else None
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
         """Apply the last norm and the projection to the vocabulary, in float32."""
-        hidden = _norm(self.config, hidden, self.norm[...])
-        accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
-        weights, axes = (self.embedding, "ve") if self.head is None else (self.head, "ev")
-        alone = hidden.size == hidden.shape[-1] and platform() == "gpu"
-        # For one row XLA makes a float32 copy of all weights on a GPU; the other seven rows cost nothing there.
-        rows = jnp.pad(hidden.reshape(1, -1), ((0, 7), (0, 0))) if alone else hidden
-        logits = jnp.einsum(f"...e,{axes}->...v", rows, weights[...], preferred_element_type=accumulate)
-        logits = logits[0].reshape(*hidden.shape[:-1], -1) if alone else logits
-        logits, cap = _times(logits, 1 / self.config.logits_scaling), self.config.logits_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return logits_from(self.config, self.ends(), hidden)
+
+    def ends(self) -> dict[str, Array]:
+        """Return the arrays by name that are in no layer: those that :func:`logits_from` reads."""
+        outer = {"embedding": self.embedding, "norm": self.norm} | ({} if self.head is None else {"head": self.head})
+        return {name: parameter[...] for name, parameter in outer.items()}
 
 
-def _unrolled() -> bool:
-    """Return whether the layers run one after the other and not in a loop: on a GPU, where a loop parts CUDA graphs.
-
-    XLA's Triton products can read a layer's matrices at a constant place of the stack, and copy what a loop counts.
-    """
-    return platform() == "gpu"
-
-
-def _first_apart(step: Callable[..., Any], state: Any, scanned: Any, after_first: Callable[..., Any]) -> Any:
-    """Run layer 0, then ``after_first``, then scan the other layers; see :meth:`Decoder.run`."""
-
-    def step_of(state, index):  # by index: a slice of the scanned arrays would be a copy of all layers
-        return step(state, jax.tree.map(lambda array: array[index], scanned))
-
-    (x, carry), first = step_of(state, 0)
-    others = jnp.arange(1, len(scanned[1]), dtype=jnp.int32)
-    (x, carry), rest = jax.lax.scan(step_of, (x, after_first(x, carry)), others, unroll=_unrolled())
-    return x, carry, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
+def logits_from(config: Config, ends: dict[str, Array], hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
+    """Compute logits as :meth:`Decoder.logits` does, from a decoder's arrays that are in no layer."""
+    hidden = _norm(config, hidden, ends["norm"])
+    accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
+    weights, axes = (ends["head"], "ev") if "head" in ends else (ends["embedding"], "ve")
+    alone = hidden.size == hidden.shape[-1] and platform() == "gpu"
+    # For one row XLA makes a float32 copy of all weights on a GPU; the other seven rows cost nothing there.
+    rows = jnp.pad(hidden.reshape(1, -1), ((0, 7), (0, 0))) if alone else hidden
+    logits = jnp.einsum(f"...e,{axes}->...v", rows, weights, preferred_element_type=accumulate)
+    logits = logits[0].reshape(*hidden.shape[:-1], -1) if alone else logits
+    logits, cap = _times(logits, 1 / config.logits_scaling), config.logits_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def output_of_heads(model: Decoder) -> Float[Array, "L N D E"]:
-    """Return each query head's rows of W_O."""
-    weight, config = model.layers.output[...], model.config
-    return weight.reshape(weight.shape[0], config.num_heads, config.head_dim, -1)
+def output_of_heads(model: Decoder) -> list[Float[Array, "N D E"]]:
+    """Return each query head's rows of W_O, for each layer."""
+    config = model.config
+    return [layer.output[...].reshape(config.num_heads, config.head_dim, -1) for layer in model.layers]
 
 
 def check_decoder(model: object) -> None:
@@ -237,11 +209,12 @@ def embed(config: Config, embedding: Float[Array, "V E"], tokens: Int[Array, "B 
     return _times(embedding[tokens], config.embedding_multiplier)
 
 
-def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B"]) -> tuple[Array, Array]:
-    """Compute cosine and sine of each token's rotary angles, [B, T, 1, D / 2], shared by all heads.
+def rotation(
+    config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B"]
+) -> tuple[tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]], ...]:
+    """Compute cosine and sine of each token's rotary angles, shared by all heads, for each rotary embedding.
 
-    They are shared by all layers too, or stacked, [R, B, T, 1, D / 2], where layers have R different rotary embeddings
-    (see :func:`rope_of_layer`).
+    Layers may have different ones: see :func:`rope_of_layer`.
     """
 
     def waves(rope: Rope) -> tuple[Array, Array]:
@@ -251,40 +224,36 @@ def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B
         cos, sin = (factor * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))
         return cos, sin
 
-    cos, sin = zip(*map(waves, config.distinct_ropes), strict=True)
-    return _stacked(cos), _stacked(sin)
+    return tuple(map(waves, config.distinct_ropes))
 
 
-def frequencies(config: Config, lengths: Int[Array, "B"]) -> Float[Array, "*ropes rows half"]:
-    """Return the angle per position for each pair of a head's elements, stacked as in :func:`rotation`."""
-    return _stacked([rope_frequencies(rope, config.head_dim, lengths)[0] for rope in config.distinct_ropes])
+def frequencies(config: Config, lengths: Int[Array, "B"]) -> tuple[Float[Array, "rows half"], ...]:
+    """Return the angle per position for each pair of a head's elements, for each rotary embedding."""
+    return tuple(rope_frequencies(rope, config.head_dim, lengths)[0] for rope in config.distinct_ropes)
 
 
-def _stacked(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.stack(jnp.broadcast_arrays(*parts))
-
-
-def rope_of_layer(config: Config, layer: Int[Array, ""], arrays: Any) -> Any:
-    """Return one layer's part of the arrays of :func:`rotation` or :func:`frequencies`."""
+def rope_of_layer(config: Config, layer: int, each: Sequence[Any]) -> Any:
+    """Return one layer's entry of what :func:`rotation` or :func:`frequencies` returned."""
     ropes = config.distinct_ropes
-    if len(ropes) == 1:
-        return arrays
-    numbers = jnp.array([ropes.index(rope or config.rope) for rope in config.ropes], jnp.int32)
-    return jax.tree.map(lambda array: array[numbers[layer]], arrays)
+    return each[0] if len(ropes) == 1 else each[ropes.index(config.ropes[layer] or config.rope)]
 
 
-def sliding_windows(config: Config) -> Int[Array, "L"] | None:
-    """Return how many positions the queries of each layer see; None where all layers see all positions."""
-    if not any(config.sliding_windows):
-        return None
-    everything = jnp.iinfo(jnp.int32).max
-    return jnp.array([window or everything for window in config.sliding_windows], jnp.int32)
+@partial(jax.jit, static_argnums=0)
+def entered(
+    config: Config,
+    embedding: Float[Array, "V E"],
+    tokens: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B T E"], Any]:
+    """Return the input of layer 0, and what rotates queries and keys (:func:`rotation`)."""
+    return embed(config, embedding, tokens), rotation(config, position, lengths)
 
 
 def attend_densely(
     config: Config,
     position: Int[Array, "B T"],
-    sliding_window: Int[Array, ""] | None,
+    sliding_window: int | Int[Array, ""] | None,
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
@@ -301,7 +270,6 @@ def run_layer[Carry, Output](
     x: Float[Array, "B T E"],
     waves: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], tuple[Array, Carry, Output]],
-    feed: Callable[[Array], Array] | None = None,
     shift: Float[Array, "B T E"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Carry, Output]:
     """Run one layer with the attention that the caller passes, ``attend(query, key, value)``.
@@ -309,20 +277,39 @@ def run_layer[Carry, Output](
     Args:
         weights: the layer's arrays by name.
         waves: the layer's cosines and sines; see :func:`rotation`.
-        feed: the layer's feed-forward; None for :func:`feed_forward` with these parameters.
         shift: is added to the attention's output, behind W_O, so that a derivative may be taken with respect to it.
 
     Returns:
         The input of the next layer, then the carry and the output that ``attend`` returned.
     """
+    out, carry, output = attend(*_before_attention(config, weights, x, waves))
+    return _behind_attention(config, weights, x, out, shift), carry, output
+
+
+@partial(jax.jit, static_argnums=0)
+def _before_attention(
+    config: Config, weights: dict[str, Array], x: Float[Array, "B T E"], waves: tuple[Array, Array]
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+    """Compute rotated queries and keys, and values."""
+    query, key, value = _project(config, weights, attention_input(config, weights, x))
+    return rotate(query, *waves), rotate(key, *waves), value
+
+
+@partial(jax.jit, static_argnums=0)
+def _behind_attention(
+    config: Config,
+    weights: dict[str, Array],
+    x: Float[Array, "B T E"],
+    out: Float[Array, "B T N D"],
+    shift: Float[Array, "B T E"] | None,
+) -> Float[Array, "B T E"]:
+    """Add what a layer makes of its attention's output to its input: W_O, then the feed-forward."""
 
     def added(out: Array, post_norm: str) -> Array:
         if config.norms != "before":
             out = _norm(config, out, weights[post_norm])
         return _times(out, config.residual_multiplier)
 
-    query, key, value = _project(config, weights, attention_input(config, weights, x))
-    out, carry, output = attend(rotate(query, *waves), rotate(key, *waves), value)
     out = out.reshape(*out.shape[:2], -1) @ weights["output"]
     if config.output_bias:
         out = out + along_last(weights["output_bias"], out)
@@ -330,8 +317,7 @@ def run_layer[Carry, Output](
         out = out + shift
     x = x + added(out, "attention_post_norm")
     y = x if config.norms == "after" else _norm(config, x, weights["feed_norm"])
-    out = feed_forward(config, weights, y) if feed is None else feed(y)
-    return x + added(out, "feed_post_norm"), carry, output
+    return x + added(feed_forward(config, weights, y), "feed_post_norm")
 
 
 def attention_input(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -378,32 +364,6 @@ def _experts(
     whole = PartitionSpec("data" if x.shape[0] % mesh.shape.get("data", 1) == 0 else None)
     specs = (whole,) * 3 + (PartitionSpec(ways),) * 2
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(x, share, expert, *own)
-
-
-def _by_kind(
-    config: Config, layers: dict[str, Array]
-) -> tuple[dict[str, Array], tuple[dict[str, Array], dict[str, Array]]]:
-    """Separate what all layers have from what only those without experts and those with them have."""
-    numbers = {name: layers_with(config, f"layers.{name}") for name in layers}
-
-    def of(wanted: Sequence[int]) -> dict[str, Array]:
-        return {name: array for name, array in layers.items() if numbers[name] == wanted}
-
-    return of(range(config.num_layers)), (of(config.dense_layers), of(config.sparse_layers))
-
-
-def _feed_forward_of(
-    config: Config, feeds: tuple[dict[str, Array], ...], layer: Int[Array, ""], x: Float[Array, "B T E"]
-) -> Float[Array, "B T E"]:
-    """Apply one layer's feed-forward; ``feeds`` are the parameters of all layers without experts, and with them."""
-    sparse = jnp.array([size is None for size in config.dense_sizes])
-    before = jnp.cumsum(sparse) - sparse  # a layer's place among those of its kind
-    place = jnp.where(sparse, before, jnp.arange(config.num_layers) - before)[layer]
-
-    def of(stacks: dict[str, Array]) -> Callable[[Array], Array]:  # sliced here: outside, both kinds would be copied
-        return lambda x: feed_forward(config, {name: array[place] for name, array in stacks.items()}, x)
-
-    return jax.lax.cond(sparse[layer], of(feeds[1]), of(feeds[0]), x)
 
 
 def run_experts(

@@ -1,7 +1,7 @@
 """From a prompt to an answer inside a fixed cache: prefill by blocks, then decode.
 
-`prefill` and `generate` are one compiled program each, except for large models on a CPU, where the host calls one
-compiled layer after the other (models/by_layer.py says why). `stream` feeds blocks and tokens from the host.
+`prefill` and `generate` are one compiled program each, except on a CPU, where the host calls one compiled layer after
+the other (models/driver.py). `stream` feeds blocks and tokens from the host.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ from kvjax import OutputProjection, Policy
 from kvjax.chains import policy_of
 from kvjax.checks import is_known
 from kvjax.schedule import HostOrDevice, Schedule, Text, schedule
-from models.by_layer import LayerSteps, runs_by_layer
 from models.decoder import Decoder, output_of_heads
-from models.host_steps import OnBlock, check_finite, feed_prompt, steps_of, tokens_of
-from models.layer_caches import AnyCache, stacked_up
-from models.one_program import Choice, choice_of, generate_at_once, pad_of, prefill_at_once
+from models.driver import (
+    Choice,
+    OnBlock,
+    Steps,
+    check_finite,
+    choice_of,
+    feed_prompt,
+    generate_at_once,
+    pad_of,
+    prefill_at_once,
+    tokens_of,
+)
 from models.options import AnswerSettings, Options, PromptSettings, options_of
 from models.plan import Sizes
 from models.planning import overflowing, plan_run
@@ -55,7 +63,7 @@ def prefill(
     *,
     lengths: Int[HostOrDevice, "B"] | None = None,
     options: Options | None = None,
-    cache: AnyCache | None = None,
+    cache: Cache | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     **settings: Unpack[PromptSettings],
 ) -> Prefilled:
@@ -93,7 +101,7 @@ def prefill(
     given = check_prompt(model, tokens, lengths, question, cache, options.policy)
     run, sizes, prompt = prepare(model, given, options)
     state, hidden = _feed(run, sizes, prompt, cache)
-    return Prefilled(stacked_up(state.cache), logits_of(model, hidden)[:, 0])
+    return Prefilled(state.cache, logits_of(model, hidden)[:, 0])
 
 
 def hidden_states(
@@ -102,7 +110,7 @@ def hidden_states(
     *,
     lengths: Int[HostOrDevice, "B"] | None = None,
     options: Options | None = None,
-    cache: AnyCache | None = None,
+    cache: Cache | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     **settings: Unpack[PromptSettings],
 ) -> Hidden:
@@ -127,7 +135,7 @@ def hidden_states(
     positions = [np.swapaxes(step.positions, 0, 1).reshape(len(place), -1) for step in prompt.text]
     for row, position in enumerate(np.concatenate(positions, axis=1)):
         place[row, position[position >= 0] - given.text.start[row]] = np.flatnonzero(position >= 0)
-    return Hidden(stacked_up(state.cache), jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1))
+    return Hidden(state.cache, jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1))
 
 
 def generate(
@@ -135,7 +143,7 @@ def generate(
     tokens: Tokens | Prefilled,
     *,
     options: Options | None = None,
-    cache: AnyCache | None = None,
+    cache: Cache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     key: Array | Draws | None = None,
@@ -143,7 +151,7 @@ def generate(
 ) -> Generation:
     """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
 
-    This is one compiled program, except for large layers on a CPU (models/by_layer.py).
+    This is one compiled program, except on a CPU (models/driver.py).
 
     Args:
         tokens: prompts as :func:`prefill` takes them, or the result of :func:`prefill`: then only the answer is
@@ -169,8 +177,9 @@ def generate(
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
     choice, draws = choice_of(model, options, key, given)
-    if runs_by_layer(run, draws.key):
-        return _generate_by_layer(LayerSteps(run, sizes), prompt, cache, logits, choice, draws)
+    steps = Steps.of(run, sizes, draws.key)
+    if steps.layers is not None:
+        return _generate_by_layer(steps, prompt, cache, logits, choice, draws)
     state, out, count, finite = generate_at_once(run, sizes, prompt, cache, logits, draws, choice)
     check_finite(model, finite)
     return Generation(out, state.cache, count)
@@ -181,20 +190,19 @@ def stream(
     tokens: Tokens | Prefilled,
     *,
     options: Options | None = None,
-    cache: AnyCache | None = None,
+    cache: Cache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     key: Array | Draws | None = None,
     on_block: OnBlock | None = None,
     **settings: Unpack[AnswerSettings],
-) -> Iterator[tuple[np.ndarray, AnyCache]]:
+) -> Iterator[tuple[np.ndarray, Cache]]:
     """Yield the tokens of each step of :func:`generate` as they come, with the cache after that step.
 
     The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget in
     slots (the buffers of a full cache, of a ratio, and of ``when="prompt"`` depend on the length). Rows that have ended
     yield -1. A cache is valid until the next step, which overwrites it: copy what you want to keep. The last cache
-    stays valid. For large layers on a CPU it is a :class:`models.layer_caches.LayerCaches`, which
-    :func:`models.stacked` turns into a cache for the functions of kvjax.
+    stays valid.
 
     Args:
         options, settings, cache, lengths, question, key: see :func:`generate`.
@@ -216,30 +224,30 @@ def stream(
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
     choice, draws = choice_of(model, options, key, given)
-    made = tokens_of(steps_of(run, sizes), prompt, cache, logits, choice, draws, on_block)
+    made = tokens_of(Steps.of(run, sizes), prompt, cache, logits, choice, draws, on_block)
     return ((token, state.cache) for token, state in made)
 
 
-def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
-    """Compute what a policy reads of the model's output projections, for all layers; None if it reads nothing.
+def output_projection(model: Decoder, policy: Policy | str | None) -> tuple[OutputProjection, ...] | None:
+    """Compute what a policy reads of the model's output projections, for each layer; None if it reads nothing.
 
     Every run computes it again unless it is given: N D^2 E multiplications per layer, the cost of a few tokens.
 
     Example:
         >>> import models
         >>> model = models.Decoder.tiny()
-        >>> models.output_projection(model, "laprox@model").gram.shape
-        (2, 2, 2, 8, 8)
+        >>> [own.gram.shape for own in models.output_projection(model, "laprox@model")]
+        [(2, 2, 8, 8), (2, 2, 8, 8)]
     """
     policy = policy_of(policy)
     if policy is None or not policy.needs.projections:
         return None
-    return projected(model, policy.needs.projections, cache_heads(model.config, policy))
+    return projections(model, policy.needs.projections, cache_heads(model.config, policy))
 
 
-def projected(model: Decoder, kinds: frozenset[str], heads: int) -> OutputProjection:
-    """Compute the given kinds of output projections for all layers and a cache of ``heads`` heads."""
-    return _project(output_of_heads(model), heads, tuple(sorted(kinds)))
+def projections(model: Decoder, kinds: frozenset[str], heads: int) -> tuple[OutputProjection, ...]:
+    """Compute the given kinds of output projections for each layer and a cache of ``heads`` heads."""
+    return tuple(_project(weight, heads, tuple(sorted(kinds))) for weight in output_of_heads(model))
 
 
 _project = jax.jit(kvjax.output_projection, static_argnums=(1, 2))
@@ -259,16 +267,17 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
     run, sizes, prompt = prepare(model, held_back, options)
     state, hidden = _feed(run, sizes, prompt, cache)
     logits = jnp.where(asked[:, None] > 0, logits_of(model, hidden)[:, 0], prefilled.logits)
-    return Prefilled(stacked_up(state.cache), logits)
+    return Prefilled(state.cache, logits)
 
 
 def _feed(
-    run: Run, sizes: Sizes, prompt: Schedule, cache: AnyCache | None, every: bool = False
+    run: Run, sizes: Sizes, prompt: Schedule, cache: Cache | None, every: bool = False
 ) -> tuple[DecodeState, Array]:
     """Feed a prompt by layer or in one program, as the run requires; see :func:`prefill_at_once`."""
-    if runs_by_layer(run):
+    steps = Steps.of(run, sizes)
+    if steps.layers is not None:
         of_blocks: list[Array] = []
-        state, last = feed_prompt(LayerSteps(run, sizes), prompt, cache, on_hidden=of_blocks.append if every else None)
+        state, last = feed_prompt(steps, prompt, cache, on_hidden=of_blocks.append if every else None)
         return state, jnp.concatenate(of_blocks, axis=1) if every else last
     return prefill_at_once(run, sizes, prompt, cache, every)
 
@@ -280,7 +289,7 @@ def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool 
     if plan.selection is not None or not given.fed:  # nothing is compressed before the questions
         given = given._replace(text=text._replace(questions=np.zeros_like(text.questions)))
     if run.projection is None and plan.policy is not None and plan.policy.needs.projections:
-        run = dataclasses.replace(run, projection=projected(model, plan.policy.needs.projections, plan.heads))
+        run = dataclasses.replace(run, projection=projections(model, plan.policy.needs.projections, plan.heads))
     # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
     exact = every or not is_known(*jax.tree.leaves((model, run.projection, run.network)))
     return run, sizes, scheduled(given, options, run, exact)
@@ -294,7 +303,7 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
 
 
 def _generate_by_layer(
-    steps: LayerSteps, prompt: Schedule, cache: AnyCache | None, logits: Array | None, choice: Choice, draws: Draws
+    steps: Steps, prompt: Schedule, cache: Cache | None, logits: Array | None, choice: Choice, draws: Draws
 ) -> Generation:
     run = steps.run
     B, pad = run.rows.lengths.shape[0], pad_of(run)
@@ -305,7 +314,7 @@ def _generate_by_layer(
         last = state
     assert last is not None
     out, count = jax.device_put((out, count))
-    return Generation(out, stacked_up(last.cache), count)
+    return Generation(out, last.cache, count)
 
 
 @jax.jit

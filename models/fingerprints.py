@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array
 
 from models import decoder, hosts
-from models.config import described
-from models.parameters import parameter_shapes, place_in_array
+from models.config import Config, described
+from models.parameters import array_of, parameter_shapes, paths_of, rows_of
 from models.tokenizer import Tokenizer
 
 
@@ -47,8 +47,20 @@ def weights_of(model: decoder.Decoder) -> str:
     places = _places(shapes)
     layer, head, row, column = places["layers.output"]
     places["layers.output"] = layer, head * config.head_dim + row, column
-    found = {name: place_in_array(config, name, place) for name, place in places.items()}
-    return _hashed({name: (arrays[array], place) for name, (array, place) in found.items()})
+    return _hashed({name: _numbers_of(config, arrays, name, place) for name, place in places.items()})
+
+
+def _numbers_of(config: Config, arrays: Mapping[str, Array], name: str, place: tuple[Any, ...]) -> np.ndarray:
+    """Return the numbers of a parameter at some places."""
+    array, rows = array_of(name), rows_of(config, name)
+    paths = paths_of(config, array)
+    layer, within = (np.zeros(1, int), place) if paths == [array] else (place[0], place[1:])
+    if rows is not None:
+        *before, both, last = within
+        group, row = np.divmod(both, rows.stop - rows.start)
+        within = (*before, group, rows.start + row, last)
+    of_layers = np.stack([hosts.fetched(_numbers_at(arrays[path], within)) for path in paths])
+    return of_layers[layer, np.arange(of_layers.shape[1])]
 
 
 def weights(module: Any, shapes: Mapping[str, Sequence[int]]) -> str:
@@ -58,7 +70,8 @@ def weights(module: Any, shapes: Mapping[str, Sequence[int]]) -> str:
     same one after training, has another hash; changing a few numbers by hand may not change it. ``shapes`` are those of
     the parameters of an ``nnx.Module``, by their names in it.
     """
-    return _hashed({name: (getattr(module, name)[...], place) for name, place in _places(shapes).items()})
+    places = _places(shapes).items()
+    return _hashed({name: hosts.fetched(_numbers_at(getattr(module, name)[...], place)) for name, place in places})
 
 
 def _places(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Any, ...]]:
@@ -66,17 +79,16 @@ def _places(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(drawn[name].integers(0, size, 64) for size in shape) for name, shape in shapes.items()}
 
 
-def _hashed(held: Mapping[str, tuple[Array, tuple[Any, ...]]]) -> str:
-    arrays, places = ({name: each[i] for name, each in held.items()} for i in (0, 1))
-    found, samples = hashlib.sha256(), _numbers_at(arrays, places)
-    for name in sorted(held):
-        found.update(name.encode() + hosts.fetched(samples[name]).astype(jnp.bfloat16).tobytes())
+def _hashed(numbers: Mapping[str, np.ndarray]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(numbers):
+        found.update(name.encode() + numbers[name].astype(jnp.bfloat16).tobytes())
     return found.hexdigest()
 
 
 @jax.jit
-def _numbers_at(arrays: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
-    return {name: array[places[name]] for name, array in arrays.items()}
+def _numbers_at(array: Array, place: tuple[Any, ...]) -> Array:
+    return array[place]
 
 
 def digest(content: Any) -> str:

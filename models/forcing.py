@@ -17,9 +17,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.checks import check_count
 from kvjax.schedule import HostOrDevice, Phase, Schedule
 from models.decoder import Decoder
+from models.driver import Steps, feed_prompt, over_steps, prefill_at_once
 from models.engine import Hidden, prepare
-from models.layer_caches import stacked_up
-from models.one_program import over_steps, prefill_at_once
 from models.options import EngineSettings, Options, options_of
 from models.plan import Sizes
 from models.prompts import Tokens, check_prompt
@@ -73,8 +72,24 @@ def teacher_forced(
     options = options_of("teacher_forced", EngineSettings, options, settings, reserve=made.shape[1])
     given = check_prompt(model, whole.tokens[:, :prompt], None, None, None, options.policy)
     run, sizes, fed = prepare(model, given, options)
-    state, hidden = _forced(run, sizes, fed, made)
-    return Hidden(stacked_up(state.cache), hidden)
+    steps = Steps.of(run, sizes)
+    state, hidden = _forced(run, sizes, fed, made) if steps.layers is None else _forced_by_layer(steps, fed, made)
+    return Hidden(state.cache, hidden)
+
+
+def _forced_by_layer(
+    steps: Steps, prompt: Schedule, made: Int[np.ndarray, "B n"]
+) -> tuple[DecodeState, Float[Array, "B n1 E"]]:
+    """Feed the prompt, and then the given tokens, -1 behind a row's end, from the host."""
+    state, last = feed_prompt(steps, prompt, None)
+    plan, hidden = steps.run.plan, [last]
+    for step in range(1, made.shape[1] + 1):
+        token, ended = np.maximum(made[:, step - 1], 0), made[:, step - 1] < 0
+        of_step, state = steps.fed(state, token, ended, step)
+        hidden.append(of_step)
+        if plan.repeats is not None and plan.evict_every and step % plan.evict_every == 0:
+            state = steps.repeated(state, np.maximum(made[:, step - plan.evict_every : step], 0), ended)
+    return state, jnp.concatenate(hidden, axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="sizes")

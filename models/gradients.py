@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
@@ -19,13 +20,15 @@ from kvjax.insertion import Cache
 from kvjax.layer import LayerBlock
 from kvjax.quantise import Dtypes, is_quantised
 from kvjax.reconstruction import Reconstruction
-from models.decoder import Decoder, embed
+from models.config import Config
+from models.decoder import Decoder, entered, logits_from, rope_of_layer, run_layer
 
 SLOTS = 256  # of a head whose weights are held at a time
 
 
 def loss_gradient(
     model: Decoder,
+    layers: Sequence[dict[str, Array]],
     wanted: Reconstruction,
     cache: Cache,
     tokens: Int[Array, "B T"],
@@ -33,7 +36,7 @@ def loss_gradient(
     part: Int[Array, "B 3"],
     lengths: Int[Array, "B"],
     dtypes: Dtypes,
-) -> Float[Array, "L B T _"]:
+) -> tuple[Float[Array, "B T _"], ...]:
     """Differentiate a loss of a block that repeats a part of the text, with respect to each layer's attention output.
 
     The output is what W_O gives, before it is normalised or added to the hidden states. The cache is a constant, which
@@ -41,6 +44,7 @@ def loss_gradient(
     keeps each layer's input, from which a backward pass computes the layer again, in the model's dtype.
 
     Args:
+        layers: the model's arrays of each layer.
         wanted: its loss is "hidden", the sum of the squared lengths of the tokens' hidden states before the last norm,
             or "tokens", the cross-entropy of the part's tokens, each predicted from those before it.
         cache: all layers, without the block.
@@ -50,54 +54,98 @@ def loss_gradient(
         dtypes: those that the block's keys and values would have in the cache.
 
     Returns:
-        The gradient, [L, B, T, E], where a score reads weights to multiply it by, else its length, [L, B, T, 1].
+        The gradient in each layer, [B, T, E], where a score multiplies weights by it, else its length, [B, T, 1].
     """
     assert not isinstance(cache, kvjax.SplitCache)  # of several devices, which models.plan refuses
-    model, cache = jax.lax.stop_gradient((model, cache))  # the choice of the tokens that stay is not differentiable
+    config = model.config
+    x, waves = entered(config, model.embedding[...], tokens, position, lengths)
+    given, inputs = [], []
+    for number, weights in enumerate(layers):
+        window = config.sliding_windows[number]
+        own = cache.layers[number] if isinstance(cache, kvjax.LayerCaches) else cache
+        here = weights, rope_of_layer(config, number, waves), own, position, np.int32(number)
+        given.append((*here, None if window is None else np.int32(window)))
+        inputs.append(x)
+        x = _forward(config, dtypes, *given[-1], x)
+    above, found = _of_loss(config, wanted, model.ends(), x, tokens, position, part), []
+    for own, before in zip(reversed(given), reversed(inputs), strict=True):
+        above, shift = _backward(config, dtypes, *own, before, above)
+        found.append(shift if "weights" in wanted.statistics else _lengths(shift))
+    return tuple(reversed(found))
 
-    def entered(own: Array, dtype: str) -> Array:
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(
+    config: Config,
+    dtypes: Dtypes,
+    weights: dict[str, Array],
+    waves: tuple[Array, Array],
+    cache: Cache,
+    position: Int[Array, "B T"],
+    layer: Int[Array, ""],
+    window: Int[Array, ""] | None,
+    x: Float[Array, "B T E"],
+    shift: Float[Array, "B T E"] | None = None,
+) -> Float[Array, "B T E"]:
+    """Run a layer on a block that attends over a cache without it."""
+    # The choice of the tokens that stay is not differentiable.
+    weights, held = jax.lax.stop_gradient((weights, cache.in_pages(layer, SLOTS)))
+
+    def stored(own: Array, dtype: str) -> Array:
         return kvjax.straight_through(own, dtype) if is_quantised(dtype) else own.astype(dtype)
 
-    def attend_at(carry, index, window, query, key, value):
-        block = LayerBlock(query, entered(key, dtypes.key), entered(value, dtypes.value), position)
-        held = cache.in_pages(index, SLOTS)
-        return _attend_constant(model.config.attention_soft_cap, held, block, window), carry, None
+    def attend(query, key, value):
+        block = LayerBlock(query, stored(key, dtypes.key), stored(value, dtypes.value), position)
+        return _attend_constant(config.attention_soft_cap, held, block, window), None, None
+
+    return run_layer(config, weights, x, waves, attend, shift)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _backward(config: Config, dtypes: Dtypes, *given: Any) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
+    """Return the derivative with respect to a layer's input, and to a shift of its attention's output."""
+    *own, x, above = given
+    _, back = jax.vjp(functools.partial(_forward, config, dtypes, *own), x, jnp.zeros_like(x))
+    return back(above)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _of_loss(
+    config: Config,
+    wanted: Reconstruction,
+    ends: dict[str, Array],
+    hidden: Float[Array, "B T E"],
+    tokens: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    part: Int[Array, "B 3"],
+) -> Float[Array, "B T E"]:
+    """Return the derivative of the loss with respect to the hidden states."""
+    ends = jax.lax.stop_gradient(ends)
 
     def loss(hidden: Float[Array, "B T E"]) -> Float[Array, ""]:
         if wanted.loss == "tokens":
-            return _cross_entropy(model, hidden, tokens, part)
+            return _cross_entropy(config, ends, hidden, tokens, part)
         wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
         return jnp.sum(jnp.where(position[..., None] >= 0, wide**2, 0))
 
-    def forward(carry, layer):
-        x, inputs = carry
-        return (step((x, None), layer)[0][0], inputs.at[layer[1]].set(x)), None
-
-    def backward(above, each):
-        layer, x = each
-        _, back = jax.vjp(lambda x, shift: step((x, None), layer, shift)[0][0], x, jnp.zeros_like(x))
-        above, found = back(above)
-        return above, found if "weights" in wanted.statistics else _lengths(found)
-
-    step, layers = model.scanned(position, lengths, attend_at)
-    # XLA would make the layers' inputs early, and hold them while the text's block enters, if they waited for nothing.
-    tokens, _ = jax.lax.optimization_barrier((tokens, cache.position))
-    x = embed(model.config, model.embedding[...], tokens)
-    inputs = jnp.broadcast_to(x, (model.config.num_layers, *x.shape))
-    (hidden, inputs), _ = jax.lax.scan(forward, (x, inputs), layers)
-    return jax.lax.scan(backward, jax.grad(loss)(hidden), (layers, inputs), reverse=True)[1]
+    return jax.grad(loss)(hidden)
 
 
+@jax.jit
 def _lengths(x: Float[Array, "B T E"]) -> Float[Array, "B T 1"]:
     return jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)
 
 
 def _cross_entropy(
-    model: Decoder, hidden: Float[Array, "B T E"], tokens: Int[Array, "B T"], part: Int[Array, "B 3"]
+    config: Config,
+    ends: dict[str, Array],
+    hidden: Float[Array, "B T E"],
+    tokens: Int[Array, "B T"],
+    part: Int[Array, "B 3"],
 ) -> Float[Array, ""]:
     """Return the cross-entropy of the tokens of each row's part, its last ones, summed."""
     T = tokens.shape[1]
-    logits = model.logits(hidden[:, :-1])
+    logits = logits_from(config, ends, hidden[:, :-1])
     own = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     counted = jnp.arange(1, T) >= T - (part[:, 1] - part[:, 0])[:, None]
     return jnp.sum(jnp.where(counted, jax.nn.logsumexp(logits, axis=-1) - own, 0))

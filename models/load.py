@@ -96,8 +96,8 @@ def load(
     by_name, shapes = parameter_shapes(checkpoint.config), array_shapes(checkpoint.config)
     with progress_of(sum(math.prod(shape[: PARAMETERS[name].separate]) for name, shape in by_name.items())) as advance:
         arrays = {
-            name: place(name, shapes[name], checkpoint, target, mesh, advance)
-            for name in sorted(shapes, key=lambda name: -np.prod(shapes[name]))
+            path: place(path, shapes[path], checkpoint, target, mesh, advance)
+            for path in sorted(shapes, key=lambda path: -np.prod(shapes[path]))
         }
     return Decoder(checkpoint.config, arrays), checkpoint.tokenizer
 

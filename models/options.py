@@ -38,7 +38,7 @@ class PolicySettings(TypedDict, total=False):
     """Likewise, of a run with one policy."""
 
     policy: Policy | str | None
-    projection: OutputProjection | None
+    projection: tuple[OutputProjection, ...] | None
 
 
 class EachSettings(Settings, total=False):
@@ -147,7 +147,7 @@ class Options:
     reserve: int = 0
     fit_prompt: bool | None = None
     cache_dtype: DtypesLike | None = None
-    projection: OutputProjection | None = None
+    projection: tuple[OutputProjection, ...] | None = None
     networks: Networks = None
     max_new_tokens: int = 64
     temperature: float = 0.0

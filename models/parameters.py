@@ -1,8 +1,9 @@
 """Every parameter of the decoder in one table: its axes, its name in a checkpoint, and the array that holds it.
 
-Families, checkpoints and adapters know parameters by name ("layers.query"). The decoder multiplies by arrays: the
-parameters that one vector is multiplied by lie side by side in one array ("layers.qkv"), which is one matrix product.
-What reads a file joins them, and what writes one takes them apart (:func:`joined`, :func:`apart`).
+Families, checkpoints and adapters know parameters by name ("layers.query"), of all layers, stacked. The decoder
+multiplies by arrays of one layer each, known by path ("layers.3.qkv"): the parameters that one vector is multiplied by
+lie side by side in one of them, which is one matrix product. What reads a file joins them, and what writes one takes
+them apart (:func:`joined`, :func:`apart`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from models.config import Config
 from models.families import family_of_architecture
 
 SPLIT = ("N", "ND", "K", "X", "F", "Fd", "V")  # the axes that a mesh splits: heads, experts, feed-forward, vocabulary
+LAYERS = ("L", "Lx", "Ld")  # the axes of all layers, of those with experts, and of those without
 
 
 class Parameter(NamedTuple):
     """One parameter by its name in checkpoints; of all layers, stacked, where its axes begin with L.
 
     Axes are the letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the feed-forward
-    of those. ND are the numbers of all query heads, on one axis: a sum over two may be split so that a GPU copies the
-    matrix out of the stack.
+    of those. ND are the numbers of all query heads, on one axis.
     """
 
     axes: str
@@ -111,13 +112,33 @@ _ARRAY_OF = {name: array for array, (_, names) in JOINED.items() for name in nam
 
 
 def array_of(name: str) -> str:
-    """Return the path of the decoder's array that holds a parameter."""
+    """Return the name of the arrays, one of each layer, that hold a parameter."""
     return _ARRAY_OF.get(name, name)
 
 
 def names_in(array: str) -> tuple[str, ...]:
     """Return the names of the parameters that an array holds."""
     return JOINED[array][1] if array in JOINED else (array,)
+
+
+def paths_of(config: Config, array: str) -> list[str]:
+    """Return the paths of the arrays of a name: one for each layer that has it.
+
+    Example:
+        >>> import models
+        >>> from models.parameters import paths_of
+        >>> paths_of(models.Decoder.tiny().config, "layers.qkv")
+        ['layers.0.qkv', 'layers.1.qkv']
+    """
+    if axes_of(array)[0] not in LAYERS:
+        return [array]
+    return [array.replace(".", f".{layer}.", 1) for layer in layers_with(config, array)]
+
+
+def named(path: str) -> tuple[str, int | None]:
+    """Return the name of an array, and the number of its layer, None for an array that is in no layer."""
+    parts = path.split(".")
+    return (path, None) if len(parts) < 3 else (f"{parts[0]}.{parts[2]}", int(parts[1]))
 
 
 def rows_of(config: Config, name: str) -> slice | None:
@@ -130,18 +151,8 @@ def rows_of(config: Config, name: str) -> slice | None:
     return slice(first, first + counts[names.index(name)])
 
 
-def place_in_array(config: Config, name: str, place: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Return the array that holds a parameter, and where a place of the parameter, or several, is there."""
-    rows = rows_of(config, name)
-    if rows is None:
-        return name, place
-    *before, both, last = place
-    group, row = divmod(both, rows.stop - rows.start)
-    return array_of(name), (*before, group, rows.start + row, last)
-
-
 def joined(config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the decoder's arrays from parameters by name, of NumPy or JAX.
+    """Return the decoder's arrays by path from parameters by name, of NumPy or JAX.
 
     Example:
         >>> import numpy as np
@@ -154,42 +165,48 @@ def joined(config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
         >>> arrays = joined(
         ...     config, {name: np.zeros(shape) for name, shape in shapes.items()}
         ... )
-        >>> arrays["layers.qkv"].shape
-        (2, 32, 2, 4, 8)
+        >>> arrays["layers.0.qkv"].shape
+        (32, 2, 4, 8)
         >>> apart(config, arrays)["layers.query"].shape
         (2, 32, 4, 8)
     """
-    shapes = array_shapes(config)
-
-    def of(array: str) -> Any:
-        held = [parameters[name] for name in names_in(array)]
-        if len(held) == 1:
-            return held[0]
-        *before, _, last = shapes[array]
+    shapes, arrays = array_shapes(config), {}
+    for array in dict.fromkeys(map(array_of, parameters)):
+        held, paths = [parameters[name] for name in names_in(array)], paths_of(config, array)
         numbers = np if all(isinstance(each, np.ndarray) for each in held) else jnp
-        return numbers.concatenate([each.reshape(*before, -1, last) for each in held], axis=-2)
-
-    return {array: of(array) for array in dict.fromkeys(map(array_of, parameters))}
+        for place, path in enumerate(paths):
+            parts = [each if paths == [array] else each[place] for each in held]
+            if len(parts) > 1:
+                *before, _, last = shapes[path]
+                parts = [numbers.concatenate([part.reshape(*before, -1, last) for part in parts], axis=-2)]
+            (arrays[path],) = parts
+    return arrays
 
 
 def apart(config: Config, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters by name that some of the decoder's arrays hold; of NumPy arrays views where possible."""
+    """Return the parameters by name that some of the decoder's arrays hold, those of a name from all layers."""
     shapes, found = parameter_shapes(config), {}
-    for array, whole in arrays.items():
+    for array in dict.fromkeys(named(path)[0] for path in arrays):
+        paths = paths_of(config, array)
+        held = [arrays[path] for path in paths]
+        numbers = np if all(isinstance(each, np.ndarray) for each in held) else jnp
         for name in names_in(array):
             rows = rows_of(config, name)
-            found[name] = whole if rows is None else whole[..., rows, :].reshape(shapes[name])
+            parts = held if rows is None else [whole[..., rows, :] for whole in held]
+            found[name] = parts[0] if paths == [array] else numbers.stack(parts).reshape(shapes[name])
     return found
 
 
 def axes_of(name: str) -> list[str]:
-    """Return the axes of an array, or of a parameter."""
-    return (JOINED[name][0] if name in JOINED else PARAMETERS[name].axes).split()
+    """Return the axes of a parameter by its name, or of an array by its path or by its name, of all layers."""
+    array, layer = named(name)
+    axes = (JOINED[array][0] if array in JOINED else PARAMETERS[array].axes).split()
+    return axes if layer is None else axes[1:]
 
 
-def partition(array: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def partition(path: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Return how a mesh splits an array: over "tensor", and experts over "expert" as well if the mesh has it."""
-    axes = axes_of(array)
+    axes = axes_of(path)
     first = next((axis for axis in axes if axis in SPLIT), None)  # experts are split, or else what is in them
     ways = expert_axes(mesh) if first == "X" else "tensor"
     return PartitionSpec(*(ways if axis == first else None for axis in axes))
@@ -207,7 +224,8 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 def array_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shape of every array that a decoder of this config has, by its path there."""
-    return _shapes(config, dict.fromkeys(map(array_of, parameter_shapes(config))))
+    arrays = dict.fromkeys(map(array_of, parameter_shapes(config)))
+    return _shapes(config, [path for array in arrays for path in paths_of(config, array)])
 
 
 def _shapes(config: Config, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
@@ -245,7 +263,7 @@ def _drawn(draw: Callable[..., Array], shapes: tuple[tuple[str, Any], ...], opti
 
 @functools.cache
 def layers_with(config: Config, name: str) -> Sequence[int]:
-    """Return the numbers of the layers that have an array or a parameter, in the order in which it is stacked."""
+    """Return the numbers of the layers that have an array or a parameter of a name, in their order."""
     own = {"L": range(config.num_layers), "Ld": config.dense_layers, "Lx": config.sparse_layers}
     return own.get(axes_of(name)[0], ())
 

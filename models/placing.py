@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import hosts
 from models.checkpoint import Checkpoint, Tensor, file_shape
 from models.config import Config
-from models.parameters import PARAMETERS, axes_of, names_in, partition, rows_of, tensor_of
+from models.parameters import PARAMETERS, axes_of, layers_with, named, names_in, partition, rows_of, tensor_of
 
 CHUNK_BYTES = 1 << 23
 TILE = 128
@@ -107,7 +107,7 @@ def progress_of(tensors: int) -> Iterator[Callable[[int], object]]:
 
 
 def place(
-    name: str,
+    path: str,
     shape: tuple[int, ...],
     checkpoint: Checkpoint,
     dtype: np.dtype,
@@ -115,8 +115,10 @@ def place(
     advance: Callable[[int], object],
 ) -> jax.Array:
     """Put one array on its devices. Each shard is read separately, so no device or buffer holds the others."""
-    names = names_in(name)
-    separate = PARAMETERS[names[0]].separate
+    array, layer = named(path)
+    names = names_in(array)
+    number = () if layer is None else (layers_with(checkpoint.config, array).index(layer),)
+    separate = PARAMETERS[names[0]].separate - len(number)  # axes of experts
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
@@ -129,8 +131,8 @@ def place(
                 held, whole[-2], groups = out[..., rows, :], rows.stop - rows.start, _with_rows(groups)
                 within[-2] = slice(0, whole[-2])
             for place in np.ndindex(out.shape[:separate]):
-                number = [part.start + at for part, at in zip(bounds, place, strict=False)]
-                source = tensor_of(checkpoint.config, own, checkpoint.names[own], number)
+                expert = [part.start + at for part, at in zip(bounds, place, strict=False)]
+                source = tensor_of(checkpoint.config, own, checkpoint.names[own], (*number, *expert))
                 _read_tensor(source, checkpoint.tensors[source], groups, whole, within, held[place])
                 if mesh is None:
                     advance(1)
@@ -139,12 +141,12 @@ def place(
     # Wait, so that a copied buffer is freed before the next parameter allocates one.
     if mesh is None:  # uncommitted, like arrays that callers make; else a step on its own output would compile again
         return jax.device_put(read(None)).block_until_ready()
-    uneven = "V" in axes_of(name) and checkpoint.config.vocab_size % mesh.shape["tensor"]
-    sharding = NamedSharding(mesh, PartitionSpec() if uneven else partition(name, mesh))
+    uneven = "V" in axes_of(path) and checkpoint.config.vocab_size % mesh.shape["tensor"]
+    sharding = NamedSharding(mesh, PartitionSpec() if uneven else partition(path, mesh))
     # Kept by index, as several devices of a process may hold the same part.
-    array = jax.make_array_from_callback(shape, sharding, functools.cache(read)).block_until_ready()
+    placed = jax.make_array_from_callback(shape, sharding, functools.cache(read)).block_until_ready()
     advance(len(names) * math.prod(shape[:separate]))
-    return array
+    return placed
 
 
 def _with_rows(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -33,6 +33,7 @@ class Plan:
     cache_dtype: Dtypes = FLOAT32
     # Eight bits to which keys, and values, are rounded but not stored, for a derivative.
     rounded_to: tuple[str | None, ...] = (None, None)
+    each: tuple[Policy, ...] = ()  # several policies that observe together, and evict later, each by itself
 
     @property
     def repeats(self) -> Reconstruction | None:

@@ -58,13 +58,13 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
         dtype, rounded_to = kept.dtypes, (None, None)
     network = network_of(options.networks, config, policy, None if selection is None else selection.source)
     check_measured(policy, config.num_layers, config.num_kv_heads)
-    if not isinstance(options.projection, OutputProjection | None):
+    if not isinstance(options.projection, tuple | None) or isinstance(options.projection, OutputProjection):
         raise ValueError(f"projection is {options.projection!r}; expected what models.output_projection returns.")
     heads = cache_heads(config, policy)
     plan = Plan(policy, when, every, mesh, selection, heads, cache_dtype=dtype, rounded_to=rounded_to)
     if policy is None:
         plan, sizes = _plan_full(config, plan, prompt, options)
-        return Run(model, Rows(jax.device_put(seen)), options.projection, network, plan), sizes
+        return Run(model, Rows(jax.device_put(seen)), None, network, plan), sizes
     remembered = 0
     if network is not None and network.looks_ahead:
         policy = cast(LooksAhead, network).fitted(policy)

@@ -7,31 +7,27 @@ from its own copy of the cache. A policy that cannot share runs alone.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
 
-import jax
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Evidence, KVCache, Policy
+from kvjax import Evidence, KVCache, LayerCaches, Policy
 from kvjax.chains import policy_of
-from kvjax.layer import LayerBlock
 from kvjax.policy import fits_biases
 from kvjax.reconstruction import Reconstruction
-from kvjax.schedule import HostOrDevice
-from models.decoder import Decoder, sliding_windows
-from models.engine import logits_of, prefill, projected, run_question, scheduled
-from models.host_steps import newest_of
+from kvjax.schedule import HostOrDevice, Schedule
+from models.decoder import Decoder
+from models.driver import Steps, feed_prompt
+from models.engine import logits_of, prefill, projections, run_question, scheduled
 from models.networks import read_by
 from models.options import EachSettings, Options, options_of
-from models.plan import Plan, Sizes
+from models.plan import Sizes
 from models.planning import plan_run
 from models.prompts import CheckedPrompt, Prefilled, Tokens, check_prompt
-from models.states import shrink, start
-from models.steps import DecodeState, Run, at_layer, block_of, first_of, rounded_block, with_gradient
+from models.states import shrink
+from models.steps import DecodeState, Run
 
 Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
 
@@ -136,7 +132,8 @@ def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterato
             continue
         if arm.group not in seen:
             seen[arm.group] = _observe(model, given, [arms[index] for index in together])
-        place = together.index(number)
+        watching = [index for index in together if arms[index].run.plan.policy is not None]
+        place = watching.index(number) if number in watching else None
         result = _compressed(model, given, arm, seen[arm.group], place)
         if number == together[-1]:
             del seen[arm.group]
@@ -147,98 +144,49 @@ class _Seen(NamedTuple):
     """The prompt as all policies of a group have observed it.
 
     ``cache`` holds all tokens, and as its state a tuple with one state per policy. ``said`` is each policy's evidence
-    about the slots of all layers (None for a policy that keeps all). ``logits`` are those of each row's last token.
+    about the slots of all layers. ``logits`` are those of each row's last token.
     """
 
-    cache: KVCache
-    said: tuple[Evidence | None, ...]
+    cache: LayerCaches
+    said: tuple[Evidence, ...]
     logits: Float[Array, "B V"]
 
 
 def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _Seen:
     """Feed the context, and what is to be fed again, to the model once, while each policy observes it."""
-    first = next((arm for arm in arms if arm.run.plan.policy is not None), arms[0])
-    stages = scheduled(given, first.options, first.run).context
+    watching = [arm for arm in arms if arm.run.plan.policy is not None]
+    policies = tuple(policy for arm in watching if (policy := arm.run.plan.policy) is not None)
+    reads = [arm for arm, policy in zip(watching, policies, strict=True) if policy.needs.rotary]
+    first = [*reads, *watching, *arms][0]  # all get rotary frequencies if one of the policies reads them
+    budgets: Any = tuple(arm.run.rows.budgets for arm in watching)
+    kinds = frozenset().union(*(policy.needs.projections for policy in policies))
+    run = dataclasses.replace(
+        first.run,
+        rows=first.run.rows._replace(budgets=budgets),
+        projection=projections(model, kinds, first.run.plan.heads) if kinds else None,
+        plan=dataclasses.replace(first.run.plan, each=policies),
+    )
     slots = max(arm.sizes.prompt_slots for arm in arms)
-    plans = [arm.run.plan for arm in arms]
-    kinds = frozenset().union(*(plan.policy.needs.projections for plan in plans if plan.policy is not None))
-    projection = projected(model, kinds, plans[0].heads) if kinds else None
-    runs = tuple(dataclasses.replace(arm.run, projection=projection) for arm in arms)
-    B = len(given.text.lengths)
-    cache = _start(runs, Sizes(slots, slots), B)
-    last: Any = np.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype)
-    said: tuple[Evidence | None, ...] = ()
-    for stage in stages:
-        for phase, tokens, position, part in stage:
-            hidden, cache, said = _block(runs, cache, tokens, position, part, phase.evicts)
-            last = newest_of(position, hidden, last) if part is None else last
-    return _Seen(cache, said, logits_of(model, last)[:, 0])
+    prompt = Schedule(scheduled(given, first.options, first.run).context, ())
+    state, last = feed_prompt(Steps.of(run, Sizes(slots, slots)), prompt, None)
+    assert isinstance(state.cache, LayerCaches)
+    return _Seen(state.cache, state.said, logits_of(model, last)[:, 0])
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "batch"))
-def _start(runs: tuple[Run, ...], sizes: Sizes, batch: int) -> KVCache:
-    caches: list[Any] = [start(run, sizes, batch).cache for run in runs]
-    return dataclasses.replace(caches[0], state=tuple(cache.state for cache in caches))
+def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, place: int | None) -> Prefilled:
+    """Evict from one policy's copy of the cache, then feed it the question, if one was held back.
 
-
-@functools.partial(jax.jit, static_argnames="asks", donate_argnames="cache")
-def _block(
-    runs: tuple[Run, ...],
-    cache: KVCache,
-    tokens: Int[Array, "B T"],
-    position: Int[Array, "B T"],
-    part: Int[Array, "B 3"] | None,
-    asks: bool,
-) -> tuple[Float[Array, "B T E"], KVCache, tuple[Evidence | None, ...]]:
-    """Feed a block to all layers, of one model and projection; ``asks`` says whether the policies evict after it."""
-    model, projection, lengths = runs[0].model, runs[0].projection, runs[0].rows.lengths
-    plans, budgets = tuple(run.plan for run in runs), tuple(run.rows.budgets for run in runs)
-    watching = [index for index, plan in enumerate(plans) if plan.policy is not None]
-    policies = [policy for plan in plans if (policy := plan.policy) is not None]
-    of_whom = next((plan for plan in plans if plan.policy is not None and plan.policy.needs.rotary), plans[0])
-    block = block_of(model.config, of_whom, tokens, position, lengths, None, part)
-    if part is not None:
-        cache = kvjax.rewind(cache, first_of(position))
-        block = with_gradient(model, of_whom, cache, block, tokens, part, lengths)
-    states, shares = cache.state, [budget for budget in budgets if budget is not None]
-    windows = sliding_windows(model.config)
-    empty = (Evidence.of_layers(cache, p.allocation, block.context.end, windows, p.merging) for p in policies)
-    whole = tuple(empty) if asks else ()
-
-    def attend_at(carry, index, window, query, key, value):
-        cache, said = carry
-        part = None if projection is None else projection.layer(index)
-        context = at_layer(model.config, block, index, sliding_window=window, projection=part, compressed=False).context
-        own = rounded_block(plans[0], LayerBlock(query, key, value, position))
-        if not policies:
-            out, cache, _ = kvjax.observe(cache, *own, policy=None, context=context)
-            return out, (cache, said), None
-        out, cache, new = kvjax.observe_each(cache, *own, policies=policies, budgets=shares, context=context)
-        if said:
-            said = tuple(old.with_layer(cache, index, own) for old, own in zip(said, new, strict=True))
-        return out, (cache, said), None
-
-    cache = dataclasses.replace(cache, state=tuple(states[index] for index in watching))
-    hidden, (cache, said), _ = model.run(tokens, position, lengths, attend_at, (cache, whole))
-    after = dict(zip(watching, cache.state, strict=True))
-    cache = dataclasses.replace(cache, state=tuple(after.get(index, ()) for index in range(len(plans))))
-    by_place = dict(zip(watching, said, strict=True)) if asks else {}
-    return hidden, cache, tuple(by_place.get(index) for index in range(len(plans)))
-
-
-def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, place: int) -> Prefilled:
-    """Evict from one policy's copy of the cache, then feed it the question, if one was held back."""
+    ``place`` is the policy's among those that have observed, None for one that keeps all.
+    """
     sizes = arm.sizes._replace(prompt_slots=seen.cache.num_slots)
-    own = dataclasses.replace(seen.cache, state=seen.cache.state[place])
+
+    def of_policy(own: KVCache) -> KVCache:
+        return dataclasses.replace(own, state=() if place is None else own.state[place])
+
+    cache, budgets = seen.cache.map(of_policy), arm.run.rows.budgets
+    if place is not None and budgets is not None:
+        cache = kvjax.evict(cache, seen.said[place], budgets)
     # Without its policy, the plan equals that of other policies, so they share one compiled program.
     plan = dataclasses.replace(arm.run.plan, policy=None)
-    state = _evict(plan, sizes, own, seen.said[place], arm.run.rows.budgets)
+    state = shrink(DecodeState(cache), plan, sizes)
     return run_question(model, given, arm.options, Prefilled(state.cache, seen.logits))
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "sizes"))
-def _evict(
-    plan: Plan, sizes: Sizes, cache: KVCache, said: Evidence | None, budgets: Int[Array, "B"] | None
-) -> DecodeState:
-    left = cache if said is None or budgets is None else kvjax.evict(cache, said, budgets)
-    return shrink(DecodeState(left), plan, sizes)

@@ -10,21 +10,21 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax import KVCache, PagedCache, SplitCache
+from kvjax import LayerCaches, PagedCache, SplitCache
 from kvjax.capacity import Capacity, rounded_up
 from kvjax.insertion import Cache
+from kvjax.layers import split
 from kvjax.making import Heads, blank
 from kvjax.matching import without_samples
 from kvjax.paged import trimmed
 from kvjax.split import on_mesh
 from models import hosts
 from models.decoder import Decoder
-from models.layer_caches import AnyCache
 from models.plan import Plan, Sizes
 from models.steps import DecodeState, Run
 
 
-def start(run: Run, sizes: Sizes, batch: int, cache: AnyCache | None = None) -> DecodeState:
+def start(run: Run, sizes: Sizes, batch: int, cache: Cache | None = None) -> DecodeState:
     """Build the first state: an empty cache, or a kept one resized for the run, and empty memories."""
     plan = run.plan
     cache = _empty_cache(run.model, plan, sizes, batch) if cache is None else _with_room(cache, plan, sizes)
@@ -43,28 +43,37 @@ def _memories(run: Run, batch: int, slots: int) -> tuple[Any, Any]:
 
 def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> Cache:
     config, paged = model.config, sizes.prompt_slots == 0
-    heads = Heads(config.num_layers, batch, plan.heads, config.num_heads // plan.heads, config.head_dim)
+    layers = config.num_layers if paged else None
+    heads = Heads(layers, batch, plan.heads, config.num_heads // plan.heads, config.head_dim)
     held = Capacity(sizes.slots, sizes.pages) if paged else Capacity(sizes.prompt_slots)
     mesh = plan.several if paged else plan.mesh
     stored = dict[str, Any](dtype=plan.cache_dtype, positions=plan.positions, page_size=sizes.page_size)
-    return blank(plan.policy, heads, held, mesh=mesh, **stored)
+    policies, make = plan.each or (plan.policy,), functools.partial(blank, shape=heads, held=held, mesh=mesh, **stored)
+    if paged:
+        return make(plan.policy)
+
+    def layer() -> Any:
+        own: list[Any] = [make(policy) for policy in policies]
+        return dataclasses.replace(own[0], state=tuple(each.state for each in own)) if plan.each else own[0]
+
+    return LayerCaches(tuple(layer() for _ in range(config.num_layers)))
 
 
-def _with_room(cache: Any, plan: Plan, sizes: Sizes) -> AnyCache:
+def _with_room(cache: Any, plan: Plan, sizes: Sizes) -> Cache:
     """Resize a kept cache to the slots, or pages, that a run needs."""
     slots = sizes.slots if cache.paged else sizes.prompt_slots
-    cache = cache.map(lambda part: part.resized(slots, sizes.pages))
+    cache = split(cache).map(lambda part: part.resized(slots, sizes.pages))
     return cache if plan.mesh is None or cache.paged else on_mesh(cache, plan.mesh)
 
 
-def shrinks(cache: AnyCache, sizes: Sizes) -> bool:
+def shrinks(cache: Cache, sizes: Sizes) -> bool:
     """Return whether a cache held the whole prompt, and is larger than the context needs after the eviction."""
     return not cache.paged and (sizes.pages > 0 or sizes.slots != sizes.prompt_slots)
 
 
-def settled(cache: AnyCache, plan: Plan) -> AnyCache:
+def settled(cache: Cache, plan: Plan) -> Cache:
     """Drop the sample queries of a cache from which nothing more is evicted, once the context is in."""
-    if plan.when != "prompt" or plan.evict_every:
+    if plan.when != "prompt" or plan.evict_every or plan.each:
         return cache
     return cache.map(lambda part: dataclasses.replace(part, state=without_samples(part.state)))
 
@@ -73,11 +82,12 @@ def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
     """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
     cache: Any = settled(state.cache, plan)
     if shrinks(cache, sizes):
-        cache = _packed(cache, plan, sizes) if sizes.pages else kvjax.compact(cache, sizes.slots)
+        cache = _packed(cache, plan, sizes) if sizes.pages else cache.map(lambda own: _compact(own, sizes.slots))
     return dataclasses.replace(state, cache=cache)
 
 
-def _packed(cache: KVCache, plan: Plan, sizes: Sizes) -> PagedCache | SplitCache:
+@functools.partial(jax.jit, static_argnames=("plan", "sizes"))
+def _packed(cache: LayerCaches, plan: Plan, sizes: Sizes) -> PagedCache | SplitCache:
     given: Any = dict(pages=sizes.pages, page_size=sizes.page_size, most=sizes.slots)
     return kvjax.pack(cache, **given) if plan.several is None else SplitCache.pack(cache, mesh=plan.several, **given)
 
@@ -94,10 +104,10 @@ def _without_pages(cache: PagedCache) -> PagedCache:
     return _trimmed(cache, pages) if pages < len(cache.owner) else cache
 
 
-@without_room.register(KVCache)
-def _without_slots(cache: KVCache) -> KVCache:
+@without_room.register(LayerCaches)
+def _without_slots(cache: LayerCaches) -> LayerCaches:
     slots = rounded_up(int(np.max(hosts.fetched(cache.num_live))))
-    return _compact(cache, slots) if slots < cache.num_slots else cache
+    return cache.map(lambda own: _compact(own, slots)) if slots < cache.num_slots else cache
 
 
 _trimmed = jax.jit(trimmed, static_argnames="pages")

@@ -1,7 +1,7 @@
 """One block of a prompt, or one step of decode: `attend` in one layer, and `forward` through all layers.
 
-`forward` is traced into one program: the layers are scanned, and the cache is in the scan's carry. models/by_layer.py
-runs the same `attend` in each layer, but the host calls one compiled layer after the other.
+`layer_step` is a compiled function that all layers share. Where the host calls `forward`, it calls one compiled layer
+after the other; inside `jit` that is one program.
 
 A policy whose allocation gives all heads the same budget evicts layer by layer from a plain cache. Any other, and any
 in pages, observes all layers first, and then evicts from all of them together.
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kernels_pallas.dispatch import of_layer
-from kvjax import Context, Evidence, OutputProjection, Reconstructed
+from kvjax import Context, Evidence, LayerCaches, OutputProjection, Reconstructed
 from kvjax.attention import attend_unchecked, observe_unchecked
 from kvjax.eviction import evict_by
 from kvjax.insertion import Cache
@@ -29,12 +29,13 @@ from kvjax.quantise import Dtypes
 from kvjax.schedule import Phase
 from models import selecting
 from models.config import Config
-from models.decoder import Decoder, frequencies, rope_of_layer, rotation, sliding_windows
+from models.decoder import Decoder, attention_input, embed, frequencies, rope_of_layer, rotation, run_layer
 from models.gradients import loss_gradient
-from models.layer_caches import AnyCache, stacked
 from models.networks import LooksAhead, Network
 from models.plan import Plan, Rows
 from models.selecting import LayerCarry
+
+Weights = Sequence[dict[str, Array]]  # the arrays of each layer by name
 
 
 @jax.tree_util.register_dataclass
@@ -43,22 +44,26 @@ class DecodeState:
     """The state between blocks and between tokens; it is donated, so it is updated in place.
 
     ``memory`` is that of a network that looks ahead, None without one. ``source`` is the state of a selection's
-    source, () without a selection.
+    source, () without a selection. ``said`` is what each of several policies has said of the cache (``Plan.each``).
     """
 
-    cache: AnyCache
+    cache: Cache
     memory: Any = None
     source: Any = ()
+    said: tuple[Evidence, ...] = ()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Values that stay the same from the first block to the last token; ``network`` is the one that is read, if any."""
+    """Values that stay the same from the first block to the last token; ``network`` is the one that is read, if any.
+
+    ``projection`` has an entry for each layer, and is None where no policy reads it.
+    """
 
     model: Decoder
     rows: Rows
-    projection: OutputProjection | None
+    projection: tuple[OutputProjection, ...] | None
     network: Network | None
     plan: Plan = dataclasses.field(metadata={"static": True})
 
@@ -75,14 +80,15 @@ class Run:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block, as all layers share it; ``position`` is -1 for padding, ``budgets`` None where nothing is evicted.
+    """A block as all layers share it, or as one layer has it; ``position`` is -1 for padding.
 
-    ``waves`` and the context's frequencies and gradient may differ between layers: see :func:`at_layer`.
+    ``budgets`` are None where nothing is evicted, and a tuple where several policies observe. As all layers share it,
+    ``waves``, and the context's frequencies and gradient, are tuples: see :func:`at_layer`.
     """
 
     position: Int[Array, "B T"]
-    budgets: Int[Array, "B"] | None
-    waves: tuple[Array, Array]
+    budgets: Any
+    waves: Any
     context: Context
 
 
@@ -93,60 +99,66 @@ def forward(
     position: Int[Array, "B T"],
     phase: Phase,
     part: Int[Array, "B 3"] | None = None,
+    layers: Weights | None = None,
 ) -> tuple[Float[Array, "B T E"], DecodeState]:
-    """Feed a block, or one token per row, to all layers in one program.
+    """Feed a block, or one token per row, to all layers; the given state is donated.
 
     Args:
         position: -1 for padding.
         part: for a block that repeats a part of the text, see :class:`kvjax.schedule.Step`.
+        layers: the model's weights, which a caller of many steps takes from its modules once.
 
     Returns:
         The hidden states before the last norm, and the new state.
     """
-    model, plan, network = run.model, run.plan, run.network
-    block = block_of(model.config, plan, tokens, position, run.rows.lengths, run.rows.budgets_in(phase), part)
-    if part is not None:
-        state = fresh(state, position)
-        block = with_gradient(model, plan, state.cache, block, tokens, part, run.rows.lengths)
-
-    def attend_at(carry, index, window, query, key, value):
-        projection = None if run.projection is None else run.projection.layer(index)
-        here = at_layer(model.config, block, index, sliding_window=window, projection=projection)
-        return *attend(plan, phase, here, carry, LayerBlock(query, key, value, position)), None
-
-    hook = _after_first(run, tokens, position) if run.pauses(phase) else None
-    cache: Any = state.cache  # not of layers apart, which models/by_layer.py calls
-    evidence = shared_evidence(model.config, plan, block, cache) if evicts_together(plan, phase, cache) else None
-    carry = LayerCarry(cache, evidence, state.memory, state.source)
-    predict = None if network is None else functools.partial(selecting.predicted, network)
-    hidden, carry, _ = model.run(
-        tokens, position, run.rows.lengths, attend_at, carry, after_first=hook, before_attention=predict
+    model, plan, layers = run.model, run.plan, weights_of(run.model) if layers is None else layers
+    config, lengths = model.config, run.rows.lengths
+    x, block = _entered(
+        config, plan, model.embedding[...], tokens, position, lengths, run.rows.budgets_in(phase), part
     )
-    cache = carry.cache
-    if carry.evidence is not None:
-        assert block.budgets is not None
-        cache = evict_by(cache, carry.evidence, block.budgets)
-    return hidden, DecodeState(cache, carry.memory, carry.source)
+    if part is not None:
+        state = _fresh(state, position)
+        if plan.repeats is not None and plan.repeats.loss is not None:
+            block = _with_gradient(model, layers, plan, state.cache, block, tokens, part, lengths)
+    cache, evidence, others = state.cache, None, []
+    if evicts_together(plan, phase, cache):
+        evidence = _no_evidence(config, plan, block, cache)
+    carry = LayerCarry(cache, evidence, state.memory, state.source)
+    for number, weights in enumerate(layers):
+        if isinstance(cache, LayerCaches):
+            carry = dataclasses.replace(carry, cache=cache.layers[number])
+        projection = None if run.projection is None else run.projection[number]
+        here = at_layer(config, block, number, projection=projection)
+        x, carry = layer_step(config, plan, phase, weights, here, x, carry, run.network)
+        if number == 0 and run.pauses(phase):
+            entered = None if run.ahead is None else run.ahead.entered(model, jnp.asarray(tokens))
+            carry = _look_ahead(plan.selection is not None, run.ahead, block.position, entered, x, carry)
+        others.append(carry.cache)
+    cache, said = LayerCaches(tuple(others)) if isinstance(cache, LayerCaches) else carry.cache, ()
+    if plan.each:
+        said = carry.evidence or ()
+    elif carry.evidence is not None:
+        cache = _evict(cache, carry.evidence, block.budgets)
+    return x, DecodeState(cache, carry.memory, carry.source, said)
 
 
-def _after_first(
-    run: Run, tokens: Int[Array, "B T"], position: Int[Array, "B T"]
-) -> Callable[[Float[Array, "B T E"], LayerCarry], LayerCarry]:
-    """Return what happens to a block between layer 0 and the others."""
-    entered = None if run.ahead is None else run.ahead.entered(run.model, tokens)
-    return functools.partial(selecting.looked_ahead, run.plan.selection is not None, run.ahead, position, entered)
+def weights_of(model: Decoder) -> Weights:
+    """Return the arrays of each layer."""
+    return [layer.arrays() for layer in model.layers]
 
 
-def block_of(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _entered(
     config: Config,
     plan: Plan,
+    embedding: Float[Array, "V E"],
     tokens: Int[Array, "B T"],
     position: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-    budgets: Int[Array, "B"] | None,
-    part: Int[Array, "B 3"] | None = None,
-) -> Block:
-    """Return the block that all layers share; with rotary frequencies, and tokens, only where they are read."""
+    budgets: Any,
+    part: Int[Array, "B 3"] | None,
+) -> tuple[Float[Array, "B T E"], Block]:
+    """Return the input of layer 0, and the block, with rotary frequencies, and tokens, only where they are read."""
     read = plan.positions != "absolute" or (plan.policy is not None and plan.policy.needs.rotary)
     context = Context(
         frequency=frequencies(config, lengths) if read else None,
@@ -154,66 +166,103 @@ def block_of(
         tokens=tokens if plan.repeats is not None and part is None else None,
         soft_cap=config.attention_soft_cap,
     )
-    return Block(position, budgets, rotation(config, position, lengths), context)
+    return embed(config, embedding, tokens), Block(position, budgets, rotation(config, position, lengths), context)
 
 
-def fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
-    """Take back the tokens from a block's first position on, which are those of the part that was repeated before."""
-    return dataclasses.replace(state, cache=kvjax.rewind(state.cache, first_of(position)))
-
-
-def first_of(position: Int[Array, "B T"]) -> Int[Array, "B"]:
-    """Return the first position of each row of a block; beyond all positions where there is none."""
-    return jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
-
-
-def at_layer(config: Config, block: Block, layer: Int[Array, ""], **own: Any) -> Block:
-    """Return the block with one layer's rotary embedding and gradient, and other fields of its context, ``own``."""
-    waves, frequency = rope_of_layer(config, layer, (block.waves, block.context.frequency))
-    gradient = of_layer(block.context.gradient, layer)
-    context = dataclasses.replace(block.context, layer=layer, frequency=frequency, gradient=gradient, **own)
-    return dataclasses.replace(block, waves=waves, context=context)
-
-
-def with_gradient(
-    model: Decoder,
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("x", "carry"))
+def layer_step(
+    config: Config,
     plan: Plan,
-    cache: AnyCache,
+    phase: Phase,
+    weights: dict[str, Array],
+    block: Block,
+    x: Float[Array, "B T E"],
+    carry: LayerCarry,
+    network: Network | None,
+) -> tuple[Float[Array, "B T E"], LayerCarry]:
+    """Run one layer on a block as :func:`at_layer` returns it."""
+    if network is not None:
+        layer: Any = block.context.layer
+        carry = selecting.predicted(network, carry, layer, attention_input(config, weights, x))
+
+    def attend_here(query, key, value):
+        return *attend(plan, phase, block, carry, LayerBlock(query, key, value, block.position)), None
+
+    x, carry, _ = run_layer(config, weights, x, block.waves, attend_here)
+    return x, carry
+
+
+def at_layer(config: Config, block: Block, number: int, projection: OutputProjection | None = None) -> Block:
+    """Return a block as one layer has it: with its number, window, rotary embedding and gradient."""
+    context, window = block.context, config.sliding_windows[number]
+    own = dataclasses.replace(
+        context,
+        layer=np.int32(number),
+        sliding_window=None if window is None else np.int32(window),
+        projection=projection,
+        frequency=None if context.frequency is None else rope_of_layer(config, number, context.frequency),
+        gradient=None if context.gradient is None else context.gradient[number],
+    )
+    return dataclasses.replace(block, waves=rope_of_layer(config, number, block.waves), context=own)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
+    """Take back the tokens from a block's first position on, which are those of the part that was repeated before."""
+    first = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
+    return dataclasses.replace(state, cache=kvjax.rewind(state.cache, first))
+
+
+def _with_gradient(
+    model: Decoder,
+    layers: Weights,
+    plan: Plan,
+    cache: Cache,
     block: Block,
     tokens: Int[Array, "B T"],
     part: Int[Array, "B 3"],
     lengths: Int[Array, "B"],
 ) -> Block:
-    """Return a block of copies with the gradient of the loss that the policy asks for, if it asks for one.
-
-    ``cache`` is without the copies.
-    """
-    if plan.repeats is None or plan.repeats.loss is None:
-        return block
+    """Return a block of copies with the gradient of the loss that the policy asks for; ``cache`` is without them."""
+    assert plan.repeats is not None
     dtypes = Dtypes(*(b or a for a, b in zip(plan.cache_dtype, plan.rounded_to, strict=True)))
-    found = loss_gradient(model, plan.repeats, stacked(cache), tokens, block.position, part, lengths, dtypes)
+    found = loss_gradient(model, layers, plan.repeats, cache, tokens, block.position, part, lengths, dtypes)
     return dataclasses.replace(block, context=dataclasses.replace(block.context, gradient=found))
 
 
-def evicts_together(plan: Plan, phase: Phase, cache: AnyCache) -> bool:
-    """Return whether the policy evicts from all layers together: by an uneven allocation, or in pages."""
+def evicts_together(plan: Plan, phase: Phase, cache: Cache) -> bool:
+    """Return whether evidence of all layers is collected: of an uneven allocation, of pages, or of several policies."""
     if plan.policy is None or not phase.evicts:
         return False
-    return not plan.policy.allocation.even or cache.paged
+    return bool(plan.each) or not plan.policy.allocation.even or cache.paged
 
 
-def shared_evidence(config: Config, plan: Plan, block: Block, cache: Cache) -> Evidence:
-    """Make empty evidence of all layers, which are evicted from together."""
-    assert plan.policy is not None
-    return Evidence.of_layers(
-        cache, plan.policy.allocation, block.context.end, sliding_windows(config), plan.policy.merging
-    )
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _no_evidence(config: Config, plan: Plan, block: Block, cache: Cache) -> Any:
+    """Make empty evidence of all layers, of the policy or of each of several."""
+    windows = None
+    if any(config.sliding_windows):
+        everything = np.iinfo(np.int32).max
+        windows = jnp.array([window or everything for window in config.sliding_windows], jnp.int32)
+    end, policies = block.context.end, plan.each or (plan.policy,)
+    made = tuple(Evidence.of_layers(cache, p.allocation, end, windows, p.merging) for p in policies if p is not None)
+    return made if plan.each else made[0]
+
+
+def _evict(cache: Cache, evidence: Evidence, budgets: Int[Array, "B"]) -> Cache:
+    """Evict from all layers together."""
+    by = evict_by if isinstance(cache, LayerCaches) else _evict_pages
+    return by(cache, evidence, budgets)
+
+
+_evict_pages = jax.jit(evict_by, donate_argnums=0)
+_look_ahead = jax.jit(selecting.looked_ahead, static_argnames="keeps", donate_argnames="carry")
 
 
 def attend(
     plan: Plan, phase: Phase, block: Block, carry: LayerCarry, own: LayerBlock
 ) -> tuple[Float[Array, "B T N D"], LayerCarry]:
-    """Compute one layer's attention over its part of ``carry.cache``, and let the policy observe or evict."""
+    """Compute one layer's attention over ``carry.cache``, and let the policy observe or evict."""
     policy, budgets, cache, evidence = plan.policy, block.budgets, carry.cache, carry.evidence
     of_phase: Any = dict(compressed=phase.compressed, filled=phase.filled, excess=phase.excess)
     context = dataclasses.replace(block.context, predicted=carry.predicted, **of_phase)
@@ -221,6 +270,10 @@ def attend(
         own = rounded_block(plan, own)
     if plan.selection is not None:
         out, cache, carry = selecting.attend(plan.selection, cache, carry, own, context)
+    elif plan.each:
+        out, cache, each = kvjax.observe_each(cache, *own, policies=plan.each, budgets=budgets, context=context)
+        if evidence is not None:
+            evidence = tuple(old.with_layer(cache, context.layer, new) for old, new in zip(evidence, each, strict=True))
     elif policy is None or (phase.evicts and evidence is None):
         out, cache = attend_unchecked(cache, own, policy, budgets, context)
     else:

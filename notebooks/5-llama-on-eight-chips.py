@@ -105,8 +105,8 @@ model, tokenizer = models.load(
 config = model.config
 for name, array in (
     ("embedding", model.embedding),
-    ("qkv", model.layers.qkv),
-    ("down", model.layers.down),
+    ("qkv", model.layers[0].qkv),
+    ("down", model.layers[0].down),
 ):
     array = array[...]
     print(

@@ -24,11 +24,11 @@ import numpy as np
 import kvjax
 import models
 from kvjax.chains import policy_of
+from kvjax.insertion import Cache
 from kvjax.quantise import check_dtypes
 from models import commands, hosts, selecting
 from models.commands.run_flags import MODEL, add_run_flags, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
-from models.layer_caches import AnyCache
 from models.load import published_sampling
 from models.prompts import kept_of
 from models.sampling import Draws, Repetition, Sampling
@@ -59,7 +59,7 @@ class Memory(NamedTuple):
     ``pending`` are tokens of its last answer that the cache has not seen, ``seen`` the distinct ones of its whole text.
     """
 
-    cache: AnyCache | None = None
+    cache: Cache | None = None
     pending: tuple[int, ...] = ()
     seen: frozenset[int] = frozenset()
 
@@ -250,7 +250,7 @@ class Conversation:
         ((_, cache),) = self._stream(self.before, fed, max_new_tokens=1)
         return Memory(cache, (), self.before.seen.union(fed))
 
-    def _stream(self, memory: Memory, tokens: list[int], **settings: Any) -> Iterator[tuple[int, AnyCache]]:
+    def _stream(self, memory: Memory, tokens: list[int], **settings: Any) -> Iterator[tuple[int, Cache]]:
         seen = np.isin(np.arange(self.model.config.vocab_size), list(memory.seen))
         with warnings.catch_warnings():
             # It advises to evict once, but a conversation has no end.
@@ -268,15 +268,15 @@ class Conversation:
             )
         return self._measured(steps)
 
-    def _measured(self, steps: Iterator[tuple[Any, AnyCache]]) -> Iterator[tuple[int, AnyCache]]:
+    def _measured(self, steps: Iterator[tuple[Any, Cache]]) -> Iterator[tuple[int, Cache]]:
         for token, cache in steps:
             self._measure(cache)
             yield int(token[0]), cache
 
-    def _measure(self, cache: AnyCache) -> None:
+    def _measure(self, cache: Cache) -> None:
         self.peak_nbytes = max(self.peak_nbytes, cache.nbytes)
 
-    def _note(self, done: int, total: int, cache: AnyCache) -> None:
+    def _note(self, done: int, total: int, cache: Cache) -> None:
         """Measure the cache, and abort a turn that was stopped before its answer began."""
         self._measure(cache)
         if self.stopped:

@@ -17,6 +17,7 @@ import jax
 import models
 from kvjax.chains import policy_of
 from kvjax.checks import MOST
+from kvjax.insertion import Cache
 from kvjax.policy_checks import check_policy_given
 from kvjax.schedule import moments
 from kvjax.sources import SOURCES
@@ -34,7 +35,6 @@ from models.commands.run_flags import (
     run_settings,
 )
 from models.commands.terminal import sizes_in_words
-from models.layer_caches import AnyCache
 from models.networks import Network, load_networks, read_by, wanted_by
 from models.sizes import full_cache_bytes
 from models.sizing import checked_budget
@@ -185,7 +185,7 @@ def _answer(
     begun, blocks, steps, sizes = time.perf_counter(), list[tuple[float, int]](), list[float](), []
     pieces, generated = tokenizer.stream(), []
 
-    def note(done: int, total: int, cache: AnyCache) -> None:
+    def note(done: int, total: int, cache: Cache) -> None:
         blocks.append((time.perf_counter(), done))
         sizes.append(cache.nbytes)
 

@@ -76,7 +76,7 @@ def outputs(
         return out, cache, out
 
     hidden, _, attention = model.run(tokens, position, lengths, attend, cache)
-    weight = output_of_heads(model)
+    weight = jnp.stack(output_of_heads(model))
     projected = jnp.einsum("lbtnd,lnde->lbte", attention, weight, precision=jax.lax.Precision.HIGHEST)
     return Outputs(attention.reshape(*attention.shape[:3], -1), projected, model.logits(hidden))
 

@@ -29,7 +29,7 @@ from kernels_pallas import cache_attention
 from kvjax import sources
 from kvjax.checks import check_names
 from models import commands, files
-from models.host_steps import filled_slots
+from models.driver import filled_slots
 from models.networks import kinds_for
 from models.parameters import array_shapes
 

@@ -14,7 +14,7 @@ import models
 from benchmarks import __main__ as benchmarks
 from benchmarks import accelerator, measure, peers, tpu_compile
 from evals import __main__ as evals
-from models import host_steps
+from models import engine
 from models.commands import ask, batch, calibrate, chat, generate
 from papers import __main__ as papers
 from papers.retriever import recipe
@@ -80,7 +80,7 @@ def place(monkeypatch):
 
 @pytest.mark.parametrize(("command", "line", "said"), list(commands()))
 def test_a_command_ends_in_one_sentence(command, line, said, inputs, place: Path, terminal: Terminal, monkeypatch):
-    monkeypatch.setattr(host_steps, "feed_prompt", None)  # all that can be known is known before the first step
+    monkeypatch.setattr(engine, "feed_prompt", None)  # all that can be known is known before the first step
     monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))
     monkeypatch.setattr(tpu_compile, "tpu_chips", lambda topology: (None,) * 8)
     monkeypatch.setattr(peers, "checked_environment", lambda python, wanted=None: "python")

@@ -54,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 ONE_WINDOW = ("mistral", "mixtral", "phi3")
 WINDOWED = (*ONE_WINDOW, "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "smollm3")
 EIGHT_BITS = ("int8", "float8_e4m3fn", "int8/float32", "float32/int8", "float8_e4m3fn/int8", "float32/float8_e4m3fn")
-BY_LAYER = " by layer"  # ends a way whose library calls one layer after the other
+AT_ONCE = " in one program"  # ends a way whose library runs all layers in one program
 SHARE = 0.15  # of the programs whose caches are in eight bits
 POLICIES = 300  # are drawn until one is found that is wanted
 BIASED = ("llama", "qwen3", "olmo2", "granite")
@@ -174,7 +174,7 @@ class Case:
             "budget": [type(self.budget).__name__ + (" over a prompt" if over else "")],
             "page_size": [str(self.page_size) if "@" in self.policy else "no pages"],
             "entry": [self.entry],
-            "way": [self.way.removesuffix(BY_LAYER).split(":")[0] or "plain"],
+            "way": [self.way.removesuffix(AT_ONCE).split(":")[0] or "plain"],
             "mesh": ["none" if self.mesh is None else "x".join(map(str, self.mesh))],
             "tokens": [self.tokens],
             "cache_dtype": [self.cache_dtype or "the model's"],
@@ -512,7 +512,7 @@ def smaller(case: Case) -> Iterator[Case]:
     links, entries = case.links, ("prefill", "prefill all", "generate", "stream")
     key, value = case.dtypes
     simpler: dict[str, Any] = dict(
-        way=("", case.way.removesuffix(BY_LAYER)), mesh=(None,), question=(None,),
+        way=("", case.way.removesuffix(AT_ONCE)), mesh=(None,), question=(None,),
         cache_dtype=[x for x in (None, f"{key}/float32", f"float32/{value}") if x != "float32/float32"],
         policy=(chain, f"{chain}@{allocation.split('(')[0]}" if allocation else chain),
         windows=((),), dense=((),), rope=("default",), family=("llama",), tied=(False,), bias=(False,), end=((),),

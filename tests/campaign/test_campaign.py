@@ -17,7 +17,7 @@ from models import families
 from models.config_json import lost_in_hugging_face
 from tests.campaign import __main__ as campaign
 from tests.campaign import checking, ways
-from tests.campaign.cases import BY_LAYER, EIGHT_BITS, FAMILIES, LINK_NAMES, Case, draw, from_json, smaller
+from tests.campaign.cases import AT_ONCE, EIGHT_BITS, FAMILIES, LINK_NAMES, Case, draw, from_json, smaller
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import check
 from tests.models import reference
@@ -70,7 +70,7 @@ def test_caches_in_eight_bits_are_drawn_and_change_nothing_else():
 def test_every_way_is_drawn_and_a_case_is_read_from_what_was_printed():
     cases = [case for number in range(100) for case in itertools.islice(ways.draw(0, number), 1)]
     assert {way for case in cases for way in case.dimensions()["way"]} == {"plain", *ways.WAYS}
-    assert {case.way.endswith(BY_LAYER) for case in cases if case.way.startswith("turns")} == {True, False}
+    assert {case.way.endswith(AT_ONCE) for case in cases if case.way.startswith("turns")} == {True, False}
     assert all(from_json(str(case)) == case for case in cases)
 
 
@@ -84,8 +84,8 @@ def test_a_share_of_the_programs_of_a_way_have_a_policy_that_it_is_for():
             assert least <= len(wanted) <= most and all(way.fits(case) for case in cases), name
 
 
-WAYS = (  # by layer, of which few programs are made
-    "by layer", "engine", "turns: turn, repeated", "match: turn", "rewind", "repetition", "scales: 1", "equal: heads",
+WAYS = (  # in one program, of which few are made
+    "in one program", "engine", "turns: turn, repeated", "match: turn", "rewind", "repetition", "scales: 1", "equal: heads",
     "dtypes: bfloat16",
 )  # fmt: skip
 
@@ -94,7 +94,7 @@ WAYS = (  # by layer, of which few programs are made
 @pytest.mark.parametrize("way", WAYS)
 def test_a_case_of_each_way_is_ok(way):
     policy = "rkv(window=2)" if way == "rewind" else "h2o"
-    way = way if way == "by layer" else way + BY_LAYER
+    way = way if way == "in one program" else way + AT_ONCE
     outcome = check(Case(layers=2, lengths=(9, 5), width=9, new=2, way=way, entry="stream", policy=policy))
     assert outcome.kind in ("ok", "undecided"), outcome.why
 
@@ -102,7 +102,7 @@ def test_a_case_of_each_way_is_ok(way):
 def test_every_way_has_such_a_case_and_a_wrong_one_is_told(monkeypatch):
     assert {Case(way=way).dimensions()["way"][0] for way in WAYS} == set(ways.WAYS)
     monkeypatch.setattr(ways, "plain", lambda *given: 1 / 0)
-    assert check(Case(way="by layer")).kind == check(Case(way="equal: keys")).kind == "raises"
+    assert check(Case(way="in one program")).kind == check(Case(way="equal: keys")).kind == "raises"
 
 
 def test_the_reference_shares_no_code_with_the_library():

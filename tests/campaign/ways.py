@@ -1,6 +1,6 @@
 """Ways that a run may take beside ``generate`` and ``stream``, each held against the reference or against another way.
 
-``WAYS`` has them by name. A case's ``way`` is such a name, and behind a colon what is asked of it; " by layer" at its
+``WAYS`` has them by name. A case's ``way`` is such a name, and behind a colon what is asked of it; " in one program" at its
 end has the library call one layer after the other. ``draw`` gives a share of the programs a way that fits them.
 """
 
@@ -22,9 +22,9 @@ import numpy as np
 import kvjax
 import models
 from kvjax.policy import allocated
-from models import by_layer
+from models import driver
 from tests.campaign import cases
-from tests.campaign.cases import BY_LAYER, SHARE, Case, least_budget
+from tests.campaign.cases import AT_ONCE, SHARE, Case, least_budget
 from tests.campaign.checking import (
     Held,
     Loss,
@@ -55,7 +55,7 @@ class Way(NamedTuple):
     check: Callable[[Case, str], Outcome]
     fits: Callable[[Case], bool] = lambda case: True
     asked: Sequence[str] = ("",)
-    by_layer: bool = True  # whether it may be asked for by layer
+    at_once: bool = True  # whether it may be asked for in one program
     changes: Mapping[str, Any] = MappingProxyType({})
     wanted: Callable[[str], bool] | None = None
     share: float = 0.5
@@ -74,7 +74,7 @@ def draw(
     fitting = [name for name, way in WAYS.items() if only in (None, name) and way.fits(drawn[0])]
     if fitting:
         way = WAYS[name := d.one(*fitting)]
-        asked, layers = d.one(*way.asked), BY_LAYER if way.by_layer and d.maybe(0.25) else ""
+        asked, layers = d.one(*way.asked), AT_ONCE if way.at_once and d.maybe(0.25) else ""
         changes = dict(way.changes) | dict(way=f"{name}: {asked}".removesuffix(": ") + layers)
         if way.wanted is not None and d.maybe(way.share):
             drawn = list(cases.draw(seed, number, eight_bits, meshes=0, wanted=way.wanted))
@@ -85,25 +85,25 @@ def draw(
 
 def check(case: Case) -> Outcome:
     """Runs a case by its way."""
-    way, layers = case.way.removesuffix(BY_LAYER), case.way.endswith(BY_LAYER)
+    way, layers = case.way.removesuffix(AT_ONCE), case.way.endswith(AT_ONCE)
     name, _, asked = way.partition(": ")
-    if way == "by layer":
+    if way == "in one program":
         layers, name = True, ""
     try:
-        with layer_by_layer() if layers else contextlib.nullcontext():
+        with in_one_program() if layers else contextlib.nullcontext():
             return plain(case) if not name else WAYS[name].check(case, asked)
     except Exception as error:
         return Outcome("raises", f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}")
 
 
 @contextlib.contextmanager
-def layer_by_layer() -> Iterator[None]:
-    """Small models run as large ones do on a CPU."""
-    usual, by_layer.LARGE_LAYER = by_layer.LARGE_LAYER, 0
+def in_one_program() -> Iterator[None]:
+    """A model runs as on an accelerator."""
+    usual, driver.by_layer = driver.by_layer, lambda run, key=None: False
     try:
         yield
     finally:
-        by_layer.LARGE_LAYER = usual
+        driver.by_layer = usual
 
 
 def _rng(case: Case) -> np.random.Generator:
@@ -392,8 +392,8 @@ def _joins(case: Case) -> bool:
 
 
 WAYS: dict[str, Way] = {
-    "by layer": Way(
-        lambda case, _: plain(case), _one_device, by_layer=False,
+    "in one program": Way(
+        lambda case, _: plain(case), _one_device, at_once=False,
         wanted=_begins_windows, with_it=dict(when="prompt", entry="stream", evict_every=2, new=6, end=()),
     ),
     "engine": Way(engine, _joins, changes=dict(question=None)),

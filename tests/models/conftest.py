@@ -1,18 +1,18 @@
-"""Both ways through the layers on a CPU: one program scans them, or the host calls one after the other."""
+"""Both ways through the layers: the host calls one after the other, as on a CPU, or one program has them all."""
 
 import pytest
 
-from models import by_layer, host_steps
+from models import driver, steps
 
 
 @pytest.fixture
 def run_by_layer(monkeypatch):
-    """Small models run as large ones do on a CPU; ``run_by_layer(False)`` takes that back."""
+    """``run_by_layer(False)`` runs a model on a CPU as on an accelerator, in one program; without it, by layer."""
+    usual = driver.by_layer
 
     def choose(layers=True):
-        monkeypatch.setattr(by_layer, "LARGE_LAYER", 0 if layers else 1 << 62)
+        monkeypatch.setattr(driver, "by_layer", lambda run, key=None: layers and usual(run, key))
 
-    choose()
     return choose
 
 
@@ -26,6 +26,6 @@ def each_way(request, run_by_layer):
 @pytest.fixture
 def compiled_steps():
     """Gives a function that counts the programs compiled since the test began, for blocks and tokens of a stream."""
-    programs = (host_steps.block_step, host_steps.token_step, by_layer._run_layer)
+    programs = (driver.block_step, driver.token_step, steps.layer_step)
     before = sum(program._cache_size() for program in programs)
     return lambda: sum(program._cache_size() for program in programs) - before

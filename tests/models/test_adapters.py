@@ -152,7 +152,7 @@ def test_the_base_model_is_that_of_the_revision_or_of_the_same_folder(tmp_path, 
     monkeypatch.setattr(folders, "_download", lambda *given: asked.append(given) or GOLDEN / "llama3")
     outside, inside = (load(folder)[0] for folder in (tmp_path / "apart", base))
     assert asked == [("some-org/model", "v2")]
-    np.testing.assert_array_equal(inside.layers.qkv[...], outside.layers.qkv[...])
+    np.testing.assert_array_equal(inside.layers[0].qkv[...], outside.layers[0].qkv[...])
     edit(tmp_path / "apart", revision=2)
     with pytest.raises(ValueError, match="has revision = 2; expected a name, or null"):
         load(tmp_path / "apart")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import models
-from models import batching, host_steps
+from models import batching, steps
 from tests.models import tiny
 from tests.models.tiny import CONFIG, SETTINGS, STATE, VOCABULARY, WINDOW, decoder, run
 from tests.tiers import first, nightly
@@ -144,7 +144,7 @@ def test_an_answer_may_be_longer_than_the_model_has_positions_under_a_budget():
 
 def test_what_comes_and_goes_compiles_nothing_new():
     served(requests(4, seed=7), 1, **EVERY)
-    programs = host_steps.block_step, batching._join, batching._leave
+    programs = steps.layer_step, batching._join, batching._leave
     before = [program._cache_size() for program in programs]
     served(requests(12, seed=8), 2, **EVERY)
     assert [program._cache_size() for program in programs] == before

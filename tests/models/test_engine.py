@@ -10,9 +10,8 @@ from flax import nnx
 
 import models
 from kvjax.window import Window
-from models import by_layer, host_steps
+from models import driver
 from models.engine import logits_of
-from models.layer_caches import LayerCaches
 from models.parameters import apart
 from tests.models import reference, tiny
 from tests.models.tiny import SETTINGS, STATE, TOKENS, answers, decoder, held, run
@@ -68,9 +67,9 @@ def test_a_repetition_penalty_counts_what_a_cache_has_seen_and_compiles_one_toke
     expected = answers(models.generate(decoder(), tiny.TOKENS, lengths=tiny.LENGTHS, **PENALISED))[0]
     begun, rest = tiny.TOKENS[:1, :20], tiny.TOKENS[:1, 20:]
     cache, _ = models.prefill(decoder(), begun, block=8, reserve=48)
-    seen = np.isin(np.arange(tiny.VOCABULARY), begun)[None]
+    seen, before = np.isin(np.arange(tiny.VOCABULARY), begun)[None], compiled_steps()
     tokens, _ = tiny.streamed(decoder(), rest, cache=cache, key=models.Draws(seen=seen), **PENALISED)
-    assert tokens[0].tolist() == expected and compiled_steps() == 2
+    assert tokens[0].tolist() == expected and compiled_steps() == before + 2
     with pytest.raises(ValueError, match="not known which tokens the cache has seen; give key="):
         models.stream(decoder(), rest, cache=cache, **PENALISED)
     for wrong, said in ((seen[0], r"bool \(256,\)"), (seen * 1, r"int64 \(1, 256\)")):
@@ -142,7 +141,7 @@ def test_a_prompt_beyond_256_slots_is_read_to_its_end_by_layers(run_by_layer):
     [(1, 2000, 500), (500, 2000, 500), (501, 2000, 1000), (1501, 2000, None), (256, 300, 256), (257, 300, None)],
 )
 def test_blocks_read_quarters_of_the_slots_or_256(fed, slots, filled):
-    assert host_steps.filled_slots(fed, slots) == filled
+    assert driver.filled_slots(fed, slots) == filled
 
 
 def test_where_layers_exchange_slots_an_eviction_begins_every_window_anew(run_by_layer):
@@ -153,23 +152,19 @@ def test_where_layers_exchange_slots_an_eviction_begins_every_window_anew(run_by
     assert (np.asarray(queries) == 0).all() and len(queries) == tiny.CONFIG.num_layers
 
 
-def test_small_layers_run_in_one_program_and_large_ones_one_by_one(monkeypatch):
+def test_one_program_and_layers_one_by_one_make_the_same_caches(run_by_layer):
     def cache_of_a_stream():
         settings = dict(lengths=tiny.LENGTHS, policy=STATE, max_new_tokens=8, end=END, **SETTINGS)
         return next(models.stream(decoder(), tiny.TOKENS, **settings))[1]
 
-    layer = sum(array.nbytes for array in decoder().layers.arrays().values()) // tiny.CONFIG.num_layers
-    monkeypatch.setattr(by_layer, "LARGE_LAYER", layer + 1)
-    stacked = cache_of_a_stream()
-    assert not isinstance(stacked, LayerCaches)
-    monkeypatch.setattr(by_layer, "LARGE_LAYER", layer)
     layers = cache_of_a_stream()
-    assert isinstance(layers, LayerCaches)
+    run_by_layer(False)
+    together = cache_of_a_stream()
     for name in ("key", "value", "position", "live", "num_live", "next_position", "state"):
-        both = (getattr(cache, name) for cache in (layers, stacked))
+        both = (getattr(cache, name) for cache in (layers, together))
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), *both)
     for name in ("positions", "num_slots", "heads_shape", "nbytes"):
-        assert getattr(layers, name) == getattr(stacked, name)
+        assert getattr(layers, name) == getattr(together, name)
 
 
 @pytest.mark.matrix

@@ -12,8 +12,8 @@ import pytest
 import kvjax
 import models
 from kvjax.cache import dtypes_of
+from kvjax.layers import LayerCaches
 from models.config import Rope
-from models.layer_caches import LayerCaches
 from models.parameters import apart
 from models.prompts import kept_of
 from tests.models import tiny
@@ -256,7 +256,7 @@ def test_a_conversation_keeps_the_dtypes_of_its_cache():
 def test_layer_by_layer_the_caches_have_the_dtypes_of_one_program(run_by_layer):
     run_by_layer(False)
     one = prefilled(MIXED)
-    run_by_layer()
+    run_by_layer(True)
     _, cache = next(models.stream(decoder(), PROMPT, cache_dtype=MIXED, max_new_tokens=4, end=(), **OF_EIGHT))
     assert isinstance(cache, LayerCaches)
     stacked = models.stacked(cache)

@@ -11,7 +11,7 @@ import pytest
 import models
 from kvjax.capacity import rounded_up
 from kvjax.schedule import Phase
-from models import by_layer, engine, host_steps, layer_caches, one_program, states, steps
+from models import driver, engine, states, steps
 from models.options import Options
 from models.planning import plan_run
 from models.prompts import check_prompt
@@ -39,20 +39,20 @@ def compiled(program, policy, **sizes):
 
 
 def lowered(program, policy, *, layers=3, length=100, evict_every=1):
-    """A program of one row that scans the layers, lowered."""
+    """A program of one row and all layers, lowered."""
     model = model_of(layers)
     run, sizes, prompt = prepared(model, length, policy, BUDGET, BLOCK, fit_prompt=False, evict_every=evict_every)
     if program == "prefill":
-        return one_program.prefill_at_once.lower(run, sizes, prompt, None)
+        return driver.prefill_at_once.lower(run, sizes, prompt, None)
     if program == "generate":
-        choice = one_program.Choice(Sampling(), 8, ())
-        return one_program.generate_at_once.lower(run, sizes, prompt, None, None, Draws(), choice)
+        choice = driver.Choice(Sampling(), 8, ())
+        return driver.generate_at_once.lower(run, sizes, prompt, None, None, Draws(), choice)
     state = states.start(run, sizes, 1)
     if program == "block step":
-        return host_steps.block_step.lower(
+        return driver.block_step.lower(
             run, state, next(prompt.text).tokens[0], next(prompt.text).positions[0], Phase(evicts=True)
         )
-    return host_steps.token_step.lower(
+    return driver.token_step.lower(
         run, state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), Draws(), steps.decode_phase(run.plan, 1), Sampling()
     )
 
@@ -146,20 +146,19 @@ def test_a_step_donates_every_array_of_the_cache(program):
     assert aliases.count("alias)") == 6, "keys, values, both positions, and the sums of two query heads"
 
 
-@pytest.mark.parametrize("way", [host_steps.ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
-def test_keys_and_values_stay_where_they_are_in_memory(way):
+@pytest.mark.parametrize("layers", [False, True], ids=["one program", "layers"])
+def test_keys_and_values_stay_where_they_are_in_memory(layers):
     def arrays(cache):
-        caches = cache.layers if isinstance(cache, layer_caches.LayerCaches) else [cache]
-        return [array for some in caches for array in (some.key, some.value)]
+        return [array for layer in cache.layers for array in (layer.key, layer.value)]
 
     def addresses(cache):
         return [array.unsafe_buffer_pointer() for array in arrays(cache)]
 
     run, sizes, prompt = prepared(model_of(2), 50, "h2o+caote", 24, 10)
-    feed = way(run, sizes)
+    feed = driver.Steps(run, sizes, steps.weights_of(run.model) if layers else None)
     state = jax.block_until_ready(feed.start(1))
     first = addresses(state.cache)
-    assert len(set(first)) == (4 if way is by_layer.LayerSteps else 2)
+    assert len(set(first)) == 4
     for phase, tokens, position, _ in prompt.context[0]:
         old = state.cache
         _, state = feed.block(state, tokens, position, phase)
@@ -167,18 +166,10 @@ def test_keys_and_values_stay_where_they_are_in_memory(way):
         assert all(array.is_deleted() for array in arrays(old))
 
 
-def test_layers_are_views_of_the_models_weights():
-    run, sizes, _ = prepared(model_of(3), 50, "h2o", 24, 10)
-    layers = by_layer.LayerSteps(run, sizes).layers
-    for name, array in run.model.layers.arrays().items():
-        start, size = array.unsafe_buffer_pointer(), array.nbytes // 3
-        at = [layer.weights[name].unsafe_buffer_pointer() for layer in layers]
-        assert at == [start + index * size for index in range(3)], name
-
-
-def test_32_layers_are_as_long_a_program_as_2():
-    few, many = (len(lowered("block step", "h2o+caote", layers=layers).as_text()) for layers in (2, 32))
-    assert many < 1.01 * few
+def test_identical_layers_are_one_function_that_is_traced_once():
+    few, many = (lowered("block step", "h2o+caote", layers=layers).as_text() for layers in (2, 32))
+    assert few.count("func.func private @layer_step") == many.count("func.func private @layer_step") == 1
+    assert many.count("call @layer_step") == 32
 
 
 def parse(text):

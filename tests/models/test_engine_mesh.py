@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import kvjax
 import models
-from models import engine, host_steps, states, steps
+from models import driver, engine, states, steps
 from models.options import Options
 from models.prompts import check_prompt
 from models.sampling import Draws, Sampling
@@ -85,7 +85,7 @@ def compiled_step(policy):
     run, sizes, _ = engine.prepare(on_mesh(), check_prompt(on_mesh(), TOKENS, LENGTHS, None), options)
     state = jax.jit(lambda: states.start(run, sizes, 4))()
     given = np.zeros(4, np.int32), np.zeros(4, bool), Draws(), steps.decode_phase(run.plan, 1), Sampling()
-    return host_steps.token_step.lower(run, state, *given).compile()
+    return driver.token_step.lower(run, state, *given).compile()
 
 
 @pytest.mark.parametrize(("policy", "of_the_policy"), first(1, [("h2o+caote", 0), ("tova", 1)]))

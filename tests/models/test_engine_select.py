@@ -9,7 +9,7 @@ import pytest
 import kvjax
 import models
 from kvjax.schedule import Phase
-from models import Butler, ButlerConfig, by_layer, engine, host_steps, selecting, steps
+from models import Butler, ButlerConfig, driver, engine, selecting, steps
 from models.butler import parameter_shapes as butler_shapes
 from models.options import Options
 from models.prompts import check_prompt
@@ -48,14 +48,15 @@ def prepared(model, tokens, select, budget, *, block=16, sinks=4, answer=STEPS):
 
 
 @functools.cache
-def forced(select, budget, *, sinks=2, block=16, way=host_steps.ProgramSteps):
+def forced(select, budget, *, sinks=2, block=16, layers=False):
     """Logits of a row's last prompt token and of its steps, which are told what to read next; and the slots read."""
     model, read = decoder(), {}
     run, sizes, prompt = prepared(model, TOKENS[:, :PROMPT], select, budget, block=block, sinks=sinks)
-    (tokens, positions, _), feed = next(prompt.text).arrays, way(run, sizes)
+    (tokens, positions, _) = next(prompt.text).arrays
+    feed = driver.Steps(run, sizes, steps.weights_of(run.model) if layers else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selecting, "_chosen", functools.partial(_recorded, read, selecting._chosen))
-        for module, program, static in ((host_steps, "block_step", 4), (by_layer, "_run_layer", (0, 1, 2))):
+        for module, program, static in ((driver, "block_step", 4), (steps, "layer_step", (0, 1, 2))):
             patch.setattr(module, program, traced_anew(getattr(module, program), static))
         state, logits = feed.start(1), []
         for number in range(-(-PROMPT // block)):
@@ -118,21 +119,18 @@ SOURCES = ["butler", "butler(group='max')", *sorted(set(selections.RULES) - {"or
 BUDGETS = [(0.3, 2), (7, 0)]  # of tokens, and the sinks beside them
 # Each source by one program, and by layers two of those that the host hands something from layer to layer.
 READS = [
-    *((source, *BUDGETS[number % 2], host_steps.ProgramSteps) for number, source in enumerate(SOURCES)),
-    *((source, *BUDGETS[0], by_layer.LayerSteps) for source in ("first_layer", "butler")),
+    *((source, *BUDGETS[number % 2], False) for number, source in enumerate(SOURCES)),
+    *((source, *BUDGETS[0], True) for source in ("first_layer", "butler")),
 ]
 BY_DEFAULT = ("butler", "quest(page_size=4)", "random(seed=3)"), ("first_layer",)
 
 
 @pytest.mark.parametrize(
-    ("select", "budget", "sinks", "way"),
-    [
-        pytest.param(*case, marks=() if case[0] in BY_DEFAULT[case[3] is by_layer.LayerSteps] else pytest.mark.matrix)
-        for case in READS
-    ],
+    ("select", "budget", "sinks", "layers"),
+    [pytest.param(*case, marks=() if case[0] in BY_DEFAULT[case[3]] else pytest.mark.matrix) for case in READS],
 )
-def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, budget, sinks, way):
-    logits, read = forced(select, budget, sinks=sinks, way=way)
+def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, budget, sinks, layers):
+    logits, read = forced(select, budget, sinks=sinks, layers=layers)
     expected, expected_read = brute_force(select, budget, sinks)
     assert read == expected_read
     np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
@@ -157,7 +155,7 @@ def test_a_row_gets_the_tokens_that_it_gets_alone_in_a_stream():
     assert min(map(len, tiny.held(batch.cache, 2)[0])) == LENGTHS[2] + int(batch.lengths[2]) - 1
     seen = []
     next(models.stream(decoder(), RAGGED[2:, :30], **settings, on_block=lambda *at: seen.append(type(at[-1]))))
-    assert set(seen) == {kvjax.KVCache}, "who looks at the prompt's cache sees the cache alone"
+    assert set(seen) == {kvjax.LayerCaches}, "who looks at the prompt's cache sees the cache alone"
 
 
 @pytest.mark.matrix

@@ -13,7 +13,7 @@ from models import dense, engine
 from models.config import Rope
 from models.decoder import rms_norm
 from models.rotary import rope_frequencies
-from models.steps import at_layer, block_of
+from models.steps import _entered, at_layer
 from tests.evals.test_selections import simulate
 from tests.models import reference, tiny
 from tests.models.make_golden import GOLDEN, MODELS
@@ -90,8 +90,9 @@ EXPERTS = models.parse_mesh("expert=2,tensor=2")
 )  # fmt: skip
 def test_experts_on_several_devices_give_the_logits_of_one(name, mesh, held):
     model, _ = models.load(GOLDEN / name, mesh=mesh)
-    shards = {part: array.addressable_shards[0].data.shape for part, array in model.layers.arrays().items()}
-    assert {part: shards[part] for part in held} == held  # of four experts
+    layers = {name: array for layer in model.layers for name, array in layer.arrays().items()}  # the last with each
+    shards = {name: layers[name].addressable_shards[0].data.shape for name in held}
+    assert shards == {name: shape[1:] for name, shape in held.items()}  # of four experts
     tokens, logits = golden(name)
     program = jax.jit(lambda model, tokens: model(tokens)).lower(model, tokens).compile()
     np.testing.assert_allclose(program(model, tokens), logits, atol=1e-4, rtol=0)
@@ -129,7 +130,7 @@ def test_a_predictor_reads_what_the_attention_of_layer_0_reads():
     )  # OLMo-2 has no norm before attention
     model, _ = models.load(GOLDEN / "granite")
     x = 3.0 * np.asarray(model.embedding[...])[tokens]
-    norm = np.asarray(model.layers.attention_norm[...])[0]
+    norm = np.asarray(model.layers[0].attention_norm[...])
     expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * norm
     np.testing.assert_allclose(read(model, tokens), expected, atol=1e-5)
 
@@ -138,13 +139,10 @@ def test_keys_are_turned_by_the_rotary_embedding_of_their_layer():
     config = models.load(GOLDEN / "smollm3")[0].config  # its last layer has none
     plan = type("Plan", (), {"positions": "compact", "policy": None, "repeats": None})
 
-    @jax.jit
-    def at(layers):
-        block = block_of(config, plan, np.zeros((1, 3), int), jnp.arange(3)[None], jnp.array([3]), None)
-        found = [at_layer(config, block, layer) for layer in layers]
-        return [(layer.context.frequency, layer.waves[1]) for layer in found]
-
-    (frequency, wave), (none, no_wave) = at([0, 3])
+    embedding, tokens = np.zeros((config.vocab_size, config.hidden_size)), np.zeros((1, 3), int)
+    _, block = _entered(config, plan, embedding, tokens, jnp.arange(3)[None], jnp.array([3]), None, None)
+    at = [at_layer(config, block, layer) for layer in (0, 3)]
+    (frequency, wave), (none, no_wave) = ((layer.context.frequency, layer.waves[1]) for layer in at)
     assert (np.asarray(frequency)[0, :2] > 0).all() and np.asarray(wave).any()
     assert not np.asarray(none).any() and not np.asarray(no_wave).any()
 

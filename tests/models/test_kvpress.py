@@ -107,7 +107,7 @@ def observed(policy):
         frequency, _ = rope_frequencies(config.rope, D)
 
         def attend(cache, layer, sliding_window, query, key, value):
-            of_layer = None if projection is None else projection.layer(layer)
+            of_layer = None if projection is None else projection[layer]
             out, cache, seen = kvjax.observe(
                 cache, query, key, value, position, policy=policy, budget=budgets,
                 context=kvjax.Context(layer=layer, frequency=frequency, projection=of_layer),

@@ -12,8 +12,7 @@ import pytest
 import kvjax
 import models
 from kvjax.schedule import Text, answer_copies, moments, repeats_of, schedule
-from models import engine, host_steps, one_program, prompts, published, repeating
-from models.by_layer import LayerSteps
+from models import driver, engine, prompts, published, repeating
 from models.planning import plan_run
 from tests.models.commands.test_chat import spaced
 from tests.models.make_kvpress import FOLDER
@@ -98,10 +97,11 @@ NEVER = np.iinfo(np.int32).max  # nothing is taken back
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("policy", [ASKING, OF_A_LOSS], ids=["kvzip", "kvgrad"])
-def test_one_program_and_single_layers_agree(policy):
+def test_one_program_and_single_layers_agree(policy, run_by_layer):
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
     run, sizes, prompt = engine.prepare(decoder(), given, models.Options(policy, 10, 8, "prompt"))
-    state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
+    state, _ = driver.feed_prompt(driver.Steps.of(run, sizes), prompt, None)
+    run_by_layer(False)
     settings = dict(policy=policy, budget=10, block=8, question=3, when="prompt")
     expected, _ = models.prefill(decoder(), TOKENS, lengths=LENGTHS, **settings)
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
@@ -181,7 +181,7 @@ def test_memory_does_not_grow_with_the_prompt(policy, slots):
         given = engine.check_prompt(decoder(), np.zeros((1, length), int), None, None)
         run, buffers, prompt = engine.prepare(decoder(), given, models.Options(policy, 16, 8, evict_every=4, reserve=8))
         sizes.add(buffers.slots)
-        memory = one_program.prefill_at_once.lower(run, buffers, prompt, None).compile().memory_analysis()
+        memory = driver.prefill_at_once.lower(run, buffers, prompt, None).compile().memory_analysis()
         fed = sum(x.nbytes for x in jax.tree.leaves(prompt))
         held.add((memory.argument_size_in_bytes - fed, memory.temp_size_in_bytes, memory.output_size_in_bytes))
     assert sizes == {slots + 8 + (8 + 8)}  # what a head may keep, a block and its copies

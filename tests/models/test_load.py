@@ -75,14 +75,14 @@ def assert_same(model, other):
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
-def test_layers_are_stacked_and_transposed(folder):
+def test_parameters_are_stacked_and_transposed(folder):
     tensors = load_file(folder / "model.safetensors")
     model, _ = load(folder)
     query = np.asarray(parameters(model)["layers.query"])  # [L, E, N, D]
     np.testing.assert_array_equal(query[1, :, 2, 5], tensors[QUERY][2 * 12 + 5])
-    output = np.asarray(model.layers.output[...])  # [L, N D, E]
+    output = np.asarray(model.layers[1].output[...])  # [N D, E]
     stored = tensors["model.layers.1.self_attn.o_proj.weight"]
-    np.testing.assert_array_equal(output[1, 3 * 12 + 4], stored[:, 3 * 12 + 4])
+    np.testing.assert_array_equal(output[3 * 12 + 4], stored[:, 3 * 12 + 4])
 
 
 def test_fused_projections_are_split_and_rotated_elements_are_paired():
@@ -319,7 +319,7 @@ def mesh():
 def test_sharded_model_has_the_same_weights_and_logits_and_each_device_its_share(folder, mesh):
     model, _ = load(folder, mesh=mesh)
     assert_same(model, load(folder)[0])
-    assert {part.data.shape for part in model.layers.qkv[...].addressable_shards} == {(2, 32, 1, 4, 12)}
+    assert {part.data.shape for part in model.layers[0].qkv[...].addressable_shards} == {(32, 1, 4, 12)}
     explicit = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     assert_same(load(folder, mesh=explicit)[0], model)  # taken as automatic
     run = jax.jit(lambda model, tokens: model(tokens))

@@ -8,7 +8,6 @@ import pytest
 
 import kvjax
 import models
-from models import by_layer
 from tests.campaign.checking import held_of
 from tests.models.tiny import DOCUMENT, SETTINGS, assert_keeps, decoder, run
 
@@ -70,8 +69,8 @@ def test_several_budgets_share_the_prompt_and_keep_no_samples_either():
     np.testing.assert_array_equal(cache.position, fitted().cache.position)
 
 
-def test_layers_called_one_by_one_are_fitted_alike(monkeypatch):
-    monkeypatch.setattr(by_layer, "LARGE_LAYER", 0)
+def test_in_one_program_they_are_fitted_alike(run_by_layer):
+    run_by_layer(False)
     cache = fitted.__wrapped__().cache
     np.testing.assert_array_equal(cache.position, fitted().cache.position)
     live = np.asarray(cache.position) >= 0

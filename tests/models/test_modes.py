@@ -14,7 +14,7 @@ from flax import nnx
 
 import kvjax
 import models
-from models import engine, one_program
+from models import driver, engine
 from models.config import Config
 from tests.tiers import first
 from train import butler as training
@@ -64,7 +64,8 @@ class Traced(Exception):
 @pytest.fixture
 def trace(monkeypatch):
     """``models.generate`` up to the program that it would compile."""
-    program = one_program.generate_at_once
+    program = driver.generate_at_once
+    monkeypatch.setattr(driver, "by_layer", lambda run, key=None: False)
 
     def only_trace(*arguments):
         program.eval_shape(*arguments)

@@ -10,8 +10,7 @@ import pytest
 
 import kvjax
 import models
-from models import engine, host_steps
-from models.by_layer import LayerSteps
+from models import driver, engine
 from models.scorer import parameter_shapes
 from tests.models import reference
 from tests.models.tiny import CONFIG, decoder
@@ -43,11 +42,12 @@ def test_the_network_is_its_definition(hidden):
 
 
 @pytest.mark.matrix
-def test_layer_by_layer_the_same_tokens_stay():
+def test_layer_by_layer_the_same_tokens_stay(run_by_layer):
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, None)
     options = models.Options("zap", 10, 8, "block", 1, networks=scorer())
     run, sizes, prompt = engine.prepare(decoder(), given, options)
-    state, _ = host_steps.feed_prompt(LayerSteps(run, sizes), prompt, None)
+    state, _ = driver.feed_prompt(driver.Steps.of(run, sizes), prompt, None)
+    run_by_layer(False)
     alone = models.prefill(
         decoder(), TOKENS, lengths=LENGTHS, policy="zap", budget=10, block=8, networks=scorer()
     ).cache

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
+from kvjax.layers import LayerCaches
 from models import Config
-from models.layer_caches import LayerCaches
 from models.parameters import joined, partition
 from tests.kvjax import blocks
 from tests.models import reference

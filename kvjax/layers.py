@@ -1,0 +1,201 @@
+"""The cache of a model: a plain cache for each layer, with arrays of its own, so that each can be donated.
+
+What runs on a layer takes ``cache.layers[number]``. What is decided for all layers together reads their positions,
+stacked; keys and values never are, except by :func:`stacked`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import PARTS, AnyKind, KVCache, Positions, count_live
+from kvjax.checks import plain
+from kvjax.window import begin_anew
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCaches(AnyKind):
+    """Hold the plain caches of a model's layers, in their order.
+
+    :func:`kvjax.evict`, :func:`kvjax.rewind`, :func:`kvjax.repeat`, :func:`kvjax.join`, :func:`kvjax.leave`,
+    :func:`kvjax.compact`, :func:`kvjax.pack` and :func:`kvjax.save_cache` take it; the other functions of kvjax take
+    one of ``layers``.
+
+    Example:
+        >>> import kvjax
+        >>> layer = kvjax.KVCache.init(batch=1, kv_heads=2, slots=3, head_dim=4)
+        >>> cache = kvjax.LayerCaches((layer, layer))
+        >>> cache.heads_shape, cache.position.shape
+        ((2, 1, 2), (2, 1, 2, 3))
+    """
+
+    layers: tuple[KVCache, ...]
+
+    def map(self, function: Callable[..., Any], *others: tuple[Any, Any]) -> LayerCaches:
+        """Return the caches after a function has run on each layer's; ``others`` are the same for all but ``PARTS``."""
+        trees = (tree if axes is PARTS else (tree,) * len(self.layers) for tree, axes in others)
+        return LayerCaches(tuple(map(function, self.layers, *trees)))
+
+    @property
+    def each_part(self) -> tuple[KVCache, ...]:
+        """Return the layers' caches."""
+        return self.layers
+
+    @property
+    def arrays(self) -> KVCache:
+        """Return the first layer's cache, whose entries and state are made like those of the others."""
+        return self.layers[0]
+
+    @property
+    def next_position(self) -> Int[Array, "B"]:
+        """Return the absolute position of each row's next token."""
+        return self.layers[0].next_position
+
+    @property
+    def num_slots(self) -> int:
+        """S, the slots of each KV head."""
+        return self.layers[0].num_slots
+
+    @property
+    def heads_shape(self) -> tuple[int, ...]:
+        """``(L, B, K)``."""
+        return (len(self.layers), *self.layers[0].heads_shape)
+
+    @property
+    def position(self) -> Int[Array, "L B K S"]:
+        """Return the position of the token in each slot, -1 where the slot is free: a copy."""
+        return _stack([cache.position for cache in self.layers])
+
+    @property
+    def key(self) -> Float[Array, "L B K S D"]:
+        """All keys: a copy."""
+        return _stack([cache.key for cache in self.layers])
+
+    @property
+    def value(self) -> Float[Array, "L B K S D"]:
+        """All values: a copy."""
+        return _stack([cache.value for cache in self.layers])
+
+    @property
+    def bias(self) -> Float[Array, "L B K S"] | None:
+        """What is added to the logits of each slot, None where nothing is: a copy."""
+        return None if self.arrays.bias is None else _stack([cache.bias for cache in self.layers])
+
+    @property
+    def live(self) -> Bool[Array, "L B K S"]:
+        """Return the mask of slots that hold a token."""
+        return self.position >= 0
+
+    @property
+    def num_live(self) -> Int[Array, "L B K"]:
+        """Return the number of tokens that each head holds."""
+        return _count_live([cache.position for cache in self.layers])
+
+    @property
+    def state(self) -> Any:
+        """Return the policy's state of all layers: a copy."""
+        return jax.tree.map(lambda *leaves: _stack(leaves), *(cache.state for cache in self.layers))
+
+    @property
+    def positions(self) -> Positions:
+        """Return the kind of positions that keys are rotated to; see :class:`kvjax.KVCache`."""
+        return self.layers[0].positions
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the caches in bytes; the rows' next positions, which all layers have, count once."""
+        return sum(own.nbytes for own in self.layers) - (len(self.layers) - 1) * self.next_position.nbytes
+
+    @property
+    def slots_shape(self) -> tuple[int, ...]:
+        """``(L, B, K, S)``."""
+        return (*self.heads_shape, self.num_slots)
+
+    def layer(self, index: int) -> KVCache:
+        """Return one layer's cache."""
+        return self.layers[index]
+
+    def with_layer(self, index: int, cache: KVCache) -> LayerCaches:
+        """Return the caches with another one of a layer."""
+        return LayerCaches((*self.layers[:index], cache, *self.layers[index + 1 :]))
+
+    def apart(self) -> KVCache:
+        """Return all layers in one array, as a file has them, with keys and values in two arrays."""
+        whole = jax.tree.map(lambda *parts: _stack(parts), *self.layers)
+        return dataclasses.replace(whole, next_position=self.next_position).apart()
+
+    @property
+    def slots(self) -> KVCache:
+        """Return the positions of all layers, stacked, without keys and values: enough to decide what to evict."""
+        position = self.position
+        nothing = jnp.zeros((*position.shape, 0))
+        return KVCache.of(nothing, nothing, position, self.next_position)
+
+    def with_slots(self, left: KVCache, begins: Bool[Array, "B"]) -> LayerCaches:
+        """Return the caches after an eviction from :attr:`slots`; where a row ``begins``, its window does anew."""
+        states, following = (begin_anew(own.state, begins) for own in self.layers), left.next_position
+        layers = zip(self.layers, left.position, states, strict=True)
+        return LayerCaches(
+            tuple(dataclasses.replace(own, position=at, next_position=following, state=new) for own, at, new in layers)
+        )
+
+
+def check_layer(cache: LayerCaches, layer: object) -> int:
+    """Return a layer's number, after a check that it is one of a model's layers."""
+    number, layers = plain(layer), len(cache.layers)
+    if not isinstance(number, int) or not 0 <= number < layers:
+        raise ValueError(f"the layer is {layer!r}; a cache of separate layers needs a number from 0 to {layers - 1}.")
+    return number
+
+
+def split[Cache: Any](cache: Cache) -> Cache | LayerCaches:
+    """Split a plain cache that stacks layers into one cache per layer; any other is returned as it is."""
+    if not isinstance(cache, KVCache):
+        return cache
+    return LayerCaches(tuple(cache.layer(index) for index in range(cache.heads_shape[0])))
+
+
+@functools.singledispatch
+def stacked(cache: Any) -> Any:
+    """Return a cache with all layers in one array; the given cache stays valid.
+
+    A cache that :func:`models.prefill` returns has an array per layer, unless it has pages; any other is returned as it
+    is.
+
+    Example:
+        >>> import kvjax, models
+        >>> cache = kvjax.KVCache.init(
+        ...     batch=1, kv_heads=1, slots=3, head_dim=2, layers=2
+        ... )
+        >>> models.stacked(cache) is cache
+        True
+    """
+    return cache
+
+
+@stacked.register(LayerCaches)
+def _stacked_layers(cache: LayerCaches) -> KVCache:
+    whole = jax.tree.map(lambda *parts: _stack(parts), *cache.layers)
+    return dataclasses.replace(whole, next_position=cache.next_position)
+
+
+def _stack(parts: Any) -> Any:
+    """Stack arrays; those of the host stay there."""
+    return np.stack(parts) if isinstance(parts[0], np.ndarray) else _stacked_arrays(list(parts))
+
+
+_stacked_arrays = jax.jit(jnp.stack)
+
+
+@jax.jit
+def _count_live(positions: list[Int[Array, "B K S"]]) -> Int[Array, "L B K"]:
+    return jnp.stack([count_live(position) for position in positions])
