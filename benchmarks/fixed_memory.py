@@ -24,7 +24,7 @@ from evals import report
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.schedule import When
-from models import commands, engine, files, fingerprints, driver
+from models import commands, driver, engine, files, fingerprints
 from models.commands.programs import make_room
 from models.networks import load_networks, read_by, wanted_by
 from models.prompts import check_prompt

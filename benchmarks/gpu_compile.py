@@ -28,7 +28,7 @@ from benchmarks.targets import executable, gpu_chip
 from evals import command_line, report
 from kernels_pallas.checks import check_names
 from kvjax.schedule import Phase
-from models import commands, files, driver
+from models import commands, driver, files
 from models.config import Config
 from models.sampling import Draws, Sampling
 from models.steps import decode_phase

@@ -18,7 +18,7 @@ import models
 from benchmarks import measure, steps
 from evals import report
 from kvjax.schedule import Phase
-from models import commands, files, driver
+from models import commands, driver, files
 from models.sampling import Draws, Sampling
 from models.steps import decode_phase
 

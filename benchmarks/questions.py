@@ -15,8 +15,8 @@ import kvjax
 import models
 from benchmarks import measure
 from evals import command_line, evaluator, report, tasks
+from kvjax.split import ModelCache
 from models import files
-from kvjax.insertion import Cache
 
 NEW_TOKENS = 6
 LEGEND = """seconds: for all questions and the document, after all programs were compiled; cache: of one row, after an
@@ -73,7 +73,7 @@ def comparison(
 ) -> list[dict[str, Any]]:
     """Answer all questions in three ways under a policy, and return one record per way."""
     given: dict[str, Any] = dict(policy=policy, budget=budget, when="prompt")
-    caches: dict[str, Cache] = {}
+    caches: dict[str, ModelCache] = {}
     found: dict[str, list[list[int]]] = {}
 
     def answers(name: str, rows: list[list[int]], **more: Any) -> list[list[int]]:

@@ -32,7 +32,7 @@ from benchmarks.targets import executable, tpu_chips
 from evals import command_line, report
 from kernels_pallas.dispatch import kernels_of
 from kvjax.schedule import Phase, Text
-from models import commands, files, driver
+from models import commands, driver, files
 from models.options import Options
 from models.parameters import array_shapes, partition
 from models.planning import plan_run
@@ -115,9 +115,7 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
 
     def decode() -> tuple[jax.stages.Lowered, Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = driver.token_step.lower(
-                run, state, token, finished, Draws(), decode_phase(plan, 1), Sampling()
-            )
+            program = driver.token_step.lower(run, state, token, finished, Draws(), decode_phase(plan, 1), Sampling())
         return program, (model, state)
 
     def block() -> tuple[jax.stages.Lowered, Any]:

@@ -21,10 +21,10 @@ import models
 from evals.run_settings import Setting, sharing
 from kvjax.matching import dropped_bytes
 from kvjax.policy import Policy
+from kvjax.split import ModelCache
 from models import selecting
 from models.commands.programs import make_room
 from models.networks import Network, read_by, remembers
-from models.selecting import Cache
 from models.sizing import copied
 from models.states import without_room
 
@@ -269,7 +269,7 @@ class _Job:
 
     def read(
         self, settings: Sequence[Setting], tokens: np.ndarray, lengths: np.ndarray, clock: _BatchClock
-    ) -> Iterator[tuple[Setting, Cache]]:
+    ) -> Iterator[tuple[Setting, ModelCache]]:
         """Read contexts under settings that share them, and yield what each keeps."""
         if len(settings) > 1:
             each = self.prefill(settings, tokens, lengths, None)

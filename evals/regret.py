@@ -176,7 +176,7 @@ def projections(model: models.Decoder, target: str) -> Float[np.ndarray, "L N D 
     if target == "value":
         return None
     each = lambda weight: kvjax.output_projection(weight, len(weight), ["factor"]).factor  # noqa: E731
-    return np.asarray(jnp.stack([each(weight) for weight in output_of_heads(model)]))[:, :, 0]
+    return np.asarray(jnp.stack([jnp.asarray(each(weight)) for weight in output_of_heads(model)]))[:, :, 0]
 
 
 class _Run:

@@ -348,7 +348,8 @@ def _evicting(model, tokens, kept, projection, network, policy, sinks, chunk):
             if policy is None:
                 return _oracle_evicting(layer, kept, sinks)
             of_this = None if projection is None else projection[layer.index]
-            return _policy_evicting(layer, kept, policy, sinks, rope_of_layer(config, layer.index, frequency), of_this)
+            own = None if frequency is None else rope_of_layer(config, layer.index, frequency)
+            return _policy_evicting(layer, kept, policy, sinks, own, of_this)
 
         return _dense_at_first(layer, evicting, chunk), None
 

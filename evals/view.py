@@ -24,9 +24,9 @@ import models
 from evals import command_line, evaluator, page, run_settings, tasks
 from kvjax.chains import policy_of
 from kvjax.schedule import When
+from kvjax.split import ModelCache
 from models import commands, files
 from models.commands import provenance
-from kvjax.insertion import Cache
 from models.networks import load_networks, read_by, wanted_by
 
 TEMPLATE = Path(__file__).with_name("view.html")
@@ -54,7 +54,7 @@ class Trace:
         self.left[gone] = step
 
 
-def held_tokens(cache: Cache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
+def held_tokens(cache: ModelCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
     """Return which of a single sequence's tokens each layer and head holds."""
     L, _, K = cache.heads_shape
     found = np.zeros((L * K, tokens + 1), bool)  # the last column takes free slots
@@ -64,7 +64,7 @@ def held_tokens(cache: Cache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
 
 
 @jax.jit
-def _positions(cache: Cache) -> Int[Array, "L B K S"]:
+def _positions(cache: ModelCache) -> Int[Array, "L B K S"]:
     return jnp.stack([cache.layer(layer).position for layer in range(cache.heads_shape[0])])
 
 

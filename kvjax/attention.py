@@ -38,7 +38,7 @@ from kvjax.split import SplitCache
 
 
 def attend(
-    cache: Cache,
+    cache: Cache | LayerCaches,
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
@@ -47,7 +47,7 @@ def attend(
     policy: Policy | str | None = None,
     budget: Budget | None = None,
     context: Context = Context(),
-) -> tuple[Float[Array, "B T N D"], Cache]:
+) -> tuple[Float[Array, "B T N D"], Any]:
     """Attend over the cache and the block itself, then evict until each head holds at most ``budget`` tokens.
 
     The tokens are inserted into free slots, the queries see all live slots that are not in their future, the policy
@@ -93,6 +93,7 @@ def attend(
     """
     if isinstance(cache, LayerCaches):
         number, given = check_layer(cache, context.layer), (query, key, value, position)
+        own: Any
         out, own = attend(cache.layers[number], *given, policy=policy, budget=budget, context=context)
         return out, cache.with_layer(number, own)
     query, key, value = check_shapes(cache, query, key, value)
@@ -126,7 +127,7 @@ def attend_unchecked(
 
 
 def observe(
-    cache: Cache,
+    cache: Cache | LayerCaches,
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
@@ -135,7 +136,7 @@ def observe(
     policy: Policy | str | None,
     budget: Budget | None = None,
     context: Context = Context(),
-) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
+) -> tuple[Float[Array, "B T N D"], Any, Evidence | None]:
     """Attend and score like :func:`attend`, but evict nothing: for allocations that compare the scores of all layers.
 
     Tokens that have left ``context.sliding_window`` are freed, unless there is no policy.
@@ -171,16 +172,18 @@ def observe(
     """
     if isinstance(cache, LayerCaches):
         number, given = check_layer(cache, context.layer), (query, key, value, position)
+        own: Any
         out, own, evidence = observe(cache.layers[number], *given, policy=policy, budget=budget, context=context)
         return out, cache.with_layer(number, own), evidence
+    left: Any
     query, key, value = check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, context)
     block = _checked(cache, query, key, value, position, policy, context)
     # What excess promises of an eviction says nothing of the blocks that are observed before it.
-    out, cache, evidence = observe_unchecked(cache, block, policy, budget, dataclasses.replace(context, excess=None))
+    out, left, evidence = observe_unchecked(cache, block, policy, budget, dataclasses.replace(context, excess=None))
     if evidence is not None and not cache.paged:
-        evidence = with_scores(evidence, layer_of(cache, context))
-    return out, cache, evidence
+        evidence = with_scores(evidence, layer_of(left, context))
+    return out, left, evidence
 
 
 def _checked(

@@ -31,6 +31,7 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
 from kvjax.files import replacing
 from kvjax.insertion import Cache
+from kvjax.layers import LayerCaches
 from kvjax.making import Heads, checked_blank
 from kvjax.memory import memory
 from kvjax.paged import PagedCache
@@ -65,7 +66,7 @@ _MAY_LACK: dict[str, Any] = {"pending": list[int], "seen": list[int]}
 @typed
 def save_cache(
     path: str | Path,
-    cache: Cache,
+    cache: Cache | LayerCaches,
     *,
     policy: Policy | str | None = None,
     budget: int | float | None = None,

@@ -82,7 +82,7 @@ class Evidence:
     @classmethod
     def of_layers(
         cls,
-        cache: Cache,
+        cache: Cache | LayerCaches,
         allocation: Allocation,
         end: Int[Array, "B"] | None = None,
         window: Int[Array, "L"] | None = None,
@@ -133,7 +133,7 @@ class Evidence:
 
 
 def evict(
-    cache: Cache,
+    cache: Cache | LayerCaches,
     scores: Float[Array, "*slots"] | Evidence,
     budget: Budget,
     *,
@@ -141,7 +141,7 @@ def evict(
     excess: int | None = None,
     allocation: Allocation | str = UNIFORM,
     implementation: Implementation = "auto",
-) -> Cache:
+) -> Any:
     """Free the slots of all but the best tokens. Keys and values stay where they are.
 
     A paged cache frees the pages that its heads no longer need, after moving the tokens left in them. Where a policy
@@ -205,7 +205,7 @@ def evict(
     return evict_by(cache, evidence, budget, layer=layer, excess=excess, implementation=implementation)
 
 
-def evict_by(cache: Cache, evidence: Evidence, budget: Budget, **options: Any) -> Cache:
+def evict_by(cache: Any, evidence: Evidence, budget: Budget, **options: Any) -> Any:
     """Run :func:`evict` by a policy's evidence, without its checks; with its ``layer``, ``excess``, implementation."""
     if isinstance(cache, LayerCaches):
         return _evict_layers(cache, evidence, budget)
@@ -286,7 +286,7 @@ def _winners(contest: Contest, evidence: Evidence, budget: Budget, slots: int) -
     return jnp.where(stays, contest.position, -1)
 
 
-def _check_layer(cache: Cache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> None:
+def _check_layer(cache: Cache | LayerCaches, layer: int | Int[Array, ""] | None, allocation: Allocation) -> None:
     """Check that the cache and the allocation allow an eviction from one layer."""
     if layer is None:
         return

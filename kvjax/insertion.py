@@ -12,11 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.dispatch import of_layer
 from kvjax.cache import AnyKind, KVCache
 from kvjax.checks import is_known, plain, real_array
-from kvjax.layers import LayerCaches
 from kvjax.paged import PagedCache
 from kvjax.split import OF_ROWS, OF_TOKENS, SAME, SplitCache
 
-Cache = KVCache | LayerCaches | PagedCache | SplitCache
+Cache = KVCache | PagedCache | SplitCache
 
 
 def is_cache(given: object) -> bool:

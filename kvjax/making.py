@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.cache import KVCache, Positions, PyTree, check_heads, map_state
+from kvjax.cache import AnyKind, KVCache, Positions, PyTree, check_heads, map_state
 from kvjax.capacity import Capacity, Demand, Layout, ModelSizes, capacity, check_sizes, in_pages
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
@@ -91,7 +91,7 @@ def empty_cache(
     return checked_blank(policy, shape, held, positions=policy.positions, page_size=page_size, **made)
 
 
-def repeat(cache: Cache, n: int) -> Cache:
+def repeat[C: AnyKind](cache: C, n: int) -> C:
     """Copy each row n times, so that n questions can be asked about one context at once.
 
     Args:

@@ -168,6 +168,9 @@ class SplitCache(AnyKind):
         return _layer(self, index)
 
 
+ModelCache = LayerCaches | PagedCache | SplitCache  # the cache of all layers of a model
+
+
 def on_devices(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, mesh: Any) -> Callable[..., Any]:
     """Wrap a function so that each device of a mesh runs it on its own part of the arguments.
 

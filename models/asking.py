@@ -17,13 +17,13 @@ import models
 from kvjax import Policy
 from kvjax.chains import policy_of
 from kvjax.policy_checks import check_policy_given
+from kvjax.split import ModelCache
 from models import selecting
 from models.decoder import Decoder
 from models.driver import OnBlock
 from models.options import AskSettings, Options, options_of
 from models.prompts import kept_of
 from models.sampling import Draws
-from models.selecting import Cache
 from models.sizes import full_cache_bytes
 from models.sizing import checked_budget
 from models.states import without_room
@@ -54,7 +54,7 @@ class Answers(NamedTuple):
     """
 
     answers: list[str]
-    cache: Cache
+    cache: ModelCache
     document_tokens: int
     cache_bytes: int
     full_cache_bytes: int
@@ -81,7 +81,7 @@ NO_WATCH = Watch()
 def ask(
     model: Decoder,
     tokenizer: Tokenizer,
-    document: str | Cache,
+    document: str | ModelCache,
     questions: str | Sequence[str],
     *,
     options: Options | None = None,
@@ -178,7 +178,7 @@ def _listed(questions: str | Iterable[str]) -> list[str]:
     return listed
 
 
-def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock | None) -> tuple[Cache, int]:
+def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock | None) -> tuple[ModelCache, int]:
     """Read a document, and return its compressed cache and the bytes of the largest one on the way."""
     most = model.config.max_positions
     if options.policy is not None and len(tokens) > most:
@@ -189,7 +189,7 @@ def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock
         )
     sizes = [0]
 
-    def note(done: int, total: int, cache: Cache) -> None:
+    def note(done: int, total: int, cache: ModelCache) -> None:
         sizes.append(cache.nbytes)
         if on_block is not None:
             on_block(done, total, cache)

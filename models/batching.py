@@ -23,6 +23,7 @@ import kvjax
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.schedule import HostOrDevice, Phase, Text
+from kvjax.split import ModelCache
 from models import engine, hosts
 from models.decoder import Decoder, check_decoder
 from models.driver import Choice, Steps, check_finite, choice_of, feed_blocks, next_token
@@ -188,7 +189,7 @@ class Engine:
                 self._leave(row)
 
     @property
-    def cache(self) -> Cache:
+    def cache(self) -> ModelCache:
         """Return the cache of all rows, valid until the next step.
 
         It lacks each row's newest token; :meth:`run` may not have yielded that token yet, but :meth:`step` returns it.
@@ -302,7 +303,7 @@ class Engine:
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _join(cache: Cache, row: Int[Array, ""], one: Any) -> Cache:
+def _join(cache: ModelCache, row: Int[Array, ""], one: Any) -> ModelCache:
     if cache.paged and not one.paged:  # a short prompt's share fits the windows
         heads, size = math.prod(one.heads_shape), cache.page_size
         pages = kvjax.pages_for(heads * one.num_slots, heads, size)

@@ -17,7 +17,7 @@ from models.config import Config
 from models.decoder import Decoder, attend_densely, rope_of_layer, rotation
 
 # measure(the layer's number, rotated queries, rotated keys) -> what is measured of the layer
-Measure = Callable[[Int[Array, ""], Float[Array, "B T N D"], Float[Array, "B T K D"]], Array]
+Measure = Callable[[int, Float[Array, "B T N D"], Float[Array, "B T K D"]], Array]
 
 
 def q_filters(model: Decoder, tokens: Int[HostOrDevice, "B T"]) -> Float[np.ndarray, "L K D"]:
@@ -41,7 +41,7 @@ def q_filters(model: Decoder, tokens: Int[HostOrDevice, "B T"]) -> Float[np.ndar
         (2, 2, 8)
     """
 
-    def filters(_: Int[Array, ""], query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]) -> Float[Array, "K D"]:
+    def filters(_: int, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]) -> Float[Array, "K D"]:
         B, T, N, D = query.shape
         of_heads = query.astype(jnp.float32).reshape(B * T, N, D)
         products = jnp.einsum("tnd,tne->nde", of_heads, of_heads, precision=jax.lax.Precision.HIGHEST)
@@ -75,9 +75,7 @@ def query_centres(model: Decoder, tokens: Int[HostOrDevice, "B T"]) -> Float[np.
     tokens = _texts(tokens)
     waves = _waves(model, tokens.shape[1])
 
-    def centres(
-        layer: Int[Array, ""], query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]
-    ) -> Float[Array, "K G C"]:
+    def centres(layer: int, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]) -> Float[Array, "K G C"]:
         back = _unrotated(model.config, layer, query, waves)
         first, second = jnp.split(back, 2, axis=-1)
         found = jnp.concatenate([back, jnp.sqrt(first**2 + second**2)], axis=-1)
@@ -115,12 +113,10 @@ def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int
     config = model.config
     of_text, placed = (_waves(model, n) for n in (T, length))
 
-    def mean(layer: Int[Array, ""], x: Float[Array, "B T H D"]) -> Float[Array, "B 1 H D"]:
+    def mean(layer: int, x: Float[Array, "B T H D"]) -> Float[Array, "B 1 H D"]:
         return jnp.mean(_unrotated(config, layer, x, of_text), axis=1, keepdims=True)
 
-    def scores(
-        layer: Int[Array, ""], query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]
-    ) -> Float[Array, "K"]:
+    def scores(layer: int, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]) -> Float[Array, "K"]:
         B, D = query.shape[0], query.shape[3]
         waves = rope_of_layer(config, layer, placed)
         last = rotate(mean(layer, query), *(wave[:, -1:] for wave in waves))[:, 0]
@@ -133,14 +129,14 @@ def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int
     return _of_layers(model, tokens, scores)
 
 
-def _waves(model: Decoder, length: int) -> tuple[Array, Array]:
+def _waves(model: Decoder, length: int) -> tuple[tuple[Array, Array], ...]:
     """Return the cosines and sines of the positions of a text, for :func:`rope_of_layer`."""
     config = model.config
     return jax.jit(lambda: rotation(config, jnp.arange(length)[None], jnp.full(1, length)))()
 
 
 def _unrotated(
-    config: Config, layer: Int[Array, ""], x: Float[Array, "B T H D"], waves: tuple[Array, Array]
+    config: Config, layer: int, x: Float[Array, "B T H D"], waves: tuple[tuple[Array, Array], ...]
 ) -> Float[Array, "B T H D"]:
     """Turn the queries or keys of a text back to position 0."""
     cos, sin = rope_of_layer(config, layer, waves)

@@ -166,7 +166,8 @@ class Decoder(nnx.Module):
             outputs.append(output)
             if number == 0 and after_first is not None:
                 carry = after_first(x, carry)
-        return x, carry, jax.tree.map(lambda *each: jnp.stack(each), *outputs) if outputs else None
+        stacked: Any = jax.tree.map(lambda *each: jnp.stack(each), *outputs) if outputs else None
+        return x, carry, stacked
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
         """Apply the last norm and the projection to the vocabulary, in float32."""

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.checks import is_known
-from kvjax.insertion import Cache
 from kvjax.schedule import HostOrDevice, Phase, Schedule, Stage, answer_copies
+from kvjax.split import ModelCache
 from models import hosts
 from models.config import Config
 from models.decoder import Decoder, logits_from
@@ -30,7 +30,7 @@ from models.sampling import Draws, Sampling, check_end, check_sampling, sample
 from models.states import shrink, start
 from models.steps import DecodeState, Run, Weights, decode_phase, decode_positions, forward, weights_of
 
-OnBlock = Callable[[int, int, Cache], None]  # takes the tokens done, those of the prompt, and the cache
+OnBlock = Callable[[int, int, ModelCache], None]  # takes the tokens done, those of the prompt, and the cache
 
 
 class Choice(NamedTuple):
@@ -126,7 +126,7 @@ class Steps:
         """Return the steps of a run, layer by layer where :func:`by_layer` says so."""
         return cls(run, sizes, weights_of(run.model) if by_layer(run, key) else None)
 
-    def start(self, batch: int, cache: Cache | None = None) -> DecodeState:
+    def start(self, batch: int, cache: ModelCache | None = None) -> DecodeState:
         """Return the first state; a given cache is copied."""
         return _start(self.run, self.sizes, batch, cache)
 
@@ -169,14 +169,14 @@ class Steps:
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "batch"))
-def _start(run: Run, sizes: Sizes, batch: int, cache: Cache | None) -> DecodeState:
+def _start(run: Run, sizes: Sizes, batch: int, cache: ModelCache | None) -> DecodeState:
     return start(run, sizes, batch, jax.tree.map(jnp.copy, cache))  # else the given arrays would be donated later
 
 
 def tokens_of(
     steps: Steps,
     prompt: Schedule,
-    cache: Cache | None,
+    cache: ModelCache | None,
     logits: Array | None,
     choice: Choice,
     draws: Draws,
@@ -209,7 +209,7 @@ def tokens_of(
 def feed_prompt(
     steps: Steps,
     prompt: Schedule,
-    cache: Cache | None,
+    cache: ModelCache | None,
     on_block: OnBlock | None = None,
     on_hidden: Callable[[Float[Array, "B m E"]], None] | None = None,
 ) -> tuple[DecodeState, Float[Array, "B 1 E"]]:
@@ -233,8 +233,10 @@ def feed_prompt(
 
 
 def feed_blocks(
-    steps: Steps, prompt: Schedule, cache: Cache | None = None
-) -> Generator[tuple[Cache, Float[Array, "B m E"], np.ndarray] | None, None, tuple[DecodeState, Float[Array, "B 1 E"]]]:
+    steps: Steps, prompt: Schedule, cache: ModelCache | None = None
+) -> Generator[
+    tuple[ModelCache, Float[Array, "B m E"], np.ndarray] | None, None, tuple[DecodeState, Float[Array, "B 1 E"]]
+]:
     """Feed one block of the prompt per ``next``.
 
     Yields:
@@ -293,7 +295,7 @@ def newest(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "every"))
 def prefill_at_once(
-    run: Run, sizes: Sizes, prompt: Schedule, cache: Cache | None, every: bool = False
+    run: Run, sizes: Sizes, prompt: Schedule, cache: ModelCache | None, every: bool = False
 ) -> tuple[DecodeState, Array]:
     """Feed the prompt to the given cache, or to an empty one.
 
@@ -351,7 +353,7 @@ def generate_at_once(
     run: Run,
     sizes: Sizes,
     prompt: Schedule,
-    cache: Cache | None,
+    cache: ModelCache | None,
     logits: Array | None,
     draws: Draws,
     choice: Choice,
@@ -410,6 +412,7 @@ def _to_eviction(
         step, state, *others = after = observe(before)
         tokens, ended = made(before, after)
         answer = jax.lax.dynamic_slice_in_dim(tokens, step - 1 - every, every, axis=1)
+        assert run.plan.repeats is not None
         copies, position, part = answer_copies(run.plan.repeats, answer, state.cache.next_position, ended, jnp)
         _, state = forward(run, state, copies, position, Phase(evicts=True, compressed=True), part)
         return step, state, *others

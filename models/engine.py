@@ -20,6 +20,7 @@ from kvjax import OutputProjection, Policy
 from kvjax.chains import policy_of
 from kvjax.checks import is_known
 from kvjax.schedule import HostOrDevice, Schedule, Text, schedule
+from kvjax.split import ModelCache
 from models.decoder import Decoder, output_of_heads
 from models.driver import (
     Choice,
@@ -38,14 +39,13 @@ from models.plan import Sizes
 from models.planning import overflowing, plan_run
 from models.prompts import CheckedPrompt, Prefilled, Tokens, cache_heads, check_prompt, kept_of
 from models.sampling import Draws
-from models.selecting import Cache
 from models.steps import DecodeState, Run
 
 
 class Hidden(NamedTuple):
     """A cache and the ``hidden`` states of all tokens before the last norm, [B, T, E], for ``model.logits``."""
 
-    cache: Cache
+    cache: ModelCache
     hidden: Float[Array, "B T E"]
 
 
@@ -53,7 +53,7 @@ class Generation(NamedTuple):
     """``tokens`` [B, max_new_tokens], padded after each row's end; ``lengths`` [B] counts them, with the end token."""
 
     tokens: Int[Array, "B new"]
-    cache: Cache
+    cache: ModelCache
     lengths: Int[Array, "B"]
 
 
@@ -63,7 +63,7 @@ def prefill(
     *,
     lengths: Int[HostOrDevice, "B"] | None = None,
     options: Options | None = None,
-    cache: Cache | None = None,
+    cache: ModelCache | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     **settings: Unpack[PromptSettings],
 ) -> Prefilled:
@@ -110,7 +110,7 @@ def hidden_states(
     *,
     lengths: Int[HostOrDevice, "B"] | None = None,
     options: Options | None = None,
-    cache: Cache | None = None,
+    cache: ModelCache | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     **settings: Unpack[PromptSettings],
 ) -> Hidden:
@@ -143,7 +143,7 @@ def generate(
     tokens: Tokens | Prefilled,
     *,
     options: Options | None = None,
-    cache: Cache | None = None,
+    cache: ModelCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     key: Array | Draws | None = None,
@@ -190,13 +190,13 @@ def stream(
     tokens: Tokens | Prefilled,
     *,
     options: Options | None = None,
-    cache: Cache | None = None,
+    cache: ModelCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     key: Array | Draws | None = None,
     on_block: OnBlock | None = None,
     **settings: Unpack[AnswerSettings],
-) -> Iterator[tuple[np.ndarray, Cache]]:
+) -> Iterator[tuple[np.ndarray, ModelCache]]:
     """Yield the tokens of each step of :func:`generate` as they come, with the cache after that step.
 
     The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget in
@@ -271,7 +271,7 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
 
 
 def _feed(
-    run: Run, sizes: Sizes, prompt: Schedule, cache: Cache | None, every: bool = False
+    run: Run, sizes: Sizes, prompt: Schedule, cache: ModelCache | None, every: bool = False
 ) -> tuple[DecodeState, Array]:
     """Feed a prompt by layer or in one program, as the run requires; see :func:`prefill_at_once`."""
     steps = Steps.of(run, sizes)
@@ -303,7 +303,7 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
 
 
 def _generate_by_layer(
-    steps: Steps, prompt: Schedule, cache: Cache | None, logits: Array | None, choice: Choice, draws: Draws
+    steps: Steps, prompt: Schedule, cache: ModelCache | None, logits: Array | None, choice: Choice, draws: Draws
 ) -> Generation:
     run = steps.run
     B, pad = run.rows.lengths.shape[0], pad_of(run)

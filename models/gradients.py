@@ -16,10 +16,12 @@ from kernels_pallas.dispatch import platform
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions, table_ends
 from kernels_pallas.softmax import scaled, sees
 from kvjax.cache import KVCache, Pages, floats_of
-from kvjax.insertion import Cache
 from kvjax.layer import LayerBlock
+from kvjax.paged import PagedCache
 from kvjax.quantise import Dtypes, is_quantised
 from kvjax.reconstruction import Reconstruction
+from kvjax.schedule import HostOrDevice
+from kvjax.split import ModelCache
 from models.config import Config
 from models.decoder import Decoder, entered, logits_from, rope_of_layer, run_layer
 
@@ -30,10 +32,10 @@ def loss_gradient(
     model: Decoder,
     layers: Sequence[dict[str, Array]],
     wanted: Reconstruction,
-    cache: Cache,
-    tokens: Int[Array, "B T"],
+    cache: ModelCache,
+    tokens: Int[HostOrDevice, "B T"],
     position: Int[Array, "B T"],
-    part: Int[Array, "B 3"],
+    part: Int[HostOrDevice, "B 3"],
     lengths: Int[Array, "B"],
     dtypes: Dtypes,
 ) -> tuple[Float[Array, "B T _"], ...]:
@@ -56,13 +58,12 @@ def loss_gradient(
     Returns:
         The gradient in each layer, [B, T, E], where a score multiplies weights by it, else its length, [B, T, 1].
     """
-    assert not isinstance(cache, kvjax.SplitCache)  # of several devices, which models.plan refuses
     config = model.config
     x, waves = entered(config, model.embedding[...], tokens, position, lengths)
     given, inputs = [], []
     for number, weights in enumerate(layers):
         window = config.sliding_windows[number]
-        own = cache.layers[number] if isinstance(cache, kvjax.LayerCaches) else cache
+        own: Any = cache.layers[number] if isinstance(cache, kvjax.LayerCaches) else cache  # which is on one device
         here = weights, rope_of_layer(config, number, waves), own, position, np.int32(number)
         given.append((*here, None if window is None else np.int32(window)))
         inputs.append(x)
@@ -80,7 +81,7 @@ def _forward(
     dtypes: Dtypes,
     weights: dict[str, Array],
     waves: tuple[Array, Array],
-    cache: Cache,
+    cache: KVCache | PagedCache,
     position: Int[Array, "B T"],
     layer: Int[Array, ""],
     window: Int[Array, ""] | None,

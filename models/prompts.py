@@ -21,10 +21,10 @@ from kvjax.policy_checks import check_policy
 from kvjax.quantise import Dtypes
 from kvjax.reconstruction import Repeated, unrepeated
 from kvjax.schedule import HostOrDevice, Text
+from kvjax.split import ModelCache
 from models import hosts
 from models.config import Config
 from models.decoder import Decoder, check_decoder
-from models.selecting import Cache
 
 Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of rows
 
@@ -32,7 +32,7 @@ Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one lengt
 class Prefilled(NamedTuple):
     """A cache and the ``logits`` of each row's last token."""
 
-    cache: Cache
+    cache: ModelCache
     logits: Float[Array, "B V"]
 
 
@@ -88,7 +88,7 @@ def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int]:
     return (1, 1) if mesh is None else (mesh.shape["data"], mesh.shape["tensor"])
 
 
-def kept_of(model: Decoder, cache: Cache, policy: Policy | None, rows: int) -> Kept:
+def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int) -> Kept:
     """Read what a run needs to know about the cache that it continues from, and check it against model and policy."""
     config = model.config
     if is_cache(getattr(cache, "cache", None)):
@@ -150,7 +150,7 @@ def kept_of(model: Decoder, cache: Cache, policy: Policy | None, rows: int) -> K
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _of_a_head(cache: Cache, layer: int) -> tuple[Array, Array, Array]:
+def _of_a_head(cache: ModelCache, layer: int) -> tuple[Array, Array, Array]:
     """Return the positions, scores and ids of one head's tokens, for a policy that has the model repeat them."""
     here = cache.layer(layer)
     state = part_of_kind(here.state, Repeated)
@@ -185,7 +185,7 @@ def check_prompt(
     tokens: Tokens | Prefilled,
     lengths: HostOrDevice | None,
     question: int | HostOrDevice | None,
-    cache: Cache | None = None,
+    cache: ModelCache | None = None,
     policy: Policy | str | None = None,
     *,
     answers: bool = False,
@@ -262,7 +262,7 @@ def _check_prefilled(
     given: Prefilled,
     lengths: HostOrDevice | None,
     question: int | HostOrDevice | None,
-    cache: Cache | None,
+    cache: ModelCache | None,
     policy: Policy | str | None,
     answers: bool,
 ) -> CheckedPrompt:

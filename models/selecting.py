@@ -16,13 +16,13 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kernels_pallas import select_attention
-from kvjax import Context, Evidence, Policy, Prediction, sources
+from kvjax import Context, Policy, Prediction, sources
 from kvjax.cache import floats_of
 from kvjax.checks import check_count, check_share_or_tokens
-from kvjax.insertion import Cache
 from kvjax.layer import LayerBlock
 from kvjax.selection import share_of_tokens
 from kvjax.sources import Source
+from kvjax.split import ModelCache
 from models.networks import LooksAhead, Network, remembers
 
 
@@ -45,16 +45,16 @@ class Selection:
 class LayerCarry:
     """Values that the layers of one block pass on to each other.
 
-    ``cache`` is that of all layers, or of the one that runs. ``evidence`` is what a policy has returned so far, where
-    all layers are evicted from together. ``memory`` and ``source`` are the states of a network that looks ahead and of
-    the source. ``said`` is what the network said of the block behind layer 0; ``predicted`` what a network predicts for
-    the block in the layer that runs.
+    ``cache`` is that of the layer that runs, or of all where they share pages. ``evidence`` is what the policy, or each
+    of several, has returned so far, where all layers are evicted from together. ``memory`` and ``source`` are the
+    states of a network that looks ahead and of the source. ``said`` is what the network said of the block behind layer
+    0; ``predicted`` what a network predicts for the block in the layer that runs.
     ``first`` and ``previous`` are the true logits of layer 0 and of the previous layer, where the source reads them.
     ``behind_first`` says that layer 0 has run and, if a network looks ahead, that it has, too.
     """
 
-    cache: Cache
-    evidence: Evidence | None
+    cache: Any
+    evidence: Any
     memory: Any
     source: Any
     said: Any = None
@@ -90,8 +90,8 @@ def predicted(network: Network, carry: LayerCarry, layer: Int[Array, ""], x: Flo
 
 
 def attend(
-    selection: Selection, cache: Cache, carry: LayerCarry, own: LayerBlock, context: Context
-) -> tuple[Float[Array, "B T N D"], Cache, LayerCarry]:
+    selection: Selection, cache: Any, carry: LayerCarry, own: LayerBlock, context: Context
+) -> tuple[Float[Array, "B T N D"], ModelCache, LayerCarry]:
     """Compute one layer's attention: over the chosen slots in a decode step, dense in the prompt and in layer 0."""
     source, layer, (query, key, value, position) = selection.source, context.layer, own
     assert layer is not None
@@ -117,7 +117,7 @@ def attend(
 
 def _chosen(
     selection: Selection,
-    cache: Cache,
+    cache: Any,
     memory: Any,
     carry: LayerCarry,
     query: Float[Array, "B 1 N D"],

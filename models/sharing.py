@@ -183,7 +183,8 @@ def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, pl
     def of_policy(own: KVCache) -> KVCache:
         return dataclasses.replace(own, state=() if place is None else own.state[place])
 
-    cache, budgets = seen.cache.map(of_policy), arm.run.rows.budgets
+    cache: Any = seen.cache.map(of_policy)
+    budgets = arm.run.rows.budgets
     if place is not None and budgets is not None:
         cache = kvjax.evict(cache, seen.said[place], budgets)
     # Without its policy, the plan equals that of other policies, so they share one compiled program.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -12,19 +12,18 @@ import numpy as np
 import kvjax
 from kvjax import LayerCaches, PagedCache, SplitCache
 from kvjax.capacity import Capacity, rounded_up
-from kvjax.insertion import Cache
 from kvjax.layers import split
 from kvjax.making import Heads, blank
 from kvjax.matching import without_samples
 from kvjax.paged import trimmed
-from kvjax.split import on_mesh
+from kvjax.split import ModelCache, on_mesh
 from models import hosts
 from models.decoder import Decoder
 from models.plan import Plan, Sizes
 from models.steps import DecodeState, Run
 
 
-def start(run: Run, sizes: Sizes, batch: int, cache: Cache | None = None) -> DecodeState:
+def start(run: Run, sizes: Sizes, batch: int, cache: ModelCache | None = None) -> DecodeState:
     """Build the first state: an empty cache, or a kept one resized for the run, and empty memories."""
     plan = run.plan
     cache = _empty_cache(run.model, plan, sizes, batch) if cache is None else _with_room(cache, plan, sizes)
@@ -41,7 +40,7 @@ def _memories(run: Run, batch: int, slots: int) -> tuple[Any, Any]:
     return memory, source
 
 
-def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> Cache:
+def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> ModelCache:
     config, paged = model.config, sizes.prompt_slots == 0
     layers = config.num_layers if paged else None
     heads = Heads(layers, batch, plan.heads, config.num_heads // plan.heads, config.head_dim)
@@ -50,28 +49,28 @@ def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> Cache:
     stored = dict[str, Any](dtype=plan.cache_dtype, positions=plan.positions, page_size=sizes.page_size)
     policies, make = plan.each or (plan.policy,), functools.partial(blank, shape=heads, held=held, mesh=mesh, **stored)
     if paged:
-        return make(plan.policy)
+        return cast(ModelCache, make(policy=plan.policy))
 
     def layer() -> Any:
-        own: list[Any] = [make(policy) for policy in policies]
+        own: list[Any] = [make(policy=policy) for policy in policies]
         return dataclasses.replace(own[0], state=tuple(each.state for each in own)) if plan.each else own[0]
 
     return LayerCaches(tuple(layer() for _ in range(config.num_layers)))
 
 
-def _with_room(cache: Any, plan: Plan, sizes: Sizes) -> Cache:
+def _with_room(cache: Any, plan: Plan, sizes: Sizes) -> ModelCache:
     """Resize a kept cache to the slots, or pages, that a run needs."""
     slots = sizes.slots if cache.paged else sizes.prompt_slots
     cache = split(cache).map(lambda part: part.resized(slots, sizes.pages))
     return cache if plan.mesh is None or cache.paged else on_mesh(cache, plan.mesh)
 
 
-def shrinks(cache: Cache, sizes: Sizes) -> bool:
+def shrinks(cache: ModelCache, sizes: Sizes) -> bool:
     """Return whether a cache held the whole prompt, and is larger than the context needs after the eviction."""
     return not cache.paged and (sizes.pages > 0 or sizes.slots != sizes.prompt_slots)
 
 
-def settled(cache: Cache, plan: Plan) -> Cache:
+def settled(cache: ModelCache, plan: Plan) -> ModelCache:
     """Drop the sample queries of a cache from which nothing more is evicted, once the context is in."""
     if plan.when != "prompt" or plan.evict_every or plan.each:
         return cache
@@ -93,7 +92,7 @@ def _packed(cache: LayerCaches, plan: Plan, sizes: Sizes) -> PagedCache | SplitC
 
 
 @functools.singledispatch
-def without_room(cache: Cache) -> Cache:
+def without_room(cache: ModelCache) -> ModelCache:
     """Return a cache with no more slots, or pages, than its tokens need, rounded up to few sizes."""
     return cache
 

@@ -23,10 +23,10 @@ import kvjax
 from kvjax import Context, Evidence, LayerCaches, OutputProjection, Reconstructed
 from kvjax.attention import attend_unchecked, observe_unchecked
 from kvjax.eviction import evict_by
-from kvjax.insertion import Cache
 from kvjax.layer import LayerBlock
 from kvjax.quantise import Dtypes
-from kvjax.schedule import Phase
+from kvjax.schedule import HostOrDevice, Phase
+from kvjax.split import ModelCache
 from models import selecting
 from models.config import Config
 from models.decoder import Decoder, attention_input, embed, frequencies, rope_of_layer, rotation, run_layer
@@ -47,7 +47,7 @@ class DecodeState:
     source, () without a selection. ``said`` is what each of several policies has said of the cache (``Plan.each``).
     """
 
-    cache: Cache
+    cache: ModelCache
     memory: Any = None
     source: Any = ()
     said: tuple[Evidence, ...] = ()
@@ -80,25 +80,27 @@ class Run:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block as all layers share it, or as one layer has it; ``position`` is -1 for padding.
+    """A block, as all layers share it; ``position`` is -1 for padding.
 
-    ``budgets`` are None where nothing is evicted, and a tuple where several policies observe. As all layers share it,
-    ``waves``, and the context's frequencies and gradient, are tuples: see :func:`at_layer`.
+    ``budgets`` are None where nothing is evicted, and a tuple where several policies observe. ``waves`` and
+    ``frequencies`` have an entry for each rotary embedding, ``gradient`` one for each layer: see :func:`at_layer`.
     """
 
     position: Int[Array, "B T"]
     budgets: Any
-    waves: Any
+    waves: tuple[Any, ...]
+    frequencies: tuple[Array, ...] | None
     context: Context
+    gradient: tuple[Array, ...] | None = None
 
 
 def forward(
     run: Run,
     state: DecodeState,
-    tokens: Int[Array, "B T"],
-    position: Int[Array, "B T"],
+    tokens: Int[HostOrDevice, "B T"],
+    position: Int[HostOrDevice, "B T"],
     phase: Phase,
-    part: Int[Array, "B 3"] | None = None,
+    part: Int[HostOrDevice, "B 3"] | None = None,
     layers: Weights | None = None,
 ) -> tuple[Float[Array, "B T E"], DecodeState]:
     """Feed a block, or one token per row, to all layers; the given state is donated.
@@ -113,9 +115,7 @@ def forward(
     """
     model, plan, layers = run.model, run.plan, weights_of(run.model) if layers is None else layers
     config, lengths = model.config, run.rows.lengths
-    x, block = _entered(
-        config, plan, model.embedding[...], tokens, position, lengths, run.rows.budgets_in(phase), part
-    )
+    x, block = _entered(config, plan, model.embedding[...], tokens, position, lengths, run.rows.budgets_in(phase), part)
     if part is not None:
         state = _fresh(state, position)
         if plan.repeats is not None and plan.repeats.loss is not None:
@@ -128,16 +128,15 @@ def forward(
         if isinstance(cache, LayerCaches):
             carry = dataclasses.replace(carry, cache=cache.layers[number])
         projection = None if run.projection is None else run.projection[number]
-        here = at_layer(config, block, number, projection=projection)
-        x, carry = layer_step(config, plan, phase, weights, here, x, carry, run.network)
+        here = at_layer(config, block, number, projection)
+        x, carry = layer_step(config, plan, phase, weights, *here, block.position, block.budgets, x, carry, run.network)
         if number == 0 and run.pauses(phase):
             entered = None if run.ahead is None else run.ahead.entered(model, jnp.asarray(tokens))
             carry = _look_ahead(plan.selection is not None, run.ahead, block.position, entered, x, carry)
         others.append(carry.cache)
-    cache, said = LayerCaches(tuple(others)) if isinstance(cache, LayerCaches) else carry.cache, ()
-    if plan.each:
-        said = carry.evidence or ()
-    elif carry.evidence is not None:
+    said: Any = carry.evidence if plan.each and carry.evidence is not None else ()
+    cache = LayerCaches(tuple(others)) if isinstance(cache, LayerCaches) else carry.cache
+    if not plan.each and carry.evidence is not None:
         cache = _evict(cache, carry.evidence, block.budgets)
     return x, DecodeState(cache, carry.memory, carry.source, said)
 
@@ -161,12 +160,12 @@ def _entered(
     """Return the input of layer 0, and the block, with rotary frequencies, and tokens, only where they are read."""
     read = plan.positions != "absolute" or (plan.policy is not None and plan.policy.needs.rotary)
     context = Context(
-        frequency=frequencies(config, lengths) if read else None,
         reconstructed=None if part is None or plan.policy is None else Reconstructed.of(part, plan.policy),
         tokens=tokens if plan.repeats is not None and part is None else None,
         soft_cap=config.attention_soft_cap,
     )
-    return embed(config, embedding, tokens), Block(position, budgets, rotation(config, position, lengths), context)
+    waves, turning = rotation(config, position, lengths), frequencies(config, lengths) if read else None
+    return embed(config, embedding, tokens), Block(position, budgets, waves, turning, context)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("x", "carry"))
@@ -175,35 +174,39 @@ def layer_step(
     plan: Plan,
     phase: Phase,
     weights: dict[str, Array],
-    block: Block,
+    waves: tuple[Array, Array],
+    context: Context,
+    position: Int[Array, "B T"],
+    budgets: Any,
     x: Float[Array, "B T E"],
     carry: LayerCarry,
     network: Network | None,
 ) -> tuple[Float[Array, "B T E"], LayerCarry]:
-    """Run one layer on a block as :func:`at_layer` returns it."""
+    """Run one layer on a block, with what :func:`at_layer` returns for the layer."""
     if network is not None:
-        layer: Any = block.context.layer
+        layer: Any = context.layer
         carry = selecting.predicted(network, carry, layer, attention_input(config, weights, x))
 
     def attend_here(query, key, value):
-        return *attend(plan, phase, block, carry, LayerBlock(query, key, value, block.position)), None
+        return *attend(plan, phase, context, budgets, carry, LayerBlock(query, key, value, position)), None
 
-    x, carry, _ = run_layer(config, weights, x, block.waves, attend_here)
+    x, carry, _ = run_layer(config, weights, x, waves, attend_here)
     return x, carry
 
 
-def at_layer(config: Config, block: Block, number: int, projection: OutputProjection | None = None) -> Block:
-    """Return a block as one layer has it: with its number, window, rotary embedding and gradient."""
-    context, window = block.context, config.sliding_windows[number]
-    own = dataclasses.replace(
-        context,
+def at_layer(
+    config: Config, block: Block, number: int, projection: OutputProjection | None = None
+) -> tuple[tuple[Array, Array], Context]:
+    """Return a layer's rotary embedding of a block, and its context: with its number, window and gradient."""
+    window = config.sliding_windows[number]
+    own: dict[str, Any] = dict(  # numbers of the host, so that layers that are alike are one program
         layer=np.int32(number),
         sliding_window=None if window is None else np.int32(window),
         projection=projection,
-        frequency=None if context.frequency is None else rope_of_layer(config, number, context.frequency),
-        gradient=None if context.gradient is None else context.gradient[number],
+        frequency=None if block.frequencies is None else rope_of_layer(config, number, block.frequencies),
+        gradient=None if block.gradient is None else block.gradient[number],
     )
-    return dataclasses.replace(block, waves=rope_of_layer(config, number, block.waves), context=own)
+    return rope_of_layer(config, number, block.waves), dataclasses.replace(block.context, **own)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -217,20 +220,20 @@ def _with_gradient(
     model: Decoder,
     layers: Weights,
     plan: Plan,
-    cache: Cache,
+    cache: ModelCache,
     block: Block,
-    tokens: Int[Array, "B T"],
-    part: Int[Array, "B 3"],
+    tokens: Int[HostOrDevice, "B T"],
+    part: Int[HostOrDevice, "B 3"],
     lengths: Int[Array, "B"],
 ) -> Block:
     """Return a block of copies with the gradient of the loss that the policy asks for; ``cache`` is without them."""
     assert plan.repeats is not None
     dtypes = Dtypes(*(b or a for a, b in zip(plan.cache_dtype, plan.rounded_to, strict=True)))
     found = loss_gradient(model, layers, plan.repeats, cache, tokens, block.position, part, lengths, dtypes)
-    return dataclasses.replace(block, context=dataclasses.replace(block.context, gradient=found))
+    return dataclasses.replace(block, gradient=found)
 
 
-def evicts_together(plan: Plan, phase: Phase, cache: Cache) -> bool:
+def evicts_together(plan: Plan, phase: Phase, cache: ModelCache) -> bool:
     """Return whether evidence of all layers is collected: of an uneven allocation, of pages, or of several policies."""
     if plan.policy is None or not phase.evicts:
         return False
@@ -238,7 +241,7 @@ def evicts_together(plan: Plan, phase: Phase, cache: Cache) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _no_evidence(config: Config, plan: Plan, block: Block, cache: Cache) -> Any:
+def _no_evidence(config: Config, plan: Plan, block: Block, cache: ModelCache) -> Any:
     """Make empty evidence of all layers, of the policy or of each of several."""
     windows = None
     if any(config.sliding_windows):
@@ -249,7 +252,7 @@ def _no_evidence(config: Config, plan: Plan, block: Block, cache: Cache) -> Any:
     return made if plan.each else made[0]
 
 
-def _evict(cache: Cache, evidence: Evidence, budgets: Int[Array, "B"]) -> Cache:
+def _evict(cache: ModelCache, evidence: Evidence, budgets: Int[Array, "B"]) -> ModelCache:
     """Evict from all layers together."""
     by = evict_by if isinstance(cache, LayerCaches) else _evict_pages
     return by(cache, evidence, budgets)
@@ -260,12 +263,12 @@ _look_ahead = jax.jit(selecting.looked_ahead, static_argnames="keeps", donate_ar
 
 
 def attend(
-    plan: Plan, phase: Phase, block: Block, carry: LayerCarry, own: LayerBlock
+    plan: Plan, phase: Phase, context: Context, budgets: Any, carry: LayerCarry, own: LayerBlock
 ) -> tuple[Float[Array, "B T N D"], LayerCarry]:
     """Compute one layer's attention over ``carry.cache``, and let the policy observe or evict."""
-    policy, budgets, cache, evidence = plan.policy, block.budgets, carry.cache, carry.evidence
+    policy, cache, evidence = plan.policy, carry.cache, carry.evidence
     of_phase: Any = dict(compressed=phase.compressed, filled=phase.filled, excess=phase.excess)
-    context = dataclasses.replace(block.context, predicted=carry.predicted, **of_phase)
+    context = dataclasses.replace(context, predicted=carry.predicted, **of_phase)
     if any(plan.rounded_to):
         own = rounded_block(plan, own)
     if plan.selection is not None:

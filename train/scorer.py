@@ -148,7 +148,7 @@ def policy_of_target(target: str, prompt: RepeatPrompt = NO_WORDS) -> Policy:
 
 
 def scores_of(
-    model: Decoder, tokens: Int[Array, "B T"], policy: Policy, projection: OutputProjection | None = None
+    model: Decoder, tokens: Int[Array, "B T"], policy: Policy, projection: tuple[OutputProjection, ...] | None = None
 ) -> Float[Array, "L B T K"]:
     """Return the scores that a policy gives rows while the model repeats them, from 0 to 1.
 

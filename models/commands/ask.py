@@ -102,7 +102,7 @@ def _ask(flags: argparse.Namespace) -> None:
             info = kvjax.cache_info(flags.load)
             name, budget = info["policy"] or "full", info["budget"]
             screen.say(f"{flags.model} · {policy_in_words(name, budget)}")
-            cache = kvjax.load_cache(flags.load, model=models.fingerprint(model))
+            cache: Any = kvjax.load_cache(flags.load, model=models.fingerprint(model))
             seen = np.isin(np.arange(model.config.vocab_size), info["seen"])[None] if info["seen"] else None
             found = ask(model, asker, cache, [], key=models.Draws(seen=seen), **shared)
         if flags.save is not None:

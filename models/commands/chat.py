@@ -24,8 +24,8 @@ import numpy as np
 import kvjax
 import models
 from kvjax.chains import policy_of
-from kvjax.insertion import Cache
 from kvjax.quantise import check_dtypes
+from kvjax.split import ModelCache
 from models import commands, hosts, selecting
 from models.commands.run_flags import MODEL, add_run_flags, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
@@ -59,7 +59,7 @@ class Memory(NamedTuple):
     ``pending`` are tokens of its last answer that the cache has not seen, ``seen`` the distinct ones of its whole text.
     """
 
-    cache: Cache | None = None
+    cache: ModelCache | None = None
     pending: tuple[int, ...] = ()
     seen: frozenset[int] = frozenset()
 
@@ -197,7 +197,7 @@ class Conversation:
             if theirs != ours:
                 which = "another model" if name == "model" else f"the {name} {theirs}, and this one has {ours}"
                 raise ValueError(f"{path} is of a conversation with {which}; start one with the same settings.")
-        cache = kvjax.load_cache(path, policy=self.policy)
+        cache: Any = kvjax.load_cache(path, policy=self.policy)
         kept_of(self.model, cache, self.policy, 1)
         if not info["seen"] and self.settings.get("repetition_penalty", 1) != 1:
             raise ValueError(f"{path} does not say which tokens were said, which a repetition penalty needs; use 1.")
@@ -250,7 +250,7 @@ class Conversation:
         ((_, cache),) = self._stream(self.before, fed, max_new_tokens=1)
         return Memory(cache, (), self.before.seen.union(fed))
 
-    def _stream(self, memory: Memory, tokens: list[int], **settings: Any) -> Iterator[tuple[int, Cache]]:
+    def _stream(self, memory: Memory, tokens: list[int], **settings: Any) -> Iterator[tuple[int, ModelCache]]:
         seen = np.isin(np.arange(self.model.config.vocab_size), list(memory.seen))
         with warnings.catch_warnings():
             # It advises to evict once, but a conversation has no end.
@@ -268,15 +268,15 @@ class Conversation:
             )
         return self._measured(steps)
 
-    def _measured(self, steps: Iterator[tuple[Any, Cache]]) -> Iterator[tuple[int, Cache]]:
+    def _measured(self, steps: Iterator[tuple[Any, ModelCache]]) -> Iterator[tuple[int, ModelCache]]:
         for token, cache in steps:
             self._measure(cache)
             yield int(token[0]), cache
 
-    def _measure(self, cache: Cache) -> None:
+    def _measure(self, cache: ModelCache) -> None:
         self.peak_nbytes = max(self.peak_nbytes, cache.nbytes)
 
-    def _note(self, done: int, total: int, cache: Cache) -> None:
+    def _note(self, done: int, total: int, cache: ModelCache) -> None:
         """Measure the cache, and abort a turn that was stopped before its answer began."""
         self._measure(cache)
         if self.stopped:

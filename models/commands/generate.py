@@ -17,10 +17,10 @@ import jax
 import models
 from kvjax.chains import policy_of
 from kvjax.checks import MOST
-from kvjax.insertion import Cache
 from kvjax.policy_checks import check_policy_given
 from kvjax.schedule import moments
 from kvjax.sources import SOURCES
+from kvjax.split import ModelCache
 from models import commands, hosts, selecting
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
@@ -185,7 +185,7 @@ def _answer(
     begun, blocks, steps, sizes = time.perf_counter(), list[tuple[float, int]](), list[float](), []
     pieces, generated = tokenizer.stream(), []
 
-    def note(done: int, total: int, cache: Cache) -> None:
+    def note(done: int, total: int, cache: ModelCache) -> None:
         blocks.append((time.perf_counter(), done))
         sizes.append(cache.nbytes)
 

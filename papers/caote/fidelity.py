@@ -25,7 +25,7 @@ import models
 from evals import answering, claims, command_line, evaluator, report, run_settings, statistics, tasks
 from evals.answering import Feed
 from evals.run_settings import KNOWN_OR_NOT, RECENCY, Setting
-from kvjax.insertion import Cache
+from kvjax.split import ModelCache
 from models import commands, hosts
 from models.commands.programs import make_room
 from models.decoder import frequencies, output_of_heads, rope_of_layer
@@ -55,7 +55,7 @@ class Outputs(NamedTuple):
 @jax.jit
 def outputs(
     model: models.Decoder,
-    cache: Cache,
+    cache: ModelCache,
     tokens: Int[Array, "B T"],
     position: Int[Array, "B T"],
     lengths: Int[Array, "B"],
@@ -68,7 +68,7 @@ def outputs(
     frequency = None if cache.positions == "absolute" else frequencies(config, lengths)
 
     def attend(cache, layer, sliding_window, query, key, value):
-        own = rope_of_layer(config, layer, frequency)
+        own = None if frequency is None else rope_of_layer(config, layer, frequency)
         context = kvjax.Context(
             layer=layer, sliding_window=sliding_window, frequency=own, soft_cap=config.attention_soft_cap
         )
@@ -81,7 +81,7 @@ def outputs(
     return Outputs(attention.reshape(*attention.shape[:3], -1), projected, model.logits(hidden))
 
 
-def _for_more(cache: Cache, tokens: int) -> Cache:
+def _for_more(cache: ModelCache, tokens: int) -> ModelCache:
     """Return the cache with room for tokens without eviction, which a layer with a sliding window may lack in pages."""
 
     def of_part(part: kvjax.PagedCache) -> kvjax.PagedCache:

@@ -17,7 +17,7 @@ import models
 from evals.answering import Feed, batches, padded
 from evals.loglikelihood import log_probabilities, longest_first, width_in_blocks
 from evals.run_settings import Setting
-from kvjax.insertion import Cache
+from kvjax.split import ModelCache
 from models import hosts
 from papers.choices.tasks import Sample
 
@@ -80,7 +80,7 @@ def likelihoods(
 
 def _sums(
     model: models.Decoder,
-    cache: Cache,
+    cache: ModelCache,
     last: Float[Array, "B V"],
     following: Int[np.ndarray, "Bn m"],
     counted: Sequence[int],

@@ -85,8 +85,8 @@ def test_a_share_of_the_programs_of_a_way_have_a_policy_that_it_is_for():
 
 
 WAYS = (  # in one program, of which few are made
-    "in one program", "engine", "turns: turn, repeated", "match: turn", "rewind", "repetition", "scales: 1", "equal: heads",
-    "dtypes: bfloat16",
+    "in one program", "engine", "turns: turn, repeated", "match: turn", "rewind", "repetition", "scales: 1",
+    "equal: heads", "dtypes: bfloat16",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Ways that a run may take beside ``generate`` and ``stream``, each held against the reference or against another way.
 
-``WAYS`` has them by name. A case's ``way`` is such a name, and behind a colon what is asked of it; " in one program" at its
-end has the library call one layer after the other. ``draw`` gives a share of the programs a way that fits them.
+``WAYS`` has them by name. A case's ``way`` is such a name, and behind a colon what is asked of it; " in one program" at
+its end has the library run all layers in one program. ``draw`` gives a share of the programs a way that fits them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 BLOCK, BUDGET = 16, 40
 POLICIES = ["h2o+caote", "snapkv(window=4)+caote"]
-STACKED = (1, 2, 56)  # [B, K, S] behind the layers, S = 40 + 16; a window of 4 has 3 slots more
+LAYER = (1, 2, 56)  # [B, K, S], S = 40 + 16; a window of 4 has 3 slots more
 
 
 def model_of(layers):
@@ -94,11 +94,11 @@ def test_memory_is_weights_and_cache_and_the_activations_of_one_block_in_one_lay
         assert memory.argument_size_in_bytes == weights + 2 * 4 * 1_024 + row + blocks
         keys_and_values = layers * K * S * D * 2 * 4
         positions_and_sums = layers * K * S * (1 + G) * 4
-        pointers = 8 * (5 + G)  # of the results' tuple
-        results = keys_and_values + positions_and_sums + row + 4 * E
+        pointers = 8 * (2 + layers * (4 + G))  # of the results' tuple
+        results = keys_and_values + positions_and_sums + layers * 4 + 4 * E
         assert results <= memory.output_size_in_bytes <= results + pointers
         temporary[layers] = memory.temp_size_in_bytes
-    assert temporary[3] == temporary[9]
+    assert temporary[9] - temporary[3] <= 6 * K * S * (1 + G) * 4, "more than positions and sums of six more layers"
     attention, hidden = 4 * N * BLOCK * S, 4 * BLOCK * (4 * E + 2 * F + 3 * N * D)
     assert temporary[3] <= 4 * attention + 2 * hidden + 2 * (K * S * D * 2 * 4)
 
@@ -109,7 +109,7 @@ COPIES += [("generate", POLICIES[1], 1), ("token step", POLICIES[1], None)]  # t
 
 @pytest.mark.parametrize(("program", "policy", "evict_every"), first(2, COPIES))
 def test_no_step_copies_the_cache(program, policy, evict_every):
-    """Each array of the whole cache is only handed on, or written in place (a scatter, or an update of one layer)."""
+    """The keys and values of each layer are only handed on, or written in place, by a scatter."""
     given = {} if evict_every else dict(evict_every=None)
     computations = parse(compiled(program, policy, **given).as_text())
     inside = (
@@ -121,8 +121,8 @@ def test_no_step_copies_the_cache(program, policy, evict_every):
         body for lines in computations.values() for line in lines for body in re.findall(r"body=%([\w.-]+)", line)
     }
     assert inside, "no loop was found: HLO's text has changed"
-    *rows, slots = STACKED
-    shape_of_cache = r"\w+\[3,{},{},{}[,\]]".format(*rows, slots if evict_every else slots + 3)
+    *rows, slots = LAYER
+    shape_of_cache = r"\w+\[{},{},{},8\]".format(*rows, slots if evict_every else slots + 3)
     written = 0
     for name in inside:
         for line in computations[name]:
@@ -134,16 +134,16 @@ def test_no_step_copies_the_cache(program, policy, evict_every):
                 operation = next(re.search(r"= .*? ([\w-]+)\(", x).group(1) for x in called if x.startswith("ROOT"))
                 written += 1
             assert operation in ("parameter", "get-tuple-element", "bitcast", "scatter", "dynamic-update-slice"), line
-    assert written >= 4, "keys, values and positions (twice) are written"
+    assert written >= 3 * 2, "keys and values of three layers are written"
 
 
 @pytest.mark.parametrize("program", ["token step", "block step"])
 def test_a_step_donates_every_array_of_the_cache(program):
     made = compiled(program, "h2o+caote")
-    keys_and_values, positions_and_sums, next_position = 3 * 2 * 56 * 8 * 2 * 4, 3 * 2 * 56 * 3 * 4, 4
+    keys_and_values, positions_and_sums, next_position = 3 * 2 * 56 * 8 * 2 * 4, 3 * 2 * 56 * 3 * 4, 3 * 4
     assert made.memory_analysis().alias_size_in_bytes == keys_and_values + positions_and_sums + next_position
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", made.as_text()).group(1)
-    assert aliases.count("alias)") == 6, "keys, values, both positions, and the sums of two query heads"
+    assert aliases.count("alias)") == 3 * 6, "keys, values, both positions, and the sums of two query heads"
 
 
 @pytest.mark.parametrize("layers", [False, True], ids=["one program", "layers"])

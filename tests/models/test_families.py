@@ -141,8 +141,8 @@ def test_keys_are_turned_by_the_rotary_embedding_of_their_layer():
 
     embedding, tokens = np.zeros((config.vocab_size, config.hidden_size)), np.zeros((1, 3), int)
     _, block = _entered(config, plan, embedding, tokens, jnp.arange(3)[None], jnp.array([3]), None, None)
-    at = [at_layer(config, block, layer) for layer in (0, 3)]
-    (frequency, wave), (none, no_wave) = ((layer.context.frequency, layer.waves[1]) for layer in at)
+    at = (at_layer(config, block, layer) for layer in (0, 3))
+    (frequency, wave), (none, no_wave) = ((context.frequency, sin) for (_, sin), context in at)
     assert (np.asarray(frequency)[0, :2] > 0).all() and np.asarray(wave).any()
     assert not np.asarray(none).any() and not np.asarray(no_wave).any()
 

@@ -27,9 +27,7 @@ def test_a_kv_group_has_its_queries_its_key_and_its_value_side_by_side():
     qkv, gate_up = arrays["layers.1.qkv"], arrays["layers.1.gate_up"]
     query, key, value = (weights[f"layers.{name}"][1] for name in ("query", "key", "value"))
     for group in range(2):
-        for row, expected in enumerate(
-            [query[:, 2 * group], query[:, 2 * group + 1], key[:, group], value[:, group]]
-        ):
+        for row, expected in enumerate([query[:, 2 * group], query[:, 2 * group + 1], key[:, group], value[:, group]]):
             np.testing.assert_array_equal(qkv[:, group, row], expected)
     np.testing.assert_array_equal(arrays["layers.1.qkv_bias"][1, 1], weights["layers.query_bias"][1, 3])
     np.testing.assert_array_equal(gate_up[:, 0], weights["layers.gate"][1])
@@ -68,7 +66,6 @@ def test_each_device_reads_its_part_of_what_is_joined(name):
 
 def products(function, *arguments):
     """The shapes of what a program's matrix products multiply."""
-
 
     def of(jaxpr):
         for each in jaxpr.eqns:
