@@ -31,15 +31,17 @@ def test_fifty_blocks_keep_the_references_tokens_and_give_its_logits():
         np.testing.assert_allclose(logits[row, :length], expected.logits, atol=1e-4, rtol=0)
 
 
-def test_each_step_draws_anew_and_a_stream_draws_what_generate_does():
+def test_each_step_draws_anew_and_a_stream_draws_what_generate_does(run_by_layer):
     """So hot that all tokens are alike, twelve draws are twelve different ones or nearly so."""
     hot = dict(temperature=1e6, top_k=200, top_p=0.9, end=(3, 4), max_new_tokens=12, lengths=tiny.LENGTHS)
     settings = dict(policy=STATE, **SETTINGS, **hot)
+    run_by_layer(False)
     one, same, other = (
         models.generate(decoder(), tiny.TOKENS, key=jax.random.key(seed), **settings) for seed in (7, 7, 2)
     )
     assert answers(one) == answers(same) != answers(other)
     assert all(len(set(row)) > 8 for row in answers(one))
+    run_by_layer(True)
     steps, _ = tiny.streamed(decoder(), tiny.TOKENS, key=jax.random.key(7), **settings)
     assert steps.shape[1] == one.lengths.max()
     for row, length in enumerate(one.lengths):
@@ -189,12 +191,14 @@ def test_a_threshold_begins_a_new_window_whatever_the_budget():
 
 
 @pytest.mark.parametrize("policy", first(2, ["h2o+caote", "kvzip(sinks=2)", "rkv(window=4)@adakv"]))
-def test_what_was_made_is_made_again(policy):
+def test_what_one_program_has_made_is_made_again_by_layers(policy, run_by_layer):
     settings = dict(policy=policy, evict_every=4, **SETTINGS)
     prompt = TOKENS[:2, :20]
+    run_by_layer(False)
     out = models.generate(decoder(), prompt, max_new_tokens=22, end=(), **settings)
     made = np.asarray(out.tokens)
     text, lengths = np.concatenate([prompt, made[:, :-1]], axis=1), np.array([41, 33])
+    run_by_layer(True)
     cache, hidden = models.teacher_forced(decoder(), text, lengths=lengths, prompt=20, **settings)
     said = np.asarray(decoder().logits(hidden)).argmax(-1)
     np.testing.assert_array_equal(said[0], made[0])
