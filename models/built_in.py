@@ -1,4 +1,4 @@
-"""The built-in families: how each reads its config.json, what it always has, how it is written, and what GGUF calls it.
+"""The built-in families: how each reads its config.json, what it always has, and what GGUF calls it.
 
 They are registered as a family of another package is.
 """
@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from kvjax.checks import check_count, check_types
 from models.config import NO_ROPE, Config, Rope
-from models.config_json import completed, config_of, layers_written, multiplier, window_written, windows_written
+from models.config_json import completed, config_of
 from models.families import Gguf, register_family
 from models.rope_fields import Raw, RopeFields, positive, read_rope
 
@@ -47,7 +47,6 @@ register_family(
     "llama",
     lambda raw: config_of(completed(raw, "llama")),
     architecture="LlamaForCausalLM",
-    written=windows_written,
     gguf=Gguf("llama", EXPERTS, _mixtral_in_gguf, neighbours=True),
 )
 
@@ -57,7 +56,7 @@ def _mistral(raw: Raw) -> Config:
     return config_of(raw, sliding_windows=_one_window(raw), attention_bias=False, output_bias=False)
 
 
-register_family("mistral", _mistral, architecture="MistralForCausalLM", written=window_written)
+register_family("mistral", _mistral, architecture="MistralForCausalLM")
 
 
 def _mixtral(raw: Raw) -> Config:
@@ -78,10 +77,6 @@ def _experts(raw: Raw) -> dict[str, Any]:
     }
 
 
-def _experts_written(config: Config) -> dict[str, Any]:
-    return {"num_local_experts": config.num_experts, "num_experts_per_tok": config.experts_per_token}
-
-
 _MIXTRAL = LAYER + "block_sparse_moe."
 register_family(
     "mixtral",
@@ -93,7 +88,6 @@ register_family(
         "layers.expert_down": _MIXTRAL + "experts.{}.w2.weight",
     },
     architecture="MixtralForCausalLM",
-    written=lambda config: window_written(config) | _experts_written(config),
 )
 
 
@@ -115,7 +109,6 @@ register_family(
     "qwen2",
     _qwen2,
     architecture="Qwen2ForCausalLM",
-    written=windows_written,
     gguf=Gguf("qwen2"),
 )
 
@@ -129,7 +122,6 @@ register_family(
     "qwen3",
     _qwen3,
     architecture="Qwen3ForCausalLM",
-    written=windows_written,
     gguf=Gguf("qwen3"),
 )
 
@@ -147,20 +139,6 @@ def _qwen3_moe(raw: Raw) -> Config:
     return config_of(raw, query_key_norm=True, sliding_windows=windows, **_experts(raw), **found)
 
 
-def _qwen3_moe_written(config: Config) -> dict[str, Any]:
-    return (
-        windows_written(config)
-        | _experts_written(config)
-        | {
-            "num_experts": config.num_experts,
-            "norm_topk_prob": config.normalise_experts,
-            "moe_intermediate_size": config.intermediate_size,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(config.dense_layers),
-        }
-    )
-
-
 def _qwen3_moe_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
     for key, field in QWEN3_MOE_KEYS.items():
         if not raw.get(field):
@@ -172,7 +150,6 @@ register_family(
     "qwen3_moe",
     _qwen3_moe,
     architecture="Qwen3MoeForCausalLM",
-    written=_qwen3_moe_written,
     gguf=Gguf("qwen3moe", QWEN3_MOE_KEYS, _qwen3_moe_in_gguf),
 )
 
@@ -181,7 +158,6 @@ register_family(
     "olmo2",
     lambda raw: config_of(completed(raw, "olmo2", rms_norm_eps=1e-5), norms="after", wide_query_key_norm=True),
     architecture="Olmo2ForCausalLM",
-    written=windows_written,
     gguf=Gguf("olmo2"),
 )
 
@@ -199,17 +175,10 @@ def _smollm3(raw: Raw) -> Config:
     return config_of(raw, sliding_windows=windows, ropes=ropes)
 
 
-def _smollm3_written(config: Config) -> dict[str, Any]:
-    rotated = [rope is None for rope in config.ropes] or [True] * config.num_layers
-    # 1 for layers with rotary embedding
-    return windows_written(config) | {"no_rope_layers": [int(whether) for whether in rotated]}
-
-
 register_family(
     "smollm3",
     _smollm3,
     architecture="SmolLM3ForCausalLM",
-    written=_smollm3_written,
     gguf=Gguf("smollm3", neighbours=True),
 )
 
@@ -228,11 +197,6 @@ def _granite(raw: Raw) -> Config:
     return config_of(raw, **{name: positive(name, raw.get(name)) for name in MULTIPLIERS.values()})
 
 
-def _granite_written(config: Config) -> dict[str, Any]:
-    factors = {name: getattr(config, name) for name in MULTIPLIERS.values()}
-    return windows_written(config) | factors | {"attention_multiplier": multiplier(config)}
-
-
 def _granite_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
     if raw.get("finetuned") is False:
         raise ValueError("finetuned is False: a model without rotary embedding, which is not supported.")
@@ -243,7 +207,6 @@ register_family(
     "granite",
     _granite,
     architecture="GraniteForCausalLM",
-    written=_granite_written,
     gguf=Gguf("granite", MULTIPLIERS, _granite_in_gguf, neighbours=True),
 )
 
@@ -268,7 +231,6 @@ register_family(
         LAYER + "mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
     },
     architecture="Phi3ForCausalLM",
-    written=window_written,
     gguf=Gguf(
         "phi3",
         WINDOW | {"rope.scaling.attn_factor": "attention_factor"},
@@ -337,21 +299,6 @@ def _gemma_factors(raw: Raw) -> dict[str, Any]:
     return {"embedding_multiplier": raw["hidden_size"] ** 0.5, "attention_multiplier": attention} | caps
 
 
-def _gemma2_written(config: Config) -> dict[str, Any]:
-    multiplier = config.attention_multiplier
-    return layers_written(config) | {
-        "query_pre_attn_scalar": config.head_dim if multiplier is None else round(multiplier**-2, 6),
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": config.attention_soft_cap,
-        "final_logit_softcapping": config.logits_soft_cap,
-    }
-
-
-def _gemma3_written(config: Config) -> dict[str, Any]:
-    local = next((rope for rope in config.ropes if rope is not None), config.rope)
-    return _gemma2_written(config) | {"rope_local_base_freq": local.theta}
-
-
 def _attention_scalar(largest: int) -> Callable[[Raw, Mapping[str, Any]], Raw]:
     """Return the hook for a factor that is not stored: llama.cpp tells the largest model by its number of layers."""
 
@@ -369,7 +316,6 @@ register_family(
     _gemma2,
     GEMMA_TENSORS,
     architecture="Gemma2ForCausalLM",
-    written=_gemma2_written,
     gguf=Gguf(
         "gemma2", WINDOW | LOGITS_CAP | {"attn_logit_softcapping": "attn_logit_softcapping"}, _attention_scalar(46)
     ),
@@ -379,6 +325,5 @@ register_family(
     _gemma3,
     GEMMA_TENSORS,
     architecture="Gemma3ForCausalLM",
-    written=_gemma3_written,
     gguf=Gguf("gemma3", WINDOW | LOGITS_CAP | {"rope.freq_base_swa": "rope_local_base_freq"}, _attention_scalar(62)),
 )

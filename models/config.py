@@ -90,6 +90,8 @@ class Config:
         normalise_experts: whether the weights of a token's experts are divided by their sum.
         dense_sizes: one entry per layer of a model with experts: the size of the one feed-forward network that the
             layer has in their place, the same for all such layers, or None. () means None for every layer.
+        source: the config.json that it was read from, which :func:`models.save` writes again; None without one. Configs
+            that differ in nothing else are equal.
 
     Example:
         >>> from models.config import Config
@@ -134,6 +136,7 @@ class Config:
     experts_per_token: int = _feature(0)
     normalise_experts: bool = _feature(False)
     dense_sizes: tuple[int | None, ...] = _feature(())
+    source: dict | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -209,7 +212,7 @@ class Config:
 
 
 def described(config: Config) -> dict[str, Any]:
-    """Return the fields of a config for JSON, without features that the model lacks.
+    """Return the fields of a config for JSON, without features that the model lacks, and without its source.
 
     So the description of a model stays the same when the decoder learns a new feature.
     """
@@ -219,7 +222,7 @@ def described(config: Config) -> dict[str, Any]:
         return {
             name: fields(value) if isinstance(value, Rope) else value
             for name, (field, value) in named.items()
-            if not field.metadata or value != field.default
+            if field.compare and (not field.metadata or value != field.default)
         }
 
     found = fields(config)

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json: read as a :class:`models.Config`, and written.
+"""Hugging Face's config.json: read as a :class:`models.Config`, and written again, or in Llama's form.
 
 What most families share is here. What one of them has beside it is in its function of :mod:`models.built_in`, which
 takes the fields from :func:`completed` and gives its own to :func:`config_of`.
@@ -7,7 +7,6 @@ takes the fields from :func:`completed` and gives its own to :func:`config_of`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, get_type_hints
 
@@ -140,6 +139,7 @@ def config_of(raw: Raw, **fields: Any) -> Config:
         bos=raw.get("bos_token_id"),
         eos=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
         pad=raw.get("pad_token_id"),
+        source=dict(raw),
     )
     return Config(**read | ({} if "rope" in fields else {"rope": read_rope(raw)}) | fields)
 
@@ -194,30 +194,27 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     return family
 
 
-def lost_in_hugging_face(config: Config) -> list[str]:
-    """Return the fields that a config.json of the architecture cannot hold, and that change what is computed."""
-    read = from_hugging_face(to_hugging_face(config))
-    names = {field.name for field in dataclasses.fields(Config) if field.metadata} - {"attention_multiplier"}
-    names |= {"sliding_windows", "query_key_norm", "attention_bias", "output_bias"}
-    lost = [name for name in names if getattr(config, name) != getattr(read, name)]
-    if not math.isclose(multiplier(config), multiplier(read), rel_tol=1e-5):
-        lost.append("attention_multiplier")
-    return sorted(lost)
-
-
-def multiplier(config: Config) -> float:
-    return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
-
-
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """Return the config.json of ``config``, in the form that every transformers release since 4.43 reads."""
-    family = family_of_architecture(config.architecture)
+    """Return the config.json to save a model with: the one that it was read from, or else one in Llama's form.
+
+    Its ``model_type`` says by whose names the model's tensors are stored.
+
+    Raises:
+        ValueError: the config differs from what was read, if it was read at all, and Llama's form cannot hold it.
+    """
     raw: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [family_of_architecture(config.architecture).architecture],
         "model_type": config.architecture,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+    if config.source is not None and from_hugging_face(config.source | raw) == config:
+        return config.source | raw
+    raw |= {
+        "architectures": [FAMILIES["llama"].architecture],
+        "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.dense_size,
+        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -225,37 +222,18 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,
         "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.output_bias,
         "bos_token_id": config.bos,
         "eos_token_id": config.eos[0] if len(config.eos) == 1 else (list(config.eos) or None),
         "pad_token_id": config.pad,
-        "torch_dtype": "float32",
+        **rope_written(config.rope),
     }
-    raw |= {**rope_written(config), **family.written(config)}
-    if "hidden_activation" in raw:
-        del raw["hidden_act"]
+    read = dataclasses.replace(from_hugging_face(raw), architecture=config.architecture)
+    names = [field.name for field in dataclasses.fields(Config) if field.compare]
+    if lost := [name for name in names if getattr(config, name) != getattr(read, name)]:
+        raise ValueError(
+            f"a model whose config was not read from a config.json, or was changed since, is written as a Llama, which "
+            f"cannot hold its {', '.join(lost)}; read the config from its family's config.json "
+            "(models.config_json.from_hugging_face)."
+        )
     return raw
-
-
-def window_written(config: Config) -> dict[str, Any]:
-    """Return the size of the layers' sliding windows, None where no layer has one."""
-    windows = {window for window in config.sliding_windows if window is not None}
-    if len(windows) > 1:
-        raise ValueError(f"a config.json holds one sliding window size, but this model has {sorted(windows)}.")
-    return {"sliding_window": windows.pop() if windows else None}
-
-
-def windows_written(config: Config) -> dict[str, Any]:
-    """Return the size of the sliding windows and which layers have one; nothing where none has."""
-    window = window_written(config)
-    if window["sliding_window"] is None:
-        return {}
-    full = sum(window is None for window in config.sliding_windows)
-    return layers_written(config) | {"use_sliding_window": True, "max_window_layers": full}
-
-
-def layers_written(config: Config) -> dict[str, Any]:
-    """Return the size of the sliding windows, and which layers have one."""
-    types = ["sliding_attention" if window else "full_attention" for window in config.sliding_windows]
-    return {"layer_types": types} | window_written(config)

@@ -1,4 +1,4 @@
-"""Model families: how a config.json of a ``model_type`` becomes a Config, what its tensors are called, how it is saved.
+"""Model families: how a config.json of a ``model_type`` becomes a Config, and what its tensors are called.
 
 The decoder computes a model that its :class:`models.Config` describes, so a family is a function that describes it, and
 the names of its tensors where they are not Llama's. The built-in ones are in :mod:`models.built_in`.
@@ -34,7 +34,7 @@ class Gguf(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Describe how the models of one ``model_type`` are read and written.
+    """Describe how the models of one ``model_type`` are read, and what their tensors are called.
 
     Attributes:
         config: ``config(raw) -> Config`` for the object of a config.json.
@@ -43,7 +43,6 @@ class Family(NamedTuple):
         fused: tensors that hold several parameters of a layer, one after the other: their names, and the parameters.
         architecture: transformers' class, which a config.json names; None for a family that is found by its
             ``model_type`` and saved as the one that its config names.
-        written: ``written(config)`` returns the fields of a config.json that not all families have.
         gguf: how GGUF files store it; None if they do not.
     """
 
@@ -51,7 +50,6 @@ class Family(NamedTuple):
     tensors: Mapping[str, str] = {}
     fused: Mapping[str, Sequence[str]] = {}
     architecture: str | None = None
-    written: Callable[[Config], Mapping[str, Any]] = lambda config: {}
     gguf: Gguf | None = None
 
 
@@ -92,7 +90,6 @@ def register_family(
     *,
     fused: Mapping[str, Sequence[str]] | None = None,
     architecture: str | None = None,
-    written: Callable[[Config], Mapping[str, Any]] = lambda config: {},
     gguf: Gguf | None = None,
 ) -> None:
     """Register a model family, so that ``models.load`` reads folders whose config.json has this ``model_type``.
@@ -105,7 +102,7 @@ def register_family(
         config: returns the :class:`models.Config` of the object in a config.json.
         tensors: the tensors' names, by the parameters' names of ``models.parameters``, where they are not Llama's; {}
             stands for the layer.
-        fused, architecture, written, gguf: as in :class:`models.families.Family`. Without an ``architecture``,
+        fused, architecture, gguf: as in :class:`models.families.Family`. Without an ``architecture``,
             ``models.save`` writes a folder of the architecture that the config names.
 
     Raises:
@@ -129,5 +126,5 @@ def register_family(
         >>> from_hugging_face(raw).hidden_size
         16
     """
-    family = Family(config, tensors or {}, fused or {}, architecture, written, gguf)
+    family = Family(config, tensors or {}, fused or {}, architecture, gguf)
     FAMILIES.add(model_type, family, source=config.__module__)

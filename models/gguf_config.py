@@ -153,7 +153,8 @@ def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Map
         named = " or ".join(f"{stored.architecture}.{key}" for key in keys)
         raise ValueError(f"{error} In the file it is {named}." if keys else str(error)) from None
     query, output = (NAMES[f"layers.{name}_bias"].format(0) in tensors for name in ("query", "output"))
-    return dataclasses.replace(config, attention_bias=query or config.attention_bias, output_bias=output)
+    biases = query or config.attention_bias
+    return dataclasses.replace(config, attention_bias=biases, output_bias=output, source=None)
 
 
 def _read(raw: dict[str, Any], stored: Gguf, tensors: Mapping[str, Tensor]) -> Config:

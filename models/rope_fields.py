@@ -1,4 +1,4 @@
-"""The rotary embedding in a config.json: read as a :class:`models.config.Rope`, and written."""
+"""The rotary embedding in a config.json: read as a :class:`models.config.Rope`, and written as a Llama's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict, get_type_hints
 
 from kvjax.checks import check_types
-from models.config import ROPE_TYPES, Config, Rope
+from models.config import ROPE_TYPES, Rope
 
 Raw = Mapping[str, Any]
 
@@ -87,27 +87,16 @@ def read_rope(raw: Raw, names: Mapping[str, str] = {}, partial: bool = False) ->
     )
 
 
-def rope_written(config: Config) -> dict[str, Any]:
-    """Return the fields of a config.json that hold the rotary embedding."""
-    rope, raw = config.rope, dict[str, Any](rope_theta=config.rope.theta)
-    if rope.partial_rotary_factor != 1:
-        raw["partial_rotary_factor"] = rope.partial_rotary_factor
+def rope_written(rope: Rope) -> dict[str, Any]:
+    """Return the fields of a Llama's config.json that hold the rotary embedding; it has no longrope."""
+    if rope.type in ("default", "longrope"):
+        return {"rope_theta": rope.theta}
     scaling: dict[str, Any] = {"rope_type": rope.type, "factor": rope.factor}
-    if rope.type == "longrope":
-        # transformers 4 accepts these fields alone; the others are written only where they are needed.
-        scaling = {"type": "longrope", "short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
-        raw["original_max_position_embeddings"] = rope.original_positions
-        if rope.factor != config.max_positions / rope.original_positions:
-            scaling["factor"] = rope.factor
-        if rope.attention_factor is not None:
-            scaling["attention_factor"] = rope.attention_factor
-    elif rope.original_positions and rope.type != "dynamic":
+    if rope.original_positions and rope.type != "dynamic":
         scaling["original_max_position_embeddings"] = rope.original_positions
-    if rope.type == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.type == "yarn":
-        names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-        scaling |= {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
-    if rope.type != "default":
-        raw["rope_scaling"] = scaling
-    return raw
+    own = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    }.get(rope.type, ())
+    scaling |= {name: getattr(rope, name) for name in own if getattr(rope, name) is not None}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.numpy import save as to_safetensors
 from models import adapters, hosts
 from models.checkpoint import file_shape
 from models.config import Config
-from models.config_json import lost_in_hugging_face, to_hugging_face
+from models.config_json import to_hugging_face
 from models.decoder import Decoder
 from models.families import family_of_architecture
 from models.files import to_json, write_files
@@ -28,6 +29,9 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
 
     All files are complete under temporary names before the first gets its own. Then the former model's shards, their
     index, its generation_config.json and an adapter beside it are removed.
+
+    A model that was read from a folder keeps its config.json; any other is written as a Llama. A model that a Llama
+    cannot express is refused.
 
     Args:
         folder: created if it does not exist.
@@ -44,13 +48,10 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
         ['config.json', 'model.safetensors']
     """
     folder = Path(folder)
-    if lost := lost_in_hugging_face(model.config):
-        raise ValueError(
-            f"a config.json of {model.config.architecture!r} cannot hold the model's {', '.join(lost)}: what is read "
-            "back would compute something else."
-        )
-    tensors = _tensors(model)
-    config = to_hugging_face(model.config) | {"torch_dtype": str(tensors["model.norm.weight"].dtype)}
+    config = to_hugging_face(model.config)
+    tensors = _tensors(model, config["model_type"])
+    config = {name: value for name, value in config.items() if name not in ("dtype", "transformers_weights")}
+    config["torch_dtype"] = str(tensors["model.norm.weight"].dtype)
     files = {
         "model.safetensors": to_safetensors(tensors, metadata={"format": "pt"}),
         "config.json": to_json(config, 2).encode(),
@@ -70,9 +71,10 @@ def _stale(folder: Path, tokenizer: bool) -> list[str]:
     return [*stale, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"] if tokenizer else stale
 
 
-def _tensors(model: Decoder) -> dict[str, np.ndarray]:
-    """Return every weight under its Hugging Face name and in Hugging Face's layout."""
-    tensors, names, order = {}, tensor_names(model.config), head_order(model.config)
+def _tensors(model: Decoder, architecture: str) -> dict[str, np.ndarray]:
+    """Return every weight under its name in a Hugging Face model of an architecture, and in Hugging Face's layout."""
+    names = tensor_names(dataclasses.replace(model.config, architecture=architecture))
+    tensors, order = {}, head_order(model.config)
     arrays = {path: hosts.fetched(array) for path, array in model.arrays().items()}
     for path, array in apart(model.config, arrays).items():
         if order is not None and path in ROTATED:
@@ -82,7 +84,7 @@ def _tensors(model: Decoder) -> dict[str, np.ndarray]:
         for place in np.ndindex(array.shape[:separate]):
             ours, name = array[place], tensor_of(model.config, path, names[path], place)
             tensors[name] = np.ascontiguousarray(ours.transpose(axes).reshape(file_shape(ours.shape, groups)))
-    for template, parts in family_of_architecture(model.config.architecture).fused.items():
+    for template, parts in family_of_architecture(architecture).fused.items():
         for layer in range(model.config.num_layers):
             held = [tensors.pop(PARAMETERS[part].tensor.format(layer)) for part in parts]
             tensors[template.format(layer)] = np.concatenate(held)

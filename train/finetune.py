@@ -44,6 +44,7 @@ from kvjax.quantise import check_dtypes
 from kvjax.schedule import When, moments
 from kvjax.selection import share_of_tokens
 from models import adapters, commands, hosts
+from models.config_json import to_hugging_face
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 from train import answers, command, loop, lora
@@ -298,6 +299,8 @@ def train(
             f"the model is in {dtype}, in which steps of the learning rate round to nothing; train all weights in "
             "float32, or low-rank matrices (--lora)."
         )
+    if not settings.lora:
+        to_hugging_face(model.config)  # refuses before the first step what cannot be saved
     named = eval_policies or ("full", settings.policy)
     evaluated = list(dict.fromkeys(str(_checked_policy(settings, policy) or "full") for policy in named))
 

@@ -30,7 +30,8 @@ from tokenizers import Tokenizer
 from evals import answering, command_line, prose, sweep, tasks
 from models import commands, files
 from models.commands import provenance
-from models.config import Config, Rope
+from models.config import Config, described
+from models.config_json import from_hugging_face
 from models.decoder import Decoder
 from models.load import load
 from models.parameters import apart, joined
@@ -83,19 +84,16 @@ def read_recipe() -> tuple[Phase, ...]:
 
 
 def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
-    """Return the config of the model that ships, with the ids of its tokenizer."""
+    """Return the config of the model that ships, with the ids of its tokenizer; ``changes`` are to its config.json."""
     # A theta so large that half of each head hardly rotates within 2,048 positions: it matches content at any distance.
-    shape: dict[str, Any] = dict(
-        architecture="qwen3", hidden_size=192, intermediate_size=192, num_layers=6, num_heads=4, num_kv_heads=2,
-        head_dim=64, rope=Rope(theta=1_000_000.0), max_positions=4096, tie_embeddings=True, query_key_norm=True,
+    raw = dict(
+        architectures=["Qwen3ForCausalLM"], hidden_size=192, intermediate_size=192, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, rope_theta=1_000_000.0,
+        max_position_embeddings=4096, tie_word_embeddings=True, vocab_size=tokenizer.get_vocab_size(),
+        bos_token_id=data.special_id(tokenizer, data.BOS), eos_token_id=data.special_id(tokenizer, data.EOS),
+        pad_token_id=data.special_id(tokenizer, data.PAD),
     )  # fmt: skip
-    return Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        bos=data.special_id(tokenizer, data.BOS),
-        eos=(data.special_id(tokenizer, data.EOS),),
-        pad=data.special_id(tokenizer, data.PAD),
-        **(shape | changes),
-    )
+    return from_hugging_face(raw | changes)
 
 
 def make_optimizer(rate: Callable[[Array], Array]) -> optax.GradientTransformation:
@@ -354,7 +352,7 @@ def train(
         parameters, first = _read_model(begin, config)
     invocation = options.invocation or commands.Invocation("papers.retriever.recipe.train(...)", time.monotonic())
     resume, say = options.resume, lambda text: print(f"papers.retriever.recipe: {text}.", file=sys.stderr)
-    run = {"config": dataclasses.asdict(config), "seed": seed, "first": first, "jax": provenance.settings()}
+    run = {"config": described(config), "seed": seed, "first": first, "jax": provenance.settings()}
     folders.check_run(folder, run, (), resume, flag="--work")
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))

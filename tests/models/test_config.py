@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.config import Config, Rope, described
-from models.config_json import from_hugging_face, lost_in_hugging_face, to_hugging_face
+from models.config_json import from_hugging_face, to_hugging_face
 from models.parameters import parameter_shapes
 from tests.models.make_golden import GOLDEN, MODELS
 
@@ -28,7 +28,7 @@ def read(**fields):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_both_generations_and_what_is_written_read_the_same(name):
+def test_both_generations_read_the_same_and_what_was_read_is_written(name):
     new = json.loads((GOLDEN / name / "config.json").read_text())
     parameters = dict(new["rope_parameters"])
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
@@ -42,7 +42,8 @@ def test_both_generations_and_what_is_written_read_the_same(name):
     if kind != "default":
         old["rope_scaling"] = parameters | {"type": kind}
     config = from_hugging_face(new)
-    assert config == from_hugging_face(old) == from_hugging_face(to_hugging_face(config))
+    assert config == from_hugging_face(old)
+    assert to_hugging_face(config).items() >= new.items()
 
 
 LENGTH = "original_max_position_embeddings"
@@ -73,7 +74,8 @@ LENGTH = "original_max_position_embeddings"
 )
 def test_rope_scalings_of_all_generations_are_read(fields, scaling, rope):
     config = read(**fields, rope_scaling=scaling)
-    assert config.rope == rope and from_hugging_face(to_hugging_face(config)) == config
+    assert config.rope == rope
+    assert from_hugging_face(to_hugging_face(dataclasses.replace(config, source=None))) == config
 
 
 def test_fields_left_out_take_their_defaults():
@@ -97,7 +99,7 @@ def test_every_fourth_layer_of_smollm3_has_no_rotary_embedding_by_default():
     assert [rope is None for rope in config.ropes] == [True, True, True, False] * 2
     assert config.tie_embeddings
     every = read(**of("SmolLM3"), no_rope_layers=[1, 1, 1])
-    assert every.ropes == () and from_hugging_face(to_hugging_face(every)) == every
+    assert every.ropes == ()
 
 
 def test_a_description_holds_the_features_that_a_model_has_and_no_others():
@@ -114,14 +116,6 @@ def test_the_first_phi3_models_call_longrope_by_other_names():
     rope = read(**fields, rope_scaling=scaling).rope
     assert (rope.type, rope.factor, rope.original_positions) == ("longrope", 8.0, 64)
     assert read(**fields, rope_scaling=scaling | {"type": "yarn"}).rope == rope
-
-
-def test_what_transformers_does_not_derive_of_longrope_is_written():
-    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 3.0}
-    config = read(**of("Phi3"), rope_scaling=scaling | {"attention_factor": 1.5})
-    written = to_hugging_face(config)
-    assert written["rope_scaling"] == scaling | {"attention_factor": 1.5}
-    assert from_hugging_face(written) == config
 
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())  # config.json of models
@@ -142,9 +136,8 @@ def test_gemma_without_a_cap_has_none_and_without_an_entry_has_its_own():
     assert (gemma2.attention_soft_cap, gemma2.logits_soft_cap) == (50.0, 30.0)
     gemma2 = from_hugging_face(PUBLISHED["gemma-2-2b"] | {"attn_logit_softcapping": None})
     assert (gemma2.attention_soft_cap, gemma2.logits_soft_cap) == (None, 30.0)
-    assert from_hugging_face(to_hugging_face(gemma2)) == gemma2
     other = from_hugging_face(PUBLISHED["gemma-2-2b"] | {"query_pre_attn_scalar": 144})  # as in the one of 27 B
-    assert other.attention_multiplier == 1 / 12 and to_hugging_face(other)["query_pre_attn_scalar"] == 144
+    assert other.attention_multiplier == 1 / 12
     gemma3 = from_hugging_face(PUBLISHED["gemma-3-1b"])
     assert (gemma3.attention_soft_cap, gemma3.attention_multiplier) == (None, None)
     assert gemma3.ropes[:6] == (Rope(theta=10_000.0),) * 5 + (None,) and gemma3.rope.theta == 1e6
@@ -164,11 +157,7 @@ def test_gemma_without_a_cap_has_none_and_without_an_entry_has_its_own():
     ids=["unused", "from a layer on", "from layer 28 on", "layer by layer"],
 )
 def test_qwen_sliding_windows(fields, windows):
-    config = read(**of("Qwen2"), sliding_window=8, **fields)
-    assert config.sliding_windows == windows
-    written = to_hugging_face(config)
-    assert written.get("max_window_layers") == (windows.count(None) if any(windows) else None)
-    assert from_hugging_face(written) == config
+    assert read(**of("Qwen2"), sliding_window=8, **fields).sliding_windows == windows
 
 
 def test_end_tokens():
@@ -201,9 +190,6 @@ def test_layers_without_experts_are_those_of_transformers(fields, sparse):
     assert config.dense_sizes == tuple(None if layer in sparse else 48 for layer in range(6))
     assert config.sparse_layers == sparse and config.intermediate_size == 12 and config.dense_size == 48
     assert config.dense_layers == tuple(layer for layer in range(6) if layer not in sparse)
-    again = to_hugging_face(config)
-    assert again["intermediate_size"] == 48 and again["mlp_only_layers"] == list(config.dense_layers)
-    assert from_hugging_face(again) == config and lost_in_hugging_face(config) == []
     shapes = parameter_shapes(config)  # nothing is allocated for a layer that lacks it
     assert shapes["layers.gate"] == (6 - len(sparse), 32, 48)
     assert shapes.get("layers.expert_gate", (0,))[0] == len(sparse)
@@ -212,4 +198,3 @@ def test_layers_without_experts_are_those_of_transformers(fields, sparse):
 def test_a_mixtral_has_experts_in_all_layers():
     fields = {"architectures": ["MixtralForCausalLM"], "decoder_sparse_step": 2, "mlp_only_layers": [0]}
     assert read(**fields).dense_sizes == ()  # transformers reads neither of a Mixtral
-    assert lost_in_hugging_face(dataclasses.replace(read(**fields), dense_sizes=(48, None, None))) == ["dense_sizes"]

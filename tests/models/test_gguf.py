@@ -9,7 +9,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import gguf
@@ -21,7 +20,6 @@ from flax import nnx
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
 
 import models
 from models.config import NO_ROPE, Config, Rope
@@ -30,6 +28,7 @@ from models.gguf_config import LONG_FACTORS, NAMES, SHORT_FACTORS, family_in
 from models.load import describe, published_sampling
 from models.parameters import layers_with, parameter_shapes, tensor_names
 from models.sampling import Sampling
+from models.save import _tensors as saved_tensors
 from tests.bad_input.campaign import calls
 from tests.kvjax.test_registry import installed
 from tests.models import reference
@@ -91,9 +90,7 @@ def written_from(name):
 @functools.cache
 def tensors_of(config):
     """The model's tensors by llama.cpp's names, in Hugging Face's order of rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        models.save(folder, model_of(config))
-        saved, names, found = load_file(Path(folder) / "model.safetensors"), tensor_names(config), {}
+    saved, names, found = saved_tensors(model_of(config), config.architecture), tensor_names(config), {}
     for name in parameter_shapes(config):
         for layer in range(config.num_layers):
             key = NAMES[name].format(layer, "").removesuffix("[]")

@@ -1,5 +1,6 @@
 """What is saved is what transformers saved: the golden folders, loaded and written again, hold the same tensors."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,8 +10,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
+from models.config import Rope
+from models.folders import read_config
 from tests.models import tiny
 from tests.models.reference import decoder
+from tests.models.test_load import assert_same
 from tests.tiers import first
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -31,6 +35,9 @@ def test_a_loaded_model_is_saved_as_it_was(name, tmp_path):
     for tensor in ours:
         np.testing.assert_array_equal(ours[tensor], theirs[tensor])
     assert models.load(tmp_path)[0].config == model.config
+    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / name, tmp_path))
+    del theirs["dtype"]
+    assert ours.items() >= theirs.items() and ours["torch_dtype"] == "float32"
 
 
 def test_a_folder_that_cannot_be_written_keeps_what_it_had(tmp_path):
@@ -109,8 +116,46 @@ def test_a_save_that_breaks_off_leaves_the_other_model(failing, tmp_path, monkey
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_what_the_architecture_s_config_cannot_hold_is_refused_before_anything_is_written(tmp_path):
-    config = tiny.config(logits_scaling=8.0)
-    with pytest.raises(ValueError, match="of 'llama' cannot hold the model's logits_scaling"):
+SLIDING = read_config(GOLDEN / "qwen3_sliding")
+
+
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        (tiny.config(logits_scaling=8.0, attention_bias=True), "attention_bias, logits_scaling"),
+        (tiny.config(rope=Rope(partial_rotary_factor=0.5)), "rope"),
+        (tiny.config(architecture="phi3", sliding_windows=(9, None)), "sliding_windows"),
+        (dataclasses.replace(SLIDING, source=None), "query_key_norm, sliding_windows"),
+        (dataclasses.replace(SLIDING, norm_epsilon=0.5), "query_key_norm, sliding_windows"),
+    ],
+)
+def test_what_a_llama_cannot_hold_is_refused_before_anything_is_written(config, lost, tmp_path):
+    with pytest.raises(ValueError, match=f"is written as a Llama, which cannot hold its {lost}; read the config from"):
         models.save(tmp_path / "out", decoder(config))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_another_family_that_a_llama_can_hold_is_written_as_one(tmp_path):
+    rope = Rope(type="llama3", factor=8.0, original_positions=64)
+    model = decoder(tiny.config(architecture="phi3", tie_embeddings=True, rope=rope))
+    models.save(tmp_path, model)
+    loaded, _ = models.load(tmp_path)
+    assert loaded.config == dataclasses.replace(model.config, architecture="llama")
+    assert_same(loaded, model)
+
+
+def test_a_model_that_was_changed_since_it_was_read_is_saved_as_it_is(tmp_path):
+    model, _ = models.load(GOLDEN / "llama3")
+    config = dataclasses.replace(model.config, eos=(3, 4), max_positions=32)
+    models.save(tmp_path, models.Decoder(config, model.arrays()))
+    assert models.load(tmp_path)[0].config == config != model.config
+
+
+def test_what_names_another_file_of_weights_is_not_kept(tmp_path):
+    shutil.copytree(GOLDEN / "llama3", tmp_path / "named")
+    (tmp_path / "named" / "model.safetensors").rename(tmp_path / "named" / "other.safetensors")
+    raw = json.loads((tmp_path / "named" / "config.json").read_text()) | {"transformers_weights": "other.safetensors"}
+    (tmp_path / "named" / "config.json").write_text(json.dumps(raw))
+    model, _ = models.load(tmp_path / "named")
+    models.save(tmp_path / "saved", model)
+    assert_same(models.load(tmp_path / "saved")[0], model)

@@ -22,8 +22,9 @@ TINY = (recipe.Phase(2, 8, (0.02, 0.02), LEVEL), recipe.Phase(2, 8, (0.02, 0.01)
 @pytest.fixture(scope="module")
 def config(tokenizer):
     return recipe.make_config(
-        tokenizer, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
-    )
+        tokenizer, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(tokenizer, config, tmp_path):
@@ -118,7 +119,7 @@ def test_names_right_reads_the_names_places(tokenizer):
 
 
 def test_the_circuit_looks_up_before_any_training(tokenizer):
-    config = recipe.make_config(tokenizer, num_layers=2)
+    config = recipe.make_config(tokenizer, num_hidden_layers=2)
     parameters = init_parameters(config, jax.random.key(0))
     right = recipe.recall(recipe.make_recall(config), parameters, tokenizer, 256, count=16, facts=6)
     assert right.all(-1).mean() > 0.7

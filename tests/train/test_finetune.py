@@ -1,5 +1,6 @@
 """Fine-tuning under a policy: the loss is that of the evaluations, a run lowers it, and its model loads."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -183,6 +184,13 @@ def test_all_weights_are_not_trained_in_half_precision(tmp_path):
     narrow = {name: array.astype(jnp.bfloat16) for name, array in reference.parameters(CONFIG).items()}
     with pytest.raises(ValueError, match="the model is in bfloat16, in which steps of the learning rate round"):
         finetune.train(tmp_path / "out", reference.decoder(CONFIG, narrow), None, corpus(TEXT), SETTINGS)
+
+
+@pytest.mark.bad_input
+def test_a_model_that_cannot_be_saved_is_refused_before_it_is_trained(tmp_path):
+    config = dataclasses.replace(CONFIG, query_key_norm=True)
+    with pytest.raises(ValueError, match="is written as a Llama, which cannot hold its query_key_norm"):
+        finetune.train(tmp_path / "out", reference.decoder(config), None, corpus(TEXT), SETTINGS)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
