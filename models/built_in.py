@@ -235,10 +235,6 @@ register_family(
         "phi3",
         WINDOW | {"rope.scaling.attn_factor": "attention_factor"},
         _phi3_in_gguf,
-        fused={
-            "blk.{}.attn_qkv.weight": ("layers.query", "layers.key", "layers.value"),
-            "blk.{}.ffn_up.weight": ("layers.gate", "layers.up"),
-        },
     ),
 )
 

@@ -22,14 +22,12 @@ class Gguf(NamedTuple):
         keys: its keys beside those of all architectures, and the fields that ``raw`` has of them.
         fields: ``fields(raw, tensors)`` returns fields to add to ``raw``, a config.json, or to replace in it. It raises
             ValueError where the file asks for what is not supported.
-        fused: as of :class:`Family`, by llama.cpp's names.
         neighbours: whether llama.cpp rotates neighbouring elements of a head.
     """
 
     architecture: str
     keys: Mapping[str, str] = {}
     fields: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = lambda raw, tensors: {}
-    fused: Mapping[str, Sequence[str]] = {}
     neighbours: bool = False
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,11 @@ from jaxtyping import Float
 from kvjax import install
 from models.checkpoint import Checkpoint, Tensor, Window, arranged, in_order, part_from, refuse_pointer
 from models.config import Config
-from models.gguf_config import (
-    FREQUENCY_FACTORS,
-    LONG_FACTORS,
-    NAMES,
-    ROTATED,
-    SHORT_FACTORS,
-    config_of,
-    family_in,
-)
+from models.families import FAMILIES
+from models.gguf_config import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS, config_of, family_in
 from models.gguf_header import Stored, read_header, truncated
 from models.gguf_tokenizer import tokenizer_of
+from models.parameters import tensor_names
 
 if TYPE_CHECKING:
     import gguf
@@ -62,15 +56,18 @@ def open_file(file: Path) -> Checkpoint:
         name, stored_as = family_in(metadata)
         tensors = _by_expert({name: _tensor(file, name, tensor) for name, tensor in stored.items()})
         config = config_of(metadata, name, stored_as, tensors)
-        tensors = arranged(tensors, config, NAMES, stored_as.fused)
+        renamed = names_in(stored_as.architecture)
+        names = {name: renamed(tensor) for name, tensor in tensor_names(config).items()}
+        fused = {renamed(tensor): parts for tensor, parts in FAMILIES[config.architecture].fused.items()}
+        tensors = arranged(tensors, config, names, fused)
         if stored_as.neighbours:
-            tensors = {name: _in_halves(name, tensor, config) for name, tensor in tensors.items()}
+            tensors |= _in_halves(tensors, names, config)
         if config.norm_offset:  # llama.cpp stores 1 + weight
             tensors |= {name: _less_1(tensors[name]) for name in tensors if name.endswith("norm.weight")}
         tokenizer = tokenizer_of(metadata, config, file)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    return Checkpoint(file, "metadata", config, tokenizer, tensors, NAMES, IGNORED)
+    return Checkpoint(file, "metadata", config, tokenizer, tensors, names, IGNORED)
 
 
 def read_sampling(file: Path) -> dict[str, Any]:
@@ -138,6 +135,26 @@ def _read(file: Path, kind: gguf.GGMLQuantizationType, stored: Stored, window: W
     return numbers.reshape(-1)[window[0]] if len(window) == 1 else numbers[(slice(None), *window[1:])]
 
 
+def names_in(architecture: str) -> Callable[[str], str]:
+    """Return the function from tensors' Hugging Face names to llama.cpp's; {} stands for the layer and the expert.
+
+    A tensor that llama.cpp does not know of the architecture, such as one of a mix of its layers, is called as Llama's.
+    """
+    import gguf
+
+    known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    numbers = gguf.MODEL_ARCH.LLAMA, known.get(architecture, gguf.MODEL_ARCH.LLAMA)
+    llama, own = (gguf.get_tensor_name_map(number, 1).mapping for number in numbers)
+
+    def renamed(tensor: str) -> str:
+        name, _, kind = tensor.replace(".experts.{}", ".experts").format(0).rpartition(".")
+        _, theirs = own.get(name) or llama.get(name) or (None, name)
+        # One tensor holds a layer's experts; here each of them is one.
+        return f"{theirs}.{kind}".replace("blk.0.", "blk.{}.") + "[{}]" * (".experts." in tensor)
+
+    return renamed
+
+
 def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Replace each tensor of a layer's experts, [X, F, E], by one for each expert."""
     found: dict[str, Tensor] = {}
@@ -150,17 +167,16 @@ def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _less_1(tensor: Tensor) -> Tensor:
-    return tensor._replace(read=lambda window: tensor.read(window) - 1)
-
-
-def _in_halves(name: str, tensor: Tensor, config: Config) -> Tensor:
-    """Return a query or key projection with the elements of each head in Hugging Face's order.
+def _in_halves(tensors: Mapping[str, Tensor], names: Mapping[str, str], config: Config) -> dict[str, Tensor]:
+    """Return the query and key projections with the elements of each head in Hugging Face's order.
 
     llama.cpp rotates neighbouring elements, whereas Hugging Face rotates element i with element i + D / 2.
     """
-    found = ROTATED.fullmatch(name)
-    heads = config.num_heads if found and found[1] == "q" else config.num_kv_heads
-    if not found or tensor.shape[0] != heads * config.head_dim:  # a wrong shape is reported later
-        return tensor
-    return in_order(tensor, np.arange(config.head_dim).reshape(-1, 2).T.reshape(-1))
+    order = np.arange(config.head_dim).reshape(-1, 2).T.reshape(-1)
+    rotated = [names[f"layers.{part}"] for part in ("query", "key", "query_bias", "key_bias")]
+    of_layers = (name.format(layer) for name in rotated for layer in range(config.num_layers))
+    return {name: in_order(tensors[name], order) for name in of_layers if name in tensors}
+
+
+def _less_1(tensor: Tensor) -> Tensor:
+    return tensor._replace(read=lambda window: tensor.read(window) - 1)

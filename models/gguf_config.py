@@ -22,37 +22,7 @@ from models.rotary import rope_frequencies
 FREQUENCY_FACTORS = "rope_freqs.weight"  # Llama 3.1's rope scaling, as a factor for each frequency
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # longrope's
 
-# llama.cpp's name of each of the decoder's parameters.
-NAMES = {
-    "embedding": "token_embd.weight",
-    "norm": "output_norm.weight",
-    "head": "output.weight",
-    "layers.attention_norm": "blk.{}.attn_norm.weight",
-    "layers.query": "blk.{}.attn_q.weight",
-    "layers.key": "blk.{}.attn_k.weight",
-    "layers.value": "blk.{}.attn_v.weight",
-    "layers.output": "blk.{}.attn_output.weight",
-    "layers.feed_norm": "blk.{}.ffn_norm.weight",
-    "layers.gate": "blk.{}.ffn_gate.weight",
-    "layers.up": "blk.{}.ffn_up.weight",
-    "layers.down": "blk.{}.ffn_down.weight",
-    "layers.query_bias": "blk.{}.attn_q.bias",
-    "layers.key_bias": "blk.{}.attn_k.bias",
-    "layers.value_bias": "blk.{}.attn_v.bias",
-    "layers.output_bias": "blk.{}.attn_output.bias",
-    "layers.query_norm": "blk.{}.attn_q_norm.weight",
-    "layers.key_norm": "blk.{}.attn_k_norm.weight",
-    "layers.wide_query_norm": "blk.{}.attn_q_norm.weight",
-    "layers.wide_key_norm": "blk.{}.attn_k_norm.weight",
-    "layers.attention_post_norm": "blk.{}.post_attention_norm.weight",
-    "layers.feed_post_norm": "blk.{}.post_ffw_norm.weight",
-    "layers.router": "blk.{}.ffn_gate_inp.weight",
-    # One tensor holds a layer's experts; here each of them is one.
-    "layers.expert_gate": "blk.{}.ffn_gate_exps.weight[{}]",
-    "layers.expert_up": "blk.{}.ffn_up_exps.weight[{}]",
-    "layers.expert_down": "blk.{}.ffn_down_exps.weight[{}]",
-}
-ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 # The keys that every architecture's files have, and the fields of a config.json that they become, or the names under
 # which :func:`_rope` and the families find them.
@@ -134,13 +104,13 @@ def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Map
     Its metadata become a config.json, which the family reads as any other.
     """
     raw = _fields(metadata, f"{stored.architecture}.", {**KEYS, **stored.keys})
-    if NAMES["embedding"] not in tensors:
-        raise ValueError(f"it lacks the tensor {NAMES['embedding']}; is it complete, and a language model's?")
+    if EMBEDDING not in tensors:
+        raise ValueError(f"it lacks the tensor {EMBEDDING}; is it complete, and a language model's?")
     eos = [*(id_of(metadata, end) for end in ("eos", "eot", "eom")), *ends_of_turn(metadata)]
     raw |= {
         "architectures": [FAMILIES[name].architecture or name],
-        "vocab_size": tensors[NAMES["embedding"]].shape[0],
-        "tie_word_embeddings": NAMES["head"] not in tensors,
+        "vocab_size": tensors[EMBEDDING].shape[0],
+        "tie_word_embeddings": HEAD not in tensors,
         "norm_topk_prob": True,  # as llama.cpp does
         "bos_token_id": id_of(metadata, "bos"),
         "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)),
@@ -152,7 +122,7 @@ def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Map
         keys = [key for key, field in {**KEYS, **stored.keys}.items() if re.search(rf"\b{field}\b", str(error))]
         named = " or ".join(f"{stored.architecture}.{key}" for key in keys)
         raise ValueError(f"{error} In the file it is {named}." if keys else str(error)) from None
-    query, output = (NAMES[f"layers.{name}_bias"].format(0) in tensors for name in ("query", "output"))
+    query, output = (f"blk.0.attn_{name}.bias" in tensors for name in ("q", "output"))
     biases = query or config.attention_bias
     return dataclasses.replace(config, attention_bias=biases, output_bias=output, source=None)
 

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 import models
 from models.config import NO_ROPE, Config, Rope
 from models.folders import find_folder
-from models.gguf_config import LONG_FACTORS, NAMES, SHORT_FACTORS, family_in
+from models.gguf import names_in
+from models.gguf_config import LONG_FACTORS, SHORT_FACTORS, family_in
 from models.load import describe, published_sampling
 from models.parameters import layers_with, parameter_shapes, tensor_names
 from models.sampling import Sampling
@@ -91,9 +92,10 @@ def written_from(name):
 def tensors_of(config):
     """The model's tensors by llama.cpp's names, in Hugging Face's order of rows."""
     saved, names, found = saved_tensors(model_of(config), config.architecture), tensor_names(config), {}
+    renamed = names_in(LLAMA_CPP.get(config.architecture, config.architecture))
     for name in parameter_shapes(config):
         for layer in range(config.num_layers):
-            key = NAMES[name].format(layer, "").removesuffix("[]")
+            key = renamed(names[name]).format(layer, "").removesuffix("[]")
             experts = [saved.get(names[name].format(layer, x)) for x in range(config.num_experts)]
             if layer not in layers_with(config, name) and name.startswith("layers."):
                 continue
@@ -217,6 +219,37 @@ def test_model_is_the_one_it_was_written_from(name, make):
                 np.testing.assert_allclose(leaf[...], theirs, atol=1e-6)
                 leaf[...] = theirs
     assert_same(model, compared)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("llama", {"embedding": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}),
+        ("llama_biases", {"layers.value_bias": "blk.{}.attn_v.bias", "layers.output_bias": "blk.{}.attn_output.bias"}),
+        (
+            "olmo2",
+            {
+                "layers.wide_query_norm": "blk.{}.attn_q_norm.weight",
+                "layers.attention_post_norm": "blk.{}.post_attention_norm.weight",
+            },
+        ),
+        (
+            "gemma2",
+            {"layers.feed_norm": "blk.{}.ffn_norm.weight", "layers.feed_post_norm": "blk.{}.post_ffw_norm.weight"},
+        ),
+        (
+            "qwen3moe_mixed",
+            {
+                "layers.router": "blk.{}.ffn_gate_inp.weight", "layers.expert_up": "blk.{}.ffn_up_exps.weight[{}]",
+                "layers.up": "blk.{}.ffn_up.weight",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_tensors_are_called_as_in_llama_cpp(name, named):
+    config = CONFIGS[name]
+    renamed, names = names_in(LLAMA_CPP.get(config.architecture, config.architecture)), tensor_names(config)
+    assert {parameter: renamed(names[parameter]) for parameter in named} == named
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Kind.F16, "float16"), (Kind.BF16, "bfloat16"), (Kind.Q8_0, "float32")])
