@@ -26,6 +26,7 @@ from kvjax.checks import check_names
 from kvjax.schedule import When
 from models import commands, driver, engine, files, fingerprints
 from models.commands.programs import make_room
+from models.commands.shared_flags import add_shared_flags
 from models.networks import load_networks, read_by, wanted_by
 from models.prompts import check_prompt
 
@@ -132,7 +133,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--rows", default="1", help="prompts that are fed together (default: 1)")
     flags.add_argument("--longest", type=int, default=8192, help="the longest prompt that is timed (default: 8192)")
     flags.add_argument("--block", type=int, default=128, help="tokens per step (default: 128)")
-    commands.add_networks_flag(flags)
+    add_shared_flags(flags, "networks")
     measure.add_json_flag(flags, "fixed_memory")
 
 

@@ -25,7 +25,6 @@ def main(arguments: list[str] | None = None) -> int:
         "kvjax-eval", "evals", description="Evaluations of models under a KV budget.", examples=EXAMPLES
     )
     early = commands.Parser(prog=made.prog, add_help=False, allow_abbrev=False)
-    commands.add_import_flag(early)
     early.parse_known_args(arguments)  # before the subcommands are known: a module may register one
     words = sys.argv[1:] if arguments is None else arguments
     modules: dict[str, Any] = {}

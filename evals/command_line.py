@@ -9,85 +9,29 @@ from typing import Any
 
 import models
 from evals import results
-from evals.run_settings import POLICIES, RECENCY
+from evals.run_settings import POLICIES
 from kvjax.checks import check_names
 from models import commands
-from models.commands import run_flags
+from models.commands.shared_flags import MESH, add_shared_flags, mesh_of
 from models.load import describe as read_description
 from models.networks import Network, load_networks
 
 # Flags that may change when a run is resumed: where it writes, what it runs on, and what is compared.
 FREE = ("name", "invocation", "out", "json", "plot", "batch", "mesh", "against")
-FLAGS: dict[str, dict[str, Any]] = {
-    "model": dict(default="retriever", help="'retriever', a Hugging Face folder, or a hub name"),
-    "block": dict(type=int, default=128, help="prompt tokens per step"),
-    "batch": dict(type=int, default=16, help="samples answered at once"),
-    "seed": dict(type=int, default=0),
-    "dtype": dict(help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's"),
-    "json": dict(type=Path, help="write all figures here"),
-    "plot": dict(type=Path, help="write the picture here (.png, .svg or .pdf)"),
-}
 
 
-def add_shared_flags(flags: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Add some of the flags that evaluations share (:data:`FLAGS`), with other defaults where they are given."""
-    for name in names:
-        given = {"default": defaults[name]} if name in defaults else {}
-        flags.add_argument(f"--{name}", **FLAGS[name] | given)
+def add_model_flags(flags: argparse.ArgumentParser, **changes: Any) -> None:
+    """Add the flags of every evaluation that runs policies; see :func:`models.commands.shared_flags.add_shared_flags`.
+
+    They are the model, how it is fed and spread, and the files of figures and of the picture.
+    """
+    add_shared_flags(flags, "model", "block", "batch", "seed", "dtype", "json", "plot", *MESH, **changes)
 
 
-def add_model_flags(flags: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the flags of every evaluation that runs policies: all of :data:`FLAGS`, and how a model is spread."""
-    add_shared_flags(flags, *FLAGS, **defaults)
-    run_flags.add_mesh_flags(flags)
-
-
-def add_setting_flags(
-    flags: argparse.ArgumentParser,
-    *,
-    budgets: str = "256,512",
-    when: str = "block,prompt",
-) -> None:
+def add_setting_flags(flags: argparse.ArgumentParser, *, budgets: str = "256,512", when: str = "block,prompt") -> None:
     """Add the flags that :func:`evals.run_settings.make_settings` reads."""
-    flags.add_argument(
-        "--policies",
-        default=",".join(POLICIES),
-        help="several by comma; 'full' keeps all tokens; 'select=quest' keeps all, and a step reads a budget of them",
-    )
-    flags.add_argument(
-        "--allocations",
-        default="",
-        help="how slots are divided among heads, such as uniform,adakv; every policy runs with each; several by comma",
-    )
-    add_against_flag(flags)
-    commands.add_networks_flag(flags)
-    flags.add_argument(
-        "--budgets", "--budget", default=budgets, help="slots per head, or ratios of the prompt; several by comma"
-    )
-    flags.add_argument(
-        "--when", default=when, help="block, prompt, or published (as in each policy's paper); several by comma"
-    )
-    flags.add_argument(
-        "--evict-every",
-        type=int,
-        help="evict every n decode steps, 0 for never (default: every step, or once per observation window)",
-    )
-    commands.add_cache_dtype_flag(flags)
-    flags.add_argument(
-        "--question",
-        default="known",
-        help="known when the context is compressed, or unknown (it comes later); several by comma",
-    )
-
-
-def add_against_flag(flags: argparse.ArgumentParser) -> None:
-    """Add --against, which :func:`evals.run_settings.baseline` reads."""
-    flags.add_argument(
-        "--against",
-        metavar="POLICY",
-        help="the policy, 'full' or a selection that each policy is compared with on the same samples; it is run, too "
-        f"(default: {RECENCY})",
-    )
+    names = ("policies", "allocations", "against", "networks", "budgets", "moments", "evict_every", "cache_dtype")
+    add_shared_flags(flags, *names, "questions", policies=",".join(POLICIES), budgets=budgets, moments=when)
 
 
 def check_sizes(flags: argparse.Namespace) -> list[int]:
@@ -116,7 +60,7 @@ def check_least(flags: argparse.Namespace, **least: int) -> None:
 
 def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
     """Load the model and tokenizer that the flags name; see :func:`load_with_tokenizer`."""
-    return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=run_flags.mesh_of(flags))
+    return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
 
 
 def load_with_tokenizer(name: str, **options: Any) -> tuple[models.Decoder, models.Tokenizer]:
@@ -132,7 +76,7 @@ def networks_for(flags: argparse.Namespace, settings: Iterable[Any], model: mode
 
 def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer]:
     """Read the config and tokenizer of the model that the flags name, and check them before weights are read."""
-    config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=run_flags.mesh_of(flags))
+    config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     return config, commands.check_tokenizer(flags.model, tokenizer)
 
 

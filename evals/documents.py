@@ -25,6 +25,7 @@ from evals import command_line, evaluator
 from evals.evaluator import Answer, Group, TextSample
 from kvjax import install
 from models import commands, files, fingerprints
+from models.commands.shared_flags import add_shared_flags
 
 OFFICIAL = Path("official")  # the value of --prompts for the published wording
 
@@ -260,9 +261,8 @@ class DataSet(NamedTuple):
             "--length", type=int,
             help="most tokens per prompt; the middle of longer ones is left out (default: what the model takes)",
         )  # fmt: skip
-        flags.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
+        add_shared_flags(flags, "chat", "out")
         flags.add_argument("--prompts", type=Path, help=self.prompts)
-        flags.add_argument("--out", type=Path, help="a folder for the results; a killed run is resumed there")
 
     def check(self, flags: argparse.Namespace) -> None:
         """Check the flags, and that the folder has each task's file, before any work.

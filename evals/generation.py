@@ -16,7 +16,6 @@ import argparse
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from evals import answering, command_line, evaluator, loglikelihood, needle, pro
 from evals.run_settings import Setting
 from models import commands, hosts
 from models.commands.programs import make_room
+from models.commands.shared_flags import add_shared_flags
 
 EXAMPLES = """examples:
   python -m evals generation --model smollm2-answers --lengths 4000 --budgets 256,512 --samples 4 --out runs/generation
@@ -93,7 +93,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--lengths", default="4000", help="tokens of a text; several by comma")
     flags.add_argument("--samples", type=int, default=4, help="texts per length")
     flags.add_argument("--facts", type=int, default=5, help="facts per text, and as many results")
-    flags.add_argument("--out", type=Path, help="a folder for every sample's record; a killed run is resumed there")
+    add_shared_flags(flags, "out")
     flags.set_defaults(question="unknown", policies=POLICIES, batch=4)
 
 

@@ -44,6 +44,7 @@ from kvjax.sources import SOURCES
 from models import commands, files
 from models.commands import provenance
 from models.commands.programs import make_room
+from models.commands.shared_flags import add_shared_flags
 from models.networks import load_networks, wanted_by
 from models.sizing import checked_budget
 
@@ -315,9 +316,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
     flags.add_argument("--num_fewshot", type=int, help="examples per prompt (default: the task's)")
     flags.add_argument("--limit", type=int, help="use only the first so many samples of each task")
-    flags.add_argument("--batch", type=int, default=8, help="requests answered at once")
-    command_line.add_shared_flags(flags, "seed", "json")
-    flags.add_argument("--out", type=Path, help="a folder for answers; a killed run is resumed there")
+    add_shared_flags(flags, "batch", "seed", "json", "out", batch=8)
 
 
 def command(flags: argparse.Namespace) -> None:

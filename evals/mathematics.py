@@ -22,6 +22,7 @@ import models
 from evals import answering, command_line, documents, evaluator
 from evals.documents import DataSet, Task
 from kvjax import install
+from models.commands.shared_flags import add_shared_flags
 from models.limited import Limited
 
 EXAMPLES = """examples:
@@ -97,8 +98,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     DATA.add_flags(flags)
     flags.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="most tokens of an answer")
-    flags.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
-    flags.add_argument("--top-p", type=float, help="draw only from the fewest tokens whose probabilities sum to this")
+    add_shared_flags(flags, "temperature", "top_p")
     flags.add_argument("--repeats", type=int, default=1, help="answers per problem, each drawn anew")
     flags.set_defaults(when="block")
 

@@ -21,6 +21,7 @@ import models
 from evals import command_line, evaluator, report, tasks
 from evals.run_settings import RECENCY
 from models import commands
+from models.commands.shared_flags import add_shared_flags
 
 # With the embedded model good policies differ at the first once after the prompt, at the second after every block.
 BUDGETS = "40,128"
@@ -129,7 +130,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         help="facts per text that are asked for, each by a prompt of its own; with --question unknown these share the "
         "reading of the text, and a ratio is one of its tokens (default: %(default)s)",
     )
-    flags.add_argument("--out", type=Path, help="a folder for every sample's record; a killed run is resumed there")
+    add_shared_flags(flags, "out")
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -50,8 +50,8 @@ from kvjax.checks import check_names
 from kvjax.schedule import When
 from kvjax.sources import PREDICTOR
 from models import commands
-from models.commands import run_flags
 from models.commands.programs import make_room
+from models.commands.shared_flags import MESH, add_shared_flags
 
 SELECT = f"oracle,{PREDICTOR},quest,h2o,snapkv,streaming"
 EXAMPLES = """examples:
@@ -333,26 +333,20 @@ def perplexity_lines(
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     selections.add_flags(flags, select=None, sparsity="0,0.1,...,0.7", batch=4)
-    flags.add_argument("--policies", help="policies of the library, several by comma")
-    flags.add_argument(
-        "--budgets", "--budget", default="128,256", help="for --policies: slots per head, or ratios of a chunk"
-    )
+    flags.add_argument("--policies", help="policies of the library, several by comma; for them:")
     flags.add_argument(
         "--against",
         metavar="NAME",
         help="the policy that each policy is compared with, by paired chunks; it is measured, too (default: "
         f"{run_settings.RECENCY}); without --policies, the selection (default: {PREDICTOR}, if it is measured)",
     )
-    flags.add_argument("--block", type=int, default=32, help="for --policies: tokens per step")
-    flags.add_argument(
-        "--when",
-        default="block",
-        help="for --policies: evict after every block (block), once before a window's last --stride tokens (prompt), "
-        "or as in each policy's paper (published); several by comma",
-    )
-    commands.add_cache_dtype_flag(flags)
+    moments = "evict after every block (block), once before a window's last --stride tokens (prompt), or as in each "
+    moments += "policy's paper (published); several by comma"
+    add_shared_flags(
+        flags, "budgets", "block", "moments", "cache_dtype", *MESH,
+        budgets="128,256", block=32, moments=dict(help=moments),
+    )  # fmt: skip
     add_text_flags(flags, chunk=512)
-    run_flags.add_mesh_flags(flags)
 
 
 def add_text_flags(flags: argparse.ArgumentParser, *, chunk: int) -> None:

@@ -45,6 +45,7 @@ from evals import (
 from kvjax.chains import policy_of
 from models import commands, files
 from models.commands.programs import make_room
+from models.commands.shared_flags import add_shared_flags
 from models.decoder import output_of_heads
 
 BEST = "best"
@@ -435,8 +436,7 @@ def heat_map(lines: Sequence[dict[str, Any]], layers: Sequence[int], path: Path)
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--policies", help="several by comma; by default those of --recall, else a few")
-    flags.add_argument("--budget", default="0.25", help="slots per head, or a ratio of what is compressed")
-    flags.add_argument("--question", default="known,unknown", help="known, unknown; several by comma")
+    add_shared_flags(flags, "budget", "questions", budget="0.25", questions="known,unknown")
     flags.add_argument("--length", type=int, default=1024, help="tokens per prompt")
     flags.add_argument("--samples", type=int, default=3, help="prompts, at depths drawn at random")
     flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
@@ -447,9 +447,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--nodes", type=int, default=9, help="of a branch and bound on one head per layer; 0 for none")
     flags.add_argument("--exact", type=int, default=24, help="tokens of a case that is solved exactly; 0 for none")
     flags.add_argument("--recall", type=Path, help="a study's JSON file, whose recall is correlated with the regret")
-    commands.add_networks_flag(flags)
-    command_line.add_shared_flags(flags, "model", "block", "seed", "dtype", "json", "plot", seed=100_000)
-    flags.add_argument("--out", type=Path, help="the folder of its records; a killed run is resumed")
+    add_shared_flags(flags, "networks", "model", "block", "seed", "dtype", "json", "plot", "out", seed=100_000)
 
 
 def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]) -> list[run_settings.Setting]:

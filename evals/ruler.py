@@ -34,6 +34,7 @@ from evals.ruler_tasks import (
     sample,
 )
 from models import files
+from models.commands.shared_flags import add_shared_flags
 
 LENGTHS, SAMPLES = "1024", 8  # the defaults of what is generated
 EXAMPLES = """examples:
@@ -138,13 +139,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}; several by comma")
     flags.add_argument("--lengths", help=f"tokens of a prompt and its answer; several by comma (default: {LENGTHS})")
     flags.add_argument("--samples", type=int, help=f"samples per task (default: {SAMPLES}; with --data: all)")
-    flags.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
+    add_shared_flags(flags, "chat", "out")
     flags.add_argument("--essays", type=Path, help="a text file, or a JSON file with 'text'; built-in prose by default")
     flags.add_argument("--qa", type=Path, nargs="+", help="SQuAD's and HotpotQA's JSON files, for qa_1 and qa_2")
     flags.add_argument(
         "--data", help="a folder of samples from RULER's scripts (TASK/validation.jsonl), in place of generated ones"
     )
-    flags.add_argument("--out", type=Path, help="a folder for the results; a killed run is resumed there")
 
 
 def check(flags: argparse.Namespace) -> None:

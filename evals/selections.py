@@ -40,6 +40,7 @@ from kvjax.names import called, makers, registered, written
 from kvjax.selection import share_of_tokens
 from kvjax.transforms import check_kernel, pooled
 from models import commands
+from models.commands.shared_flags import add_shared_flags
 from models.networks import Network, wanted_by
 
 Heads = Literal["query", "group"]
@@ -205,15 +206,13 @@ def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: s
     flags.add_argument(
         "--sparsity", default=sparsity, help="shares of the tokens that are not read, such as 0.5 or 0,0.1,...,0.7"
     )
-    commands.add_networks_flag(flags)
-    flags.add_argument("--sinks", type=int, default=4, help="first tokens that are always read, beyond the budget")
     flags.add_argument(
         "--heads",
         choices=get_args(Heads),
         default="query",
         help="under a simulated policy, tokens are kept per query head, as published, or per group of query heads",
     )
-    command_line.add_shared_flags(flags, "model", "batch", "dtype", "json", "plot", batch=batch)
+    add_shared_flags(flags, "networks", "sinks", "model", "batch", "dtype", "json", "plot", batch=batch)
 
 
 def check_flags(flags: argparse.Namespace) -> None:

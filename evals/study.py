@@ -13,7 +13,8 @@ from typing import Any
 
 from evals import claims, report, studies, study_panels, sweep
 from models import files
-from models.commands import distributed, provenance
+from models.commands import provenance
+from models.commands.shared_flags import HOSTS, add_shared_flags
 
 EXAMPLES = f"""studies: {", ".join(sorted(path.stem for path in studies.FOLDER.glob("*.toml")))}
 
@@ -26,13 +27,10 @@ examples:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("study", metavar="STUDY", help="a name, or the path of a TOML file")
-    flags.add_argument("--out", type=Path, help="the folder of its records; a killed run is resumed")
-    flags.add_argument("--json", type=Path, help="write all scores, tables and claims here")
     flags.add_argument(
         "--judge", type=Path, metavar="JSON", help="judge the scores of such a file again, and run nothing"
     )
-    flags.add_argument("--plot", type=Path, help="draw scores against the bytes held at most (.png, .svg or .pdf)")
-    distributed.add_flags(flags)
+    add_shared_flags(flags, "out", "json", "plot", *HOSTS)
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from evals import command_line, evaluations, evaluator, report, results, run_settings, summaries
 from models import commands, files, hosts
-from models.commands import distributed, provenance
+from models.commands import provenance
+from models.commands.shared_flags import HOSTS, add_shared_flags
 
 # What all evaluations of a sweep share: names that may be lists in the file, and single values.
 SHARED = ("policies", "allocations", "against", "budgets", "when", "evict_every", "question")
@@ -68,8 +69,7 @@ def plan(content: Mapping[str, Any]) -> list[Part]:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("file", type=Path, help="a TOML file: models, policies, allocations, budgets, tasks")
-    flags.add_argument("--out", type=Path, required=True, help="the folder for the results; a killed run is resumed")
-    distributed.add_flags(flags)
+    add_shared_flags(flags, "out", *HOSTS, out=dict(required=True))
 
 
 def command(flags: argparse.Namespace) -> None:
@@ -172,7 +172,6 @@ def read(path: Path) -> dict[str, Any]:
 def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[str, Any]) -> Part:
     parser = _Flags(add_help=False, allow_abbrev=False)
     _evaluation(name).add_flags(parser)
-    commands.add_import_flag(parser)
     closed = {"model", "json", "plot", "out", "coordinator", "processes", "process_id", *SHARED, *PLAIN}
     line = ["--model", model]
     for option, value in options.items():
@@ -184,7 +183,7 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
         if option in content:
             line += _flag(parser, option, content[option])
     try:
-        flags = parser.parse_args(line)
+        flags, _ = parser.parse_known_args(line)
     except ValueError as error:
         raise ValueError(f"the sweep, [tasks.{name}]: {error}") from None
     flags.name = name
@@ -273,7 +272,7 @@ def _label(flags: argparse.Namespace, group: evaluator.Group, error: ValueError)
     return f"{flags.model}, {group.task}{where}: {error}"
 
 
-class _Flags(argparse.ArgumentParser):
+class _Flags(commands.Parser):
     """A parser that raises a ValueError in place of ending the program."""
 
     def error(self, message: str) -> NoReturn:

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ import kvjax
 import models
 from evals import command_line, evaluator, page, run_settings, tasks
 from kvjax.chains import policy_of
-from kvjax.schedule import When
 from kvjax.split import ModelCache
 from models import commands, files
 from models.commands import provenance
+from models.commands.shared_flags import add_shared_flags
 from models.networks import load_networks, read_by, wanted_by
 
 TEMPLATE = Path(__file__).with_name("view.html")
@@ -136,16 +136,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--policies", default="full,snapkv,snapkv+caote", help="two or more by comma; 'full' keeps all tokens"
     )
-    flags.add_argument("--budget", default="96", help="slots per head, or a ratio of the prompt")
-    flags.add_argument(
-        "--when",
-        default="block",
-        choices=get_args(When),
-        help="evict after every block, once, or as in the policy's paper (default %(default)s)",
-    )
-    commands.add_networks_flag(flags)
-    command_line.add_shared_flags(flags, "model", "block", "seed", "dtype", block=64)
-    flags.add_argument("--max-new-tokens", type=int, default=8)
+    names = ("budget", "when", "networks", "model", "block", "seed", "dtype", "max_new_tokens")
+    add_shared_flags(flags, *names, budget="96", block=64, max_new_tokens=8)
     flags.add_argument("--length", type=int, default=384, help="tokens of the default prompt")
     flags.add_argument("--html", type=Path, required=True, help="write the page here")
 

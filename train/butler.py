@@ -257,13 +257,10 @@ def table(summary: dict[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command's flags."""
-    flags = commands.parser(
-        "kvjax-train-butler",
-        "train.butler",
-        description="Trains TokenButler's predictor for a frozen model.",
-        examples=EXAMPLES,
-    )
-    command.add_text_flags(flags)
+    flags = command.parser(
+        "train.butler", script="kvjax-train-butler", description="Trains TokenButler's predictor for a frozen model.",
+        examples=EXAMPLES, out="butler", seq_len="1024 or 2048, by the model's width", lr="1e-3",
+    )  # fmt: skip
     flags.add_argument("--hidden", type=int, help="hidden width of the two networks")
     flags.add_argument("--dim", type=int, help="D', width of the predicted queries and keys")
     flags.add_argument("--source", choices=SOURCES, help="what the predictor reads")
@@ -271,9 +268,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, help="loss of visible pairs only; published: of all pairs"
     )
-    command.add_settings_flags(flags, seq_len="1024 or 2048, by the model's width", lr="1e-3")
-    flags.add_argument("--budget", type=float, default=0.5, help="share of tokens read, for the hit rate (default 0.5)")
-    command.add_run_flags(flags, "butler")
+    flags.add_argument("--budget", type=float, default=0.5, help="share of tokens read, for the hit rate")
     return flags
 
 

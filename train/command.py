@@ -1,4 +1,4 @@
-"""Shared by the trainers' commands: flags of text, settings and runs; processes, meshes and models."""
+"""Shared by the trainers' commands: their flags, processes, meshes and models."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import models
 from evals import command_line, evaluator
 from models import commands, files, hosts
 from models.commands import distributed
+from models.commands.shared_flags import MESH, add_shared_flags
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 from train.loop import Options, Settings
@@ -32,48 +33,47 @@ class FrozenModel(NamedTuple):
     embedded: bool
 
 
-def add_text_flags(flags: argparse.ArgumentParser) -> None:
-    """Add the flags of the frozen model and of the text."""
-    flags.add_argument("--model", default="retriever", help="'retriever' (the default), a folder, or a hub name")
+def parser(
+    module: str, *, description: str, examples: str, out: str, seq_len: str, lr: str, script: str = ""
+) -> commands.Parser:
+    """Build a trainer's parser: the flags of the model, the text, the settings, the run and its devices.
+
+    Args:
+        module, description, examples, script: see :func:`models.commands.parser`.
+        out: the default folder.
+        seq_len, lr: the defaults of these settings, in words; a setting without a flag is None.
+    """
+    flags = commands.parser(script or module, module, description=description, examples=examples)
+    add_shared_flags(flags, "model")
     flags.add_argument("--data", nargs="+", help="files, folders, a hub data set (owner/name[:config]), python")
     flags.add_argument(
         "--eval-data", nargs="+", default=[], help="held-out text (default: the first documents of --data)"
     )
-    flags.add_argument("--eval-rows", type=int, default=16, help="held-out rows (default 16)")
-    flags.add_argument("--text-field", default="text", help="field of a JSON line (default text)")
+    flags.add_argument("--eval-rows", type=int, default=16, help="held-out rows")
+    flags.add_argument("--text-field", default="text", help="field of a JSON line")
     flags.add_argument("--skip-bad-lines", action="store_true", help="leave out and count lines without text")
-
-
-def add_settings_flags(flags: argparse.ArgumentParser, *, seq_len: str, lr: str) -> None:
-    """Add the flags of :class:`train.loop.Settings`; ``seq_len`` and ``lr`` are their defaults, in words."""
     flags.add_argument("--tokens", type=_count, help="tokens of text in total, such as 80e6")
-    flags.add_argument("--seq-len", type=int, help=f"tokens per row (default {seq_len})")
+    flags.add_argument("--seq-len", type=int, help=f"tokens per row (default: {seq_len})")
     flags.add_argument("--batch", type=int, help="rows per step")
-    flags.add_argument("--lr", type=float, help=f"the highest learning rate (default {lr})")
+    flags.add_argument("--lr", type=float, help=f"the highest learning rate (default: {lr})")
     flags.add_argument("--warmup", type=float, help="share of the steps with a rising learning rate")
     flags.add_argument("--clip", type=float, help="largest global norm of the gradient")
     flags.add_argument("--weight-decay", type=float)
-    flags.add_argument("--seed", type=int)
-
-
-def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
-    """Add the flags of the run's folder, of its devices and of its output, and those that every command has."""
     flags.add_argument("--out", type=Path, default=Path(out), help="folder for what is trained and its run")
     flags.add_argument("--resume", choices=("auto", "never"), default="auto", help="resume --out's checkpoint")
-    flags.add_argument("--save-every", type=int, default=200, help="steps between checkpoints (default 200)")
-    flags.add_argument("--keep", type=int, default=2, help="checkpoints kept (default 2)")
+    flags.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
+    flags.add_argument("--keep", type=int, default=2, help="checkpoints kept")
     flags.add_argument("--eval-every", type=int, default=200, help="steps between measurements; 0: only at the end")
-    flags.add_argument("--log-every", type=int, default=20, help="steps between lines of the log (default 20)")
+    flags.add_argument("--log-every", type=int, default=20, help="steps between lines of the log")
     flags.add_argument("--stop-after", type=int, help="stop early, after this step")
     flags.add_argument(
         "--no-measure", dest="measure", action="store_false", help="leave out the measurements after the last step"
     )
-    flags.add_argument("--mesh", help="devices, such as data=4 or data=2,tensor=2; data: rows, tensor: the model")
-    flags.add_argument("--dtype", default="float32", help="the frozen model's dtype (default float32, as published)")
-    distributed.add_flags(flags)
     flags.add_argument("--json", action="store_true", help="print the summary as JSON")
-    commands.add_import_flag(flags)
-    commands.add_cache_flag(flags)
+    mesh = dict(help="devices, such as data=4 or data=2,tensor=2; data: rows, tensor: the model")
+    dtype = dict(default="float32", help="the frozen model's dtype")
+    add_shared_flags(flags, "seed", "dtype", *MESH, seed=dict(default=None), mesh=mesh, dtype=dtype)
+    return flags
 
 
 def load(flags: argparse.Namespace) -> FrozenModel:

@@ -44,6 +44,7 @@ from kvjax.quantise import check_dtypes
 from kvjax.schedule import When, moments
 from kvjax.selection import share_of_tokens
 from models import adapters, commands, hosts
+from models.commands.shared_flags import add_shared_flags
 from models.config_json import to_hugging_face
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
@@ -369,36 +370,18 @@ def table(summary: dict[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command's flags."""
-    flags = commands.parser(
-        "kvjax-finetune",
-        "train.finetune",
-        description="Fine-tunes a model with its cache policy in place.",
-        examples=EXAMPLES,
-    )
     own = Settings()
-    command.add_text_flags(flags)
-    flags.add_argument(
-        "--chat", action="store_true", help="put each prompt into the model's chat template (default: no)"
-    )
-    flags.add_argument("--policy", default=own.policy, help="what to keep while training; 'full' is the control")
-    flags.add_argument(
-        "--budget", default=str(own.budget), help="slots per head (128), or a ratio of a row's tokens (0.25)"
-    )
-    flags.add_argument("--block", type=int, default=own.block, help="tokens per step of the prefill")
-    flags.add_argument(
-        "--when",
-        default=own.when,
-        choices=["block", "prompt", "published"],
-        help="evict after every block, once after the prompt, or as in the policy's paper",
-    )
-    commands.add_cache_dtype_flag(flags)
+    flags = command.parser(
+        "train.finetune", description="Fine-tunes a model with its cache policy in place.", examples=EXAMPLES,
+        out="finetuned", seq_len=str(own.seq_len), lr=f"{own.lr:.0e}, with --lora {10 * own.lr:.0e}",
+    )  # fmt: skip
+    defaults: dict[str, Any] = dict(policy=own.policy, budget=str(own.budget), block=own.block, when=own.when)
+    add_shared_flags(flags, "chat", *defaults, "cache_dtype", **defaults)
     flags.add_argument("--lora", type=int, metavar="RANK", help="train low-rank matrices (default: all weights)")
     flags.add_argument("--lora-on", help="the projections that get them, several by comma (default: all)")
     flags.add_argument(
         "--eval-policy", help="policies of the table before and after, several by comma (default: full and --policy)"
     )
-    command.add_settings_flags(flags, seq_len=str(own.seq_len), lr=f"{own.lr:.0e}, with --lora {10 * own.lr:.0e}")
-    command.add_run_flags(flags, "finetuned")
     return flags
 
 

@@ -377,22 +377,17 @@ def table(summary: dict[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command's flags."""
-    flags = commands.parser(
-        "train.scorer",
-        "train.scorer",
-        description="Trains a small network, which the policy zap evicts by, for a frozen model.",
-        examples=EXAMPLES,
-    )
-    command.add_text_flags(flags)
+    flags = command.parser(
+        "train.scorer", description="Trains a small network, which the policy zap evicts by, for a frozen model.",
+        examples=EXAMPLES, out="scorer", seq_len=str(Settings().seq_len), lr=f"{Settings().lr:g}",
+    )  # fmt: skip
     flags.add_argument("--network", default="scorer", help="scorer (KVzap, the default), gate (Fast KVzip) or yours")
     flags.add_argument("--target", help="the score to predict: kvzip (the default) or kvgrad (one device)")
     flags.add_argument(
         "--hidden", type=int,
         help="width of a scorer's hidden layer, 0 for a linear map (default E / 8), or of a gate's keys (default 16)",
     )  # fmt: skip
-    command.add_settings_flags(flags, seq_len=str(Settings().seq_len), lr=f"{Settings().lr:g}")
-    flags.add_argument("--budget", type=float, default=0.3, help="share of tokens kept, for the hit rate (default 0.3)")
-    command.add_run_flags(flags, "scorer")
+    flags.add_argument("--budget", type=float, default=0.3, help="share of tokens kept, for the hit rate")
     return flags
 
 

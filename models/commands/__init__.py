@@ -24,7 +24,6 @@ import jax
 import kvjax
 from kvjax import install
 from kvjax.checks import check_share_or_tokens
-from kvjax.quantise import check_dtypes
 from models import files, hosts
 from models.commands import distributed
 
@@ -51,7 +50,19 @@ class Invocation(NamedTuple):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports an error on one line. Its flags have an :class:`Invocation` as ``invocation``."""
+    """A parser with --import, which reports an error on one line.
+
+    Its flags have an :class:`Invocation` as ``invocation``; ``common`` is the group of those that every command has.
+    """
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.common = self.add_argument_group("in every command")
+        self.common.add_argument(
+            "--import", action=_Import, default=argparse.SUPPRESS, metavar="MODULE",
+            help="a module that registers policies or models of your own, such as my_scores for my_scores.py; several "
+            "by comma (default: none)",
+        )  # fmt: skip
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -92,7 +103,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def parser(script: str, module: str, *, description: str, examples: str = "") -> Parser:
-    """Build a command's parser, with --version, and with examples and exit codes at the end of its help.
+    """Build a command's parser, with --version, the flag of :func:`keep_compiled`, and an end of its help.
 
     Args:
         script: the command's name where the package is installed. The help shows this name if it was called by it.
@@ -106,6 +117,11 @@ def parser(script: str, module: str, *, description: str, examples: str = "") ->
         formatter_class=_Help,
     )
     flags.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
+    flags.common.add_argument(
+        "--compilation-cache", metavar="FOLDER",
+        help="where to keep compiled programs for the next start, or 'off' (default: KVJAX_COMPILATION_CACHE, else "
+        "the user's cache)",
+    )  # fmt: skip
     return flags
 
 
@@ -114,58 +130,8 @@ def epilog(examples: str) -> str:
     return f"{examples.rstrip()}\n\n{EXIT_CODES}".lstrip()
 
 
-def cache_dtype(text: str) -> str:
-    """Return the name of a cache's dtype on a command line, or of its two, as the ``type`` of a flag."""
-    try:
-        return str(check_dtypes(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
-
-
-def add_cache_dtype_flag(flags: argparse.ArgumentParser) -> None:
-    """Add ``--cache-dtype``, the dtype of a cache's keys and values."""
-    flags.add_argument(
-        "--cache-dtype",
-        type=cache_dtype,
-        metavar="DTYPE",
-        help="keys and values of the cache: float32, bfloat16, float16, int8 or float8_e4m3fn, or two of them, such as "
-        "int8/bfloat16 (default: the model's)",
-    )
-
-
-def add_networks_flag(flags: argparse.ArgumentParser) -> None:
-    """Add --networks, the folders that :func:`models.networks.load_networks` reads."""
-    flags.add_argument(
-        "--networks", type=Path, nargs="+", metavar="FOLDER",
-        help="folders of small networks that policies and selections read, such as a scorer's for zap (default: the "
-        "model's own)",
-    )  # fmt: skip
-
-
-def add_cache_flag(flags: argparse.ArgumentParser) -> None:
-    """Add the flag whose value :func:`keep_compiled` takes."""
-    flags.add_argument(
-        "--compilation-cache", metavar="FOLDER",
-        help="where to keep compiled programs for the next start, or 'off' (default: KVJAX_COMPILATION_CACHE, else "
-        "the user's cache)",
-    )  # fmt: skip
-
-
-def add_import_flag(flags: argparse.ArgumentParser) -> None:
-    """Add --import, which every command has: it imports modules that register policies or models of their own.
-
-    The modules are imported as soon as the flag is read, from where ``python -m`` finds them: the working directory
-    first.
-    """
-    flags.add_argument(
-        "--import", action=_Import, default=argparse.SUPPRESS, metavar="MODULE",
-        help="a module that registers policies or models of your own, such as my_scores for my_scores.py; several by "
-        "comma (default: none)",
-    )  # fmt: skip
-
-
 class _Import(argparse.Action):
-    """Imports the modules that it names."""
+    """Imports the modules that it names as soon as it is read, since later flags may name what they register."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, values)
@@ -262,7 +228,7 @@ def _run(command: Callable[[], None], name: str) -> int:
 
 
 def call(parser: argparse.ArgumentParser, command: Callable[[Any], None], name: str, arguments: Any = None) -> int:
-    """Parse a command line with the flag of :func:`add_cache_flag`, run the command, and return the exit code."""
+    """Parse a command line by :func:`parser`, run the command, and return the exit code."""
     flags = parser.parse_args(arguments)
     keep_compiled(vars(flags).pop("compilation_cache"))
 

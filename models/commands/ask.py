@@ -17,15 +17,7 @@ import models
 from models import commands, files, hosts
 from models.asking import BUDGET, POLICY, Answers, Watch, ask, checked
 from models.commands import distributed, provenance
-from models.commands.run_flags import (
-    MODEL,
-    add_mesh_flags,
-    add_policy_flags,
-    add_run_flags,
-    mesh_of,
-    read_input,
-    run_settings,
-)
+from models.commands.shared_flags import FLAGS, MESH, RUN, add_shared_flags, mesh_of, read_input, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.networks import load_networks, wanted_by
 
@@ -45,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         description="Reads and compresses a document once, and answers questions about it.",
         examples=EXAMPLES,
     )
-    flags.add_argument("model", help=MODEL)
+    flags.add_argument("model", help=FLAGS["model"]["help"])
     source = flags.add_mutually_exclusive_group(required=True)
     source.add_argument("--document", metavar="FILE", help="a UTF-8 text file; - for standard input")
     source.add_argument("--load", metavar="FILE", help="a document that --save wrote, which is not read again")
@@ -54,15 +46,11 @@ def parser() -> argparse.ArgumentParser:
         help="a question; give the flag once for each (default: the lines of standard input)",
     )  # fmt: skip
     flags.add_argument("--save", metavar="FILE", help="write the compressed document into a file (default: no file)")
-    add_policy_flags(flags, budget=f" (default: {BUDGET}; none for 'full')", policy=POLICY, text="document")
-    flags.add_argument("--system", help="the text of the system message (default: that of the chat template)")
+    budget = f"slots per head (512), or a ratio of the document (0.25) (default: {BUDGET}; none for 'full')"
+    add_shared_flags(flags, "policy", "budget", "when", "system", policy=POLICY, budget=dict(help=budget))
     flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
-    commands.add_networks_flag(flags)
-    add_run_flags(flags, max_new_tokens=128, evicts=False)
-    add_mesh_flags(flags)
+    add_shared_flags(flags, "networks", *RUN, *MESH, max_new_tokens=128)
     flags.add_argument("--json", action="store_true", help="print one JSON object (default: the answers)")
-    commands.add_import_flag(flags)
-    commands.add_cache_flag(flags)
     return flags
 
 

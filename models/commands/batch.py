@@ -24,15 +24,7 @@ from models import commands, files, hosts
 from models.batching import Engine
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
-from models.commands.run_flags import (
-    MODEL,
-    add_mesh_flags,
-    add_policy_flags,
-    add_run_flags,
-    mesh_of,
-    read_prompts,
-    run_settings,
-)
+from models.commands.shared_flags import MESH, RUN, add_shared_flags, mesh_of, read_prompts, run_settings
 from models.sampling import Sampling
 
 EXAMPLES = """examples:
@@ -70,20 +62,14 @@ def parser() -> argparse.ArgumentParser:
         help='one JSON object {"prompt": ...} per line, with any "id" that you like; - reads standard input',
     )
     flags.add_argument("--out", type=Path, required=True, help="file of the answers, one JSON object per line")
-    flags.add_argument("--model", default="retriever", help=MODEL)
     flags.add_argument("--rows", type=int, default=8, help="answers that are made at once")
-    flags.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
-    add_policy_flags(flags, budget=" (default: none)")
+    add_shared_flags(flags, "model", "chat", "policy", "budget", "when", "evict_every", *RUN, *MESH)
     flags.add_argument(
         "--longest-prompt",
         type=int,
         help="most tokens of a prompt, which sizes the rows of 'full' and of ratios (default: the model's positions "
         "less the answer)",
     )
-    add_run_flags(flags, max_new_tokens=64)
-    add_mesh_flags(flags)
-    commands.add_import_flag(flags)
-    commands.add_cache_flag(flags)
     return flags
 
 

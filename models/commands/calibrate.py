@@ -11,6 +11,7 @@ import numpy as np
 import models
 from kvjax.checks import check_count
 from models import commands, files
+from models.commands.shared_flags import FLAGS, add_shared_flags
 
 EXAMPLES = """examples:
   python -m models.calibrate retriever --text book.txt --q-filters filters.npy --heads heads.npy
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Computes Q-Filters, centres of queries and the scores of heads of a model from a text.",
         examples=EXAMPLES,
     )
-    flags.add_argument("model", help="as in python -m models.generate")
+    flags.add_argument("model", help=FLAGS["model"]["help"])
     flags.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text of the kind that the model reads")
     flags.add_argument("--q-filters", metavar="FILE", help="write the filters that q_filters reads, a .npy file")
     flags.add_argument(
@@ -36,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--heads", metavar="FILE", help="write the scores that duo and headkv read, a .npy file")
     flags.add_argument("--rows", type=int, default=8, help="most pieces of the text that are read")
     flags.add_argument("--length", type=int, default=512, help="tokens of a piece")
-    flags.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
-    commands.add_import_flag(flags)
-    commands.add_cache_flag(flags)
+    add_shared_flags(flags, "dtype")
     return commands.call(flags, _run, "models.calibrate", arguments)
 
 

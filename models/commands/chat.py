@@ -27,7 +27,7 @@ from kvjax.chains import policy_of
 from kvjax.quantise import check_dtypes
 from kvjax.split import ModelCache
 from models import commands, hosts, selecting
-from models.commands.run_flags import MODEL, add_run_flags, run_settings
+from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.load import published_sampling
 from models.prompts import kept_of
@@ -292,10 +292,9 @@ def parser() -> argparse.ArgumentParser:
     flags = commands.parser(
         "kvjax-chat", "models.chat", description="Chats in the terminal; its memory does not grow.", examples=EXAMPLES
     )
-    flags.add_argument("model", help=MODEL)
+    flags.add_argument("model", help=FLAGS["model"]["help"])
     flags.add_argument("--policy", help=f"what to keep; 'full' keeps all, so memory grows (default: {POLICY})")
     flags.add_argument("--budget", type=int, help=f"tokens that each head keeps (default: {BUDGET}; none for 'full')")
-    flags.add_argument("--system", help="the text of the system message (default: that of the chat template)")
     flags.add_argument(
         "--load", metavar="FILE",
         help="continue a conversation that /save wrote, with its policy and budget (default: a new conversation)",
@@ -304,9 +303,8 @@ def parser() -> argparse.ArgumentParser:
         "--may-repeat", action="store_true",
         help="let an answer go on that says the same three times or more (default: it is ended)",
     )  # fmt: skip
-    add_run_flags(flags, max_new_tokens=512, published=True)
-    commands.add_import_flag(flags)
-    commands.add_cache_flag(flags)
+    published: dict[str, Any] = dict(temperature=None, repetition_penalty=None)
+    add_shared_flags(flags, "system", "evict_every", *RUN, max_new_tokens=512, **published)
     return flags
 
 

@@ -25,18 +25,6 @@ TERMINATED = "this process was ended by SIGTERM; the same commands go on from wh
 ADVICE = "its own output says why, and the same commands go on from what was written."
 
 
-def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Add the flags that :func:`join` reads."""
-    flags.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="run on several hosts: address of the first process, the same for all; 'auto' reads the environment of "
-        "Slurm, Open MPI, Kubernetes or a TPU pod (default: one process)",
-    )
-    flags.add_argument("--processes", type=int, metavar="N", help="how many processes run together (default: 1)")
-    flags.add_argument("--process-id", type=int, metavar="I", help="the number of this process, from 0 (default: none)")
-
-
 def join(flags: argparse.Namespace) -> None:
     """Join the other processes that the flags name, if they name any, and remove the flags.
 

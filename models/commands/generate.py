@@ -24,11 +24,11 @@ from kvjax.split import ModelCache
 from models import commands, hosts, selecting
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
-from models.commands.run_flags import (
-    MODEL,
-    add_mesh_flags,
-    add_policy_flags,
-    add_run_flags,
+from models.commands.shared_flags import (
+    FLAGS,
+    MESH,
+    RUN,
+    add_shared_flags,
     mesh_of,
     read_input,
     read_prompts,
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         description="Generates text with a KV cache inside a budget.",
         examples=EXAMPLES,
     )
-    flags.add_argument("model", help=MODEL)
+    flags.add_argument("model", help=FLAGS["model"]["help"])
     source = flags.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the prompt itself (default: the text of --prompt-file)")
     source.add_argument(
@@ -93,29 +93,20 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--question", help="text after the prompt, unknown when the prompt is compressed (default: none)"
     )
-    flags.add_argument(
-        "--chat", action="store_true", help="put the prompt into the model's chat template (default: no)"
-    )
-    with_select = "; with --select, the number or the share of tokens that a step reads (default: none, for 'full')"
-    add_policy_flags(flags, budget=with_select)
+    budget = "slots per head (512), or a ratio of the prompt (0.25); with --select, the number or the share of tokens "
+    budget += "that a step reads (default: none, for 'full')"
+    add_shared_flags(flags, "chat", "policy", "budget", "when", budget=dict(help=budget))
     flags.add_argument(
         "--select",
         help="evict nothing, but read only some tokens in each step, by a source of importance: "
         f"{', '.join(SOURCES.names())} (default: none)",
     )
-    commands.add_networks_flag(flags)
-    flags.add_argument(
-        "--sinks", type=int, default=4, help="number of first tokens that --select always reads (default: %(default)s)"
-    )
-    add_run_flags(flags, max_new_tokens=64)
-    add_mesh_flags(flags)
+    add_shared_flags(flags, "networks", "sinks", "evict_every", *RUN, *MESH)
     flags.add_argument(
         "--json",
         action="store_true",
         help="print one JSON object instead of text (default: the text, then the figures)",
     )
-    commands.add_import_flag(flags)
-    commands.add_cache_flag(flags)
     return flags
 
 

@@ -52,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples="examples:\n  python -m models.get smollm2",
     )
     flags.add_argument("model", choices=list(PUBLISHED), help="which model")
-    commands.add_import_flag(flags)
-    name = flags.parse_args(arguments).model
-    return commands.run(lambda: _report(name), flags.prog)
+    return commands.call(flags, lambda given: _report(given.model), flags.prog, arguments)
 
 
 def _report(name: str) -> None:

@@ -18,8 +18,6 @@ def run_one(flags: commands.Parser, package: str, modules: Mapping[str, Any], ar
             ``EXAMPLES`` for the end of its help. A text is the help of one that is not imported.
         arguments: by default those of the command line.
     """
-    commands.add_import_flag(flags)
-    commands.add_cache_flag(flags)
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, module in modules.items():
         if isinstance(module, str):
@@ -35,7 +33,6 @@ def run_one(flags: commands.Parser, package: str, modules: Mapping[str, Any], ar
             formatter_class=flags.formatter_class,
         )
         module.add_flags(made)
-        commands.add_import_flag(made)
     chosen = flags.parse_args(arguments)
     commands.keep_compiled(vars(chosen).pop("compilation_cache"))
 

@@ -24,10 +24,11 @@ import kvjax
 import models
 from evals import answering, claims, command_line, evaluator, report, run_settings, statistics, tasks
 from evals.answering import Feed
-from evals.run_settings import KNOWN_OR_NOT, RECENCY, Setting
+from evals.run_settings import RECENCY, Setting
 from kvjax.split import ModelCache
 from models import commands, hosts
 from models.commands.programs import make_room
+from models.commands.shared_flags import add_shared_flags
 from models.decoder import frequencies, output_of_heads, rope_of_layer
 
 POLICIES = (
@@ -302,16 +303,10 @@ def _head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all tokens")
-    flags.add_argument(
-        "--budgets", "--budget", default="0.1", help="slots per head, or ratios of the prompt; several by comma"
-    )
     flags.add_argument("--lengths", default="512", help="tokens per prompt; several by comma, measured together")
     flags.add_argument("--samples", type=int, default=20, help="samples per length, at depths drawn at random")
     flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
-    flags.add_argument("--question", default="known", help=f"{', '.join(KNOWN_OR_NOT)}; several by comma")
-    flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
-    command_line.add_against_flag(flags)
-    commands.add_networks_flag(flags)
+    add_shared_flags(flags, "budgets", "questions", "moments", "against", "networks", budgets="0.1", moments="prompt")
     command_line.add_model_flags(flags, batch=20)
     flags.add_argument("--heads", type=Path, help="write the heat map of retained tokens per head here")
 

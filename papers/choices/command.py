@@ -10,7 +10,6 @@ import argparse
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -20,6 +19,7 @@ from evals import command_line, evaluator, results, run_settings, texts
 from evals.answering import Feed
 from evals.run_settings import Setting
 from models.commands.programs import make_room
+from models.commands.shared_flags import add_shared_flags
 from papers.choices import endings
 from papers.choices.tasks import BY_CHANCE, TASKS, Corpus, Sample, draw, likeliest, read_corpus
 
@@ -61,7 +61,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}, or all; several by comma")
     flags.add_argument("--lengths", default="512,1024", help="tokens of prompt and choice; several by comma")
     flags.add_argument("--samples", type=int, default=40, help="samples per task and length")
-    flags.add_argument("--out", type=Path, help="a folder for every sample's record; a killed run is resumed there")
+    add_shared_flags(flags, "out")
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -31,6 +31,7 @@ import models
 from evals import command_line, evaluator, perplexity, report, sweep, texts
 from evals.perplexity import Losses
 from models import commands, files
+from models.commands.shared_flags import add_shared_flags
 
 SLOTS = 64  # of a block whose channels share scales
 GROUP = 32  # channels
@@ -218,7 +219,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     flags.add_argument("--chunk", type=int, default=512, help="tokens per sequence")
     flags.add_argument("--sequences", type=int, help="use at most so many of each text's chunks")
-    command_line.add_shared_flags(flags, "model", "json")
+    add_shared_flags(flags, "model", "json")
 
 
 def command(flags: argparse.Namespace) -> None:

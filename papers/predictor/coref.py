@@ -36,8 +36,8 @@ from kvjax.checks import check_names
 from kvjax.schedule import moments
 from kvjax.sources import PREDICTOR
 from models import commands, hosts
-from models.commands import run_flags
 from models.commands.programs import make_room
+from models.commands.shared_flags import MESH, add_shared_flags
 from models.networks import read_by
 from papers.predictor import beside, coref_task
 from papers.predictor.beside import Panel
@@ -187,8 +187,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     selections.add_flags(flags, select=SELECT, sparsity="0.5", batch=10)
     flags.add_argument("--mode", default="teacher", help="teacher, generate; several by comma")
     flags.add_argument("--samples", type=int, default=100)
-    command_line.add_shared_flags(flags, "block", "seed")
-    run_flags.add_mesh_flags(flags)
+    add_shared_flags(flags, "block", "seed", *MESH)
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +28,7 @@ from kernels_pallas import cache_attention
 from kvjax import sources
 from kvjax.checks import check_names
 from models import commands, files
+from models.commands.shared_flags import add_shared_flags
 from models.driver import filled_slots
 from models.networks import kinds_for
 from models.parameters import array_shapes
@@ -363,7 +363,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--lengths", default="256,512,1024,2048", help="tokens of a forward")
     flags.add_argument("--contexts", default="8192,32768,131072", help="tokens before a decode step")
     flags.add_argument("--shares", default="0.5,0.25,0.1,0.05", help="shares of the tokens that a head reads")
-    flags.add_argument("--json", type=Path, help="write all figures here")
+    add_shared_flags(flags, "json")
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -22,6 +21,7 @@ from evals import report
 from kvjax import sources
 from kvjax.sources import PREDICTOR
 from models import commands, files, fingerprints
+from models.commands.shared_flags import add_shared_flags
 from models.networks import LooksAhead, load_networks
 from papers.predictor import flops
 
@@ -109,12 +109,11 @@ def table(records: Sequence[dict[str, Any]]) -> report.Table:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--model", default="smollm2", help="a name or a folder (default %(default)s)")
-    commands.add_networks_flag(flags)
+    add_shared_flags(flags, "networks", "json")
     flags.add_argument("--contexts", default="512,2048,8192", help="tokens of the prompt, several by comma")
     flags.add_argument("--groups", default="separate,max", help="how the heads of a group choose, several by comma")
     flags.add_argument("--shares", default="0.5,0.25,0.1", help="of the tokens that a step reads, several by comma")
     flags.add_argument("--repetitions", type=int, default=25, help="timed steps of each way (default %(default)s)")
-    flags.add_argument("--json", type=Path, help="write all figures here")
 
 
 def command(flags: argparse.Namespace) -> None:

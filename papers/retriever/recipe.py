@@ -463,7 +463,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, default=2, help="devices to split a CPU into; give its cores")
     parser.add_argument("--samples", type=int, default=100, help="needles per recall measurement; 0 for none")
     parser.add_argument("--stop-after", type=int, default=None, help="stop early, after this step")
-    commands.add_import_flag(parser)
     options = parser.parse_args(arguments)
     return commands.run(lambda: _make(options), "papers.retriever.recipe")
 

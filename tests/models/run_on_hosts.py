@@ -20,6 +20,7 @@ import models  # noqa: E402
 from evals.__main__ import main as evaluate  # noqa: E402
 from models import commands  # noqa: E402
 from models.commands import batch, distributed, generate  # noqa: E402
+from models.commands.shared_flags import HOSTS, add_shared_flags  # noqa: E402
 from papers.__main__ import main as experiment  # noqa: E402
 from train import finetune  # noqa: E402
 
@@ -65,7 +66,7 @@ def main() -> int:
     for name in ("model", "prompts", "out"):
         flags.add_argument(name, type=Path)
     flags.add_argument("--answers-only", action="store_true", help="leave the other commands out")
-    distributed.add_flags(flags)
+    add_shared_flags(flags, *HOSTS)
     given = flags.parse_args()
     distributed.join(given)
     read: list[int] = []

@@ -26,8 +26,9 @@ ANSWERS_ONLY = ["--answers-only"]  # and one prompt
 JOINS_AND_WAITS = """
 import argparse, time
 from models.commands import distributed
+from models.commands.shared_flags import HOSTS, add_shared_flags
 flags = argparse.ArgumentParser()
-distributed.add_flags(flags)
+add_shared_flags(flags, *HOSTS)
 distributed.join(flags.parse_args())
 print("joined", flush=True)
 time.sleep(99)

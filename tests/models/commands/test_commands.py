@@ -116,7 +116,6 @@ def test_all_missing_extras_of_a_command_are_named_at_once(tmp_path, capsys, mon
     for name in ("matplotlib", "gguf"):
         monkeypatch.setitem(sys.modules, name, None)
     flags = commands.parser("x", "x", description="x")
-    commands.add_cache_flag(flags)
     flags.add_argument("--model")
     flags.add_argument("--plot")
     line = ["--compilation-cache", "off", "--model", "M.GGUF"]
