@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 from benchmarks import measure, peers, report
 from benchmarks.shapes import parameter_count, shape
-from evals import command_line
 from evals.report import Table
 from kvjax.checks import check_names
 from models import commands, files, fingerprints
 from models.commands import provenance
+from models.commands.shared_flags import count
 from models.folders import SHIPPED
 from models.published import PUBLISHED
 
@@ -278,14 +278,13 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "PyTorch",
     )  # fmt: skip
     flags.add_argument("--parts", help="only these; several by comma (default: all)")
-    flags.add_argument("--seconds", type=int, default=560, help="time for all parts (default: %(default)s)")
+    flags.add_argument("--seconds", type=count, default=560, help="time for all parts (default: %(default)s)")
     flags.add_argument("--tiny", action="store_true", help="smallest shapes, to try all parts, on a CPU too")
     flags.add_argument("--out", type=Path, default=Path("runs/accelerator"), help="the folder (default: %(default)s)")
 
 
 def command(flags: argparse.Namespace) -> None:
     """Run the parts, and after each write the JSON file and the page."""
-    command_line.check_least(flags, seconds=1)
     if flags.model and Path(flags.model).exists():
         flags.model = str(Path(flags.model).resolve())
     elif flags.model not in (None, *MODELS):  # said now, and not after the parts before RULER

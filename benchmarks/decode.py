@@ -12,8 +12,9 @@ import numpy as np
 import kvjax
 from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
-from evals import command_line, report
+from evals import report
 from models import commands, files
+from models.commands.shared_flags import count
 
 POSITION_ONLY = "streaming"  # evicts by position: no scores, no statistics of the attention
 TINY = {"budgets": [16], "prompts": [64, 1_000_000], "batches": [1], "block": 8}
@@ -223,7 +224,7 @@ def add_step_flags(flags: argparse.ArgumentParser, name: str) -> None:
     flags.add_argument("--prompts", default="8192,131072,1048576", help="prompts per budget; the first in parts, too")
     flags.add_argument("--full", default="8192,32768,131072", help="prompts of full caches, or none")
     flags.add_argument("--policy", default="h2o+caote")
-    flags.add_argument("--block", type=int, default=128)
+    flags.add_argument("--block", type=count, default=128)
     measure.add_timing_flags(flags, name)
 
 
@@ -234,7 +235,6 @@ def step_grid(flags: argparse.Namespace) -> Grid:
     full = [] if flags.full == "none" else measure.whole_numbers("--full", flags.full)
     lists = {name: measure.whole_numbers(f"--{name}", getattr(flags, name)) for name in ("batches", "budgets")}
     given = {**lists, "prompts": measure.whole_numbers("--prompts", flags.prompts), "full": full, "block": flags.block}
-    command_line.check_least(flags, block=1)
     if flags.tiny:
         given |= TINY | {"full": [64]}
     if min(given["prompts"]) < max(given["budgets"]):

@@ -26,7 +26,7 @@ from kvjax.checks import check_names
 from kvjax.schedule import When
 from models import commands, driver, engine, files, fingerprints
 from models.commands.programs import make_room
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 from models.networks import load_networks, read_by, wanted_by
 from models.prompts import check_prompt
 
@@ -128,11 +128,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--model", default="smollm2", help="what models.load takes (default: smollm2)")
     flags.add_argument("--policies", default=POLICIES, help=f"policies, or full (default: {POLICIES})")
     flags.add_argument("--when", default="block,prompt", help="moments of eviction (default: block,prompt)")
-    flags.add_argument("--budget", type=int, default=512, help="slots per head (default: 512)")
+    flags.add_argument("--budget", type=count, default=512, help="slots per head (default: 512)")
     flags.add_argument("--prompts", default="2048,8192,65536", help="tokens (default: 2048,8192,65536)")
     flags.add_argument("--rows", default="1", help="prompts that are fed together (default: 1)")
-    flags.add_argument("--longest", type=int, default=8192, help="the longest prompt that is timed (default: 8192)")
-    flags.add_argument("--block", type=int, default=128, help="tokens per step (default: 128)")
+    flags.add_argument("--longest", type=count, default=8192, help="the longest prompt that is timed (default: 8192)")
+    flags.add_argument("--block", type=count, default=128, help="tokens per step (default: 128)")
     add_shared_flags(flags, "networks")
     measure.add_json_flag(flags, "fixed_memory")
 

@@ -16,12 +16,13 @@ from jaxtyping import Array, Float
 
 from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
-from evals import command_line, report
+from evals import report
 from kernels_pallas.dispatch import kernels_of, of_layer, platform
 from kvjax.cache import empty_entries
 from kvjax.checks import check_names
 from kvjax.quantise import Dtypes
 from models import commands, files
+from models.commands.shared_flags import count
 from models.config import Config
 from models.networks import kinds_for
 
@@ -402,9 +403,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--implementations", "--implementation", default="auto", help="auto: all that can run here")
     flags.add_argument("--interpret", action="store_true", help="emulate the named kernels; the times mean nothing")
     flags.add_argument("--batches", default="1,8")
-    flags.add_argument("--budget", type=int, default=8192)
-    flags.add_argument("--context", type=int, default=131_072, help="slots that select_attention chooses from")
-    flags.add_argument("--loss-tokens", type=int, default=4096)
+    flags.add_argument("--budget", type=count, default=8192)
+    flags.add_argument("--context", type=count, default=131_072, help="slots that select_attention chooses from")
+    flags.add_argument("--loss-tokens", type=count, default=4096)
     measure.add_timing_flags(flags, "kernels")
 
 
@@ -412,7 +413,6 @@ def command(flags: argparse.Namespace) -> None:
     """Measure, print the table, write JSON."""
     files.check_outputs([flags.json])
     sizes = TINY if flags.tiny else Sizes(flags.budget, context=flags.context, loss_tokens=flags.loss_tokens)
-    command_line.check_least(flags, budget=1, context=1, loss_tokens=1)
     batches = [1] if flags.tiny else measure.whole_numbers("--batches", flags.batches)
     shapes = names_of(flags)
     options = dict(implementations=flags.implementations, interpret=flags.interpret)

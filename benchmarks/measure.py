@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from evals import command_line, report
+from evals import report
 from models import commands, files
 from models.commands import provenance
+from models.commands.shared_flags import count
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -233,8 +234,8 @@ class Timing(NamedTuple):
 
 def add_timing_flags(flags: argparse.ArgumentParser, name: str) -> None:
     """Add the flags of a benchmark that times programs; :func:`timing` reads them."""
-    flags.add_argument("--calls", type=int, help="calls inside one timed program (default: 16, on a CPU 2)")
-    flags.add_argument("--repetitions", type=int, help="runs of a timed program (default: 10, on a CPU 5)")
+    flags.add_argument("--calls", type=count, help="calls inside one timed program (default: 16, on a CPU 2)")
+    flags.add_argument("--repetitions", type=count, help="runs of a timed program (default: 10, on a CPU 5)")
     flags.add_argument("--memory", type=float, help="GiB that may be taken (default: all free memory)")
     flags.add_argument("--tiny", action="store_true", help="smallest shape and sizes, to check that everything runs")
     add_json_flag(flags, name)
@@ -245,7 +246,6 @@ def timing(flags: argparse.Namespace) -> Timing:
     fast = on_accelerator()
     calls = flags.calls if flags.calls is not None else 1 if flags.tiny else 16 if fast else 2
     repetitions = flags.repetitions if flags.repetitions is not None else 1 if flags.tiny else 10 if fast else 5
-    command_line.check_least(flags, calls=1, repetitions=1)
     if flags.memory is not None and not flags.memory > 0:
         raise ValueError(f"--memory is {flags.memory}; give a number of GiB above 0.")
     free = free_bytes() if flags.memory is None else flags.memory * 2**30

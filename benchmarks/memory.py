@@ -19,6 +19,7 @@ from benchmarks import measure, steps
 from evals import report
 from kvjax.schedule import Phase
 from models import commands, driver, files
+from models.commands.shared_flags import count
 from models.sampling import Draws, Sampling
 from models.steps import decode_phase
 
@@ -84,9 +85,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--policies", default="snapkv,snapkv@pyramid,snapkv@layer,snapkv@model")
     flags.add_argument("--shares", default="0.02,0.05,0.2", help="budgets as shares of the prompt")
-    flags.add_argument("--prompt", type=int, default=16_384)
-    flags.add_argument("--block", type=int, default=128)
-    flags.add_argument("--page-size", type=int, default=16)
+    flags.add_argument("--prompt", type=count, default=16_384)
+    flags.add_argument("--block", type=count, default=128)
+    flags.add_argument("--page-size", type=count, default=16)
     measure.add_json_flag(flags, "memory")
     flags.add_argument("--page", type=Path, help="write the table as a Markdown page here")
 

@@ -30,6 +30,7 @@ from benchmarks.peer_timing import keep_to, peak_resident, serve, timing
 from benchmarks.shapes import parameter_count, shape
 from evals import command_line, evaluator, report, tasks
 from models import commands, files, fingerprints, published
+from models.commands.shared_flags import at_least, count
 from models.load import describe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,18 +194,18 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         )
     flags.add_argument("--shape", help="random weights of this shape (default: small)")
     flags.add_argument("--model", help="a model in place of --shape, such as smollm2, on a text")
-    flags.add_argument("--prompt", type=int, default=2_048, help="tokens of the prompt (default %(default)s)")
+    flags.add_argument("--prompt", type=count, default=2_048, help="tokens of the prompt (default %(default)s)")
     flags.add_argument(
         "--budgets",
         "--budget",
         help="slots per head, or full; several by comma (default: 512; with --model: 256,512,full)",
     )
-    flags.add_argument("--new-tokens", type=int, default=33)
-    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step of our prefill")
+    flags.add_argument("--new-tokens", type=at_least(2), default=33)
+    flags.add_argument("--block", type=at_least(WINDOW), default=128, help="prompt tokens per step of our prefill")
     flags.add_argument("--threads", default="1,2", help="threads per side; several by comma, one after the other")
     flags.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    flags.add_argument("--repetitions", type=int, default=7)
+    flags.add_argument("--repetitions", type=count, default=7)
     measure.add_json_flag(flags, "peers")
 
 
@@ -213,7 +214,6 @@ def command(flags: argparse.Namespace) -> None:
     files.check_outputs([flags.json])
     threads = measure.whole_numbers("--threads", flags.threads)
     budgets = _budgets(flags.budgets or ("256,512,full" if flags.model else "512"))
-    command_line.check_least(flags, block=WINDOW, repetitions=1, new_tokens=2)
     _check_longer(flags.prompt, budgets)
     if flags.model and flags.shape:
         raise ValueError(f"both --model {flags.model} and --shape {flags.shape} were given; keep one of them.")

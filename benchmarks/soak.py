@@ -29,8 +29,9 @@ from tqdm import tqdm
 
 import models
 from benchmarks import measure
-from evals import command_line, report
+from evals import report
 from models import files, fingerprints
+from models.commands.shared_flags import at_least, count
 
 PARTS = 20  # of each run, one record of figures each
 POOL = 200  # prompts that requests are drawn from; each one's answer alone is known
@@ -294,12 +295,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--model", default="retriever", help="what models.load takes (default: the embedded model)")
     flags.add_argument("--policy", default="snapkv+caote")
-    flags.add_argument("--budget", type=int, default=512, help="slots per head of the long prompt (default: 512)")
-    flags.add_argument("--block", type=int, default=128)
-    flags.add_argument("--tokens", type=int, default=1_000_000, help="tokens of the long prompt; 0 for none")
-    flags.add_argument("--requests", type=int, default=10_000, help="requests through the Engine; 0 for none")
-    flags.add_argument("--kills", type=int, default=20, help="kills of models.batch; 0 for none")
-    flags.add_argument("--rows", type=int, default=8, help="rows of the Engine; each has an eighth of the budget")
+    flags.add_argument("--budget", type=at_least(8), default=512, help="slots per head of the long prompt")
+    flags.add_argument("--block", type=count, default=128)
+    flags.add_argument("--tokens", type=at_least(0), default=1_000_000, help="tokens of the long prompt; 0 for none")
+    flags.add_argument("--requests", type=at_least(0), default=10_000, help="requests to the Engine; 0 for none")
+    flags.add_argument("--kills", type=at_least(0), default=20, help="kills of models.batch; 0 for none")
+    flags.add_argument("--rows", type=count, default=8, help="rows of the Engine; each has an eighth of the budget")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
     measure.add_json_flag(flags, "soak")
 
@@ -309,7 +310,6 @@ def command(flags: argparse.Namespace) -> None:
     if flags.plot is not None:
         report.check_plot(flags.plot)
     files.check_outputs([flags.json, flags.plot])
-    command_line.check_least(flags, budget=8, block=1, rows=1, tokens=0, requests=0, kills=0)
     if not flags.tokens and not flags.requests and not flags.kills:
         raise ValueError("--tokens, --requests and --kills are all 0; give at least one of them.")
     if flags.plot is not None and not flags.tokens and not flags.requests:

@@ -51,13 +51,6 @@ def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | 
     return [part for part in known if part in given]
 
 
-def check_least(flags: argparse.Namespace, **least: int) -> None:
-    """Raise ValueError if a flag is below its least value; a flag may be None, or not be there."""
-    for name, value in least.items():
-        if (given := getattr(flags, name, None)) is not None and given < value:
-            raise ValueError(f"--{name.replace('_', '-')} is {given}; give at least {value}.")
-
-
 def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
     """Load the model and tokenizer that the flags name; see :func:`load_with_tokenizer`."""
     return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))

@@ -25,7 +25,7 @@ from evals import command_line, evaluator
 from evals.evaluator import Answer, Group, TextSample
 from kvjax import install
 from models import commands, files, fingerprints
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 
 OFFICIAL = Path("official")  # the value of --prompts for the published wording
 
@@ -256,9 +256,9 @@ class DataSet(NamedTuple):
         command_line.add_setting_flags(flags, budgets="256", when="prompt")
         flags.add_argument("--data", help="the folder with the published files, one per task, or 'hub'")
         flags.add_argument("--tasks", default="all", help=f"{', '.join(self.tasks)}; several by comma")
-        flags.add_argument("--samples", type=int, help="use only the first so many samples of each task")
+        flags.add_argument("--samples", type=count, help="use only the first so many samples of each task")
         flags.add_argument(
-            "--length", type=int,
+            "--length", type=count,
             help="most tokens per prompt; the middle of longer ones is left out (default: what the model takes)",
         )  # fmt: skip
         add_shared_flags(flags, "chat", "out")
@@ -277,7 +277,6 @@ class DataSet(NamedTuple):
                 "--data is hub, but the records of these tasks come from files; give a folder with them, such as "
                 f"{self.file(next(iter(self.tasks)))}."
             )
-        command_line.check_least(flags, samples=1, length=1)
         chosen = command_line.choose("--tasks", flags.tasks, list(self.tasks))
         if flags.data != "hub" and not Path(flags.data).is_dir():
             raise FileNotFoundError(f"there is no folder {flags.data}; give --data a folder with the published files.")

@@ -19,7 +19,7 @@ import kvjax
 import models
 from evals import prose, report, results
 from evals.answering import FEED, NO_AIDS, Aids, Batch, Feed, answers_each, check_answers
-from evals.command_line import check_least, command_text, decisive_flags, load, networks_for
+from evals.command_line import command_text, decisive_flags, load, networks_for
 from evals.run_settings import KNOWN_OR_NOT, RECENCY, Setting, baseline, make_settings, sharing_note
 from evals.summaries import compare, summarise, task_map
 from models import commands, files, fingerprints
@@ -178,7 +178,6 @@ def command(
         picture: draws the records into a file; by default :func:`evals.summaries.task_map` draws their summary.
     """
     settings = make_settings(flags)
-    check_least(flags, block=1, batch=1)
     check(flags)
     report.check_outputs(flags.json, flags.plot)
     store = results.Results(flags.out, flags.name, decisive_flags(flags), command_text(flags))

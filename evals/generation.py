@@ -27,7 +27,7 @@ from evals import answering, command_line, evaluator, loglikelihood, needle, pro
 from evals.run_settings import Setting
 from models import commands, hosts
 from models.commands.programs import make_room
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 
 EXAMPLES = """examples:
   python -m evals generation --model smollm2-answers --lengths 4000 --budgets 256,512 --samples 4 --out runs/generation
@@ -91,8 +91,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     command_line.add_model_flags(flags)
     command_line.add_setting_flags(flags, budgets="256,512", when="block")
     flags.add_argument("--lengths", default="4000", help="tokens of a text; several by comma")
-    flags.add_argument("--samples", type=int, default=4, help="texts per length")
-    flags.add_argument("--facts", type=int, default=5, help="facts per text, and as many results")
+    flags.add_argument("--samples", type=count, default=4, help="texts per length")
+    flags.add_argument("--facts", type=count, default=5, help="facts per text, and as many results")
     add_shared_flags(flags, "out")
     flags.set_defaults(question="unknown", policies=POLICIES, batch=4)
 
@@ -105,7 +105,6 @@ def command(flags: argparse.Namespace) -> None:
 def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
     command_line.check_sizes(flags)
-    command_line.check_least(flags, samples=1, facts=1)
     check_settings(run_settings.make_settings(flags, ("unknown",)))
 
 

@@ -44,7 +44,7 @@ from kvjax.sources import SOURCES
 from models import commands, files
 from models.commands import provenance
 from models.commands.programs import make_room
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, at_least, count
 from models.networks import load_networks, wanted_by
 from models.sizing import checked_budget
 
@@ -314,8 +314,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     flags.add_argument("--model", default="kvjax", choices=["kvjax"], help="the name in the harness's registry")
     flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
-    flags.add_argument("--num_fewshot", type=int, help="examples per prompt (default: the task's)")
-    flags.add_argument("--limit", type=int, help="use only the first so many samples of each task")
+    flags.add_argument("--num_fewshot", type=at_least(0), help="examples per prompt (default: the task's)")
+    flags.add_argument("--limit", type=count, help="use only the first so many samples of each task")
     add_shared_flags(flags, "batch", "seed", "json", "out", batch=8)
 
 
@@ -326,7 +326,6 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-    command_line.check_least(flags, limit=1, batch=1)
     given = [_parse_arguments(text) for text in flags.model_args]
     against = run_settings.baseline(flags)
     named = [_policy(check_settings(_arguments(arguments))) for arguments in given]

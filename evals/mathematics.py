@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import models
-from evals import answering, command_line, documents, evaluator
+from evals import answering, documents, evaluator
 from evals.documents import DataSet, Task
 from kvjax import install
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 from models.limited import Limited
 
 EXAMPLES = """examples:
@@ -97,9 +97,9 @@ def read_tasks(flags: argparse.Namespace) -> Mapping[str, Task]:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     DATA.add_flags(flags)
-    flags.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="most tokens of an answer")
+    flags.add_argument("--new-tokens", type=count, default=NEW_TOKENS, help="most tokens of an answer")
     add_shared_flags(flags, "temperature", "top_p")
-    flags.add_argument("--repeats", type=int, default=1, help="answers per problem, each drawn anew")
+    flags.add_argument("--repeats", type=count, default=1, help="answers per problem, each drawn anew")
     flags.set_defaults(when="block")
 
 
@@ -107,7 +107,6 @@ def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
     _judge()
     DATA.check(flags)
-    command_line.check_least(flags, new_tokens=1, repeats=1)
     if flags.repeats > 1 and flags.temperature == 0:
         raise ValueError(f"--repeats is {flags.repeats}, but at --temperature 0 all answers are the same; raise it.")
 

@@ -21,7 +21,7 @@ import models
 from evals import command_line, evaluator, report, tasks
 from evals.run_settings import RECENCY
 from models import commands
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 
 # With the embedded model good policies differ at the first once after the prompt, at the second after every block.
 BUDGETS = "40,128"
@@ -120,12 +120,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     command_line.add_model_flags(flags)
     command_line.add_setting_flags(flags, budgets=BUDGETS)
     flags.add_argument("--lengths", default="512,1024", help="tokens per prompt; several by comma")
-    flags.add_argument("--depths", type=int, default=5, help="number of depths from 0 to 1")
-    flags.add_argument("--samples", type=int, default=8, help="samples per length and depth")
-    flags.add_argument("--facts", type=int, default=10, help="facts per text")
+    flags.add_argument("--depths", type=count, default=5, help="number of depths from 0 to 1")
+    flags.add_argument("--samples", type=count, default=8, help="samples per length and depth")
+    flags.add_argument("--facts", type=count, default=10, help="facts per text")
     flags.add_argument(
         "--asked",
-        type=int,
+        type=count,
         default=1,
         help="facts per text that are asked for, each by a prompt of its own; with --question unknown these share the "
         "reading of the text, and a ratio is one of its tokens (default: %(default)s)",
@@ -148,7 +148,6 @@ def exact(tokens: Sequence[int], sample: tasks.Sample) -> bool:
 def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
     command_line.check_sizes(flags)
-    command_line.check_least(flags, depths=1, samples=1, facts=1)
     if not 1 <= flags.asked <= flags.facts:
         raise ValueError(f"--asked is {flags.asked}; give a number from 1 to the {flags.facts} facts of a text.")
 

@@ -51,7 +51,7 @@ from kvjax.schedule import When
 from kvjax.sources import PREDICTOR
 from models import commands
 from models.commands.programs import make_room
-from models.commands.shared_flags import MESH, add_shared_flags
+from models.commands.shared_flags import MESH, add_shared_flags, count
 
 SELECT = f"oracle,{PREDICTOR},quest,h2o,snapkv,streaming"
 EXAMPLES = """examples:
@@ -352,11 +352,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def add_text_flags(flags: argparse.ArgumentParser, *, chunk: int) -> None:
     """Add the flags for the text and how it is cut."""
     texts.add_text_flag(flags)
-    flags.add_argument("--chunk", type=int, default=chunk, help="tokens per sequence; 1024 as published")
+    flags.add_argument("--chunk", type=count, default=chunk, help="tokens per sequence; 1024 as published")
     flags.add_argument(
-        "--stride", type=int, help="slide windows of --chunk tokens by so many, and count only their last so many"
+        "--stride", type=count, help="slide windows of --chunk tokens by so many, and count only their last so many"
     )
-    flags.add_argument("--sequences", type=int, help="use at most so many of the text's chunks")
+    flags.add_argument("--sequences", type=count, help="use at most so many of the text's chunks")
 
 
 def command(flags: argparse.Namespace) -> None:
@@ -367,7 +367,6 @@ def command(flags: argparse.Namespace) -> None:
         flags.select += f",{flags.against}"
     chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
     settings = [] if flags.policies is None else make_settings(flags)
-    command_line.check_least(flags, block=1, batch=1)
     selections.check_flags(flags)
     text = texts.read_text(flags.text)
     model, tokenizer = command_line.load(flags)

@@ -45,7 +45,7 @@ from evals import (
 from kvjax.chains import policy_of
 from models import commands, files
 from models.commands.programs import make_room
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, at_least, count
 from models.decoder import output_of_heads
 
 BEST = "best"
@@ -437,15 +437,17 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--policies", help="several by comma; by default those of --recall, else a few")
     add_shared_flags(flags, "budget", "questions", budget="0.25", questions="known,unknown")
-    flags.add_argument("--length", type=int, default=1024, help="tokens per prompt")
-    flags.add_argument("--samples", type=int, default=3, help="prompts, at depths drawn at random")
-    flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
-    flags.add_argument("--layers", type=int, default=10, help="so many layers, evenly spaced")
+    flags.add_argument("--length", type=count, default=1024, help="tokens per prompt")
+    flags.add_argument("--samples", type=count, default=3, help="prompts, at depths drawn at random")
+    flags.add_argument("--facts", type=count, default=10, help="facts per text; one of them is asked for")
+    flags.add_argument("--layers", type=count, default=10, help="so many layers, evenly spaced")
     flags.add_argument(
         "--target", choices=("output", "value"), default="output", help="measure outputs after W_O, or before it"
     )
-    flags.add_argument("--nodes", type=int, default=9, help="of a branch and bound on one head per layer; 0 for none")
-    flags.add_argument("--exact", type=int, default=24, help="tokens of a case that is solved exactly; 0 for none")
+    flags.add_argument(
+        "--nodes", type=at_least(0), default=9, help="nodes of branch and bound, one head per layer; 0: none"
+    )
+    flags.add_argument("--exact", type=at_least(0), default=24, help="tokens of a case solved exactly; 0 for none")
     flags.add_argument("--recall", type=Path, help="a study's JSON file, whose recall is correlated with the regret")
     add_shared_flags(flags, "networks", "model", "block", "seed", "dtype", "json", "plot", "out", seed=100_000)
 
@@ -466,9 +468,8 @@ def _settings(flags: argparse.Namespace, recall: Mapping[tuple[str, str], float]
 
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print table, brackets and correlations, write JSON and picture."""
-    command_line.check_least(
-        flags, samples=1, layers=1, block=1, facts=1, nodes=0, exact=0, length=flags.exact + AFTER + 1
-    )
+    if flags.length <= flags.exact + AFTER:
+        raise ValueError(f"--length is {flags.length}; give at least {flags.exact + AFTER + 1}.")
     report.check_outputs(flags.json, flags.plot)
     recall = {}
     if flags.recall is not None:

@@ -34,7 +34,7 @@ from evals.ruler_tasks import (
     sample,
 )
 from models import files
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 
 LENGTHS, SAMPLES = "1024", 8  # the defaults of what is generated
 EXAMPLES = """examples:
@@ -138,7 +138,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     command_line.add_setting_flags(flags)
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}; several by comma")
     flags.add_argument("--lengths", help=f"tokens of a prompt and its answer; several by comma (default: {LENGTHS})")
-    flags.add_argument("--samples", type=int, help=f"samples per task (default: {SAMPLES}; with --data: all)")
+    flags.add_argument("--samples", type=count, help=f"samples per task (default: {SAMPLES}; with --data: all)")
     add_shared_flags(flags, "chat", "out")
     flags.add_argument("--essays", type=Path, help="a text file, or a JSON file with 'text'; built-in prose by default")
     flags.add_argument("--qa", type=Path, nargs="+", help="SQuAD's and HotpotQA's JSON files, for qa_1 and qa_2")
@@ -154,7 +154,6 @@ def check(flags: argparse.Namespace) -> None:
             raise ValueError(f"--data holds whole samples; leave out {', '.join(f'--{name}' for name in given)}.")
         DATA.check(flags)
         return
-    command_line.check_least(flags, samples=1)
     _lengths(flags)
     read = _read_sources(flags)
     missing = [task for task in _tasks(flags) if task in QA and task not in read.documents]

@@ -187,7 +187,6 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
     except ValueError as error:
         raise ValueError(f"the sweep, [tasks.{name}]: {error}") from None
     flags.name = name
-    command_line.check_least(flags, block=1, batch=1)
     return Part(flags, run_settings.make_settings(flags))
 
 

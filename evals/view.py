@@ -26,7 +26,7 @@ from kvjax.chains import policy_of
 from kvjax.split import ModelCache
 from models import commands, files
 from models.commands import provenance
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 from models.networks import load_networks, read_by, wanted_by
 
 TEMPLATE = Path(__file__).with_name("view.html")
@@ -138,13 +138,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     names = ("budget", "when", "networks", "model", "block", "seed", "dtype", "max_new_tokens")
     add_shared_flags(flags, *names, budget="96", block=64, max_new_tokens=8)
-    flags.add_argument("--length", type=int, default=384, help="tokens of the default prompt")
+    flags.add_argument("--length", type=count, default=384, help="tokens of the default prompt")
     flags.add_argument("--html", type=Path, required=True, help="write the page here")
 
 
 def command(flags: argparse.Namespace) -> None:
     """Write the page."""
-    command_line.check_least(flags, block=1, max_new_tokens=1, length=1)
     names = commands.listed("policy", flags.policies, "--policies full,snapkv+caote")
     policies = list(dict.fromkeys(name if name == "full" else str(kvjax.parse(name)) for name in names))
     budget = commands.parse_budget(flags.budget)

@@ -8,6 +8,8 @@ checkpoint's predictor, and what every run's has (train/loop.py).
 
 from __future__ import annotations
 
+from models.commands.shared_flags import count
+
 if __name__ == "__main__":  # before the other imports, so that a missing extra is named
     from models import commands
 
@@ -261,8 +263,8 @@ def parser() -> argparse.ArgumentParser:
         "train.butler", script="kvjax-train-butler", description="Trains TokenButler's predictor for a frozen model.",
         examples=EXAMPLES, out="butler", seq_len="1024 or 2048, by the model's width", lr="1e-3",
     )  # fmt: skip
-    flags.add_argument("--hidden", type=int, help="hidden width of the two networks")
-    flags.add_argument("--dim", type=int, help="D', width of the predicted queries and keys")
+    flags.add_argument("--hidden", type=count, help="hidden width of the two networks")
+    flags.add_argument("--dim", type=count, help="D', width of the predicted queries and keys")
     flags.add_argument("--source", choices=SOURCES, help="what the predictor reads")
     flags.add_argument("--dropout", type=float, help="share of the feed-forward's output that is dropped")
     flags.add_argument(

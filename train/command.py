@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import models
 from evals import command_line, evaluator
 from models import commands, files, hosts
 from models.commands import distributed
-from models.commands.shared_flags import MESH, add_shared_flags
+from models.commands.shared_flags import MESH, add_shared_flags, at_least, count
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 from train.loop import Options, Settings
@@ -49,23 +48,23 @@ def parser(
     flags.add_argument(
         "--eval-data", nargs="+", default=[], help="held-out text (default: the first documents of --data)"
     )
-    flags.add_argument("--eval-rows", type=int, default=16, help="held-out rows")
+    flags.add_argument("--eval-rows", type=count, default=16, help="held-out rows")
     flags.add_argument("--text-field", default="text", help="field of a JSON line")
     flags.add_argument("--skip-bad-lines", action="store_true", help="leave out and count lines without text")
-    flags.add_argument("--tokens", type=_count, help="tokens of text in total, such as 80e6")
-    flags.add_argument("--seq-len", type=int, help=f"tokens per row (default: {seq_len})")
-    flags.add_argument("--batch", type=int, help="rows per step")
+    flags.add_argument("--tokens", type=count, help="tokens of text in total, such as 80e6")
+    flags.add_argument("--seq-len", type=count, help=f"tokens per row (default: {seq_len})")
+    flags.add_argument("--batch", type=count, help="rows per step")
     flags.add_argument("--lr", type=float, help=f"the highest learning rate (default: {lr})")
     flags.add_argument("--warmup", type=float, help="share of the steps with a rising learning rate")
     flags.add_argument("--clip", type=float, help="largest global norm of the gradient")
     flags.add_argument("--weight-decay", type=float)
     flags.add_argument("--out", type=Path, default=Path(out), help="folder for what is trained and its run")
     flags.add_argument("--resume", choices=("auto", "never"), default="auto", help="resume --out's checkpoint")
-    flags.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
-    flags.add_argument("--keep", type=int, default=2, help="checkpoints kept")
-    flags.add_argument("--eval-every", type=int, default=200, help="steps between measurements; 0: only at the end")
-    flags.add_argument("--log-every", type=int, default=20, help="steps between lines of the log")
-    flags.add_argument("--stop-after", type=int, help="stop early, after this step")
+    flags.add_argument("--save-every", type=count, default=200, help="steps between checkpoints")
+    flags.add_argument("--keep", type=count, default=2, help="checkpoints kept")
+    flags.add_argument("--eval-every", type=at_least(0), default=200, help="steps between measurements; 0: at the end")
+    flags.add_argument("--log-every", type=count, default=20, help="steps between lines of the log")
+    flags.add_argument("--stop-after", type=count, help="stop early, after this step")
     flags.add_argument(
         "--no-measure", dest="measure", action="store_false", help="leave out the measurements after the last step"
     )
@@ -78,7 +77,6 @@ def parser(
 
 def load(flags: argparse.Namespace) -> FrozenModel:
     """Check the run's flags, join the other processes, and load the model onto the mesh."""
-    command_line.check_least(flags, save_every=1, keep=1, eval_every=0, log_every=1, eval_rows=1, stop_after=1)
     files.check_folder(flags.out)
     distributed.join(flags)
     mesh = models.parse_mesh(
@@ -125,13 +123,3 @@ def report(flags: argparse.Namespace, summary: dict[str, Any] | None, table: Cal
         )
     else:
         print(json.dumps(summary) if flags.json else table(summary))
-
-
-def _count(text: str) -> int:
-    try:
-        count = float(text)
-    except ValueError:
-        count = math.nan
-    if not 1 <= count < 1e15 or count != int(count):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write it like 80e6.")
-    return int(count)

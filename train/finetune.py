@@ -14,6 +14,8 @@ The folder ``--out`` is a Hugging Face folder of the last checkpoint's model, or
 
 from __future__ import annotations
 
+from models.commands.shared_flags import count
+
 if __name__ == "__main__":  # before the other imports, so that a missing extra is named
     from models import commands
 
@@ -37,7 +39,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
-from evals import command_line, loglikelihood
+from evals import loglikelihood
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
@@ -377,7 +379,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     defaults: dict[str, Any] = dict(policy=own.policy, budget=str(own.budget), block=own.block, when=own.when)
     add_shared_flags(flags, "chat", *defaults, "cache_dtype", **defaults)
-    flags.add_argument("--lora", type=int, metavar="RANK", help="train low-rank matrices (default: all weights)")
+    flags.add_argument("--lora", type=count, metavar="RANK", help="train low-rank matrices (default: all weights)")
     flags.add_argument("--lora-on", help="the projections that get them, several by comma (default: all)")
     flags.add_argument(
         "--eval-policy", help="policies of the table before and after, several by comma (default: full and --policy)"
@@ -388,7 +390,6 @@ def parser() -> argparse.ArgumentParser:
 def settings_of(flags: argparse.Namespace) -> Settings:
     """Return the settings that the flags give; a LoRA run has a ten times larger learning rate by default."""
     changes = {name: getattr(flags, name) for name in Settings._fields if getattr(flags, name) is not None}
-    command_line.check_least(flags, lora=1)
     if flags.lora_on is not None and flags.lora is None:
         raise ValueError("--lora-on was given without --lora; give a rank, such as --lora 8.")
     changes["budget"] = commands.parse_budget(flags.budget)

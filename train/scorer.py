@@ -19,6 +19,8 @@ and what every run's has (train/loop.py).
 
 from __future__ import annotations
 
+from models.commands.shared_flags import at_least
+
 if __name__ == "__main__":  # before the other imports, so that a missing extra is named
     from models import commands
 
@@ -384,7 +386,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--network", default="scorer", help="scorer (KVzap, the default), gate (Fast KVzip) or yours")
     flags.add_argument("--target", help="the score to predict: kvzip (the default) or kvgrad (one device)")
     flags.add_argument(
-        "--hidden", type=int,
+        "--hidden", type=at_least(0),
         help="width of a scorer's hidden layer, 0 for a linear map (default E / 8), or of a gate's keys (default 16)",
     )  # fmt: skip
     flags.add_argument("--budget", type=float, default=0.3, help="share of tokens kept, for the hit rate")

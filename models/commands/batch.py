@@ -24,7 +24,7 @@ from models import commands, files, hosts
 from models.batching import Engine
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
-from models.commands.shared_flags import MESH, RUN, add_shared_flags, mesh_of, read_prompts, run_settings
+from models.commands.shared_flags import MESH, RUN, add_shared_flags, count, mesh_of, read_prompts, run_settings
 from models.sampling import Sampling
 
 EXAMPLES = """examples:
@@ -62,11 +62,11 @@ def parser() -> argparse.ArgumentParser:
         help='one JSON object {"prompt": ...} per line, with any "id" that you like; - reads standard input',
     )
     flags.add_argument("--out", type=Path, required=True, help="file of the answers, one JSON object per line")
-    flags.add_argument("--rows", type=int, default=8, help="answers that are made at once")
+    flags.add_argument("--rows", type=count, default=8, help="answers that are made at once")
     add_shared_flags(flags, "model", "chat", "policy", "budget", "when", "evict_every", *RUN, *MESH)
     flags.add_argument(
         "--longest-prompt",
-        type=int,
+        type=count,
         help="most tokens of a prompt, which sizes the rows of 'full' and of ratios (default: the model's positions "
         "less the answer)",
     )

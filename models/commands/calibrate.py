@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 import models
-from kvjax.checks import check_count
 from models import commands, files
-from models.commands.shared_flags import FLAGS, add_shared_flags
+from models.commands.shared_flags import FLAGS, add_shared_flags, count
 
 EXAMPLES = """examples:
   python -m models.calibrate retriever --text book.txt --q-filters filters.npy --heads heads.npy
@@ -35,15 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--centres", metavar="FILE", help="write the centres of queries that triattention reads, a .npy file"
     )
     flags.add_argument("--heads", metavar="FILE", help="write the scores that duo and headkv read, a .npy file")
-    flags.add_argument("--rows", type=int, default=8, help="most pieces of the text that are read")
-    flags.add_argument("--length", type=int, default=512, help="tokens of a piece")
+    flags.add_argument("--rows", type=count, default=8, help="most pieces of the text that are read")
+    flags.add_argument("--length", type=count, default=512, help="tokens of a piece")
     add_shared_flags(flags, "dtype")
     return commands.call(flags, _run, "models.calibrate", arguments)
 
 
 def _run(flags: argparse.Namespace) -> None:
-    rows = check_count("--rows", flags.rows, 1, "read at least 1 piece")
-    length = check_count("--length", flags.length, 1, "a piece has at least 1 token")
     asked = (
         (flags.q_filters, models.q_filters),
         (flags.centres, models.query_centres),
@@ -59,7 +56,7 @@ def _run(flags: argparse.Namespace) -> None:
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     tokens = np.asarray(tokenizer.encode(text), np.int32)
-    rows = min(rows, len(tokens) // length)
+    length, rows = flags.length, min(flags.rows, len(tokens) // flags.length)
     if not rows:
         raise ValueError(f"{flags.text} has {len(tokens)} tokens, expected at least {length}; give more, or --length.")
     pieces = tokens[: rows * length].reshape(rows, length)

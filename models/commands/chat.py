@@ -27,7 +27,7 @@ from kvjax.chains import policy_of
 from kvjax.quantise import check_dtypes
 from kvjax.split import ModelCache
 from models import commands, hosts, selecting
-from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, run_settings
+from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, count, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.load import published_sampling
 from models.prompts import kept_of
@@ -294,7 +294,7 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("model", help=FLAGS["model"]["help"])
     flags.add_argument("--policy", help=f"what to keep; 'full' keeps all, so memory grows (default: {POLICY})")
-    flags.add_argument("--budget", type=int, help=f"tokens that each head keeps (default: {BUDGET}; none for 'full')")
+    flags.add_argument("--budget", type=count, help=f"tokens that each head keeps (default: {BUDGET}; none for 'full')")
     flags.add_argument(
         "--load", metavar="FILE",
         help="continue a conversation that /save wrote, with its policy and budget (default: a new conversation)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,24 @@ from models.sampling import Sampling
 HOSTS = ("coordinator", "processes", "process_id")  # those that models.commands.distributed.join reads
 MESH = ("mesh", *HOSTS)
 RUN = ("block", "max_new_tokens", *Sampling._fields, "seed", "dtype", "cache_dtype")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the ``type`` of a flag that is an integer from ``least``, such as 512 or 80e6."""
+
+    def read(text: str) -> int:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number < 1e15 or number != int(number):
+            raise argparse.ArgumentTypeError(f"expected an integer from {least}, not {text!r}")
+        return int(number)
+
+    return read
+
+
+count = at_least(1)
 
 
 def _seed(text: str) -> int:
@@ -51,9 +70,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "moments": dict(
         flag="--when", default="block", help="block, prompt, or published (as in each policy's paper); several by comma"
     ),
-    "block": dict(type=int, default=Options.block, help="prompt tokens per step"),
+    "block": dict(type=count, default=Options.block, help="prompt tokens per step"),
     "evict_every": dict(
-        type=int, metavar="N",
+        type=at_least(0), metavar="N",
         help="during an answer, evict every N steps, 0 for never (default: 1, or the length of the policy's "
         "observation window)",
     ),
@@ -79,13 +98,13 @@ FLAGS: dict[str, dict[str, Any]] = {
         help="folders of small networks that policies and selections read, such as a scorer's for zap (default: the "
         "model's own)",
     ),
-    "sinks": dict(type=int, default=Options.sinks, help="number of first tokens that --select always reads"),
-    "max_new_tokens": dict(type=int, default=Options.max_new_tokens, help="most tokens of an answer"),
+    "sinks": dict(type=at_least(0), default=Options.sinks, help="number of first tokens that --select always reads"),
+    "max_new_tokens": dict(type=count, default=Options.max_new_tokens, help="most tokens of an answer"),
     "temperature": dict(
         type=float, default=Options.temperature,
         help="0 takes the most likely token (default: the model's published one, with its further limits, else 0)",
     ),
-    "top_k": dict(type=int, help="draw from the k most likely tokens (default: all)"),
+    "top_k": dict(type=count, help="draw from the k most likely tokens (default: all)"),
     "top_p": dict(type=float, help="draw from the fewest tokens that reach this probability (default: all)"),
     "min_p": dict(type=float, help="draw from the tokens with this share of the largest probability (default: all)"),
     "repetition_penalty": dict(
@@ -103,7 +122,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     ),
     "chat": dict(action="store_true", help="put prompts into the model's chat template (default: no)"),
     "system": dict(help="the text of the system message (default: that of the chat template)"),
-    "batch": dict(type=int, default=16, help="samples answered at once"),
+    "batch": dict(type=count, default=16, help="samples answered at once"),
     "out": dict(type=Path, help="a folder for the records; a killed run is resumed there"),
     "json": dict(type=Path, help="write all figures here"),
     "plot": dict(type=Path, help="write the picture here (.png, .svg or .pdf)"),

@@ -23,6 +23,7 @@ from jaxtyping import Float
 import models
 from evals import command_line, prose, sweep, tasks
 from models import commands, files
+from models.commands.shared_flags import count
 from models.load import describe
 
 CONTENT = sweep.read(Path(__file__).with_suffix(".toml"))
@@ -185,7 +186,7 @@ def _continuation(rng: np.random.Generator, tokenizer: models.Tokenizer, length:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--tokenizer", default="smollm2", help="the model whose tokens count")
-    flags.add_argument("--rows", type=int, default=2400)
+    flags.add_argument("--rows", type=count, default=2400)
     flags.add_argument("--lengths", default="256,512", help="tokens per row, in turn; several by comma")
     flags.add_argument("--text", type=Path, help="a text whose sentences are asked for, too")
     flags.add_argument("--seed", type=int, default=0)
@@ -195,7 +196,6 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Write the rows."""
     lengths = command_line.check_sizes(flags)
-    command_line.check_least(flags, rows=1)
     files.check_outputs([flags.out])
     tokenizer = commands.check_tokenizer(flags.tokenizer, describe(flags.tokenizer)[1])
     sentences = [] if flags.text is None else SENTENCE.findall(files.read_text(flags.text, "text"))

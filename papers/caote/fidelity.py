@@ -28,7 +28,7 @@ from evals.run_settings import RECENCY, Setting
 from kvjax.split import ModelCache
 from models import commands, hosts
 from models.commands.programs import make_room
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 from models.decoder import frequencies, output_of_heads, rope_of_layer
 
 POLICIES = (
@@ -304,8 +304,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all tokens")
     flags.add_argument("--lengths", default="512", help="tokens per prompt; several by comma, measured together")
-    flags.add_argument("--samples", type=int, default=20, help="samples per length, at depths drawn at random")
-    flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
+    flags.add_argument("--samples", type=count, default=20, help="samples per length, at depths drawn at random")
+    flags.add_argument("--facts", type=count, default=10, help="facts per text; one of them is asked for")
     add_shared_flags(flags, "budgets", "questions", "moments", "against", "networks", budgets="0.1", moments="prompt")
     command_line.add_model_flags(flags, batch=20)
     flags.add_argument("--heads", type=Path, help="write the heat map of retained tokens per head here")
@@ -316,7 +316,6 @@ def command(flags: argparse.Namespace) -> None:
     settings = run_settings.make_settings(flags)
     run_settings.refuse_selections(settings, "python -m papers predictor accuracy measures what a selection finds")
     lengths = command_line.check_sizes(flags)
-    command_line.check_least(flags, samples=1, block=1, batch=1)
     report.check_outputs(flags.json, flags.plot, flags.heads)
     model, tokenizer = command_line.load(flags)
     samples = [

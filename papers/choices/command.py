@@ -19,7 +19,7 @@ from evals import command_line, evaluator, results, run_settings, texts
 from evals.answering import Feed
 from evals.run_settings import Setting
 from models.commands.programs import make_room
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 from papers.choices import endings
 from papers.choices.tasks import BY_CHANCE, TASKS, Corpus, Sample, draw, likeliest, read_corpus
 
@@ -60,7 +60,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     texts.add_text_flag(flags)
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}, or all; several by comma")
     flags.add_argument("--lengths", default="512,1024", help="tokens of prompt and choice; several by comma")
-    flags.add_argument("--samples", type=int, default=40, help="samples per task and length")
+    flags.add_argument("--samples", type=count, default=40, help="samples per task and length")
     add_shared_flags(flags, "out")
 
 
@@ -81,7 +81,6 @@ def check(flags: argparse.Namespace) -> None:
     """Check the flags before any work."""
     command_line.check_sizes(flags)
     command_line.choose("--tasks", flags.tasks, list(TASKS))
-    command_line.check_least(flags, samples=1)
 
 
 def make_groups(

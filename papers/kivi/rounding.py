@@ -31,7 +31,7 @@ import models
 from evals import command_line, evaluator, perplexity, report, sweep, texts
 from evals.perplexity import Losses
 from models import commands, files
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 
 SLOTS = 64  # of a block whose channels share scales
 GROUP = 32  # channels
@@ -217,8 +217,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--text", nargs="+", help="files, or texts of `python -m papers texts`; the library's own sentences by default"
     )
-    flags.add_argument("--chunk", type=int, default=512, help="tokens per sequence")
-    flags.add_argument("--sequences", type=int, help="use at most so many of each text's chunks")
+    flags.add_argument("--chunk", type=count, default=512, help="tokens per sequence")
+    flags.add_argument("--sequences", type=count, help="use at most so many of each text's chunks")
     add_shared_flags(flags, "model", "json")
 
 

@@ -37,7 +37,7 @@ from kvjax.schedule import moments
 from kvjax.sources import PREDICTOR
 from models import commands, hosts
 from models.commands.programs import make_room
-from models.commands.shared_flags import MESH, add_shared_flags
+from models.commands.shared_flags import MESH, add_shared_flags, at_least, count
 from models.networks import read_by
 from papers.predictor import beside, coref_task
 from papers.predictor.beside import Panel
@@ -186,15 +186,14 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     selections.add_flags(flags, select=SELECT, sparsity="0.5", batch=10)
     flags.add_argument("--mode", default="teacher", help="teacher, generate; several by comma")
-    flags.add_argument("--samples", type=int, default=100)
-    add_shared_flags(flags, "block", "seed", *MESH)
+    flags.add_argument("--samples", type=count, default=100)
+    add_shared_flags(flags, "block", "seed", *MESH, seed=dict(type=at_least(0)))
 
 
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, answer the samples, print the table, write JSON and picture."""
     modes: Any = commands.listed("mode", flags.mode, "--mode generate")
     settings = make_settings(flags.select, selections.parse_sparsities(flags.sparsity), modes)
-    command_line.check_least(flags, samples=1, block=1, seed=0)
     selections.check_flags(flags)
     model, tokenizer, networks = selections.load(flags, [setting.selection for setting in settings])
     samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]

@@ -250,7 +250,6 @@ def command(flags: argparse.Namespace) -> None:
             if selection.source is None:
                 raise ValueError(f"{selection.name!r} is not a source of importance; give sources only (figure 3).")
     selections.check_flags(flags)
-    command_line.check_least(flags, sequences=1)
     text = texts.read_text(flags.text)
     model, tokenizer, networks = selections.load(flags, chosen)
     digests = evaluator.digests(model, tokenizer, networks)

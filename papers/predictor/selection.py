@@ -21,7 +21,7 @@ from evals import report
 from kvjax import sources
 from kvjax.sources import PREDICTOR
 from models import commands, files, fingerprints
-from models.commands.shared_flags import add_shared_flags
+from models.commands.shared_flags import add_shared_flags, count
 from models.networks import LooksAhead, load_networks
 from papers.predictor import flops
 
@@ -113,7 +113,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--contexts", default="512,2048,8192", help="tokens of the prompt, several by comma")
     flags.add_argument("--groups", default="separate,max", help="how the heads of a group choose, several by comma")
     flags.add_argument("--shares", default="0.5,0.25,0.1", help="of the tokens that a step reads, several by comma")
-    flags.add_argument("--repetitions", type=int, default=25, help="timed steps of each way (default %(default)s)")
+    flags.add_argument("--repetitions", type=count, default=25, help="timed steps of each way (default %(default)s)")
 
 
 def command(flags: argparse.Namespace) -> None:

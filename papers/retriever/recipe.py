@@ -27,9 +27,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
-from evals import answering, command_line, prose, sweep, tasks
+from evals import answering, prose, sweep, tasks
 from models import commands, files
 from models.commands import provenance
+from models.commands.shared_flags import at_least, count
 from models.config import Config, described
 from models.config_json import from_hugging_face
 from models.decoder import Decoder
@@ -460,15 +461,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", type=Path, dest="begin", help="continue from this folder's model and log")
     parser.add_argument("--keep", type=float, default=0.0, help="share of --from's weights in the finished model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--devices", type=int, default=2, help="devices to split a CPU into; give its cores")
-    parser.add_argument("--samples", type=int, default=100, help="needles per recall measurement; 0 for none")
-    parser.add_argument("--stop-after", type=int, default=None, help="stop early, after this step")
+    parser.add_argument("--devices", type=count, default=2, help="devices to split a CPU into; give its cores")
+    parser.add_argument("--samples", type=at_least(0), default=100, help="needles per recall measurement; 0 for none")
+    parser.add_argument("--stop-after", type=count, default=None, help="stop early, after this step")
     options = parser.parse_args(arguments)
     return commands.run(lambda: _make(options), "papers.retriever.recipe")
 
 
 def _make(options: argparse.Namespace) -> None:
-    command_line.check_least(options, devices=1, samples=0, stop_after=1)
     for folder in (options.out, options.work):
         files.check_folder(folder)
     if options.begin is not None and not options.begin.is_dir():
