@@ -278,9 +278,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "PyTorch",
     )  # fmt: skip
     flags.add_argument("--parts", help="only these; several by comma (default: all)")
-    flags.add_argument("--seconds", type=count, default=560, help="time for all parts (default: %(default)s)")
+    flags.add_argument("--seconds", type=count, default=560, help="time for all parts")
     flags.add_argument("--tiny", action="store_true", help="smallest shapes, to try all parts, on a CPU too")
-    flags.add_argument("--out", type=Path, default=Path("runs/accelerator"), help="the folder (default: %(default)s)")
+    flags.add_argument("--out", type=Path, default=Path("runs/accelerator"), help="the folder")
 
 
 def command(flags: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import report
 from models import commands, files
-from models.commands.shared_flags import count
+from models.commands.shared_flags import add_shared_flags
 
 POSITION_ONLY = "streaming"  # evicts by position: no scores, no statistics of the attention
 TINY = {"budgets": [16], "prompts": [64, 1_000_000], "batches": [1], "block": 8}
@@ -223,8 +223,7 @@ def add_step_flags(flags: argparse.ArgumentParser, name: str) -> None:
     flags.add_argument("--budgets", "--budget", default="1024,8192")
     flags.add_argument("--prompts", default="8192,131072,1048576", help="prompts per budget; the first in parts, too")
     flags.add_argument("--full", default="8192,32768,131072", help="prompts of full caches, or none")
-    flags.add_argument("--policy", default="h2o+caote")
-    flags.add_argument("--block", type=count, default=128)
+    add_shared_flags(flags, "policy", "block", policy="h2o+caote")
     measure.add_timing_flags(flags, name)
 
 

@@ -125,15 +125,12 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, s
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", default="smollm2", help="what models.load takes (default: smollm2)")
-    flags.add_argument("--policies", default=POLICIES, help=f"policies, or full (default: {POLICIES})")
-    flags.add_argument("--when", default="block,prompt", help="moments of eviction (default: block,prompt)")
-    flags.add_argument("--budget", type=count, default=512, help="slots per head (default: 512)")
-    flags.add_argument("--prompts", default="2048,8192,65536", help="tokens (default: 2048,8192,65536)")
-    flags.add_argument("--rows", default="1", help="prompts that are fed together (default: 1)")
-    flags.add_argument("--longest", type=count, default=8192, help="the longest prompt that is timed (default: 8192)")
-    flags.add_argument("--block", type=count, default=128, help="tokens per step (default: 128)")
-    add_shared_flags(flags, "networks")
+    flags.add_argument("--policies", default=POLICIES, help="policies, or full")
+    flags.add_argument("--budget", type=count, default=512, help="slots per head")
+    flags.add_argument("--prompts", default="2048,8192,65536", help="tokens")
+    flags.add_argument("--rows", default="1", help="prompts that are fed together")
+    flags.add_argument("--longest", type=count, default=8192, help="the longest prompt that is timed")
+    add_shared_flags(flags, "model", "moments", "block", "networks", model="smollm2", moments="block,prompt")
     measure.add_json_flag(flags, "fixed_memory")
 
 

@@ -148,7 +148,7 @@ def table(results: Sequence[dict[str, Any]]) -> report.Table:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--shapes", default="llama-3.1-8b,llama-3.2-1b")
-    flags.add_argument("--policies", default=POLICIES, help="none evicts nothing (default: %(default)s)")
+    flags.add_argument("--policies", default=POLICIES, help="none evicts nothing")
     flags.add_argument("--batches", default="1,8")
     flags.add_argument("--programs", default=",".join(PROGRAMS))
     flags.add_argument("--budget", type=count, default=8_192)

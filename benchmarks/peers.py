@@ -194,7 +194,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         )
     flags.add_argument("--shape", help="random weights of this shape (default: small)")
     flags.add_argument("--model", help="a model in place of --shape, such as smollm2, on a text")
-    flags.add_argument("--prompt", type=count, default=2_048, help="tokens of the prompt (default %(default)s)")
+    flags.add_argument("--prompt", type=count, default=2_048, help="tokens of the prompt")
     flags.add_argument(
         "--budgets",
         "--budget",

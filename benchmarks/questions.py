@@ -17,7 +17,7 @@ from benchmarks import measure
 from evals import command_line, evaluator, report, tasks
 from kvjax.split import ModelCache
 from models import files
-from models.commands.shared_flags import count
+from models.commands.shared_flags import add_shared_flags, count
 
 NEW_TOKENS = 6
 LEGEND = """seconds: for all questions and the document, after all programs were compiled; cache: of one row, after an
@@ -26,13 +26,11 @@ answer; right: answers that hold the fact's value. scratch, kept: one question a
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", default="smollm2", help="a name or a folder (default %(default)s)")
-    flags.add_argument("--length", type=count, default=1024, help="tokens of the document (default %(default)s)")
-    flags.add_argument("--questions", type=count, default=20, help="number of facts to ask for (default %(default)s)")
-    flags.add_argument("--policy", default="curdkv", help="compresses the document, once (default %(default)s)")
-    flags.add_argument("--budget", type=count, default=512, help="tokens per head (default %(default)s)")
-    flags.add_argument("--seed", type=int, default=0, help="seed of the document (default %(default)s)")
-    flags.add_argument("--repetitions", type=count, default=2, help="runs of each way, in turns (default %(default)s)")
+    budget = dict(type=count, default=512, help="slots per head")
+    add_shared_flags(flags, "model", "policy", "budget", "seed", model="smollm2", policy="curdkv", budget=budget)
+    flags.add_argument("--length", type=count, default=1024, help="tokens of the document")
+    flags.add_argument("--questions", type=count, default=20, help="number of facts to ask for")
+    flags.add_argument("--repetitions", type=count, default=2, help="runs of each way, in turns")
     measure.add_json_flag(flags, "questions")
 
 

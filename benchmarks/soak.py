@@ -31,7 +31,7 @@ import models
 from benchmarks import measure
 from evals import report
 from models import files, fingerprints
-from models.commands.shared_flags import at_least, count
+from models.commands.shared_flags import add_shared_flags, at_least, count
 
 PARTS = 20  # of each run, one record of figures each
 POOL = 200  # prompts that requests are drawn from; each one's answer alone is known
@@ -293,15 +293,12 @@ def figure(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", default="retriever", help="what models.load takes (default: the embedded model)")
-    flags.add_argument("--policy", default="snapkv+caote")
+    add_shared_flags(flags, "model", "policy", "block", "plot", policy="snapkv+caote")
     flags.add_argument("--budget", type=at_least(8), default=512, help="slots per head of the long prompt")
-    flags.add_argument("--block", type=count, default=128)
     flags.add_argument("--tokens", type=at_least(0), default=1_000_000, help="tokens of the long prompt; 0 for none")
     flags.add_argument("--requests", type=at_least(0), default=10_000, help="requests to the Engine; 0 for none")
     flags.add_argument("--kills", type=at_least(0), default=20, help="kills of models.batch; 0 for none")
     flags.add_argument("--rows", type=count, default=8, help="rows of the Engine; each has an eighth of the budget")
-    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
     measure.add_json_flag(flags, "soak")
 
 

@@ -33,7 +33,7 @@ from evals import report
 from kernels_pallas.dispatch import kernels_of
 from kvjax.schedule import Phase, Text
 from models import commands, driver, files
-from models.commands.shared_flags import count
+from models.commands.shared_flags import add_shared_flags, count
 from models.options import Options
 from models.parameters import array_shapes, partition
 from models.planning import plan_run
@@ -210,9 +210,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--split", default="llama-3.1-8b,qwen3-30b-a3b", help="shapes whose programs are compiled over all chips"
     )
     flags.add_argument("--policies", default="snapkv+caote", help="policies of the programs")
-    flags.add_argument("--batch", type=count, default=1)
     flags.add_argument("--budget", type=count, default=8_192)
-    flags.add_argument("--block", type=count, default=128)
+    add_shared_flags(flags, "batch", "block", batch=1)
     flags.add_argument("--prompt", type=count, default=131_072, help="prompt tokens; select_attention keeps all")
     measure.add_json_flag(flags, "tpu_compile")
 

@@ -128,7 +128,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         type=count,
         default=1,
         help="facts per text that are asked for, each by a prompt of its own; with --question unknown these share the "
-        "reading of the text, and a ratio is one of its tokens (default: %(default)s)",
+        "reading of the text, and a ratio is one of its tokens",
     )
     add_shared_flags(flags, "out")
 

@@ -23,7 +23,7 @@ from jaxtyping import Float
 import models
 from evals import command_line, prose, sweep, tasks
 from models import commands, files
-from models.commands.shared_flags import count
+from models.commands.shared_flags import add_shared_flags, count
 from models.load import describe
 
 CONTENT = sweep.read(Path(__file__).with_suffix(".toml"))
@@ -189,8 +189,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--rows", type=count, default=2400)
     flags.add_argument("--lengths", default="256,512", help="tokens per row, in turn; several by comma")
     flags.add_argument("--text", type=Path, help="a text whose sentences are asked for, too")
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    add_shared_flags(flags, "seed", "out", out=dict(required=True, help="the file of JSON lines"))
 
 
 def command(flags: argparse.Namespace) -> None:

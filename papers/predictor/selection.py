@@ -108,12 +108,11 @@ def table(records: Sequence[dict[str, Any]]) -> report.Table:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    flags.add_argument("--model", default="smollm2", help="a name or a folder (default %(default)s)")
-    add_shared_flags(flags, "networks", "json")
+    add_shared_flags(flags, "model", "networks", "json", model="smollm2")
     flags.add_argument("--contexts", default="512,2048,8192", help="tokens of the prompt, several by comma")
     flags.add_argument("--groups", default="separate,max", help="how the heads of a group choose, several by comma")
     flags.add_argument("--shares", default="0.5,0.25,0.1", help="of the tokens that a step reads, several by comma")
-    flags.add_argument("--repetitions", type=count, default=25, help="timed steps of each way (default %(default)s)")
+    flags.add_argument("--repetitions", type=count, default=25, help="timed steps of each way")
 
 
 def command(flags: argparse.Namespace) -> None:

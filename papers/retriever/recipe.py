@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from evals import answering, prose, sweep, tasks
 from models import commands, files
 from models.commands import provenance
-from models.commands.shared_flags import at_least, count
+from models.commands.shared_flags import add_shared_flags, at_least, count
 from models.config import Config, described
 from models.config_json import from_hugging_face
 from models.decoder import Decoder
@@ -460,7 +460,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", choices=("auto", "never"), default="auto", help="resume --work's checkpoint")
     parser.add_argument("--from", type=Path, dest="begin", help="continue from this folder's model and log")
     parser.add_argument("--keep", type=float, default=0.0, help="share of --from's weights in the finished model")
-    parser.add_argument("--seed", type=int, default=0)
+    add_shared_flags(parser, "seed")
     parser.add_argument("--devices", type=count, default=2, help="devices to split a CPU into; give its cores")
     parser.add_argument("--samples", type=at_least(0), default=100, help="needles per recall measurement; 0 for none")
     parser.add_argument("--stop-after", type=count, default=None, help="stop early, after this step")
