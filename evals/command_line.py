@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,7 @@ def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer
 def settings(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the flags in JSON's types."""
     given = {name: value for name, value in vars(flags).items() if name != "invocation"}
-    return {name: _plain(value) for name, value in given.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(part) for part in value]
-    return str(value) if isinstance(value, Path) else value
+    return dict(json.loads(json.dumps(given, default=str)))
 
 
 def decisive_flags(flags: argparse.Namespace) -> dict[str, Any]:

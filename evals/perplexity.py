@@ -333,7 +333,7 @@ def perplexity_lines(
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     selections.add_flags(flags, select=None, sparsity="0,0.1,...,0.7", batch=4)
-    flags.add_argument("--policies", help="policies of the library, several by comma; for them:")
+    flags.add_argument("--policies", help="several by comma; --budgets, --block and --when are theirs")
     flags.add_argument(
         "--against",
         metavar="NAME",

@@ -383,7 +383,7 @@ def parser() -> argparse.ArgumentParser:
         "train.scorer", description="Trains a small network, which the policy zap evicts by, for a frozen model.",
         examples=EXAMPLES, out="scorer", seq_len=str(Settings().seq_len), lr=f"{Settings().lr:g}",
     )  # fmt: skip
-    flags.add_argument("--network", default="scorer", help="scorer (KVzap, the default), gate (Fast KVzip) or yours")
+    flags.add_argument("--network", default="scorer", help="scorer (KVzap), gate (Fast KVzip) or yours")
     flags.add_argument("--target", help="the score to predict: kvzip (the default) or kvgrad (one device)")
     flags.add_argument(
         "--hidden", type=at_least(0),

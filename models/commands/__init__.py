@@ -96,8 +96,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
-        named = "default" in text or text is argparse.SUPPRESS or not action.option_strings
-        if named or action.default in (None, False, "", argparse.SUPPRESS):
+        named = "(default" in text or text is argparse.SUPPRESS or not action.option_strings
+        if named or action.nargs == 0 or action.default in (None, "", argparse.SUPPRESS):
             return action.help
         return f"{text} (default: %(default)s)".strip()
 

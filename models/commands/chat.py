@@ -303,8 +303,8 @@ def parser() -> argparse.ArgumentParser:
         "--may-repeat", action="store_true",
         help="let an answer go on that says the same three times or more (default: it is ended)",
     )  # fmt: skip
-    published: dict[str, Any] = dict(temperature=None, repetition_penalty=None)
-    add_shared_flags(flags, "system", "evict_every", *RUN, max_new_tokens=512, **published)
+    own = dict(max_new_tokens=512, temperature=None, repetition_penalty=None)
+    add_shared_flags(flags, "system", "evict_every", *RUN, **own)
     return flags
 
 

@@ -111,7 +111,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         type=float, default=Options.repetition_penalty,
         help="divide the logits of tokens that the text has already, 1 for none (default: as the temperature)",
     ),
-    "seed": dict(type=_seed, default=0, help="random seed of samples and of drawn tokens"),
+    "seed": dict(type=_seed, default=0, help="random seed"),
     "dtype": dict(
         help="float32, bfloat16 (slow on a CPU) or float16, of networks, too (default: the checkpoint's)"
     ),

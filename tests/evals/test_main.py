@@ -38,7 +38,7 @@ def test_an_experiment_s_help_ends_with_its_examples_and_exit_codes(capsys):
 def test_experiments_keep_compiled_programs_where_they_are_told(monkeypatch):
     kept = []
     monkeypatch.setattr(commands, "keep_compiled", kept.append)
-    assert experiment(["--compilation-cache", "off", "coref", "--samples", "0"]) == 2 and kept == ["off"]
+    assert experiment(["--compilation-cache", "off", "coref", "--mode", "sing"]) == 2 and kept == ["off"]
 
 
 @pytest.fixture(autouse=True)
