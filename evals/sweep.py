@@ -172,7 +172,7 @@ def read(path: Path) -> dict[str, Any]:
 def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[str, Any]) -> Part:
     parser = _Flags(add_help=False, allow_abbrev=False)
     _evaluation(name).add_flags(parser)
-    closed = {"model", "json", "plot", "out", "coordinator", "processes", "process_id", *SHARED, *PLAIN}
+    closed = {"model", "json", "plot", "out", *HOSTS, *SHARED, *PLAIN}
     line = ["--model", model]
     for option, value in options.items():
         if option in closed or not any(action.dest == option for action in parser._actions):
@@ -183,10 +183,11 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
         if option in content:
             line += _flag(parser, option, content[option])
     try:
-        flags, _ = parser.parse_known_args(line)
+        flags = parser.parse_args(line)
     except ValueError as error:
         raise ValueError(f"the sweep, [tasks.{name}]: {error}") from None
     flags.name = name
+    del flags.invocation  # which is the sweep's
     return Part(flags, run_settings.make_settings(flags))
 
 

@@ -25,7 +25,13 @@ RUN = ("block", "max_new_tokens", *Sampling._fields, "seed", "dtype", "cache_dty
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the ``type`` of a flag that is an integer from ``least``, such as 512 or 80e6."""
+    """Return the ``type`` of a flag that is an integer from ``least``.
+
+    Example:
+        >>> from models.commands.shared_flags import at_least
+        >>> at_least(1)("80e6")
+        80000000
+    """
 
     def read(text: str) -> int:
         try:
