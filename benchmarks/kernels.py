@@ -6,7 +6,7 @@ import argparse
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ from kvjax.cache import empty_entries
 from kvjax.checks import check_names
 from kvjax.quantise import Dtypes
 from models import commands, files
+from models.butler import ButlerConfig
 from models.commands.shared_flags import count
 from models.config import Config
-from models.networks import kinds_for
 
 OPERATIONS = ("caote_topk", "cache_attention", "paged_attention", "select_attention", "mse_logits")
 IMPLEMENTATIONS = ("reference", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
@@ -216,8 +216,7 @@ def _select_attention(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, H:
 
 
 def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
-    (predictor,) = kinds_for(frozenset({"query", "key"}))
-    F = cast(Any, predictor.Config).of(config).dim
+    F = ButlerConfig.of(config).dim
     N, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     numbers_bytes = floors.mse_bytes(B, T, N, K, D, F, 4)
     L = _layers(numbers_bytes)

@@ -233,7 +233,7 @@ def digests(
     found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **fingerprints.fingerprints(model, tokenizer)}
     found |= provenance.of_process(tokenizer)
     for network in networks:
-        found[network.name] = fingerprints.weights(network, network.shapes(network.config))
+        found[network.name] = fingerprints.weights(network, network.config.shapes)
     if any(group.data for group in groups):
         found["data"] = fingerprints.digest([[group.task, group.data] for group in groups])
     return found

@@ -23,8 +23,9 @@ import models
 from evals.selections import ORACLE_EVICTION, Heads, Selection, kept_tokens, parse_selection
 from kernels_pallas.softmax import scaled
 from kvjax import sources
+from models.butler import Butler
 from models.decoder import frequencies, rope_of_layer
-from models.networks import LooksAhead, Networks, network_of, read_by
+from models.networks import Networks, network_of, read_by
 
 QUERIES_A_CHUNK = 128
 
@@ -169,7 +170,7 @@ def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
     return kvjax.chain(*(policy.links or (policy,)), kvjax.protect(sinks=sinks)) @ policy.allocation
 
 
-def _check(model, tokens, selection, sparsity, networks, chunk) -> tuple[Array, Selection, LooksAhead | None]:
+def _check(model, tokens, selection, sparsity, networks, chunk) -> tuple[Array, Selection, Butler | None]:
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; give at least 1 query.")
     if not 0 <= sparsity < 1:
@@ -185,7 +186,7 @@ def _check(model, tokens, selection, sparsity, networks, chunk) -> tuple[Array, 
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"the tokens have the shape {tokens.shape}; give [B, T], at least one sequence of one token.")
-    return tokens, selection, cast(LooksAhead | None, network)
+    return tokens, selection, cast(Butler | None, network)
 
 
 class _Layer:

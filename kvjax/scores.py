@@ -679,7 +679,8 @@ def zap() -> Policy:
     such as KVzip's, which it was trained on (``models.load_network``). The score is the exponential of the prediction.
     It is computed once, when the token enters, rounded as in :func:`kvjax.key_norm`, and kept with its slot, in the
     prompt as in decode. The authors always keep the newest tokens: ``zap+protect(recent=128)``; those of Fast KVzip
-    (arXiv 2601.17668), whose network is ``models.Gate``, the first four, too, and share one budget in the model.
+    (arXiv 2601.17668), whose network is a ``models.Scorer`` of the kind "gate", the first four, too, and share one
+    budget in the model.
 
     Raises:
         ValueError: when it runs without a prediction for the block.

@@ -14,7 +14,7 @@ from models.fingerprints import fingerprint
 from models.forcing import teacher_forced
 from models.gate import Gate, GateConfig
 from models.load import load
-from models.networks import load_network, own_network, register_network, save_network
+from models.networks import load_network, own_network, save_network
 from models.options import Options
 from models.placing import parse_mesh
 from models.prompts import Prefilled
@@ -33,8 +33,6 @@ __all__ = [
     "Decoder",
     "Draws",
     "Engine",
-    "Gate",
-    "GateConfig",
     "Generation",
     "Hidden",
     "NewToken",
@@ -60,7 +58,6 @@ __all__ = [
     "q_filters",
     "query_centres",
     "register_family",
-    "register_network",
     "save",
     "save_network",
     "stacked",

@@ -28,7 +28,6 @@ from kvjax.checks import check_count, check_fields, check_names
 from models.config import Config, Rope
 from models.decoder import Decoder, along_last, attention_input, embed
 from models.dense import attention_in_chunks
-from models.networks import register_network
 from models.parameters import array_shapes, check_rngs, drawn
 from models.rotary import rope_frequencies
 
@@ -98,6 +97,36 @@ class ButlerConfig:
         """L' = L - 1."""
         return self.num_layers - 1
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter, by its name in :class:`Butler`."""
+        E, r, N, H, D = self.hidden_size, self.reduced, self.num_heads, self.hidden, self.dim
+        shapes = {
+            "reduce": (E, r),
+            "query": (r, N, r // N),
+            "key": (r, N, r // N),
+            "value": (r, N, r // N),
+            "norm": (r,),
+            "norm_bias": (r,),
+            "up": (r, 2 * r),
+            "up_bias": (2 * r,),
+            "down": (2 * r, E),
+            "down_bias": (E,),
+            "query_in": (E, H),
+            "query_out": (H, self.predicted_layers, N, D),
+            "key_in": (E, H),
+            "key_out": (H, self.predicted_layers, N, D),
+        }
+        if self.published_layout:
+            unused = {"query": (H, N, D), "key": (H, N, D), "norm": (E,), "norm_bias": (E,)}
+            shapes |= {f"unused_{name}": shape for name, shape in unused.items()}
+        return shapes
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters."""
+        return _count(self.shapes)
+
     @classmethod
     def of(cls, model: Config) -> ButlerConfig:
         """Return the predictor's shape for a model: the published one if there is one, else 1% of its parameters.
@@ -125,37 +154,8 @@ class ButlerConfig:
         if known:
             return config
         networks = 2 * (config.hidden_size + config.predicted_layers * config.num_heads * dim)  # per unit of hidden
-        left = SHARE * _count(array_shapes(model)) - (num_parameters(config) - hidden * networks)
+        left = SHARE * _count(array_shapes(model)) - (config.num_parameters - hidden * networks)
         return dataclasses.replace(config, hidden=max(int(left / networks) // 8 * 8, math.ceil(model.hidden_size / 8)))
-
-
-def parameter_shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a predictor, by its name in :class:`Butler`."""
-    E, r, N, H, D = config.hidden_size, config.reduced, config.num_heads, config.hidden, config.dim
-    shapes = {
-        "reduce": (E, r),
-        "query": (r, N, r // N),
-        "key": (r, N, r // N),
-        "value": (r, N, r // N),
-        "norm": (r,),
-        "norm_bias": (r,),
-        "up": (r, 2 * r),
-        "up_bias": (2 * r,),
-        "down": (2 * r, E),
-        "down_bias": (E,),
-        "query_in": (E, H),
-        "query_out": (H, config.predicted_layers, N, D),
-        "key_in": (E, H),
-        "key_out": (H, config.predicted_layers, N, D),
-    }
-    if config.published_layout:
-        shapes |= {"unused_query": (H, N, D), "unused_key": (H, N, D), "unused_norm": (E,), "unused_norm_bias": (E,)}
-    return shapes
-
-
-def num_parameters(config: ButlerConfig) -> int:
-    """Return the number of a predictor's parameters."""
-    return _count(parameter_shapes(config))
 
 
 def _count(shapes: dict[str, tuple[int, ...]]) -> int:
@@ -185,12 +185,11 @@ class ButlerCache:
     position: Int[Array, "B S"]
 
 
-@register_network
 class Butler(nnx.Module):
     """TokenButler's predictor (section 3.1); the module's docstring shows what it computes.
 
-    ``parameters`` has an array for each entry of ``parameter_shapes(config)``; without it they are drawn,
-    Xavier uniform, from ``rngs``.
+    ``parameters`` has an array for each entry of ``config.shapes``; without it they are drawn, Xavier uniform, from
+    ``rngs``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -209,10 +208,8 @@ class Butler(nnx.Module):
 
     name: ClassVar[str] = "butler"
     predicts: ClassVar[frozenset[str]] = frozenset({"query", "key"})
-    Config: ClassVar[type] = ButlerConfig
     trained_by: ClassVar[str] = "train.butler"
     looks_ahead: ClassVar[bool] = True
-    follows_dtype: ClassVar[bool] = True
 
     reduce: nnx.Param
     query: nnx.Param
@@ -237,10 +234,9 @@ class Butler(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         self.config = config
-        shapes = parameter_shapes(config)
         if parameters is None:
-            parameters = drawn(_random_parameter, shapes, check_rngs(rngs))
-        for name in shapes:
+            parameters = drawn(_random_parameter, config.shapes, check_rngs(rngs))
+        for name in config.shapes:
             setattr(self, name, nnx.Param(parameters[name]))
 
     def __call__(
@@ -324,12 +320,6 @@ class Butler(nnx.Module):
 
         predicted = self._run(x, position, attend, None)
         return predicted, dataclasses.replace(cache, position=stored, **grown)
-
-    @staticmethod
-    def shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
-        return parameter_shapes(config)
-
-    # What makes it a network that looks ahead; see models.networks.LooksAhead.
 
     def entered(self, model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"] | None:
         """Return the input of layer 0's attention if the predictor reads it; None if it reads layer 0's output."""

@@ -1,8 +1,8 @@
-"""Small networks that were trained for a frozen model: what one is, which ones there are, and their files.
+"""The small networks that are trained for a frozen model, which one a run reads, and their files.
 
 A network reads what the model computes and predicts something of each token (:class:`kvjax.Prediction`), which
-policies and selections read. A new one is one file, with its config (a frozen dataclass of JSON's types) and an
-``nnx.Module`` that is a :class:`Network`; docs/how-to/add-a-network.md shows a whole one.
+policies and selections read. ``predicts`` names the fields that it fills in, ``trained_by`` the module whose command
+trains it. One that ``looks_ahead`` remembers tokens, and sees each block between layer 0 and the others.
 """
 
 from __future__ import annotations
@@ -12,140 +12,39 @@ import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
-from kvjax import Policy, Prediction
-from kvjax.checks import is_known, shown
-from kvjax.registry import Registry
+from kvjax import Policy
+from kvjax.checks import check_names, is_known, shown
 from kvjax.sources import Source
 from models import fingerprints
+from models.butler import Butler, ButlerConfig
 from models.config import Config, described
 from models.decoder import Decoder
 from models.files import to_json, write_files
 from models.folders import find_folder
 from models.load import known_dtype
 from models.published import PUBLISHED
+from models.scorer import Scorer, ScorerConfig
 from models.tokenizer import read_object
 
 # Fields of a model's config that do not affect what its attention reads.
 INDIFFERENT = {"bos", "eos", "pad", "max_positions"}
 SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads")
 
-
-@runtime_checkable  # so that beartype can check arguments
-class Network(Protocol):
-    """A small network.
-
-    Attributes:
-        name: that of its files, ``NAME.safetensors`` and ``NAME.json``.
-        predicts: the fields of a :class:`kvjax.Prediction` that it fills in.
-        Config: its shape, a frozen dataclass; those of its fields that the model's config has, too, must be equal.
-        trained_by: the module whose command trains it.
-        looks_ahead: whether it remembers tokens, and sees each block between layer 0 and the others. It then has the
-            methods of :class:`LooksAhead`, too.
-        follows_dtype: whether it is loaded in the model's dtype; else in that of its file.
-    """
-
-    name: ClassVar[str]
-    predicts: ClassVar[frozenset[str]]
-    Config: ClassVar[type]
-    trained_by: ClassVar[str]
-    looks_ahead: ClassVar[bool]
-    follows_dtype: ClassVar[bool]
-    config: Any
-
-    def __init__(
-        self, config: Any, parameters: dict[str, Array] | None = None, *, rngs: nnx.Rngs | None = None
-    ) -> None: ...
-
-    @staticmethod
-    def shapes(config: Any) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter, by its name in the module."""
-
-    def predict(
-        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None
-    ) -> Prediction:
-        """Predict for a block in one layer.
-
-        Args:
-            x: the input of the layer's attention.
-            said, memory: what :meth:`LooksAhead.look_ahead` returned for the block; None without it, and in layer 0.
-        """
-
-
-@runtime_checkable
-class LooksAhead(Network, Protocol):
-    """A network that remembers tokens, and sees each block once, between layer 0 and the others."""
-
-    def init_cache(self, batch: int, slots: int, *, importance_keys: bool = True) -> Any:
-        """Return an empty memory for sequences of up to ``slots`` tokens.
-
-        With ``importance_keys`` a selection reads keys from it; else a policy keeps them with its tokens.
-        """
-
-    def entered(self, model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"] | None:
-        """Return what it reads of a block; None if that is layer 0's output."""
-
-    def look_ahead(
-        self, cache: Any, x: Float[Array, "B T E"], position: Int[Array, "B T"], *, importance_keys: bool
-    ) -> tuple[Any, Any]:
-        """Feed a block, and return what it says to all layers, and the memory."""
-
-    def over_sequences(self, model: Decoder, tokens: Int[Array, "B T"]) -> Any:
-        """Return what it says of whole sequences."""
-
-    def fitted(self, policy: Policy) -> Policy:
-        """Return a policy that reads its predictions with the sizes that it needs to know."""
-
-
+Network = Butler | Scorer
 Networks = Network | Sequence[Network] | None
-
-
-def _checked(name: str, kind: Any) -> Any:
-    wanted = [*(field for field in Network.__annotations__ if field != "config"), "shapes", "predict"]
-    lacking = [field for field in wanted if not hasattr(kind, field)]
-    if lacking:
-        raise ValueError(f"the network {name!r} has no {', '.join(lacking)}; see models.networks.Network.")
-    if unknown := sorted(set(kind.predicts) - set(Prediction._fields)):
-        raise ValueError(
-            f"the network {name!r} predicts {', '.join(unknown)}; expected some of {', '.join(Prediction._fields)}."
-        )
-    return kind
-
-
-NETWORKS: Registry[type[Network]] = Registry("network", "kvjax.networks", _checked)
-
-
-def register_network[Kind: type](kind: Kind) -> Kind:
-    """Register a kind of network, so that its files are found, and policies that read it say who trains it.
-
-    A package can offer the class as an entry point of its name in the group ``kvjax.networks``.
-
-    Raises:
-        ValueError: if another module or an installed package has the name, or an attribute is missing.
-
-    Example:
-        >>> from models.networks import register_network
-        >>> @register_network
-        ... class Half:
-        ...     name, predicts = "half", frozenset({"score"})
-        Traceback (most recent call last):
-        ...
-        ValueError: the network 'half' has no Config, trained_by, looks_ahead, follows_dtype, shapes, predict; see \
-models.networks.Network.
-    """
-    NETWORKS.add(getattr(kind, "name", kind.__name__), kind, source=kind.__module__)
-    return kind
+# By the name of their files, NAME.safetensors and NAME.json.
+NETWORKS: dict[str, type[Network]] = {"butler": Butler, "gate": Scorer, "scorer": Scorer}
 
 
 # Which network a run reads.
@@ -161,7 +60,7 @@ def wanted_by(policy: Policy | None, source: Source | None = None) -> frozenset[
 def remembers(policy: Policy | None) -> bool:
     """Return whether a policy reads a network that remembers tokens outside the cache."""
     wanted = wanted_by(policy)
-    return bool(wanted) and any(kind.looks_ahead for kind in kinds_for(wanted))
+    return bool(wanted) and wanted <= Butler.predicts
 
 
 def several(networks: Networks) -> tuple[Network, ...]:
@@ -190,13 +89,7 @@ def network_of(
         ValueError: none was given that the run needs, or several were; nothing reads what was given; or the network is
             of another model.
     """
-    wanted = wanted_by(policy, source)
-    return None if networks is None and not wanted else _fitting(several(networks), wanted, config, policy, source)
-
-
-def _fitting(
-    given: tuple[Network, ...], wanted: frozenset[str], config: Config, policy: Policy | None, source: Source | None
-) -> Network | None:
+    given, wanted = several(networks), wanted_by(policy, source)
     if not given and not wanted:
         return None
     if not wanted:
@@ -214,7 +107,7 @@ def _fitting(
             raise ValueError(f"{asks} needs {what}, but {len(fitting)} were given ({names}); give one of them.")
         raise ValueError(
             f"{asks} needs {what}: pass networks=models.load_network(folder, model), after training one with "
-            f"{_trainers(kinds_for(wanted))}."
+            f"{_trainers(names_for(wanted))}."
         )
     (network,) = fitting
     sizes = [size for size in SIZES if hasattr(network.config, size)]
@@ -240,13 +133,13 @@ def _all_finite(parameters: dict[str, Array]) -> Bool[Array, ""]:
     return functools.reduce(jnp.logical_and, (jnp.isfinite(array).all() for array in parameters.values()))
 
 
-def kinds_for(wanted: frozenset[str]) -> list[Any]:
-    """Return the kinds of networks that predict some fields of a :class:`kvjax.Prediction`."""
-    return [kind for kind in NETWORKS.values() if wanted <= kind.predicts]
+def names_for(wanted: frozenset[str]) -> list[str]:
+    """Return the names of the networks that predict some fields of a :class:`kvjax.Prediction`."""
+    return [name for name, kind in NETWORKS.items() if wanted <= kind.predicts]
 
 
-def _trainers(kinds: Iterable[Any]) -> str:
-    return " or ".join(sorted({f"python -m {kind.trained_by}" for kind in kinds}))
+def _trainers(names: Iterable[str]) -> str:
+    return " or ".join(sorted({f"python -m {NETWORKS[name].trained_by}" for name in names}))
 
 
 # Their files.
@@ -254,7 +147,7 @@ def _trainers(kinds: Iterable[Any]) -> str:
 
 def parameters_of(network: Network) -> dict[str, Array]:
     """Return a network's parameters by name."""
-    return {name: getattr(network, name)[...] for name in network.shapes(network.config)}
+    return {name: getattr(network, name)[...] for name in network.config.shapes}
 
 
 def files_of(name: str) -> tuple[str, str]:
@@ -278,7 +171,8 @@ def save_network(folder: str | Path, network: Network, model: Decoder, name: str
         >>> from flax import nnx
         >>> import models
         >>> model = models.Decoder.tiny()
-        >>> gate = models.Gate(models.GateConfig.of(model.config), rngs=nnx.Rngs(0))
+        >>> shape = models.ScorerConfig.of(model.config, kind="gate")
+        >>> gate = models.Scorer(shape, rngs=nnx.Rngs(0))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     models.save_network(folder, gate, model, "a small one")
         ...     models.load_network(folder, model).name
@@ -299,8 +193,8 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     Args:
         folder: a folder that a trainer or :func:`save_network` wrote.
         model: the model that the network is for, in any dtype.
-        dtype: the dtype that a network computes in which follows its model's (``follows_dtype``); by default the
-            model's. bfloat16 halves what a step reads of its weights, keys and values.
+        dtype: the dtype that TokenButler's predictor computes in; by default the model's. bfloat16 halves what a step
+            reads of its weights, keys and values. A scorer keeps its file's.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -315,21 +209,21 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
         FileNotFoundError: no/such/folder holds no network; give a folder that models.save_network wrote.
     """
     folder = Path(folder)
-    names = [name for name in NETWORKS.names() if (folder / files_of(name)[1]).is_file()]
+    names = [name for name in NETWORKS if (folder / files_of(name)[1]).is_file()]
     if not names:
         raise FileNotFoundError(f"{folder} holds no network; give a folder that models.save_network wrote.")
     if len(names) > 1:
         raise ValueError(f"{folder} has several networks: {', '.join(names)}; give each a folder of its own.")
     (name,) = names
-    kind = NETWORKS.find(name)
-    assert kind is not None
-    wanted = (model.embedding[...].dtype if dtype is None else known_dtype(dtype)) if kind.follows_dtype else None
+    wanted = None
+    if name == "butler":
+        wanted = model.embedding[...].dtype if dtype is None else known_dtype(dtype)
     weights_file, config_file = files_of(name)
     if not (folder / weights_file).is_file():
         raise FileNotFoundError(f"{folder} has no {weights_file}; give a folder that models.save_network wrote.")
     about = read_object(folder / config_file)
     try:
-        config, made_for = kind.Config(**about[name]), about["model"]
+        config, made_for = _config_of(name, about[name], model.config), about["model"]
         theirs, their_weights, their_name = made_for["config"], made_for["weights"], made_for["name"]
         listed = sorted(theirs)
     except (KeyError, TypeError) as error:
@@ -348,7 +242,7 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
         tensors = load_file(folder / weights_file)
     except SafetensorError as error:
         raise ValueError(f"{folder / weights_file} is truncated or corrupted ({error}); copy it again.") from None
-    shapes, expected = {own: tensor.shape for own, tensor in tensors.items()}, kind.shapes(config)
+    shapes, expected = {own: tensor.shape for own, tensor in tensors.items()}, config.shapes
     if shapes != expected:
         wrong = sorted(own for own in {*shapes, *expected} if shapes.get(own) != expected.get(own))
         raise ValueError(
@@ -358,7 +252,23 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
         raise ValueError(
             f"{folder / weights_file} holds NaN or infinite numbers in {', '.join(wrong)}; train or copy it again."
         )
-    return kind(config, {own: jax.device_put(tensor.astype(wanted or tensor.dtype)) for own, tensor in tensors.items()})
+    parameters = {own: jax.device_put(tensor.astype(wanted or tensor.dtype)) for own, tensor in tensors.items()}
+    return network_with(config, parameters)
+
+
+def network_with(config: ButlerConfig | ScorerConfig, parameters: dict[str, Array]) -> Any:
+    """Return the network that has a config and parameters."""
+    return Butler(config, parameters) if isinstance(config, ButlerConfig) else Scorer(config, parameters)
+
+
+def _config_of(name: str, fields: dict[str, Any], model: Config) -> ButlerConfig | ScorerConfig:
+    """Return the config in a network's file; earlier scorers had no num_heads there, and gates a dim for hidden."""
+    if name == "butler":
+        return ButlerConfig(**fields)
+    fields = {"num_heads": model.num_heads, **fields, "kind": name}
+    if "dim" in fields:
+        fields["hidden"] = fields.pop("dim")
+    return ScorerConfig(**fields)
 
 
 def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike | None = None) -> Any:
@@ -367,7 +277,7 @@ def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike 
     Args:
         path: the model's folder or name, as :func:`models.load` takes it.
         model: the model that :func:`models.load` returned for it.
-        names: kinds of networks, the first one that is there; all by default.
+        names: "butler", "gate" or "scorer", the first one that is there; all by default.
         dtype: see :func:`load_network`.
 
     Raises:
@@ -381,14 +291,14 @@ def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike 
     """
     shipped = Path(__file__).parent / str(path)  # those of "smollm2", whose weights are elsewhere
     place = shipped if path in PUBLISHED else find_folder(path)
-    names = names or tuple(NETWORKS.names())
+    names = names or tuple(NETWORKS)
+    check_names("names", names, tuple(NETWORKS))
     for name in names:
         if (place / name / files_of(name)[1]).is_file():
             return load_network(place / name, model, dtype=dtype)
     raise ValueError(
         f"{path} has no folder {' or '.join(names)} with a network; train one with "
-        f"{_trainers(NETWORKS[name] for name in names if name in NETWORKS)}, and name its folder (--networks, or "
-        "models.load_network)."
+        f"{_trainers(names)}, and name its folder (--networks, or models.load_network)."
     )
 
 
@@ -406,7 +316,7 @@ def load_networks(
     found = [load_network(folder, model, dtype=dtype) for folder in folders or ()]
     for fields in wanted:
         if fields and not any(fields <= network.predicts for network in found):
-            found.append(own_network(path, model, *(kind.name for kind in kinds_for(fields)), dtype=dtype))
+            found.append(own_network(path, model, *names_for(fields), dtype=dtype))
     return tuple(found)
 
 

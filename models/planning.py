@@ -22,9 +22,10 @@ from kvjax.policy import fits_biases
 from kvjax.policy_checks import check_measured, check_policy_given, check_state
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.schedule import When, moments
+from models.butler import Butler
 from models.config import Config, Rope
 from models.decoder import Decoder
-from models.networks import LooksAhead, network_of, remembers
+from models.networks import network_of, remembers
 from models.options import Options
 from models.plan import Plan, Rows, Sizes
 from models.prompts import CheckedPrompt, Kept, cache_heads, ways_of
@@ -67,7 +68,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
         return Run(model, Rows(jax.device_put(seen)), None, network, plan), sizes
     remembered = 0
     if network is not None and network.looks_ahead:
-        policy = cast(LooksAhead, network).fitted(policy)
+        policy = cast(Butler, network).fitted(policy)
         remembered = rounded(prompt.most + options.reserve, options, whole=True)
     check_state(policy, config.head_dim, heads, config.num_heads // heads)  # before anything is compiled
     budgets = budgets_of(policy, options, seen)

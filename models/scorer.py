@@ -1,15 +1,26 @@
-"""A scorer: a small network per layer that predicts each token's retention score from its hidden state (KVzap).
+"""A scorer: a small network per layer that predicts each token's retention score from its hidden state.
 
-    x [B, T, E], the input of the layer's attention -> (E -> hidden, GELU) -> K numbers per token, logarithms of scores
+It reads x [B, T, E], the input of the layer's attention, and predicts K numbers per token, logarithms of scores.
+There are two kinds. "scorer" is KVzap's (arXiv 2601.07891):
 
-Without a hidden layer it is a linear map. Its parameters are stacked over layers, and it computes in float32.
+    x -> (E -> hidden, GELU) -> K, or without a hidden layer a linear map
+
+"gate" is Fast KVzip's (arXiv 2601.17668), where d is ``hidden``:
+
+    q = RMSNorm(x W_q + b_q)  [B, T, K, G, d]      k = RMSNorm(x W_k)  [B, T, K, d]
+    score [B, T, K] = mean over the group's G queries of  e^z / (e^z + sum over the sinks e^(q.s / sqrt(d)))
+                      where z = q.k / sqrt(d) + b, and a KV head has S learned sinks s
+
+A gate's score is the weight that a token would give itself, beside the sinks, in attention of low rank, between 0 and
+1. It learns KVzip's scores, which lie there too, or KVgrad's, mapped there. Parameters are stacked over layers, in any
+dtype; both kinds compute in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +30,12 @@ from jaxtyping import Array, Float, Int
 from kvjax import Prediction
 from kvjax.checks import check_count, check_fields
 from models.config import Config
-from models.networks import register_network
+from models.decoder import rms_norm
 from models.parameters import check_rngs, drawn
 
+Kind = Literal["gate", "scorer"]
 SMALLEST = 1e-8  # a score's logarithm is that of at least this number
+EPSILON = 1e-6  # of both norms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,94 +43,108 @@ class ScorerConfig:
     """The shape of a scorer.
 
     Args:
-        hidden_size, num_layers, num_kv_heads: the model's E, L and K.
-        hidden: the width of the hidden layer; 0 for a linear map.
+        hidden_size, num_layers, num_heads, num_kv_heads: the model's E, L, N and K.
+        hidden: the width of the hidden layer, 0 for a linear map; of a gate's queries and keys.
+        kind: "scorer" (KVzap) or "gate" (Fast KVzip).
+        sinks: S, the sinks of each KV head of a gate; 16 as published.
 
     Example:
         >>> from models.scorer import ScorerConfig
-        >>> ScorerConfig(64, num_layers=3, num_kv_heads=2).hidden
-        0
+        >>> ScorerConfig(64, num_layers=3, num_heads=4, num_kv_heads=2).shapes
+        {'output': (3, 64, 2), 'output_bias': (3, 2)}
     """
 
     hidden_size: int
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     hidden: int = 0
+    kind: Kind = "scorer"
+    sinks: int = 16
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("hidden_size", "num_layers", "num_kv_heads"):
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "sinks"):
             check_count(name, getattr(self, name), 1, "it must be at least 1")
+        if self.kind == "gate":
+            check_count("hidden", self.hidden, 1, "give the width of the gate's queries and keys")
         check_count("hidden", self.hidden, 0, "give the width of the hidden layer, 0 for a linear map")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads is {self.num_heads} for {self.num_kv_heads} KV heads; give a multiple of num_kv_heads."
+            )
 
     @classmethod
-    def of(cls, model: Config, hidden: int | None = None) -> ScorerConfig:
-        """Return the scorer's shape for a model; the hidden layer is E / 8 wide by default, as in KVzap."""
-        hidden = math.ceil(model.hidden_size / 8) if hidden is None else hidden
-        return cls(model.hidden_size, model.num_layers, model.num_kv_heads, hidden)
+    def of(cls, model: Config, hidden: int | None = None, kind: Kind = "scorer") -> ScorerConfig:
+        """Return the shape for a model; by default ``hidden`` is as published: E / 8, or 16 for a gate.
+
+        Example:
+            >>> import models
+            >>> models.ScorerConfig.of(models.Decoder.tiny().config).hidden
+            4
+        """
+        published = 16 if kind == "gate" else math.ceil(model.hidden_size / 8)
+        sizes = model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads
+        return cls(*sizes, published if hidden is None else hidden, kind)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter, by its name in :class:`Scorer`."""
+        L, E, K, d, S = self.num_layers, self.hidden_size, self.num_kv_heads, self.hidden, self.sinks
+        G = self.num_heads // K
+        if self.kind == "gate":
+            return {
+                "query": (L, E, K, G, d),
+                "query_bias": (L, K, G, d),
+                "key": (L, E, K, d),
+                "query_norm": (L, d),
+                "key_norm": (L, d),
+                "sinks": (L, K, S, d),
+                "bias": (L, K, G),
+            }
+        if d == 0:
+            return {"output": (L, E, K), "output_bias": (L, K)}
+        return {"input": (L, E, d), "input_bias": (L, d), "output": (L, d, K), "output_bias": (L, K)}
 
 
-def parameter_shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a scorer, by its name in :class:`Scorer`."""
-    L, E, K, H = config.num_layers, config.hidden_size, config.num_kv_heads, config.hidden
-    if H == 0:
-        return {"output": (L, E, K), "output_bias": (L, K)}
-    return {"input": (L, E, H), "input_bias": (L, H), "output": (L, H, K), "output_bias": (L, K)}
-
-
-@register_network
 class Scorer(nnx.Module):
     """Predicts the logarithm of each token's retention score, for each KV head of a layer.
 
-    ``parameters`` has an array for each entry of ``parameter_shapes(config)``; without it they are drawn from ``rngs``.
+    ``parameters`` has an array for each entry of ``config.shapes``; without it they are drawn from ``rngs``.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
-        >>> shape = models.ScorerConfig.of(models.Decoder.tiny().config)
-        >>> models.Scorer(shape, rngs=nnx.Rngs(0))(1, jnp.ones((1, 5, 32))).shape
-        (1, 5, 2)
+        >>> shape = models.ScorerConfig.of(models.Decoder.tiny().config, kind="gate")
+        >>> gate = models.Scorer(shape, rngs=nnx.Rngs(0))
+        >>> logarithm = jax.jit(gate)(1, jnp.ones((1, 5, 32)))
+        >>> logarithm.shape, bool((logarithm < 0).all())
+        ((1, 5, 2), True)
     """
 
-    name: ClassVar[str] = "scorer"
     predicts: ClassVar[frozenset[str]] = frozenset({"score"})
-    Config: ClassVar[type] = ScorerConfig
     trained_by: ClassVar[str] = "train.scorer"
     looks_ahead: ClassVar[bool] = False
-    follows_dtype: ClassVar[bool] = False
 
     def __init__(
         self, config: ScorerConfig, parameters: dict[str, Array] | None = None, *, rngs: nnx.Rngs | None = None
     ):
         self.config = config
         if parameters is None:
-            parameters = drawn(_random, parameter_shapes(config), check_rngs(rngs))
-        for name in parameter_shapes(config):
+            parameters = drawn(_random, config.shapes, check_rngs(rngs), config.kind)
+        for name in config.shapes:
             setattr(self, name, nnx.Param(parameters[name]))
 
+    @property
+    def name(self) -> str:
+        """The name of its files, that of its kind."""
+        return self.config.kind
+
     def __call__(self, layer: int | Int[Array, ""], x: Float[Array, "B T E"]) -> Float[Array, "B T K"]:
-        """Return the scores of tokens in one layer; ``x`` is the input of the layer's attention."""
-        own = {
-            name: jax.lax.dynamic_index_in_dim(getattr(self, name)[...], layer, keepdims=False)
-            for name in parameter_shapes(self.config)
-        }
-        return apply(own, x)
-
-    def loss(
-        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], score: Float[Array, "B T K"]
-    ) -> Float[Array, "B T K"]:
-        """Return the squared error of the predicted logarithm of each token's score."""
-        return (self(layer, x) - logarithm(score)) ** 2
-
-    @staticmethod
-    def started(parameters: dict[str, Array], mean: Float[Array, "L K"]) -> dict[str, Array]:
-        """Return the parameters that training starts from: each head predicts its mean logarithm."""
-        return parameters | {"output_bias": mean}
-
-    @staticmethod
-    def shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
-        return parameter_shapes(config)
+        """Return the logarithms of the scores of tokens in one layer; ``x`` is the input of the layer's attention."""
+        own, x = self._of_layer(layer), x.astype(jnp.float32)
+        return _gate(own, x)[0] if self.config.kind == "gate" else _regression(own, x)
 
     def predict(
         self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], said: Any = None, memory: Any = None
@@ -125,21 +152,58 @@ class Scorer(nnx.Module):
         """Return the scores as a policy reads them."""
         return Prediction(score=self(layer, x))
 
+    def loss(
+        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], score: Float[Array, "B T K"]
+    ) -> Float[Array, "B T K"]:
+        """Return the published loss of each token's score: the squared error of its logarithm, or for a gate the
+        binary cross-entropy to the score, in [0, 1].
+        """
+        if self.config.kind == "scorer":
+            return (self(layer, x) - logarithm(score)) ** 2
+        present, absent = _gate(self._of_layer(layer), x.astype(jnp.float32))
+        return -(score * present + (1 - score) * absent)
+
+    def _of_layer(self, layer: int | Int[Array, ""]) -> dict[str, Array]:
+        stacked = {name: getattr(self, name)[...] for name in self.config.shapes}
+        return {
+            name: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False).astype(jnp.float32)
+            for name, array in stacked.items()
+        }
+
 
 def logarithm(score: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return the logarithm of a score, of at least ``SMALLEST``."""
     return jnp.log(jnp.maximum(score, SMALLEST))
 
 
-def apply(parameters: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T K"]:
-    """Return the scores of tokens by one layer's parameters."""
-    x = x.astype(jnp.float32)
-    if "input" in parameters:
-        x = jax.nn.gelu(x @ parameters["input"] + parameters["input_bias"][None, None], approximate=False)
-    return x @ parameters["output"] + parameters["output_bias"][None, None]
+def _regression(own: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T K"]:
+    if "input" in own:
+        x = jax.nn.gelu(x @ own["input"] + own["input_bias"][None, None], approximate=False)
+    return x @ own["output"] + own["output_bias"][None, None]
 
 
-def _random(key: Array | None, name: str, shape: tuple[int, ...]) -> Array:
+def _gate(own: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Array]:
+    """Return the logarithms of the score and of what it leaves to 1, [B, T, K]."""
+    query = jnp.einsum("bte,ekgd->btkgd", x, own["query"]) + own["query_bias"][None, None]
+    query = query.shape[-1] ** -0.5 * rms_norm(query, own["query_norm"], EPSILON)
+    key = rms_norm(jnp.einsum("bte,ekd->btkd", x, own["key"]), own["key_norm"], EPSILON)
+    itself = jnp.einsum("btkgd,btkd->btkg", query, key) + own["bias"][None, None]
+    sinks = jax.nn.logsumexp(jnp.einsum("btkgd,ksd->btkgs", query, own["sinks"]), axis=-1)
+    of_group = math.log(query.shape[3])
+
+    def mean(logarithm: Array) -> Array:
+        return jax.nn.logsumexp(logarithm, axis=-1) - of_group
+
+    return mean(jax.nn.log_sigmoid(itself - sinks)), mean(jax.nn.log_sigmoid(sinks - itself))
+
+
+def _random(key: Array | None, name: str, shape: tuple[int, ...], kind: Kind) -> Array:
+    """Draw a gate's weights as torch does those of a linear map, and its sinks near 0: equal ones would stay equal."""
     if key is None:
-        return jnp.zeros(shape, jnp.float32)
-    return jax.random.normal(key, shape, jnp.float32) / math.sqrt(shape[1])
+        return jnp.full(shape, 1 if name.endswith("norm") else 0, jnp.float32)
+    if name == "sinks":
+        return 0.02 * jax.random.normal(key, shape, jnp.float32)
+    bound = shape[1] ** -0.5
+    if kind == "gate":
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+    return bound * jax.random.normal(key, shape, jnp.float32)

@@ -23,7 +23,8 @@ from kvjax.layer import LayerBlock
 from kvjax.selection import share_of_tokens
 from kvjax.sources import Source
 from kvjax.split import ModelCache
-from models.networks import LooksAhead, Network, remembers
+from models.butler import Butler
+from models.networks import Network, remembers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class LayerCarry:
 
 def looked_ahead(
     keeps: bool,
-    ahead: LooksAhead | None,
+    ahead: Butler | None,
     position: Int[Array, "B T"],
     entered: Float[Array, "B T E"] | None,
     x: Float[Array, "B T E"],

@@ -28,10 +28,11 @@ from kvjax.quantise import Dtypes
 from kvjax.schedule import HostOrDevice, Phase
 from kvjax.split import ModelCache
 from models import selecting
+from models.butler import Butler
 from models.config import Config
 from models.decoder import Decoder, attention_input, embed, frequencies, rope_of_layer, rotation, run_layer
 from models.gradients import loss_gradient
-from models.networks import LooksAhead, Network
+from models.networks import Network
 from models.plan import Plan, Rows
 from models.selecting import LayerCarry
 
@@ -68,9 +69,9 @@ class Run:
     plan: Plan = dataclasses.field(metadata={"static": True})
 
     @property
-    def ahead(self) -> LooksAhead | None:
+    def ahead(self) -> Butler | None:
         """Return the network if it looks ahead."""
-        return cast(LooksAhead, self.network) if self.network is not None and self.network.looks_ahead else None
+        return cast(Butler, self.network) if self.network is not None and self.network.looks_ahead else None
 
     def pauses(self, phase: Phase) -> bool:
         """Return whether a network looks ahead, or a selection starts, between layer 0 and the others."""

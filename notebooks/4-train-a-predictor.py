@@ -81,7 +81,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import models
-from models.butler import num_parameters
 from train import butler as training
 from train.text import open_corpus
 
@@ -92,7 +91,7 @@ settings = training.settings_of(
 shape = training.butler_config_of(model.config, embedded=True)
 corpus = open_corpus(["python"], tokenizer, settings.seq_len, eval_rows=8)
 print(
-    f"{num_parameters(shape):,} parameters; "
+    f"{shape.num_parameters:,} parameters; "
     f"{settings.steps} steps of {settings.batch} x {settings.seq_len} tokens"
 )
 print(f"text: {corpus.name}; held out: {corpus.held_out.size:,} tokens")

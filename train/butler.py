@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from evals import simulator
 from kernels_pallas import mse_logits
 from models import commands, hosts
-from models.butler import SOURCES, Butler, ButlerConfig, butler_input, num_parameters
+from models.butler import SOURCES, Butler, ButlerConfig, butler_input
 from models.config import Config
 from models.decoder import Decoder
 from models.dense import attention_in_chunks
@@ -198,7 +198,7 @@ def train(
         layers = {
             source: {name: values.round(6).tolist() for name, values in own.items()} for source, own in found.items()
         }
-        size = num_parameters(config)
+        size = config.num_parameters
         told = {
             "parameters": size,
             "share_of_model": size / sum(map(math.prod, model_shapes(model.config).values())),

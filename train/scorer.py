@@ -1,13 +1,12 @@
 """Trains a network that scores tokens, for a frozen model: `python -m train.scorer`.
 
 It predicts an expensive score of each token, for each KV head of each layer, from the input of the layer's attention.
-The loss is the network's own, as published:
+The loss is that of the network's kind, as published:
 
     scorer    KVzap's (arXiv 2601.07891): the mean squared error of the score's logarithm
     gate      Fast KVzip's (arXiv 2601.17668): the binary cross-entropy of the score
 
-or that of a network of yours: one that predicts the score alone, and has ``loss`` and ``started``. The target is the
-score of a policy that observes the model while it repeats the row, asked to in words:
+The target is the score of a policy that observes the model while it repeats the row, asked to in words:
 
     kvzip     the largest attention that a token gets from the repeated ones
     kvgrad    the most that a loss of the repeated tokens would feel its absence, from 0 to 1 (:func:`scores_of`)
@@ -33,7 +32,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +49,10 @@ from models import commands, hosts
 from models.config import Config
 from models.decoder import Decoder
 from models.dense import attention_in_chunks
-from models.networks import NETWORKS, Network, files_of, parameters_of, save_network
+from models.networks import files_of, parameters_of, save_network
 from models.planning import mesh_of
 from models.repeating import asking, repeat_prompt
-from models.scorer import logarithm
+from models.scorer import Kind, Scorer, ScorerConfig, logarithm
 from train import command, loop
 from train.loop import Parameters, State
 from train.text import Corpus
@@ -65,35 +64,6 @@ EXAMPLES = """examples:
   python -m models.generate smollm2 --policy "zap+protect(recent=128)" --networks scorer/ --budget 0.3 \\
       --prompt-file a.txt
 """
-
-
-class Scoring(Network, Protocol):
-    """A network that scores tokens, with what its training takes."""
-
-    def loss(
-        self, layer: int | Int[Array, ""], x: Float[Array, "B T E"], score: Float[Array, "B T K"]
-    ) -> Float[Array, "B T K"]:
-        """Return the loss of each token and KV head; ``x`` is the input of the layer's attention."""
-        ...
-
-    @staticmethod
-    def started(parameters: Parameters, mean: Float[Array, "L K"]) -> Parameters:
-        """Return the parameters to start from: random ones, changed by the mean logarithm of each head's scores."""
-        ...
-
-
-def kind_named(name: str) -> type[Scoring]:
-    """Return a kind of network that this trains, or raise ValueError."""
-    kind = NETWORKS.find(name)
-    if kind is None or not (hasattr(kind, "loss") and hasattr(kind, "started")):
-        known = [other for other in sorted(NETWORKS) if hasattr(NETWORKS[other], "loss")]
-        raise ValueError(f"--network is {name!r}; expected {' or '.join(known)}.")
-    return cast(type[Scoring], kind)
-
-
-def _kind_of(config: Any) -> type[Scoring]:
-    """Return the kind of network that has a config."""
-    return kind_named(next(name for name, kind in NETWORKS.items() if kind.Config is type(config)))
 
 
 class Settings(NamedTuple):
@@ -216,7 +186,7 @@ def run_layers(
 
 
 def loss_of(
-    model: Decoder, network: Scoring, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"]
+    model: Decoder, network: Scorer, tokens: Int[Array, "B T"], score: Float[Array, "L B T K"]
 ) -> Float[Array, ""]:
     """Return the network's loss on the scores, a mean over layers, heads and all tokens of a row but the last."""
 
@@ -228,7 +198,7 @@ def loss_of(
 
 def measure(
     model: Decoder,
-    network: Scoring,
+    network: Scorer,
     rows: Int[np.ndarray, "R T"],
     budget: float,
     policy: Policy,
@@ -266,7 +236,7 @@ def measure(
 
 @functools.partial(jax.jit, static_argnames="config")
 def _predicted_and_true(model, parameters, tokens, score, config):
-    network = _kind_of(config)(config, parameters)
+    network = Scorer(config, parameters)
 
     def both(layer, x, score):
         return network.predict(layer, x).score, logarithm(score)
@@ -283,18 +253,18 @@ def mean_logarithms(model: Decoder, tokens: Int[Array, "B T"], score: Float[Arra
 def train(
     folder: str | Path,
     model: Decoder,
-    config: Any,
+    config: ScorerConfig,
     corpus: Corpus,
     settings: Settings,
     *,
     prompt: RepeatPrompt = NO_WORDS,
     budget: float = 0.3,
     options: loop.Options = loop.DEFAULTS,
-) -> tuple[Any, dict[str, Any] | None]:
-    """Train a network, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
+) -> tuple[Scorer, dict[str, Any] | None]:
+    """Train a scorer, from the newest whole checkpoint in ``folder`` if there is one and ``options.resume`` is true.
 
     Args:
-        config: the network's shape, which tells its kind.
+        config: the network's shape.
         prompt: asks the model to repeat a row; see :func:`policy_of_target`.
         budget: the share of its tokens that a head keeps, for the hit rate.
         folder, model, corpus, settings, options: see :func:`train.loop.run`, also for the errors.
@@ -309,7 +279,7 @@ def train(
     mesh = options.mesh or loop.one_device()
     if not 0 < budget <= 1:
         raise ValueError(f"--budget is {budget}; give the share of its tokens that a head keeps, in (0, 1].")
-    kind, policy = _kind_of(config), policy_of_target(settings.target, prompt)
+    policy = policy_of_target(settings.target, prompt)
     if _has_loss(policy) and mesh.size > 1:
         raise ValueError(
             f"--target is {settings.target!r}, which takes the gradient of a loss on one device, but --mesh has "
@@ -321,42 +291,45 @@ def train(
         return tokens, scores_of(model, tokens, policy, projection)
 
     def objective(model, parameters, scored, key):
-        return loss_of(model, kind(config, parameters), *scored)
+        return loss_of(model, Scorer(config, parameters), *scored)
 
     def init() -> State:
-        row, _ = next(corpus.rows(None))
-        # On the host, as a device's array that is closed over may be on another mesh.
-        mean = np.asarray(hosts.fetched(mean_logarithms(model, *with_scores(row[None]))))
+        changed: dict[str, np.ndarray] = {}
+        if config.kind == "scorer":  # each head starts from the mean logarithm of its scores in a row
+            row, _ = next(corpus.rows(None))
+            # On the host, as a device's array that is closed over may be on another mesh.
+            changed["output_bias"] = np.asarray(hosts.fetched(mean_logarithms(model, *with_scores(row[None]))))
 
         def make() -> Parameters:
-            return kind.started(parameters_of(kind(config, rngs=nnx.Rngs(settings.seed))), jnp.asarray(mean))
+            drawn = parameters_of(Scorer(config, rngs=nnx.Rngs(settings.seed)))
+            return drawn | {name: jnp.asarray(array) for name, array in changed.items()}
 
         return loop.init_state(make, settings, mesh)
 
     def figures(parameters: Parameters) -> dict[str, np.ndarray]:
-        return measure(model, kind(config, parameters), corpus.held_out, budget, policy)
+        return measure(model, Scorer(config, parameters), corpus.held_out, budget, policy)
 
     def summarise(parameters: Parameters) -> tuple[dict[str, Any], dict[str, float]]:
         found = figures(parameters)
         means = {name: round(float(values.mean()), 6) for name, values in found.items()}
         layers = {name: values.round(6).tolist() for name, values in found.items()}
-        size = sum(int(np.prod(shape)) for shape in kind.shapes(config).values())
+        size = sum(int(np.prod(shape)) for shape in config.shapes.values())
         said = {"parameters": size, "budget": budget, "held_out_rows": len(corpus.held_out)}
         return said | {"figures": means, "layers": layers}, means
 
     step = loop.make_step(objective, settings, mesh)
     trainer = loop.Trainer(
         command="train.scorer",
-        configuration={kind.name: dataclasses.asdict(config), "words": prompt._asdict()},
+        configuration={config.kind: dataclasses.asdict(config), "words": prompt._asdict()},
         init=init,
         step=lambda model, state, tokens, number: step(model, state, with_scores(tokens), number),
-        save=lambda parameters: save_network(folder, kind(config, parameters), model, options.name),
+        save=lambda parameters: save_network(folder, Scorer(config, parameters), model, options.name),
         measure=lambda parameters: {name: float(values.mean()) for name, values in figures(parameters).items()},
         summarise=summarise,
-        files=files_of(kind.name),
+        files=files_of(config.kind),
     )
     parameters, summary = loop.run(folder, trainer, model, corpus, settings, options)
-    return kind(config, parameters), summary
+    return Scorer(config, parameters), summary
 
 
 # The command.
@@ -383,7 +356,9 @@ def parser() -> argparse.ArgumentParser:
         "train.scorer", description="Trains a small network, which the policy zap evicts by, for a frozen model.",
         examples=EXAMPLES, out="scorer", seq_len=str(Settings().seq_len), lr=f"{Settings().lr:g}",
     )  # fmt: skip
-    flags.add_argument("--network", default="scorer", help="scorer (KVzap), gate (Fast KVzip) or yours")
+    flags.add_argument(
+        "--network", default="scorer", choices=get_args(Kind), help="scorer (KVzap, the default) or gate (Fast KVzip)"
+    )
     flags.add_argument("--target", help="the score to predict: kvzip (the default) or kvgrad (one device)")
     flags.add_argument(
         "--hidden", type=at_least(0),
@@ -403,7 +378,7 @@ def _run(flags: argparse.Namespace) -> None:
     prompt = repeat_prompt(loaded.tokenizer)
     changes = {name: getattr(flags, name) for name in Settings._fields}
     settings = settings_of(loaded.model.config, len(prompt.first) + len(prompt.suffix), **changes)
-    config = cast(Any, kind_named(flags.network).Config).of(loaded.model.config, flags.hidden)
+    config = ScorerConfig.of(loaded.model.config, flags.hidden, flags.network)
     corpus = command.open_text(flags, loaded.tokenizer, settings)
     options = command.options_of(flags, loaded, "train.scorer")
     _, summary = train(

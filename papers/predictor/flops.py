@@ -28,12 +28,11 @@ from kernels_pallas import cache_attention
 from kvjax import sources
 from kvjax.checks import check_names
 from models import commands, files
+from models.butler import Butler, ButlerConfig
 from models.commands.shared_flags import add_shared_flags
 from models.driver import filled_slots
-from models.networks import kinds_for
 from models.parameters import array_shapes
 
-KIND: Any = kinds_for(frozenset({"query", "key"}))[0]
 MODELS = {name: shape(name.lower()) for name in ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")}
 BLOCK = 128  # tokens of a prompt per step
 SINKS = 4  # read beside the share, as in the paper
@@ -93,8 +92,8 @@ def _forward(model: models.Decoder, tokens: Array, cache: list[Array]) -> tuple[
 @functools.cache
 def predictor_cost(config: Any, tokens: int, slots: int) -> tuple[Cost, Cost]:
     """Return the costs of the predictor without logits and of one layer's logits, as in :func:`model_cost`."""
-    abstract = {name: _abstract(*sizes) for name, sizes in KIND.shapes(config).items()}
-    predictor = jax.eval_shape(functools.partial(KIND, config), abstract)
+    abstract = {name: _abstract(*sizes) for name, sizes in config.shapes.items()}
+    predictor = jax.eval_shape(functools.partial(Butler, config), abstract)
     cache = jax.eval_shape(lambda predictor: predictor.init_cache(1, slots), predictor)
 
     def network(predictor, cache, x):
@@ -114,7 +113,7 @@ def _abstract(*shape: int) -> jax.ShapeDtypeStruct:
 def floor_numbers(model: models.Config, predictor: Any, slots: int) -> Parts:
     """Return how many numbers a decode step reads, each once: weights, and the caches of ``slots`` tokens."""
     rest, layer = floors.weight_numbers(model)
-    own = {name: math.prod(size) for name, size in KIND.shapes(predictor).items()}
+    own = {name: math.prod(size) for name, size in predictor.shapes.items()}
     return Parts(
         rest=rest,
         layer=layer + floors.keys_and_values(model.num_kv_heads * slots, model.head_dim, 1),
@@ -180,7 +179,7 @@ def prefill(name: str, tokens: int) -> dict[str, Any]:
     The prompt comes in blocks, as in generation: attention and logits are over the slots that are filled so far.
     """
     model = MODELS[name]
-    predictor = KIND.Config.of(model)
+    predictor = ButlerConfig.of(model)
     rest, network = model_cost(model, tokens, tokens)[0], predictor_cost(predictor, tokens, tokens)[0]
     last, L = model_cost(model, 1, tokens)[0], model.num_layers
     places = _blocks_of(tokens)
@@ -240,7 +239,7 @@ def _tokens_read(share: float, slots: int) -> int:
 def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
     """Count FLOPs and bytes of a decode step of one sequence at a context: dense, and with predictor and selection."""
     model = MODELS[name]
-    predictor = KIND.Config.of(model)
+    predictor = ButlerConfig.of(model)
     predicted = predictor.predicted_layers
     (rest, layer), (network, logits) = model_cost(model, 1, context), predictor_cost(predictor, 1, context)
     dense = rest.flops + model.num_layers * layer.flops
@@ -268,7 +267,7 @@ def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
 def reading(name: str, shares: list[float]) -> dict[str, Any]:
     """Return a model's numbers per token and predicted layer, and the contexts from which selection saves bytes."""
     model = MODELS[name]
-    predictor = KIND.Config.of(model)
+    predictor = ButlerConfig.of(model)
     readings = ("heads", "same", "chance", "apart")
     return {
         "model": name,

@@ -21,8 +21,9 @@ from evals import report
 from kvjax import sources
 from kvjax.sources import PREDICTOR
 from models import commands, files, fingerprints
+from models.butler import Butler
 from models.commands.shared_flags import add_shared_flags, count
-from models.networks import LooksAhead, load_networks
+from models.networks import load_networks
 from papers.predictor import flops
 
 LEGEND = """ms: median of a step of `models.stream`, all ways in turns; over dense: that of the context's dense step.
@@ -34,7 +35,7 @@ BEFORE = 3  # calls that compile, before any is timed
 
 def timings(
     model: models.Decoder,
-    network: LooksAhead,
+    network: Butler,
     context: int,
     groups: Sequence[str],
     shares: Sequence[float],
@@ -67,11 +68,11 @@ def timings(
     return records
 
 
-def alone(model: models.Decoder, network: LooksAhead, context: int) -> Callable[[], Array]:
+def alone(model: models.Decoder, network: Butler, context: int) -> Callable[[], Array]:
     """Return a step of the predictor after ``context`` tokens, with the logits of every predicted layer."""
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def step(network: LooksAhead, memory: Any, x: Array, position: Int[Array, "1 1"]) -> tuple[Array, Any]:
+    def step(network: Butler, memory: Any, x: Array, position: Int[Array, "1 1"]) -> tuple[Array, Any]:
         said, memory = network.look_ahead(memory, x, position, importance_keys=True)
         seen = (memory.position >= 0) & (memory.position <= position)
 
@@ -124,10 +125,10 @@ def command(flags: argparse.Namespace) -> None:
     model, _ = models.load(flags.model, dtype="float32")
     (network,) = load_networks(flags.networks, flags.model, model, [frozenset({"query", "key"})])
     digests = fingerprints.fingerprints(model)
-    digests[network.name] = fingerprints.weights(network, network.shapes(network.config))
+    digests[network.name] = fingerprints.weights(network, network.config.shapes)
     model.config = unbounded(model.config)
     records = []
     for context in contexts:
-        records += timings(model, cast(LooksAhead, network), context, groups, shares, flags.repetitions)
+        records += timings(model, cast(Butler, network), context, groups, shares, flags.repetitions)
     print(table(records), LEGEND, sep="\n\n")
     measure.write(flags, "selection", {"model": flags.model}, records, digests, done=True)

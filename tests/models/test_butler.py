@@ -11,7 +11,7 @@ from flax import nnx
 
 import models
 from models import dense
-from models.butler import Butler, ButlerConfig, num_parameters, parameter_shapes
+from models.butler import Butler, ButlerConfig
 from models.config import Rope
 from models.parameters import parameter_shapes as model_shapes
 from tests.models import reference, tiny
@@ -43,7 +43,7 @@ def a_butler(config: ButlerConfig = CONFIG) -> Butler:
         drawn = name.endswith("norm") + rng.normal(size=shape) / math.sqrt(shape[0])
         return jax.device_put(drawn.astype(np.float32))
 
-    return Butler(config, {name: parameter(name, shape) for name, shape in parameter_shapes(config).items()})
+    return Butler(config, {name: parameter(name, shape) for name, shape in config.shapes.items()})
 
 
 def an_input(B: int = 2, T: int = 13, E: int = 32, seed: int = 1) -> np.ndarray:
@@ -59,7 +59,7 @@ def model() -> models.Decoder:
 def test_parameters_are_counted_as_the_paper_counts_them(name):
     sizes, expected, percent = PUBLISHED[name]
     config = models.Config(**sizes, tie_embeddings=name == "Llama-3.2-1B")
-    count = num_parameters(ButlerConfig.of(config))
+    count = ButlerConfig.of(config).num_parameters
     assert count == expected
     of_model = sum(math.prod(shape) for shape in model_shapes(config).values())
     assert abs(100 * count / (count + of_model) - percent) < 1e-3  # the paper's share is of both together
@@ -70,7 +70,7 @@ def test_other_models_get_a_predictor_of_a_share_of_their_parameters():
     of_model = sum(math.prod(shape) for shape in model_shapes(phi).values())
     config = ButlerConfig.of(phi)
     assert config.dim == 24 and not config.published_layout
-    assert abs(num_parameters(config) / (0.01 * of_model) - 1) < 0.05
+    assert abs(config.num_parameters / (0.01 * of_model) - 1) < 0.05
     small = ButlerConfig.of(dataclasses.replace(MODEL, rope=Rope(theta=5.0)))
     assert (small.hidden, small.dim, small.rope_theta) == (4, 2, 5.0)
     assert ButlerConfig.of(models.Config(9, 40, 40, num_layers=2, num_heads=4, num_kv_heads=4)).reduced == 8
@@ -86,7 +86,7 @@ def test_xavier_uniform():
 
 def definition(butler: Butler, x: jax.Array) -> list[np.ndarray]:
     """q' and k' [L', B, T, N, D'] of the reference."""
-    w = {name: np.asarray(getattr(butler, name)[...], np.float64) for name in parameter_shapes(butler.config)}
+    w = {name: np.asarray(getattr(butler, name)[...], np.float64) for name in butler.config.shapes}
     rows = [reference.predicted(w, butler.config.rope_theta, row) for row in np.asarray(x, np.float64)]
     return [np.moveaxis(np.stack(part), (0, 3), (1, 2)) for part in zip(*rows, strict=True)]
 
@@ -122,7 +122,7 @@ def test_a_saved_predictor_comes_back_as_it_was_in_the_dtype_of_its_model(model,
     for any_dtype in (model, narrow):
         loaded = models.load_network(tmp_path / "new", any_dtype)
         assert loaded.config == butler.config
-        for name in parameter_shapes(butler.config):
+        for name in butler.config.shapes:
             expected = np.asarray(getattr(butler, name)[...]).astype(any_dtype.embedding[...].dtype)
             np.testing.assert_array_equal(getattr(loaded, name)[...], expected)
 
@@ -134,7 +134,7 @@ def test_a_predictor_may_be_kept_and_compute_in_another_dtype_from_its_weights_t
     narrow = models.load_network(tmp_path / "wide", model, dtype="bfloat16")
     models.save_network(tmp_path / "narrow", narrow, model, "it")
     again = models.load_network(tmp_path / "narrow", model)
-    for name in parameter_shapes(butler.config):
+    for name in butler.config.shapes:
         assert getattr(narrow, name)[...].dtype == "bfloat16"
         expected = np.asarray(getattr(butler, name)[...]).astype("bfloat16").astype("float32")
         np.testing.assert_array_equal(getattr(again, name)[...], expected)

@@ -10,7 +10,6 @@ import kvjax
 import models
 from kvjax.schedule import Phase
 from models import Butler, ButlerConfig, driver, engine, selecting, steps
-from models.butler import parameter_shapes as butler_shapes
 from models.options import Options
 from models.prompts import check_prompt
 from tests.models import tiny
@@ -30,7 +29,7 @@ decoder = functools.partial(tiny.decoder, CONFIG)
 def predictor(num_layers=3):
     config = ButlerConfig(32, num_layers=num_layers, num_heads=4, hidden=16, dim=4)
     random = np.random.default_rng(1)
-    shapes = butler_shapes(config)
+    shapes = config.shapes
     drawn = {name: random.normal(size=shape).astype(np.float32) / 3 for name, shape in shapes.items()}
     return Butler(config, jax.device_put(drawn))
 

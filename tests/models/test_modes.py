@@ -128,4 +128,4 @@ def test_the_predictors_loss_and_its_gradient(mode, model, predictor):
 
 
 def shapes(predictor):
-    return models.butler.parameter_shapes(predictor.config)
+    return predictor.config.shapes

@@ -9,7 +9,7 @@ import pytest
 
 import models
 from benchmarks import floors
-from models.butler import Butler, ButlerConfig, parameter_shapes
+from models.butler import Butler, ButlerConfig
 from papers.__main__ import main
 from papers.predictor import flops as benchmark
 
@@ -37,10 +37,10 @@ def test_compiled_counts_are_the_products_of_a_hand_count():
 def test_floors_are_the_arrays_that_a_step_holds():
     slots = 40
     floor = benchmark.floor_numbers(SMALL, PREDICTOR, slots)
-    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in parameter_shapes(PREDICTOR).items()}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in PREDICTOR.shapes.items()}
     cache = jax.eval_shape(lambda weights: Butler(PREDICTOR, weights).init_cache(1, slots), weights)
     assert floor.logits * PREDICTOR.predicted_layers == cache.importance_key.size
-    own = sum(np.prod(shape) for shape in parameter_shapes(PREDICTOR).values())
+    own = sum(np.prod(shape) for shape in PREDICTOR.shapes.values())
     assert floor.network == own + cache.key.size + cache.value.size
     sizes = {name: np.prod(shape) for name, shape in models.parameters.parameter_shapes(SMALL).items()}
     keys_and_values = 2 * SMALL.num_layers * SMALL.num_kv_heads * slots * SMALL.head_dim

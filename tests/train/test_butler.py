@@ -16,7 +16,6 @@ from flax import nnx
 
 import models
 from kernels_pallas import cache_attention, mse_logits
-from models import butler as butler_module
 from models.butler import Butler, butler_input
 from tests.models import reference, tiny
 from tests.tiers import first, matrix
@@ -37,7 +36,7 @@ def small(tmp_path, model):
 
 
 def parameters_of(butler):
-    return {name: np.asarray(getattr(butler, name)[...]) for name in butler_module.parameter_shapes(butler.config)}
+    return {name: np.asarray(getattr(butler, name)[...]) for name in butler.config.shapes}
 
 
 @pytest.mark.parametrize(("source", "causal"), first(1, [("attention_input", True), ("layer0_output", False)]))
@@ -87,7 +86,7 @@ def test_published_settings():
 
 def test_the_embedded_models_predictor_fits_its_file():
     config = models.load("retriever")[0].config
-    assert 4 * butler_module.num_parameters(butler_config_of(config, embedded=True)) <= 4 * 2**20
+    assert 4 * butler_config_of(config, embedded=True).num_parameters <= 4 * 2**20
 
 
 def command(*arguments):

@@ -33,9 +33,10 @@ def corpus():
     return Corpus(["numbers"], rows, np.stack([next(rows({"row": 1000 + i}))[0] for i in range(2)]))
 
 
-def run(folder, model, shape, settings=SETTINGS, **options):
+def run(folder, model, kind, settings=SETTINGS, **options):
     options = loop.Options(**dict(save_every=10, eval_every=0, log_every=1) | options)
-    return train(folder, model, shape.of(CONFIG, 8), corpus(), settings, prompt=PROMPT, options=options)
+    config = models.ScorerConfig.of(CONFIG, 8, kind)
+    return train(folder, model, config, corpus(), settings, prompt=PROMPT, options=options)
 
 
 @pytest.mark.parametrize(("target", "config"), [("kvzip", SLIDING), ("kvgrad", CONFIG)])
@@ -49,14 +50,14 @@ def test_the_target_is_the_score_of_the_policy(target, config):
 
 
 @matrix
-@pytest.mark.parametrize(("shape", "size"), [(models.ScorerConfig, 282), (models.GateConfig, 1844)])
-def test_the_loss_falls_and_the_folder_loads(model, tmp_path, shape, size):
-    whole, summary = run(tmp_path, model, shape)
+@pytest.mark.parametrize(("kind", "size"), [("scorer", 282), ("gate", 1844)])
+def test_the_loss_falls_and_the_folder_loads(model, tmp_path, kind, size):
+    whole, summary = run(tmp_path, model, kind)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     curve = [line["loss"] for line in lines if "loss" in line]
     assert len(curve) == 30 and np.mean(curve[-5:]) < 0.8 * curve[0]
     loaded = models.load_network(tmp_path, model)
-    for name in loaded.shapes(loaded.config):
+    for name in loaded.config.shapes:
         assert np.array_equal(getattr(whole, name)[...], getattr(loaded, name)[...]), name
     assert summary["figures"]["hit_rate"] > 0.3 and summary["parameters"] == 2 * size
     found = measure(model, whole, corpus().held_out, 0.3, trainer.policy_of_target("kvzip", PROMPT))

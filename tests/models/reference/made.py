@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.butler import Butler, ButlerConfig
-from models.butler import parameter_shapes as butler_shapes
 from models.config import Config
 from models.decoder import Decoder
 from models.parameters import joined, parameter_shapes
 from models.scorer import Scorer, ScorerConfig
-from models.scorer import parameter_shapes as scorer_shapes
 from tests.models.reference.rotary import inverse_frequencies
 
 
@@ -49,7 +47,7 @@ def butler(config: Config, seed: int = 0) -> Butler:
     shape = ButlerConfig.of(config)
     random = np.random.default_rng([seed, 2])
     made = {}
-    for name, size in butler_shapes(shape).items():
+    for name, size in shape.shapes.items():
         draw = 0.5 * random.normal(size=size)
         made[name] = (1 + draw if name == "norm" else draw).astype(np.float32)
     return Butler(shape, jax.device_put(made))
@@ -59,7 +57,7 @@ def scorer(config: Config, seed: int = 0) -> Scorer:
     """A linear scorer whose numbers lie well apart."""
     shape = ScorerConfig.of(config, 0)
     random = np.random.default_rng([seed, 3])
-    made = {name: random.normal(size=size).astype(np.float32) for name, size in scorer_shapes(shape).items()}
+    made = {name: random.normal(size=size).astype(np.float32) for name, size in shape.shapes.items()}
     return Scorer(shape, jax.device_put(made))
 
 
