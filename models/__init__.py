@@ -12,7 +12,6 @@ from models.engine import Generation, Hidden, generate, hidden_states, output_pr
 from models.families import register_family
 from models.fingerprints import fingerprint
 from models.forcing import teacher_forced
-from models.gate import Gate, GateConfig
 from models.load import load
 from models.networks import load_network, own_network, save_network
 from models.options import Options

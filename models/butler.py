@@ -65,6 +65,8 @@ class ButlerConfig:
         8
     """
 
+    kind: ClassVar[str] = "butler"
+
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -206,7 +208,7 @@ class Butler(nnx.Module):
         ((1, 1, 6, 4, 2), (1, 1, 4, 8, 2))
     """
 
-    name: ClassVar[str] = "butler"
+    name: ClassVar[str] = ButlerConfig.kind
     predicts: ClassVar[frozenset[str]] = frozenset({"query", "key"})
     trained_by: ClassVar[str] = "train.butler"
     looks_ahead: ClassVar[bool] = True

@@ -43,8 +43,8 @@ SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads")
 
 Network = Butler | Scorer
 Networks = Network | Sequence[Network] | None
-# By the name of their files, NAME.safetensors and NAME.json.
-NETWORKS: dict[str, type[Network]] = {"butler": Butler, "gate": Scorer, "scorer": Scorer}
+# By the kind in their configs, the name of their files: KIND.safetensors and KIND.json.
+NETWORKS: dict[str, Any] = {"butler": Butler, "gate": Scorer, "scorer": Scorer}
 
 
 # Which network a run reads.
@@ -253,12 +253,7 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
             f"{folder / weights_file} holds NaN or infinite numbers in {', '.join(wrong)}; train or copy it again."
         )
     parameters = {own: jax.device_put(tensor.astype(wanted or tensor.dtype)) for own, tensor in tensors.items()}
-    return network_with(config, parameters)
-
-
-def network_with(config: ButlerConfig | ScorerConfig, parameters: dict[str, Array]) -> Any:
-    """Return the network that has a config and parameters."""
-    return Butler(config, parameters) if isinstance(config, ButlerConfig) else Scorer(config, parameters)
+    return NETWORKS[name](config, parameters)
 
 
 def _config_of(name: str, fields: dict[str, Any], model: Config) -> ButlerConfig | ScorerConfig:

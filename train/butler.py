@@ -22,12 +22,11 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from evals import simulator
@@ -37,17 +36,16 @@ from models.butler import SOURCES, Butler, ButlerConfig, butler_input
 from models.config import Config
 from models.decoder import Decoder
 from models.dense import attention_in_chunks
-from models.networks import files_of, parameters_of, save_network
 from models.parameters import parameter_shapes as model_shapes
-from train import command, loop
-from train.loop import Parameters
+from train import command, loop, networks
 from train.text import Corpus
 
 BASELINES = ("oracle", "quest", "first_layer", "previous_layer", "random", "streaming")
 TOKENS_AT_ONCE = 4096  # of held-out text
 
 
-class Settings(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Settings(loop.Settings):
     """The settings of a run; see :class:`train.loop.Settings`. The defaults are the published ones (AdamW, one row
     per step; NOTES of the paper's code).
 
@@ -58,15 +56,9 @@ class Settings(NamedTuple):
     seq_len: int = 2048
     batch: int = 1
     lr: float = 1e-3
-    warmup: float = 0.1
     clip: float = 20.0
     weight_decay: float = 0.01
     causal: bool = False
-    seed: int = 0
-
-    @property
-    def steps(self) -> int:
-        return loop.steps_of(self)
 
 
 EXAMPLES = """examples:
@@ -81,7 +73,7 @@ EMBEDDED = Settings(tokens=3_000_000, seq_len=512, batch=8, lr=4e-3, causal=True
 def settings_of(model: Config, *, embedded: bool = False, **changes: Any) -> Settings:
     """Return the checked settings for a model, with changes: the published ones, or those of the embedded one."""
     base = EMBEDDED if embedded else Settings(seq_len=1024 if model.hidden_size >= 4096 else 2048)
-    settings = base._replace(**{name: value for name, value in changes.items() if value is not None})
+    settings = base.changed(**changes)
     loop.check_settings(settings, model)
     return settings
 
@@ -128,6 +120,9 @@ def loss_of(
     return jnp.mean(losses[1:])
 
 
+_compiled_loss = jax.jit(loss_of, static_argnames="causal")
+
+
 # Held-out text.
 
 
@@ -171,69 +166,28 @@ def train(
     Returns:
         The predictor, and the summary; None if the run was stopped before its end.
     """
-    folder = Path(folder)
-    mesh = options.mesh or loop.one_device()
-    if not 0 < budget <= 1:
-        raise ValueError(f"--budget is {budget}; give the share of the tokens that a query reads, in (0, 1].")
 
-    def init():
-        return loop.init_state(lambda: parameters_of(Butler(config, rngs=nnx.Rngs(settings.seed))), settings, mesh)
+    def loss(model: Decoder, butler: Butler, tokens: Array, key: Array) -> Array:
+        return loss_of(model, butler, tokens, causal=settings.causal, dropout_key=key if config.dropout else None)
 
-    def objective(model, parameters, tokens, key):
-        dropout_key = key if config.dropout else None
-        return loss_of(model, Butler(config, parameters), tokens, causal=settings.causal, dropout_key=dropout_key)
+    def measured(butler: Butler, source: str) -> dict[str, Any]:
+        return measure(model, butler, corpus.held_out, source, budget)
 
-    def figures(parameters):
-        found = measure(model, Butler(config, parameters), corpus.held_out, "butler", budget)
-        means = {name: float(values.mean()) for name, values in found.items()}
-        return means | {"loss": held_out_loss(model, config, parameters, corpus, settings)}
+    def held_out_loss(butler: Butler) -> float:  # without dropout
+        rows = [row[None] for row in corpus.held_out]
+        return float(np.mean([_compiled_loss(model, butler, row, causal=settings.causal) for row in rows]))
 
-    def summarise(parameters):
-        butler, sources = Butler(config, parameters), ("butler", *BASELINES)
-        found = {source: measure(model, butler, corpus.held_out, source, budget) for source in sources}
-        means = {
-            source: {name: round(float(values.mean()), 6) for name, values in own.items()}
-            for source, own in found.items()
-        }
-        layers = {
-            source: {name: values.round(6).tolist() for name, values in own.items()} for source, own in found.items()
-        }
-        size = config.num_parameters
-        told = {
-            "parameters": size,
-            "share_of_model": size / sum(map(math.prod, model_shapes(model.config).values())),
-            "budget": budget,
-            "held_out_rows": len(corpus.held_out),
-            "held_out_loss": held_out_loss(model, config, parameters, corpus, settings),
-            "figures": means,
-            "layers": layers,
-        }
-        return told, {source: own["hit_rate"] for source, own in means.items()}
+    def compare(butler: Butler) -> tuple[dict[str, Any], dict[str, Any]]:
+        share = config.num_parameters / sum(map(math.prod, model_shapes(model.config).values()))
+        found = {source: measured(butler, source) for source in ("butler", *BASELINES)}
+        return found, {"share_of_model": share, "held_out_loss": held_out_loss(butler)}
 
-    trainer = loop.Trainer(
-        command="train.butler",
-        configuration={"butler": dataclasses.asdict(config)},
-        init=init,
-        step=loop.make_step(objective, settings, mesh),
-        save=lambda parameters: save_network(folder, Butler(config, parameters), model, options.name),
-        measure=figures,
-        summarise=summarise,
-        files=files_of(Butler.name),
+    objective = networks.Objective(
+        loss=loss,
+        measure=lambda butler: measured(butler, "butler") | {"loss": held_out_loss(butler)},
+        compare=compare,
     )
-    parameters, summary = loop.run(folder, trainer, model, corpus, settings, options)
-    return Butler(config, parameters), summary
-
-
-def held_out_loss(
-    model: Decoder, config: ButlerConfig, parameters: Parameters, corpus: Corpus, settings: Settings
-) -> float:
-    """Return the loss on held-out rows, without dropout."""
-    return float(np.mean([_row_loss(model, parameters, row[None], config, settings.causal) for row in corpus.held_out]))
-
-
-@functools.partial(jax.jit, static_argnames=("config", "causal"))
-def _row_loss(model, parameters, tokens, config, causal):
-    return loss_of(model, Butler(config, parameters), tokens, causal=causal)
+    return networks.train(folder, model, config, corpus, settings, objective, budget=budget, options=options)
 
 
 # The command.
@@ -282,8 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(flags: argparse.Namespace) -> None:
     loaded = command.load(flags)
     model, embedded = loaded.model, loaded.embedded
-    changes = {name: getattr(flags, name) for name in Settings._fields}
-    settings = settings_of(model.config, embedded=embedded, **changes)
+    settings = settings_of(model.config, embedded=embedded, **command.changes_of(flags, Settings))
     shape = {name: getattr(flags, name) for name in ("hidden", "dim", "source", "dropout")}
     config = butler_config_of(model.config, embedded=embedded, **shape)
     corpus = command.open_text(flags, loaded.tokenizer, settings)

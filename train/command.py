@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -95,6 +96,11 @@ def open_text(flags: argparse.Namespace, tokenizer: Tokenizer, settings: Setting
         flags.data or ["python"], tokenizer, settings.seq_len, eval_names=flags.eval_data, eval_rows=flags.eval_rows,
         field=flags.text_field, skip_bad_lines=flags.skip_bad_lines, seed=settings.seed,
     )  # fmt: skip
+
+
+def changes_of(flags: argparse.Namespace, made: type[Settings]) -> dict[str, Any]:
+    """Return the flags that have the names of a trainer's settings; None where one was not given."""
+    return {field.name: getattr(flags, field.name) for field in dataclasses.fields(made)}
 
 
 def options_of(flags: argparse.Namespace, loaded: FrozenModel, command: str) -> Options:

@@ -24,11 +24,12 @@ if __name__ == "__main__":  # before the other imports, so that a missing extra 
     raise SystemExit(finetune.main())
 
 import argparse
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,8 @@ a line of text is {"text": ...}; a line of a question {"prompt": ..., "answer": 
 """
 
 
-class Settings(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Settings(loop.Settings):
     """Settings of a run, beside those of :class:`train.loop.Settings`.
 
     ``policy``, ``budget``, ``block``, ``when`` and ``cache_dtype`` are those of :func:`models.prefill`. ``lora`` is the
@@ -76,9 +78,6 @@ class Settings(NamedTuple):
     batch: int = 8
     lr: float = 2e-5
     warmup: float = 0.03
-    clip: float = 1.0
-    weight_decay: float = 0.0
-    seed: int = 0
     policy: str = "snapkv+caote"
     budget: int | float = 0.25
     block: int = 128
@@ -389,7 +388,7 @@ def parser() -> argparse.ArgumentParser:
 
 def settings_of(flags: argparse.Namespace) -> Settings:
     """Return the settings that the flags give; a LoRA run has a ten times larger learning rate by default."""
-    changes = {name: getattr(flags, name) for name in Settings._fields if getattr(flags, name) is not None}
+    changes = command.changes_of(flags, Settings)
     if flags.lora_on is not None and flags.lora is None:
         raise ValueError("--lora-on was given without --lora; give a rank, such as --lora 8.")
     changes["budget"] = commands.parse_budget(flags.budget)
@@ -397,7 +396,7 @@ def settings_of(flags: argparse.Namespace) -> Settings:
     changes["lora_on"] = tuple(commands.split_list(flags.lora_on or ""))
     if flags.lora is not None and flags.lr is None:
         changes["lr"] = 10 * Settings().lr
-    return Settings(**changes)
+    return Settings().changed(**changes)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -43,30 +43,31 @@ from train.text import Corpus
 Parameters = dict[str, Array]
 
 
-class Settings(Protocol):
-    """The settings that every trainer has. Each trainer's own NamedTuple adds what is its own, and the defaults.
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings that every trainer has; each trainer's own class adds what is its own, and other defaults.
 
     A run reads ``tokens`` tokens in total, in steps of ``batch`` rows of ``seq_len``. The learning rate rises over the
     share ``warmup`` of the steps and falls to 0 on a cosine.
     """
 
+    tokens: int
+    seq_len: int
+    batch: int
+    lr: float
+    warmup: float = 0.1
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    seed: int = 0
+
     @property
-    def tokens(self) -> int: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def warmup(self) -> float: ...
-    @property
-    def clip(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-    def _asdict(self) -> dict[str, Any]: ...
+    def steps(self) -> int:
+        """The number of steps of a run."""
+        return math.ceil(self.tokens / (self.batch * self.seq_len))
+
+    def changed(self, **changes: Any) -> Self:
+        """Return the settings with those of the changes that are not None."""
+        return dataclasses.replace(self, **{name: value for name, value in changes.items() if value is not None})
 
 
 class State(NamedTuple):
@@ -144,11 +145,6 @@ def one_device() -> Mesh:
     return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
 
 
-def steps_of(settings: Settings) -> int:
-    """Return the number of steps of a run."""
-    return math.ceil(settings.tokens / (settings.batch * settings.seq_len))
-
-
 def check_settings(settings: Settings, model: Config) -> None:
     """Raise ValueError, with the flag's name, unless a run's settings are in range and fit the model."""
     if not 2 <= settings.seq_len <= model.max_positions:
@@ -171,7 +167,7 @@ def check_settings(settings: Settings, model: Config) -> None:
 
 def rate_schedule(settings: Settings) -> optax.Schedule:
     """Return the learning rate by step."""
-    steps = steps_of(settings)
+    steps = settings.steps
     warmup = round(settings.warmup * steps)
     return optax.warmup_cosine_decay_schedule(0.0, settings.lr, warmup, max(steps, warmup + 1))
 
@@ -259,7 +255,7 @@ def run(
     digests = fingerprints.fingerprints(model) if options.digests is None else options.digests
     description = _description(trainer, model, options.name, corpus, settings, digests)
     folders.check_run(folder, description, trainer.files, resume)
-    steps = steps_of(settings)
+    steps = settings.steps
     last = min(steps, options.stop_after or steps)
     rate = rate_schedule(settings)
 
@@ -448,7 +444,7 @@ def _description(
         "version": kvjax.__version__,
         "model": {"name": name, "dtype": model.embedding[...].dtype.name, **fingerprint(model)},
         **trainer.configuration,
-        "settings": settings._asdict(),
+        "settings": dataclasses.asdict(settings),
         "jax": provenance.settings(),
         "data": {
             "names": corpus.name,

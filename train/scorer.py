@@ -32,12 +32,11 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import kvjax
@@ -49,12 +48,10 @@ from models import commands, hosts
 from models.config import Config
 from models.decoder import Decoder
 from models.dense import attention_in_chunks
-from models.networks import files_of, parameters_of, save_network
 from models.planning import mesh_of
 from models.repeating import asking, repeat_prompt
 from models.scorer import Kind, Scorer, ScorerConfig, logarithm
-from train import command, loop
-from train.loop import Parameters, State
+from train import command, loop, networks
 from train.text import Corpus
 
 EXAMPLES = """examples:
@@ -66,23 +63,20 @@ EXAMPLES = """examples:
 """
 
 
-class Settings(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Settings(loop.Settings):
     """The settings of a run; see :class:`train.loop.Settings`. ``target`` is the score that is predicted."""
 
     tokens: int = 4_000_000
     seq_len: int = 1024
     batch: int = 1
     lr: float = 1e-3
-    warmup: float = 0.1
-    clip: float = 1.0
-    weight_decay: float = 0.0
     target: str = "kvzip"
-    seed: int = 0
 
 
 def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
     """Return the checked settings for a model, with changes; ``words`` tokens ask it to repeat a row."""
-    settings = Settings()._replace(**{name: value for name, value in changes.items() if value is not None})
+    settings = Settings().changed(**changes)
     policy_of_target(settings.target)
     loop.check_settings(settings, model)
     if 2 * settings.seq_len + words > model.max_positions:
@@ -209,12 +203,11 @@ def measure(
     variance over a head's tokens that is explained (R squared). ``hit_rate`` is the share of the best tokens by the
     target that are also among the best by the network, where a head keeps the share ``budget`` of its tokens.
     """
-    parameters = parameters_of(network)
     projection = models.output_projection(model, policy)
     made = []
     for row in rows:
         own = scores_of(model, row[None], policy, projection)
-        both = jax.tree.map(hosts.fetched, _predicted_and_true(model, parameters, row[None], own, network.config))
+        both = jax.tree.map(hosts.fetched, _predicted_and_true(model, network, row[None], own))
         predicted, true = (np.asarray(x, np.float64)[:, 0, :-1] for x in both)  # [L, T - 1, K]
         error = (predicted - true) ** 2
         spread = np.maximum(((true - true.mean(axis=1, keepdims=True)) ** 2).mean(axis=1), 1e-12)
@@ -234,10 +227,8 @@ def measure(
     return {name: np.mean([one[name] for one in made], axis=0) for name in made[0]}
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _predicted_and_true(model, parameters, tokens, score, config):
-    network = Scorer(config, parameters)
-
+@jax.jit
+def _predicted_and_true(model, network, tokens, score):
     def both(layer, x, score):
         return network.predict(layer, x).score, logarithm(score)
 
@@ -275,61 +266,36 @@ def train(
     Raises:
         ValueError: the budget is not in (0, 1], or the target takes a gradient on several devices.
     """
-    folder = Path(folder)
-    mesh = options.mesh or loop.one_device()
-    if not 0 < budget <= 1:
-        raise ValueError(f"--budget is {budget}; give the share of its tokens that a head keeps, in (0, 1].")
     policy = policy_of_target(settings.target, prompt)
-    if _has_loss(policy) and mesh.size > 1:
+    if _has_loss(policy) and options.mesh is not None and options.mesh.size > 1:
         raise ValueError(
             f"--target is {settings.target!r}, which takes the gradient of a loss on one device, but --mesh has "
-            f"{mesh.size}: leave --mesh out, or give another target, such as kvzip."
+            f"{options.mesh.size}: leave --mesh out, or give another target, such as kvzip."
         )
     projection = models.output_projection(model, policy)
 
-    def with_scores(tokens: Any) -> Any:
-        return tokens, scores_of(model, tokens, policy, projection)
+    def with_scores(rows: Any) -> tuple[Any, Array]:
+        return rows, scores_of(model, rows, policy, projection)
 
-    def objective(model, parameters, scored, key):
-        return loss_of(model, Scorer(config, parameters), *scored)
+    def begin() -> dict[str, np.ndarray]:
+        """Return the bias with which each head predicts the mean logarithm of its scores in a row."""
+        if config.kind == "gate":
+            return {}
+        row, _ = next(corpus.rows(None))
+        return {"output_bias": np.asarray(hosts.fetched(mean_logarithms(model, *with_scores(row[None]))))}
 
-    def init() -> State:
-        changed: dict[str, np.ndarray] = {}
-        if config.kind == "scorer":  # each head starts from the mean logarithm of its scores in a row
-            row, _ = next(corpus.rows(None))
-            # On the host, as a device's array that is closed over may be on another mesh.
-            changed["output_bias"] = np.asarray(hosts.fetched(mean_logarithms(model, *with_scores(row[None]))))
+    def measured(scorer: Scorer) -> dict[str, np.ndarray]:
+        return measure(model, scorer, corpus.held_out, budget, policy)
 
-        def make() -> Parameters:
-            drawn = parameters_of(Scorer(config, rngs=nnx.Rngs(settings.seed)))
-            return drawn | {name: jnp.asarray(array) for name, array in changed.items()}
-
-        return loop.init_state(make, settings, mesh)
-
-    def figures(parameters: Parameters) -> dict[str, np.ndarray]:
-        return measure(model, Scorer(config, parameters), corpus.held_out, budget, policy)
-
-    def summarise(parameters: Parameters) -> tuple[dict[str, Any], dict[str, float]]:
-        found = figures(parameters)
-        means = {name: round(float(values.mean()), 6) for name, values in found.items()}
-        layers = {name: values.round(6).tolist() for name, values in found.items()}
-        size = sum(int(np.prod(shape)) for shape in config.shapes.values())
-        said = {"parameters": size, "budget": budget, "held_out_rows": len(corpus.held_out)}
-        return said | {"figures": means, "layers": layers}, means
-
-    step = loop.make_step(objective, settings, mesh)
-    trainer = loop.Trainer(
-        command="train.scorer",
-        configuration={config.kind: dataclasses.asdict(config), "words": prompt._asdict()},
-        init=init,
-        step=lambda model, state, tokens, number: step(model, state, with_scores(tokens), number),
-        save=lambda parameters: save_network(folder, Scorer(config, parameters), model, options.name),
-        measure=lambda parameters: {name: float(values.mean()) for name, values in figures(parameters).items()},
-        summarise=summarise,
-        files=files_of(config.kind),
+    objective = networks.Objective(
+        begin=begin,
+        given=with_scores,
+        loss=lambda model, scorer, given, key: loss_of(model, scorer, *given),
+        measure=measured,
+        compare=lambda scorer: (measured(scorer), {}),
+        described={"words": prompt._asdict()},
     )
-    parameters, summary = loop.run(folder, trainer, model, corpus, settings, options)
-    return Scorer(config, parameters), summary
+    return networks.train(folder, model, config, corpus, settings, objective, budget=budget, options=options)
 
 
 # The command.
@@ -376,8 +342,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(flags: argparse.Namespace) -> None:
     loaded = command.load(flags)
     prompt = repeat_prompt(loaded.tokenizer)
-    changes = {name: getattr(flags, name) for name in Settings._fields}
-    settings = settings_of(loaded.model.config, len(prompt.first) + len(prompt.suffix), **changes)
+    words = len(prompt.first) + len(prompt.suffix)
+    settings = settings_of(loaded.model.config, words, **command.changes_of(flags, Settings))
     config = ScorerConfig.of(loaded.model.config, flags.hidden, flags.network)
     corpus = command.open_text(flags, loaded.tokenizer, settings)
     options = command.options_of(flags, loaded, "train.scorer")

@@ -75,7 +75,7 @@ def test_figures_are_those_of_a_brute_force_reading(model):
 
 def test_published_settings():
     llama = models.Config(128, 2048, 64, num_layers=16, num_heads=32, num_kv_heads=8, max_positions=8192)
-    assert settings_of(llama) == Settings(80_000_000, 2048, 1, 1e-3, 0.1, 20.0, 0.01, False, 0)
+    assert settings_of(llama) == Settings(80_000_000, 2048, 1, 1e-3, 0.1, 20.0, 0.01, 0, False)
     published = butler_config_of(llama)
     assert (published.hidden, published.dim, published.published_layout) == (512, 16, True)
     wide = dataclasses.replace(llama, hidden_size=4096)

@@ -82,7 +82,7 @@ def test_with_the_full_cache_the_loss_of_text_and_its_gradient_are_the_dense_mod
         return jnp.sum(jnp.where(fed.learned, losses, 0)) / fed.learned.sum()
 
     def ours(parameters):
-        return finetune.loss_of(models.Decoder(CONFIG, parameters), rows, SETTINGS._replace(policy="full"))
+        return finetune.loss_of(models.Decoder(CONFIG, parameters), rows, SETTINGS.changed(policy="full"))
 
     expected, slopes = jax.jit(jax.value_and_grad(dense))(parameters)
     loss, gradients = jax.jit(jax.value_and_grad(ours))(parameters)
@@ -94,7 +94,7 @@ def test_with_the_full_cache_the_loss_of_text_and_its_gradient_are_the_dense_mod
 @matrix
 def test_with_a_cache_of_eight_bits_the_loss_is_that_of_reading_it_and_keys_and_values_learn():
     sharp = {name: array * (8 if "layers" in name else 1) for name, array in model().arrays().items()}
-    eight, tuned = SETTINGS._replace(cache_dtype="int8"), models.Decoder(CONFIG, sharp)
+    eight, tuned = SETTINGS.changed(cache_dtype="int8"), models.Decoder(CONFIG, sharp)
 
     def ours(parameters):
         return finetune.loss_of(models.Decoder(CONFIG, parameters), TEXT[:2], eight)
@@ -135,7 +135,7 @@ def test_low_rank_matrices_add_their_product_to_each_projection_of_a_checkpoint(
     pairs = lora.init(CONFIG, 2, on, seed=0)
     random = np.random.default_rng(2)
     pairs |= {name: random.normal(size=array.shape) for name, array in pairs.items() if name.endswith(".B")}
-    tuned = finetune.model_of(base, pairs, SETTINGS._replace(lora=2))
+    tuned = finetune.model_of(base, pairs, SETTINGS.changed(lora=2))
     models.save(tmp_path / "base", base)
     models.save(tmp_path / "tuned", tuned)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "tuned"))
@@ -155,7 +155,7 @@ def test_low_rank_matrices_add_their_product_to_each_projection_of_a_checkpoint(
 
 
 def test_low_rank_matrices_change_nothing_at_first_and_alone_are_trained():
-    base, settings = model(), SETTINGS._replace(lora=2, lora_on=("query", "down"))
+    base, settings = model(), SETTINGS.changed(lora=2, lora_on=("query", "down"))
     state = finetune.init_state(base, settings)
     first = finetune.model_of(base, state.parameters, settings).arrays()
     assert all(np.array_equal(first[name], array) for name, array in base.arrays().items())
@@ -168,7 +168,7 @@ def test_low_rank_matrices_change_nothing_at_first_and_alone_are_trained():
 @matrix
 def test_a_step_on_several_devices_is_the_step_on_one(tmp_path):
     models.save(tmp_path, model())
-    settings, found = SETTINGS._replace(policy="tova"), []
+    settings, found = SETTINGS.changed(policy="tova"), []
     for mesh in (None, models.parse_mesh("data=2,tensor=2")):
         loaded, _ = models.load(tmp_path, mesh=mesh)
         rows = jnp.asarray(TEXT[:2]) if mesh is None else loop.spread(TEXT[:2], mesh)

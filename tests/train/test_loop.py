@@ -148,7 +148,7 @@ def test_two_runs_never_write_into_one_folder(tmp_path, resume):
 def test_another_run_is_refused_and_nothing_overwritten(tmp_path):
     run(tmp_path, stop_after=1)
     before = state_of(tmp_path)
-    other = SETTINGS._replace(lr=0.01, seed=1)
+    other = SETTINGS.changed(lr=0.01, seed=1)
     for options, difference in (
         (dict(of=model(1)), r"model weights .* there, .* here"),
         (dict(of=model(0, jnp.bfloat16)), 'model dtype "float32" there, "bfloat16" here'),
@@ -301,7 +301,7 @@ def test_files_that_no_run_made_stay(name, tmp_path):
 
 
 def test_the_warm_up_is_rounded_to_whole_steps():
-    rate = jax.jit(loop.rate_schedule(SETTINGS._replace(warmup=0.3)))
+    rate = jax.jit(loop.rate_schedule(SETTINGS.changed(warmup=0.3)))
     assert float(rate(1)) == pytest.approx(0.05)  # of six steps the first two rise to 0.1
 
 
