@@ -258,7 +258,7 @@ class Butler(nnx.Module):
         position = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]) if position is None else position
 
         def attend(query, key, value):
-            return attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position)
+            return attention_in_chunks(query, key, value, position)
 
         return self._run(x, position, attend, dropout_key)
 
@@ -429,7 +429,6 @@ def butler_input(
     arrays = {path: arrays[path] for path in array_shapes(alone)}
 
     def attend(carry, layer, sliding_window, query, key, value):
-        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         out = attention_in_chunks(query, key, value, position, sliding_window, config.attention_soft_cap)
         return out, carry, None
 

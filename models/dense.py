@@ -13,8 +13,8 @@ QUERIES_A_CHUNK = 512
 
 def attention_in_chunks(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B K T D"],
-    value: Float[Array, "B K T D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
     position: Int[Array, "B T"],
     sliding_window: Int[Array, ""] | None = None,
     soft_cap: float | None = None,
@@ -24,6 +24,7 @@ def attention_in_chunks(
     ``position`` is that of queries and keys, -1 for padding. For the others see :func:`kernels_pallas.cache_attention`.
     """
     B, T = position.shape
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     key_position = jnp.broadcast_to(position[:, None], key.shape[:3])
 
     @jax.checkpoint  # the backward pass computes a chunk's weights again

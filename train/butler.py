@@ -101,8 +101,7 @@ def loss_of(
     predict = functools.partial(butler, dropout_key=dropout_key)
 
     def attend(predicted, layer, sliding_window, query, key, value):
-        key_, value_ = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        out = attention_in_chunks(query, key_, value_, position, sliding_window, model.config.attention_soft_cap)
+        out = attention_in_chunks(query, key, value, position, sliding_window, model.config.attention_soft_cap)
         own = jax.tree.map(lambda x: x[jnp.maximum(layer - 1, 0)], predicted)
         return out, predicted, mse_logits(query, key, own.query, own.key, causal=causal)
 

@@ -167,8 +167,7 @@ def run_layers(
     position = jnp.broadcast_to(jnp.arange(T), (B, T))
 
     def attend(x, layer, sliding_window, query, key, value):
-        cap = model.config.attention_soft_cap
-        out = attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position, sliding_window, cap)
+        out = attention_in_chunks(query, key, value, position, sliding_window, model.config.attention_soft_cap)
         return out, x, of_layer(layer, x, jax.lax.stop_gradient(score[layer]))
 
     def before_attention(_, layer, x):

@@ -111,14 +111,14 @@ def test_attention_in_chunks_is_that_of_all_queries(monkeypatch):
     """Of two rows, whose second one is padded, with a window: each query's softmax by itself."""
     monkeypatch.setattr(dense, "QUERIES_A_CHUNK", 4)
     rng = np.random.default_rng(0)
-    query, key, value = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 10, 2, 8), *[(2, 1, 10, 8)] * 2))
+    query, key, value = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 10, 2, 8), *[(2, 10, 1, 8)] * 2))
     position = np.array([np.arange(10), [*range(7), -1, -1, -1]])
     found = np.asarray(jax.jit(dense.attention_in_chunks, static_argnums=5)(query, key, value, position, 3, 2.0))
     for row, t in zip(*np.nonzero(position >= 0), strict=True):
         seen = slice(max(0, t - 2), t + 1)
         for head in range(2):
-            weights = reference.softmax(2 * np.tanh(key[row, 0, seen] @ query[row, t, head] / 8**0.5 / 2))
-            np.testing.assert_allclose(found[row, t, head], weights @ value[row, 0, seen], atol=1e-5)
+            weights = reference.softmax(2 * np.tanh(key[row, seen, 0] @ query[row, t, head] / 8**0.5 / 2))
+            np.testing.assert_allclose(found[row, t, head], weights @ value[row, seen, 0], atol=1e-5)
 
 
 def test_a_predictor_reads_what_the_attention_of_layer_0_reads():
