@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +178,7 @@ def _check(model, tokens, selection, sparsity, networks, chunk) -> tuple[Array, 
     selection = parse_selection(selection) if isinstance(selection, str) else selection
     read = read_by(networks, selection.policy, selection.source)
     network = network_of(read, model.config, selection.policy, selection.source)
-    if network is not None and not network.looks_ahead:
+    if network is not None and not isinstance(network, Butler):
         raise ValueError(
             f"{selection.name!r} reads the {network.name} in each layer, but what is simulated reads only a network "
             "that looks ahead; run it as a policy."
@@ -186,7 +186,7 @@ def _check(model, tokens, selection, sparsity, networks, chunk) -> tuple[Array, 
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"the tokens have the shape {tokens.shape}; give [B, T], at least one sequence of one token.")
-    return tokens, selection, cast(Butler | None, network)
+    return tokens, selection, network
 
 
 class _Layer:

@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +69,9 @@ def several(networks: Networks) -> tuple[Network, ...]:
         return ()
     given = tuple(networks) if isinstance(networks, list | tuple) else (networks,)
     for network in given:
-        if not hasattr(network, "predicts"):
+        if not isinstance(network, Network):
             raise ValueError(f"networks is {shown(networks)}; give what models.load_network returned, or several.")
-    return cast(tuple[Network, ...], given)
+    return given
 
 
 def read_by(networks: Networks, policy: Policy | None, source: Source | None = None) -> tuple[Network, ...]:

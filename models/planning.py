@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from typing import cast
 
 import jax
 import numpy as np
@@ -67,8 +66,8 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
         plan, sizes = _plan_full(config, plan, prompt, options)
         return Run(model, Rows(jax.device_put(seen)), None, network, plan), sizes
     remembered = 0
-    if network is not None and network.looks_ahead:
-        policy = cast(Butler, network).fitted(policy)
+    if isinstance(network, Butler):
+        policy = network.fitted(policy)
         remembered = rounded(prompt.most + options.reserve, options, whole=True)
     check_state(policy, config.head_dim, heads, config.num_heads // heads)  # before anything is compiled
     budgets = budgets_of(policy, options, seen)
