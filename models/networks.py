@@ -287,7 +287,7 @@ def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike 
     shipped = Path(__file__).parent / str(path)  # those of "smollm2", whose weights are elsewhere
     place = shipped if path in PUBLISHED else find_folder(path)
     names = names or tuple(NETWORKS)
-    check_names("names", names, tuple(NETWORKS))
+    check_names("network", names, NETWORKS)
     for name in names:
         if (place / name / files_of(name)[1]).is_file():
             return load_network(place / name, model, dtype=dtype)
