@@ -18,9 +18,7 @@ from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import report
 from kernels_pallas.dispatch import kernels_of, of_layer, platform
-from kvjax.cache import empty_entries
 from kvjax.checks import check_names
-from kvjax.quantise import Dtypes
 from models import commands, files
 from models.butler import ButlerConfig
 from models.commands.shared_flags import count
@@ -98,14 +96,6 @@ def _normal(number: int, size: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return jax.random.normal(jax.random.key(number), size, dtype)
 
 
-def _keys_and_values(slots: tuple[int, ...], D: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Return keys and values as a cache on this platform stores them; None for values beside their keys."""
-    name = jnp.dtype(dtype).name
-    like = jax.eval_shape(functools.partial(empty_entries, slots, D, Dtypes(name, name)))
-    key, value = like["key"], like["value"]
-    return _normal(1, key.shape, dtype), None if value is None else _normal(2, value.shape, dtype)
-
-
 def _caote_topk(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, case: str) -> Case:
     K, G, D = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
     S, fast, decoding = sizes.budget + sizes.block, case.endswith("fast"), case == "decode"
@@ -116,13 +106,12 @@ def _caote_topk(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, case: st
     def make() -> tuple[Any, ...]:
         position = jnp.broadcast_to(jnp.where(jnp.arange(S) < live, jnp.arange(S), -1), (B, K, S))
         logits = jnp.where(position[:, :, None] >= 0, _normal(0, (B, K, G, S), jnp.float32), -jnp.inf)
-        key, value = _keys_and_values((L, B, K, S), D, dtype)
         budget = jnp.full(B, sizes.budget, jnp.int32)
-        return jax.nn.softmax(logits), key if value is None else value, position, budget
+        return jax.nn.softmax(logits), _normal(1, (L, B, K, S, D), dtype), position, budget
 
     def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
         return function(
-            *arrays, head_dim=D, protected=None, fast=fast, norm=2, group="exact", excess=1 if decoding else None,
+            *arrays, protected=None, fast=fast, norm=2, group="exact", excess=1 if decoding else None,
             with_scores=False, layer=index % L + zero,
         )  # fmt: skip
 
@@ -146,7 +135,7 @@ def _cache_attention(
 
     def make() -> tuple[Any, ...]:
         position = jnp.broadcast_to(jnp.arange(S), (B, K, S))
-        key, value = _keys_and_values((L, B, K, S), D, dtype)
+        key, value = (_normal(number, (L, B, K, S, D), dtype) for number in (1, 2))
         return _normal(0, (B, T, N, D), dtype), key, value, position, jnp.broadcast_to(jnp.arange(S - T, S), (B, T))
 
     def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
@@ -182,7 +171,7 @@ def _paged_attention(config: Config, B: int, sizes: Sizes, T: int, dtype: DTypeL
         position = position.at[jnp.where(held, table, L * live)].set(
             jnp.broadcast_to(of_head, (L, B, *of_head.shape)).astype(jnp.int32), mode="drop"
         )
-        key, value = _keys_and_values((L * live, page), D, dtype)
+        key, value = (_normal(number, (L * live, page, D), dtype) for number in (1, 2))
         end = int(tokens.max())
         asked = jnp.broadcast_to(jnp.arange(end - T, end), (B, T))
         return _normal(0, (B, T, N, D), dtype), key, value, position, table, asked
@@ -205,7 +194,7 @@ def _select_attention(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, H:
     def make() -> tuple[Any, ...]:
         apart = S // M
         place = jnp.arange(M) * apart + jax.random.randint(jax.random.key(3), (B, H, M), 0, apart)
-        key, value = _keys_and_values((L, B, K, S), D, dtype)
+        key, value = (_normal(number, (L, B, K, S, D), dtype) for number in (1, 2))
         return _normal(0, (B, 1, N, D), dtype), key, value, place.astype(jnp.int32)
 
     def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:

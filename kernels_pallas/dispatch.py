@@ -43,9 +43,8 @@ class Kernel(NamedTuple):
 
     def run(self, *args: Any, interpret: Any = False, **options: Any) -> Any:
         """Run the kernel, with the reference's derivative; raise NotImplementedError with the reason if it can't."""
-        kernel, heads, reference = (
-            importlib.import_module(f"kernels_pallas.{self.operation}.{name}")
-            for name in (self.file, "heads", "reference")
+        kernel, heads = (
+            importlib.import_module(f"kernels_pallas.{self.operation}.{name}") for name in (self.file, "heads")
         )
         reason = kernel.unsupported(*args, **options)
         if reason is not None:
@@ -53,9 +52,10 @@ class Kernel(NamedTuple):
             raise NotImplementedError(f"{where}: {reason}; use implementation='reference'.")
         of_heads = functools.partial(kernel.of_heads, interpret=interpret)
         run = functools.partial(heads.on_heads, of_heads)
-        return with_derivative_of(getattr(reference, self.operation), run)(*args, **options)
+        return with_derivative_of(reference_of(self.operation), run)(*args, **options)
 
 
+@functools.cache
 def kernels_of(operation: str) -> dict[str, Kernel]:
     """Return the kernels of an operation whose modules exist, by the name of the implementation."""
     kernels = {
@@ -67,15 +67,14 @@ def kernels_of(operation: str) -> dict[str, Kernel]:
     return {name: k for name, k in kernels.items() if importlib.util.find_spec(f"{folder}.{k.file}") is not None}
 
 
-def dispatch(
-    implementation: str, reference: Callable[..., Any], kernels: Mapping[str, Kernel], *args: Any, **options: Any
-) -> Any:
-    """Run the reference or a kernel.
+def dispatch(operation: str, *args: Any, implementation: Implementation, **options: Any) -> Any:
+    """Run an operation's reference or one of its kernels.
 
     "auto" takes the platform's fastest kernel, or the reference where there is none or all raise NotImplementedError.
     An implementation given by name runs or raises: ValueError if it does not exist or is not for this platform,
     NotImplementedError if it can't run with these arguments.
     """
+    kernels = kernels_of(operation)
     if implementation not in ("auto", "reference"):
         return _by_name(implementation, kernels).run(*args, **options)
     for kernel in kernels.values() if implementation == "auto" else ():
@@ -84,7 +83,12 @@ def dispatch(
                 return kernel.run(*args, **options)
             except NotImplementedError:
                 pass
-    return reference(*args, **options)
+    return reference_of(operation)(*args, **options)
+
+
+def reference_of(operation: str) -> Callable[..., Any]:
+    """Return the definition of an operation in plain JAX, which all of its kernels stand for."""
+    return getattr(importlib.import_module(f"kernels_pallas.{operation}.reference"), operation)
 
 
 def _by_name(implementation: str, kernels: Mapping[str, Kernel]) -> Kernel:

@@ -28,19 +28,17 @@ def filler(dtype: DTypeLike) -> int | float:
 def unread(floats: Sequence[str], numbers: Mapping[str, Any], vectors: Mapping[str, Any]) -> str | None:
     """Return which array has a dtype that a kernel does not read, as a reason to refuse it; None if all are read.
 
-    ``numbers`` are arrays of ``floats``; ``vectors`` may also be of eight bits, or None.
+    ``numbers`` are arrays of ``floats``; ``vectors`` may also be of eight bits.
     """
     for arrays, dtypes in ((numbers, floats), (vectors, (*floats, *EIGHT_BITS))):
         for name, x in arrays.items():
-            if x is not None and x.dtype.name not in dtypes:
+            if x.dtype.name not in dtypes:
                 return f"{name} are {x.dtype}, but the kernels take {', '.join(dtypes)}"
     return None
 
 
 def unread_on_gpu(*vectors: Any) -> str | None:
     """Return why the GPU of this program cannot read vectors, as a reason to refuse them; None if it can."""
-    if any(x is None for x in vectors):
-        return "keys and values are side by side in one array, but the kernels take two"
     if all(x.dtype != "float8_e4m3fn" for x in vectors):
         return None
     capability = compute_capability()

@@ -1,4 +1,4 @@
-"""Wrappers that kernels share: stacked layers, the devices of a mesh, a derivative, keys and values side by side."""
+"""Wrappers that kernels share: stacked layers, the devices of a mesh, a derivative."""
 
 from __future__ import annotations
 
@@ -9,32 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int
 
 SPLIT = {"b": "data", "k": "tensor", "n": "tensor"}  # an array's axis -> the mesh's axis that splits it
 
 
-def apart(
-    key: Shaped[Array, "*slots width"], value: Shaped[Array, "*slots D"] | None, head_dim: int
-) -> tuple[Shaped[Array, "*slots D"], Shaped[Array, "*slots D"]]:
-    """Return keys and values as two arrays; without values, each vector of ``key`` holds a key and then its value."""
-    return (key[..., :head_dim], key[..., -head_dim:]) if value is None else (key, value)
-
-
-def alike(key: Array, value: Array | None, head_dim: int) -> bool:
-    """Return whether keys and values, in two arrays or side by side in one, have this head dim."""
-    if value is None:
-        return key.shape[-1] == 2 * head_dim
-    return key.shape == value.shape and key.shape[-1] == head_dim
-
-
-def stacked[Stack: (Array, Array | None)](
-    x: Stack, layer: Int[Array, ""] | int | None
-) -> tuple[Stack, Int[Array, "1"]]:
-    """Return the stacked array and the layer's number, as kernels take them; a single layer becomes a stack of one."""
+def stacked(layer: Int[Array, ""] | int | None, *arrays: Array) -> tuple[Array, ...]:
+    """Return the stacked arrays and the layer's number, as kernels take them; a single layer becomes a stack of one."""
     if layer is None:
-        return x if x is None else x[None], jnp.zeros(1, jnp.int32)
-    return x, jnp.asarray(layer, jnp.int32).reshape(1)
+        return *(x[None] for x in arrays), jnp.zeros(1, jnp.int32)
+    return *arrays, jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 class Beside(NamedTuple):
@@ -71,14 +55,13 @@ def over_heads(
     is moved. ``function`` returns a tuple. Without a mesh it runs as it is.
 
     Args:
-        inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n are split, the others are not. An
-            input may be None.
+        inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n are split, the others are not.
 
     Raises:
         NotImplementedError: if the mesh has other axes, or does not divide the rows or the heads.
     """
 
-    def split(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
+    def split(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         mesh = mesh_of(arrays)
         ways = {
             name: size
@@ -93,8 +76,6 @@ def over_heads(
                 f"a kernel is split over automatic axes {' and '.join(sorted(names))} of a mesh, but this one is {mesh}"
             )
         for axes, array in zip(inputs, arrays, strict=True):
-            if array is None:
-                continue
             for axis, size in zip(axes.split(), array.shape, strict=True):
                 if size % ways.get(SPLIT.get(axis, ""), 1):
                     raise NotImplementedError(f"{ways[SPLIT[axis]]} devices do not divide axis {axis} of {array.shape}")
@@ -114,9 +95,9 @@ def over_heads(
     return split
 
 
-def mesh_of(arrays: Sequence[jax.Array | None]) -> Any:
+def mesh_of(arrays: Sequence[jax.Array]) -> Any:
     """Return the mesh of the arrays, or else the current abstract mesh, which is empty where none is set."""
-    meshes = [jax.typeof(array).sharding.mesh for array in arrays if array is not None]
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 

@@ -3,8 +3,6 @@
     entries        the arrays that store keys and values, by name. Computations read floats_of(cache); attention and
                    caote_topk read them as they are:
       key, value   [B, K, S, D]   keys rotated at their absolute position; those of free slots are stale, never read.
-                                  Where they are side by side (laid_out_for_platform), key is [B, K, S, 2 D], each
-                                  key and then its value, and value is None
       key_scale    [B, K, S]      float32, by which a key of eight bits is multiplied; only for keys of eight bits
       value_scale  [B, K, S]      likewise of the values, which may have another dtype
       bias         [B, K, S]      float32, added to the logits of a slot; only in a cache for a policy that fits one
@@ -34,12 +32,13 @@ from jaxtyping import Array, Bool, Float, Int, Real
 from kernels_pallas.dispatch import of_layer, platform
 from kernels_pallas.prepare import apart
 from kvjax.checks import check_count, check_names, is_known
+from kernels_pallas.dispatch import of_layer
+from kvjax.checks import check_count, check_names, is_known, typed
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
-Entries = dict[str, Any]  # arrays by name, see above; value is None where keys and values are side by side
-LANES = 128  # of what kernels on a TPU read at once
+Entries = dict[str, Any]  # arrays by name, see above
 PARTS = object()  # how a tree is split that has one part for each part of a cache: of each device, or of each layer
 
 
@@ -157,19 +156,19 @@ class AnyKind:
 
 
 class Stored(AnyKind):
-    """Reads the entries of a plain or a paged cache, however they are stored."""
+    """Reads the entries of a plain or a paged cache."""
 
     entries: Entries
 
     @property
     def key(self) -> Real[Array, "*slots D"]:
-        """Return the keys; a copy where they are stored side by side with their values."""
-        return entries_apart(self)["key"]
+        """Return the keys as they are stored."""
+        return self.entries["key"]
 
     @property
     def value(self) -> Real[Array, "*slots D"]:
-        """Return the values; a copy where they are stored side by side with their keys."""
-        return entries_apart(self)["value"]
+        """Return the values as they are stored."""
+        return self.entries["value"]
 
     @property
     def key_scale(self) -> Float[Array, "*slots"] | None:
@@ -194,18 +193,9 @@ class Stored(AnyKind):
         return dataclasses.replace(self, entries=self.entries | {"bias": zeros})  # type: ignore[type-var]
 
     @property
-    def side_by_side(self) -> bool:
-        """Return whether each key is stored in one vector with its value."""
-        return self.entries["value"] is None
-
-    @property
     def head_dim(self) -> int:
         """Return D, the length of a key and of a value."""
-        return self.entries["key"].shape[-1] // (2 if self.side_by_side else 1)
-
-    def apart(self) -> Any:
-        """Return the cache with keys and values in two arrays, as a file has them."""
-        return dataclasses.replace(self, entries=entries_apart(self))  # type: ignore[type-var]
+        return self.key.shape[-1]
 
     @property
     def live(self) -> Bool[Array, "*slots"]:
@@ -258,8 +248,7 @@ class KVCache(Stored):
             state: what a policy's ``state`` returned for the same shape.
             dtype: of keys and values: floats, or eight bits, "int8" or "float8_e4m3fn", to which they are rounded when
                 they enter (:func:`kvjax.quantise`). A pair, such as ("int8", "bfloat16"), is that of the keys and that
-                of the values. On a TPU keys and values of one dtype and 64 numbers are stored side by side in one
-                array, which no program then copies; ``key`` and ``value`` return them either way.
+                of the values.
             positions: the positions that keys are rotated to once tokens have been evicted. "absolute": those in the
                 text. "compact": at each step, the ranks among the remaining tokens, as in StreamingLLM; keys are
                 rotated again. "index": a token's position is the number of tokens in the cache when it enters, and
@@ -411,41 +400,6 @@ def check_positions(positions: str) -> None:
     check_names("positions", positions, get_args(Positions))
 
 
-def entries_apart(cache: Stored) -> Entries:
-    """Return the entries of a cache with keys and values in two arrays."""
-    key, value = apart(cache.entries["key"], cache.entries["value"], cache.head_dim)
-    return cache.entries | {"key": key, "value": value}
-
-
-def entries_together(entries: Entries) -> Entries:
-    """Return entries with keys and values of one dtype side by side in one array; arrays of the host stay there."""
-    key, value = entries["key"], entries["value"]
-    join = np.concatenate if isinstance(key, np.ndarray) else jnp.concatenate
-    return entries | {"key": join([key, value], axis=-1), "value": None}
-
-
-def with_entries(entries: Entries, given: Entries) -> Entries:
-    """Return stored entries with the given keys, values, scales or biases in place of their own.
-
-    The scales of keys, or of values, that are now floats are left out.
-    """
-    entries = dict(entries)
-    for name, array in given.items():
-        if name in ("key", "value") and not is_quantised(array.dtype):
-            entries.pop(f"{name}_scale", None)
-        if name in ("key", "value") and entries["value"] is None:
-            D = entries["key"].shape[-1] // 2
-            expected = (*entries["key"].shape[:-1], D), entries["key"].dtype
-            if (array.shape, array.dtype) != expected:
-                found = f"{name}s of shape {array.shape} in {array.dtype}"
-                raise ValueError(f"{found} do not fit beside those stored: expected {expected[0]} in {expected[1]}.")
-            half = slice(D) if name == "key" else slice(D, None)
-            entries["key"] = entries["key"].at[..., half].set(array)
-        else:
-            entries[name] = array
-    return entries
-
-
 def as_stored(cache: Stored, key: Float[Array, "*slots D"], value: Float[Array, "*slots D"]) -> Entries:
     """Return new tokens' keys and values as the cache stores them: what is to be written to each of its arrays."""
     stored: Entries = {}
@@ -456,58 +410,31 @@ def as_stored(cache: Stored, key: Float[Array, "*slots D"], value: Float[Array, 
             stored[name] = vectors.astype(dtype)
     if cache.bias is not None:
         stored["bias"] = jnp.zeros(key.shape[:-1], jnp.float32)
-    return entries_together(stored) if cache.side_by_side else stored
+    return stored
 
 
 def empty_entries(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Entries:
-    """Return the entries of an empty cache with slots of this shape, as programs for this platform store them."""
+    """Return the entries of an empty cache with slots of this shape."""
     scaled = [name for name, dtype in dtypes._asdict().items() if is_quantised(dtype)]
     scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name in scaled}
-    if _fills_lanes(head_dim, *dtypes):
-        return scales | {"key": jnp.zeros((*slots, 2 * head_dim), dtypes.key), "value": None}
     return scales | {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in dtypes._asdict().items()}
-
-
-def laid_out_for_platform(entries: Entries) -> Entries:
-    """Return entries whose keys and values are in two arrays as programs for this platform store them.
-
-    On a TPU kernels read vectors of 128 lanes. XLA lays shorter ones out with the slots across the lanes, so that each
-    program would copy the cache on its way in and out. Keys and values of 64 numbers are therefore stored side by side,
-    where they have one dtype.
-    """
-    key, value = entries["key"], entries["value"]
-    return entries_together(entries) if _fills_lanes(key.shape[-1], key.dtype, value.dtype) else entries
-
-
-def _fills_lanes(head_dim: int, key: Any, value: Any) -> bool:
-    return 2 * head_dim == LANES and key == value and platform() == "tpu"
 
 
 def dtypes_of(cache: Stored) -> Dtypes:
     """Return the dtypes of a cache's keys and values."""
-    key, value = cache.entries["key"], cache.entries["value"]
-    return Dtypes(key.dtype.name, (key if value is None else value).dtype.name)
+    return Dtypes(cache.key.dtype.name, cache.value.dtype.name)
 
 
 def floats_of[Cache: Any](cache: Cache) -> Cache:
-    """Return a cache with keys and values as floats in two arrays, for whatever computes with them.
+    """Return a cache with keys and values as floats, for whatever computes with them.
 
     A cache that stores them so is returned as it is. All else is a copy, of eight bits as float32: take a layer, or a
     head, out of a stacked cache first.
     """
-    plain = cache.key_scale is None and cache.value_scale is None and not cache.side_by_side
-    return cache if plain else _with_floats(cache)
-
-
-def _with_floats[Cache: Any](cache: Cache) -> Cache:
-    entries = entries_apart(cache)
-    floats = {
-        name: entries[name] if (scale := entries.get(f"{name}_scale")) is None else dequantise(entries[name], scale)
-        for name in ("key", "value")
-    }
-    if cache.bias is not None:
-        floats["bias"] = cache.bias
-    return dataclasses.replace(cache, entries=floats)
+    scales = {"key": cache.key_scale, "value": cache.value_scale}
+    floats = {name: dequantise(cache.entries[name], x) for name, x in scales.items() if x is not None}
+    others = {name: array for name, array in cache.entries.items() if not name.endswith("_scale")}
+    return dataclasses.replace(cache, entries=others | floats) if floats else cache
 
 
 def insert_plain(

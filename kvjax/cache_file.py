@@ -1,14 +1,13 @@
 """A cache as a file: one safetensors file with every array, whose metadata name what the cache was made with.
 
-Arrays have the names of the cache's fields and entries; keys and values are two arrays, even if they are stored side
-by side. A policy's arrays are named by their place in the state, such as ``state[0].value``. One entry of the metadata,
-"kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of these and of the arrays.
+Arrays have the names of the cache's fields and entries. A policy's arrays are named by their place in the state, such
+as ``state[0].value``. One entry of the metadata, "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of
+these and of the arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -25,7 +24,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax.cache import KVCache, Positions, is_emptied, laid_out_for_platform
+from kvjax.cache import KVCache, Positions, is_emptied
 from kvjax.capacity import Capacity
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
@@ -37,6 +36,7 @@ from kvjax.memory import memory
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.quantise import Dtypes, check_dtypes
+from kvjax.split import SplitCache
 
 FORMAT = 1
 ENTRY = "kvjax_cache"
@@ -174,8 +174,7 @@ def load_cache(
     made_for = policy_of(policy) if policy is not None else _named_policy(path, info["policy"])
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
     _check_arrays(f"{path}", arrays, expected)
-    cache = jax.tree.unflatten(expected.structure, [arrays[name] for name in expected.arrays])
-    return jax.tree.map(jnp.asarray, dataclasses.replace(cache, entries=laid_out_for_platform(cache.entries)))
+    return jax.tree.unflatten(expected.structure, [jnp.asarray(arrays[name]) for name in expected.arrays])
 
 
 @typed
@@ -241,12 +240,14 @@ def _made_with(policy: Policy | str | None, budget: int | float | None, model: s
 
 def _arrays(cache: Cache) -> dict[str, np.ndarray]:
     """Copy a cache's arrays to the host, by name."""
+    if isinstance(cache, SplitCache):
+        raise ValueError("the cache's pages are split over a mesh: save a cache that one device has made.")
     leaves = jax.tree.leaves(cache)
     if not is_known(*leaves):
         raise ValueError("the cache is traced (by jax.jit, vmap or grad): save the one that the function returns.")
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise ValueError("the cache was donated to a compiled function: save the one that this function returned.")
-    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(jax.device_get(cache).apart()).items()}
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(jax.device_get(cache)).items()}
     for name, array in arrays.items():
         if array.dtype.name not in STORED:
             known = "int8, float8_e4m3fn, bfloat16, float16, float32 or float64"
@@ -266,7 +267,7 @@ def _query_heads(
     cache: Cache, arrays: Mapping[str, np.ndarray], policy: str | None, expected_with: Callable[[int], _Expected]
 ) -> int:
     """Find how many query heads a head of the cache serves, as far as its state shows."""
-    structure, shapes = jax.tree.structure(jax.eval_shape(lambda: cache.apart())), _state_shapes(arrays)
+    structure, shapes = jax.tree.structure(cache), _state_shapes(arrays)
     refusal: ValueError | None = None
     for query_heads in range(1, 2 if policy in (None, "full") else MOST_QUERY_HEADS + 1):
         try:
@@ -314,7 +315,7 @@ def _expected(
     tree: list[Any] = []
 
     def leaves() -> list[Array]:
-        cache: Any = make().apart()
+        cache: Any = make()
         tree[:] = jax.tree.structure(cache), list(_named(cache))
         return jax.tree.leaves(cache)
 

@@ -255,10 +255,10 @@ def _evict(
     begins = ~evidence.waits(budget, cache.num_slots)
     cache = dataclasses.replace(cache, state=begin_anew(cache.state, begins, layer))
     if isinstance(evidence.scores, Weights):
-        value = jax.lax.stop_gradient(cache.entries["key" if cache.side_by_side else "value"])
+        value = jax.lax.stop_gradient(cache.value)
         after = caote_topk_unchecked(
             evidence.scores.weights, value, position, budget, evidence.protected, **evidence.scores.kind,
-            excess=excess, with_scores=False, head_dim=cache.head_dim, layer=layer, value_scale=cache.value_scale,
+            excess=excess, with_scores=False, layer=layer, value_scale=cache.value_scale,
             implementation=implementation,
         ).position  # fmt: skip
     elif evidence.allocation.even and not cache.paged:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import cache_attention
-from kvjax.cache import KVCache, compact, floats_of, map_parts, nth_true, part_of_kind, with_entries
+from kvjax.cache import KVCache, compact, floats_of, map_parts, nth_true, part_of_kind
 from kvjax.checks import check_count, check_tokens, typed
 from kvjax.topk import keep_mask
 
@@ -136,12 +136,8 @@ def match_attention(
     given = wide.key, wide.value, wide.bias, cache.position, stays, queries, seen_from
     value, bias = jax.lax.map(of_head, jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), given))
     value = value.reshape(wide.value.shape).astype(wide.value.dtype)
-    stored = {"value": value, "bias": bias.reshape(B, K, S)}
-    # Keys and values become floats where they were of eight bits: two arrays of one layer.
-    small = dataclasses.replace(
-        cache, entries=with_entries(wide.entries, stored), position=jnp.where(stays, cache.position, -1)
-    )
-    return compact(small, budget)
+    entries = wide.entries | {"value": value, "bias": bias.reshape(B, K, S)}  # floats, also of eight bits
+    return compact(dataclasses.replace(cache, entries=entries, position=jnp.where(stays, cache.position, -1)), budget)
 
 
 def fit(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import as_stored, by_position, entries_apart, floats_of, nth_true, part_of_kind, with_entries
+from kvjax.cache import as_stored, by_position, floats_of, nth_true, part_of_kind
 from kvjax.matching import Queries, refitted
 
 SMALL = 1e-6  # added to lengths, as in kvpress
@@ -116,8 +116,7 @@ def _folded_layer[Part: Any](
         values, taken, *biases = jax.vmap(merging.fold)(heads)
     else:
         values, taken, *biases = jax.lax.map(merging.fold, heads)  # [E, S] of one head at a time
-    apart = dataclasses.replace(here, entries=entries_apart(here))
-    stored = as_stored(apart, wide.key, values.reshape(wide.value.shape).astype(wide.value.dtype))
+    stored = as_stored(here, wide.key, values.reshape(wide.value.shape).astype(wide.value.dtype))
     if biases:
         stored["bias"] = biases[0].reshape(before.shape)
     new = taken.reshape(before.shape)
@@ -125,12 +124,11 @@ def _folded_layer[Part: Any](
     def put(stored: Array, old: Array) -> Array:
         return jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored, old)
 
-    changed = {
-        name: put(stored[name], old) for name, old in apart.entries.items() if name.startswith(("value", "bias"))
+    written = {
+        name: cache.write_layer(cache.entries[name], put(stored[name], old), layer)
+        for name, old in here.entries.items()
+        if name.startswith(("value", "bias"))
     }
-    entries = with_entries(here.entries, changed)
-    folded = {name: part for name, part in entries.items() if part is not here.entries[name]}
-    written = {name: cache.write_layer(cache.entries[name], part, layer) for name, part in folded.items()}
     return dataclasses.replace(cache, entries=cache.entries | written)
 
 

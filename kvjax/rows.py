@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import AnyKind, KVCache, dtypes_of, entries_apart, entries_together, map_state, unreadable
+from kvjax.cache import AnyKind, KVCache, dtypes_of, map_state, unreadable
 from kvjax.checks import is_known, plain
 from kvjax.insertion import check_cache
 from kvjax.paged import PagedCache
@@ -25,9 +25,8 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
         cache: the batch's, plain or paged, of one layer or several; if it is donated, it is updated in place.
         row: which row.
         one: the sequence's, a cache of one row of the same kind, made for the same policy. It may have fewer slots per
-            head than the batch's cache, and may store keys and values apart where the batch has them side by side. A
-            paged cache needs as many free pages as ``one`` has in use, less those that the row gives back; under jit,
-            a row that does not find them is NaN from then on.
+            head than the batch's cache. A paged cache needs as many free pages as ``one`` has in use, less those that
+            the row gives back; under jit, a row that does not find them is NaN from then on.
 
     Raises:
         ValueError: if the caches do not fit, or the row is out of range; or, outside jit, if pages are lacking.
@@ -49,8 +48,6 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
     (head_dim, dtypes), (own_dim, own_dtypes) = (
         (arrays.head_dim, dtypes_of(arrays)) for arrays in (cache.arrays, one.arrays)
     )
-    if one.arrays.side_by_side != cache.arrays.side_by_side and dtypes == own_dtypes:
-        one = one.map(_laid_out_otherwise)
     lead, own = cache.heads_shape, one.heads_shape
     structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
     alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]
@@ -62,13 +59,6 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
     if one.num_slots > cache.num_slots:
         raise ValueError(f"the row has {one.num_slots} slots per head, the batch {cache.num_slots}; compact it first.")
     return cache.map(_write, (row, SAME), (one.each_part, PARTS))
-
-
-def _laid_out_otherwise(cache: KVCache | PagedCache) -> KVCache | PagedCache:
-    """Return a cache with keys and values apart if they were side by side, else side by side."""
-    return dataclasses.replace(
-        cache, entries=entries_apart(cache) if cache.side_by_side else entries_together(cache.entries)
-    )
 
 
 @functools.singledispatch

@@ -109,10 +109,6 @@ class SplitCache(AnyKind):
         own = {at: jax.tree.map(lambda leaf, at=at: leaf[at], parts) for at in np.ndindex(*self.ways)}
         return max(part.lacking(rows[data], layer) for (data, _), part in own.items())
 
-    def apart(self) -> PagedCache:
-        """Refuse to be saved, by a ValueError."""
-        raise ValueError("the cache's pages are split over a mesh: save a cache that one device has made.")
-
     @property
     def ways(self) -> tuple[int, int]:
         """Return the numbers of devices that split the rows, and the heads."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.checks import check_names, check_soft_cap
-from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
-from kernels_pallas.prepare import alike
+from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch
 
-KERNELS = kernels_of("cache_attention")
+cache_attention_unchecked = functools.partial(dispatch, "cache_attention")  # statistics are a set, the scale is given
 
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S width"],
-    value: Real[Array, "*L B K S D"] | None,
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -44,8 +43,7 @@ def cache_attention(
     0 and no statistic counts it. Query head n reads KV head n // (N / K).
 
     Args:
-        key, value: one layer's, or all layers' with ``layer``; floats, or numbers of eight bits with scales. Without
-            values each vector of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
+        key, value: one layer's, or all layers' with ``layer``; floats, or numbers of eight bits with scales.
         key_scale, value_scale: by which each key or value of eight bits is multiplied, shaped like them without D; None
             for floats.
         bias: a float per slot that is added to its logits, after scale and cap; None for none.
@@ -82,14 +80,7 @@ def cache_attention(
         [0.5, 0.5, 0.0]
     """
     B, T, N, D = query.shape
-    check_layer("keys and values", key.ndim, layer)
-    if not alike(key, value, D) or key.ndim not in (4, 5) or key.shape[-4] != B or N % key.shape[-3]:
-        raise ValueError(
-            f"query {query.shape}, key {key.shape} and value {None if value is None else value.shape} do not fit: "
-            "expected [B, T, N, D] and twice [B, K, S, D], or [B, K, S, 2 D] and None, with N a multiple of K."
-        )
-    check_scale("key", key, key_scale)
-    check_scale("value", key if value is None else value, value_scale)
+    check_keys_and_values(query, key, value, key_scale, value_scale, layer)
     slots = key.shape[-4:-1]
     if key_position.shape != slots or query_position.shape != (B, T):
         given = f"positions {key_position.shape} and {query_position.shape}"
@@ -118,9 +109,17 @@ def cache_attention(
     )
 
 
-def cache_attention_unchecked(*arrays: Any, implementation: Implementation, **options: Any) -> Any:
-    """Run :func:`cache_attention` on arguments that fit: statistics are a set, and the scale is given."""
-    return dispatch(implementation, reference.cache_attention, KERNELS, *arrays, **options)
+def check_keys_and_values(query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any, layer: Any) -> None:
+    """Check that queries, keys, values and their scales fit, of one layer or of stacked layers."""
+    check_layer("keys and values", key.ndim, layer)
+    (B, _, N, D), fits = query.shape, key.shape == value.shape and key.ndim in (4, 5)
+    if not fits or key.shape[-1] != D or key.shape[-4] != B or N % key.shape[-3]:
+        raise ValueError(
+            f"query {query.shape}, key {key.shape} and value {value.shape} do not fit: expected [B, T, N, D] and twice "
+            "[B, K, S, D] or [L, B, K, S, D], with N a multiple of K."
+        )
+    check_scale("key", key, key_scale)
+    check_scale("value", value, value_scale)
 
 
 def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:

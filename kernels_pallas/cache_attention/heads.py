@@ -25,8 +25,8 @@ def span_of(sliding_window: Int[Array, ""] | int | None) -> Int[Array, "1"]:
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S width"],
-    value: Real[Array, "*L B K S D"] | None,
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -37,7 +37,7 @@ def on_heads(
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.cache_attention`."""
-    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+    key, value, number = stacked(layer, key, value)
     slots = "l b k s d"
     floats, beside = given_beside(*of_layer((key_scale, value_scale, bias), layer))
     arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number), *(("b k s", x) for x in floats)]

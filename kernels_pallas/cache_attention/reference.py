@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int, Real, Shaped
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe, queries_entering, ratios
 from kernels_pallas.dispatch import of_layer
-from kernels_pallas.prepare import apart
 from kernels_pallas.softmax import exponentials, grouped_logits, scaled, sees, weighted_values
 
 STATISTICS = (
@@ -64,8 +63,8 @@ class ColumnStatistics(NamedTuple):
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S width"],
-    value: Real[Array, "*L B K S D"] | None,
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -84,7 +83,6 @@ def cache_attention(
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
     key, value, key_scale, value_scale, bias = of_layer((key, value, key_scale, value_scale, bias), layer)
-    key, value = apart(key, value, query.shape[-1])
     live = key_position >= 0
     visible = sees(query_position[:, None], key_position, sliding_window)
     logits = scaled(grouped_logits(query, key, key_scale), scale, soft_cap)

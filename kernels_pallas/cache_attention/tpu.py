@@ -5,9 +5,6 @@ leaves VMEM. The first kernel also returns each row's largest logit and its sum 
 the weights of a chunk of slots again from them, and reduces these over the blocks of queries that enter a statistic. A
 single query, as in decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A
 :class:`Storage` describes where a chunk's slots are: in stacked layers here, in pages for ``paged_attention``.
-
-Where keys and values are side by side in one array, each chunk is read once: the logits take the first D lanes of its
-each, and the weighted sum is that of whole pairs, of which the last D lanes are the output.
 """
 
 from __future__ import annotations
@@ -70,11 +67,11 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
 
 
 def of_heads(query, about, span, key, value, key_position, layer, *floats, **options):
-    S, width = key.shape[3:]
+    S, D = key.shape[3:]
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
         slots = min(pl.cdiv(S, 128) * 128, most)
-        block = (None, None, None, slots, width), lambda b, k, c, layer: (layer[0], b, k, c, 0)
+        block = (None, None, None, slots, D), lambda b, k, c, layer: (layer[0], b, k, c, 0)
         return Storage(slots, (block,)), (layer,)
 
     return attend_heads(query, about, span, key, value, key_position, floats, stored, name="cache", **options)
@@ -85,7 +82,7 @@ def attend_heads(
     about: Int[Array, "B T 3"],
     span: Int[Array, "1"],
     key: Array,
-    value: Array | None,
+    value: Array,
     key_position: Int[Array, "B K S"],
     floats: tuple[Float[Array, "B K S"], ...],
     stored: Callable[[int], tuple[Storage, tuple[Array, ...]]],
@@ -103,10 +100,9 @@ def attend_heads(
     ``stored`` takes the most slots of a chunk, and returns the storage and the arrays ``where`` for scalar memory.
     """
     B, K, G, T, D = query.shape
-    S, width = key_position.shape[2], key.shape[-1]
+    S = key_position.shape[2]
     per_head = 1 if T == 1 else min(pl.cdiv(T, 16) * 16, max(QUERIES // G // 16, 1) * 16)  # queries of a block
     blocks, queries = pl.cdiv(T, per_head), G * per_head
-    stores = [key] if value is None else [key, value]
     storage, where = stored(max(min(SLOTS, CELLS // queries // 128 * 128), 128))
     slots, pieces = storage.slots, len(storage.blocks)
     chunks = pl.cdiv(S, slots)
@@ -138,14 +134,11 @@ def attend_heads(
     options |= dict(scale=scale, soft_cap=soft_cap)
     # The logits of one query take no more memory than the statistics, which follow from them.
     one_query = T == 1 and bool(names) and not errors
-    # Errors are small differences of outputs, of which the second kernel takes the last D lanes.
-    out_spec = pl.BlockSpec((None, None, None, queries, width), q_spec.index_map) if errors else q_spec
     out, softmax, *logits = pl.pallas_call(
-        functools.partial(_attend, arrays=len(stores), beside=beside, errors=errors, **options),
+        functools.partial(_attend, beside=beside, errors=errors, **options),
         out_shape=[
-            jax.ShapeDtypeStruct(
-                (B, K, blocks, queries, width if errors else D), jnp.float32 if errors else query.dtype
-            ),
+            # Errors are small differences of outputs.
+            jax.ShapeDtypeStruct(query.shape, jnp.float32 if errors else query.dtype),
             jax.ShapeDtypeStruct((B, K, blocks, queries, 128), jnp.float32),
             *[jax.ShapeDtypeStruct((B, K, queries, S), jnp.float32)] * one_query,
         ],
@@ -157,43 +150,42 @@ def attend_heads(
                 q_spec,
                 about_spec,
                 *[position_spec] * (1 + len(floats)),
-                *slot_specs * len(stores),
+                *slot_specs * 2,
             ],
             out_specs=[
-                out_spec,
+                q_spec,
                 row_spec,
                 *[pl.BlockSpec((None, None, queries, slots), lambda b, k, t, c, *_: (b, k, 0, c))] * one_query,
             ],
             scratch_shapes=[
                 pltpu.VMEM((queries, 128), jnp.float32),
                 pltpu.VMEM((queries, 128), jnp.float32),
-                pltpu.VMEM((queries, width), jnp.float32),
+                pltpu.VMEM((queries, D), jnp.float32),
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * B * K * queries * blocks * S * (D + width),
-            bytes_accessed=B * K * S * width * blocks * sum(x.dtype.itemsize for x in stores)
+            flops=4 * B * K * queries * blocks * S * D,
+            bytes_accessed=B * K * S * D * blocks * (key.dtype.itemsize + value.dtype.itemsize)
             + 2 * query.size * query.dtype.itemsize,
             transcendentals=B * K * queries * blocks * S,
         ),
         interpret=interpret,
         name=f"{name}_attention",
-    )(*where, span, query, about, key_position, *floats, *[x for x in stores for _ in range(pieces)])
+    )(*where, span, query, about, key_position, *floats, *[key] * pieces, *[value] * pieces)
 
     columns: tuple[Array, ...] = ()
     if one_query:
         columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2], about)
     elif names:
         q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda b, k, c, t, *where: (b, k, t, c, *where))
-        out_spec = pl.BlockSpec((None, None, None, queries, width), q_spec.index_map)
-        read, of_errors = (stores, (out,)) if errors else ([key], ())
+        read, of_errors = ((key, value), (out,)) if errors else ((key,), ())
         beside = beside._replace(value_scale=beside.value_scale and errors)
         used = (*key_scales, *(value_scales if errors else ()), *biases)
         heads = [1 if name == "window_group_square" else G for name in names]
         columns = pl.pallas_call(
             functools.partial(
-                _reduce, names=names, blocks=blocks, arrays=len(read), beside=beside, errors=errors, **options
+                _reduce, names=names, blocks=blocks, beside=beside, errors=errors, **options
             ),
             out_shape=[jax.ShapeDtypeStruct((B, K, h, S), jnp.float32) for h in heads],
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -205,7 +197,7 @@ def attend_heads(
                     about_spec,
                     *[position_spec] * (1 + len(used)),
                     row_spec,
-                    *[out_spec] * len(of_errors),
+                    *[q_spec] * len(of_errors),
                     *slot_specs * len(read),
                 ],
                 out_specs=[pl.BlockSpec((None, None, h, slots), lambda b, k, c, *_: (b, k, 0, c)) for h in heads],
@@ -218,7 +210,7 @@ def attend_heads(
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
             cost_estimate=pl.CostEstimate(
                 flops=2 * B * K * queries * blocks * S * D,
-                bytes_accessed=B * K * S * width * key.dtype.itemsize * (1 if blocks == 1 else blocks),
+                bytes_accessed=B * K * S * D * key.dtype.itemsize * (1 if blocks == 1 else blocks),
                 transcendentals=B * K * queries * blocks * S,
             ),
             interpret=interpret,
@@ -242,7 +234,7 @@ def _chunk(blocks, narrow_as=None):
 
 def _logits(span, query, about, key, key_position, key_scales, biases, *, per_head, scale, soft_cap):
     """Compute the logits of a block [queries, slots], and a mask of those that a query sees."""
-    logits = product(query[...], key[:, : query.shape[1]], ((1,), (1,)))
+    logits = product(query[...], key, ((1,), (1,)))
     for ref in key_scales:
         logits = logits * ref[...]  # [1, slots]
     position, own = key_position[...], about[:, POSITION : POSITION + 1]  # [1, slots], [per_head, 1]
@@ -269,13 +261,13 @@ def _column(row):
     return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
-def _attend(*refs, arrays, errors, storage, scalars, beside, per_head, scale, soft_cap):
+def _attend(*refs, errors, storage, scalars, beside, per_head, scale, soft_cap):
     where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
     floats, others = others[: sum(beside)], others[sum(beside) :]
     key_scales, value_scales, biases = beside.split(floats)
     pieces = len(storage.blocks)
-    slots, (out, softmax, *logits_out, peak, total, acc) = others[: pieces * arrays], others[pieces * arrays :]
-    keys, values = slots[:pieces], slots[-pieces:]  # the same where they are side by side
+    keys, values, others = others[:pieces], others[pieces : 2 * pieces], others[2 * pieces :]
+    out, softmax, *logits_out, peak, total, acc = others
     c = pl.program_id(3)
 
     @pl.when(c == 0)
@@ -290,9 +282,8 @@ def _attend(*refs, arrays, errors, storage, scalars, beside, per_head, scale, so
 
     @_when_held(storage, where, c)
     def add():
-        keys_here = _chunk(keys, query.dtype)
         logits, visible = _logits(
-            span, query, about, keys_here, key_position, key_scales, biases,
+            span, query, about, _chunk(keys, query.dtype), key_position, key_scales, biases,
             per_head=per_head, scale=scale, soft_cap=soft_cap,
         )  # fmt: skip
         logits = jnp.where(visible, logits, UNSEEN)
@@ -304,7 +295,7 @@ def _attend(*refs, arrays, errors, storage, scalars, beside, per_head, scale, so
         shrink = jnp.exp(before - now)
         # The content of a free slot must not matter, and 0 * NaN is NaN.
         live = _column(jnp.where(key_position[...] >= 0, 1.0, 0.0)) > 0
-        value = keys_here if arrays == 1 else _chunk(values, query.dtype)
+        value = _chunk(values, query.dtype)
         v = jnp.where(live, value.astype(jnp.float32), 0).astype(jnp.float32 if errors else value.dtype)
         shares = weights
         for ref in value_scales:
@@ -317,18 +308,17 @@ def _attend(*refs, arrays, errors, storage, scalars, beside, per_head, scale, so
     @pl.when(c == pl.num_programs(3) - 1)
     def finish():
         tiny = jnp.finfo(jnp.float32).tiny
-        out[...] = (acc[:, -out.shape[1] :] / jnp.maximum(total[:, :1], tiny)).astype(out.dtype)
+        out[...] = (acc[...] / jnp.maximum(total[:, :1], tiny)).astype(out.dtype)
         lane = jax.lax.broadcasted_iota(jnp.int32, softmax.shape, 1)
         softmax[...] = jnp.where(lane == 0, peak[...], jnp.maximum(total[...], tiny))
 
 
-def _reduce(*refs, storage, scalars, beside, names, arrays, errors, per_head, scale, soft_cap, blocks):
+def _reduce(*refs, storage, scalars, beside, names, errors, per_head, scale, soft_cap, blocks):
     where, (span, first_query, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
     key_scales, value_scales, biases = beside.split(others[: sum(beside)])
     softmax, *others = others[sum(beside) :]
-    outputs, pieces = others[: int(errors)], len(storage.blocks)
-    slots, sums = others[len(outputs) :][: pieces * arrays], others[len(outputs) + pieces * arrays :]
-    keys, values = slots[:pieces], slots[-pieces:]  # the same where they are side by side
+    outputs, others, pieces = others[: int(errors)], others[int(errors) :], len(storage.blocks)
+    keys, values, sums = others[:pieces], others[pieces : (1 + errors) * pieces], others[(1 + errors) * pieces :]
     columns, (mean, deviations, count) = dict(zip(names, sums, strict=False)), sums[len(names) :]
     t = pl.program_id(3)
     G = query.shape[0] // per_head
@@ -340,24 +330,19 @@ def _reduce(*refs, storage, scalars, beside, names, arrays, errors, per_head, sc
 
     @_when_held(storage, where, pl.program_id(2), (t + 1) * per_head > first_query[pl.program_id(0)])
     def observe():
-        keys_here = _chunk(keys, query.dtype)
         logits, visible = _logits(
-            span, query, about, keys_here, key_position, key_scales, biases,
+            span, query, about, _chunk(keys, query.dtype), key_position, key_scales, biases,
             per_head=per_head, scale=scale, soft_cap=soft_cap,
         )  # fmt: skip
         weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
         for out in outputs:
-            value = keys_here if arrays == 1 else _chunk(values, query.dtype)
-            # The content of a free slot must not matter; beside a key there is no value.
-            is_value = jax.lax.broadcasted_iota(jnp.int32, value.shape, 1) >= value.shape[1] - query.shape[1]
+            # The content of a free slot must not matter.
             live = _column(jnp.where(key_position[...] >= 0, 1.0, 0.0)) > 0
-            v = jnp.where(live & is_value, value.astype(jnp.float32), 0)
+            v = jnp.where(live, _chunk(values, query.dtype).astype(jnp.float32), 0)
             for ref in value_scales:
                 v = v * jnp.where(live, _column(ref[...]), 0)
-            lane = jax.lax.broadcasted_iota(jnp.int32, out.shape, 1)
-            x = jnp.where(lane >= out.shape[1] - query.shape[1], out[...], 0)
             squares = product(jnp.ones((8, v.shape[1]), jnp.float32), v * v, ((1,), (1,)))
-            weights = squared_changes(weights, x, v, squares[:1])
+            weights = squared_changes(weights, out[...], v, squares[:1])
         is_last, in_window = (about[:, i : i + 1] > 0 for i in (IS_LAST, IN_WINDOW))  # [per_head, 1]
         place = about[:, IN_WINDOW : IN_WINDOW + 1].astype(jnp.float32)
 

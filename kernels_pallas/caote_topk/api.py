@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from kernels_pallas.caote_topk import reference
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
 from kernels_pallas.checks import check_count, check_tokens
-from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
+from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch
 
-KERNELS = kernels_of("caote_topk")
+caote_topk_unchecked = functools.partial(dispatch, "caote_topk")  # with a budget for each row
 
 
 def caote_topk(
     weights: Float[Array, "B K _ S"],
-    value: Real[Array, "*L B K S width"],
+    value: Real[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
     value_scale: Float[Array, "*L B K S"] | None = None,
-    head_dim: int | None = None,
     protected: Bool[Array, "B K S"] | None = None,
     fast: bool = False,
     norm: Norm = 2,
@@ -48,8 +46,6 @@ def caote_topk(
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, the slot to
             free is an argmin.
         value: one layer's, or all layers' with ``layer``; a kernel then reads them in place.
-        head_dim: D, where only the last D numbers of each row are the value, and its key comes before it; None where
-            the row is the value.
         with_scores: whether to return the scores, float32, ``+inf`` where protected, ``-inf`` where free.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
@@ -78,8 +74,6 @@ def caote_topk(
             "[B, K, G, S], [B, K, S, D] and [B, K, S]."
         )
     check_scale("value", value, value_scale)
-    if head_dim is not None and not 0 < head_dim <= value.shape[-1]:
-        raise ValueError(f"head_dim is {head_dim}; expected 1 to {value.shape[-1]}, the numbers of a row.")
     if protected is not None and protected.shape != (B, K, S):
         raise ValueError(f"protected {protected.shape} does not fit: expected {(B, K, S)}, one entry per slot.")
     if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
@@ -87,12 +81,18 @@ def caote_topk(
     budget = jnp.broadcast_to(jnp.asarray(check_tokens(budget, (B,)), jnp.int32), (B,))
     if excess is not None:
         excess = check_count("excess", excess, 0, "give a number of tokens, or None")
-    options = dict(fast=fast, norm=norm, group=group, excess=excess, with_scores=with_scores, layer=layer)
-    options |= dict(value_scale=value_scale, head_dim=head_dim)
-    arrays = weights, value, position, budget, protected
-    return caote_topk_unchecked(*arrays, implementation=implementation, **options)
-
-
-def caote_topk_unchecked(*arrays: Any, implementation: Implementation, **options: Any) -> Kept:
-    """Run :func:`caote_topk` on arguments that fit, with a budget for each row."""
-    return dispatch(implementation, reference.caote_topk, KERNELS, *arrays, **options)
+    return caote_topk_unchecked(
+        weights,
+        value,
+        position,
+        budget,
+        protected,
+        fast=fast,
+        norm=norm,
+        group=group,
+        excess=excess,
+        with_scores=with_scores,
+        layer=layer,
+        value_scale=value_scale,
+        implementation=implementation,
+    )

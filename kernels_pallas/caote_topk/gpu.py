@@ -41,15 +41,13 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 _HIGHEST = 2**31 - 1  # beyond every rank and position
 
 
-def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, head_dim: int | None = None, **__: Any) -> str | None:
+def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str | None:
     """Return why the kernels can't run with these arguments, or None."""
     if norm != 2:
         return f"norm is {norm!r}, but the kernels measure with norm 2 only"
     reason = unread(("float32", "bfloat16", "float16"), {"weights": weights}, {"values": value})
     if reason is not None or (reason := unread_on_gpu(value)) is not None:
         return reason
-    if head_dim not in (None, value.shape[-1]):
-        return "keys and values are side by side in one array, but the kernel takes values alone"
     if value.shape[-1] > 512:
         return f"the head dim is {value.shape[-1]}, but the kernels take up to 512"
     if weights.shape[2] > 32:
@@ -81,8 +79,7 @@ class _Worst(NamedTuple):
     live: Int[Array, ""]
 
 
-def of_heads(weights, value, layer, slot, budget, *scales, head_dim, fast, excess, with_scores, interpret):
-    del head_dim  # all of a row
+def of_heads(weights, value, layer, slot, budget, *scales, fast, excess, with_scores, interpret):
     B, K, G, S = weights.shape
     H, (L, D) = B * K, value.shape[::4]
     weights, value, slot = weights.reshape(H, G, S), value.reshape(L, H, S, D), slot.reshape(H, S)

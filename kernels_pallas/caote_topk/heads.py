@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int, Real
 
@@ -16,19 +17,17 @@ from kernels_pallas.prepare import over_heads, stacked
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     weights: Float[Array, "B K _ S"],
-    value: Real[Array, "*L B K S width"],
+    value: Real[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
     *,
-    fast: bool,
     norm: Norm,
     group: Group,
-    excess: int | None,
     with_scores: bool,
-    head_dim: int | None = None,
     layer: int | Int[Array, ""] | None = None,
     value_scale: Float[Array, "*L B K S"] | None = None,
+    **options: Any,
 ) -> Kept:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.caote_topk`.
 
@@ -37,11 +36,11 @@ def on_heads(
     del norm
     scales = () if value_scale is None else (of_layer(value_scale, layer),)
     run = over_heads(
-        functools.partial(kernel, head_dim=head_dim, fast=fast, excess=excess, with_scores=with_scores),
+        functools.partial(kernel, with_scores=with_scores, **options),
         ["b k g s", "l b k s d", "u", "b k s", "b", *["b k s"] * len(scales)],
         ["b k s", "b k s"] if with_scores else ["b k s"],
     )
     kept, *scores = run(
-        clean_weights(weights, position, group), *stacked(value, layer), pack(position, protected), budget, *scales
+        clean_weights(weights, position, group), *stacked(layer, value), pack(position, protected), budget, *scales
     )
     return Kept(kept, scores[0] if with_scores else None)

@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
 def caote_topk(
     weights: Float[Array, "B K G S"],
-    value: Real[Array, "*L B K S width"],
+    value: Real[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
@@ -37,12 +37,11 @@ def caote_topk(
     group: Group,
     excess: int | None,
     with_scores: bool,
-    head_dim: int | None = None,
     layer: int | Int[Array, ""] | None = None,
     value_scale: Float[Array, "*L B K S"] | None = None,
 ) -> Kept:
     """See :func:`kernels_pallas.caote_topk.api.caote_topk`."""
-    value = of_layer(value, layer)[..., -(head_dim or 0) :]
+    value = of_layer(value, layer)
     if value_scale is not None:
         value = value.astype(jnp.float32) * of_layer(value_scale, layer)[..., None]
     live = position >= 0

@@ -70,19 +70,18 @@ class _Tiling(NamedTuple):
 
 def of_heads(
     weights: Float[Array, "B K G S"],
-    value: Float[Array, "L B K S width"],
+    value: Float[Array, "L B K S D"],
     layer: Int[Array, "1"],
     slot: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     *scales: Float[Array, "B K S"],
-    head_dim: int | None,
     fast: bool,
     excess: int | None,
     with_scores: bool,
     interpret: Any,
 ) -> tuple[Array, ...]:
     B, K, G, S = weights.shape
-    width, H = value.shape[4], B * K
+    D, H = value.shape[4], B * K
     tiling = _Tiling.of(weights.shape, value)
     padded, groups = tiling.chunk * tiling.chunks, pl.cdiv(H, HEADS)
     weights = jnp.pad(weights.reshape(H, G, S), ((0, 0), (0, 0), (0, padded - S)))
@@ -103,11 +102,10 @@ def of_heads(
     out_shape = [jax.ShapeDtypeStruct(row_shape, jnp.int32)]
     if with_scores:
         out_shape.append(jax.ShapeDtypeStruct(row_shape, jnp.float32))
-    sublanes, lanes = pl.cdiv(G, 8) * 8, pl.cdiv(width, 128) * 128
+    sublanes, lanes = pl.cdiv(G, 8) * 8, pl.cdiv(D, 128) * 128
     out = pl.pallas_call(
         functools.partial(
             _kernel,
-            head_dim=head_dim or width,
             scales=len(scales),
             tiling=tiling,
             heads=H,
@@ -124,7 +122,7 @@ def of_heads(
                 pl.BlockSpec((None, G, padded), lambda g, i, phase, c, layer: (head(g, i), 0, 0)),
                 row,
                 pl.BlockSpec(
-                    (None, None, tiling.chunk, width),
+                    (None, None, tiling.chunk, D),
                     lambda g, i, phase, c, layer: (layer[0], head(g, i), chunk_of(phase, c), 0),
                 ),
                 *[row] * len(scales),
@@ -144,24 +142,23 @@ def of_heads(
             vmem_limit_bytes=max(16 * 2**20, tiling.vmem_bytes * 5 // 4),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=(6 * G + 4) * H * S * width,
-            bytes_accessed=H * S * width * value.dtype.itemsize * (1 if tiling.chunks == 1 else 2)
+            flops=(6 * G + 4) * H * S * D,
+            bytes_accessed=H * S * D * value.dtype.itemsize * (1 if tiling.chunks == 1 else 2)
             + 4 * H * S * (G + 2 + with_scores),
             transcendentals=G * H * S,
         ),
         interpret=interpret,
         name="caote_topk",
-    )(layer, budgets, weights, slot, value.reshape(-1, H, S, width), *of_slots)
+    )(layer, budgets, weights, slot, value.reshape(-1, H, S, D), *of_slots)
     return tuple(x[:H, :S].reshape(B, K, S) for x in out)
 
 
-def _kernel(_, budget, weights, slot, value, *refs, head_dim, scales, tiling, heads, fast, excess, with_scores):
+def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast, excess, with_scores):
     scales, refs = refs[:scales], refs[scales:]
     kept, scored = refs[0], refs[1 if with_scores else 0]
     scores, output, heaviest, heaviest_weight, rest_weight, heaviest_slot = refs[2 if with_scores else 1 :]
     i, phase, c = (pl.program_id(axis) for axis in (1, 2, 3))
-    G, width, step = weights.shape[0], value.shape[1], tiling.step
-    first_lane = width - head_dim  # of a value; its key is before it
+    G, D, step = weights.shape[0], value.shape[1], tiling.step
     first = jnp.where(phase == 0, c, tiling.chunks - 1 - c) * tiling.chunk
     is_real = pl.program_id(0) * HEADS + i < heads
 
@@ -180,11 +177,6 @@ def _kernel(_, budget, weights, slot, value, *refs, head_dim, scales, tiling, he
             x = x * jnp.where(jnp.abs(scale) < jnp.inf, scale, 0)
         return x
 
-    def values_of(local):
-        """Return a step's values in float32, 0 in the lanes of their keys."""
-        v = value[pl.ds(local, step), :].astype(jnp.float32)
-        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, v.shape, 1) >= first_lane, v, 0) if first_lane else v
-
     def number(start):
         return start + jax.lax.broadcasted_iota(jnp.int32, (1, step), 1)
 
@@ -198,7 +190,7 @@ def _kernel(_, budget, weights, slot, value, *refs, head_dim, scales, tiling, he
     def sum_up():
         def add(start, local):
             here = pl.ds(start, step)
-            v = values_of(local)
+            v = value[pl.ds(local, step), :].astype(jnp.float32)
             finite = jnp.abs(v) < jnp.inf
             v = jnp.where(finite, v, 0)
             takes_part = jnp.min(jnp.where(finite, 1.0, 0.0).T, axis=0, keepdims=True)  # [1, step]
@@ -220,15 +212,15 @@ def _kernel(_, budget, weights, slot, value, *refs, head_dim, scales, tiling, he
             lighter_weight = jnp.where(heavier, heaviest_weight[:G, :1], most)
             rest_sum = rest_weight[:G, :1] + jnp.sum(rest, axis=1, keepdims=True) + lighter_weight
             if fast:
-                output[:1, :width] += _product(scaled(takes_part, here), v, value.dtype)
+                output[:1, :D] += _product(scaled(takes_part, here), v, value.dtype)
                 heaviest[:1, :1] += jnp.sum(takes_part, axis=1, keepdims=True)  # their number
             else:
                 both = jnp.concatenate([rest, jnp.where(is_most, 1.0, 0.0)], axis=0)
                 both = _product(scaled(both, here), v, value.dtype)
                 most_value = both[G:]
-                lighter = jnp.where(heavier, heaviest[:G, :width], most_value)
-                output[:G, :width] += both[:G] + lighter_weight * lighter
-                heaviest[:G, :width] = jnp.where(heavier, most_value, heaviest[:G, :width])
+                lighter = jnp.where(heavier, heaviest[:G, :D], most_value)
+                output[:G, :D] += both[:G] + lighter_weight * lighter
+                heaviest[:G, :D] = jnp.where(heavier, most_value, heaviest[:G, :D])
             heaviest_slot[:G, :1] = jnp.where(heavier, which, heaviest_slot[:G, :1])
             heaviest_weight[:G, :1] = jnp.where(heavier, most, heaviest_weight[:G, :1])
             rest_weight[:G, :1] = rest_sum
@@ -245,12 +237,12 @@ def _kernel(_, budget, weights, slot, value, *refs, head_dim, scales, tiling, he
             point = output[...] + heaviest_weight[:, :1] * heaviest[...]
             away = output[:G, :] / remains - heaviest[:G, :]
             without = most * jnp.sqrt(jnp.sum(away * away, axis=1, keepdims=True))
-        columns = point.T[first_lane:width]  # [D, G or more]
+        columns = point.T[:D]  # [D, G or more]
 
         def score(start, local):
             here = pl.ds(start, step)
-            v = values_of(local)
-            v = scaled(jnp.where(jnp.abs(v) < jnp.inf, v, 0).T[first_lane:], here)  # [D, step]
+            v = value[pl.ds(local, step), :].astype(jnp.float32)
+            v = scaled(jnp.where(jnp.abs(v) < jnp.inf, v, 0).T, here)  # [D, step]
             takes_part = scores[pl.ds(i, 1), here] > 0
             a = jnp.where(takes_part, weights[:, here], 0)
             is_most = number(start) == heaviest_slot[:G, :1]

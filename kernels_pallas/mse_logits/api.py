@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Bool, Float
 
-from kernels_pallas.dispatch import Implementation, dispatch, kernels_of
-from kernels_pallas.mse_logits import reference
-
-KERNELS = kernels_of("mse_logits")
+from kernels_pallas.dispatch import Implementation, dispatch
 
 
 def mse_logits(
@@ -70,9 +67,7 @@ def mse_logits(
     if block < 1:
         raise ValueError(f"block is {block}; a block has at least 1 token.")
     return dispatch(
-        implementation,
-        reference.mse_logits,
-        KERNELS,
+        "mse_logits",
         query,
         key,
         predicted_query,
@@ -81,4 +76,5 @@ def mse_logits(
         causal=causal,
         scale=D**-0.5 if scale is None else scale,
         block=block,
+        implementation=implementation,
     )

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
-from typing import Any
 
 from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.api import check_bias, check_projection, check_statistics
 from kernels_pallas.cache_attention.reference import ColumnStatistics
 from kernels_pallas.checks import check_soft_cap
-from kernels_pallas.dispatch import Implementation, check_scale, dispatch, kernels_of
-from kernels_pallas.paged_attention import reference
-from kernels_pallas.prepare import alike
+from kernels_pallas.dispatch import Implementation, check_scale, dispatch
 
-KERNELS = kernels_of("paged_attention")
+paged_attention_unchecked = functools.partial(dispatch, "paged_attention")  # statistics are a set, the scale is given
 
 
 def paged_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "P page width"],
-    value: Real[Array, "P page D"] | None,
+    key: Real[Array, "P page D"],
+    value: Real[Array, "P page D"],
     position: Int[Array, "P page"],
     table: Int[Array, "B K M"],
     query_position: Int[Array, "B T"],
@@ -45,8 +43,7 @@ def paged_attention(
     one head at a time.
 
     Args:
-        key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot. Without
-            values each vector of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
+        key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot.
         table: each head's pages; -1 where it has none, and nothing is read there.
 
     All other arguments are those of :func:`kernels_pallas.cache_attention`; scales and biases are shaped like the pool.
@@ -70,14 +67,13 @@ def paged_attention(
         [0.333, 0.333, 0.333, 0.0, 0.0, 0.0]
     """
     B, T, N, D = query.shape
-    if not alike(key, value, D) or key.ndim != 3 or position.shape != key.shape[:2]:
+    if key.shape != value.shape or key.shape[-1] != D or key.ndim != 3 or position.shape != key.shape[:2]:
         raise ValueError(
-            f"query {query.shape}, key {key.shape}, value {None if value is None else value.shape} and position "
-            f"{position.shape} do not fit: expected [B, T, N, D], twice [P, page, D] (or [P, page, 2 D] and None) and "
-            "[P, page]."
+            f"query {query.shape}, key {key.shape}, value {value.shape} and position {position.shape} do not fit: "
+            "expected [B, T, N, D], twice [P, page, D] and [P, page]."
         )
     check_scale("key", key, key_scale)
-    check_scale("value", key if value is None else value, value_scale)
+    check_scale("value", value, value_scale)
     if table.ndim != 3 or table.shape[0] != B or N % table.shape[1]:
         raise ValueError(
             f"the page table {table.shape} does not fit queries {query.shape}: expected [B, K, M] with B {B} and {N} a "
@@ -107,8 +103,3 @@ def paged_attention(
         bias=bias,
         implementation=implementation,
     )
-
-
-def paged_attention_unchecked(*arrays: Any, implementation: Implementation, **options: Any) -> Any:
-    """Run :func:`paged_attention` on arguments that fit: statistics are a set, and the scale is given."""
-    return dispatch(implementation, reference.paged_attention, KERNELS, *arrays, **options)

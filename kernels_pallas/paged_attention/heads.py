@@ -16,8 +16,8 @@ from kernels_pallas.prepare import given_beside
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
-    key: Real[Array, "P page width"],
-    value: Real[Array, "P page D"] | None,
+    key: Real[Array, "P page D"],
+    value: Real[Array, "P page D"],
     position: Int[Array, "P page"],
     table: Int[Array, "B K M"],
     query_position: Int[Array, "B T"],

@@ -23,23 +23,18 @@ NARROWEST = 256  # slots; below it a program for another width costs more to com
 
 def paged_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "P page width"],
-    value: Real[Array, "P page D"] | None,
+    key: Real[Array, "P page D"],
+    value: Real[Array, "P page D"],
     position: Int[Array, "P page"],
     table: Int[Array, "B K M"],
     query_position: Int[Array, "B T"],
     *,
-    statistics: frozenset[str],
-    window: int,
-    errors: bool = False,
     projection: Float[Array, "K G D F"] | None = None,
     query_scale: Float[Array, "B T"] | None = None,
-    sliding_window: Int[Array, ""] | int | None,
-    scale: float,
-    soft_cap: float | None = None,
     key_scale: Float[Array, "P page"] | None = None,
     value_scale: Float[Array, "P page"] | None = None,
     bias: Float[Array, "P page"] | None = None,
+    **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.paged_attention.api.paged_attention`."""
     B, T, N, D = query.shape
@@ -58,22 +53,17 @@ def paged_attention(
         out, columns = reference.cache_attention(
             jax.lax.dynamic_index_in_dim(own, head, axis=2, keepdims=False),
             laid_out(key, pages),
-            None if value is None else laid_out(value, pages),
+            laid_out(value, pages),
             slot_positions(position, pages),
             jax.lax.dynamic_slice_in_dim(query_position, first, rows),
-            statistics=statistics,
-            window=window,
-            errors=errors,
             projection=(
                 None if projection is None else jax.lax.dynamic_index_in_dim(projection, head, axis=0, keepdims=True)
             ),
             query_scale=None if query_scale is None else jax.lax.dynamic_slice_in_dim(query_scale, first, rows),
-            sliding_window=sliding_window,
-            scale=scale,
-            soft_cap=soft_cap,
             key_scale=None if key_scale is None else laid_out(key_scale, pages),
             value_scale=None if value_scale is None else laid_out(value_scale, pages),
             bias=None if bias is None else laid_out(bias, pages),
+            **options,
         )
         beyond = (M - width) * page
         return out, jax.tree.map(lambda x: jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, beyond)]), columns)

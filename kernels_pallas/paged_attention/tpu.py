@@ -37,7 +37,7 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
 
 def of_heads(query, about, span, key, value, key_position, table, *floats, **options):
     K, M = table.shape[1:]
-    size, width = key.shape[1:]
+    size, D = key.shape[1:]
     unit = _unit(size)
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
@@ -48,7 +48,7 @@ def of_heads(query, about, span, key, value, key_position, table, *floats, **opt
         def index(i: int) -> Any:
             return lambda b, k, c, table, ends: (table[((b * K + k) * chunks + c) * pages + i], 0, 0)
 
-        blocks = tuple(((None, size, width), index(i)) for i in range(pages))
+        blocks = tuple(((None, size, D), index(i)) for i in range(pages))
         storage = Storage(pages * size, blocks, lambda b, k, c, table, ends: c * pages < ends[b * K + k])
         padded = jnp.pad(table, ((0, 0), (0, 0), (0, chunks * pages - M)), constant_values=-1)
         return storage, (_last_there(padded.reshape(-1, pages)).ravel(), table_ends(table).ravel())
@@ -70,5 +70,4 @@ def _unit(size: int) -> int:
 
 def _slot_bytes(key: Any, value: Any) -> int:
     """Return the bytes of a slot's key and value in VMEM, where each is held twice."""
-    itemsizes = [x.dtype.itemsize for x in (key, value) if x is not None]
-    return 2 * pl.cdiv(key.shape[2], 128) * 128 * sum(itemsizes)
+    return 2 * pl.cdiv(key.shape[2], 128) * 128 * (key.dtype.itemsize + value.dtype.itemsize)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, Real
 
+from kernels_pallas.cache_attention.api import check_keys_and_values
 from kernels_pallas.checks import check_soft_cap, plain
-from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
-from kernels_pallas.prepare import alike
-from kernels_pallas.select_attention import reference
-
-KERNELS = kernels_of("select_attention")
+from kernels_pallas.dispatch import Implementation, dispatch
 
 
 def select_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S width"],
-    value: Real[Array, "*L B K S D"] | None,
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     slots: Int[Array, "B H M"],
     *,
     key_scale: Float[Array, "*L B K S"] | None = None,
@@ -56,15 +53,7 @@ def select_attention(
         [1.5, 4.0]
     """
     B, _, N, D = query.shape
-    if not alike(key, value, D) or key.ndim not in (4, 5) or key.shape[-4] != B or N % key.shape[-3]:
-        raise ValueError(
-            f"query {query.shape}, key {key.shape} and value {None if value is None else value.shape} do not fit: "
-            "expected [B, T, N, D] and twice [B, K, S, D] or [L, B, K, S, D], or one with 2 D and None, with N a "
-            "multiple of K."
-        )
-    check_layer("keys and values", key.ndim, layer)
-    check_scale("key", key, key_scale)
-    check_scale("value", key if value is None else value, value_scale)
+    check_keys_and_values(query, key, value, key_scale, value_scale, layer)
     layer = plain(layer)
     if isinstance(layer, int) and not 0 <= layer < key.shape[0]:
         raise ValueError(f"layer is {layer}; the keys and values have layers 0 to {key.shape[0] - 1}.")
@@ -74,9 +63,7 @@ def select_attention(
             f"{key.shape[-3]}, one per KV head, and M at least 1."
         )
     return dispatch(
-        implementation,
-        reference.select_attention,
-        KERNELS,
+        "select_attention",
         query,
         key,
         value,
@@ -86,4 +73,5 @@ def select_attention(
         soft_cap=check_soft_cap(soft_cap),
         key_scale=key_scale,
         value_scale=value_scale,
+        implementation=implementation,
     )

@@ -15,8 +15,8 @@ from kernels_pallas.prepare import given_beside, over_heads, stacked
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S width"],
-    value: Real[Array, "*L B K S D"] | None,
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     slots: Int[Array, "B H M"],
     *,
     layer: int | Int[Array, ""] | None,
@@ -26,7 +26,7 @@ def on_heads(
     value_scale: Float[Array, "*L B K S"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.select_attention`."""
-    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+    key, value, number = stacked(layer, key, value)
     B, T, N, D = query.shape
     (_, H, M), K = slots.shape, key.shape[-3]
     grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]

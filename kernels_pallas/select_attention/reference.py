@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.prepare import apart
 from kernels_pallas.softmax import exponentials, grouped_logits, scaled, weighted_values
 
 
 def select_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S width"],
-    value: Real[Array, "*L B K S D"] | None,
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     slots: Int[Array, "B H M"],
     *,
     layer: int | Int[Array, ""] | None,
@@ -24,8 +23,7 @@ def select_attention(
 ) -> Float[Array, "B T N D"]:
     """See :func:`kernels_pallas.select_attention.api.select_attention`."""
     live = slots >= 0
-    values = None if value is None else _gathered(value, slots, layer)
-    key, value = apart(_gathered(key, slots, layer), values, query.shape[-1])
+    key, value = (_gathered(x, slots, layer) for x in (key, value))
     key_scale, value_scale = (
         s if s is None else _gathered(s[..., None], slots, layer)[..., 0] for s in (key_scale, value_scale)
     )

@@ -52,9 +52,8 @@ def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str |
 
 def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, interpret):
     B, K, sets, T, G, D = query.shape
-    stores = [key] if value is None else [key, value]
-    (S, width), R, itemsize = key.shape[3:], sets * T * G, max(x.dtype.itemsize for x in stores)
-    most = min(SLOTS, CELLS // R, BYTES // (pl.cdiv(width, 128) * 128 * itemsize)) // 128 * 128
+    S, R, itemsize = key.shape[3], sets * T * G, max(key.dtype.itemsize, value.dtype.itemsize)
+    most = min(SLOTS, CELLS // R, BYTES // (pl.cdiv(D, 128) * 128 * itemsize)) // 128 * 128
     size = min(pl.cdiv(S, 128) * 128, max(most, 128))
     chunks = pl.cdiv(S, size)
 
@@ -68,14 +67,14 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
 
     of_queries = pl.BlockSpec((None, None, R, D), lambda b, k, c, layer, here: (b, k, 0, 0))
     of_slots = pl.BlockSpec(
-        (None, None, None, size, width),
+        (None, None, None, size, D),
         lambda b, k, c, layer, here: (layer[0], b, k, here[(b * K + k) * chunks + c], 0),
     )
     of_scales = pl.BlockSpec(
         (None, None, 1, size), lambda b, k, c, layer, here: (b, k, 0, here[(b * K + k) * chunks + c])
     )
     out = pl.pallas_call(
-        functools.partial(_attend, arrays=len(stores), beside=beside, size=size, scale=scale, soft_cap=soft_cap),
+        functools.partial(_attend, beside=beside, size=size, scale=scale, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct((B, K, R, D), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -85,7 +84,8 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
                     (None, None, sets, chunks + 1), lambda b, k, c, layer, here: (b, k, 0, 0), memory_space=pltpu.SMEM
                 ),
                 of_queries,
-                *[of_slots] * len(stores),
+                of_slots,
+                of_slots,
                 pl.BlockSpec((None, None, sets, blocks, 1, LISTED), lambda b, k, c, layer, here: (b, k, 0, 0, 0, 0)),
                 *[of_scales] * len(scales),
             ],
@@ -93,7 +93,7 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
             scratch_shapes=[
                 pltpu.VMEM((R, 128), jnp.float32),
                 pltpu.VMEM((R, 128), jnp.float32),
-                pltpu.VMEM((R, width), jnp.float32),
+                pltpu.VMEM((R, D), jnp.float32),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -101,8 +101,8 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
             vmem_limit_bytes=2**24 + 8 * sets * blocks * LISTED,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * B * K * R * S * (D + width),
-            bytes_accessed=B * K * S * width * sum(x.dtype.itemsize for x in stores) + 4 * slots.size,
+            flops=4 * B * K * R * S * D,
+            bytes_accessed=B * K * S * D * (key.dtype.itemsize + value.dtype.itemsize) + 4 * slots.size,
             transcendentals=B * K * R * S,
         ),
         interpret=interpret,
@@ -112,7 +112,8 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
         here,
         start,
         query.reshape(B, K, R, D),
-        *stores,
+        key,
+        value,
         slots.reshape(B, K, sets, blocks, 1, LISTED),
         *[x[:, :, None] for x in scales],
     )
@@ -150,9 +151,8 @@ def _mask(slots, first, last, origin, size):
     return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
 
 
-def _attend(_, here, start, query, *refs, arrays, beside, size, scale, soft_cap):
-    key, value = refs[0], refs[arrays - 1]  # the same where they are side by side
-    slots, *scales, out, peak, total, acc = refs[arrays:]
+def _attend(_, here, start, query, key, value, slots, *refs, beside, size, scale, soft_cap):
+    *scales, out, peak, total, acc = refs
     key_scales, value_scales, _ = beside.split(scales)
     c = pl.program_id(2)
     R, sets = query.shape[0], start.shape[0]
@@ -175,7 +175,7 @@ def _attend(_, here, start, query, *refs, arrays, beside, size, scale, soft_cap)
         ]
         spread = [jnp.broadcast_to(mask, (R // sets, size)) for mask in masks]
         visible = (jnp.concatenate(spread, axis=0) if sets > 1 else spread[0]) > 0
-        logits = product(query[...], widened(key[:, : query.shape[1]], query.dtype), ((1,), (1,)))
+        logits = product(query[...], widened(key[...], query.dtype), ((1,), (1,)))
         for ref in key_scales:
             logits = logits * ref[...]  # [1, size]
         logits = jnp.where(visible, scaled(logits, scale, soft_cap), _UNSEEN)
@@ -197,4 +197,4 @@ def _attend(_, here, start, query, *refs, arrays, beside, size, scale, soft_cap)
 
     @pl.when(c == pl.num_programs(2) - 1)
     def finish():
-        out[...] = (acc[:, -out.shape[1] :] / jnp.maximum(total[:, :1], jnp.finfo(jnp.float32).tiny)).astype(out.dtype)
+        out[...] = (acc[...] / jnp.maximum(total[:, :1], jnp.finfo(jnp.float32).tiny)).astype(out.dtype)

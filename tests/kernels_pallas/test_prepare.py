@@ -7,7 +7,7 @@ import pytest
 
 from kernels_pallas import eight_bits
 from kernels_pallas.cache_attention.queries import describe, first_entering, queries_entering
-from kernels_pallas.prepare import Beside, alike, given_beside
+from kernels_pallas.prepare import Beside, given_beside
 
 # Padding, and four queries of which two are in the window; a row of one query; a row without any.
 AT = np.array([[-1, 4, 5, 6, 7], [-1, -1, -1, -1, 9], [-1, -1, -1, -1, -1]])
@@ -47,12 +47,6 @@ def test_scales_and_biases_are_found_again_behind_each_other(given):
     arrays, beside = given_beside(*given)
     assert beside == Beside(*(one is not None for one in given))
     assert [list(part) for part in beside.split(arrays)] == [[] if one is None else [one] for one in given]
-
-
-def test_keys_and_values_fit_by_their_head_dim():
-    key = np.zeros((1, 1, 3, 4))
-    assert alike(key, key, 4) and alike(key, None, 2)
-    assert not alike(key, None, 1) and not alike(key, None, 4) and not alike(key, key[..., :2], 4)
 
 
 BEFORE_ADA = "keys or values are float8_e4m3fn, which Triton reads from compute capability 8.9 on, and this GPU has 8.6"
