@@ -184,9 +184,7 @@ def attend_heads(
         used = (*key_scales, *(value_scales if errors else ()), *biases)
         heads = [1 if name == "window_group_square" else G for name in names]
         columns = pl.pallas_call(
-            functools.partial(
-                _reduce, names=names, blocks=blocks, beside=beside, errors=errors, **options
-            ),
+            functools.partial(_reduce, names=names, blocks=blocks, beside=beside, errors=errors, **options),
             out_shape=[jax.ShapeDtypeStruct((B, K, h, S), jnp.float32) for h in heads],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(where),
@@ -261,6 +259,20 @@ def _column(row):
     return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
+def add_weighted(logits, visible, v, value_scales, peak, total, acc):
+    """Add the values of a chunk, [slots, D] without NaN, to an online softmax over the slots that are visible."""
+    before = peak[:, :1]
+    now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+    weights = jnp.where(visible, jnp.exp(logits - now), 0)
+    shrink = jnp.exp(before - now)
+    shares = weights
+    for ref in value_scales:
+        shares = jnp.where(visible, weights * ref[...], 0)
+    acc[...] = shrink * acc[...] + product(shares.astype(v.dtype), v, ((1,), (0,)))
+    total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
+    peak[...] = jnp.broadcast_to(now, peak.shape)
+
+
 def _attend(*refs, errors, storage, scalars, beside, per_head, scale, soft_cap):
     where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
     floats, others = others[: sum(beside)], others[sum(beside) :]
@@ -289,21 +301,11 @@ def _attend(*refs, errors, storage, scalars, beside, per_head, scale, soft_cap):
         logits = jnp.where(visible, logits, UNSEEN)
         for ref in logits_out:
             ref[...] = logits
-        before = peak[:, :1]
-        now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-        weights = jnp.where(visible, jnp.exp(logits - now), 0)
-        shrink = jnp.exp(before - now)
         # The content of a free slot must not matter, and 0 * NaN is NaN.
         live = _column(jnp.where(key_position[...] >= 0, 1.0, 0.0)) > 0
         value = _chunk(values, query.dtype)
         v = jnp.where(live, value.astype(jnp.float32), 0).astype(jnp.float32 if errors else value.dtype)
-        shares = weights
-        for ref in value_scales:
-            shares = jnp.where(visible, weights * ref[...], 0)
-        added = product(shares.astype(v.dtype), v, ((1,), (0,)))
-        total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
-        peak[...] = jnp.broadcast_to(now, peak.shape)
-        acc[...] = shrink * acc[...] + added
+        add_weighted(logits, visible, v, value_scales, peak, total, acc)
 
     @pl.when(c == pl.num_programs(3) - 1)
     def finish():

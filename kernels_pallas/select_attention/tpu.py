@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
+from kernels_pallas.cache_attention.queries import UNSEEN
+from kernels_pallas.cache_attention.tpu import add_weighted
 from kernels_pallas.eight_bits import unread, widened
 from kernels_pallas.softmax import product, scaled
 
@@ -28,7 +30,6 @@ CELLS = 512 * 512  # queries x slots computed at a time
 LISTED = 256  # slots of the list that are turned into a mask at a time
 LIST = 2**21  # slots of all lists of a KV head, at most: they are in VMEM, 4 bytes each, twice
 FEW = 32  # below one slot in 32, row by row is faster: 27 cycles per row on a v5e, against 0.94 per slot streamed
-_UNSEEN = -1e30  # the logit of a slot that was not chosen
 
 
 def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str | None:
@@ -159,7 +160,7 @@ def _attend(_, here, start, query, key, value, slots, *refs, beside, size, scale
 
     @pl.when(c == 0)
     def reset():
-        peak[...] = jnp.full_like(peak, _UNSEEN)
+        peak[...] = jnp.full_like(peak, UNSEEN)
         total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)
 
@@ -178,22 +179,12 @@ def _attend(_, here, start, query, key, value, slots, *refs, beside, size, scale
         logits = product(query[...], widened(key[...], query.dtype), ((1,), (1,)))
         for ref in key_scales:
             logits = logits * ref[...]  # [1, size]
-        logits = jnp.where(visible, scaled(logits, scale, soft_cap), _UNSEEN)
-        before = peak[:, :1]
-        now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-        weights = jnp.where(visible, jnp.exp(logits - now), 0)
-        shrink = jnp.exp(before - now)
+        logits = jnp.where(visible, scaled(logits, scale, soft_cap), UNSEEN)
         # The content of slots that are not chosen must not matter, and 0 * NaN is NaN.
         any_set = jnp.broadcast_to(functools.reduce(jnp.maximum, masks), (8, size)).T[:, :1] > 0
         like = query.dtype if value.dtype.itemsize == 1 else value.dtype
         v = jnp.where(any_set, value[...].astype(jnp.float32), 0).astype(like)
-        shares = weights
-        for ref in value_scales:
-            shares = jnp.where(visible, weights * ref[...], 0)
-        added = product(shares.astype(v.dtype), v, ((1,), (0,)))
-        total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
-        peak[...] = jnp.broadcast_to(now, peak.shape)
-        acc[...] = shrink * acc[...] + added
+        add_weighted(logits, visible, v, value_scales, peak, total, acc)
 
     @pl.when(c == pl.num_programs(2) - 1)
     def finish():
