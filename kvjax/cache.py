@@ -29,11 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from kernels_pallas.dispatch import of_layer, platform
-from kernels_pallas.prepare import apart
-from kvjax.checks import check_count, check_names, is_known
 from kernels_pallas.dispatch import of_layer
-from kvjax.checks import check_count, check_names, is_known, typed
+from kvjax.checks import check_count, check_names, is_known
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
 PyTree = Any

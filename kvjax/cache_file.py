@@ -30,7 +30,7 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
 from kvjax.files import replacing
 from kvjax.insertion import Cache
-from kvjax.layers import LayerCaches
+from kvjax.layers import LayerCaches, stacked
 from kvjax.making import Heads, checked_blank
 from kvjax.memory import memory
 from kvjax.paged import PagedCache
@@ -247,7 +247,7 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
         raise ValueError("the cache is traced (by jax.jit, vmap or grad): save the one that the function returns.")
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise ValueError("the cache was donated to a compiled function: save the one that this function returned.")
-    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(jax.device_get(cache)).items()}
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(stacked(jax.device_get(cache))).items()}
     for name, array in arrays.items():
         if array.dtype.name not in STORED:
             known = "int8, float8_e4m3fn, bfloat16, float16, float32 or float64"
@@ -267,7 +267,7 @@ def _query_heads(
     cache: Cache, arrays: Mapping[str, np.ndarray], policy: str | None, expected_with: Callable[[int], _Expected]
 ) -> int:
     """Find how many query heads a head of the cache serves, as far as its state shows."""
-    structure, shapes = jax.tree.structure(cache), _state_shapes(arrays)
+    structure, shapes = jax.tree.structure(jax.eval_shape(stacked, cache)), _state_shapes(arrays)
     refusal: ValueError | None = None
     for query_heads in range(1, 2 if policy in (None, "full") else MOST_QUERY_HEADS + 1):
         try:

@@ -128,11 +128,6 @@ class LayerCaches(AnyKind):
         """Return the caches with another one of a layer."""
         return LayerCaches((*self.layers[:index], cache, *self.layers[index + 1 :]))
 
-    def apart(self) -> KVCache:
-        """Return all layers in one array, as a file has them, with keys and values in two arrays."""
-        whole = jax.tree.map(lambda *parts: _stack(parts), *self.layers)
-        return dataclasses.replace(whole, next_position=self.next_position).apart()
-
     @property
     def slots(self) -> KVCache:
         """Return the positions of all layers, stacked, without keys and values: enough to decide what to evict."""

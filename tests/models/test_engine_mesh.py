@@ -90,8 +90,8 @@ def compiled_step(policy):
 
 @pytest.mark.parametrize(("policy", "of_the_policy"), first(1, [("h2o+caote", 0), ("tova", 1)]))
 def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy, of_the_policy):
-    """A sum behind the attention, the feed-forward and the embedding each; then the best token out of all parts."""
-    assert collectives(compiled_step(policy)) == {"all-reduce": 3 + of_the_policy, "all-gather": 2}
+    """A sum behind two layers' attention and feed-forward, and the embedding; then the best token out of all parts."""
+    assert collectives(compiled_step(policy)) == {"all-reduce": 5 + 2 * of_the_policy, "all-gather": 2}
 
 
 @pytest.mark.matrix
