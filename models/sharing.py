@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import kvjax
@@ -26,7 +28,7 @@ from models.options import EachSettings, Options, options_of
 from models.plan import Sizes
 from models.planning import plan_run
 from models.prompts import CheckedPrompt, Prefilled, Tokens, check_prompt
-from models.states import shrink
+from models.states import shrink, shrinks
 from models.steps import DecodeState, Run
 
 Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
@@ -187,6 +189,8 @@ def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, pl
     budgets = arm.run.rows.budgets
     if place is not None and budgets is not None:
         cache = kvjax.evict(cache, seen.said[place], budgets)
+    if not shrinks(cache, sizes):  # which else is a copy; the caller may use a result up before the next is made
+        cache = jax.tree.map(jnp.copy, cache)
     # Without its policy, the plan equals that of other policies, so they share one compiled program.
     plan = dataclasses.replace(arm.run.plan, policy=None)
     state = shrink(DecodeState(cache), plan, sizes)

@@ -221,7 +221,7 @@ def prefilled(dtype: str | tuple[str, str]):
 
 def test_keys_and_values_have_dtypes_of_their_own():
     cache = prefilled(("int8", "float32")).cache
-    assert (cache.key.dtype, cache.value.dtype) == ("int8", "float32") and cache.value_scale is None
+    assert (cache.key.dtype, cache.value.dtype) == ("int8", "float32") and cache.arrays.value_scale is None
     sizes = dict(layers=2, kv_heads=2, head_dim=8, query_heads=4, batch=2, policy=STATE, **SETTINGS)
     assert cache.nbytes == kvjax.memory(**sizes, dtype=("int8", "float32")).total
 
@@ -233,7 +233,7 @@ def test_where_weights_are_traced_the_same_rows_are_kept_as_floats_and_a_derivat
         return logits.sum(), (cache, logits)
 
     (_, (cache, logits)), slope = jax.value_and_grad(first_logit, has_aux=True)(decoder())
-    assert str(dtypes_of(cache)) == "float32" and cache.key_scale is None and cache.value_scale is None
+    assert str(dtypes_of(cache.arrays)) == "float32" and cache.arrays.key_scale is cache.arrays.value_scale is None
     np.testing.assert_allclose(logits, prefilled(MIXED).logits, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(cache.position, prefilled(MIXED).cache.position)
     found = apart(slope.config, slope.arrays())
@@ -245,7 +245,7 @@ def test_a_conversation_keeps_the_dtypes_of_its_cache():
     cache, turn = prefilled(MIXED).cache, PROMPT[:, :4]
     for again in (None, MIXED):
         more = models.prefill(decoder(), turn, cache=cache, cache_dtype=again, **OF_EIGHT).cache
-        assert str(dtypes_of(more)) == MIXED and more.next_position.tolist() == [44, 44]
+        assert str(dtypes_of(more.arrays)) == MIXED and more.next_position.tolist() == [44, 44]
     why = f"the cache is of {MIXED}, but cache_dtype is 'int8': a cache keeps its dtype, so leave cache_dtype out"
     with pytest.raises(ValueError, match=why):
         models.prefill(decoder(), turn, cache=cache, cache_dtype="int8", **OF_EIGHT)
@@ -263,4 +263,4 @@ def test_layer_by_layer_the_caches_have_the_dtypes_of_one_program(run_by_layer):
     assert stacked.value_scale is None and stacked.key_scale.shape == cache.position.shape
     assert str(dtypes_of(stacked)) == MIXED and stacked.nbytes == one.cache.nbytes
     assert tiny.held(stacked) == tiny.held(one.cache)
-    np.testing.assert_allclose(stacked.key_scale, one.cache.key_scale, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(stacked.key_scale, models.stacked(one.cache).key_scale, rtol=1e-4, atol=1e-7)

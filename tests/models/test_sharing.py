@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import models
-from models import sharing
+from models import driver, sharing
 from tests.models.tiny import CONFIG, LENGTHS, STATE, TOKENS, answers, assert_keeps, decoder, held, run, streamed
 from tests.tiers import first
 
@@ -28,8 +28,13 @@ def assert_is_the_references(result, asked, questions=(0, 0, 0), config=CONFIG, 
 def passes(monkeypatch) -> list[int]:
     """Grows with every block that the model runs for several policies."""
     counted = []
-    whole = sharing._block
-    monkeypatch.setattr(sharing, "_block", lambda *given: counted.append(1) or whole(*given))
+    whole = driver.Steps.block
+
+    def block(self, *given):
+        counted.extend([1] if self.run.plan.each else [])
+        return whole(self, *given)
+
+    monkeypatch.setattr(driver.Steps, "block", block)
     return counted
 
 
