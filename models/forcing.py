@@ -1,7 +1,7 @@
 """Teacher forcing: given texts go through decode, as if the model had made them.
 
 A generation that is longer than the cache is judged on a text of which every token is known: each is fed by a decode
-step, at which the policy observes and evicts as it does while the model generates.
+step, at which the policy observes and evicts, or a selection chooses what is read, as in an answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvjax.schedule import HostOrDevice, Phase, Schedule
 from models.decoder import Decoder
 from models.driver import Steps, feed_prompt, over_steps, prefill_at_once
 from models.engine import Hidden, prepare
-from models.options import EngineSettings, Options, options_of
+from models.options import AnswerSettings, Options, options_of
 from models.plan import Sizes
 from models.prompts import Tokens, check_prompt
 from models.steps import DecodeState, Run, decode_positions, forward
@@ -32,12 +32,13 @@ def teacher_forced(
     lengths: Int[HostOrDevice, "B"] | None = None,
     prompt: int = 1,
     options: Options | None = None,
-    **settings: Unpack[EngineSettings],
+    **settings: Unpack[AnswerSettings],
 ) -> Hidden:
     """Feed given texts as if the model had generated them: a prompt, then one token of each row per decode step.
 
-    It is one compiled program, on a CPU too. The cache never holds more than the budget and what comes in between two
-    evictions: ``evict_every`` tokens, and their copies where the policy has the model repeat them.
+    The cache never holds more than the budget and what comes in between two
+    evictions: ``evict_every`` tokens, and their copies where the policy has the model repeat them. With ``select=`` it
+    keeps all, and each step reads its own choice.
 
     Args:
         tokens: texts, padded on the right, or a list of rows.
@@ -69,7 +70,7 @@ def teacher_forced(
             "prompt."
         )
     made = np.where(np.arange(whole.tokens.shape[1]) < whole.lengths[:, None], whole.tokens, -1)[:, prompt:]
-    options = options_of("teacher_forced", EngineSettings, options, settings, reserve=made.shape[1])
+    options = options_of("teacher_forced", AnswerSettings, options, settings, reserve=made.shape[1])
     given = check_prompt(model, whole.tokens[:, :prompt], None, None, None, options.policy)
     run, sizes, fed = prepare(model, given, options)
     steps = Steps.of(run, sizes)
@@ -96,7 +97,7 @@ def _forced_by_layer(
 def _forced(
     run: Run, sizes: Sizes, prompt: Schedule, made: Int[Array, "B n"]
 ) -> tuple[DecodeState, Float[Array, "B n1 E"]]:
-    """Feed the prompt, and then the tokens that are as good as made, -1 behind a row's end."""
+    """Feed the prompt, and then the given tokens, -1 behind a row's end."""
     state, last = prefill_at_once(run, sizes, prompt, None)
     B, n = made.shape
     out = jnp.zeros((B, n + 1, last.shape[2]), last.dtype).at[:, 0].set(last[:, 0])

@@ -27,6 +27,13 @@ def butler(model):
     return reference.butler(model.config)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def some_queries_at_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator, "QUERIES_AT_ONCE", 5)
+        yield
+
+
 @pytest.fixture(scope="module")
 def tokens():
     return np.random.default_rng(0).integers(0, 64, (2, T))
@@ -37,7 +44,7 @@ def forward(model, tokens, read):
 
 
 def simulate(model, tokens, name, sparsity, **options):
-    return _logits(model, simulator.hidden_states(model, tokens, name, sparsity, **options))
+    return _logits(model, simulator.Simulation(name, sparsity, **options).hidden_states(model, tokens))
 
 
 _logits = jax.jit(lambda model, hidden: model.logits(hidden))
@@ -55,7 +62,7 @@ CHOSEN = [("butler", 0.7), ("quest(page_size=4)", 0.7), ("oracle(group='max')", 
     ("name", "sparsity"), first(3, [*CHOSEN, *((name, 0.7) for name in rules.RULES if (name, 0.7) not in CHOSEN)])
 )
 def test_a_source_reads_what_its_rule_says(model, butler, tokens, name, sparsity):
-    got = np.asarray(simulate(model, tokens, name, sparsity, networks=butler, sinks=2, chunk=5))
+    got = np.asarray(simulate(model, tokens, name, sparsity, networks=butler, sinks=2))
     for row in range(2):
         rule = foreseen(model, butler, tokens[row : row + 1]) if name == "butler" else rules.RULES[name]
         read = rules.by_importance(rule, left(sparsity), 2, range(T))
@@ -132,7 +139,7 @@ def rolling(window, kernel):
     ),
 )
 def test_eviction_is_permanent_and_token_by_token(model, tokens, name, heads, read):
-    got = np.asarray(simulate(model, tokens, name, 0.7, sinks=2, heads=heads, chunk=5))
+    got = np.asarray(simulate(model, tokens, name, 0.7, sinks=2, heads=heads))
     for row in range(2):
         wanted, _, masks = forward(model, tokens[row], read)
         np.testing.assert_allclose(got[row], wanted, rtol=1e-3, atol=2e-4)
@@ -160,14 +167,14 @@ def test_sliding_windows_hold(tokens):
 
 
 def test_one_compilation_serves_all_sparsities(model, tokens):
-    simulate(model, tokens, "streaming", 0.5, chunk=6)
-    before = simulator._selecting._cache_size()
-    simulate(model, tokens, "streaming", 0.25, chunk=6)
-    assert simulator._selecting._cache_size() == before
+    simulate(model, tokens, "streaming", 0.5)
+    before = simulator._one_layer._cache_size()
+    simulate(model, tokens, "streaming", 0.25)
+    assert simulator._one_layer._cache_size() == before
 
 
 def test_hits_are_the_share_of_the_oracles_tokens(model, butler, tokens):
-    found = simulator.hits(model, tokens, "streaming", 0.7, chunk=5)
+    found = simulator.hits(model, tokens, "streaming", 0.7)
     for row in range(2):
         _, logits, _ = forward(model, tokens[row], lambda *given: given[-1])
         for layer in range(LAYERS):

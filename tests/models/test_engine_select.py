@@ -135,6 +135,14 @@ def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, bu
     np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
 
 
+def test_a_given_text_is_fed_to_steps_that_read_what_the_rule_says():
+    settings = dict(select="quest(page_size=4)", budget=0.3, sinks=2, block=16)
+    cache, hidden = models.teacher_forced(decoder(), TOKENS, prompt=PROMPT, **settings)
+    expected, _ = brute_force("quest(page_size=4)", 0.3, 2)
+    np.testing.assert_allclose(decoder().logits(hidden)[0], expected[PROMPT - 1 :], atol=1e-4, rtol=0)
+    assert int(cache.next_position[0]) == PROMPT + STEPS
+
+
 @pytest.mark.matrix
 def test_a_prompt_token_by_token_is_remembered_as_one_in_blocks():
     (one, first), (logits, read) = (forced("quest(page_size=4)", 0.3, block=block) for block in (16, 1))

@@ -28,11 +28,11 @@ def test_accuracy_and_coverage_by_hand(monkeypatch):
     rows = [([1, 2, 3], [4, 5]), ([1, 2], [6, 7, 8, 9]), ([1, 2, 3, 4], [5])]
     samples = [CorefSample("", "", prompt, answer) for prompt, answer in rows]
 
-    def next_tokens(model, tokens, *_, **__):  # says the token that follows, but for 8 and 9, which it never says
+    def next_tokens(simulation, model, tokens):  # says the token that follows, but for 8 and 9, which it never says
         following = np.roll(tokens, -1, axis=1)
         return np.where(following >= 8, 0, following)
 
-    monkeypatch.setattr(simulator, "hidden_states", next_tokens)
+    monkeypatch.setattr(simulator.Simulation, "hidden_states", next_tokens)
     monkeypatch.setattr(coref, "_likeliest", lambda model, found, places: np.take_along_axis(found, places, axis=1))
     model = types.SimpleNamespace(embedding=jax.device_put(np.zeros(1)))
     result = coref.measure(model, samples, setting("h2o"), batch=2)
