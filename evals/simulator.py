@@ -5,8 +5,10 @@ that the selection ranks highest, and the first ``sinks`` tokens beside them. No
 token competes like the others. So arXiv 2503.07518 simulates decoding: there is no prompt, each query head has its
 own set of tokens.
 
-Under a source, decode steps (:func:`models.teacher_forced` with ``select=``) give the same, token by token, where no
-layer has a sliding window: there they read a share of the window, and a query here counts all tokens so far.
+Decode steps, :func:`models.teacher_forced` with ``select=``, give the same under a source, but not in a layer with a
+sliding window, where they read a share of the window, and a query here counts all tokens so far. One after the other,
+and compiled for each sparsity, they take 36 s of CPU time for four texts of 256 tokens in the shape of SmolLM2-135M,
+and this 5 s. Evictions here have no such steps: a run's budget does not grow with the text, and it evicts in layer 0, too.
 """
 
 from __future__ import annotations

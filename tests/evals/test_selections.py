@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import models
 from evals import selections, simulator
 from tests.models import reference
 from tests.models.reference import selections as rules
@@ -73,6 +74,12 @@ def test_a_source_reads_what_its_rule_says(model, butler, tokens, name, sparsity
 
 def kept(row, sparsity):
     return math.ceil((row + 1) * left(sparsity))
+
+
+def test_decode_steps_read_the_same(model, tokens):
+    steps = models.teacher_forced(model, tokens, select="quest(page_size=4)", budget=0.3, sinks=2)
+    got = simulate(model, tokens, "quest(page_size=4)", 0.7, sinks=2)
+    np.testing.assert_allclose(_logits(model, steps.hidden), got, rtol=1e-3, atol=2e-4)
 
 
 def evicted(scores_of, sparsity, sinks, *, before=True, group=1):
