@@ -8,7 +8,7 @@ own set of tokens.
 Decode steps, :func:`models.teacher_forced` with ``select=``, give the same under a source, but not in a layer with a
 sliding window, where they read a share of the window, and a query here counts all tokens so far. One after the other,
 and compiled for each sparsity, they take 36 s of CPU time for four texts of 256 tokens in the shape of SmolLM2-135M,
-and this 5 s. Evictions here have no such steps: a run's budget does not grow with the text, and it evicts in layer 0, too.
+and this 5 s. Evictions here have no such steps: a run keeps one budget as the text grows, and evicts in layer 0, too.
 """
 
 from __future__ import annotations
