@@ -215,9 +215,8 @@ class _Run:
         future = np.arange(sample.context_end, len(whole))
         queries = np.concatenate([np.arange(exact, exact + AFTER), future, np.full(self.queries - len(future), -1)])
         tokens = answering.padded([whole.tolist()], self.flags.length + self.queries)
-        logits, value = simulator.attention_logits(self.model, tokens, queries)
-        layers = np.array(self.layers)
-        logits, value = np.asarray(logits[layers, 0]), np.asarray(value[layers, 0])  # [n, N, R, T], [n, K, T, D]
+        found, layers = simulator.attention_logits(self.model, tokens, queries), np.array(self.layers)
+        logits, value = (np.asarray(x[layers, 0]) for x in found)  # [n, N, R, T], [n, K, T, D]
         n, _, _, T = logits.shape
         logits = logits.reshape(n * value.shape[1], -1, len(queries), T)
         return logits, value.reshape(-1, *value.shape[2:])
