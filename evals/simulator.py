@@ -126,7 +126,7 @@ def hits(
             f"{selection.name!r} is not a source of importance; expected one of {', '.join(sources.SOURCES.names())}."
         )
     kept = kept_tokens(tokens.shape[1], sparsity)
-    return Hits(*jnp.moveaxis(_run(model, tokens, network, selection.source, _hits, (), (kept,))[1], -1, 0))
+    return Hits(*jnp.moveaxis(_run(model, tokens, network, selection.source, (_hits,), (kept,))[1], -1, 0))
 
 
 def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "L B N T"]:
@@ -135,7 +135,7 @@ def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -
     They are those before a model's soft cap.
     """
 
-    return _run(model, jnp.asarray(tokens), None, None, _last)[1]
+    return _run(model, jnp.asarray(tokens), None, None, (_last,))[1]
 
 
 def _last(layer):
@@ -151,7 +151,7 @@ def attention_logits(
     nothing.
     """
 
-    return _run(model, jnp.asarray(tokens), None, None, _asked, (), (jnp.asarray(queries),))[1]
+    return _run(model, jnp.asarray(tokens), None, None, (_asked,), (jnp.asarray(queries),))[1]
 
 
 def _asked(layer, queries):
@@ -251,11 +251,12 @@ def _softmax(logits: Float[Array, "*any T"]) -> Float[Array, "*any T"]:
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
 
 
-def _run(model, tokens, network, source, of_layer, how=(), given=(), beside=None, first=None):
-    """Run the model with ``of_layer(layer, *how, *given)``, which returns its attention output and its own output.
+def _run(model, tokens, network, source, of_layer, given=(), beside=None, first=None):
+    """Run the model with a function of each layer, which returns its attention output and its own output.
 
-    It is compiled once for all layers but the first, where ``first`` takes its place. ``how`` is static, ``given`` are
-    arrays; ``beside(number)`` returns fields of a layer's context.
+    ``of_layer`` is the function and what it takes behind the layer that is static; behind that it takes ``given``,
+    arrays. It is compiled once for all layers but the first, where ``first`` takes its place. ``beside(number)``
+    returns fields of a layer's context.
     """
     B, T = tokens.shape
     config = model.config
@@ -269,9 +270,9 @@ def _run(model, tokens, network, source, of_layer, how=(), given=(), beside=None
         context = kvjax.Context(layer, window, predicted=foreseen, soft_cap=config.attention_soft_cap, **own)
         asking = other if foreseen is None else foreseen
         if first is not None and number == 0:
-            out, output = _one_layer(first, None, (), context, (query, key, value), None, ())
+            out, output = _one_layer(first, None, context, (query, key, value), None, ())
         else:
-            out, output = _one_layer(of_layer, source, how, context, (query, key, value), asking, given)
+            out, output = _one_layer(of_layer, source, context, (query, key, value), asking, given)
         follows = source is not None and ("previous" in source.reads or ("first" in source.reads and number == 0))
         return out, (query, key) if follows else other, output
 
@@ -284,10 +285,10 @@ def _run(model, tokens, network, source, of_layer, how=(), given=(), beside=None
     return hidden, outputs
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _one_layer(of_layer, source, how, context, block, asking, given):
-    query, key, value = block
-    return of_layer(_Layer(context, query, key, value, source, asking), *how, *given)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _one_layer(of_layer, source, context, block, asking, given):
+    (function, *how), (query, key, value) = of_layer, block
+    return function(_Layer(context, query, key, value, source, asking), *how, *given)
 
 
 @jax.jit
@@ -313,8 +314,8 @@ def _simulated(model, tokens, kept, projection, network, selection, sinks):
 
     run = functools.partial(_run, model, tokens, network, selection.source)
     if selection.name == "full":
-        return run(_dense)[0]
-    return run(_chosen, (selection, sinks), (kept,), beside, first=_dense)[0]
+        return run((_dense,))[0]
+    return run((_chosen, selection, sinks), (kept,), beside, first=(_dense,))[0]
 
 
 def _dense(layer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,6 @@ SLOTS = 256  # of a head whose weights are held at a time
 
 def loss_gradient(
     model: Decoder,
-    layers: Sequence[dict[str, Array]],
     wanted: Reconstruction,
     cache: ModelCache,
     tokens: Int[HostOrDevice, "B T"],
@@ -46,7 +45,6 @@ def loss_gradient(
     keeps each layer's input, from which a backward pass computes the layer again, in the model's dtype.
 
     Args:
-        layers: the model's arrays of each layer.
         wanted: its loss is "hidden", the sum of the squared lengths of the tokens' hidden states before the last norm,
             or "tokens", the cross-entropy of the part's tokens, each predicted from those before it.
         cache: all layers, without the block.
@@ -61,52 +59,59 @@ def loss_gradient(
     config = model.config
     x, waves = entered(config, model.embedding[...], tokens, position, lengths)
     given, inputs = [], []
-    for number, weights in enumerate(layers):
-        window = config.sliding_windows[number]
+    for number, layer in enumerate(model.layers):
         own: Any = cache.layers[number] if isinstance(cache, kvjax.LayerCaches) else cache  # which is on one device
-        here = weights, rope_of_layer(config, number, waves), own, position, np.int32(number)
-        given.append((*here, None if window is None else np.int32(window)))
+        window: Any = None if (seen := config.sliding_windows[number]) is None else np.int32(seen)
+        rope, place = rope_of_layer(config, number, waves), np.int32(number)
+        given.append(_Layer(layer.arrays(), rope, own, position, place, window))
         inputs.append(x)
-        x = _forward(config, dtypes, *given[-1], x)
+        x = _forward(config, dtypes, given[-1], x)
     above, found = _of_loss(config, wanted, model.ends(), x, tokens, position, part), []
-    for own, before in zip(reversed(given), reversed(inputs), strict=True):
-        above, shift = _backward(config, dtypes, *own, before, above)
+    for here, before in zip(reversed(given), reversed(inputs), strict=True):
+        above, shift = _backward(config, dtypes, here, before, above)
         found.append(shift if "weights" in wanted.statistics else _lengths(shift))
     return tuple(reversed(found))
+
+
+class _Layer(NamedTuple):
+    """One layer, the cache that a block attends over there, and the block's positions."""
+
+    weights: dict[str, Array]
+    waves: tuple[Array, Array]
+    cache: KVCache | PagedCache
+    position: Int[Array, "B T"]
+    number: Any
+    window: Any
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(
     config: Config,
     dtypes: Dtypes,
-    weights: dict[str, Array],
-    waves: tuple[Array, Array],
-    cache: KVCache | PagedCache,
-    position: Int[Array, "B T"],
-    layer: Int[Array, ""],
-    window: Int[Array, ""] | None,
+    layer: _Layer,
     x: Float[Array, "B T E"],
     shift: Float[Array, "B T E"] | None = None,
 ) -> Float[Array, "B T E"]:
     """Run a layer on a block that attends over a cache without it."""
     # The choice of the tokens that stay is not differentiable.
-    weights, held = jax.lax.stop_gradient((weights, cache.in_pages(layer, SLOTS)))
+    weights, held = jax.lax.stop_gradient((layer.weights, layer.cache.in_pages(layer.number, SLOTS)))
 
     def stored(own: Array, dtype: str) -> Array:
         return kvjax.straight_through(own, dtype) if is_quantised(dtype) else own.astype(dtype)
 
     def attend(query, key, value):
-        block = LayerBlock(query, stored(key, dtypes.key), stored(value, dtypes.value), position)
-        return _attend_constant(config.attention_soft_cap, held, block, window), None, None
+        block = LayerBlock(query, stored(key, dtypes.key), stored(value, dtypes.value), layer.position)
+        return _attend_constant(config.attention_soft_cap, held, block, layer.window), None, None
 
-    return run_layer(config, weights, x, waves, attend, shift)[0]
+    return run_layer(config, weights, x, layer.waves, attend, shift)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _backward(config: Config, dtypes: Dtypes, *given: Any) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
+def _backward(
+    config: Config, dtypes: Dtypes, layer: _Layer, x: Float[Array, "B T E"], above: Float[Array, "B T E"]
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
     """Return the derivative with respect to a layer's input, and to a shift of its attention's output."""
-    *own, x, above = given
-    _, back = jax.vjp(functools.partial(_forward, config, dtypes, *own), x, jnp.zeros_like(x))
+    _, back = jax.vjp(functools.partial(_forward, config, dtypes, layer), x, jnp.zeros_like(x))
     return back(above)
 
 

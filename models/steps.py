@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,15 @@ class Block:
     gradient: tuple[Array, ...] | None = None
 
 
+class Here(NamedTuple):
+    """A block as one layer has it; see :class:`Block`."""
+
+    position: Int[Array, "B T"]
+    budgets: Any
+    waves: tuple[Array, Array]
+    context: Context
+
+
 def forward(
     run: Run,
     state: DecodeState,
@@ -120,7 +129,7 @@ def forward(
     if part is not None:
         state = _fresh(state, position)
         if plan.repeats is not None and plan.repeats.loss is not None:
-            block = _with_gradient(model, layers, plan, state.cache, block, tokens, part, lengths)
+            block = _with_gradient(model, plan, state.cache, block, tokens, part, lengths)
     cache, evidence, others = state.cache, None, []
     if evicts_together(plan, phase, cache):
         evidence = _no_evidence(config, plan, block, cache)
@@ -130,7 +139,7 @@ def forward(
             carry = dataclasses.replace(carry, cache=cache.layers[number])
         projection = None if run.projection is None else run.projection[number]
         here = at_layer(config, block, number, projection)
-        x, carry = layer_step(config, plan, phase, weights, *here, block.position, block.budgets, x, carry, run.network)
+        x, carry = layer_step(config, plan, phase, weights, here, x, carry, run.network)
         if number == 0 and run.pauses(phase):
             entered = None if run.ahead is None else run.ahead.entered(model, jnp.asarray(tokens))
             carry = _look_ahead(plan.selection is not None, run.ahead, block.position, entered, x, carry)
@@ -175,30 +184,25 @@ def layer_step(
     plan: Plan,
     phase: Phase,
     weights: dict[str, Array],
-    waves: tuple[Array, Array],
-    context: Context,
-    position: Int[Array, "B T"],
-    budgets: Any,
+    here: Here,
     x: Float[Array, "B T E"],
     carry: LayerCarry,
     network: Network | None,
 ) -> tuple[Float[Array, "B T E"], LayerCarry]:
     """Run one layer on a block, with what :func:`at_layer` returns for the layer."""
     if network is not None:
-        layer: Any = context.layer
+        layer: Any = here.context.layer
         carry = selecting.predicted(network, carry, layer, attention_input(config, weights, x))
 
     def attend_here(query, key, value):
-        return *attend(plan, phase, context, budgets, carry, LayerBlock(query, key, value, position)), None
+        return *attend(plan, phase, here, carry, LayerBlock(query, key, value, here.position)), None
 
-    x, carry, _ = run_layer(config, weights, x, waves, attend_here)
+    x, carry, _ = run_layer(config, weights, x, here.waves, attend_here)
     return x, carry
 
 
-def at_layer(
-    config: Config, block: Block, number: int, projection: OutputProjection | None = None
-) -> tuple[tuple[Array, Array], Context]:
-    """Return a layer's rotary embedding of a block, and its context: with its number, window and gradient."""
+def at_layer(config: Config, block: Block, number: int, projection: OutputProjection | None = None) -> Here:
+    """Return a block as one layer has it, with the layer's number, window and gradient in the context."""
     window = config.sliding_windows[number]
     own: dict[str, Any] = dict(  # numbers of the host, so that layers that are alike are one program
         layer=np.int32(number),
@@ -207,7 +211,8 @@ def at_layer(
         frequency=None if block.frequencies is None else rope_of_layer(config, number, block.frequencies),
         gradient=None if block.gradient is None else block.gradient[number],
     )
-    return rope_of_layer(config, number, block.waves), dataclasses.replace(block.context, **own)
+    context = dataclasses.replace(block.context, **own)
+    return Here(block.position, block.budgets, rope_of_layer(config, number, block.waves), context)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -219,7 +224,6 @@ def _fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
 
 def _with_gradient(
     model: Decoder,
-    layers: Weights,
     plan: Plan,
     cache: ModelCache,
     block: Block,
@@ -230,7 +234,7 @@ def _with_gradient(
     """Return a block of copies with the gradient of the loss that the policy asks for; ``cache`` is without them."""
     assert plan.repeats is not None
     dtypes = Dtypes(*(b or a for a, b in zip(plan.cache_dtype, plan.rounded_to, strict=True)))
-    found = loss_gradient(model, layers, plan.repeats, cache, tokens, block.position, part, lengths, dtypes)
+    found = loss_gradient(model, plan.repeats, cache, tokens, block.position, part, lengths, dtypes)
     return dataclasses.replace(block, gradient=found)
 
 
@@ -264,12 +268,12 @@ _look_ahead = jax.jit(selecting.looked_ahead, static_argnames="keeps", donate_ar
 
 
 def attend(
-    plan: Plan, phase: Phase, context: Context, budgets: Any, carry: LayerCarry, own: LayerBlock
+    plan: Plan, phase: Phase, here: Here, carry: LayerCarry, own: LayerBlock
 ) -> tuple[Float[Array, "B T N D"], LayerCarry]:
     """Compute one layer's attention over ``carry.cache``, and let the policy observe or evict."""
     policy, cache, evidence = plan.policy, carry.cache, carry.evidence
     of_phase: Any = dict(compressed=phase.compressed, filled=phase.filled, excess=phase.excess)
-    context = dataclasses.replace(context, predicted=carry.predicted, **of_phase)
+    budgets, context = here.budgets, dataclasses.replace(here.context, predicted=carry.predicted, **of_phase)
     if any(plan.rounded_to):
         own = rounded_block(plan, own)
     if plan.selection is not None:

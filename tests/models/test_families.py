@@ -100,13 +100,6 @@ def test_experts_on_several_devices_give_the_logits_of_one(name, mesh, held):
     assert [shape for shape in whole if shape in program.as_text()] == [], "a device holds all experts"
 
 
-@pytest.mark.parametrize(("name", "choices"), [("qwen3_moe_mixed", 1), ("qwen3_moe", 0), ("qwen3", 0)])
-def test_one_scan_chooses_between_the_kinds_of_a_mix(name, choices):
-    model, _ = models.load(GOLDEN / name)
-    program = jax.jit(lambda model, tokens: model(tokens)).lower(model, jnp.zeros((1, 4), jnp.int32)).as_text()
-    assert (program.count("stablehlo.case"), program.count("stablehlo.while")) == (choices, 1)
-
-
 def test_attention_in_chunks_is_that_of_all_queries(monkeypatch):
     """Of two rows, whose second one is padded, with a window: each query's softmax by itself."""
     monkeypatch.setattr(dense, "QUERIES_A_CHUNK", 4)
@@ -142,7 +135,7 @@ def test_keys_are_turned_by_the_rotary_embedding_of_their_layer():
     embedding, tokens = np.zeros((config.vocab_size, config.hidden_size)), np.zeros((1, 3), int)
     _, block = _entered(config, plan, embedding, tokens, jnp.arange(3)[None], jnp.array([3]), None, None)
     at = (at_layer(config, block, layer) for layer in (0, 3))
-    (frequency, wave), (none, no_wave) = ((context.frequency, sin) for (_, sin), context in at)
+    (frequency, wave), (none, no_wave) = ((here.context.frequency, here.waves[1]) for here in at)
     assert (np.asarray(frequency)[0, :2] > 0).all() and np.asarray(wave).any()
     assert not np.asarray(none).any() and not np.asarray(no_wave).any()
 

@@ -73,9 +73,13 @@ def gradient(loss, cache):
 
 def test_a_slot_with_a_bias_far_below_0_is_none_to_the_gradient():
     cache, _ = models.prefill(decoder(), TOKENS[:1, :12], block=12)
-    far = cache.with_bias().bias.at[..., 3].set(-1e4)
-    biased = dataclasses.replace(cache, entries=cache.entries | {"bias": far})
-    without = dataclasses.replace(cache, position=cache.position.at[..., 3].set(-1))
+
+    def with_bias(layer):
+        far = layer.with_bias().bias.at[..., 3].set(-1e4)
+        return dataclasses.replace(layer, entries=layer.entries | {"bias": far})
+
+    biased = cache.map(with_bias)
+    without = cache.map(lambda layer: dataclasses.replace(layer, position=layer.position.at[..., 3].set(-1)))
     np.testing.assert_allclose(gradient("hidden", biased), gradient("hidden", without), rtol=1e-4, atol=1e-5)
 
 
