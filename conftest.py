@@ -31,6 +31,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("KVJAX_COMPILATION_CACHE", "off")  # commands keep nothing in the user's folder
 
 import hypothesis  # noqa: E402
+import jaxtyping  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 pytest_plugins = ["tests.costs"]
@@ -43,19 +45,16 @@ hypothesis.settings.load_profile("default")
 # `python -m models.ask` and its like run these, and there is no more to them.
 collect_ignore = [f"models/{name}.py" for name in ("ask", "batch", "calibrate", "chat", "generate", "get")]
 
-# KVJAX_TYPECHECK=1 checks every annotated shape and dtype at each call. A test that passes wrong shapes on purpose, to
-# see the function's own message, is marked bad_input: there the annotations stay silent.
-TYPECHECK = os.environ.get("KVJAX_TYPECHECK", "0") == "1"
-if TYPECHECK:
-    import jaxtyping
+# Shapes and dtypes that the library's arithmetic declares are checked at each call. A test that passes wrong ones on
+# purpose, to see the function's own message, is marked bad_input: there the annotations stay silent.
+jaxtyping.Array = jaxtyping.Array | np.ndarray | np.generic  # public functions take NumPy's, too
+_TYPED = "allocation eviction_error quantise rotary scores scores_of_keys selection topk turning"
+_CHECK = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"  # an int is a float
+jaxtyping.install_import_hook([f"kvjax.{module}" for module in _TYPED.split()], _CHECK)
 
-    jaxtyping.install_import_hook(["kernels_pallas", "kvjax", "models"], "beartype.beartype")
 
-
-@pytest.fixture(autouse=TYPECHECK)
+@pytest.fixture(autouse=True)
 def _annotations_are_silent_for_bad_input(request):
-    import jaxtyping
-
     silent = request.node.get_closest_marker("bad_input") is not None
     jaxtyping.config.update("jaxtyping_disable", silent)
     yield

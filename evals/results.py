@@ -166,15 +166,12 @@ def fingerprint(path: Path) -> str | None:
     digest = hashlib.sha256()
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
-    elif path.exists():
+    elif path.is_file():
         found = [path]
     else:
-        return None
+        return os.urandom(8).hex() if path.exists() else None  # a pipe's text is no other run's
     for file in found:
         digest.update(file.name.encode() if path.is_dir() else b"")
-        if not file.is_file():  # a pipe
-            digest.update(hashlib.sha256(files.read_bytes(file)).digest())
-            continue
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:16]

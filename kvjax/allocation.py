@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.calibration import read_array
-from kvjax.checks import check_count, typed
+from kvjax.checks import check_count
 from kvjax.names import called, check_number, check_protected, makers, read, registered
 from kvjax.observation import Observation
 from kvjax.topk import best_of_groups, share_of, summed
@@ -547,7 +547,6 @@ def simlayer(
     )  # fmt: skip
 
 
-@typed
 def parse_allocation(name: str | Allocation) -> Allocation:
     """Return the allocation that a short name stands for, as written after the ``@`` of a policy, or one as it is.
 
@@ -628,7 +627,7 @@ def _head_budgets(
 
 
 def _shared_out(
-    total: Int[Array, "B"], held: Int[Array, "n B"], least: Int[Array, "n B"], share: Callable[[Array, Array], Array]
+    total: Int[Array, "B"], held: Int[Array, "n B"], least: Int[Array, "#n B"], share: Callable[[Array, Array], Array]
 ) -> Int[Array, "n B"]:
     """Share out a total among n layers or heads: ``least`` to each, and ``share(room, rest)`` of the rest."""
     fixed = jnp.minimum(least, held)
@@ -719,7 +718,7 @@ def _before(x: Int[Array, "L B"]) -> Int[Array, "L B"]:
     return jnp.cumsum(x, axis=0) - x
 
 
-def _for_each_head(layers: Int[Array, "L B"], c: Contest) -> Int[Array, "L B K"]:
+def _for_each_head(layers: Shaped[Array, "L B"], c: Contest) -> Shaped[Array, "L B K"]:
     return jnp.broadcast_to(layers[..., None], (*layers.shape, c.heads))
 
 

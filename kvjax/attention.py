@@ -104,10 +104,7 @@ def attend(
         whole = f"a {'paged' if cache.paged else 'plain'} cache of {cache.heads_shape[0]} layers"
         raise ValueError(f"{policy.name!r} cannot evict from one layer of {whole}: kvjax.observe all, then evict once.")
     if policy is not None and policy.repeats and budget is not None and context.reconstructed is None:
-        raise ValueError(
-            f"{policy.name!r} scores tokens while the text is repeated, but this block repeats nothing: attend without "
-            "a budget, then to the copies with Context(reconstructed=...) and the budget, or run models.prefill."
-        )
+        raise ValueError(f"{policy.name!r} scores while the text is repeated; run models.prefill.")
     block = _checked(cache, query, key, value, position, policy, context)
     return attend_unchecked(cache, block, policy, budget, context)
 

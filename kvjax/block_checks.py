@@ -32,13 +32,10 @@ def check_shapes(
     shapes = query.shape, key.shape, value.shape
     fit = all(len(shape) == 4 and shape[0] == B and shape[3] == D for shape in shapes)
     if not fit or key.shape != value.shape or query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"query {query.shape}, key {key.shape} and value {value.shape} do not fit each other and a cache with "
-            f"B = {B}, K = {K} and D = {D}: expected [B, T, N, D], [B, T, K, D] and [B, T, K, D], tokens before heads."
-        )
+        given = f"query {query.shape}, key {key.shape} and value {value.shape} do not fit each other and a cache"
+        raise ValueError(f"{given} with B = {B}, K = {K} and D = {D}: expected [B, T, N, D] and twice [B, T, K, D].")
     if query.shape[2] % K:
-        given = f"the block has {query.shape[2]} query heads, which the cache's {K} heads cannot share"
-        raise ValueError(f"{given}: expected a multiple of {K}.")
+        raise ValueError(f"the block has {query.shape[2]} query heads; expected a multiple of the cache's {K} heads.")
     return query, key, value
 
 
@@ -55,8 +52,6 @@ def checked_budget(
     check_soft_cap(context.soft_cap)
     if context.excess is not None:
         check_count("excess", context.excess, 0, "give a number of tokens, or None")
-    if len(cache.heads_shape) == 3 and context.layer is None:
-        raise ValueError("the cache stacks layers; give the number of one with context=kvjax.Context(layer=...).")
     known = is_known(cache.position, position, context.layer)
     if not known:  # else insert checks the cache's contents
         check_fits(cache, T, position)
@@ -98,10 +93,8 @@ def _check_room(
     layers = L[0] if L else 1
     held = policy.allocation.most(layers, K, int(budget.max()))
     if held + entering > cache.num_slots:
-        raise ValueError(
-            f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots "
-            f"per head: make it with {held + entering}, or give a smaller budget or block."
-        )
+        wrong = f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots"
+        raise ValueError(f"{wrong} per head: make it with {held + entering}, or give a smaller budget or block.")
     if cache.paged:
         windows = (None,) * layers if window is None else (int(window),)
         devices, ways = cache.ways
@@ -114,7 +107,7 @@ def _check_room(
 
         needed = max(sum(pages(int(row)) for row in rows) for rows in budget.reshape(devices, -1))
         if needed > cache.num_pages:
-            raise ValueError(
-                f"{B // devices * heads} heads may hold {np.mean(budget):g} tokens each on average when {entering} "
-                f"more come in: make the cache with {needed} pages, not {cache.num_pages} (kvjax.pages_for)."
+            given = (
+                f"{B // devices * heads} heads may hold {np.mean(budget):g} tokens each when {entering} more come in"
             )
+            raise ValueError(f"{given}: make the cache with {needed} pages, not {cache.num_pages} (kvjax.pages_for).")

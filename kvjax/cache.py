@@ -360,11 +360,8 @@ def check_all_heads(cache: AnyKind, who: str, joins: bool) -> None:
     """Check, where something joins the heads of a layer, that a caller's ``shard_map`` has said how it splits them."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if joins and axes and cache.axis is None:
-        raise ValueError(
-            f"{who} joins the heads of a layer, but inside jax.shard_map over {', '.join(map(str, axes))} a cache may "
-            "have those of one device alone: say which axis splits them, dataclasses.replace(cache, "
-            f"axis={axes[-1]!r}), or that none does, axis=()."
-        )
+        given = f"{who} joins the heads of a layer, but jax.shard_map over {', '.join(map(str, axes))} may split them"
+        raise ValueError(f"{given}: give dataclasses.replace(cache, axis={axes[-1]!r}), or axis=() if it does not.")
 
 
 def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -27,9 +27,9 @@ from safetensors.numpy import save as to_safetensors
 from kvjax.cache import KVCache, Positions, is_emptied
 from kvjax.capacity import Capacity
 from kvjax.chains import policy_of
-from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
+from kvjax.checks import check_share_or_tokens, check_types, is_known, shown
 from kvjax.files import replacing
-from kvjax.insertion import Cache
+from kvjax.insertion import Cache, check_cache
 from kvjax.layers import LayerCaches, stacked
 from kvjax.making import Heads, checked_blank
 from kvjax.memory import memory
@@ -63,7 +63,6 @@ _FIELDS = {
 _MAY_LACK: dict[str, Any] = {"pending": list[int], "seen": list[int]}
 
 
-@typed
 def save_cache(
     path: str | Path,
     cache: Cache | LayerCaches,
@@ -102,6 +101,7 @@ def save_cache(
         >>> kvjax.load_cache(path).num_slots, kvjax.cache_info(path)["policy"]
         (9, 'h2o')
     """
+    check_cache(cache)
     made_with, tokens = _made_with(policy, budget, model), {"pending": list(pending), "seen": list(seen)}
     for name, given in tokens.items():
         if given and (len(cache.next_position) != 1 or min(given) < 0):
@@ -138,7 +138,6 @@ def _content(cache: Any, policy: Policy | str | None, made_with: dict[str, Any],
     return to_safetensors(arrays, metadata={ENTRY: text})
 
 
-@typed
 def load_cache(
     path: str | Path, *, policy: Policy | str | None = None, budget: int | float | None = None, model: str | None = None
 ) -> KVCache | PagedCache:
@@ -177,7 +176,6 @@ def load_cache(
     return jax.tree.unflatten(expected.structure, [jnp.asarray(arrays[name]) for name in expected.arrays])
 
 
-@typed
 def cache_info(path: str | Path) -> dict[str, Any]:
     """Read the metadata of a cache's file, and none of the arrays, which :func:`load_cache` checks.
 
@@ -235,7 +233,7 @@ def _made_with(policy: Policy | str | None, budget: int | float | None, model: s
     budget = None if budget is None else check_share_or_tokens(budget)
     made_for = policy_of(policy)
     name = made_for.name if made_for is not None else None if policy is None else "full"
-    return {"policy": name, "budget": budget, "model": model}
+    return check_types({"policy": name, "budget": budget, "model": model}, _FIELDS)
 
 
 def _arrays(cache: Cache) -> dict[str, np.ndarray]:
@@ -397,15 +395,12 @@ def _metadata(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
     if isinstance(info.get("format"), int) and info["format"] > FORMAT:
         from kvjax import __version__
 
-        raise ValueError(
-            f"{path} has format {info['format']}, of a later kvjax than this {__version__}, which reads format "
-            f"{FORMAT}; install a later one."
-        )
+        raise ValueError(f"{path} has format {info['format']}, of a later kvjax than this {__version__}; install one.")
     fields = _FIELDS | {"sha256": str} | {name: kind for name, kind in _MAY_LACK.items() if name in info}
     if info.keys() != fields.keys():
         raise damaged
     try:
-        info = check_types(info, fields)
+        check_types(info, fields)
     except ValueError:
         raise damaged from None
     if not 1 <= info["query_heads"] <= MOST_QUERY_HEADS:

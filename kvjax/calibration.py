@@ -28,21 +28,14 @@ def read_array(name: str, file: str, axes: str) -> Float[np.ndarray, "..."]:
         if path.suffix == ".safetensors":
             arrays = list(load_file(path).values())
         else:
-            arrays = [np.load(path, allow_pickle=False)]
-    except OSError as error:
-        why = error.strerror or "it cannot be read"
-        raise ValueError(f"{name}: {file!r}: {why}; {expected}.") from None
-    except (ValueError, EOFError, SafetensorError) as error:
+            arrays = [np.asarray(np.load(path, allow_pickle=False))]
+    except (OSError, ValueError, EOFError, SafetensorError) as error:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"{name}: {file!r} cannot be read ({why}); {expected}.") from None
-    if len(arrays) != 1 or not isinstance(arrays[0], np.ndarray):
-        raise ValueError(f"{name}: {file!r} holds {len(arrays)} arrays; {expected}.")
-    if arrays[0].ndim != len(axes.split()) or not is_float(arrays[0].dtype):
-        raise ValueError(f"{name}: {file!r} holds {arrays[0].dtype} of shape {arrays[0].shape}; {expected} of floats.")
-    array = arrays[0].astype(np.float32)
-    if not np.isfinite(array).all():
-        raise ValueError(f"{name}: {file!r} holds numbers that are not finite; {expected} of finite numbers.")
-    return array
+    array = arrays[0] if len(arrays) == 1 else np.array(None)
+    if array.ndim != len(axes.split()) or not is_float(array.dtype) or not np.isfinite(array.astype(np.float32)).all():
+        raise ValueError(f"{name}: {file!r} holds {array.dtype} {array.shape}; {expected} of finite floats.")
+    return array.astype(np.float32)
 
 
 def checked_content(name: str, file: str, content: str | None) -> str:
@@ -54,8 +47,5 @@ def checked_content(name: str, file: str, content: str | None) -> str:
         why = error.strerror or "it cannot be read"
         raise ValueError(f"{name}: {file!r}: {why}; expected a .npy or .safetensors file.") from None
     if content not in (None, held):
-        raise ValueError(
-            f"{name}: {file!r} holds other numbers ({held}) than those that are asked for ({content}); give the file "
-            "that was read then, or leave content= out and start anew."
-        )
+        raise ValueError(f"{name}: {file!r} holds other numbers ({held}) than content={content}; leave that out.")
     return held

@@ -126,8 +126,7 @@ def _per_query(
 ) -> Policy:
     """Have the base score read squared errors; what is left to do is to join those of a group."""
     if norm != 2 or not cross:
-        given = f"caote: norm is {norm!r} and cross {cross}, but per='query' measures the length of exact changes"
-        raise ValueError(f"{given}: take norm=2 and cross=True, or per='head'.")
+        raise ValueError(f"caote: per='query' needs norm=2 and cross=True, but they are {norm!r} and {cross}.")
     _check_target(norm, group, target, cross)
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
@@ -140,7 +139,6 @@ def _per_query(
 
 def _check_target(norm: Literal[1, 2, "inf"], group: Literal["exact", "mean"], target: Target, cross: bool) -> None:
     if target == "output" and (norm != 2 or group != "exact"):
-        given = f"caote: norm is {norm!r} and group {group!r}"
-        raise ValueError(f"{given}, but target='output' measures one vector: take norm=2 and group='exact'.")
+        raise ValueError(f"caote: target='output' needs norm=2 and group='exact', but they are {norm!r} and {group!r}.")
     if target == "value" and not cross:
         raise ValueError("caote: cross=False leaves out cross terms in W_O; take it with target='output'.")

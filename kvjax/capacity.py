@@ -154,9 +154,7 @@ def check_sizes(function: str, sizes: ModelSizes) -> tuple[int, int, int, int | 
     query_heads = sizes.get("query_heads")
     query_heads = kv_heads if query_heads is None else check_count("query_heads", query_heads, 1, "give at least 1")
     if query_heads % kv_heads:
-        raise ValueError(
-            f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of {kv_heads}."
-        )
+        raise ValueError(f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple.")
     return kv_heads, head_dim, query_heads, layers, batch, check_windows(windows, layers or 1)
 
 

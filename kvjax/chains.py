@@ -11,7 +11,7 @@ from typing import Any
 
 from kernels_pallas.cache_attention.api import check_statistics
 from kvjax.allocation import ALLOCATIONS
-from kvjax.checks import check_count, typed
+from kvjax.checks import check_count
 from kvjax.names import called, makers, read, registered
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.policy import (
@@ -44,7 +44,6 @@ def unchanged(scores: Scores, state: PyTree, observation: Observation) -> tuple[
     return scores, state
 
 
-@typed
 def base_score(
     name: str,
     score: Callable[[Observation], Scores],
@@ -122,8 +121,9 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
         if link.base:
             raise ValueError(f"{name!r} has two base scores, {links[0].name!r} and {link.name!r}; keep one of them.")
         if link.needs_nonnegative and not any(before.nonnegative for before in links[:index]):
-            said = f"which {links[0].name!r} does not give; put 'normalise' between."
-            raise ValueError(f"{link.name!r} needs non-negative scores, {said}")
+            raise ValueError(
+                f"{link.name!r} needs non-negative scores, unlike {links[0].name!r}; put 'normalise' between."
+            )
     try:
         needs = functools.reduce(operator.or_, (link.needs for link in links))
     except ValueError as error:
@@ -140,11 +140,9 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
         chosen[what] = asked.pop() if asked else usual
     mergings = [link.merging for link in links if link.merging is not None]
     if len(mergings) > 1:
-        both = " and ".join(merging.name for merging in mergings[:2])
-        raise ValueError(f"{name!r} merges values twice, by {both}; keep one of them.")
+        raise ValueError(f"{name!r} merges values twice; keep one of its links that do.")
     if chosen["positions"] != "absolute" and needs.of_text is not None:
-        turned = f"their positions in the text, but the cache's are {chosen['positions']!r}"
-        raise ValueError(f"{name!r} {needs.of_text} {turned}; leave the link 'positions' out.")
+        raise ValueError(f"{name!r} {needs.of_text} positions in the text; leave the link 'positions' out.")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)
@@ -192,19 +190,13 @@ def _check_errors(name: str, links: tuple[Policy, ...], needs: Needs) -> None:
     elif base.needs.predicted or not read <= {"sum", "last", "max", "window_mean", "window_place"}:
         what = "reads more of attention than sums, means or the largest of its weights"
     if what is not None:
-        raise ValueError(
-            f"{name!r}: with per='query' a base score reads squared errors of queries in place of their weights, but "
-            f"{base.name!r} {what}; take another base score, such as 'snapkv', or per='head'."
-        )
+        raise ValueError(f"{name!r}: per='query' needs errors, but {base.name!r} {what}; take 'snapkv', or per='head'.")
     if needs.over == "max" and read != {"window_mean"}:
-        mean = f"over='max' takes the largest error in place of a window's mean, which {base.name!r} does not read"
-        raise ValueError(f"{name!r}: {mean}; take 'snapkv', or over='mean'.")
+        raise ValueError(f"{name!r}: {base.name!r} reads no window's mean, as over='max' asks; take 'snapkv'.")
     if readers := [link.name for link in others if link.needs.statistics]:
-        both = f"{readers[0]!r} reads the attention that tokens get, but the base score has errors"
-        raise ValueError(f"{name!r}: {both}; leave one of the two out.")
+        raise ValueError(f"{name!r}: {readers[0]!r} reads attention, but the base score errors; leave one out.")
 
 
-@typed
 def parse(name: str) -> Policy:
     """Return the policy that a short name stands for, as command lines write it.
 

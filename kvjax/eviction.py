@@ -115,8 +115,7 @@ class Evidence:
     def _with_layer(self, cache: KVCache | PagedCache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
         assert isinstance(self.scores, Array) and isinstance(said.scores, Array)
         if said.merging != self.merging:
-            how = "make the evidence with Evidence.of_layers(..., merging=policy.merging)"
-            raise ValueError(f"the policy merges values otherwise: {how}.")
+            raise ValueError("the policy merges values otherwise; give Evidence.of_layers(merging=policy.merging).")
         measured = self.measured
         if measured is not None:
             measured = said.measured if layer is None else measured.at[layer].set(said.measured)
@@ -200,8 +199,6 @@ def evict(
         of_heads = evidence.scores.weights.shape
         if len(of_heads) != 4 or (*of_heads[:2], of_heads[3]) != shape[-3:]:
             raise ValueError(f"weights {of_heads} do not fit the slots {shape}: expected [B, K, G, S].")
-    if evidence.protected is not None and evidence.protected.shape != shape[-3:]:
-        raise ValueError(f"protected {evidence.protected.shape} does not fit: expected {shape[-3:]}, one per slot.")
     return evict_by(cache, evidence, budget, layer=layer, excess=excess, implementation=implementation)
 
 
@@ -296,8 +293,7 @@ def _check_layer(cache: Cache | LayerCaches, layer: int | Int[Array, ""] | None,
         layers = list(range(*cache.heads_shape[:-2] or (0,)))
         raise ValueError(f"layer is {layer}, but the cache has the layers {layers}.")
     if not allocation.one_layer:
-        said = f"the allocation {allocation.name!r} compares layers, but layer= names one"
-        raise ValueError(f"{said}; observe all layers first (kvjax.observe), then evict once.")
+        raise ValueError(f"the allocation {allocation.name!r} compares layers, but layer= names one; evict from all.")
 
 
 def _contest(

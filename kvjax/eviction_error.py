@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kernels_pallas.caote_topk.reference import Group, Norm, eviction_error, length, root
-from kvjax.checks import is_known, real_array, typed
+from kvjax.checks import check_types, is_known, real_array
 from kvjax.projection import OutputProjection, measure
 
 __all__ = ["Group", "joined_change", "score"]
@@ -19,7 +19,6 @@ __all__ = ["Group", "joined_change", "score"]
 ROUNDING = 0.05  # by which weights of a softmax in bfloat16 may exceed 1 when summed
 
 
-@typed
 def score(
     A: Float[Array, "*batch S"],
     V: Float[Array, "*values S D"],
@@ -77,6 +76,7 @@ def score(
         >>> kvjax.score(A, V).round(4).tolist()
         [0.0, 0.6667, 0.6667]
     """
+    check_types({"norm": norm, "group": group}, {"norm": Norm, "group": Group | None})
     A, V = real_array("A", A), real_array("V", V)
     mask = None if mask is None else real_array("mask", mask)
     heads = A.shape if group is None else (*A.shape[:-2], *A.shape[-1:])
@@ -90,8 +90,7 @@ def score(
     if mask is not None and mask.dtype != bool:
         raise ValueError(f"the mask is {mask.dtype}; give booleans, True for a live token.")
     if projection is not None and (norm != 2 or group != "exact"):
-        given = f"norm is {norm!r} and group {group!r}"
-        raise ValueError(f"{given}, but a projection makes one vector of changes: take norm=2 and group='exact'.")
+        raise ValueError(f"a projection needs norm=2 and group='exact', but they are {norm!r} and {group!r}.")
     if projection is None and not cross:
         raise ValueError("cross=False leaves out cross terms in W_O; give a projection, or take cross=True.")
 

@@ -99,11 +99,7 @@ def checked_block(
                 twice = np.asarray(_twice(cache, jnp.asarray(position), layer))
             if twice.any():
                 row, token = np.argwhere(twice)[0]
-                raise ValueError(
-                    f"position {int(position[row, token])} of row {row} comes twice, in the block or beside the cache: "
-                    "positions count from the beginning of the text, not of the block; leave position out, and they go "
-                    "on."
-                )
+                raise ValueError(f"position {int(position[row, token])} of row {row} comes twice; leave position out.")
     else:
         check_fits(cache, T, given)
         if given is not None and isinstance(cache, KVCache) and not promised:
@@ -130,23 +126,17 @@ def check_entering(
 ) -> int | Int[Array, ""] | None:
     """Check that new tokens of ``kv_heads`` fit the shapes of a cache; return the layer as a number if it is known."""
     heads = cache.heads_shape
-    if key.ndim != 4:
-        raise ValueError(f"keys {key.shape} do not fit: expected [B, T, K, D].")
-    B, T, K, D = key.shape
-    if len(heads) == 3 and layer is None:
-        raise ValueError("the cache stacks layers; give the number of one with layer=.")
-    if len(heads) != 3 and layer is not None:
-        raise ValueError("layer= was given, but the cache has no layers.")
+    if (len(heads) == 3) != (layer is not None):
+        raise ValueError(f"layer is {layer}, but the cache has {'' if layer is None else 'no '}layers.")
     layer = plain(layer)
     if isinstance(layer, int) and not 0 <= layer < heads[0]:
         raise ValueError(f"layer is {layer}; the cache has layers 0 to {heads[0] - 1}.")
-    expected = (heads[-2], heads[-1] if kv_heads is None else kv_heads)
-    head_dim = cache.arrays.head_dim
-    if key.shape != value.shape or expected != (B, K) or head_dim != D:
-        given = f"keys {key.shape} and values {value.shape}"
-        raise ValueError(f"{given} do not fit a cache with B, K = {expected} and D = {head_dim}; give [B, T, K, D].")
-    if position is not None and (position.shape != (B, T) or not jnp.issubdtype(position.dtype, jnp.integer)):
-        raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {(B, T)}, one per token.")
+    expected = (heads[-2], heads[-1] if kv_heads is None else kv_heads, cache.arrays.head_dim)
+    if key.shape != value.shape or (*key.shape[:1], *key.shape[2:]) != expected:
+        given = f"keys {key.shape} and values {value.shape} do not fit a cache"
+        raise ValueError(f"{given} with B, K = {expected[:2]} and D = {expected[2]}; give [B, T, K, D].")
+    if position is not None and (position.shape != key.shape[:2] or not jnp.issubdtype(position.dtype, jnp.integer)):
+        raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {key.shape[:2]}.")
     return layer
 
 

@@ -52,7 +52,4 @@ def check_packages(*names: str) -> None:
         wanted = ROOT / name / "__init__.py"
         found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
         if found != wanted:
-            raise ImportError(
-                f"the package {name!r} was found at {found or 'no file'}, expected kvjax's own at {wanted}: rename or "
-                "remove the other one, or start Python in another folder."
-            )
+            raise ImportError(f"the package {name!r} was found at {found or 'no file'}, not at {wanted}; rename it.")

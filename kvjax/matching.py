@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import cache_attention
 from kvjax.cache import KVCache, compact, floats_of, map_parts, nth_true, part_of_kind
-from kvjax.checks import check_count, check_tokens, typed
+from kvjax.checks import check_count, check_tokens
 from kvjax.topk import keep_mask
 
 MOST_BIAS = 3.0  # and least -3.0: the bounds that the authors give for chosen keys
@@ -57,7 +57,6 @@ class Sampled(NamedTuple):
     counts: Float[Array, "n"]
 
 
-@typed
 def match_attention(
     cache: KVCache,
     query: Float[Array, "B T N D"],
@@ -103,16 +102,10 @@ def match_attention(
         ((1, 1, 8, 4), (1, 1, 8))
     """
     if cache.positions != "absolute" or len(cache.heads_shape) != 2:
-        raise ValueError(
-            f"the cache has {cache.positions!r} positions and the heads {cache.heads_shape}; match_attention takes one "
-            "layer (cache.layer(i)) with 'absolute' positions."
-        )
+        raise ValueError(f"the cache has {cache.positions!r} positions and heads {cache.heads_shape}; give one layer.")
     (B, K, S), (_, T, N, D) = cache.position.shape, query.shape
     if query.shape[0] != B or N % K or cache.head_dim != D:
-        raise ValueError(
-            f"queries {query.shape} do not fit a cache of {B} rows, {K} heads and dimension {cache.head_dim}: expected "
-            "[B, T, N, D] with N a multiple of K."
-        )
+        raise ValueError(f"queries {query.shape} do not fit a cache of {B} rows, {K} heads of {cache.head_dim}.")
     budget = check_count("the budget", budget, 1, "give tokens per head, an int from 1")
     budget = min(check_tokens(budget), S)
     if position is None:

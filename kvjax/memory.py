@@ -81,8 +81,6 @@ def memory(
     if policy is None:
         budget, block = check_count("budget", budget, 1, "a cache needs at least 1") + block, 1
     if mesh is not None:  # of which only the sizes count
-        if not isinstance(mesh, Mesh | AbstractMesh):
-            raise ValueError(f"mesh is {mesh!r}; give a jax.sharding.Mesh, or None.")
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
     given: dict[str, Any] = dict(budget=budget, block=block, dtype=dtype, page_size=page_size, mesh=mesh)
     cache = jax.eval_shape(lambda: empty_cache(policy, **given, **sizes))

@@ -7,10 +7,10 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 from kvjax.calibration import checked_content
-from kvjax.checks import MOST, nearest, shown, typed
+from kvjax.checks import MOST, check_types, nearest, shown
 from kvjax.registry import Registry
 
 
@@ -27,25 +27,32 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
         if not callable(make) or getattr(make, "__name__", None) != name:
             raise ValueError(f"{name!r} is {shown(make)}; expected a function named {name} that makes a {kind}.")
 
-        reads = {"file", "content"} <= inspect.signature(make).parameters.keys()
+        signature = inspect.signature(make)
+        reads = {"file", "content"} <= signature.parameters.keys()
 
         @functools.lru_cache(maxsize=None, typed=True)  # protect(recent=1) is not protect(recent=1.0)
-        def named(*args: Any, **kwargs: Any) -> Any:
-            thing: Any = make(*args, **kwargs)
+        def named(**arguments: Any) -> Any:
+            thing: Any = make(**arguments)
             if not issubclass(type(thing), made):
                 raise ValueError(f"{name} returned {shown(thing)}; expected a {made.__name__}.")
             if thing.name != name:  # another maker made and named it: snapkv_tuned() is a snapkv(kernel=13)
                 return thing
-            arguments = inspect.signature(make).bind(*args, **kwargs).arguments
             return dataclasses.replace(thing, name=written(make, **arguments))
 
-        def read(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("file") is not None:
-                kwargs["content"] = checked_content(name, kwargs["file"], kwargs.get("content"))
-            return named(*args, **kwargs)
+        @functools.wraps(make)  # Sphinx asks what a partial holds for its module
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{name}() {error}") from None
+            given = check_types(given, get_type_hints(make), name)  # before the cache: it may not be hashable
+            if reads and given.get("file") is not None:
+                given["content"] = checked_content(name, given["file"], given.get("content"))
+                given = signature.bind(**given).arguments  # in the order of the signature, as names have them
+            return named(**given)
 
-        # Checked before the cache, as an argument of a wrong type may not be hashable.
-        return typed(functools.update_wrapper(read if reads else named, make))
+        # A partial, in which doctest looks for examples, as it does in a cached function.
+        return functools.update_wrapper(functools.partial(checked), make)
 
     return Registry(kind, group, prepare)
 
@@ -67,8 +74,8 @@ def read(text: str, kind: str, how: str) -> ast.expr:
     """Read a short name as an expression of Python's, for :func:`called`; messages say its kind and how to write it."""
     try:
         return ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"the {kind} {text[:80]!r} is malformed; {how}.") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError, AttributeError):  # the last one: no text
+        raise ValueError(f"the {kind} {shown(text)} is malformed; {how}.") from None
 
 
 def called(node: ast.expr, registry: Registry[Callable[..., Any]], whole: str, how: str) -> Any:

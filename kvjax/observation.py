@@ -148,10 +148,7 @@ class Context:
     def rotary(self, who: str) -> Float[Array, "rows half"]:
         """Return the frequencies, which somebody cannot do without."""
         if self.frequency is None:
-            raise ValueError(
-                f"{who}, but no rotary frequencies were given; hand over Context(frequency=...), or "
-                "take a score and positions that need none."
-            )
+            raise ValueError(f"{who}, but no rotary frequencies were given; hand over Context(frequency=...).")
         return self.frequency
 
     @property

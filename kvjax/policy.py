@@ -160,20 +160,14 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
     plain = policy.chain_name
     name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"
     if not allocation.even and policy.heads == "layer":
-        raise ValueError(
-            f"{name!r}: {plain!r} keeps one set of tokens for all heads of a layer, but {allocation.name!r} gives "
-            "heads different numbers of slots; take heads='group', or leave the allocation out."
-        )
+        raise ValueError(f"{name!r}: {allocation.name!r} gives heads different numbers; take heads='group'.")
     if allocation.needs_nonnegative and not policy.nonnegative:
         sums = f"{allocation.name!r} divides scores by their sum, but those of {plain!r} may be negative"
         raise ValueError(f"{name!r}: {sums}; put 'normalise' between.")
     needs = policy.needs
-    if allocation.statistics and needs.reconstruction is not None and not needs.reconstruction.pseudo:
-        said = f"{allocation.name!r} measures the text's last queries, but {plain!r} evicts after a repetition"
-        raise ValueError(f"{name!r}: {said}; take another allocation.")
-    if allocation.statistics and needs.errors is not None:
-        said = f"{allocation.name!r} measures attention, but {plain!r} has statistics of errors"
-        raise ValueError(f"{name!r}: {said}; take another allocation.")
+    repeated = needs.reconstruction is not None and not needs.reconstruction.pseudo
+    if allocation.statistics and (repeated or needs.errors is not None):
+        raise ValueError(f"{name!r}: {allocation.name!r} measures attention that {plain!r} lacks; take another.")
     if allocation.statistics:
         window = (allocation.window or needs.window or 32) if observed(allocation.statistics) else 0
         own = Needs(allocation.statistics, window)
@@ -238,12 +232,10 @@ def update_link(
     shape = jnp.shape(plain.weights if isinstance(plain, Weights) else plain)
     (B, K, S), heads = observation.position.shape, observation.query.shape[2]
     if shape not in ((B, K, heads // K, S), (B, K, 1, S)):
-        expected = f"[B, K, G, S], {(B, K, heads // K, S)}, or [B, K, 1, S], {(B, K, 1, S)}"
-        raise ValueError(f"{link.name!r} returned scores of shape {shape}; expected {expected}.")
+        raise ValueError(f"{link.name!r} returned scores of shape {shape}; expected {(B, K, heads // K, S)}.")
     before, after = ([jax.tree.structure(x), *map(jnp.shape, jax.tree.leaves(x))] for x in (state, new))
     if before != after:
-        became = f"{before[1:]} became {after[1:]}; return one of the same structure and shapes"
-        raise ValueError(f"{link.name!r} returned a state of other arrays than it was given: {became}.")
+        raise ValueError(f"{link.name!r} returned a state of other arrays: {before[1:]} became {after[1:]}.")
     return given, new
 
 
@@ -256,10 +248,7 @@ class _Declared:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._columns, name)
         if found is None and name in type(self._columns)._fields:
-            raise ValueError(
-                f"{self._link!r} reads the statistic {name!r}, which nothing asked for; declare it: statistics="
-                f"({name!r},) of kvjax.base_score, or needs=kvjax.Needs(frozenset({{{name!r}}})) of a Policy."
-            )
+            raise ValueError(f"{self._link!r} reads the statistic {name!r}, which nothing asked for; declare it.")
         return found
 
 

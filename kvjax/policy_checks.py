@@ -27,10 +27,8 @@ def check_measured(policy: Policy | None, layers: int | None, kv_heads: int) -> 
     """
     for link in () if policy is None else policy.links or (policy,):
         if link.measured and (layers not in (None, link.measured[0]) or kv_heads % link.measured[1]):
-            raise ValueError(
-                f"{link.name!r} was measured on a model of {link.measured[0]} layers with {link.measured[1]} KV heads, "
-                f"but this one has {layers} with {kv_heads}; measure this model."
-            )
+            wrong = f"{link.name!r} was measured on a model of {link.measured[0]} layers with {link.measured[1]} KV"
+            raise ValueError(f"{wrong} heads, but this one has {layers} with {kv_heads}; measure this model.")
 
 
 def check_block(policy: Policy | str | None, block: int) -> None:
@@ -42,14 +40,12 @@ def check_block(policy: Policy | str | None, block: int) -> None:
         Traceback (most recent call last):
             ...
         ValueError: 'snapkv' observes the last 32 queries, but a block has 16: give a block of at least 32, or a \
-smaller window (window=16 in its name).
+smaller window=16.
     """
     policy, block = policy_of(policy), check_count("block", block, 1, "a block has at least 1 token")
     if policy is not None and policy.needs.window > block:
-        raise ValueError(
-            f"{policy.name!r} observes the last {policy.needs.window} queries, but a block has {block}: give a block "
-            f"of at least {policy.needs.window}, or a smaller window (window={block} in its name)."
-        )
+        given = f"{policy.name!r} observes the last {policy.needs.window} queries, but a block has {block}"
+        raise ValueError(f"{given}: give a block of at least {policy.needs.window}, or a smaller window={block}.")
 
 
 def check_policy_given(policy: Policy | None, budget: Any) -> None:
@@ -86,10 +82,8 @@ or protect fewer.
         return
     sinks, recent = policy.protected(budget)
     if sinks + recent > budget:
-        raise ValueError(
-            f"the budget is {budget} tokens, but {policy.name!r} always keeps {sinks} first and {recent} last ones: "
-            f"give at least {sinks + recent}, or protect fewer."
-        )
+        given = f"the budget is {budget} tokens, but {policy.name!r} always keeps {sinks} first and {recent} last ones"
+        raise ValueError(f"{given}: give at least {sinks + recent}, or protect fewer.")
 
 
 @functools.cache
@@ -102,10 +96,8 @@ def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
         of_head = isinstance(leaf, HeadState)
         shape = (leaf.value if of_head else leaf).shape
         if shape[: 2 if of_head else 3] != ((B, K) if of_head else (B, K, S)):
-            raise ValueError(
-                f"the state of {link.name!r} has an array of shape {shape}, where B, K, G, S, D = {sizes}; its arrays "
-                "start with [B, K, S], or with [B, K] inside a kvjax.HeadState."
-            )
+            wrong = f"the state of {link.name!r} has an array of shape {shape}, where B, K, G, S, D = {sizes};"
+            raise ValueError(f"{wrong} begin with [B, K, S], or with [B, K] in a kvjax.HeadState.")
 
     for link in policy.links or (policy,):
         made = jax.eval_shape(functools.partial(link.init, *sizes))
@@ -141,24 +133,16 @@ def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
     with jax.disable_jit(False):  # compiled apart: a policy may be used under jit first, and call a kernel of its own
         found = np.asarray(jax.jit(nan).lower(drawn).compile()(drawn))
     if found.any():
-        raise ValueError(
-            f"{policy.name!r} scored {int(found.sum())} of {found.size} tokens NaN when it was tried on random keys "
-            "and values, and these go first; look for 0 / 0 and for 0 * log 0."
-        )
+        wrong = f"{policy.name!r} scored {int(found.sum())} of {found.size} tokens NaN when it was tried on random keys"
+        raise ValueError(f"{wrong} and values; look for 0 / 0 and for 0 * log 0.")
 
 
 def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
     """Check that the cache was made for the policy; on a mesh, the stacked parts of the devices."""
     if policy.positions not in ("absolute", cache.positions):
-        raise ValueError(
-            f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
-            f"cache with positions={policy.positions!r}."
-        )
+        raise ValueError(f"{policy.name!r} wants {policy.positions!r} positions, not the cache's {cache.positions!r}.")
     if policy.needs.of_text is not None and cache.positions != "absolute":
-        raise ValueError(
-            f"{policy.name!r} {policy.needs.of_text} their positions in the text, but the cache's positions are "
-            f"{cache.positions!r}; make it with positions='absolute'."
-        )
+        raise ValueError(f"{policy.name!r} {policy.needs.of_text} positions in the text, not {cache.positions!r} ones.")
     check_all_heads(cache, repr(policy.name), policy.heads == "layer" or not policy.allocation.even)
     B, K = cache.heads_shape[-2:]
     check_state(policy, cache.head_dim, K, G)

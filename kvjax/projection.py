@@ -50,11 +50,9 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: st
     """
     kinds = frozenset([kinds] if isinstance(kinds, str) else kinds)
     check_names("kind", kinds, KINDS)
-    if weight.ndim < 3:
-        raise ValueError(f"W_O {weight.shape} does not fit: expected [N, D, E], one block per query head.")
+    if weight.ndim < 3 or kv_heads < 1 or weight.shape[-3] % kv_heads:
+        raise ValueError(f"W_O {weight.shape} does not fit {kv_heads} KV heads: expected [N, D, E], N a multiple.")
     *L, N, D, E = weight.shape
-    if kv_heads < 1 or N % kv_heads:
-        raise ValueError(f"{kv_heads} KV heads do not divide the {N} query heads of W_O {weight.shape}.")
     G = N // kv_heads
     blocks = weight.reshape(*L, kv_heads, G, D, E)
     wide = blocks.astype(jnp.promote_types(weight.dtype, jnp.float32))
@@ -72,10 +70,7 @@ def part_of(projection: OutputProjection | None, kind: str, link: str = "caote(t
     """Return a part of a layer's output projection, which a link cannot do without."""
     part = None if projection is None else getattr(projection, kind)
     if part is None:
-        raise ValueError(
-            f"{link} reads the {kind} of the layer's output projection, which is missing: hand over "
-            "Context(projection=kvjax.output_projection(...))."
-        )
+        raise ValueError(f"{link} reads the {kind} of W_O, which is missing: hand over Context(projection=...).")
     return part
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Num
 
 
 def rotate(
-    x: Float[Array, "*batch D"], cos: Float[Array, "*#batch half"], sin: Float[Array, "*#batch half"]
+    x: Float[Array, "*#batch D"], cos: Float[Array, "*#batch half"], sin: Float[Array, "*#batch half"]
 ) -> Float[Array, "*batch D"]:
     """Apply the rotary embedding: element i of a head is rotated together with element i + D/2 (Hugging Face's layout).
 
@@ -18,8 +18,7 @@ def rotate(
         [0.0, 1.0]
     """
     if x.shape[-1:] != (2 * cos.shape[-1],) or cos.shape != sin.shape:
-        given = f"heads {x.shape}, cosines {cos.shape} and sines {sin.shape}"
-        raise ValueError(f"{given} do not fit: expected a cosine and a sine for each two elements of a head.")
+        raise ValueError(f"heads {x.shape} need cosines and sines for each two elements, not {cos.shape}, {sin.shape}.")
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -52,10 +52,8 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
     structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
     alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]
     if not alike or cache.ways[1] != one.ways[1] or (head_dim, dtypes) != (own_dim, own_dtypes):
-        raise ValueError(
-            f"a cache of {own} heads of dimension {own_dim} in {own_dtypes} does not fit into a row of {lead} heads of "
-            f"dimension {head_dim} in {dtypes}: expected one row of the same model, policy, positions and dtype."
-        )
+        wrong = f"a cache of {own} heads of dimension {own_dim} in {own_dtypes} does not fit {lead} heads of {head_dim}"
+        raise ValueError(f"{wrong} in {dtypes}: expected one row of the same model, policy, positions and dtype.")
     if one.num_slots > cache.num_slots:
         raise ValueError(f"the row has {one.num_slots} slots per head, the batch {cache.num_slots}; compact it first.")
     return cache.map(_write, (row, SAME), (one.each_part, PARTS))

@@ -495,8 +495,7 @@ def expected_attention(
     def update(_: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
         frequency = o.context.rotary("expected_attention turns queries back to position 0")
         if o.context.soft_cap is not None:
-            cap = f"the soft cap {o.context.soft_cap}"
-            raise ValueError(f"expected_attention has no formula for logits with {cap}; take another score.")
+            raise ValueError("expected_attention has no formula for logits with a soft cap; take another score.")
         state = _with_queries(state, o, frequency, sinks)
         count, mean = state[0].value, state[1].value
         key = _turned_back(o, frequency, future)
@@ -894,8 +893,7 @@ def _predicted(o: Observation, name: str, policy: str) -> Array:
     """Return an array of the block's prediction, which the policy cannot do without."""
     found = getattr(o.context.predicted, name, None)
     if found is None:
-        missing = f"{policy!r} scores by a network's {name}, but nothing was predicted"
-        raise ValueError(f"{missing}; hand over Context(predicted=...), or networks= to models.generate.")
+        raise ValueError(f"{policy!r} reads a network's {name}; hand over Context(predicted=...), or networks=.")
     return cast(Array, found)
 
 

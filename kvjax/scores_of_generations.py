@@ -111,14 +111,10 @@ def triattention(*, file: str | None = None, content: str | None = None, future:
 
     def init(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
         if centres is None:
-            how = "write triattention(file='centres.npy')"
-            raise ValueError(f"'triattention' reads a file of models.query_centres; {how}.")
+            raise ValueError("triattention reads models.query_centres; write triattention(file='centres.npy').")
         # As in kvjax.q_filters: check_measured counts all KV heads.
         if centres.shape[2:] != (G, 3 * D // 2) or centres.shape[1] % K:
-            raise ValueError(
-                f"the centres of {file!r} {centres.shape} are not this model's, which has {K} groups of {G} query "
-                f"heads of {D}; compute them with models.query_centres."
-            )
+            raise ValueError(f"{file!r} has centres {centres.shape}, not of {K} groups of {G} heads of {D}.")
         return ()
 
     def score(o: Observation) -> Scores:

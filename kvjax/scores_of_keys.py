@@ -95,10 +95,7 @@ def q_filters(*, file: str | None = None, content: str | None = None) -> Policy:
             raise ValueError("'q_filters' reads a file of models.q_filters; write q_filters(file='filters.npy').")
         # The state of pages is made for one head, or for the heads on one device; check_measured counts all of them.
         if filters.shape[2] != D or filters.shape[1] % K:
-            raise ValueError(
-                f"the filters of {file!r} {filters.shape} are not this model's, whose keys have {K} heads of {D}; "
-                "compute them with models.q_filters."
-            )
+            raise ValueError(f"{file!r} has filters {filters.shape}, not of {K} heads of {D}; compute this model's.")
         return ()
 
     def score(o: Observation) -> Scores:

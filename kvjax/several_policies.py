@@ -76,8 +76,7 @@ def observe_each(
     parsed = [policy_of(policy) for policy in policies]
     chosen = [policy for policy in parsed if policy is not None]
     if len(chosen) < len(parsed) or not chosen or len(budgets) != len(chosen):
-        given = f"{len(chosen)} policies and {len(budgets)} budgets were given"
-        raise ValueError(f"{given}; expected at least one policy, none of them 'full', and one budget for each policy.")
+        raise ValueError("expected at least one policy, none of them 'full', and one budget for each policy.")
     check_cache(cache)
     if cache.paged or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
         raise ValueError(f"expected a KVCache whose state is a tuple of {len(chosen)}, one per policy in their order.")

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.softmax import grouped_logits, scaled
 from kvjax.cache import write_slots
-from kvjax.checks import check_count, typed
+from kvjax.checks import check_count
 from kvjax.names import called, check_number, makers, read, registered
 from kvjax.scores import mix_bits
 
@@ -105,7 +105,6 @@ def register(make: Callable[..., Source]) -> Callable[..., Source]:
     return registered(SOURCES, make)
 
 
-@typed
 def parse_source(name: str) -> Source:
     """Return the source that a short name stands for, as command lines write it.
 

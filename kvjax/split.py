@@ -202,12 +202,10 @@ def on_devices(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
 def check_mesh(mesh: Mesh | AbstractMesh, batch: int, kv_heads: int) -> tuple[int, int]:
     """Return how many devices split the rows and the heads of a cache, after a check that they divide them."""
     if not {ROWS, HEADS} <= set(mesh.axis_names):
-        known = ", ".join(map(str, mesh.axis_names))
-        raise ValueError(f"the mesh has axes {known}; expected {ROWS!r} to split the rows and {HEADS!r} the heads.")
+        raise ValueError(f"the mesh has axes {mesh.axis_names}; expected {ROWS!r} for rows and {HEADS!r} for heads.")
     rows, heads = mesh.shape[ROWS], mesh.shape[HEADS]
     if batch % rows or kv_heads % heads:
-        ways = f"{ROWS}={rows} and {HEADS}={heads}"
-        raise ValueError(f"{ways} do not divide a cache of {batch} rows and {kv_heads} heads; give a mesh that does.")
+        raise ValueError(f"{ROWS}={rows} and {HEADS}={heads} do not divide {batch} rows and {kv_heads} heads.")
     return rows, heads
 
 

@@ -240,8 +240,7 @@ def match(*, queries: int = 1024) -> Policy:
     def update(scores: Scores, state: Queries, o: Observation) -> tuple[Scores, Queries]:
         c = o.context
         if c.sliding_window is not None or c.soft_cap is not None:
-            what = "a sliding window" if c.soft_cap is None else "a cap of its logits"
-            raise ValueError(f"'match' fits attention over all tokens, but this layer has {what}; leave the link out.")
+            raise ValueError("'match' does not fit layers with a sliding window or a soft cap; leave the link out.")
         if state.spent:
             return scores, state
         at, part = o.query_position, c.reconstructed

@@ -87,17 +87,12 @@ def read(folder: Path, config: Config) -> dict[tuple[str, tuple[int, ...]], LowR
             raise ValueError(f"{folder / WEIGHTS} holds {name}, which {fault}; save the adapter again.")
         wanted = tuple(map(math.prod, sizes(config, path)))
         if (up.shape, down.shape) != ((wanted[0], rank), (rank, wanted[1])):
-            raise ValueError(
-                f"{folder / WEIGHTS}: {module} has matrices {up.shape} and {down.shape}; the model's projection is "
-                f"{wanted}, and r is {rank}."
-            )
+            raise ValueError(f"{folder / WEIGHTS}: {module} is {up.shape}, {down.shape}; expected {wanted}, r {rank}.")
         with np.errstate(over="ignore"):
             up, down = up.astype(np.float32) * np.float32(scale), down.astype(np.float32)
         largest = rank * float(np.abs(up).max()) * float(np.abs(down).max())
         if not largest < float(np.finfo(np.float32).max):  # NaN is not, either
-            raise ValueError(
-                f"{folder / WEIGHTS}: {module} holds NaN, or numbers too large for float32; download it again."
-            )
+            raise ValueError(f"{folder / WEIGHTS}: {module} holds NaN or too large numbers; download it again.")
         if (order := head_order(config)) is not None and path in ROTATED:
             up = up.reshape(-1, len(order), rank)[:, order].reshape(up.shape)
         found[path, place] = LowRank(up, down)
@@ -112,10 +107,10 @@ def _described(file: Path) -> tuple[int, float]:
     described = read_object(file)
     for name in (*KNOWN, *sorted(described.keys() - KNOWN.keys() - FREE)):
         if (given := described.get(name)) not in (known := KNOWN.get(name, OFF)):
-            raise ValueError(
-                f"{file} has {name} = {shown(given)}; expected {' or '.join(map(repr, known))}, as only W + scale B A "
-                "is read: have PEFT merge it into its base model (merge_and_unload), and load that."
+            said = (
+                f"{file} has {name} = {shown(given)}; expected {' or '.join(map(repr, known))}, as only W + scale B A"
             )
+            raise ValueError(f"{said} is read: have PEFT merge it (merge_and_unload), and load that.")
     rank = check_count(f"{file} has a rank that cannot be: r", described.get("r"), 1, "expected at least 1")
     alpha = described.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):

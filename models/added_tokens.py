@@ -75,10 +75,7 @@ def check_ids(backend: tokenizers.Tokenizer, added: Mapping[int, Mapping[str, An
     """Check that tokens have the ids that their file gives them: the model's embeddings are in that order."""
     for index, token in added.items():
         if (found := backend.token_to_id(text_of(token))) != index:
-            raise ValueError(
-                f"the token {text_of(token)!r} has the id {index} beside {folder / 'tokenizer.json'}, but {found} as "
-                "it is added to that file's tokens; download both again."
-            )
+            raise ValueError(f"{folder}: the token {text_of(token)!r} is {index}, but {found} in tokenizer.json.")
 
 
 def warn_of_surroundings(

@@ -172,9 +172,7 @@ def ask(
 def _listed(questions: str | Iterable[str]) -> list[str]:
     listed = list(questions) if isinstance(questions, Iterable) and not isinstance(questions, str) else [questions]
     if not all(isinstance(text, str) for text in listed):
-        raise TypeError(
-            f"questions is {questions!r:.80}; expected a text, or a list of texts ([] to read the document only)."
-        )
+        raise TypeError(f"questions is {questions!r:.80}; expected a text, or a list of texts.")
     return listed
 
 
@@ -229,10 +227,7 @@ class _Form(NamedTuple):
         form = cls(tokenizer, () if system is None else ({"role": "system", "content": system},))
         before, mark, after = form._rendered(MARK).partition(MARK)
         if not mark or MARK in after:
-            raise ValueError(
-                "the chat template does not give a user's message as it is, once, so it cannot be cut behind the "
-                "document; ask with plain text (tokenizer.plain(), --plain)."
-            )
+            raise ValueError("the chat template does not give a message as it is, once; ask with plain text (--plain).")
         return form._replace(before=before, after=after)
 
     def document(self, text: str) -> list[int]:
@@ -254,10 +249,7 @@ class _Form(NamedTuple):
         if self.before is not None:
             whole = f"{text}{BETWEEN}{MARK}" if what == "document" else f"{MARK}{BETWEEN}{text}"
             if self._rendered(whole) != self.before + whole + self.after:
-                raise ValueError(
-                    f"the chat template changes this {what}, so it cannot be cut behind the document; change the "
-                    f"{what}, or ask with plain text (tokenizer.plain(), --plain)."
-                )
+                raise ValueError(f"the chat template changes this {what}; ask with plain text (--plain).")
         return text
 
     def _rendered(self, text: str) -> str:

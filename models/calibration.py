@@ -146,9 +146,7 @@ def _unrotated(
 def _texts(tokens: Int[HostOrDevice, "B T"]) -> Int[Array, "B T"]:
     tokens = real_array("tokens", tokens)
     if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"tokens are {tokens.dtype} of shape {tokens.shape}; expected integers [B, T], texts of one length."
-        )
+        raise ValueError(f"tokens are {tokens.dtype} of shape {tokens.shape}; expected integers [B, T].")
     return tokens
 
 

@@ -107,20 +107,14 @@ def refuse_pointer(file: Path) -> None:
 def read_dtype(file: Path, name: str, stored: str) -> str:
     """Return NumPy's name for the dtype of a tensor in a file, after a check that it is one that is read."""
     if stored not in DTYPES:
-        raise ValueError(
-            f"{file}: {name} is stored as {stored}; supported are {', '.join(DTYPES)}. Quantised weights must be "
-            "converted first."
-        )
+        raise ValueError(f"{file}: {name} is stored as {stored}; supported are {', '.join(DTYPES)}.")
     return DTYPES[stored]
 
 
 def refuse_pickle(file: Path) -> None:
     """Check that a file holds no pickled weights."""
     if file.suffix in PICKLES:
-        raise ValueError(
-            f"{file} holds pickled weights, which can run code when read, so they are refused; convert them to "
-            "safetensors (transformers' save_pretrained writes it)."
-        )
+        raise ValueError(f"{file} holds pickled weights, which can run code when read; convert them to safetensors.")
 
 
 def file_shape(shape: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

@@ -141,7 +141,7 @@ class Config:
     def __post_init__(self) -> None:
         check_fields(self)
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
-        for name in ("num_layers", *counts, "head_dim", "max_positions"):
+        for name in ("num_layers", *counts, "head_dim", "max_positions", "num_experts"):
             check_size(name, getattr(self, name))
         for name in counts:
             check_count(name, getattr(self, name), 1, "give a positive integer")
@@ -151,20 +151,13 @@ class Config:
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly: "
-                "num_attention_heads must be a multiple of num_key_value_heads."
-            )
+            raise ValueError(f"num_heads is {self.num_heads}; give a multiple of num_kv_heads, {self.num_kv_heads}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even head_dim.")
         _check_rope(self.rope, self.head_dim)
-        check_size("num_experts", self.num_experts)
         check_count("num_experts", self.num_experts, 0, "give the number of experts of each layer, 0 for none")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
-            raise ValueError(
-                f"experts_per_token is {self.experts_per_token}; expected a number from 1 to the {self.num_experts} "
-                "experts of a layer."
-            )
+            raise ValueError(f"experts_per_token is {self.experts_per_token}; expected 1 to {self.num_experts}.")
         if not any(self.ropes):
             object.__setattr__(self, "ropes", ())
         if all(size is None for size in self.dense_sizes):
@@ -183,10 +176,7 @@ class Config:
             check_size("dense_sizes", size)
             check_count("dense_sizes", size, 1, "give a positive integer for each layer without experts")
         if len(sizes) > 1:
-            raise ValueError(
-                f"dense_sizes are {sorted(sizes)}; expected one size, because these layers are stacked: give it for "
-                "each layer without experts."
-            )
+            raise ValueError(f"dense_sizes are {sorted(sizes)}; expected one size, because these layers are stacked.")
 
     @property
     def distinct_ropes(self) -> tuple[Rope, ...]:
@@ -236,16 +226,12 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
     rotated = rope.rotated(head_dim)
     if not 0 <= rope.partial_rotary_factor <= 1 or rotated % 2:
         raise ValueError(
-            f"partial_rotary_factor is {rope.partial_rotary_factor} of heads of {head_dim}; expected a share in (0, 1] "
-            "that is an even number of elements."
+            f"partial_rotary_factor is {rope.partial_rotary_factor} of {head_dim}; give a share of whole pairs."
         )
     for name in ("short_factor", "long_factor") if rope.type == "longrope" else ():
         factors = getattr(rope, name)
         if len(factors) != rotated // 2 or min(factors, default=1) <= 0:
-            raise ValueError(
-                f"{name} of rope type 'longrope' has {len(factors)} numbers; expected {rotated // 2} numbers above 0, "
-                "one for each rotated pair."
-            )
+            raise ValueError(f"{name} has {len(factors)} numbers; expected {rotated // 2} above 0, one per pair.")
 
 
 def check_size(name: str, value: int) -> None:

@@ -80,10 +80,8 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
         raise ValueError(f"the family {called!r} cannot read it ({said}).") from error
     known = [name for name, family in FAMILIES.items() if family.architecture is not None]
     if not isinstance(config, Config) or config.architecture not in known:
-        raise ValueError(
-            f"the family {called!r} returned {shown(config)}; expected a models.Config of one of the "
-            f"architectures {', '.join(known)}."
-        )
+        wrong = f"the family {called!r} returned {shown(config)};"
+        raise ValueError(f"{wrong} expected a models.Config of one of the architectures {', '.join(known)}.")
     return config
 
 
@@ -187,10 +185,8 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     name = raw.get("model_type")
     family = FAMILIES.find(name) if isinstance(name, str) else None
     if family is None or family.architecture not in (None, named):
-        raise ValueError(
-            f"architecture {named} is not supported; supported are {', '.join(known)}, and those that "
-            "models.register_family adds."
-        )
+        wrong = f"architecture {named} is not supported; supported are {', '.join(known)},"
+        raise ValueError(f"{wrong} and those that models.register_family adds.")
     return family
 
 

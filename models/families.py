@@ -57,9 +57,7 @@ def _family(name: str, family: Any) -> Family:
         raise ValueError(f"{name!r} is {shown(family)}; expected a function from a config.json to a models.Config.")
     for other, known in FAMILIES.items():
         if other != name and (shared := _architectures(made) & _architectures(known)):
-            raise ValueError(
-                f"{name!r} names the architecture {min(shared)[1]!r}, which {other!r} has; give its own, or None."
-            )
+            raise ValueError(f"{name!r} names the architecture {min(shared)[1]!r}, which {other!r} has; give its own.")
     return made
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import stat
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,15 +20,13 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     try:
         return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax"
     except RuntimeError:
-        raise FileNotFoundError(
-            "the user's cache folder is unknown, as there is no home folder; name one with XDG_CACHE_HOME."
-        ) from None
+        raise FileNotFoundError("there is no home folder for the cache; name one with XDG_CACHE_HOME.") from None
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """Read a UTF-8 file of some kind, or a pipe such as ``<(zcat book.gz)``, which may be read more than once."""
+    """Read a UTF-8 file of some kind, or a pipe such as ``<(zcat book.gz)``, which holds its text once."""
     try:
-        return decoded(read_bytes(path), str(path))
+        return decoded(Path(path).read_bytes(), str(path))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no {what} file {path}; name one that exists.") from None
     except IsADirectoryError:
@@ -43,19 +39,6 @@ def decoded(content: bytes, name: str) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text (byte {error.start}); convert it first.") from None
-
-
-def read_bytes(path: str | Path) -> bytes:
-    """Read the bytes of a file. A pipe can be read only once, so its bytes are kept."""
-    found = os.stat(path)
-    if stat.S_ISREG(found.st_mode):
-        return Path(path).read_bytes()
-    return _of_a_pipe(str(path), found.st_dev, found.st_ino)
-
-
-@functools.lru_cache(maxsize=16)
-def _of_a_pipe(path: str, device: int, inode: int) -> bytes:
-    return Path(path).read_bytes()
 
 
 def first_of(folder: Path, names: Sequence[str]) -> Path | None:

@@ -59,20 +59,15 @@ def find(path: str | Path, revision: str | None = None) -> Path:
         raise ValueError(f"{path} is a file; give the folder that holds it, with config.json beside the weights.")
     if isinstance(path, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", path):
         return _download(path, revision)
-    raise FileNotFoundError(
-        f"there is no folder {path}; give a folder with config.json and safetensors, a GGUF file, 'retriever' for the "
-        "model that ships with kvjax, 'smollm2', 'smollm2-answers', or a hub name such as Qwen/Qwen3-0.6B."
-    )
+    wrong = f"there is no folder {path}; give a model's folder, a GGUF file, 'retriever', 'smollm2', 'smollm2-answers',"
+    raise FileNotFoundError(f"{wrong} or a hub name such as Qwen/Qwen3-0.6B.")
 
 
 def _download(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise FileNotFoundError(
-            f"there is no folder {name}; to download it from the Hugging Face hub, install huggingface_hub: "
-            "pip install huggingface_hub."
-        ) from None
+        raise FileNotFoundError(f"there is no folder {name}; to download it, pip install huggingface_hub.") from None
     try:
         return Path(
             snapshot_download(
@@ -86,10 +81,8 @@ def _download(name: str, revision: str | None) -> Path:
     except Exception as error:  # the hub's, the HTTP client's and the disk's errors have no common base
         reason = " ".join(str(error).split()).partition(". ")[0][:200].rstrip(".")
         at = f" at revision {revision}" if revision else ""
-        raise FileNotFoundError(
-            f"there is no folder {name}, and downloading it from the Hugging Face hub{at} failed "
-            f"({type(error).__name__}: {reason}); check the name and the network, or give a folder."
-        ) from None
+        said = f"there is no folder {name}, and downloading it from the Hugging Face hub{at} failed"
+        raise FileNotFoundError(f"{said} ({type(error).__name__}: {reason}); check the name and the network.") from None
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -113,9 +106,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     for shard, names in held.items():
         for name in sorted(names):
             if weight_map.setdefault(name, shard) != shard:
-                raise ValueError(
-                    f"{folder / shard} holds the tensor {name}, and so does {weight_map[name]}; download both again."
-                )
+                raise ValueError(f"{folder / shard} and {weight_map[name]} both hold {name}; download them again.")
     return {name: folder / shard for name, shard in weight_map.items()}
 
 
@@ -146,9 +137,7 @@ def read_config(folder: Path) -> Config:
     if not file.is_file():
         inside = min(folder.glob("*.gguf"), default=None)
         other = f", or the file {inside}" if inside else ""
-        raise FileNotFoundError(
-            f"{folder} has no config.json; give the folder of a model in Hugging Face layout{other}."
-        )
+        raise FileNotFoundError(f"{folder} has no config.json; give a folder in Hugging Face layout{other}.")
     raw = read_object(file)
     stop = read_object(folder / "generation_config.json").get("eos_token_id")
     if stop is not None:
@@ -174,9 +163,7 @@ def open_folder(folder: Path) -> Checkpoint:
     family = family_of(read_object(folder / "config.json"))
     names = tensor_names(config)
     if unknown := family.tensors.keys() - names.keys():
-        raise ValueError(
-            f"{folder}: its family names tensors of {', '.join(sorted(unknown))}, which are no parameters."
-        )
+        raise ValueError(f"{folder}: its family names {', '.join(sorted(unknown))}, which are no parameters.")
     names |= family.tensors
     if config.tie_embeddings:
         config, tensors = _tied(folder, config, tensors, names)

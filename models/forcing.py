@@ -65,10 +65,7 @@ def teacher_forced(
     whole = check_prompt(model, tokens, lengths, None).text
     prompt = check_count("prompt", prompt, 1, "give at least 1 token")
     if (whole.lengths <= prompt).any():
-        raise ValueError(
-            f"a text has {int(whole.lengths.min())} tokens, and its prompt {prompt}; give longer texts, or a shorter "
-            "prompt."
-        )
+        raise ValueError(f"a text has {int(whole.lengths.min())} tokens, and its prompt {prompt}; give longer texts.")
     made = np.where(np.arange(whole.tokens.shape[1]) < whole.lengths[:, None], whole.tokens, -1)[:, prompt:]
     options = options_of("teacher_forced", AnswerSettings, options, settings, reserve=made.shape[1])
     given = check_prompt(model, whole.tokens[:, :prompt], None, None, None, options.policy)

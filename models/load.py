@@ -214,10 +214,7 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
     """Check every tensor's name, shape and dtype against the config, and return the dtype of most weights."""
     place, described, config, _, tensors, *_ = checkpoint
     if config.num_layers > len(tensors):
-        raise ValueError(
-            f"{place} holds {len(tensors)} tensors, too few for the {config.num_layers} layers of its {described}; is "
-            "it complete?"
-        )
+        raise ValueError(f"{place} holds {len(tensors)} tensors, too few for the layers of its {described}.")
     stacks = [(name, shape, PARAMETERS[name]) for name, shape in parameter_shapes(config).items()]
     expected = {
         tensor_of(config, name, checkpoint.names[name], at): file_shape(shape[stored.separate :], stored.groups)
@@ -229,10 +226,7 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
             raise ValueError(f"{place} lacks the tensor {name}, which its {described} requires; is it complete?")
     for name in sorted(tensors.keys() - expected.keys()):
         if not checkpoint.ignored.fullmatch(name):
-            raise ValueError(
-                f"{tensors[name].file} holds the tensor {name}, which the model of its {described} does not have; is "
-                f"the {described.removesuffix('.json')} that of these weights?"
-            )
+            raise ValueError(f"{tensors[name].file} holds the tensor {name}, which its {described} does not have.")
     weights: Counter[str] = Counter()
     for name in expected:
         file, shape, dtype, _ = tensors[name]

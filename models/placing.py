@@ -50,10 +50,7 @@ def parse_mesh(text: str) -> Mesh:
     sizes = tuple(named.get(axis, 1) for axis in axes)
     devices, needed = jax.devices(), math.prod(sizes)
     if needed > len(devices):
-        raise ValueError(
-            f"mesh {text!r} needs {needed} devices, but there {'is' if len(devices) == 1 else 'are'} {len(devices)} "
-            f"({devices[0].platform}); lower its numbers."
-        )
+        raise ValueError(f"mesh {text!r} needs {needed} devices, but there are {len(devices)} ({devices[0].platform}).")
     if needed < len(devices) and jax.process_count() > 1:
         raise ValueError(f"mesh {text!r} takes {needed} of the processes' {len(devices)} devices; it must take all.")
     return Mesh(np.array(devices[:needed]).reshape(sizes), axes)
@@ -62,10 +59,7 @@ def parse_mesh(text: str) -> Mesh:
 def checked_mesh(config: Config, mesh: Mesh) -> Mesh:
     """Check that a mesh divides the heads, and return it with automatic axes: JAX partitions the decoder."""
     if set(mesh.axis_names) - {"expert"} != {"data", "tensor"}:
-        raise ValueError(
-            f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; name them 'data' and 'tensor', and a third "
-            "that splits experts 'expert'."
-        )
+        raise ValueError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; expected 'data' and 'tensor'.")
     ways = mesh.shape["tensor"]
     split = [(config.num_heads, "query heads"), (config.num_kv_heads, "KV heads")]
     if config.num_experts:
@@ -79,10 +73,7 @@ def checked_mesh(config: Config, mesh: Mesh) -> Mesh:
     if more > 1 and not config.num_experts:
         raise ValueError(f"expert={more} splits experts, but this model has none; leave expert out.")
     if config.num_experts % (more * ways):
-        raise ValueError(
-            f"expert={more} and tensor={ways} split experts {more * ways} ways, which does not divide the model's "
-            f"{config.num_experts}; choose a divisor of {config.num_experts // ways} for expert."
-        )
+        raise ValueError(f"expert={more} and tensor={ways} do not divide the model's {config.num_experts} experts.")
     return Mesh(mesh.devices, mesh.axis_names)
 
 
@@ -186,10 +177,7 @@ def _read_tensor(
             _assign(part, tensor.read((slice(start, start + len(part)), *window[1:])))
             start += len(part)
     if not _finite(out):
-        raise ValueError(
-            f"{tensor.file}: {source} holds NaN or infinite numbers as {out.dtype}; download it again, or load it in "
-            "a dtype of a wider range."
-        )
+        raise ValueError(f"{tensor.file}: {source} holds NaN or infinite numbers as {out.dtype}; take a wider dtype.")
 
 
 def _finite(array: np.ndarray) -> bool:

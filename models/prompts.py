@@ -94,9 +94,7 @@ def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int)
     if is_cache(getattr(cache, "cache", None)):
         raise ValueError(f"the cache is a {type(cache).__name__}; give its .cache.")
     if not is_cache(cache) or len(cache.heads_shape) != 3:
-        raise ValueError(
-            f"the cache is a {type(cache).__name__}; give what models.prefill or models.generate returned as cache."
-        )
+        raise ValueError(f"the cache is a {type(cache).__name__}; give that of models.prefill or models.generate.")
     leaves = jax.tree.leaves(cache)
     if not is_known(*leaves):
         raise ValueError("the cache is traced (by jax.jit, vmap or grad); call prefill, generate and stream outside.")
@@ -107,10 +105,8 @@ def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int)
     one = cache.arrays
     theirs = (L, one.head_dim)
     if ours != theirs or K not in (config.num_kv_heads, config.num_heads):
-        raise ValueError(
-            f"the cache is of another model: it has {L} layers and {K} heads of dimension {theirs[1]}, this model has "
-            f"{ours[0]} layers and {config.num_kv_heads} KV heads of dimension {ours[1]}."
-        )
+        wrong = f"the cache is of another model: it has {L} layers and {K} heads of dimension {theirs[1]},"
+        raise ValueError(f"{wrong} this model {ours[0]} layers and {config.num_kv_heads} of {ours[1]}.")
     if rows != B:
         advice = f": repeat it with kvjax.repeat(cache, {rows})" if B == 1 else ""
         raise ValueError(f"the cache has {B} rows, but {rows} prompts were given{advice}.")
@@ -118,22 +114,16 @@ def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int)
         paged = cache.paged
         if policy.allocation.even == paged and not (paged and any(config.sliding_windows)):
             kind, other = ("paged", "even") if paged else ("plain", "uneven")
-            raise ValueError(
-                f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way: give the policy that "
-                "the cache was made with, or none."
-            )
+            wrong = f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way:"
+            raise ValueError(f"{wrong} give the policy that the cache was made with, or none.")
         if (policy.heads == "query") != (config.num_kv_heads != K) and config.num_heads != config.num_kv_heads:
             raise ValueError(
-                f"the cache holds {K} heads per layer, but {policy.name!r} is for "
-                f"{cache_heads(config, policy)}: give the policy that the cache was made with, or none."
+                f"the cache's {K} heads per layer are not those of {policy.name!r}; give the cache's policy."
             )
         try:
             check_policy(policy, one, config.num_heads // K)
         except ValueError:
-            raise ValueError(
-                f"the cache's policy state is not that of {policy.name!r}: give the policy that the cache was made "
-                "with, or none."
-            ) from None
+            raise ValueError(f"the cache's state is not that of {policy.name!r}; give the cache's policy.") from None
     held = np.moveaxis(hosts.fetched(cache.num_live), 1, 0).reshape(B, L * K)
     start, dtypes = hosts.fetched(cache.next_position), dtypes_of(one)
     sampled = part_of_kind(one.state, Queries)
@@ -166,9 +156,7 @@ def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, H
     try:
         return np.asarray(tokens), lengths
     except ValueError:
-        raise ValueError(
-            "tokens are rows of different lengths; give a list of rows, or pad them on the right and give lengths=."
-        ) from None
+        raise ValueError("tokens are rows of different lengths; give a list of rows, or lengths=.") from None
 
 
 def _rows_of_a_list(tokens: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -201,10 +189,8 @@ def check_prompt(
     if isinstance(tokens, Prefilled):
         return _check_prefilled(model, tokens, lengths, question, cache, policy, answers)
     if not is_known(*jax.tree.leaves((tokens, lengths, question))):
-        raise ValueError(
-            "the prompt is traced (by jax.jit, vmap or grad), but it is cut into blocks on the host: call prefill, "
-            "generate and stream outside, as they are compiled anyway; inside, use kvjax.attend in model.run."
-        )
+        wrong = "the prompt is traced (by jax.jit, vmap or grad), but is cut into blocks on the host: call prefill,"
+        raise ValueError(f"{wrong} generate and stream outside.")
     host, lengths = _padded(tokens, lengths)
     if host.size == 0:
         raise ValueError(f"the prompt is empty (tokens {host.shape}); give at least 1 token per row.")
@@ -216,9 +202,9 @@ def check_prompt(
     if not np.issubdtype(counts.dtype, np.integer) or counts.shape != (B,) or counts.min() < 1 or counts.max() > T:
         raise ValueError(f"lengths are {counts.tolist()}; expected {B} numbers from 1 (no empty prompt) to {T}.")
     counted, vocabulary = host[np.arange(T) < counts[:, None]], model.config.vocab_size
-    wrong = counted[(counted < 0) | (counted >= vocabulary)]
-    if wrong.size:
-        raise ValueError(f"token {wrong[0]} is outside the vocabulary of {vocabulary}; is it another tokenizer's?")
+    outside = counted[(counted < 0) | (counted >= vocabulary)]
+    if outside.size:
+        raise ValueError(f"token {outside[0]} is outside the vocabulary of {vocabulary}; is it another tokenizer's?")
     kept = None if cache is None else kept_of(model, cache, policy_of(policy), B)
     questions = np.zeros(B, np.int32)
     if question is not None:
@@ -233,10 +219,7 @@ def tokens_seen(
     """Return which tokens of the vocabulary each row's text has: those of its prompt, and those ``before`` it."""
     tokens, lengths, shape = given.text.tokens, given.text.lengths, (len(given.text.lengths), model.config.vocab_size)
     if given.kept is not None and before is None:
-        raise ValueError(
-            "a repetition_penalty counts the whole text, but it is not known which tokens the cache has seen; give "
-            "key=models.Draws(key, seen), or leave repetition_penalty out."
-        )
+        raise ValueError("a repetition_penalty reads what the cache has seen; give key=models.Draws(key, seen).")
     if before is not None and (np.shape(before) != shape or np.asarray(before).dtype != bool):
         found = f"{np.asarray(before).dtype} {np.shape(before)}"
         raise ValueError(f"seen is {found}; expected bool {shape}: for each prompt, which tokens the cache has seen.")
@@ -250,10 +233,7 @@ def _checked_questions(question: int | HostOrDevice, prompts: np.ndarray, most: 
     questions = np.broadcast_to(np.asarray(question), prompts.shape)
     if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > most).any():
         before = ", and some context must come before it" if (most < prompts).any() else ""
-        raise ValueError(
-            f"questions of {questions.tolist()} tokens were given for prompts of {prompts.tolist()}; a question is the "
-            f"last part of its prompt{before}."
-        )
+        raise ValueError(f"questions of {questions.tolist()} tokens do not fit prompts of {prompts.tolist()}{before}.")
     return questions.astype(np.int32)
 
 
@@ -268,20 +248,14 @@ def _check_prefilled(
 ) -> CheckedPrompt:
     """Check prompts that are in a cache already, and the lengths of their questions that were held back."""
     if not answers:
-        raise ValueError(
-            "these tokens are in a cache already, as prefill returned it: make the answer with models.generate or "
-            "stream, or feed more tokens with cache=prefilled.cache."
-        )
+        raise ValueError("these tokens are in a cache already; make the answer with models.generate.")
     if cache is not None or lengths is not None:
         raise ValueError("the result of prefill has its own cache and lengths; leave cache= and lengths= out.")
     logits = given.logits
     B = given.cache.heads_shape[-2] if is_cache(given.cache) else 0
     kept = kept_of(model, given.cache, policy_of(policy), B)
     if np.shape(logits) != (B, model.config.vocab_size):
-        raise ValueError(
-            f"the logits are {np.shape(logits)}; expected those of each row's last token, "
-            f"{(B, model.config.vocab_size)}, as models.prefill returns them."
-        )
+        raise ValueError(f"the logits are {np.shape(logits)}; expected {(B, model.config.vocab_size)}.")
     questions = np.zeros(B, np.int32) if question is None else _checked_questions(question, kept.start, kept.start)
     text = Text(np.zeros((B, 0), np.int32), np.zeros(B, np.int32), questions, kept.start, kept.pending)
     return CheckedPrompt(text, kept)

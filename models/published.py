@@ -36,7 +36,5 @@ def find(name: str) -> Path:
     """Find the file of a model in ``PUBLISHED``, if it has been fetched."""
     file = place(name)
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{name} is not here yet; fetch it once ({PUBLISHED[name].size}) with: python -m models.get {name}."
-        )
+        raise FileNotFoundError(f"{name} is not here yet ({PUBLISHED[name].size}); run python -m models.get {name}.")
     return file

@@ -128,10 +128,9 @@ def _check_draws(sampling: Sampling, key: Array | None) -> None:
         raise ValueError(f"temperature is {sampling.temperature}; give 0 for the most likely token, or more to draw.")
     if sampling.top_k is not None:
         check_count("top_k", sampling.top_k, 1, "draw from at least 1 token")
-    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
-        raise ValueError(f"top_p is {sampling.top_p}; give a share in (0, 1].")
-    if sampling.min_p is not None and not 0 < sampling.min_p <= 1:
-        raise ValueError(f"min_p is {sampling.min_p}; give a share in (0, 1].")
+    for name, share in (("top_p", sampling.top_p), ("min_p", sampling.min_p)):
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"{name} is {share}; give a share in (0, 1].")
     if sampling.repetition_penalty <= 0:
         raise ValueError(f"repetition_penalty is {sampling.repetition_penalty}; give a factor above 0, or 1 for none.")
     if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):

@@ -166,10 +166,7 @@ def parse_select(select: Source | str | None) -> Source | None:
 def check_memory_is_kept(policy: Policy, instead: str) -> None:
     """Check that a policy reads no network that remembers tokens outside the cache; else name one to give instead."""
     if remembers(policy):
-        raise ValueError(
-            f"{policy.name!r} scores by a network that remembers tokens outside the cache, so nothing later can "
-            f"continue from it; give another policy, such as {instead}."
-        )
+        raise ValueError(f"{policy.name!r} reads a network that remembers tokens; give another, such as {instead}.")
 
 
 def checked_selection(
@@ -183,19 +180,13 @@ def checked_selection(
     if source is None:
         return None
     if policy is not None:
-        raise ValueError(
-            f"both policy={policy.name!r} and select={source.name!r} were given; a policy evicts tokens, a selection "
-            "keeps all and reads some of them: choose one."
-        )
+        raise ValueError(f"both policy={policy.name!r} and select={source.name!r} were given; choose one.")
     if budget is None:
-        raise ValueError(
-            f"select={source.name!r} needs a budget: the number of tokens that a step reads, or their share (0.5)."
-        )
+        raise ValueError(f"select={source.name!r} needs a budget: the tokens that a step reads, or their share (0.5).")
     budget = check_share_or_tokens(budget)
     if not isinstance(budget, float) and budget > prompt + answer:
         raise ValueError(
-            f"the budget of {budget} tokens per step is more than the {prompt + answer} tokens in all ({prompt} in the "
-            f"prompt, up to {answer} in the answer); give fewer, or leave select out to read them all."
+            f"the budget of {budget} tokens per step is more than the {prompt + answer} in all; give fewer."
         )
     sinks = check_count("sinks", sinks, 0, "give the number of first tokens that are always read, an int from 0")
     return Selection(source, budget, sinks)

@@ -85,10 +85,7 @@ class Tokenizer:
             special = {name: added_tokens.text_of(token) for name, token in named.items()}
             template = _chat_template(folder, config)
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"the special tokens or the chat template beside {file} are not in Hugging Face's format; download "
-                "tokenizer_config.json and its companions again."
-            ) from None
+            raise ValueError(f"the special tokens or the chat template beside {file} are damaged.") from None
         added_tokens.check_ids(backend, added, folder)
         made = cls(backend, special, template)
         ids = {"bos": made.bos, "eos": made.eos}
@@ -262,9 +259,7 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the text has a lone surrogate at character {error.start}, so it is not Unicode; decode it as UTF-8."
-        ) from None
+        raise ValueError(f"the text has a lone surrogate at character {error.start}; decode it as UTF-8.") from None
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -171,14 +171,9 @@ def resume(file: IO[bytes], asked: list[Asked], run: dict[str, Any]) -> tuple[se
             raise ValueError(f"{file.name}, line {number}, is no answer of models.batch; name another --out.") from None
         if made_by != wanted:
             differing = sorted(name for name in {*made_by, *wanted} if made_by.get(name) != wanted.get(name))
-            raise ValueError(
-                f"{file.name} holds answers of another run (other {', '.join(differing)}); name another --out."
-            )
+            raise ValueError(f"{file.name} is of another run (other {', '.join(differing)}); name another --out.")
         if digests.get(of) != digest:
-            raise ValueError(
-                f"{file.name}, line {number}, answers a prompt that line {of} of the prompts does not hold now; name "
-                "another --out."
-            )
+            raise ValueError(f"{file.name}, line {number}, answers another prompt than line {of}; name another --out.")
         if "error" in answer:
             failed[of] = answer["error"]
         else:

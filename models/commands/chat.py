@@ -220,9 +220,7 @@ class Conversation:
         if self.turn:
             whole = self._rendered(self.before, [*self.turn, message])
             if not whole.endswith(said):
-                raise ValueError(
-                    "the chat template renders each turn differently, so no cache can continue; use /forget."
-                )
+                raise ValueError("the chat template renders each turn differently; use /forget.")
             settled = whole.removesuffix(said)
             again = settled != self.told
             self._go_on_from(self._fed_again(settled) if again else self.now)
@@ -443,9 +441,7 @@ def _command(talk: Conversation, line: str, screen: Screen) -> None:
     elif name == "/help":
         screen.say(f"{COMMANDS}; Ctrl-C ends an answer.")
     else:
-        raise ValueError(
-            f"unknown command {name[:60]}; expected {COMMANDS}. Put a space in front to send it as a message."
-        )
+        raise ValueError(f"unknown command {name[:60]}; expected {COMMANDS}. A space in front sends it as a message.")
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -48,10 +48,7 @@ def join(flags: argparse.Namespace) -> None:
         )
     except (ValueError, RuntimeError) as error:  # jax.errors.JaxRuntimeError is a RuntimeError
         reason = " ".join(str(error).split())
-        said = (
-            f"the processes did not find one another ({reason[:200]}); give --coordinator, --processes and "
-            "--process-id, and see that the first process runs and its port is free and open."
-        )
+        said = f"the processes did not find one another ({reason[:200]}); is the first one running, its port open?"
         if jax.distributed.is_initialized():  # a client that is not connected; whatever asks for devices waits for it
             print(f"kvjax: error: {said}", file=sys.stderr)
             leave(2)

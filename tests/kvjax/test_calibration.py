@@ -75,7 +75,7 @@ def test_a_name_has_a_digest_of_what_its_file_held(tmp_path):
     np.save(path, np.full((L, K), 2.0))
     other = kvjax.parse(f"snapkv@headkv(file='{path}')")
     assert other is not one and other.name != one.name
-    with pytest.raises(ValueError, match=r"heads.npy' holds other numbers .* give the file that was read then"):
+    with pytest.raises(ValueError, match=r"heads.npy' holds other numbers .* leave that out"):
         kvjax.parse(one.name)
     for given in (dict(policy=other), {}):
         with pytest.raises(ValueError, match=r"was saved with the policy|holds other numbers"):

@@ -25,13 +25,11 @@ def test_another_package_of_that_name_is_named_with_its_file(package, other, tmp
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith(f"ImportError: the package {other!r} was found at {tmp_path.resolve() / other}")
-    assert last.endswith("rename or remove the other one, or start Python in another folder.")
+    assert last.endswith("; rename it.")
 
 
 def test_a_missing_package_is_named():
-    with pytest.raises(
-        ImportError, match=r"the package 'models_of_nobody' was found at no file, expected kvjax's own at"
-    ):
+    with pytest.raises(ImportError, match=r"the package 'models_of_nobody' was found at no file, not at"):
         install.check_packages("models", "models_of_nobody")
 
 

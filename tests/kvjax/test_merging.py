@@ -117,7 +117,7 @@ def test_evidence_of_all_layers_must_know_of_the_merging():
         _, cache, said = kvjax.observe(cache, *blocks(7, 1)[0], policy=policy, context=kvjax.Context(layer=0))
         return kvjax.Evidence.of_layers(cache, policy.allocation).with_layer(cache, 0, said)
 
-    with pytest.raises(ValueError, match=r"make the evidence with Evidence.of_layers\(..., merging=policy.merging\)"):
+    with pytest.raises(ValueError, match=r"give Evidence.of_layers\(merging=policy.merging\)"):
         jax.eval_shape(run)
 
 

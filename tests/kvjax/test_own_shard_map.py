@@ -104,8 +104,8 @@ def test_what_joins_heads_must_know_how_they_are_split():
 
     said = refused(lambda *given: kvjax.attend(*given, policy="tova", budget=BUDGET)[0], cache, *(r[0] for r in rows()))
     assert said == (
-        "'tova' joins the heads of a layer, but inside jax.shard_map over tensor a cache may have those of one device "
-        "alone: say which axis splits them, dataclasses.replace(cache, axis='tensor'), or that none does, axis=()."
+        "'tova' joins the heads of a layer, but jax.shard_map over tensor may split them: "
+        "give dataclasses.replace(cache, axis='tensor'), or axis=() if it does not."
     )
     said = refused(lambda *given: kvjax.evict(*given, 4, allocation="layer").position, cache, scores)
     assert said.startswith("the allocation 'layer' joins the heads of a layer")

@@ -41,7 +41,7 @@ def test_a_package_s_link_is_imported_when_its_name_is_asked_for_and_no_sooner(f
     policy = kvjax.parse("loud(power=2.0)+caote")
     assert "pkg_loud" in sys.modules
     assert str(policy) == "loud(power=2.0)+caote" and kvjax.parse("loud(power=2.0) + caote") is policy
-    with pytest.raises(ValueError, match=r"loud: power is 'x'; expected a finite number"):
+    with pytest.raises(ValueError, match=r"loud: power is 'x'; expected finite float"):
         kvjax.parse("loud(power='x')")
 
 

@@ -51,7 +51,7 @@ def test_a_repetition_penalty_counts_the_document_too(model):
     seen = np.isin(np.arange(CONFIG.vocab_size), fed[: found.document_tokens])[None]
     again = models.ask(model, tokenizer, found.cache, QUESTIONS[:1], key=models.Draws(seen=seen), **made)
     assert again.answers == found.answers
-    with pytest.raises(ValueError, match="not known which tokens the cache has seen"):
+    with pytest.raises(ValueError, match="reads what the cache has seen"):
         models.ask(model, tokenizer, found.cache, QUESTIONS[:1], **made)
 
 

@@ -60,7 +60,7 @@ def test_what_a_predictor_reads_bends_to_the_soft_cap():
 
 def test_expected_attention_refuses_logits_with_a_soft_cap():
     model, _ = models.load(GOLDEN / "gemma2")
-    with pytest.raises(ValueError, match=r"logits with the soft cap 2\.0"):
+    with pytest.raises(ValueError, match="logits with a soft cap"):
         models.prefill(model, golden("gemma2")[0], policy="expected_attention", budget=8)
 
 

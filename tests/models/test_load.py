@@ -438,7 +438,7 @@ def test_a_registered_family_loads_and_is_saved_as_its_architecture(tmp_path):
     [
         (lambda raw: raw["breadth"], {}, r"config\.json: the family 'wide' cannot read it \(KeyError: 'breadth'\)\."),
         (lambda raw: 3, {}, "the family 'wide' returned 3; expected a models.Config of one of the architectures"),
-        (wide, {"layers.gates": "w"}, "its family names tensors of layers.gates, which are no parameters"),
+        (wide, {"layers.gates": "w"}, "its family names layers.gates, which are no parameters"),
         (wide, {}, r"lacks the tensor model\.layers\.0\.mlp\.gate_proj\.weight"),
     ],
 )

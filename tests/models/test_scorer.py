@@ -145,7 +145,7 @@ def test_zap_says_what_it_lacks():
 
     wrong = kvjax.Context(predicted=kvjax.Prediction(score=np.ones((1, 2, 3), np.float32)))
     for context, said in (
-        (kvjax.Context(), "nothing was predicted"),
+        (kvjax.Context(), "'zap' reads a network's score"),
         (wrong, r"predicted scores \(1, 2, 3\) do not fit: expected \(1, 2, 1\)"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -91,10 +91,10 @@ def test_answers_are_those_of_the_cache_dtype_and_of_the_words_that_kvzip_repeat
 
 def test_other_answers_are_never_mixed_nor_overwritten(folder, answers, capsys):
     assert run(folder, *SETTINGS[:-1], "6") == 2
-    assert "holds answers of another run (other max_new_tokens); name another --out" in capsys.readouterr().err
+    assert "is of another run (other max_new_tokens); name another --out" in capsys.readouterr().err
     (folder / "other.jsonl").write_text(json.dumps({"prompt": "Another one."}) + "\n")
     assert run(folder, prompts="other.jsonl") == 2
-    assert "of the prompts does not hold now; name another --out" in capsys.readouterr().err
+    assert "answers another prompt than line" in capsys.readouterr().err
     (folder / "mine.txt").write_text("my own words\n")
     assert run(folder, out="mine.txt") == 2
     assert "line 1, is no answer of models.batch" in capsys.readouterr().err

