@@ -670,8 +670,7 @@ def _importance(name: str, file: str | None) -> Callable[[int, int], Float[np.nd
         if heads is None:
             raise ValueError(f"{name!r} reads how important each head is from a file; write {name}(file='heads.npy').")
         if heads.shape != (L, K):
-            held = f"{name}: {file!r} has the importance of {heads.shape[1]} heads in {heads.shape[0]} layers"
-            raise ValueError(f"{held}, but this cache has {K} in {L}; give an array [{L}, {K}].")
+            raise ValueError(f"{name}: {file!r} has the importance of {heads.shape}; expected [{L}, {K}].")
         return heads
 
     return of

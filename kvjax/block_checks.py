@@ -107,7 +107,5 @@ def _check_room(
 
         needed = max(sum(pages(int(row)) for row in rows) for rows in budget.reshape(devices, -1))
         if needed > cache.num_pages:
-            given = (
-                f"{B // devices * heads} heads may hold {np.mean(budget):g} tokens each when {entering} more come in"
-            )
+            given = f"{B // devices * heads} heads may hold {np.mean(budget):g} tokens each and {entering} more"
             raise ValueError(f"{given}: make the cache with {needed} pages, not {cache.num_pages} (kvjax.pages_for).")

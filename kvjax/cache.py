@@ -252,19 +252,13 @@ class KVCache(Stored):
                 stays so; keys are not rotated again. Masks and protections always use positions in the text.
 
         Raises:
-            ValueError: if a size is below 1, the dtype or the positions are unknown, or the state has another shape.
+            ValueError: if a size is below 1, or the dtype or the positions are unknown.
         """
         check_positions(positions)
         batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
         slots = check_count("slots", slots, 1, "a cache needs at least 1")
         shape = (*(() if layers is None else (layers,)), batch, kv_heads, slots)
         dtypes = check_dtypes(dtype)
-        for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState)):
-            given, lead = (leaf.value.shape, shape[:-1]) if isinstance(leaf, HeadState) else (leaf.shape, shape)
-            if given[: len(lead)] != lead:
-                axes = ", ".join(("L, B, K, S" if layers is not None else "B, K, S").split(", ")[: len(lead)])
-                found = f"the state has an array of shape {given}, but this cache's start with {lead}, {axes}"
-                raise ValueError(f"{found}: make the cache with kvjax.empty_cache.")
         return KVCache.blank(shape, head_dim, dtypes, state, positions)
 
     @classmethod

@@ -105,8 +105,7 @@ def save_cache(
     made_with, tokens = _made_with(policy, budget, model), {"pending": list(pending), "seen": list(seen)}
     for name, given in tokens.items():
         if given and (len(cache.next_position) != 1 or min(given) < 0):
-            rows = f"a cache of {len(cache.next_position)} rows"
-            raise ValueError(f"{name} is {shown(given)} for {rows}; expected the tokens of one row, from 0.")
+            raise ValueError(f"{name} is {shown(given)}; expected the tokens of a cache of one row, from 0.")
     with replacing(path) as temporary:  # which refuses a path before any work
         temporary.write_bytes(_content(cache, policy, made_with, tokens))
 
@@ -213,8 +212,6 @@ def cache_info(path: str | Path) -> dict[str, Any]:
 def _full_bytes(whose: str, info: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Compute the bytes of a cache that holds all tokens that the described one has seen."""
     heads = _require(shapes, "table" if info["kind"] == "paged" else "position", whose)
-    if len(heads) not in (3, 4) or 0 in heads:
-        raise ValueError(f"{whose} has sizes that no cache has: {heads}; expected [*L, B, K, S].")
     *layers, _, kv_heads, _ = heads
     sizes: Any = dict(layers=layers[0] if layers else 1, kv_heads=kv_heads, head_dim=_require(shapes, "key", whose)[-1])
     dtype = _dtypes(whose, info)
@@ -296,16 +293,8 @@ def _expected(
     paged = described["kind"] == "paged"
     key, position = (_require(arrays, name, whose) for name in ("key", "position"))
     heads = _require(arrays, "table", whose) if paged else position
-    if heads.ndim not in (3, 4) or key.ndim != (3 if paged else heads.ndim + 1) or (paged and position.ndim != 2):
-        wanted = "[P, page, D], [P, page], [*L, B, K, M]" if paged else "[*L, B, K, S, D], [*L, B, K, S]"
-        shapes = ", ".join(str(array.shape) for array in (key, position, *([heads] if paged else [])))
-        names = "keys, positions and page table" if paged else "keys and positions"
-        raise ValueError(f"{whose} has {names} of the shapes {shapes}; expected {wanted}.")
     *layers, batch, kv_heads, last = heads.shape
     dtypes = _dtypes(whose, described)
-    for dtype in dtypes:
-        if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-            raise ValueError(f"{whose} has keys or values of {dtype}, for which JAX needs jax_enable_x64.")
     pages, page_size = position.shape if paged else (0, 1)
     shape = Heads(layers[0] if layers else None, batch, kv_heads, query_heads, key.shape[-1])
     held, positions = Capacity(last * page_size, pages), described["positions"]
@@ -317,10 +306,7 @@ def _expected(
         tree[:] = jax.tree.structure(cache), list(_named(cache))
         return jax.tree.leaves(cache)
 
-    try:
-        shapes = jax.eval_shape(leaves)
-    except ValueError as error:
-        raise ValueError(f"{whose} has sizes that no cache has: {error}") from None
+    shapes = jax.eval_shape(leaves)
     structure, names = tree
     named = dict(zip(names, shapes, strict=True))
     for name, like in named.items():
@@ -347,8 +333,7 @@ def _check_arrays(whose: str, arrays: Mapping[str, np.ndarray], expected: _Expec
     for name, like in expected.arrays.items():
         array = _require(arrays, name, whose)
         if (array.shape, array.dtype) != (like.shape, like.dtype):
-            given = f"{array.dtype} {array.shape}"
-            raise ValueError(f"{whose}: {name} is {given}; expected {like.dtype} {like.shape} in this cache.")
+            raise ValueError(f"{whose}: {name} is {array.dtype} {array.shape}; expected {like.dtype} {like.shape}.")
     if more := sorted(arrays.keys() - expected.arrays.keys()):
         raise ValueError(f"{whose} has the array {more[0]}, which this cache does not have.")
 
@@ -379,8 +364,7 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
             yield _metadata(path, file.metadata()), file
     except (SafetensorError, AttributeError, TypeError) as error:  # the latter two: dtypes that NumPy does not have
         why = " ".join(str(error).split())[:200]
-        said = f"{path} is no safetensors file, or was cut short ({why})"
-        raise ValueError(f"{said}; name one that kvjax.save_cache wrote.") from None
+        raise ValueError(f"{path} is no safetensors file, or was cut short ({why}).") from None
 
 
 def _metadata(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -416,16 +400,14 @@ def _check_given(path: str | Path, given: Mapping[str, Any], info: Mapping[str, 
             continue
         if said is None:
             raise ValueError(f"{path} was saved without a {what} to compare {shown(value)} with; leave {what}= out.")
-        saved = f"{path} was saved with the {what} {shown(said)}"
-        raise ValueError(f"{saved}, but {shown(value)} was given; give the same, or leave {what}= out.")
+        raise ValueError(f"{path} was saved with the {what} {shown(said)}, not {shown(value)}; leave {what}= out.")
 
 
 def _named_policy(path: str | Path, name: str | None) -> Policy | None:
     try:
         return policy_of(name)
     except ValueError:
-        saved = f"{path} was saved with the policy {shown(name)}, which is no short name"
-        raise ValueError(f"{saved}; hand the policy over as policy=.") from None
+        raise ValueError(f"{path} names the policy {shown(name)}, no short name; give it as policy=.") from None
 
 
 def _source(path: str | Path) -> Path:

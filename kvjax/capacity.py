@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from kvjax.allocation import UNIFORM, Allocation
 from kvjax.cache import check_heads
-from kvjax.checks import check_count, nearest
+from kvjax.checks import check_count
 from kvjax.paged import pages_for
 from kvjax.policy import Policy
 
@@ -137,21 +137,17 @@ class ModelSizes(TypedDict, total=False):
     windows: Windows | None
 
 
-def check_sizes(function: str, sizes: ModelSizes) -> tuple[int, int, int, int | None, int, tuple[int | None, ...]]:
-    """Return the checked ``kv_heads, head_dim, query_heads, layers, batch, windows`` of what a function was given.
-
-    Raises:
-        TypeError: a size is unknown, or the KV heads or their dimension are missing.
-        ValueError: a size is below 1, the KV heads do not divide the query heads, or there is not one window per layer.
-    """
-    for name in sizes:
-        if name not in (known := ModelSizes.__annotations__):
-            raise TypeError(f"{function}() takes no argument {name!r}.{nearest(name, known=known)}")
-    if missing := {"kv_heads", "head_dim"} - set(sizes):
-        raise TypeError(f"{function}() needs {' and '.join(sorted(missing))}, of the model's keys and values.")
-    layers, windows = sizes.get("layers"), sizes.get("windows")
-    batch, kv_heads, head_dim, layers = check_heads(sizes.get("batch", 1), sizes["kv_heads"], sizes["head_dim"], layers)
-    query_heads = sizes.get("query_heads")
+def model_sizes(
+    *,
+    kv_heads: int,
+    head_dim: int,
+    query_heads: int | None = None,
+    layers: int | None = None,
+    batch: int = 1,
+    windows: Windows | None = None,
+) -> tuple[int, int, int, int | None, int, tuple[int | None, ...]]:
+    """Return :class:`ModelSizes` in order, with their defaults, after a check that they fit each other."""
+    batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
     query_heads = kv_heads if query_heads is None else check_count("query_heads", query_heads, 1, "give at least 1")
     if query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple.")
@@ -163,8 +159,7 @@ def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...
     if windows is None:
         return (None,) * layers
     if isinstance(windows, str) or not isinstance(windows, Sequence) or len(windows) != layers:
-        expected = "one entry for each layer, the number of positions that its queries see, or None for all"
-        raise ValueError(f"windows is {windows!r} for {layers} layers; expected {expected}.")
+        raise ValueError(f"windows is {windows!r}; expected a size or None for each of {layers} layers.")
     wanted = "a query sees at least 1 position; give None for a layer without a window"
     return tuple(None if window is None else check_count("a window", window, 1, wanted) for window in windows)
 

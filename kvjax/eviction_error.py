@@ -80,15 +80,11 @@ def score(
     A, V = real_array("A", A), real_array("V", V)
     mask = None if mask is None else real_array("mask", mask)
     heads = A.shape if group is None else (*A.shape[:-2], *A.shape[-1:])
-    if V.ndim < 2 or heads != V.shape[:-1] or A.ndim != V.ndim - (group is None):
-        expected = f"[*batch, {'S' if group is None else 'G, S'}] and [*batch, S, D]"
+    if V.ndim < 2 or not V.shape[-2] or heads != V.shape[:-1] or A.ndim != V.ndim - (group is None):
+        expected = f"[*batch, {'S' if group is None else 'G, S'}] and [*batch, S, D], S from 1"
         raise ValueError(f"weights {A.shape} and values {V.shape} do not match: expected {expected}.")
-    if mask is not None and mask.shape != V.shape[:-1]:
-        raise ValueError(f"mask {mask.shape} and values {V.shape} do not match: expected {V.shape[:-1]}.")
-    if V.shape[-2] == 0:
-        raise ValueError(f"weights {A.shape} and values {V.shape} hold no tokens; give at least 1.")
-    if mask is not None and mask.dtype != bool:
-        raise ValueError(f"the mask is {mask.dtype}; give booleans, True for a live token.")
+    if mask is not None and (mask.shape != V.shape[:-1] or mask.dtype != bool):
+        raise ValueError(f"the mask is {mask.dtype} {mask.shape}; expected bool {V.shape[:-1]}, True for a live token.")
     if projection is not None and (norm != 2 or group != "exact"):
         raise ValueError(f"a projection needs norm=2 and group='exact', but they are {norm!r} and {group!r}.")
     if projection is None and not cross:

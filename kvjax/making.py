@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from kvjax.cache import AnyKind, KVCache, Positions, PyTree, check_heads, map_state
-from kvjax.capacity import Capacity, Demand, Layout, ModelSizes, capacity, check_sizes, in_pages
+from kvjax.capacity import Capacity, Demand, Layout, ModelSizes, capacity, in_pages, model_sizes
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.insertion import Cache, check_cache
@@ -73,7 +73,7 @@ def empty_cache(
         ('PagedCache', (11, 16, 8))
     """
     policy = policy_of(policy)
-    kv_heads, head_dim, query_heads, layers, batch, windows = check_sizes("empty_cache", sizes)
+    kv_heads, head_dim, query_heads, layers, batch, windows = model_sizes(**sizes)
     page_size = check_count("page_size", page_size, 1, "a cache needs at least 1")
     budget = check_count("the budget", budget, 1, "give tokens per head, an int from 1")
     block = check_count("block", block, 1, "a block has at least 1 token")

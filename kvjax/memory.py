@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from kvjax.capacity import ModelSizes, check_sizes
+from kvjax.capacity import ModelSizes
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.making import empty_cache
@@ -76,7 +76,6 @@ def memory(
         37.18...
     """
     policy = policy_of(policy)
-    check_sizes("memory", sizes)
     block = check_count("block", block, 0, "give the tokens of a step, from 0")
     if policy is None:
         budget, block = check_count("budget", budget, 1, "a cache needs at least 1") + block, 1

@@ -107,10 +107,10 @@ def _described(file: Path) -> tuple[int, float]:
     described = read_object(file)
     for name in (*KNOWN, *sorted(described.keys() - KNOWN.keys() - FREE)):
         if (given := described.get(name)) not in (known := KNOWN.get(name, OFF)):
-            said = (
-                f"{file} has {name} = {shown(given)}; expected {' or '.join(map(repr, known))}, as only W + scale B A"
+            expected = " or ".join(map(repr, known))
+            raise ValueError(
+                f"{file} has {name} = {shown(given)}; expected {expected}; else merge_and_unload with PEFT."
             )
-            raise ValueError(f"{said} is read: have PEFT merge it (merge_and_unload), and load that.")
     rank = check_count(f"{file} has a rank that cannot be: r", described.get("r"), 1, "expected at least 1")
     alpha = described.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):

@@ -153,12 +153,9 @@ def _check(raw: Raw) -> None:
         if raw.get(name) is not None:
             check_count(name, raw[name], 1, "it must be a positive integer")
             check_size(name, raw[name])
-    if raw.get("quantization_config"):
-        raise ValueError("quantization_config is set; quantised weights are not supported, load the original ones.")
-    if raw.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention is true; only causal attention is supported.")
-    if raw.get("mlp_bias"):
-        raise ValueError("mlp_bias is true; feed-forward layers with biases are not supported.")
+    for name in ("quantization_config", "use_bidirectional_attention", "mlp_bias"):
+        if raw.get(name):
+            raise ValueError(f"{name} is set, which is not supported; load another model.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         given = raw.get(name)
         ids = given if isinstance(given, list) else [given]

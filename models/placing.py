@@ -70,9 +70,7 @@ def checked_mesh(config: Config, mesh: Mesh) -> Mesh:
         if count % ways:
             raise ValueError(f"tensor={ways} does not divide the model's {count} {what}; choose a divisor of {count}.")
     more = mesh.shape.get("expert", 1)
-    if more > 1 and not config.num_experts:
-        raise ValueError(f"expert={more} splits experts, but this model has none; leave expert out.")
-    if config.num_experts % (more * ways):
+    if more > 1 and (not config.num_experts or config.num_experts % (more * ways)):
         raise ValueError(f"expert={more} and tensor={ways} do not divide the model's {config.num_experts} experts.")
     return Mesh(mesh.devices, mesh.axis_names)
 

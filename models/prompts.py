@@ -91,8 +91,6 @@ def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int]:
 def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int) -> Kept:
     """Read what a run needs to know about the cache that it continues from, and check it against model and policy."""
     config = model.config
-    if is_cache(getattr(cache, "cache", None)):
-        raise ValueError(f"the cache is a {type(cache).__name__}; give its .cache.")
     if not is_cache(cache) or len(cache.heads_shape) != 3:
         raise ValueError(f"the cache is a {type(cache).__name__}; give that of models.prefill or models.generate.")
     leaves = jax.tree.leaves(cache)

@@ -185,9 +185,7 @@ def checked_selection(
         raise ValueError(f"select={source.name!r} needs a budget: the tokens that a step reads, or their share (0.5).")
     budget = check_share_or_tokens(budget)
     if not isinstance(budget, float) and budget > prompt + answer:
-        raise ValueError(
-            f"the budget of {budget} tokens per step is more than the {prompt + answer} in all; give fewer."
-        )
+        raise ValueError(f"the budget of {budget} tokens per step is more than all {prompt + answer}; give fewer.")
     sinks = check_count("sinks", sinks, 0, "give the number of first tokens that are always read, an int from 0")
     return Selection(source, budget, sinks)
 
