@@ -108,9 +108,7 @@ def _described(file: Path) -> tuple[int, float]:
     for name in (*KNOWN, *sorted(described.keys() - KNOWN.keys() - FREE)):
         if (given := described.get(name)) not in (known := KNOWN.get(name, OFF)):
             expected = " or ".join(map(repr, known))
-            raise ValueError(
-                f"{file} has {name} = {shown(given)}; expected {expected}; else merge_and_unload with PEFT."
-            )
+            raise ValueError(f"{file} has {name} = {shown(given)}; expected {expected}; or merge_and_unload it first.")
     rank = check_count(f"{file} has a rank that cannot be: r", described.get("r"), 1, "expected at least 1")
     alpha = described.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):

@@ -117,7 +117,7 @@ def prefilled() -> models.Prefilled:
     "change, said",
     [
         (dict(lengths=LENGTHS), "leave cache= and lengths= out"),
-        (dict(question=61), "a question is the last part"),
+        (dict(question=61), "do not fit prompts of"),
         (dict(policy="tova", budget=20), "not that of 'tova'"),
         (dict(budget=16), "the cache holds 31 tokens per head, but budget and question sum to"),
         (dict(question=None), "the cache holds 31 tokens per head, but budget and question sum to"),
