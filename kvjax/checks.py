@@ -84,7 +84,7 @@ def check_types(values: Mapping[str, Any], annotations: Mapping[str, Any], of: s
         ...
         ValueError: snapkv: window is 8.5; expected int | None.
     """
-    checked = {name: tuple(map(plain, x)) if isinstance(x, list | tuple) else plain(x) for name, x in values.items()}
+    checked = {name: tuple(map(plain, x)) if type(x) in (list, tuple) else plain(x) for name, x in values.items()}
     for name, value in checked.items():
         if not _fits(value, annotations.get(name, Any)):
             expected = inspect.formatannotation(annotations[name]).replace("float", "finite float")

@@ -113,7 +113,7 @@ class Evidence:
         return cache.read(lambda part, own, layer, said: own._with_layer(part, layer, said), *others, outputs=PARTS)
 
     def _with_layer(self, cache: KVCache | PagedCache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
-        assert isinstance(self.scores, Array) and isinstance(said.scores, Array)
+        assert not isinstance(self.scores, Weights) and not isinstance(said.scores, Weights)
         if said.merging != self.merging:
             raise ValueError("the policy merges values otherwise; give Evidence.of_layers(merging=policy.merging).")
         measured = self.measured
@@ -193,12 +193,12 @@ def evict(
     _check_layer(cache, layer, evidence.allocation)
     check_all_heads(cache, f"the allocation {evidence.allocation.name!r}", not evidence.allocation.even)
     shape = cache.slots_shape if layer is None else cache.slots_shape[1:]
-    if isinstance(evidence.scores, Array) and evidence.scores.shape != shape:
-        raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {shape}.")
     if isinstance(evidence.scores, Weights):
         of_heads = evidence.scores.weights.shape
         if len(of_heads) != 4 or (*of_heads[:2], of_heads[3]) != shape[-3:]:
             raise ValueError(f"weights {of_heads} do not fit the slots {shape}: expected [B, K, G, S].")
+    elif evidence.scores.shape != shape:
+        raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {shape}.")
     return evict_by(cache, evidence, budget, layer=layer, excess=excess, implementation=implementation)
 
 
@@ -307,7 +307,7 @@ def _contest(
     *L, B, K = cache.heads_shape
     layers = L[0] if L and layer is None else 1
     head, axis = cache.heads(layer), cache.axis
-    assert isinstance(evidence.scores, Array)
+    assert not isinstance(evidence.scores, Weights)
     measured = evidence.measured
     if measured is not None:
         measured = measured.reshape(layers, B, K, -1)

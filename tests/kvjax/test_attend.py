@@ -104,6 +104,6 @@ def test_positions_that_begin_anew_with_each_block_are_nan_under_jit():
 
 
 def test_taking_back_from_below_0_under_jit_takes_all():
-    cache = jax.jit(lambda: kvjax.insert(start(), *(np.ones((B, T, K, D), np.float32),) * 2))()
+    cache = jax.jit(kvjax.insert)(start(), *(np.ones((B, T, K, D), np.float32),) * 2)
     cache = jax.jit(kvjax.rewind)(cache, np.array([-1, 2]))
     assert cache.next_position.tolist() == [0, 2] and num_live(cache).tolist() == [[0] * K, [2] * K]

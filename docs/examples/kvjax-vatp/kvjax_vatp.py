@@ -39,21 +39,20 @@ def first_layers(*, extra: float = 0.5) -> Allocation:
     def keep(c: Contest):
         layer = jnp.arange(c.layers)
         lends = jnp.where(
-            layer < c.layers // 2,
-            1,
+            layer < c.layers // 2, 1,
             jnp.where(layer >= (c.layers + 1) // 2, -1, 0),
         )
         # [L, B]
-        budgets = c.budget + lends[:, None] * (c.budget * extra).astype(jnp.int32)
+        budgets = c.budget + lends[:, None] * (c.budget * extra).astype(
+            jnp.int32
+        )
         return c.best(
             "head",
             jnp.broadcast_to(budgets[..., None], (*budgets.shape, c.heads)),
         )
 
     return Allocation(
-        "first_layers",
-        keep,
-        scope="head",
+        "first_layers", keep, scope="head",
         most=lambda L, K, budget: int(budget * (1 + extra)),
     )
 
@@ -77,14 +76,15 @@ def wide_config(raw) -> Config:
     """Describe a model_type "wide_qwen": Qwen3, its size by another name."""
     return from_hugging_face(
         {
-            **raw,
-            "architectures": ["Qwen3ForCausalLM"],
+            **raw, "architectures": ["Qwen3ForCausalLM"],
             "hidden_size": raw["width"],
         }
     )
 
 
-wide_qwen = Family(wide_config, tensors={"layers.gate": "model.layers.{}.mlp.w1.weight"})
+wide_qwen = Family(
+    wide_config, tensors={"layers.gate": "model.layers.{}.mlp.w1.weight"}
+)
 
 
 class FarBack:
@@ -98,11 +98,12 @@ class FarBack:
         command_line.add_model_flags(flags)
         command_line.add_setting_flags(flags)
         flags.add_argument(
-            "--lengths",
-            default="256",
+            "--lengths", default="256",
             help="tokens of a prompt; several by comma",
         )
-        flags.add_argument("--samples", type=int, default=4, help="prompts of each length")
+        flags.add_argument(
+            "--samples", type=int, default=4, help="prompts of each length"
+        )
         flags.add_argument(
             "--out",
             help="a folder for the results; a killed run is resumed there",
@@ -121,9 +122,13 @@ class FarBack:
                 "far back",
                 length,
                 flags.samples,
-                functools.partial(draw, tokenizer, length, flags.samples, flags.seed),
+                functools.partial(
+                    draw, tokenizer, length, flags.samples, flags.seed
+                ),
                 new_tokens=6,
-                score=lambda answer, sample: float(answer.text.strip().startswith(sample.references[0])),
+                score=lambda answer, sample: float(
+                    answer.text.strip().startswith(sample.references[0])
+                ),
             )
             for length in command_line.check_sizes(flags)
         ]
@@ -132,11 +137,8 @@ class FarBack:
     def command(cls, flags) -> None:
         """Run the command."""
         evaluator.command(
-            flags,
-            cls.make_groups,
-            title="A number far back",
-            notes=lambda _: [],
-            check=cls.check,
+            flags, cls.make_groups, title="A number far back",
+            notes=lambda _: [], check=cls.check,
         )
 
 
