@@ -407,7 +407,7 @@ def _named_policy(path: str | Path, name: str | None) -> Policy | None:
     try:
         return policy_of(name)
     except ValueError:
-        raise ValueError(f"{path} names the policy {shown(name)}, no short name; give it as policy=.") from None
+        raise ValueError(f"{path} names the policy {shown(name)}, which cannot be read; give it as policy=.") from None
 
 
 def _source(path: str | Path) -> Path:

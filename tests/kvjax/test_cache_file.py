@@ -123,7 +123,7 @@ def test_a_policy_of_ones_own_is_handed_over(path):
     kvjax.save_cache(path, cache, policy=chained)
     assert_same(kvjax.load_cache(path, policy=chained), cache)
     assert refused(kvjax.load_cache, path) == (
-        f"{path} names the policy 'own+caote', no short name; give it as policy=."
+        f"{path} names the policy 'own+caote', which cannot be read; give it as policy=."
     )
 
 
