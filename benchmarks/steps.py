@@ -101,7 +101,7 @@ def shapes(setting: Setting, prompt: int) -> tuple[Run, DecodeState]:
     prompts = CheckedPrompt(Text.of(np.zeros((setting.batch, length), np.int8)))
     options = Options(
         setting.policy, None if keeps else setting.budget, setting.block, evict_every=0 if keeps else 1,
-        page_size=setting.page_size, reserve=setting.block, fit_prompt=keeps,
+        page_size=setting.page_size, reserve=setting.block,
     )  # fmt: skip
     model = abstract_model(setting.config, setting.dtype)
     with UNWARNED():

@@ -102,7 +102,7 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     }
     model: Any = models.Decoder(config, arrays)  # type: ignore[arg-type]
     chosen, prompts = kvjax.parse(policy), CheckedPrompt(Text.of(np.zeros((B, sizes.prompt), np.int8)))
-    options = Options(chosen, sizes.budget, sizes.block, evict_every=1, fit_prompt=False)
+    options = Options(chosen, sizes.budget, sizes.block, evict_every=1)
     run, buffers = plan_run(model, prompts, options)
     plan, rows = run.plan, jax.eval_shape(lambda: run.rows)
     projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)

@@ -167,7 +167,7 @@ def answers_each(
                 steps = models.stream(
                     model, prefilled, policy=setting.policy, budget=setting.budget, networks=feed.aids.of(setting),
                     block=feed.block, max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
-                    question=fed.questions, end=end, fit_prompt=True, **feed.drawn(fed.rows),
+                    question=fed.questions, end=end, **feed.drawn(fed.rows),
                 )  # fmt: skip
                 yield setting, asked_of.answer(setting, fed, clock, steps)
 
@@ -261,7 +261,7 @@ class _Job:
                 cache = kvjax.repeat(kept, each)
                 steps = models.stream(
                     self.model, questions, lengths=np.array([len(tails[row]) for row in rows]), cache=cache,
-                    block=self.feed.block, max_new_tokens=self.new_tokens, end=self.end, fit_prompt=True,
+                    block=self.feed.block, max_new_tokens=self.new_tokens, end=self.end,
                     **self.feed.drawn(told),
                 )  # fmt: skip
                 yield setting, self.answer(setting, _ModelBatch(told, questions, counts, None), clock, steps)
@@ -279,7 +279,7 @@ class _Job:
         ((_, cache),) = models.stream(
             self.model, tokens, lengths=lengths, policy=self.feed.aids.policy(setting), budget=setting.budget,
             networks=self.feed.aids.of(setting), when=setting.when, block=self.feed.block, max_new_tokens=1,
-            cache_dtype=setting.cache_dtype, evict_every=0, end=(), on_block=clock.block, fit_prompt=True,
+            cache_dtype=setting.cache_dtype, evict_every=0, end=(), on_block=clock.block,
         )  # fmt: skip
         yield setting, without_room(cache)
 
@@ -322,7 +322,7 @@ class _Job:
                 budget=setting.budget, select=setting.select, networks=self.feed.aids.of(setting),
                 block=self.feed.block, max_new_tokens=self.new_tokens, when=setting.when,
                 evict_every=setting.evict_every, question=fed.questions, end=self.end,
-                cache_dtype=setting.cache_dtype, on_block=clock.block, fit_prompt=True,  # bytes are those of its need
+                cache_dtype=setting.cache_dtype, on_block=clock.block,
                 **self.feed.drawn(fed.rows),
             )  # fmt: skip
             yield fed, clock, steps

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention.api import check_projection
 from kernels_pallas.checks import check_soft_cap
-from kvjax.capacity import Layout
+from kvjax.capacity import excess
 from kvjax.chains import policy_of
 from kvjax.checks import check_count, check_tokens, is_known, plain, real_array
 from kvjax.eviction import Budget
@@ -99,10 +99,9 @@ def _check_room(
         windows = (None,) * layers if window is None else (int(window),)
         devices, ways = cache.ways
         heads = len(windows) * K // ways  # those of other rows have no pages to give
-        layout = Layout(K, windows, policy.allocation, ways=(devices, ways))
 
         def pages(row: int) -> int:
-            more = layout.excess(row) if window is None else 0
+            more = excess(policy.allocation, windows, K, ways, row) if window is None else 0
             return pages_for(heads * (row + entering) + K // ways * more, heads, cache.page_size)
 
         needed = max(sum(pages(int(row)) for row in rows) for rows in budget.reshape(devices, -1))

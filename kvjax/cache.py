@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Required, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -361,15 +361,6 @@ def check_all_heads(cache: AnyKind, who: str, joins: bool) -> None:
 def is_emptied(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Return whether an array of a policy's state has this shape, but empty axes: it was dropped once it was used."""
     return 0 in given and len(given) == len(shape) and all(n in (0, m) for n, m in zip(given, shape, strict=True))
-
-
-class HeadSizes(TypedDict, total=False):
-    """The sizes of a cache's heads, as keyword arguments; ``layers`` is None for a cache without that axis."""
-
-    batch: Required[int]
-    kv_heads: Required[int]
-    head_dim: Required[int]
-    layers: int | None
 
 
 def check_heads(

@@ -25,13 +25,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from kvjax.cache import KVCache, Positions, is_emptied
-from kvjax.capacity import Capacity
+from kvjax.capacity import CacheSpec
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown
 from kvjax.files import replacing
 from kvjax.insertion import Cache, check_cache
 from kvjax.layers import LayerCaches, stacked
-from kvjax.making import Heads, checked_blank
+from kvjax.making import checked_blank
 from kvjax.memory import memory
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
@@ -296,13 +296,14 @@ def _expected(
     *layers, batch, kv_heads, last = heads.shape
     dtypes = _dtypes(whose, described)
     pages, page_size = position.shape if paged else (0, 1)
-    shape = Heads(layers[0] if layers else None, batch, kv_heads, query_heads, key.shape[-1])
-    held, positions = Capacity(last * page_size, pages), described["positions"]
-    make = functools.partial(checked_blank, policy, shape, held, dtype=dtypes, positions=positions, page_size=page_size)
+    spec = CacheSpec(
+        batch, kv_heads, key.shape[-1], query_heads, layers[0] if layers else None, policy=policy, dtype=dtypes,
+        positions=described["positions"], page_size=page_size, slots=last * page_size, pages=pages,
+    )  # fmt: skip
     tree: list[Any] = []
 
     def leaves() -> list[Array]:
-        cache: Any = make()
+        cache: Any = checked_blank(spec)
         tree[:] = jax.tree.structure(cache), list(_named(cache))
         return jax.tree.leaves(cache)
 

@@ -1,4 +1,4 @@
-"""Compute how many slots and pages a cache needs; nothing else computes sizes.
+"""What a cache is made of, and how many slots and pages it needs; nothing else computes sizes.
 
 A head holds what an eviction has left, and the tokens that come in before the next one. A plain cache has slots for the
 fullest head. A paged cache has pages for all heads together, where they compete for slots or see sliding windows.
@@ -9,121 +9,138 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Required, TypedDict
+from typing import Required, TypedDict
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
 from kvjax.allocation import UNIFORM, Allocation
-from kvjax.cache import check_heads
+from kvjax.cache import Positions, check_heads
 from kvjax.checks import check_count
 from kvjax.paged import pages_for
 from kvjax.policy import Policy
+from kvjax.quantise import FLOAT32, Dtypes
 
 Windows = Sequence[int | None]  # of the layers; None for a layer that sees all positions
 
 
-class Demand(NamedTuple):
-    """The tokens per head that a cache is to hold.
-
-    ``held`` are those of each row after an eviction, on average where heads compete. ``room`` come in before the next
-    one, of these ``step`` at once: a layer with a window has slots for them beside its window. No head ever holds more
-    than ``limit``, None for no limit.
-    """
-
-    held: Int[np.ndarray, "B"]
-    room: int
-    step: int
-    limit: int | None = None
-
-
-class Capacity(NamedTuple):
-    """``slots`` is the most that one head may hold; ``pages`` are those of each device's pool, 0 for a plain cache."""
-
-    slots: int
-    pages: int = 0
-
-
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """The heads of a cache, and where they are.
+class CacheSpec:
+    """All that an empty cache is made of; :func:`kvjax.making.blank` makes it.
 
-    ``heads`` are those of each layer. ``ways`` are the numbers of devices that split the rows, and the heads.
+    Example:
+        >>> from kvjax.capacity import CacheSpec
+        >>> spec = CacheSpec(
+        ...     batch=1, kv_heads=2, head_dim=8, windows=(8, None), page_size=16
+        ... )
+        >>> spec = spec.sized([24], room=8, paged=True)
+        >>> spec.slots, spec.pages
+        (32, 9)
     """
 
-    heads: int
-    windows: tuple[int | None, ...]
-    allocation: Allocation = UNIFORM
+    batch: int
+    kv_heads: int  # of each layer
+    head_dim: int
+    group: int = 1  # the query heads that share each
+    layers: int | None = None  # None for a cache without that axis
+    windows: tuple[int | None, ...] = (None,)  # one entry per layer
+    policy: Policy | None = None
+    dtype: Dtypes = FLOAT32
+    positions: Positions = "absolute"
+    mesh: Mesh | AbstractMesh | None = None
     page_size: int = 1
-    ways: tuple[int, int] = (1, 1)
+    slots: int = 0  # the most that one head may hold
+    pages: int = 0  # of each device's pool, 0 for a plain cache
+    prompt_slots: int = 0  # of the plain cache that first holds a whole prompt, 0 if there is none
 
-    def most_held(self, tokens: int, entering: int) -> list[int]:
-        """Return the most tokens that a head of each layer holds: ``tokens``, or its window and those that enter."""
-        return [tokens if window is None else min(tokens, window + entering) for window in self.windows]
+    @property
+    def allocation(self) -> Allocation:
+        """Return the policy's allocation; without a policy all heads hold the same number of tokens."""
+        return UNIFORM if self.policy is None else self.policy.allocation
 
-    def excess(self, budget: int) -> int:
-        """Return how many tokens more than their mean the heads of one device may hold, summed over the layers.
+    @property
+    def first(self) -> CacheSpec:
+        """Return the cache that a prompt comes into, which may be larger than the one that is left of it."""
+        whole = self.prompt_slots
+        return dataclasses.replace(self, slots=whole, pages=0, prompt_slots=0) if whole else self
 
-        In the worst case they win every slot, or as many as ``cap`` lets them hold.
+    def in_pages(self, budget: int) -> bool:
+        """Return whether heads hold different numbers of tokens, by the allocation or by a window below the budget."""
+        return not self.allocation.even or min(window or budget for window in self.windows) < budget
+
+    def sized(
+        self,
+        held: Int[np.ndarray, "B"] | Sequence[int],
+        room: int,
+        step: int | None = None,
+        limit: float = math.inf,
+        *,
+        paged: bool = False,
+    ) -> CacheSpec:
+        """Return the spec with the slots, and pages, that it needs.
+
+        Args:
+            held: the tokens per head of each row after an eviction, on average where heads compete.
+            room: the tokens that come in before the next eviction.
+            step: how many of them come in at once, all by default: a layer with a window has slots for those beside it.
+            limit: the most tokens that a head ever holds.
+            paged: whether heads have pages; see :meth:`in_pages`.
         """
-        ways = self.ways[1]
-        if self.allocation.alike or ways == 1:
-            return 0
-        mean = sum(self.most_held(budget, 0))
-        most = sum(self.most_held(self.allocation.most(len(self.windows), self.heads, budget), 0))
-        return min(ways * mean, most) - mean
+        if not paged:
+            return dataclasses.replace(self, slots=int(min(max(held) + room, limit)), pages=0)
+        step = room if step is None else step
+        widest = self.allocation.most(len(self.windows), self.kv_heads, int(max(held)))
+        slots = min(max(most_held(self.windows, widest + room, step)), limit)
+        ways, of_rows, most = ways_of(self.mesh)[1], [], sum(most_held(self.windows, limit, step))
+        for tokens in map(int, held):
+            more = excess(self.allocation, self.windows, self.kv_heads, ways, tokens)
+            of_rows.append(min(sum(most_held(self.windows, min(tokens + room, limit), step)) + more, most))
+        of_devices = np.array(of_rows, int)[:, None] * (self.kv_heads // ways)
+        return dataclasses.replace(self, slots=int(slots), pages=self.pages_of(of_devices))
 
-    def most_in_a_head(self, held: int, demand: Demand) -> int:
-        """Return the most tokens that a head of any layer may hold, where all heads hold ``held`` on average."""
-        most = self.allocation.most(len(self.windows), self.heads, held)
-        return max(self.most_held(most + demand.room, demand.step))
-
-    def slots_of_rows(self, demand: Demand) -> Int[np.ndarray, "B 1"]:
-        """Return the most slots that the heads of a device use together, for each row."""
-        limit, slots = math.inf if demand.limit is None else demand.limit, []
-        for held in map(int, demand.held):
-            within = min(held + demand.room, limit)
-            whole = sum(self.most_held(int(within), demand.step)) + self.excess(held)
-            slots.append(whole if demand.limit is None else min(whole, sum(self.most_held(demand.limit, demand.step))))
-        return np.array(slots)[:, None] * (self.heads // self.ways[1])
+    def pages_of(self, slots: Int[np.ndarray, "B ways"]) -> int:
+        """Return the pages of the device that needs most, whose heads use ``slots`` together in each row."""
+        data, tensor = ways_of(self.mesh)
+        rows = len(slots) // data
+        fullest = slots.reshape(data, rows, -1).sum(axis=1).max()
+        return pages_for(int(fullest), rows * self.kv_heads // tensor * len(self.windows), self.page_size)
 
     def on_devices(self, held: Int[np.ndarray, "B heads"]) -> Int[np.ndarray, "B ways"]:
         """Sum what the heads of all layers hold over the heads that share a device, for each row."""
-        ways = self.ways[1]
-        return held.reshape(len(held), -1, ways, self.heads // ways).sum(axis=(1, 3))
-
-    def pages(self, slots: Int[np.ndarray, "B ways"]) -> int:
-        """Return the pages of the device that needs most, whose heads use ``slots`` together in each row."""
-        rows = len(slots) // self.ways[0]
-        fullest = slots.reshape(self.ways[0], rows, -1).sum(axis=1).max()
-        return pages_for(int(fullest), rows * self.heads // self.ways[1] * len(self.windows), self.page_size)
+        ways = ways_of(self.mesh)[1]
+        return held.reshape(len(held), -1, ways, self.kv_heads // ways).sum(axis=(1, 3))
 
 
-def capacity(layout: Layout, demand: Demand, paged: bool) -> Capacity:
-    """Return how many slots, and pages, a cache needs.
+def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int]:
+    """Return how many devices of a mesh split the rows, and the heads of each layer."""
+    return (1, 1) if mesh is None else (mesh.shape["data"], mesh.shape["tensor"])
 
-    Args:
-        paged: whether heads have pages; see :func:`in_pages`.
 
-    Example:
-        >>> import numpy as np
-        >>> from kvjax.capacity import Demand, Layout, capacity
-        >>> demand = Demand(held=np.array([24]), room=8, step=8)
-        >>> capacity(Layout(heads=2, windows=(None, None)), demand, paged=False)
-        Capacity(slots=32, pages=0)
-        >>> capacity(Layout(2, (8, None), page_size=16), demand, paged=True)
-        Capacity(slots=32, pages=9)
+def most_held(windows: Windows, tokens: float, entering: int) -> list[float]:
+    """Return the most tokens that a head of each layer holds: ``tokens``, or its window and those that enter."""
+    return [tokens if window is None else min(tokens, window + entering) for window in windows]
+
+
+def excess(allocation: Allocation, windows: Windows, heads: int, ways: int, budget: int) -> int:
+    """Return how many tokens more than their mean the heads of one of ``ways`` devices may hold, in all layers.
+
+    In the worst case they win every slot, or as many as ``cap`` lets them hold.
     """
-    largest, limit = int(demand.held.max()), math.inf if demand.limit is None else demand.limit
-    if not paged:
-        return Capacity(int(min(largest + demand.room, limit)))
-    slots = min(layout.most_in_a_head(largest, demand), limit)
-    return Capacity(int(slots), layout.pages(layout.slots_of_rows(demand)))
+    if allocation.alike or ways == 1:
+        return 0
+    mean = sum(most_held(windows, budget, 0))
+    most = sum(most_held(windows, allocation.most(len(windows), heads, budget), 0))
+    return int(min(ways * mean, most) - mean)
 
 
-def in_pages(policy: Policy, budget: int, windows: Windows) -> bool:
-    """Return whether heads hold different numbers of tokens, by the allocation or by a window below the budget."""
-    return not policy.allocation.even or min(window or budget for window in windows) < budget
+def rounded_up(size: int) -> int:
+    """Round a number of tokens up to one of eight per octave, so that few programs are compiled.
+
+    At most an eighth is spare, and powers of two stay as they are.
+    """
+    step = max((1 << size.bit_length() - 1) // 8, 1)
+    return -(-size // step) * step
 
 
 class ModelSizes(TypedDict, total=False):
@@ -145,13 +162,13 @@ def model_sizes(
     layers: int | None = None,
     batch: int = 1,
     windows: Windows | None = None,
-) -> tuple[int, int, int, int | None, int, tuple[int | None, ...]]:
-    """Return :class:`ModelSizes` in order, with their defaults, after a check that they fit each other."""
+) -> CacheSpec:
+    """Check :class:`ModelSizes`, and return a spec with them, without slots."""
     batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
     query_heads = kv_heads if query_heads is None else check_count("query_heads", query_heads, 1, "give at least 1")
     if query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple.")
-    return kv_heads, head_dim, query_heads, layers, batch, check_windows(windows, layers or 1)
+    return CacheSpec(batch, kv_heads, head_dim, query_heads // kv_heads, layers, check_windows(windows, layers or 1))
 
 
 def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...]:
@@ -162,15 +179,3 @@ def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...
         raise ValueError(f"windows is {windows!r}; expected a size or None for each of {layers} layers.")
     wanted = "a query sees at least 1 position; give None for a layer without a window"
     return tuple(None if window is None else check_count("a window", window, 1, wanted) for window in windows)
-
-
-def rounded_up(size: int, of_octave: int = 8, beside: int = 0) -> int:
-    """Round a size up to one of a few per octave, so that few programs are compiled.
-
-    Args:
-        of_octave: how many sizes there are between a power of two and the next one; with 8 at most an eighth is spare.
-        beside: other slots of the same buffer, which count for the octave and are not rounded: with them, budgets that
-            are powers of two stay as they are.
-    """
-    step = max((1 << (size + beside).bit_length() - 1) // of_octave, 1)
-    return -(-size // step) * step

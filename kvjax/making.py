@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from kvjax.cache import AnyKind, KVCache, Positions, PyTree, check_heads, map_state
-from kvjax.capacity import Capacity, Demand, Layout, ModelSizes, capacity, in_pages, model_sizes
+from kvjax.cache import AnyKind, KVCache, PyTree, check_heads, map_state
+from kvjax.capacity import CacheSpec, ModelSizes, model_sizes
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.insertion import Cache, check_cache
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, fits_biases
 from kvjax.policy_checks import check_block, check_budget, check_measured, check_state
-from kvjax.quantise import Dtypes, DtypesLike, check_dtypes
+from kvjax.quantise import DtypesLike, check_dtypes
 from kvjax.split import SplitCache, check_mesh, on_mesh
 
 
@@ -72,23 +70,21 @@ def empty_cache(
         >>> type(cache).__name__, cache.key.shape
         ('PagedCache', (11, 16, 8))
     """
-    policy = policy_of(policy)
-    kv_heads, head_dim, query_heads, layers, batch, windows = model_sizes(**sizes)
+    policy, spec = policy_of(policy), model_sizes(**sizes)
     page_size = check_count("page_size", page_size, 1, "a cache needs at least 1")
     budget = check_count("the budget", budget, 1, "give tokens per head, an int from 1")
     block = check_count("block", block, 1, "a block has at least 1 token")
-    heads = query_heads if policy is not None and policy.heads == "query" else kv_heads
-    group = query_heads // heads
-    ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
-    shape, made = Heads(layers, batch, heads, group, head_dim), dict[str, Any](dtype=check_dtypes(dtype), mesh=mesh)
+    if policy is not None and policy.heads == "query":
+        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads * spec.group, group=1)
+    if mesh is not None:
+        check_mesh(mesh, spec.batch, spec.kv_heads)
+    spec = dataclasses.replace(spec, policy=policy, dtype=check_dtypes(dtype), mesh=mesh, page_size=page_size)
     if policy is None:
-        return checked_blank(None, shape, Capacity(budget), **made)
+        return checked_blank(dataclasses.replace(spec, slots=budget))
     check_budget(policy, budget)
     check_block(policy, block)
-    layout = Layout(heads, windows, policy.allocation, page_size, ways)
-    paged = in_pages(policy, budget, windows)
-    held = capacity(layout, Demand(np.full(batch, budget), block, block), paged)
-    return checked_blank(policy, shape, held, positions=policy.positions, page_size=page_size, **made)
+    spec = spec.sized([budget] * spec.batch, block, paged=spec.in_pages(budget))
+    return checked_blank(dataclasses.replace(spec, positions=policy.positions))
 
 
 def repeat[C: AnyKind](cache: C, n: int) -> C:
@@ -156,67 +152,35 @@ def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
     )
 
 
-class Heads(NamedTuple):
-    """Count the heads of a cache: of ``layers``, None for one without that axis; ``group`` query heads share each."""
-
-    layers: int | None
-    batch: int
-    kv_heads: int
-    group: int
-    head_dim: int
-
-
-def checked_blank(policy: Policy | None, shape: Heads, held: Capacity, **stored: Any) -> Cache:
+def checked_blank(spec: CacheSpec) -> Cache:
     """Run :func:`blank` after a check of its sizes."""
-    layers, batch, kv_heads, group, head_dim = shape
-    check_heads(batch, kv_heads, head_dim, layers)
-    check_count("slots", held.slots, 1, "a cache needs at least 1")
-    check_measured(policy, layers, kv_heads)
-    if policy is not None:
-        check_state(policy, head_dim, kv_heads, group)
-    return blank(policy, shape, held, **stored)
+    check_heads(spec.batch, spec.kv_heads, spec.head_dim, spec.layers)
+    check_count("slots", spec.slots, 1, "a cache needs at least 1")
+    check_measured(spec.policy, spec.layers, spec.kv_heads)
+    if spec.policy is not None:
+        check_state(spec.policy, spec.head_dim, spec.kv_heads, spec.group)
+    return blank(spec)
 
 
-def blank(
-    policy: Policy | None,
-    shape: Heads,
-    held: Capacity,
-    *,
-    dtype: Dtypes,
-    positions: Positions = "absolute",
-    page_size: int = 1,
-    mesh: Mesh | AbstractMesh | None = None,
-) -> Cache:
+def blank(spec: CacheSpec) -> Cache:
     """Make an empty cache of sizes that are known to fit the policy."""
+    policy, mesh, biased = spec.policy, spec.mesh, fits_biases(spec.policy)
 
     def state(B: int, K: int, S: int) -> PyTree:
-        return () if policy is None else policy.state(B, K, shape.group, S, shape.head_dim)
+        return () if policy is None else policy.state(B, K, spec.group, S, spec.head_dim)
 
-    if held.pages:
-        stored = dict[str, Any](dtype=dtype, positions=positions, page_size=page_size, mesh=mesh)
-        return _blank_pages(shape, held, state, fits_biases(policy), **stored)
-    stack = () if shape.layers is None else (shape.layers,)
-    slots = (*stack, shape.batch, shape.kv_heads, held.slots)
+    if spec.pages:
+        names = ("batch", "kv_heads", "head_dim", "layers", "pages", "page_size", "dtype", "positions")
+        given = {name: getattr(spec, name) for name in names} | dict(most=spec.slots, init_state=state)
+        if mesh is None or mesh.size == 1:
+            pages = PagedCache.init(**given)
+            return pages.with_bias() if biased else pages
+        if biased:
+            raise ValueError("a policy that fits biases keeps its pages on one device: leave the mesh out.")
+        return SplitCache.init(mesh=mesh, **given)
+    stack = () if spec.layers is None else (spec.layers,)
+    slots = (*stack, spec.batch, spec.kv_heads, spec.slots)
     remembered = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state(*slots[-3:]))
-    cache = KVCache.blank(slots, shape.head_dim, dtype, remembered, positions)
-    cache = cache.with_bias() if fits_biases(policy) else cache
+    cache = KVCache.blank(slots, spec.head_dim, spec.dtype, remembered, spec.positions)
+    cache = cache.with_bias() if biased else cache
     return cache if mesh is None else on_mesh(cache, mesh)
-
-
-def _blank_pages(
-    shape: Heads,
-    held: Capacity,
-    state: Callable[[int, int, int], PyTree],
-    biased: bool,
-    mesh: Mesh | AbstractMesh | None,
-    **stored: Any,
-) -> Cache:
-    layers, batch, kv_heads, _, head_dim = shape
-    stored |= dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
-    stored |= dict(pages=held.pages, most=held.slots, init_state=state)
-    if mesh is not None and biased:
-        raise ValueError("a policy that fits biases keeps its pages on one device: leave the mesh out.")
-    if mesh is not None:
-        return SplitCache.init(mesh=mesh, **stored)
-    pages = PagedCache.init(**stored)
-    return pages.with_bias() if biased else pages

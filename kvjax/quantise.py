@@ -40,6 +40,9 @@ class Dtypes(NamedTuple):
         return self.key if self.key == self.value else f"{self.key}/{self.value}"
 
 
+FLOAT32 = Dtypes("float32", "float32")
+
+
 def is_quantised(dtype: DTypeLike) -> bool:
     """Return whether vectors of this dtype have a scale."""
     return jnp.dtype(dtype).name in LARGEST

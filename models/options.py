@@ -29,7 +29,6 @@ class Settings(TypedDict, total=False):
     block: int
     when: When | None
     page_size: int
-    fit_prompt: bool | None
     cache_dtype: DtypesLike | None
     networks: Networks
 
@@ -107,8 +106,6 @@ class Options:
         reserve: slots to leave free for tokens after the prompt (for a full cache; with a budget, those of a block are
             free, and in a layer with a sliding window smaller than the budget no more than those). Where an answer is
             made, as many as it may have.
-        fit_prompt: whether a short prompt may have fewer slots. By default in :func:`prefill` and :func:`generate`;
-            :func:`stream` and :class:`Engine` have few sizes instead, as each is compiled.
         cache_dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of
             both, such as ("int8", "bfloat16"). The model's dtype by default. Where weights are traced, by jax.jit or
             jax.grad, rows are rounded to eight bits but kept as floats, so that a derivative passes.
@@ -145,7 +142,6 @@ class Options:
     sinks: int = 4
     page_size: int = PAGE_SIZE
     reserve: int = 0
-    fit_prompt: bool | None = None
     cache_dtype: DtypesLike | None = None
     projection: tuple[OutputProjection, ...] | None = None
     networks: Networks = None

@@ -1,4 +1,4 @@
-"""The settings of a run that are static in each compiled step, the sizes of its buffers, and the values of its rows."""
+"""The settings of a run that are static in each compiled step, and the values of its rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from jaxtyping import Array, Int
 
 from kvjax import Policy, Reconstruction
 from kvjax.cache import Positions
-from kvjax.quantise import Dtypes
+from kvjax.quantise import FLOAT32, Dtypes
 from kvjax.schedule import Phase
-from models.options import PAGE_SIZE
 from models.selecting import Selection
-
-FLOAT32 = Dtypes("float32", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +31,7 @@ class Plan:
     # Eight bits to which keys, and values, are rounded but not stored, for a derivative.
     rounded_to: tuple[str | None, ...] = (None, None)
     each: tuple[Policy, ...] = ()  # several policies that observe together, and evict later, each by itself
+    memory_slots: int = 0  # of a network that looks ahead, and of the selection's source
 
     @property
     def repeats(self) -> Reconstruction | None:
@@ -44,16 +42,6 @@ class Plan:
     def several(self) -> Mesh | AbstractMesh | None:
         """Return the mesh if it has several devices, whose pages are then split; else None."""
         return None if self.mesh is None or self.mesh.size == 1 else self.mesh
-
-
-class Sizes(NamedTuple):
-    """The sizes of a run's buffers. Only what makes buffers takes them: a step reads the sizes of what it is given."""
-
-    slots: int  # per head, at the end of the prompt and in decode; the largest number where heads differ
-    prompt_slots: int  # likewise, while the prompt is fed
-    pages: int = 0  # of a paged cache
-    page_size: int = PAGE_SIZE
-    memory_slots: int = 0  # of a network that looks ahead, and of the selection's source
 
 
 class Rows(NamedTuple):

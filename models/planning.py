@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Bool, Int
 
 from kvjax import OutputProjection, Policy
+from kvjax.capacity import CacheSpec, rounded_up, ways_of
 from kvjax.chains import policy_of
 from kvjax.checks import is_known, plain
 from kvjax.policy import fits_biases
@@ -26,28 +28,27 @@ from models.config import Config, Rope
 from models.decoder import Decoder
 from models.networks import network_of, remembers
 from models.options import Options
-from models.plan import Plan, Rows, Sizes
-from models.prompts import CheckedPrompt, Kept, cache_heads, ways_of
+from models.plan import Plan, Rows
+from models.prompts import CheckedPrompt, Kept, cache_heads
 from models.selecting import Selection, checked_selection
-from models.sizing import budgets_of, copied, held_of, layout_of, rounded, sized, with_pages, with_slots
+from models.sizing import budgets_of, copied, held_of, resized, sized
 from models.steps import Run
 
 _HERE = (os.path.dirname(__file__) + os.sep,)  # so that a warning names the line that called this package
 
 
-def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[Run, Sizes]:
-    """Check the options of a run against its model and prompts, and return the run and the sizes of its buffers."""
+def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[Run, CacheSpec]:
+    """Check the options of a run against its model and prompts, and return the run and the spec of its cache."""
     config, mesh, text, kept = model.config, mesh_of(model), *prompt
     seen, policy = text.start + text.lengths, policy_of(options.policy)
     when, every = moments(policy, "block" if options.when is None else options.when, options.evict_every)
-    budget, fit_prompt = plain(options.budget), options.fit_prompt is not False
-    options = dataclasses.replace(options, policy=policy, budget=budget, fit_prompt=fit_prompt)
+    options = dataclasses.replace(options, policy=policy, budget=plain(options.budget))
     if mesh is not None:
         _check_mesh(mesh, policy, len(seen))
     selection = None
     if options.select is not None:
         most = int(text.lengths.max())
-        selection = checked_selection(options.select, policy, budget, options.sinks, most, options.reserve)
+        selection = checked_selection(options.select, policy, options.budget, options.sinks, most, options.reserve)
     if config.rope.follows_length:
         _check_frequencies(config.rope, prompt, seen, options.reserve)
     traced = not is_known(*jax.tree.leaves(model))
@@ -60,55 +61,58 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     check_measured(policy, config.num_layers, config.num_kv_heads)
     if not isinstance(options.projection, tuple | None) or isinstance(options.projection, OutputProjection):
         raise ValueError(f"projection is {options.projection!r}; expected what models.output_projection returns.")
-    heads = cache_heads(config, policy)
-    plan = Plan(policy, when, every, mesh, selection, heads, cache_dtype=dtype, rounded_to=rounded_to)
+    heads, positions = cache_heads(config, policy), "absolute" if policy is None else policy.positions
+    if kept is not None:
+        heads, positions = kept.heads, kept.positions
+    stored = dict[str, Any](positions=positions, cache_dtype=dtype, rounded_to=rounded_to)
+    plan = Plan(policy, when, every, mesh, selection, heads, **stored)
     if policy is None:
-        plan, sizes = _plan_full(config, plan, prompt, options)
-        return Run(model, Rows(jax.device_put(seen)), None, network, plan), sizes
-    remembered = 0
+        return _plan_full(Run(model, Rows(jax.device_put(seen)), None, network, plan), prompt, options)
     if isinstance(network, Butler):
         policy = network.fitted(policy)
-        remembered = rounded(prompt.most + options.reserve, options, whole=True)
+        plan = dataclasses.replace(plan, memory_slots=rounded_up(prompt.most + options.reserve))
     check_state(policy, config.head_dim, heads, config.num_heads // heads)  # before anything is compiled
     budgets = budgets_of(policy, options, seen)
     if policy.published is not None and policy.published.final:
         _warn_of_choices(policy, max(int(text.context.max()), 0), options.block, when, kept is not None)
-    plan = dataclasses.replace(plan, policy=policy, positions=policy.positions)
-    if kept is not None:
-        plan = _continued(plan, policy, prompt, kept, budgets)
+    plan = dataclasses.replace(plan, policy=policy, overfull=_overfull(plan, policy, prompt, budgets))
     if fits_biases(policy):
         _check_fitted(config, plan, kept is not None and kept.spent and bool((text.context > 0).any()))
-    sizes = sized(config, plan, prompt, options, budgets, traced)
+    spec = sized(_spec(config, plan, prompt, options), plan, prompt, options, budgets, traced)
     _warn_of_copies(config, plan, prompt, options)
     if policy.cumulative and overflowing(plan, prompt, options)[1].any():
         _warn_of_sums(policy, int(budgets.min()))
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
-    most = sizes.slots if policy.allocation.fills else np.iinfo(np.int32).max
+    most = spec.slots if policy.allocation.fills else np.iinfo(np.int32).max
     rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + text.questions, most))))
-    return Run(model, rows, options.projection, network, plan), sizes._replace(memory_slots=remembered)
+    return Run(model, rows, options.projection, network, plan), spec
 
 
-def _plan_full(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options) -> tuple[Plan, Sizes]:
+def _spec(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options) -> CacheSpec:
+    """Return the spec of a run's cache, without its slots and pages; a kept one has pages of its own size."""
+    kept = prompt.kept
+    return CacheSpec(
+        len(prompt.text.lengths), plan.heads, config.head_dim, config.num_heads // plan.heads, config.num_layers,
+        tuple(config.sliding_windows), plan.policy, plan.cache_dtype, plan.positions, plan.mesh,
+        kept.page_size if kept is not None and kept.pages else options.page_size,
+    )  # fmt: skip
+
+
+def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, CacheSpec]:
     """Plan a run in which nothing is evicted."""
-    held, most, kept = prompt.most + options.reserve, config.max_positions, prompt.kept
-    if plan.selection is None:
+    config, held, kept = run.model.config, prompt.most + options.reserve, prompt.kept
+    if run.plan.selection is None:
         check_policy_given(None, options.budget)
-    if held > most:
+    if held > config.max_positions:
         raise ValueError(
-            f"the prompt and its answer take {held} positions, but the model has {most}: "
+            f"the prompt and its answer take {held} positions, but the model has {config.max_positions}: "
             "shorten the prompt, or give a policy and a budget."
         )
-    slots = min(rounded(held, options), most)
-    sizes = Sizes(slots, slots, memory_slots=0 if plan.selection is None else slots)
-    if kept is not None:
-        plan = dataclasses.replace(plan, heads=kept.heads, positions=kept.positions)
-        if kept.pages:
-            layout = layout_of(config, plan, kept.page_size)
-            together = layout.on_devices(kept.held + prompt.text.tokens.shape[1] + options.reserve)
-            sizes = with_pages(layout, sizes, options, kept, slots, together)
-        else:
-            sizes = with_slots(sizes, options, kept, slots)
-    return plan, sizes
+    slots = rounded_up(held)
+    spec = dataclasses.replace(_spec(config, run.plan, prompt, options), slots=slots)
+    if run.plan.selection is not None:
+        run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, memory_slots=slots))
+    return run, spec if kept is None else resized(spec, kept, held - kept.most, held)
 
 
 def overflowing(
@@ -178,21 +182,21 @@ def _check_kept(
         )
 
 
-def _continued(plan: Plan, policy: Policy, prompt: CheckedPrompt, kept: Kept, budgets: np.ndarray) -> Plan:
-    """Return the plan of a run that goes on in a cache: whether a row that gets only a question is above its budget.
+def _overfull(plan: Plan, policy: Policy, prompt: CheckedPrompt, budgets: np.ndarray) -> bool:
+    """Return whether a row that gets only a question is above its budget in the cache that it goes on in.
 
     An answer must have the prompt's budget: a step evicts one token, so it cannot reach a smaller one.
     """
-    held, room, evicts = held_of(policy, kept), budgets + prompt.text.questions, plan.evict_every > 0
-    if not prompt.fed and evicts and (held > room).any():
+    if prompt.kept is None or not plan.evict_every:
+        return False
+    held, room = held_of(policy, prompt.kept), budgets + prompt.text.questions
+    if not prompt.fed and (held > room).any():
         row = int(np.argmax(held - room))
         raise ValueError(
             f"the cache holds {int(held[row])} tokens per head, but budget and question sum to {int(room[row])}: give "
             "the same policy, budget and question as to prefill, or evict_every=0."
         )
-    above = bool(((prompt.text.context == 0) & (held > budgets)).any())
-    overfull = prompt.fed and evicts and above
-    return dataclasses.replace(plan, heads=kept.heads, positions=kept.positions, overfull=overfull)
+    return prompt.fed and bool(((prompt.text.context == 0) & (held > budgets)).any())
 
 
 def _check_fitted(config: Config, plan: Plan, again: bool) -> None:

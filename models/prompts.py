@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import Policy
@@ -81,11 +80,6 @@ class CheckedPrompt(NamedTuple):
 def cache_heads(config: Config, policy: Policy | None) -> int:
     """Return the number of the cache's heads per layer: KV heads, or query heads where each has its own cache."""
     return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
-
-
-def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int]:
-    """Return how many devices of a mesh split the rows, and the heads of each layer."""
-    return (1, 1) if mesh is None else (mesh.shape["data"], mesh.shape["tensor"])
 
 
 def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int) -> Kept:

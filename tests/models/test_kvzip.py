@@ -200,7 +200,7 @@ def test_memory_does_not_grow_with_the_prompt(policy, slots):
 def test_buffers_hold_what_comes_in_and_what_is_repeated_of_it(policy, block, every, slots):
     given = engine.check_prompt(decoder(), np.zeros((1, 40), int), None, None)
     sizes = plan_run(decoder(), given, models.Options(policy, 16, block, evict_every=every, reserve=8))[1]
-    assert (sizes.slots, sizes.prompt_slots) == (slots, slots)
+    assert (sizes.slots, sizes.first) == (slots, sizes)
 
 
 @pytest.mark.parametrize(
@@ -220,13 +220,15 @@ def test_a_prompt_is_held_with_the_copies_of_its_largest_part(policy, every, slo
 def test_buffers_have_slots_for_copies_and_the_tokens_that_ask_for_them():
     """A copy of 4 tokens follows the 8 before them; one of a block of 8 takes 16 slots."""
 
-    def planned(length, policy, evict_every, model):
+    def planned(length, policy, evict_every, model, budget=16):
         given = engine.check_prompt(model, np.zeros((1, length), int), None, None)
-        return engine.plan_run(model, given, models.Options(policy, 16, 8, evict_every=evict_every, reserve=4))[1]
+        return engine.plan_run(model, given, models.Options(policy, budget, 8, evict_every=evict_every, reserve=4))[1]
 
     name = "kvzip(chunk=4)"
     assert planned(200, name, 32, decoder()).slots == 16 + 32 + 12  # the budget, steps of an answer, and their copy
-    assert planned(20, name, 32, decoder()).slots == 20 + 4 + 12  # all tokens, if they are fewer, and the last copy
+    assert (
+        planned(20, name, 32, decoder(), 1.0).slots == 20 + 4 + 12
+    )  # all tokens, if they are fewer, and the last copy
     windows = planned(200, "kvzip", 0, decoder(SLIDING))
     held = (9 + 8 + 16) + 2 * (16 + 8 + 16)  # the layer of the smallest window has it, a block and its copies
     assert windows.pages == kvjax.pages_for(2 * held, 2 * 3, windows.page_size)

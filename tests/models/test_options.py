@@ -158,12 +158,6 @@ def test_positions_are_enough_for_prompt_and_answer_or_tokens_are_evicted(model)
     assert iter(models.stream(model, np.tile(TOKENS, (1, 3)), policy="tova", budget=8, block=8, end=()))
 
 
-@pytest.mark.parametrize(("options", "slots"), [({}, 10), (dict(fit_prompt=True), 10), (dict(fit_prompt=False), 72)])
-def test_a_short_prompt_takes_no_more_slots_than_it_has_tokens_unless_sizes_are_to_be_few(options, slots):
-    given = check_prompt(decoder(), np.zeros((1, 10), int), None, None)
-    assert plan_run(decoder(), given, Options("tova", 64, 8, **options))[1].slots == slots
-
-
 def test_what_does_not_fit_its_budget_is_repeated_and_what_fits_is_not():
     """Rows of one token less than the budget, of as many, and of one more; an answer of one token, then of two."""
     lengths = np.array([15, 16, 17])
