@@ -103,10 +103,10 @@ class Engine:
         most = asked.max_new_tokens
         longest = max(1, model.config.max_positions - most) if longest_prompt is None else longest_prompt
         longest = check_count("longest_prompt", longest, 1, "a prompt has at least 1 token")
-        fit_prompt, policy = bool(asked.fit_prompt), policy_of(asked.policy)
+        policy = policy_of(asked.policy)
         if policy is not None:
             check_memory_is_kept(policy, "'snapkv+caote'")
-        self._options = dataclasses.replace(asked, policy=policy, reserve=most, fit_prompt=fit_prompt)
+        self._options = dataclasses.replace(asked, policy=policy, reserve=most)
         # Any prompts of this size: the plan says how large the rows are.
         prompt = CheckedPrompt(Text.of(np.zeros((rows, longest), np.int32)))
         with warnings.catch_warnings():
@@ -127,7 +127,7 @@ class Engine:
         )
         self._longest = None if fixed else longest
         # Prompts are fed in rows of their own, so no row of the batch ever holds a whole prompt.
-        sizes = sizes._replace(prompt_slots=0 if sizes.pages else sizes.slots)
+        sizes = dataclasses.replace(sizes, prompt_slots=0)
         if asked.projection is None:
             projection = engine.output_projection(model, plan.policy)
             self._options = dataclasses.replace(self._options, projection=projection)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.capacity import CacheSpec
 from kvjax.checks import is_known
 from kvjax.schedule import HostOrDevice, Phase, Schedule, Stage, answer_copies
 from kvjax.split import ModelCache
@@ -24,7 +25,6 @@ from models import hosts
 from models.config import Config
 from models.decoder import Decoder, logits_from
 from models.options import Options
-from models.plan import Sizes
 from models.prompts import CheckedPrompt, tokens_seen
 from models.sampling import Draws, Sampling, check_end, check_sampling, sample
 from models.states import shrink, start
@@ -118,11 +118,11 @@ class Steps:
     """The steps of a run, called from the host; with ``layers``, the model's weights, layer by layer."""
 
     run: Run
-    sizes: Sizes
+    sizes: CacheSpec
     layers: Weights | None = None
 
     @classmethod
-    def of(cls, run: Run, sizes: Sizes, key: Array | None = None) -> Steps:
+    def of(cls, run: Run, sizes: CacheSpec, key: Array | None = None) -> Steps:
         """Return the steps of a run, layer by layer where :func:`by_layer` says so."""
         return cls(run, sizes, weights_of(run.model) if by_layer(run, key) else None)
 
@@ -169,7 +169,7 @@ class Steps:
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "batch"))
-def _start(run: Run, sizes: Sizes, batch: int, cache: ModelCache | None) -> DecodeState:
+def _start(run: Run, sizes: CacheSpec, batch: int, cache: ModelCache | None) -> DecodeState:
     return start(run, sizes, batch, jax.tree.map(jnp.copy, cache))  # else the given arrays would be donated later
 
 
@@ -255,7 +255,7 @@ def feed_blocks(
         for number, (phase, tokens, position, part) in enumerate(blocks):
             if turn == 0 and cache is None and part is None:  # slots are filled in order
                 fed += position.shape[1]
-                phase = phase._replace(filled=filled_slots(fed, steps.sizes.prompt_slots))
+                phase = phase._replace(filled=filled_slots(fed, 0 if state.cache.paged else steps.sizes.first.slots))
             hidden, state = steps.block(state, tokens, position, phase, part)
             if part is None:
                 last, of_text = newest(position, hidden, last), (hidden, position)
@@ -295,7 +295,7 @@ def newest(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "every"))
 def prefill_at_once(
-    run: Run, sizes: Sizes, prompt: Schedule, cache: ModelCache | None, every: bool = False
+    run: Run, sizes: CacheSpec, prompt: Schedule, cache: ModelCache | None, every: bool = False
 ) -> tuple[DecodeState, Array]:
     """Feed the prompt to the given cache, or to an empty one.
 
@@ -351,7 +351,7 @@ def _over_all(round: Callable[..., Any], carry: Any, arrays: Any) -> Any:
 @functools.partial(jax.jit, static_argnames=("sizes", "choice"))
 def generate_at_once(
     run: Run,
-    sizes: Sizes,
+    sizes: CacheSpec,
     prompt: Schedule,
     cache: ModelCache | None,
     logits: Array | None,

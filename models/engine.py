@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import OutputProjection, Policy
+from kvjax.capacity import CacheSpec
 from kvjax.chains import policy_of
 from kvjax.checks import is_known
 from kvjax.schedule import HostOrDevice, Schedule, Text, schedule
@@ -35,7 +36,6 @@ from models.driver import (
     tokens_of,
 )
 from models.options import AnswerSettings, Options, PromptSettings, options_of
-from models.plan import Sizes
 from models.planning import overflowing, plan_run
 from models.prompts import CheckedPrompt, Prefilled, Tokens, cache_heads, check_prompt, kept_of
 from models.sampling import Draws
@@ -219,7 +219,7 @@ def stream(
         [16, 16, 16, 16]
     """
     options = options_of("stream", AnswerSettings, options, settings)
-    options = dataclasses.replace(options, reserve=options.max_new_tokens, fit_prompt=bool(options.fit_prompt))
+    options = dataclasses.replace(options, reserve=options.max_new_tokens)
     given = check_prompt(model, tokens, lengths, question, cache, options.policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
@@ -271,7 +271,7 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
 
 
 def _feed(
-    run: Run, sizes: Sizes, prompt: Schedule, cache: ModelCache | None, every: bool = False
+    run: Run, sizes: CacheSpec, prompt: Schedule, cache: ModelCache | None, every: bool = False
 ) -> tuple[DecodeState, Array]:
     """Feed a prompt by layer or in one program, as the run requires; see :func:`prefill_at_once`."""
     steps = Steps.of(run, sizes)
@@ -282,7 +282,9 @@ def _feed(
     return prefill_at_once(run, sizes, prompt, cache, every)
 
 
-def prepare(model: Decoder, given: CheckedPrompt, options: Options, every: bool = False) -> tuple[Run, Sizes, Schedule]:
+def prepare(
+    model: Decoder, given: CheckedPrompt, options: Options, every: bool = False
+) -> tuple[Run, CacheSpec, Schedule]:
     """Check a run's arguments, and return the run, the sizes of its buffers, and its prompts in blocks."""
     run, sizes = plan_run(model, given, options)
     plan, text = run.plan, given.text

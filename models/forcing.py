@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.capacity import CacheSpec
 from kvjax.checks import check_count
 from kvjax.schedule import HostOrDevice, Phase, Schedule
 from models.decoder import Decoder
 from models.driver import Steps, feed_prompt, over_steps, prefill_at_once
 from models.engine import Hidden, prepare
 from models.options import AnswerSettings, Options, options_of
-from models.plan import Sizes
 from models.prompts import Tokens, check_prompt
 from models.steps import DecodeState, Run, decode_positions, forward
 
@@ -92,7 +92,7 @@ def _forced_by_layer(
 
 @functools.partial(jax.jit, static_argnames="sizes")
 def _forced(
-    run: Run, sizes: Sizes, prompt: Schedule, made: Int[Array, "B n"]
+    run: Run, sizes: CacheSpec, prompt: Schedule, made: Int[Array, "B n"]
 ) -> tuple[DecodeState, Float[Array, "B n1 E"]]:
     """Feed the prompt, and then the given tokens, -1 behind a row's end."""
     state, last = prefill_at_once(run, sizes, prompt, None)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import Evidence, KVCache, LayerCaches, Policy
+from kvjax.capacity import CacheSpec
 from kvjax.chains import policy_of
 from kvjax.policy import fits_biases
 from kvjax.reconstruction import Reconstruction
@@ -25,7 +26,6 @@ from models.driver import Steps, feed_prompt
 from models.engine import logits_of, prefill, projections, run_question, scheduled
 from models.networks import read_by
 from models.options import EachSettings, Options, options_of
-from models.plan import Sizes
 from models.planning import plan_run
 from models.prompts import CheckedPrompt, Prefilled, Tokens, check_prompt
 from models.states import shrink, shrinks
@@ -39,7 +39,7 @@ class _Arm(NamedTuple):
 
     options: Options
     run: Run
-    sizes: Sizes
+    sizes: CacheSpec
 
     def shares(self, asked: bool) -> bool:
         """Return whether it may share the prompt: nothing is evicted before its end, and no key is rotated again.
@@ -168,9 +168,9 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
         projection=projections(model, kinds, first.run.plan.heads) if kinds else None,
         plan=dataclasses.replace(first.run.plan, each=policies),
     )
-    slots = max(arm.sizes.prompt_slots for arm in arms)
+    sizes = dataclasses.replace(first.sizes, prompt_slots=max(arm.sizes.first.slots for arm in arms))
     prompt = Schedule(scheduled(given, first.options, first.run).context, ())
-    state, last = feed_prompt(Steps.of(run, Sizes(slots, slots)), prompt, None)
+    state, last = feed_prompt(Steps.of(run, sizes), prompt, None)
     assert isinstance(state.cache, LayerCaches)
     return _Seen(state.cache, state.said, logits_of(model, last)[:, 0])
 
@@ -180,7 +180,7 @@ def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, pl
 
     ``place`` is the policy's among those that have observed, None for one that keeps all.
     """
-    sizes = arm.sizes._replace(prompt_slots=seen.cache.num_slots)
+    sizes = dataclasses.replace(arm.sizes, policy=None)
 
     def of_policy(own: KVCache) -> KVCache:
         return dataclasses.replace(own, state=() if place is None else own.state[place])

@@ -11,23 +11,22 @@ import numpy as np
 
 import kvjax
 from kvjax import LayerCaches, PagedCache, SplitCache
-from kvjax.capacity import Capacity, rounded_up
+from kvjax.capacity import CacheSpec, rounded_up
 from kvjax.layers import split
-from kvjax.making import Heads, blank
+from kvjax.making import blank
 from kvjax.matching import without_samples
 from kvjax.paged import trimmed
 from kvjax.split import ModelCache, on_mesh
 from models import hosts
-from models.decoder import Decoder
-from models.plan import Plan, Sizes
+from models.plan import Plan
 from models.steps import DecodeState, Run
 
 
-def start(run: Run, sizes: Sizes, batch: int, cache: ModelCache | None = None) -> DecodeState:
+def start(run: Run, sizes: CacheSpec, batch: int, cache: ModelCache | None = None) -> DecodeState:
     """Build the first state: an empty cache, or a kept one resized for the run, and empty memories."""
     plan = run.plan
-    cache = _empty_cache(run.model, plan, sizes, batch) if cache is None else _with_room(cache, plan, sizes)
-    return DecodeState(cache, *(_memories(run, batch, sizes.memory_slots) if sizes.memory_slots else ()))
+    cache = _empty_cache(plan, sizes.first) if cache is None else _with_room(cache, plan, sizes)
+    return DecodeState(cache, *(_memories(run, batch, plan.memory_slots) if plan.memory_slots else ()))
 
 
 def _memories(run: Run, batch: int, slots: int) -> tuple[Any, Any]:
@@ -40,34 +39,27 @@ def _memories(run: Run, batch: int, slots: int) -> tuple[Any, Any]:
     return memory, source
 
 
-def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> ModelCache:
-    config, paged = model.config, sizes.prompt_slots == 0
-    layers = config.num_layers if paged else None
-    heads = Heads(layers, batch, plan.heads, config.num_heads // plan.heads, config.head_dim)
-    held = Capacity(sizes.slots, sizes.pages) if paged else Capacity(sizes.prompt_slots)
-    mesh = plan.several if paged else plan.mesh
-    stored = dict[str, Any](dtype=plan.cache_dtype, positions=plan.positions, page_size=sizes.page_size)
-    policies, make = plan.each or (plan.policy,), functools.partial(blank, shape=heads, held=held, mesh=mesh, **stored)
-    if paged:
-        return cast(ModelCache, make(policy=plan.policy))
+def _empty_cache(plan: Plan, spec: CacheSpec) -> ModelCache:
+    if spec.pages:
+        return cast(ModelCache, blank(spec))
+    of_layer, policies = dataclasses.replace(spec, layers=None, windows=(None,)), plan.each or (spec.policy,)
 
     def layer() -> Any:
-        own: list[Any] = [make(policy=policy) for policy in policies]
+        own: list[Any] = [blank(dataclasses.replace(of_layer, policy=policy)) for policy in policies]
         return dataclasses.replace(own[0], state=tuple(each.state for each in own)) if plan.each else own[0]
 
-    return LayerCaches(tuple(layer() for _ in range(config.num_layers)))
+    return LayerCaches(tuple(layer() for _ in spec.windows))
 
 
-def _with_room(cache: Any, plan: Plan, sizes: Sizes) -> ModelCache:
+def _with_room(cache: Any, plan: Plan, sizes: CacheSpec) -> ModelCache:
     """Resize a kept cache to the slots, or pages, that a run needs."""
-    slots = sizes.slots if cache.paged else sizes.prompt_slots
-    cache = split(cache).map(lambda part: part.resized(slots, sizes.pages))
+    cache = split(cache).map(lambda part: part.resized(sizes.first.slots, sizes.pages))
     return cache if plan.mesh is None or cache.paged else on_mesh(cache, plan.mesh)
 
 
-def shrinks(cache: ModelCache, sizes: Sizes) -> bool:
+def shrinks(cache: ModelCache, sizes: CacheSpec) -> bool:
     """Return whether a cache held the whole prompt, and is larger than the context needs after the eviction."""
-    return not cache.paged and (sizes.pages > 0 or sizes.slots != sizes.prompt_slots)
+    return not cache.paged and (sizes.pages > 0 or sizes.slots != cache.num_slots)
 
 
 def settled(cache: ModelCache, plan: Plan) -> ModelCache:
@@ -77,7 +69,7 @@ def settled(cache: ModelCache, plan: Plan) -> ModelCache:
     return cache.map(lambda part: dataclasses.replace(part, state=without_samples(part.state)))
 
 
-def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
+def shrink(state: DecodeState, plan: Plan, sizes: CacheSpec) -> DecodeState:
     """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
     cache: Any = settled(state.cache, plan)
     if shrinks(cache, sizes):
@@ -86,7 +78,7 @@ def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "sizes"))
-def _packed(cache: LayerCaches, plan: Plan, sizes: Sizes) -> PagedCache | SplitCache:
+def _packed(cache: LayerCaches, plan: Plan, sizes: CacheSpec) -> PagedCache | SplitCache:
     given: Any = dict(pages=sizes.pages, page_size=sizes.page_size, most=sizes.slots)
     return kvjax.pack(cache, **given) if plan.several is None else SplitCache.pack(cache, mesh=plan.several, **given)
 
