@@ -51,8 +51,8 @@ def empty_cache(
     Returns:
         A :class:`kvjax.KVCache` of ``budget + block`` slots per head. Where heads hold different numbers of tokens (an
         uneven allocation, or a sliding window smaller than the budget), a :class:`kvjax.PagedCache` of as many on
-        average, at most ``window + block`` in a layer with a window; on a mesh a :class:`kvjax.SplitCache`, in which
-        each device has pages for the most that its heads may hold. Without a policy, a cache of ``budget`` slots.
+        average, at most ``window + block`` in a layer with a window; on several devices a :class:`kvjax.SplitCache`, of
+        which each device has pages for the most that its heads may hold. Without a policy, a cache of ``budget`` slots.
 
     Raises:
         ValueError: if a count is below 1, the KV heads do not divide the query heads, the budget is smaller than what

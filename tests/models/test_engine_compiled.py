@@ -209,7 +209,7 @@ def test_sizes_that_follow_the_prompt_are_few(model, policy, budget, when):
         assert made.first.slots <= max(1.125 * (n + 8), n + 16, 1.125 * 64 + 128)
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "h2o@layer"])
+@pytest.mark.parametrize("policy", ["h2o+caote", "h2o@model"])
 def test_a_budget_in_slots_has_one_plan_for_all_prompts(model, policy):
     (made,) = {planned(model, n, policy, 64, "block") for n in range(1, MOST, 997)}
     config = model.config
