@@ -203,6 +203,7 @@ def check_mesh(mesh: Mesh | AbstractMesh, batch: int, kv_heads: int) -> tuple[in
     """Return how many devices split the rows and the heads of a cache, after a check that they divide them."""
     if not {ROWS, HEADS} <= set(mesh.axis_names):
         raise ValueError(f"the mesh has axes {mesh.axis_names}; expected {ROWS!r} for rows and {HEADS!r} for heads.")
+    _check_automatic(mesh)
     rows, heads = mesh.shape[ROWS], mesh.shape[HEADS]
     if batch % rows or kv_heads % heads:
         raise ValueError(f"{ROWS}={rows} and {HEADS}={heads} do not divide {batch} rows and {kv_heads} heads.")
