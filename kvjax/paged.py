@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,16 +90,13 @@ class PagedCache(Stored):
     def init(
         cls,
         *,
-        batch: int,
-        kv_heads: int,
-        head_dim: int,
-        layers: int | None = None,
         pages: int,
         page_size: int,
         most: int,
         dtype: DtypesLike = jnp.float32,
         init_state: Callable[[int, int, int], PyTree] | None = None,
         positions: Positions = "absolute",
+        **heads: Any,
     ) -> PagedCache:
         """Make an empty cache.
 
@@ -107,7 +105,8 @@ class PagedCache(Stored):
             page_size: slots per page.
             most: the most slots that one head can hold; it sets the width of the page table.
             init_state: ``init_state(B, K, S)``, a policy's ``state`` for one group size and head dim.
-            batch, kv_heads, head_dim, layers, dtype, positions: see :meth:`kvjax.KVCache.init`.
+            dtype, positions: see :meth:`kvjax.KVCache.init`.
+            heads: ``batch``, ``kv_heads``, ``head_dim`` and, for several of them, ``layers``; likewise.
 
         Raises:
             ValueError: if a size is below 1, there are fewer pages than heads, or the dtype or the positions are
@@ -115,7 +114,7 @@ class PagedCache(Stored):
         """
         check_positions(positions)
         dtypes = check_dtypes(dtype)
-        batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
+        batch, kv_heads, head_dim, layers = check_heads(**heads)
         sizes = dict(pages=pages, page_size=page_size, most=most)
         pages, page_size, most = (check_count(name, n, 1, "a cache needs at least 1") for name, n in sizes.items())
         stack = () if layers is None else (layers,)
