@@ -7,13 +7,14 @@ has that of :func:`mean_interval`, and a difference on the same samples has that
 
 from __future__ import annotations
 
-import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+import scipy
+from jaxtyping import Float
 
 Z = 1.959964  # 95%
 RESAMPLES = 10_000
@@ -32,7 +33,7 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
     """
     if trials < 1:
         raise ValueError(f"trials is {trials}; an interval needs at least 1 trial.")
-    share = successes / trials
+    share = successes / trials  # by hand, as SciPy's takes whole successes only
     centre = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half = Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -92,42 +93,27 @@ def mean_interval(values: Sequence[float] | Float[np.ndarray, "models samples"])
 
 def _resampled(values: Float[np.ndarray, "models samples"]) -> Float[np.ndarray, "resamples"]:
     """Return the means of resamples: of the samples, the same for all models, and of the models."""
-    means = []
-    models, samples = values.shape
-    for drawn, weights in _kept_draws(models, samples) if samples <= KEPT else _new_draws(models, samples):
-        by_model = np.stack([row[drawn].mean(axis=1) for row in values], axis=1)
-        means.append(by_model[:, 0] if len(values) == 1 else np.sum(weights * by_model, axis=1))
-    return np.concatenate(means)
-
-
-KEPT = 1_000  # samples whose random draws are kept: a page has hundreds of intervals of as many
-
-
-@functools.lru_cache(maxsize=4)
-def _kept_draws(models: int, samples: int) -> tuple[Any, ...]:
-    return tuple(_new_draws(models, samples))
-
-
-def _new_draws(
-    models: int, samples: int
-) -> Iterator[tuple[Int[np.ndarray, "part samples"], Float[np.ndarray, "part m"]]]:
-    """Yield the samples of each resample, and the weight of each model in it, part by part."""
     rng = np.random.default_rng(0)
-    for count in _parts(samples):
-        drawn = rng.integers(samples, size=(count, samples)).astype(np.int32)
-        yield drawn, _weights_of_models(rng, count, models)
+    if values.shape[1] == 1:  # SciPy asks for two, and two equal ones have the same means
+        values = np.repeat(values, 2, axis=1)
+    means = scipy.stats.bootstrap(
+        (values,),
+        lambda drawn, axis: np.ascontiguousarray(drawn).mean(axis),  # else equal sums are not equal to the last bit
+        axis=1, n_resamples=RESAMPLES, batch=next(_parts(values.size)), method="percentile", rng=rng,
+    ).bootstrap_distribution  # fmt: skip
+    return _over_models(rng, means)
 
 
-def _weights_of_models(rng: np.random.Generator, count: int, models: int) -> Float[np.ndarray, "count m"]:
-    """Draw the models again, as often as there are models, and return how often each one came."""
-    drawn = rng.integers(models, size=(count, models)) if models > 1 else np.zeros((count, 1), int)
-    return np.eye(models)[drawn].mean(axis=1)
+def _over_models(rng: np.random.Generator, means: Float[np.ndarray, "models part"]) -> Float[np.ndarray, "part"]:
+    """Draw the models again for each resample, as often as there are models, and return the means over them."""
+    weights = np.eye(len(means))[rng.integers(len(means), size=means.T.shape)].mean(axis=1)
+    return np.sum(weights * means.T, axis=1)
 
 
-def _parts(size: int) -> list[int]:
-    """Split the resamples of ``size`` values into parts that take little memory, and return each part's count."""
+def _parts(size: int) -> Iterator[int]:
+    """Yield the counts of parts of the resamples, each of which takes little memory with ``size`` values in one."""
     most = max(1, min(RESAMPLES, 1_000_000 // size))
-    return [min(most, RESAMPLES - start) for start in range(0, RESAMPLES, most)]
+    return (min(most, RESAMPLES - start) for start in range(0, RESAMPLES, most))
 
 
 def chance(differences: Sequence[float] | Float[np.ndarray, "models samples"]) -> float:
@@ -151,30 +137,13 @@ def chance(differences: Sequence[float] | Float[np.ndarray, "models samples"]) -
 
 def _sign_flip(values: Float[np.ndarray, "samples"]) -> float:
     sizes = np.abs(values[values != 0])
-    if not len(sizes):
-        return 1.0
     if np.all(sizes == 1):
-        most = max(int(np.sum(values > 0)), int(np.sum(values < 0)))
-        return min(1.0, 2 * sum(math.comb(len(sizes), k) for k in range(most, len(sizes) + 1)) / 2 ** len(sizes))
-    far = abs(math.fsum(values)) * (1 - 1e-9)
-    found = sum(int(np.sum(np.abs(flip.astype(np.float64) @ sizes) >= far)) for flip in _flips(len(sizes)))
+        return float(scipy.stats.binomtest(int(np.sum(values > 0)), len(sizes)).pvalue)
+    rng, far, found = np.random.default_rng(0), abs(math.fsum(values)) * (1 - 1e-9), 0
+    for count in _parts(len(sizes)):
+        signs = 2.0 * rng.integers(2, size=(count, len(sizes))) - 1
+        found += int(np.sum(np.abs(signs @ sizes) >= far))
     return (1 + found) / (1 + RESAMPLES)
-
-
-def _flips(size: int) -> Iterator[Int[np.ndarray, "part size"]]:
-    """Yield the random signs of the sign-flip test, part by part."""
-    if size <= KEPT:
-        yield _signs(1 << (size - 1).bit_length())[: RESAMPLES * size].reshape(RESAMPLES, size)
-        return
-    rng = np.random.default_rng(0)
-    for count in _parts(size):
-        yield 2 * rng.integers(2, size=(count, size)) - 1
-
-
-@functools.cache
-def _signs(size: int) -> Int[np.ndarray, "signs"]:
-    """Return the signs for ``size`` samples in a row; those of fewer are the first of them."""
-    return (2 * np.random.default_rng(0).integers(2, size=RESAMPLES * size) - 1).astype(np.int8)
 
 
 def chance_beyond(
@@ -201,30 +170,28 @@ def chance_beyond(
 
 
 def _chance_below(values: Float[np.ndarray, "models samples"], bound: float) -> float:
-    models, samples = values.shape
-    rng = np.random.default_rng(0)
+    rng, size = np.random.default_rng(0), values.shape[1] + 1
     worst = min(-1.0, float(values.min()))
     below = 0
-    for count in _parts(samples + 1):
-        weights = rng.standard_exponential((count, samples + 1), np.float32)
+    for count in _parts(size):
+        weights = rng.standard_exponential((count, size), np.float32)
         weights /= weights.sum(axis=1, keepdims=True)
-        by_model = weights[:, 1:] @ values.T + weights[:, :1] * worst
-        below += int(np.sum(np.sum(_weights_of_models(rng, count, models) * by_model, axis=1) <= bound))
+        by_model = values @ weights[:, 1:].T + worst * weights[:, 0]
+        below += int(np.sum(_over_models(rng, by_model) <= bound))
     return (1 + below) / (1 + RESAMPLES)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's rank correlation; equal values share the mean of their ranks. NaN if one side is constant."""
-    if len(a) != len(b) or len(a) < 2:
-        raise ValueError(
-            f"{len(a)} values were given beside {len(b)}; a correlation needs as many of both, at least 2."
-        )
-    ranks = []
-    for values in (np.asarray(a, np.float64), np.asarray(b, np.float64)):
-        below, upto = (np.searchsorted(np.sort(values), values, side=side) for side in ("left", "right"))
-        ranks.append((below + upto) / 2 - len(values) / 2)
-    lengths = [math.sqrt(float(np.sum(rank**2))) for rank in ranks]
-    return float(ranks[0] @ ranks[1]) / (lengths[0] * lengths[1]) if all(lengths) else math.nan
+    """Return Spearman's rank correlation, which is NaN if one side is constant.
+
+    Example:
+        >>> from evals.statistics import rank_correlation
+        >>> round(rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]), 3)
+        0.8
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", scipy.stats.ConstantInputWarning)
+        return float(scipy.stats.spearmanr(a, b).statistic)
 
 
 def _tango(wins: int, losses: int, count: int) -> tuple[float, float]:
@@ -244,13 +211,9 @@ def _score(wins: int, losses: int, count: int, difference: float) -> float:
 
 
 def _solve(falling: Callable[[float], float]) -> float:
-    low, high = -1.0, 1.0
-    if falling(low) <= 0 or falling(high) >= 0:  # no zero in between
-        return low if falling(low) <= 0 else high
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
-    return (low + high) / 2
+    if falling(-1.0) <= 0 or falling(1.0) >= 0:  # no zero in between
+        return -1.0 if falling(-1.0) <= 0 else 1.0
+    return scipy.optimize.bisect(falling, -1.0, 1.0)
 
 
 def verdict(low: float, high: float) -> str:

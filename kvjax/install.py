@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # of the extras that a command line tells
-    "eval": ("tqdm", "rouge", "rouge_score", "math_verify"),
+    "eval": ("tqdm", "rouge", "rouge_score", "math_verify", "scipy"),
     "train": ("optax", "orbax", "tensorboardX", "tqdm", "zstandard"),
     "plot": ("matplotlib",),
     "gguf": ("gguf",),

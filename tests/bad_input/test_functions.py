@@ -22,7 +22,7 @@ import kvjax
 import models
 from benchmarks import measure, steps
 from benchmarks.shapes import SHAPES
-from evals import best_tokens, claims, infinitebench, ruler, simulator, statistics, tasks
+from evals import best_tokens, claims, infinitebench, ruler, simulator, tasks
 from kernels_pallas.prepare import over_heads
 from kvjax.calibration import read_array
 from kvjax.policy_checks import check_measured
