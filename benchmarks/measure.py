@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from evals import report
 from models import commands, files
 from models.commands import provenance
 from models.commands.shared_flags import count
+from models.progress import progress_bar
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -71,7 +71,7 @@ def take_turns(
         jax.block_until_ready(run())
     taken: dict[str, list[float]] = {name: [] for name in programs}
     worked: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in tqdm(range(repetitions), unit="turn", disable=None if progress else True, dynamic_ncols=True):
+    for _ in progress_bar("turn", over=range(repetitions), quiet=not progress):
         for name, run in programs.items():
             started, working = time.perf_counter(), time.process_time()
             jax.block_until_ready(run())

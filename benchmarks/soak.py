@@ -25,13 +25,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 import models
 from benchmarks import measure
 from evals import report
 from models import files, fingerprints
 from models.commands.shared_flags import add_shared_flags, at_least, count
+from models.progress import progress_bar
 
 PARTS = 20  # of each run, one record of figures each
 POOL = 200  # prompts that requests are drawn from; each one's answer alone is known
@@ -53,7 +53,7 @@ def prompt_parts(model: models.Decoder, tokens: int, policy: str, budget: int, b
     clocks = lambda: np.array([time.perf_counter(), time.process_time()])  # noqa: E731
     before = clocks()
     with (
-        tqdm(total=tokens, unit="token", unit_scale=True, disable=None, dynamic_ncols=True) as bar,
+        progress_bar("token", total=tokens, unit_scale=True) as bar,
         measure.compilations() as compiled,
         warnings.catch_warnings(),
     ):
@@ -93,7 +93,7 @@ def request_figures(
     prompts = [drawn.integers(4, model.config.vocab_size, length, dtype=np.int32) for length in lengths]
     alone = [
         models.generate(model, prompt[None], max_new_tokens=MOST, **options).tokens[0].tolist()
-        for prompt in tqdm(prompts, desc="alone", unit="prompt", disable=None, dynamic_ncols=True)
+        for prompt in progress_bar("prompt", over=prompts, desc="alone")
     ]
     engine = models.Engine(model, rows=rows, max_new_tokens=MOST, longest_prompt=LONGEST, **options)
     asked: dict[int, tuple[list[int], list[int]]] = {}  # handle -> the tokens that are right, those that it got
@@ -101,7 +101,7 @@ def request_figures(
     found: list[dict[str, Any]] = []
     submitted = 0
     started = time.perf_counter()
-    bar = tqdm(total=requests, unit="request", disable=None, dynamic_ncols=True)
+    bar = progress_bar("request", total=requests)
 
     def end(handle: int, what: str) -> None:
         expected, answer = asked.pop(handle)
@@ -198,7 +198,7 @@ def kill_figures(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str
         expected = whole.read_text().splitlines()
         seconds = finish(out)  # the second start finds its programs compiled, as each start after a kill does
         out.unlink()
-        progress = tqdm(total=flags.kills, desc="kills", unit="kill", disable=None, dynamic_ncols=True)
+        progress = progress_bar("kill", total=flags.kills, desc="kills")
         while len(records) < flags.kills:
             process = start(out)
             try:

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -46,6 +45,7 @@ from models.commands import provenance
 from models.commands.programs import make_room
 from models.commands.shared_flags import add_shared_flags, at_least, count
 from models.networks import load_networks, wanted_by
+from models.progress import progress_bar
 from models.sizing import checked_budget
 
 EXAMPLES = """examples:
@@ -90,7 +90,6 @@ def model_class() -> type:
         from lm_eval.api.model import TemplateLM
         from lm_eval.api.registry import register_model
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-        from tqdm import tqdm
     except ImportError:
         raise ImportError(install.needed(["lm-evaluation-harness"], "harness")) from None
 
@@ -157,7 +156,7 @@ def model_class() -> type:
         ) -> list[tuple[float, bool]]:
             sequences = [[*context, *continuation][-self.max_length - 1 :] for _, context, continuation in requests]
             counts = [len(continuation) for _, _, continuation in requests]
-            bar = tqdm(total=len(requests), disable=disable_tqdm or None, desc="likelihoods", file=sys.stderr)
+            bar = progress_bar("request", total=len(requests), desc="likelihoods", quiet=disable_tqdm)
             answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
 
             def keep(row: int, found: TokenPredictions) -> None:
@@ -173,7 +172,7 @@ def model_class() -> type:
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             answers = []
-            for request in tqdm(requests, disable=disable_tqdm or None, desc="rolling likelihoods", file=sys.stderr):
+            for request in progress_bar("request", over=requests, desc="rolling likelihoods", quiet=disable_tqdm):
                 tokens = self.tok_encode(request.args[0], add_special_tokens=False)
                 windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
                 pairs = [make_disjoint_window(window) for window in windows]
@@ -199,7 +198,7 @@ def model_class() -> type:
             return loglikelihood.predict(self.model, sequences, counts, **settings, batch=self.batch, on_row=on_row)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            bar = tqdm(total=len(requests), disable=disable_tqdm or None, desc="answers", file=sys.stderr)
+            bar = progress_bar("request", total=len(requests), desc="answers", quiet=disable_tqdm)
             answers = [""] * len(requests)
             alike: dict[str, list[int]] = {}
             for row, request in enumerate(requests):

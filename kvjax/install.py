@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # of the extras that a command line tells
-    "eval": ("tqdm", "rouge", "rouge_score", "math_verify", "scipy"),
-    "train": ("optax", "orbax", "tensorboardX", "tqdm", "zstandard"),
+    "eval": ("rouge", "rouge_score", "math_verify", "scipy"),
+    "train": ("optax", "orbax", "tensorboardX", "zstandard"),
     "plot": ("matplotlib",),
     "gguf": ("gguf",),
 }

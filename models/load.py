@@ -29,7 +29,8 @@ from models.decoder import Decoder
 from models.folders import find, open_folder
 from models.gguf import open_file, read_sampling
 from models.parameters import PARAMETERS, array_shapes, parameter_shapes, tensor_of
-from models.placing import checked_mesh, place, progress_of
+from models.placing import checked_mesh, place
+from models.progress import progress_bar
 from models.sampling import Sampling, check_sampling
 from models.tokenizer import Tokenizer, read_object
 
@@ -94,9 +95,11 @@ def load(
         counted = {name: _counted(tensor, on_read) for name, tensor in checkpoint.tensors.items()}
         checkpoint = checkpoint._replace(tensors=counted)
     by_name, shapes = parameter_shapes(checkpoint.config), array_shapes(checkpoint.config)
-    with progress_of(sum(math.prod(shape[: PARAMETERS[name].separate]) for name, shape in by_name.items())) as advance:
+    total = sum(math.prod(shape[: PARAMETERS[name].separate]) for name, shape in by_name.items())
+    # No bar for a model that loads within a second.
+    with progress_bar("tensor", total=total, desc="loading", delay=1, leave=False) as bar:
         arrays = {
-            path: place(path, shapes[path], checkpoint, target, mesh, advance)
+            path: place(path, shapes[path], checkpoint, target, mesh, bar.update)
             for path in sorted(shapes, key=lambda path: -np.prod(shapes[path]))
         }
     return Decoder(checkpoint.config, arrays), checkpoint.tokenizer

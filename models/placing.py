@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import hosts
 from models.checkpoint import Checkpoint, Tensor, file_shape
 from models.config import Config
 from models.parameters import PARAMETERS, axes_of, layers_with, named, names_in, partition, rows_of, tensor_of
@@ -73,26 +70,6 @@ def checked_mesh(config: Config, mesh: Mesh) -> Mesh:
     if more > 1 and (not config.num_experts or config.num_experts % (more * ways)):
         raise ValueError(f"expert={more} and tensor={ways} do not divide the model's {config.num_experts} experts.")
     return Mesh(mesh.devices, mesh.axis_names)
-
-
-@contextlib.contextmanager
-def progress_of(tensors: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar over tensors if tqdm is installed and standard error is a terminal."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda count: None
-        return
-    with tqdm(  # no bar for a model that loads within a second
-        desc="loading",
-        total=tensors,
-        unit="tensor",
-        file=sys.stderr,
-        delay=1,
-        leave=False,
-        disable=None if hosts.first() else True,
-    ) as bar:
-        yield bar.update
 
 
 def place(

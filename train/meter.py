@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import sys
-import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +14,20 @@ from tqdm import tqdm
 
 AHEAD = 2  # steps that a device is given before the oldest of them must be done, so that it never waits for the host
 SECONDS = 20.0  # between two lines
+LINE = "step {n:,} of {total:,}{postfix}, {rate_inv_fmt}, {remaining} left"
+
+
+class Lines(NamedTuple):
+    """A file for a bar where standard error is no terminal: each text of the bar is said as a line."""
+
+    say: Callable[[str], None]
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self.say(" ".join(text.split()))
+
+    def flush(self) -> None:
+        """Do nothing: each line is written at once."""
 
 
 class Meter:
@@ -26,15 +40,12 @@ class Meter:
     """
 
     def __init__(self, total: int, done: int, show: bool, say: Callable[[str], None]):
-        self.total, self.done = total, done
         self.flight: collections.deque[Array] = collections.deque()
-        bar = show and sys.stderr.isatty()
-        self.say = say if show and not bar else None
-        self.bar = tqdm(total=total, initial=done, disable=not bar, dynamic_ncols=True, file=sys.stderr)
-        self.first = done + 1  # which compiles, so the time per step is that of the others
-        self.start = self.said = time.monotonic()
-        if self.say and done < total:
-            self.say(f"compiling step {self.first:,} of {total:,}")
+        self.lines = None if sys.stderr.isatty() else Lines(say)
+        look: dict[str, Any] = {"dynamic_ncols": True}
+        if self.lines:
+            look = {"file": self.lines, "bar_format": LINE, "mininterval": SECONDS, "maxinterval": SECONDS}
+        self.bar = tqdm(total=total, initial=done, disable=not show, unit="step", miniters=1, **look)
 
     def started(self, loss: Array) -> None:
         """Count a step that was handed to the device, and wait for the one ``AHEAD`` steps before it."""
@@ -49,21 +60,12 @@ class Meter:
 
     def close(self, text: str = "") -> None:
         """End the bar, and say what comes next, if anything."""
+        shown = not self.bar.disable
         self.bar.close()
-        if self.say and text:
-            self.say(text)
+        if shown and self.lines:
+            self.lines.write(text)
 
     def _finish(self) -> None:
         loss = float(np.sum(jax.device_get(self.flight.popleft())))
-        self.done, now = self.done + 1, time.monotonic()
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
         self.bar.update()
-        if self.done == self.first:
-            self.start = now
-        if self.say is None or not (self.done in (self.first, self.total) or now - self.said >= SECONDS):
-            return
-        self.said, line = now, f"step {self.done:,} of {self.total:,}, loss {loss:.4f}"
-        if self.done > self.first + AHEAD:  # those before were done while the first was waited for
-            each = (now - self.start) / (self.done - self.first)
-            line += f", {each:.3g} s per step, {tqdm.format_interval(each * (self.total - self.done))} left"
-        self.say(line)

@@ -26,6 +26,7 @@ from kvjax import install
 from kvjax.checks import check_share_or_tokens
 from models import files, hosts
 from models.commands import distributed
+from models.progress import progress_bar as progress_bar
 
 EXIT_CODES = """exit codes:
   0    done
@@ -302,19 +303,6 @@ def sentence(error: BaseException) -> str:
         name = str(error.filename)
         return f"{name if len(name) <= 200 else name[:200] + '...'}: {error.strerror[:1].lower()}{error.strerror[1:]}"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def progress_bar(unit: str, *, total: int | None = None, over: Iterable[Any] | None = None) -> Any:
-    """Return a tqdm bar on standard error, or one that stays quiet where that is no terminal.
-
-    Args:
-        unit: what is counted, such as "sample".
-        total, over: how many there are, or the iterable to go through.
-    """
-    from tqdm import tqdm
-
-    quiet = None if hosts.first() else True  # None is quiet where standard error is no terminal
-    return tqdm(over, total=total, unit=unit, file=sys.stderr, dynamic_ncols=True, disable=quiet)
 
 
 def check_tokenizer[Found](model: str | Path, tokenizer: Found | None) -> Found:

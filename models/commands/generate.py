@@ -146,20 +146,17 @@ def _generate(flags: argparse.Namespace) -> None:
 def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Request]) -> None:
     """Print one line of JSON per prompt as soon as it is done. A prompt that fails does not stop the others."""
     digests = provenance.of_run(loaded.model, loaded.tokenizer)
-    failed, counted = 0, hosts.first() and sys.stderr.isatty()
-    for done, request in enumerate(requests):
+    failed, bar = 0, commands.progress_bar("prompt", over=requests)
+    for request in bar:
         make_room()
-        if counted:
-            print(f"\r{done} of {len(requests)} prompts", end="", file=sys.stderr, flush=True)
         try:
             said = _json(flags, digests, {"line": request.line} | _answer(flags, loaded, request))
         except ValueError as error:
             if hosts.several():  # the others may not have it, and wait for this process
                 raise
             said, failed = json.dumps({"line": request.line, "error": commands.sentence(error)}), failed + 1
-        print(said, flush=True)
-    if counted:
-        print(f"\r{len(requests)} of {len(requests)} prompts", file=sys.stderr)
+        with bar.external_write_mode():  # a line of its own beside the bar
+            print(said, flush=True)
     if failed:
         raise ValueError(f"{failed} of {len(requests)} prompts failed; the 'error' in their lines says why.")
 

@@ -251,29 +251,29 @@ def test_lines_name_steps_whose_checkpoints_are_on_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(meter, "SECONDS", 0)
     run(tmp_path, progress_bar=True, say=say)
-    steps = [f"step {step} of 6" for step in range(1, 7)]
-    assert said == ["compiling step 1 of 6", *steps, "measuring held-out text"]
+    steps = [f"step {step} of 6" for step in (*range(7), 6)]
+    assert said == [*steps, "measuring held-out text"]
 
 
 def test_a_step_counts_once_its_loss_is_known_and_lines_come_by_the_clock(monkeypatch):
-    said, now = [], [0.0]
-    monkeypatch.setattr(meter.time, "monotonic", lambda: now[0])
-    shown = meter.Meter(100, 0, True, said.append)
+    said, hours = [], 3600.0
+    shown = meter.Meter(1100, 1000, True, said.append)
     for step in range(12):
-        now[0] += 3
         shown.started(np.float32(step))
-    assert shown.done == 12 - meter.AHEAD
+    assert shown.bar.n == 1012 - meter.AHEAD and len(said) == 1
+    shown.bar.last_print_t -= hours
     shown.settle()
-    assert shown.done == 12 and said == [
-        "compiling step 1 of 100",
-        "step 1 of 100, loss 0.0000",
-        "step 8 of 100, loss 7.0000, 3 s per step, 04:36 left",
+    shown.close("saving")
+    shown.close()
+    assert [line.partition(", ")[0] for line in said] == [
+        "step 1,000 of 1,100",
+        "step 1,011 of 1,100",
+        "step 1,012 of 1,100",
+        "saving",
     ]
-    last = meter.Meter(100, 97, True, said.append)
-    for step in range(3):
-        last.started(np.float32(step))
-    last.settle()
-    assert said[-1] == "step 100 of 100, loss 2.0000"  # three steps in flight at once tell no time
+    assert ", loss=11.0000, " in said[2] and said[2].endswith(" left")
+    meter.Meter(2, 0, False, said.append).close("nothing is shown")
+    assert len(said) == 4
 
 
 def test_without_the_closing_measurement_a_run_is_measured_later(tmp_path, whole):
