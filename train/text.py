@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
+import zstandard
 from jaxtyping import Int
 
 from evals import prose, texts
@@ -331,10 +332,6 @@ def open_file(file: Path) -> IO[bytes]:
     if packing == ".gz":
         return io.BufferedReader(gzip.open(file, "rb"))
     if packing == ".zst":
-        try:
-            zstandard = importlib.import_module("zstandard")
-        except ImportError:
-            raise ImportError(f"to read {file}, zstandard must be installed: pip install zstandard.") from None
         return io.BufferedReader(zstandard.open(file, "rb"))
     return file.open("rb")
 
@@ -349,9 +346,7 @@ def _stream(file: Path, offset: int, read: Callable[[IO[bytes]], Iterator[Piece]
             else:
                 stream.seek(offset)
             yield from read(stream)
-        except Exception as error:
-            if not isinstance(error, EOFError | zlib.error | gzip.BadGzipFile) and type(error).__name__ != "ZstdError":
-                raise
+        except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
             raise ValueError(f"{file} is cut short or damaged ({error}); copy it again.") from None
 
 
