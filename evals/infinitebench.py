@@ -89,7 +89,8 @@ TASKS = {
         "Find the value of a key in this JSON object.\n\n{context}\n\n{input}", 50, metric_of(metrics.word), _answers
     ),
     "longbook_sum_eng": Task(
-        "Read this book.\n\n{context}\n\nSummarise it.\n\nSummary:", 1200, metric_of(metrics.rouge_l_sum), _answers
+        "Read this book.\n\n{context}\n\nSummarise it.\n\nSummary:",
+        1200, metric_of(metrics.rouge_l, kind="rougeLsum"), _answers,
     ),
     "longbook_choice_eng": Task(
         _BOOK + f"Question: {{input}}\n{_OPTIONS}\n\nThe letter of the right option is",

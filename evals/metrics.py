@@ -51,22 +51,13 @@ def longbench_rouge_l(answer: str, reference: str) -> float:
         return 0.0
 
 
-def rouge_l(answer: str, reference: str) -> float:
-    """Return ROUGE-L's F as computed by rouge-score, without stemming.
+def rouge_l(answer: str, reference: str, kind: str = "rougeL") -> float:
+    """Return ROUGE-L's F as computed by rouge-score, without stemming; of "rougeLsum", each line is a sentence.
 
     Raises:
         ImportError: rouge-score is not installed.
     """
-    return _scorer("rougeL").score(reference, answer)["rougeL"].fmeasure
-
-
-def rouge_l_sum(answer: str, reference: str) -> float:
-    """Return ROUGE-Lsum's F as computed by rouge-score, where each line is a sentence.
-
-    Raises:
-        ImportError: rouge-score is not installed.
-    """
-    return _scorer("rougeLsum").score(reference, answer)["rougeLsum"].fmeasure
+    return _scorer(kind).score(reference, answer)[kind].fmeasure
 
 
 def edit_similarity(answer: str, reference: str) -> float:

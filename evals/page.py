@@ -41,7 +41,6 @@ def figures(folder: Path) -> dict[str, Any]:
         command = header["command"] if part is None else command_line.command_text(part.flags)
         of_any_length = part is not None and not hasattr(part.flags, "lengths")
         line["command"] = _line_command(command, {**line, "length": None} if of_any_length else line)
-        line["low"], line["high"] = max(line["low"], 0.0), min(line["high"], 1.0)
         line["kind"] = {"full": "full", run_settings.RECENCY: "recency"}.get(line["policy"], "policy")
     short: dict[str, str] = {}
     for evaluation in {line["evaluation"] for line in lines}:

@@ -20,7 +20,6 @@ from flax import nnx
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
 from tqdm import tqdm
 
 import models
