@@ -137,6 +137,8 @@ def chance(differences: Sequence[float] | Float[np.ndarray, "models samples"]) -
 
 def _sign_flip(values: Float[np.ndarray, "samples"]) -> float:
     sizes = np.abs(values[values != 0])
+    if not len(sizes):
+        return 1.0
     if np.all(sizes == 1):
         return float(scipy.stats.binomtest(int(np.sum(values > 0)), len(sizes)).pvalue)
     rng, far, found = np.random.default_rng(0), abs(math.fsum(values)) * (1 - 1e-9), 0

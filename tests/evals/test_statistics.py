@@ -20,6 +20,7 @@ def test_wilsons_interval_has_the_textbook_values(successes, trials, expected):
 def test_equal_outcomes_are_within_noise_and_a_worse_policy_is_called_so():
     found = statistics.comparison([0] * 20)
     assert found["low"] < 0 < found["high"] and found["better"] == "within noise"
+    assert statistics.chance([0] * 20) == 1
     assert statistics.comparison([-1] * 40)["better"] == "no"
 
 
