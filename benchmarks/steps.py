@@ -12,7 +12,7 @@ import functools
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jaxtyping import Array, Int
 import kvjax
 import models
 from benchmarks import measure
-from kvjax.cache import Entries
+from kvjax.cache import PARTS, Entries
 from kvjax.schedule import Phase, Text
 from models.config import Config
 from models.options import PAGE_SIZE, Options
@@ -175,29 +175,29 @@ def _step(kind: Kind, run: Run, cache: Any, tokens: Int[Array, "B m"]) -> tuple[
 
 def restart(cache: Any, start: Any) -> Any:
     """Return the cache with the positions that it started from; keys and values stay as they are."""
-    return dataclasses.replace(cache, position=start.position, next_position=start.next_position)
+
+    def of_part(own: Any, begun: Any) -> Any:
+        return dataclasses.replace(own, position=begun.position, next_position=begun.next_position)
+
+    return cache.map(of_part, (start.each_part, PARTS))
 
 
-def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) -> kvjax.KVCache:
+def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) -> kvjax.LayerCaches:
     """Return a cache of random numbers whose heads hold ``held`` tokens each, spread over the prompt in random order.
 
     All layers hold the same keys and values, or none without ``numbers``. If all tokens of the prompt are held, they
     are in order, as in a full cache. ``shape`` is the abstract cache of a :class:`Program`.
     """
 
-    @jax.jit
-    def make() -> Any:
-        keys = iter(jax.random.split(jax.random.key(0), 64))
-
-        def draw(leaf: Any) -> Array:
-            return jnp.broadcast_to(jax.random.normal(next(keys), leaf.shape[1:], leaf.dtype), leaf.shape)
+    def of_layer(own: Any, key: Array, drawn: Any) -> Any:
+        keys = iter(jax.random.split(key, 64))
 
         def state(leaf: Any) -> Array:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return jnp.zeros(leaf.shape, leaf.dtype)
             return jax.random.uniform(next(keys), leaf.shape, leaf.dtype)
 
-        heads, slots = shape.position.shape[:-1], shape.position.shape[-1]
+        heads, slots = own.position.shape[:-1], own.num_slots
         place = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (*heads, slots))
         if held < prompt:
             apart = prompt // held
@@ -206,11 +206,21 @@ def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) ->
         if held < prompt:
             position = jax.random.permutation(next(keys), position, axis=-1, independent=True)
         return dataclasses.replace(
-            shape,
-            entries=jax.tree.map(draw, shape.entries) if numbers else {},
+            own,
+            entries=drawn,
             position=position.astype(jnp.int32),
-            next_position=jnp.full(shape.next_position.shape, prompt, jnp.int32),
-            state=jax.tree.map(state, shape.state),
+            next_position=jnp.full(own.next_position.shape, prompt, jnp.int32),
+            state=jax.tree.map(state, own.state),
+        )
+
+    @jax.jit
+    def make() -> Any:
+        first, *others = jax.random.split(jax.random.key(0), 1 + len(shape.layers))
+        keys = iter(jax.random.split(first, 8))
+        of_entries = shape.arrays.entries if numbers else {}
+        drawn = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape, leaf.dtype), of_entries)
+        return kvjax.LayerCaches(
+            tuple(of_layer(own, key, drawn) for own, key in zip(shape.layers, others, strict=True))
         )
 
     return make()
@@ -230,21 +240,25 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
 
     All programs must have equally many calls.
     """
-    shared: dict[int, Entries] = {}
+    shared: dict[int, list[Entries]] = {}
+
+    def with_entries(cache: kvjax.LayerCaches, entries: Sequence[Entries]) -> kvjax.LayerCaches:
+        return cache.map(lambda layer, own: dataclasses.replace(layer, entries=own), (entries, PARTS))
 
     def runner(own: Contender) -> Callable[[], Array]:
-        slots = own.program.cache.position.shape[-1]
+        slots = own.program.cache.num_slots
         cache = after_prompt(own.program.cache, own.prompt, own.held, numbers=slots not in shared)
-        shared.setdefault(slots, cache.entries)
-        rest: list[Any] = [dataclasses.replace(cache, entries={})]
+        shared.setdefault(slots, [layer.entries for layer in cache.layers])
+        nothing: list[Entries] = [{} for _ in cache.layers]
+        rest = [with_entries(cache, nothing)]
         projection = models.output_projection(model, own.policy)
         given = dataclasses.replace(own.program.run, model=model, projection=projection)
 
         def run() -> Array:
-            whole = dataclasses.replace(rest[0], entries=shared[slots])
+            whole = with_entries(rest[0], shared[slots])
             after, logits = own.program.compiled(given, whole, own.program.tokens)
-            shared[slots] = after.entries
-            rest[0] = dataclasses.replace(after, entries={})
+            shared[slots] = [layer.entries for layer in after.layers]
+            rest[0] = with_entries(after, nothing)
             return logits
 
         return run

@@ -407,9 +407,9 @@ def pack(cache: KVCache | LayerCaches, *, pages: int, page_size: int, most: int)
     def pooled(fill: int, *leaves: Array) -> Array:
         pool = jnp.full((pages, page_size, *leaves[0].shape[3:]), fill, leaves[0].dtype)
         for leaf, own, to in zip(leaves, source, ids, strict=True):
-            flat = leaf.reshape(-1, *leaf.shape[2:])
+            flat = leaf.reshape(len(own), *leaf.shape[2:])
             moved = flat.at[jnp.arange(len(flat))[:, None], own].get(mode="fill", fill_value=fill)
-            pool = pool.at[to].set(moved.reshape(-1, page_size, *leaf.shape[3:]), mode="drop")
+            pool = pool.at[to].set(moved.reshape(len(to), page_size, *leaf.shape[3:]), mode="drop")
         return pool
 
     def stored(layer: KVCache, number: int) -> Entries:

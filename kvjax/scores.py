@@ -772,7 +772,7 @@ def _while_repeating(name: str, seen: Callable[[Observation], Scores], needs: Ne
     def init(B: int, K: int, G: int, S: int, D: int) -> Repeated:
         return Repeated(jnp.zeros((B, K, S), jnp.float32), jnp.zeros((B, K, S), jnp.int32))
 
-    def update(_: Scores, state: Repeated, o: Observation) -> tuple[Scores, Repeated]:
+    def update(_: Scores | None, state: Repeated, o: Observation) -> tuple[Scores, Repeated]:
         part, (score, token) = o.context.reconstructed, state
         if part is not None:
             start, stop = (x[:, None, None] for x in (part.start, part.stop))

@@ -43,10 +43,10 @@ class SplitCache(AnyKind):
         >>> import jax
         >>> import kvjax
         >>> mesh = jax.sharding.Mesh([jax.devices()[:1]], ("data", "tensor"))
-        >>> sizes = dict(
-        ...     layers=2, kv_heads=2, query_heads=4, head_dim=8, budget=24, block=8
+        >>> heads = dict(batch=1, kv_heads=2, head_dim=8, layers=2)
+        >>> cache = kvjax.SplitCache.init(
+        ...     mesh=mesh, pages=11, page_size=16, most=32, **heads
         ... )
-        >>> cache = kvjax.empty_cache("h2o@layer", mesh=mesh, **sizes)
         >>> cache.heads_shape, cache.parts.key.shape
         ((2, 1, 2), (1, 1, 11, 16, 8))
     """

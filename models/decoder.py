@@ -91,7 +91,7 @@ class Decoder(nnx.Module):
             arrays = _joined(config, drawn(_random_parameter, shapes, check_rngs(rngs), config.norm_offset))
         if differing := sorted(arrays.keys() ^ array_shapes(config).keys()):
             raise ValueError(
-                f"the arrays given and those of the config differ in {', '.join(differing)}; make them of a "
+                f"the arrays given and those of the config differ in {', '.join(differing[:3])}, ...; make them of a "
                 "checkpoint's parameters with models.parameters.joined."
             )
         self.embedding = nnx.Param(arrays["embedding"])

@@ -4,7 +4,7 @@
 added to the weights inside a step; models/adapters.py stores them.
 
 Libraries that attach LoRA to a module's own parameters, such as qwix, do not find ours: a projection's weights are rows
-of an array, and a layer's are slices of the stacked ones, inside a scan.
+of an array.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from models import adapters
 from models.config import Config
-from models.parameters import PARAMETERS, apart, array_of, joined, parameter_shapes
+from models.parameters import PARAMETERS, apart, array_of, joined, parameter_shapes, paths_of
 
 SCALE = 2.0  # alpha / r
 
@@ -43,7 +43,8 @@ def init(config: Config, rank: int, on: Sequence[str], seed: int) -> dict[str, A
 def merged(config: Config, arrays: Mapping[str, Array], low_rank: Mapping[str, Array]) -> dict[str, Array]:
     """Return a model's arrays by path with the products of :func:`init`'s matrices added."""
     names = dict.fromkeys(name.partition(".")[0] for name in low_rank)
-    weights = apart(config, {path: arrays[path] for path in map(array_of, (f"layers.{name}" for name in names))})
+    paths = [path for name in names for path in paths_of(config, array_of(f"layers.{name}"))]
+    weights = apart(config, {path: arrays[path] for path in paths})
     for name in names:
         layers, outputs, inputs = _sizes(config, name)
         product = jnp.einsum("lor,lri->loi", low_rank[f"{name}.B"], low_rank[f"{name}.A"])

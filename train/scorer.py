@@ -146,7 +146,7 @@ def _by_position(cache: Any, B: int, T: int, unbounded: bool) -> Float[Array, "L
         nothing = jnp.zeros((*position.shape[:2], T))
         return jnp.put_along_axis(nothing, position, here.state.score[:B], axis=-1, inplace=False, mode="drop")
 
-    score = jax.lax.map(of_layer, jnp.arange(cache.heads_shape[0])).swapaxes(2, 3)
+    score = jnp.stack([of_layer(number) for number in range(cache.heads_shape[0])]).swapaxes(2, 3)
     if not unbounded:
         return score
     scale = jnp.quantile(score, 0.9, axis=(0, 2, 3), keepdims=True)

@@ -66,7 +66,7 @@ def test_a_program_is_so_many_of_the_decoder_s_steps(model):
 def test_contenders_have_the_same_slots_and_one_program_serves_every_prompt_under_a_budget():
     for policy in ("h2o+caote", "streaming", None):
         setting = steps.Setting(CONFIG, policy, 16, block=8)
-        assert steps.shapes(setting, 1_000_000)[1].cache.position.shape == (2, 1, 2, 24)
+        assert steps.shapes(setting, 1_000_000)[1].cache.slots_shape == (2, 1, 2, 24)
     (run, state), (other, of_other) = (steps.shapes(EVICTING, prompt) for prompt in (100, 1_000_000))
     assert state == of_other and run.plan == other.plan
 

@@ -163,7 +163,8 @@ def test_free_pages_are_taken_away_and_tokens_stay():
 
 
 def test_free_slots_are_taken_away_but_those_that_the_fullest_head_needs():
-    cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=40, head_dim=2, layers=1)
-    position = np.where(np.arange(40) < np.array([3, 11])[:, None, None], np.arange(40), -1)[None]
-    small = without_room(dataclasses.replace(cache, position=jax.numpy.asarray(position)))
+    layer = kvjax.KVCache.init(batch=2, kv_heads=1, slots=40, head_dim=2)
+    position = np.where(np.arange(40) < np.array([3, 11])[:, None, None], np.arange(40), -1)
+    layer = dataclasses.replace(layer, position=jax.numpy.asarray(position))
+    small = without_room(kvjax.LayerCaches((layer,)))
     assert small.num_slots == 11 and [len(head) for head in held(small)[0]] == [3, 11]

@@ -216,7 +216,8 @@ def test_model_is_the_one_it_was_written_from(name, make):
     if model.config.norm_offset:  # llama.cpp stores 1 + weight, rounded
         for path, leaf in nnx.to_flat_state(nnx.state(model)):
             if "norm" in path[-1]:
-                theirs = functools.reduce(getattr, path, compared)[...]
+                of = lambda held, key: held[key] if isinstance(key, int) else getattr(held, key)  # noqa: E731
+                theirs = functools.reduce(of, path, compared)[...]
                 np.testing.assert_allclose(leaf[...], theirs, atol=1e-6)
                 leaf[...] = theirs
     assert_same(model, compared)

@@ -122,9 +122,7 @@ def test_a_derivative_holds_part_of_the_logits_and_one_block_s_activations(monke
 
     found = list(arrays(jax.make_jaxpr(jax.grad(objective))(model().arrays()).jaxpr))
     assert max(size for last, size in found if last == (64,)) == 16 * 64  # the head; all logits would be 2 * 23 * 64
-    assert (
-        max(size for last, size in found if last == (24,)) == 2 * 16 * 2 * 24
-    )  # L E 2 F, the weights; L B T F is 2208
+    assert max(size for last, size in found if last == (24,)) == 16 * 2 * 24  # E 2 F, a layer's weights; B T F is 1104
 
 
 # --- LoRA ------------------------------------------------------------------------------------------------------------
