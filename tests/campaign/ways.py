@@ -198,7 +198,7 @@ def turns(case: Case, asked: str) -> Outcome:
     if repeated:
         texts, lengths = texts[:1], lengths[:1]
     kept = models.prefill(model, texts, lengths=lengths, **settings).cache
-    before, state = held_of(kept), bytes_of(kept)
+    before, state = held_of(kept), bytes_of(models.stacked(kept))
     cache = _loaded(kept, case)
     outcomes = [
         _other(held_of(cache), before, "loaded"),
@@ -218,7 +218,7 @@ def turns(case: Case, asked: str) -> Outcome:
         text = [*texts[row, : lengths[row]], *questions[row, : count[row]]]
         how: dict[str, Any] = dict(question=int(count[row])) if asks else dict(question=0, turns=[int(lengths[row])])
         outcomes.append(against(case, weights, row, Row(tokens[row], None, held.row(row), []), text, **how))
-    outcomes.append(_differs(bytes_of(kept) != state, "a kept cache has changed"))
+    outcomes.append(_differs(bytes_of(models.stacked(kept)) != state, "a kept cache has changed"))
     return worst(outcomes)
 
 
