@@ -93,7 +93,7 @@ def _measurements(
             weights, cache = floors.step_bytes(config, batch, held, np.dtype(dtype).itemsize)
             flops = floors.step_flops(config, batch, block, held) if kind == "block" else 0
             records[label] |= {
-                "slots": program.cache.position.shape[-1],
+                "slots": program.cache.num_slots,
                 "floor_milliseconds": timing.limits.milliseconds(weights + cache, flops),
                 "floor_bytes": weights + cache,
                 "floor_flops": flops,

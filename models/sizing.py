@@ -104,8 +104,8 @@ def resized(spec: CacheSpec, kept: Kept, entering: int, step: int, evicted: bool
         evicted: whether every row is evicted from before its question: then a plain cache of more than twice the size
             that is needed later is shrunk.
     """
-    slots = max(spec.slots, kept.most + entering)
-    slots = kept.slots if kept.slots >= slots else rounded_up(slots)
+    needed = kept.most + entering
+    slots = max(kept.slots, spec.slots if needed <= spec.slots else rounded_up(needed))
     if kept.pages:
         new = np.repeat(most_held(spec.windows, entering, step), spec.kv_heads).astype(int)
         pages = max(spec.pages, spec.pages_of(spec.on_devices(kept.held + new)))

@@ -171,10 +171,10 @@ def test_a_step_on_several_devices_is_the_step_on_one(tmp_path):
         loaded, _ = models.load(tmp_path, mesh=mesh)
         rows = jnp.asarray(TEXT[:2]) if mesh is None else loop.spread(TEXT[:2], mesh)
         state, loss, norm = finetune.make_step(settings)(loaded, finetune.init_state(loaded, settings), rows, 0)
-        found.append((float(loss), float(norm), np.asarray(state.parameters["layers.qkv"])))
+        found.append((float(loss), float(norm), np.asarray(state.parameters["layers.0.qkv"])))
     assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
     np.testing.assert_allclose(found[0][2], found[1][2], atol=1e-3)  # Adam's first step is lr times a sign
-    assert len(state.parameters["layers.qkv"].sharding.device_set) == 4
+    assert len(state.parameters["layers.0.qkv"].sharding.device_set) == 4
 
 
 @pytest.mark.bad_input
