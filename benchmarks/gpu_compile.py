@@ -77,7 +77,7 @@ def lowered(setting: steps.Setting, program: str, chip: Any = None) -> jax.stage
         return traced.lower(lowering_platforms=None if chip is not None else ("cuda",))
 
 
-def compiled(program: jax.stages.Lowered, layers: int) -> tuple[list[Launch], int]:
+def compiled(program: jax.stages.Lowered) -> tuple[list[Launch], int]:
     """Compile a program, and return its launches and the bytes of its temporary arrays."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_gpu_autotune_level": 0}
@@ -89,7 +89,7 @@ def compiled(program: jax.stages.Lowered, layers: int) -> tuple[list[Launch], in
 
         lists = dumped("sequence_after_thunk_passes", "sequence"), dumped("metadata")
     memory: Any = made.memory_analysis()
-    return launches.launches(made.as_text() or "", *lists, stacked=layers), memory.temp_size_in_bytes
+    return launches.launches(made.as_text() or "", *lists), memory.temp_size_in_bytes
 
 
 def figures(found: Sequence[Launch]) -> dict[str, float]:
@@ -108,7 +108,7 @@ def describe(setting: steps.Setting, program: str, chip: Any) -> dict[str, Any]:
     begun, whole = time.perf_counter(), setting.config.num_layers
     try:
         sides = [
-            compiled(lowered(setting._replace(config=with_layers(setting.config, n)), program, chip), n)
+            compiled(lowered(setting._replace(config=with_layers(setting.config, n)), program, chip))
             for n in (FEW, MORE)
         ]
     except (NotImplementedError, RuntimeError, ValueError) as reason:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import report
-from kernels_pallas.dispatch import kernels_of, of_layer, platform
+from kernels_pallas.dispatch import kernels_of, platform
 from kvjax.checks import check_names
 from models import commands, files
 from models.butler import ButlerConfig
@@ -29,9 +29,8 @@ IMPLEMENTATIONS = ("reference", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
 STATISTICS = frozenset({"sum", "last"})  # read by H2O and SAGE-KV; a block's other statistics cost the same pass
 ERRORS = frozenset({"window_mean"})  # read by DropKV, and by SnapKV under CAOTE of each query
 PAGE_SIZE = 16
-BEYOND_CACHES = 2**29  # bytes that a loop reads before it returns to a layer, so that no hardware cache holds them
 
-LEGEND = """ms: median of one call, inside a loop over stacked layers; spread: the middle half of the repetitions.
+LEGEND = """ms: median of one call, in a program of several on arrays of their own; spread: the middle half of the runs.
 floor: the counted bytes at the measured copy bandwidth, or the counted products at the measured product rate,
 whichever is more. of floor: floor over ms. x reference: the reference's time over this one's. The loss never forms
 all pairs, so its floor is its inputs and gradients; the products over all pairs would be 2 T^2 N (D + 3 D')."""
@@ -40,7 +39,7 @@ all pairs, so its floor is its inputs and gradients; the products over all pairs
 class Case(NamedTuple):
     """One operation at one size; ``numbers_bytes`` and ``flops`` are its floor.
 
-    ``call(function, index, zero, *make())`` runs it, as :func:`benchmarks.measure.loop` needs it.
+    ``call(function, zero, *make())`` runs it, as :func:`benchmarks.measure.in_turn` needs it.
     """
 
     operation: str
@@ -87,11 +86,6 @@ def cases(config: Config, batch: int, sizes: Sizes, dtype: DTypeLike, operations
             yield _mse_logits(config, batch, sizes.loss_tokens, causal=causal)
 
 
-def _layers(numbers_bytes: int) -> int:
-    """Return the number of stacked layers; at least 2, because XLA could move what every turn reads out of the loop."""
-    return max(2, -(-BEYOND_CACHES // numbers_bytes)) if measure.on_accelerator() else 2
-
-
 def _normal(number: int, size: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return jax.random.normal(jax.random.key(number), size, dtype)
 
@@ -101,18 +95,17 @@ def _caote_topk(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, case: st
     S, fast, decoding = sizes.budget + sizes.block, case.endswith("fast"), case == "decode"
     live = sizes.budget + 1 if decoding else S
     width = jnp.dtype(dtype).itemsize
-    L = _layers(B * K * S * D * width)
 
     def make() -> tuple[Any, ...]:
         position = jnp.broadcast_to(jnp.where(jnp.arange(S) < live, jnp.arange(S), -1), (B, K, S))
         logits = jnp.where(position[:, :, None] >= 0, _normal(0, (B, K, G, S), jnp.float32), -jnp.inf)
         budget = jnp.full(B, sizes.budget, jnp.int32)
-        return jax.nn.softmax(logits), _normal(1, (L, B, K, S, D), dtype), position, budget
+        return jax.nn.softmax(logits), _normal(1, (B, K, S, D), dtype), position, budget
 
-    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
+    def call(function: Callable[..., Any], zero: Any, weights: Array, *arrays: Any) -> Any:
         return function(
-            *arrays, protected=None, fast=fast, norm=2, group="exact", excess=1 if decoding else None,
-            with_scores=False, layer=index % L + zero,
+            weights + zero, *arrays, protected=None, fast=fast, norm=2, group="exact", excess=1 if decoding else None,
+            with_scores=False,
         )  # fmt: skip
 
     return Case("caote_topk", case, make, call, floors.caote_topk(B, K, live, D, width, fast=fast))
@@ -131,18 +124,16 @@ def _cache_attention(
     N, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     width = jnp.dtype(dtype).itemsize
     numbers_bytes = floors.keys_and_values(B * K * S, D, width)
-    L = _layers(numbers_bytes)
 
     def make() -> tuple[Any, ...]:
         position = jnp.broadcast_to(jnp.arange(S), (B, K, S))
-        key, value = (_normal(number, (L, B, K, S, D), dtype) for number in (1, 2))
+        key, value = (_normal(number, (B, K, S, D), dtype) for number in (1, 2))
         return _normal(0, (B, T, N, D), dtype), key, value, position, jnp.broadcast_to(jnp.arange(S - T, S), (B, T))
 
-    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
+    def call(function: Callable[..., Any], zero: Any, query: Array, *arrays: Any) -> Any:
         return function(
-            *arrays, statistics=statistics, window=32, errors=errors, sliding_window=None, scale=D**-0.5,
-            layer=index % L + zero,
-        )  # fmt: skip
+            query + zero, *arrays, statistics=statistics, window=32, errors=errors, sliding_window=None, scale=D**-0.5
+        )
 
     name = ("decode" if T == 1 else f"block of {T}") + (", errors" if errors else ", statistics" if statistics else "")
     flops = floors.attention_flops(B, T, N, S, D) if T >= 128 else 0
@@ -158,29 +149,25 @@ def _paged_attention(config: Config, B: int, sizes: Sizes, T: int, dtype: DTypeL
     M, width = int(pages.max()), jnp.dtype(dtype).itemsize
     live = B * int(pages.sum())
     numbers_bytes = floors.keys_and_values(live * page, D, width)
-    L = _layers(numbers_bytes)
 
     def make() -> tuple[Any, ...]:
-        held = jnp.broadcast_to(jnp.arange(M) < jnp.asarray(pages)[:, None], (L, B, K, M))
+        held = jnp.broadcast_to(jnp.arange(M) < jnp.asarray(pages)[:, None], (B, K, M))
         number = (jnp.cumsum(held.ravel()) - 1).reshape(held.shape)
-        order = jax.random.permutation(jax.random.key(3), L * live)
-        table = jnp.where(held, order[jnp.clip(number, 0, L * live - 1)], -1).astype(jnp.int32)
+        order = jax.random.permutation(jax.random.key(3), live)
+        table = jnp.where(held, order[jnp.clip(number, 0, live - 1)], -1).astype(jnp.int32)
         slot = jnp.arange(M * page).reshape(M, page)
         of_head = jnp.where(slot < jnp.asarray(tokens)[:, None, None], slot, -1)  # [K, M, page]
-        position = jnp.full((L * live, page), -1, jnp.int32)
-        position = position.at[jnp.where(held, table, L * live)].set(
-            jnp.broadcast_to(of_head, (L, B, *of_head.shape)).astype(jnp.int32), mode="drop"
+        position = jnp.full((live, page), -1, jnp.int32)
+        position = position.at[jnp.where(held, table, live)].set(
+            jnp.broadcast_to(of_head, (B, *of_head.shape)).astype(jnp.int32), mode="drop"
         )
-        key, value = (_normal(number, (L * live, page, D), dtype) for number in (1, 2))
+        key, value = (_normal(number, (live, page, D), dtype) for number in (1, 2))
         end = int(tokens.max())
         asked = jnp.broadcast_to(jnp.arange(end - T, end), (B, T))
         return _normal(0, (B, T, N, D), dtype), key, value, position, table, asked
 
-    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
-        *pool, tables, asked = arrays
-        return function(
-            *pool, tables[index % L + zero], asked, statistics=frozenset(), window=0, sliding_window=None, scale=D**-0.5
-        )
+    def call(function: Callable[..., Any], zero: Any, query: Array, *arrays: Any) -> Any:
+        return function(query + zero, *arrays, statistics=frozenset(), window=0, sliding_window=None, scale=D**-0.5)
 
     flops = floors.attention_flops(B, T, N, page * int(pages.sum()) // K, D) if T >= 128 else 0
     return Case("paged_attention", "decode" if T == 1 else f"block of {T}", make, call, numbers_bytes, flops)
@@ -189,16 +176,15 @@ def _paged_attention(config: Config, B: int, sizes: Sizes, T: int, dtype: DTypeL
 def _select_attention(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, H: int) -> Case:
     N, K, D, S = config.num_heads, config.num_kv_heads, config.head_dim, sizes.context
     M, width = max(1, int(sizes.share * S)), jnp.dtype(dtype).itemsize
-    L = _layers(floors.keys_and_values(B * K * S, D, width))
 
     def make() -> tuple[Any, ...]:
         apart = S // M
         place = jnp.arange(M) * apart + jax.random.randint(jax.random.key(3), (B, H, M), 0, apart)
-        key, value = (_normal(number, (L, B, K, S, D), dtype) for number in (1, 2))
+        key, value = (_normal(number, (B, K, S, D), dtype) for number in (1, 2))
         return _normal(0, (B, 1, N, D), dtype), key, value, place.astype(jnp.int32)
 
-    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
-        return function(*arrays, layer=index % L + zero, scale=D**-0.5)
+    def call(function: Callable[..., Any], zero: Any, query: Array, *arrays: Any) -> Any:
+        return function(query + zero, *arrays, scale=D**-0.5)
 
     case = f"{sizes.share:.0%}, a set a {'KV' if H == K else 'query'} head"
     return Case("select_attention", case, make, call, floors.keys_and_values(B * H * M, D, width))
@@ -208,15 +194,13 @@ def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
     F = ButlerConfig.of(config).dim
     N, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     numbers_bytes = floors.mse_bytes(B, T, N, K, D, F, 4)
-    L = _layers(numbers_bytes)
 
     def make() -> tuple[Any, ...]:
         sizes = ((B, T, N, D), (B, T, K, D), (B, T, N, F), (B, T, N, F))
-        return tuple(_normal(number, (L, *size), jnp.float32) for number, size in enumerate(sizes))
+        return tuple(_normal(number, size, jnp.float32) for number, size in enumerate(sizes))
 
-    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
-        loss = jax.value_and_grad(functools.partial(function, causal=causal), argnums=(2, 3))
-        return loss(*(of_layer(x, index % L + zero) for x in arrays))
+    def call(function: Callable[..., Any], zero: Any, query: Array, *arrays: Any) -> Any:
+        return jax.value_and_grad(functools.partial(function, causal=causal), argnums=(2, 3))(query + zero, *arrays)
 
     case = ("causal" if causal else "all pairs") + ", with gradients"
     return Case("mse_logits", case, make, call, numbers_bytes)
@@ -296,19 +280,20 @@ def measurement(
     case: Case, implementations: Sequence[str], timing: measure.Timing, *, interpret: bool = False
 ) -> list[dict[str, Any]]:
     """Time a case's implementations in turns on the same arrays; one that cannot run has a refusal in its record."""
-    shapes = jax.eval_shape(case.make)
+    shapes = [jax.eval_shape(case.make)] * timing.calls
     measure.check_fits(measure.tree_bytes(shapes), f"{case.operation} ({case.case})", timing.free)
     programs, records = dict[str, jax.stages.Compiled](), list[dict[str, Any]]()
     for name in implementations:
         function = functools.partial(case.call, _function_of(case.operation, name, interpret=interpret))
-        program, what = measure.loop(function, timing.calls), f"{case.operation} ({case.case}, {name})"
+        program, what = measure.in_turn(function), f"{case.operation} ({case.case}, {name})"
         try:
             programs[name] = measure.executable(program, *shapes, what=what, free=timing.free)
         except Exception as reason:  # one failing kernel does not stop the others
             if name == "reference" and not isinstance(reason, (NotImplementedError, measure.DoesNotFit)):
                 raise
             records.append({"implementation": name, "refused": measure.reason_of(reason)})
-    arrays = jax.jit(case.make)()
+    make = jax.jit(case.make)
+    arrays = [make() for _ in range(timing.calls)]
     runs = {name: functools.partial(program, *arrays) for name, program in programs.items()}
     times = measure.take_turns(runs, timing.repetitions, calls=timing.calls)
     reference = times.get("reference")

@@ -45,14 +45,13 @@ class _Instruction(NamedTuple):
     is_root: bool
 
 
-def launches(text: str, sequence: str, names: str, *, stacked: int = 0) -> list[Launch]:
+def launches(text: str, sequence: str, names: str) -> list[Launch]:
     """Return the launches of a compiled program, in order.
 
     Args:
         text: the program, as ``jax.stages.Compiled.as_text`` gives it.
         sequence: XLA's file ``*.thunk_sequence_after_thunk_passes.txt``.
         names: XLA's file ``*.thunk_metadata.txt``.
-        stacked: the length of stacks of layers, of which a kernel reads one.
     """
     computations = _computations(text)
     of_name = {i.name: (i, own) for own in computations.values() for i in own}
@@ -83,8 +82,8 @@ def launches(text: str, sequence: str, names: str, *, stacked: int = 0) -> list[
             continue
         fused = _fused(computations, instruction)
         shapes = {i.name: i.shape for i in neighbours}
-        operands = sum(_bytes(shapes.get(x, ""), stacked) for x in instruction.operands)
-        moved = _traffic(fused, stacked) if fused else operands + _bytes(instruction.shape)
+        operands = sum(_bytes(shapes.get(x, "")) for x in instruction.operands)
+        moved = _traffic(fused) if fused else operands + _bytes(instruction.shape)
         grid = re.search(r"grid: \[(\d+), (\d+), (\d+)\]", rest)
         blocks = math.prod(map(int, grid.groups())) if grid else None
         what = "copy" if thunk == "kCopy" else _kind(instruction, fused)
@@ -123,17 +122,16 @@ def _fused(computations: dict[str, list[_Instruction]], instruction: _Instructio
     return own if own[-1] is not instruction else []
 
 
-def _bytes(shape: str, stacked: int = 0) -> int:
-    """Return the bytes of the arrays of a shape; with ``stacked``, those of one layer of a stack of so many."""
+def _bytes(shape: str) -> int:
+    """Return the bytes of the arrays of a shape."""
     total = 0
     for dtype, sizes in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape):
-        axes = [int(x) for x in sizes.split(",") if x]
         bits = 8 if dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
-        total += math.prod(axes[1:] if stacked and len(axes) > 2 and axes[0] == stacked else axes) * bits // 8
+        total += math.prod(int(x) for x in sizes.split(",") if x) * bits // 8
     return total
 
 
-def _traffic(fused: Sequence[_Instruction], stacked: int) -> int:
+def _traffic(fused: Sequence[_Instruction]) -> int:
     """Return the bytes that a fusion reads and writes: of what it slices or updates in place, only that part."""
     named = {i.name: i for i in fused}
 
@@ -145,8 +143,6 @@ def _traffic(fused: Sequence[_Instruction], stacked: int) -> int:
                 total += read(user)
             elif user.opcode in ("dynamic-slice", "slice", "gather") and is_first:
                 total += _bytes(user.shape)
-            elif user.opcode == "custom-call":
-                total += _bytes(x.shape, stacked)
             elif not (user.opcode in _UPDATES and is_first) and user.opcode != "tuple":
                 return _bytes(x.shape)
         return min(total, _bytes(x.shape))

@@ -86,22 +86,21 @@ def _summary(taken: Sequence[float], worked: Sequence[float]) -> Times:
     return Times(statistics.median(taken), min(taken), low, high, processor, len(taken))
 
 
-def loop(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """Return a program that calls ``function(index, zero, *arguments)`` ``calls`` times and returns the last result.
+def in_turn(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Return a program that calls ``function(zero, *arguments)`` for each of its arguments, and returns all results.
 
-    ``zero`` is an integer 0 that XLA cannot know to be 0, because it depends on the call before. Code that slices its
-    arguments at ``index % L + zero`` stays in the loop if L is at least 2; what depends on neither ``index`` nor
-    ``zero`` may be computed once, before the loop.
+    ``zero`` is an integer 0 that XLA cannot know to be 0, because it depends on the call before. What depends on it can
+    run neither before that call nor beside it. Give each call arrays of its own, as the layers of a decoder have: what
+    two calls compute from the same array, XLA computes once.
     """
 
-    def program(*arguments: Any) -> Any:
-        def body(index: Any, before: Any) -> Any:
-            leaf = jax.tree.leaves(before)[0]
+    def program(*each: Any) -> list[Any]:
+        zero, results = jnp.int32(0), list[Any]()
+        for arguments in each:
+            results.append(function(zero, *arguments))
+            leaf = jax.tree.leaves(results[-1])[0]
             zero = (leaf[(0,) * leaf.ndim] < -100_000_000).astype(jnp.int32)  # no position or mean is so small
-            return function(index, zero, *arguments)
-
-        shapes = jax.eval_shape(function, jnp.int32(0), jnp.int32(0), *arguments)
-        return jax.lax.fori_loop(0, calls, body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        return results
 
     return program
 

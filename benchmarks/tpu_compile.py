@@ -90,7 +90,7 @@ def lowered_case(case: kernels.Case, mesh: Mesh) -> tuple[jax.stages.Lowered, An
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # a cache is made for this platform
         shapes = jax.eval_shape(case.make)
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
-        return jax.jit(partial(case.call, getattr(kernels_pallas, case.operation), 0, 0)).lower(*given), given
+        return jax.jit(partial(case.call, getattr(kernels_pallas, case.operation), 0)).lower(*given), given
 
 
 def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[str, Lower]]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-from jaxtyping import Array, Int
 
 from kernels_pallas.checks import check_names
 from kernels_pallas.prepare import with_derivative_of
@@ -102,26 +101,12 @@ def _by_name(implementation: str, kernels: Mapping[str, Kernel]) -> Kernel:
     return kernel
 
 
-def check_layer(what: str, ndim: int, layer: Any) -> None:
-    """Check that ``layer`` is given for arrays that stack layers (5 axes), and only for them."""
-    if ndim == 5 and layer is None:
-        raise ValueError(f"the {what} stack layers; give the number of one with layer=.")
-    if ndim != 5 and layer is not None:
-        raise ValueError(f"layer= was given, but the {what} have no layers.")
-
-
 def check_scale(what: str, vectors: Any, scale: Any) -> None:
     """Check that vectors of eight bits have a scale each, and that given scales fit their vectors."""
     if scale is None and vectors.dtype.itemsize == 1:
         raise ValueError(f"{what} is {vectors.dtype}, but {what}_scale is missing; give {vectors.shape[:-1]} scales.")
     if scale is not None and scale.shape != vectors.shape[:-1]:
         raise ValueError(f"{what}_scale is {scale.shape}; expected {vectors.shape[:-1]}, one scale per vector.")
-
-
-def of_layer[Tree: Any](arrays: Tree, layer: Int[Array, ""] | int | None) -> Tree:
-    """Return one layer of arrays that stack layers, or the arrays themselves where ``layer`` is None."""
-    take = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
-    return arrays if layer is None else jax.tree.map(take, arrays)
 
 
 def platform() -> str:

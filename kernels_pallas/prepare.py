@@ -1,4 +1,4 @@
-"""Wrappers that kernels share: stacked layers, the devices of a mesh, a derivative."""
+"""Wrappers that kernels share: the devices of a mesh, a derivative."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 SPLIT = {"b": "data", "k": "tensor", "n": "tensor"}  # an array's axis -> the mesh's axis that splits it
-
-
-def stacked(layer: Int[Array, ""] | int | None, *arrays: Array) -> tuple[Array, ...]:
-    """Return the stacked arrays and the layer's number, as kernels take them; a single layer becomes a stack of one."""
-    if layer is None:
-        return *(x[None] for x in arrays), jnp.zeros(1, jnp.int32)
-    return *arrays, jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 class Beside(NamedTuple):

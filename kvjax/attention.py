@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention_pages import observe_pages, observe_parts
 from kvjax.block_checks import check_shapes, checked_budget
-from kvjax.cache import put_back
+from kvjax.chains import policy_of
 from kvjax.eviction import Budget, Evidence, evict_by
 from kvjax.insertion import Cache, checked_block
 from kvjax.layer import (
@@ -19,10 +19,8 @@ from kvjax.layer import (
     ask,
     attend_heads,
     choosable,
-    inserted,
+    heads_joined,
     layer_index,
-    layer_of,
-    of_layer,
     prepared,
     promises_room,
     shares_of,
@@ -35,6 +33,8 @@ from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_measured, check_policy
 from kvjax.split import SplitCache
+
+_TOGETHER = "{!r} cannot evict from one layer of a {} cache of {} layers: kvjax.observe all, then evict once."
 
 
 def attend(
@@ -64,7 +64,7 @@ def attend(
         budget: tokens that each head keeps (on average, under an uneven allocation), one number or one per row; with
             None the policy observes, but evicts nothing. A share is not accepted, for a block does not know how long
             its prompt is.
-        context: what the layer provides: its number in a stacked cache, a sliding window, and so on.
+        context: what the layer provides: its number in a cache of several layers, a sliding window, and so on.
 
     Returns:
         The attention's output and the cache. Under jit, a row whose tokens do not fit into the cache is NaN from then
@@ -92,17 +92,16 @@ def attend(
         ([[4]], [6])
     """
     if isinstance(cache, LayerCaches):
-        number, given = check_layer(cache, context.layer), (query, key, value, position)
+        number, given, policy = check_layer(cache, context.layer), (query, key, value, position), policy_of(policy)
+        if policy is not None and budget is not None and not policy.allocation.one_layer:
+            raise ValueError(_TOGETHER.format(policy.name, "plain", len(cache.layers)))
         own: Any
         out, own = attend(cache.layers[number], *given, policy=policy, budget=budget, context=context)
         return out, cache.with_layer(number, own)
     query, key, value = check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, context)
-    stacked = len(cache.heads_shape) == 3
-    together = stacked and policy is not None and not (policy.allocation.one_layer and not cache.paged)
-    if policy is not None and budget is not None and together:
-        whole = f"a {'paged' if cache.paged else 'plain'} cache of {cache.heads_shape[0]} layers"
-        raise ValueError(f"{policy.name!r} cannot evict from one layer of {whole}: kvjax.observe all, then evict once.")
+    if policy is not None and budget is not None and len(cache.heads_shape) == 3:
+        raise ValueError(_TOGETHER.format(policy.name, "paged", cache.heads_shape[0]))
     if policy is not None and policy.repeats and budget is not None and context.reconstructed is None:
         raise ValueError(f"{policy.name!r} scores while the text is repeated; run models.prefill.")
     block = _checked(cache, query, key, value, position, policy, context)
@@ -119,8 +118,7 @@ def attend_unchecked(
     if cache.paged:
         empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
         evidence = empty.with_layer(cache, None, evidence)
-    layer, how = layer_index(cache, context), context.implementation
-    return out, evict_by(cache, evidence, budget, layer=layer, excess=context.excess, implementation=how)
+    return out, evict_by(cache, evidence, budget, excess=context.excess, implementation=context.implementation)
 
 
 def observe(
@@ -143,27 +141,24 @@ def observe(
 
     Returns:
         The attention's output, the cache with the block in it, and the policy's evidence on the layer's slots, with
-        scores ``[B, K, S]`` as in ``cache.layer(context.layer)`` (None without a policy).
+        scores ``[B, K, S]`` as in a plain cache, or in ``cache.layer(context.layer)`` (None without a policy).
 
     Example:
         >>> import jax, kvjax, numpy as np
         >>> policy = kvjax.parse("tova(heads='group')@model")
-        >>> cache = kvjax.KVCache.init(
-        ...     batch=1, kv_heads=2, slots=4, head_dim=4, layers=3
-        ... )
-        >>> evidence = kvjax.Evidence.of_layers(cache, policy.allocation)
+        >>> layer = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4)
+        >>> cache = kvjax.LayerCaches((layer, layer, layer))
         >>> @jax.jit
-        ... def layer_of_a_block(cache, evidence, layer, q):
-        ...     at, context = np.arange(4)[None], kvjax.Context(layer=layer)
-        ...     out, cache, said = kvjax.observe(
-        ...         cache, q, q, q, at, policy=policy, context=context
-        ...     )
-        ...     return cache, evidence.with_layer(cache, layer, said)
-        >>> for layer, q in enumerate(
-        ...     np.random.default_rng(0).normal(size=(3, 1, 4, 2, 4))
-        ... ):
-        ...     cache, evidence = layer_of_a_block(cache, evidence, layer, q)
-        >>> cache = jax.jit(kvjax.evict)(cache, evidence, budget=2)
+        ... def block(cache, queries):
+        ...     evidence = kvjax.Evidence.of_layers(cache, policy.allocation)
+        ...     for layer, q in enumerate(queries):
+        ...         context = kvjax.Context(layer=layer)
+        ...         out, cache, said = kvjax.observe(
+        ...             cache, q, q, q, policy=policy, context=context
+        ...         )
+        ...         evidence = evidence.with_layer(cache, layer, said)
+        ...     return kvjax.evict(cache, evidence, budget=2)
+        >>> cache = block(cache, np.random.default_rng(0).normal(size=(3, 1, 4, 2, 4)))
         >>> cache.num_live.sum().item()
         12
     """
@@ -179,7 +174,7 @@ def observe(
     # What excess promises of an eviction says nothing of the blocks that are observed before it.
     out, left, evidence = observe_unchecked(cache, block, policy, budget, dataclasses.replace(context, excess=None))
     if evidence is not None and not cache.paged:
-        evidence = with_scores(evidence, layer_of(left, context))
+        evidence = with_scores(evidence, left)
     return out, left, evidence
 
 
@@ -210,16 +205,16 @@ def observe_unchecked(
     """Run :func:`observe` without its checks; an even allocation's scores may still be :class:`kvjax.Weights`."""
     block, context = prepared(cache, block, context)
     needs = Needs() if policy is None else policy.needs
-    cache, taken = inserted(cache, block, context, promises_room(policy, budget, context))
-    out, columns, block, here = attend_heads(taken, block, needs, context, cache)
+    cache = cache.insert(block.key, block.value, block.position, room=promises_room(policy, budget, context))
+    out, columns, block, here = attend_heads(cache, block, needs, context)
     if policy is None:
-        return out, put_back(cache, taken, layer_index(cache, context)), None
+        return out, cache, None
     here, heads = choosable(here, context), cache.first_head + jnp.arange(cache.heads_shape[-1])
     evidence, state = ask(policy, here, block, columns, heads, shares_of(cache, budget), context)
-    evidence = of_layer(policy, evidence, cache)
+    evidence = heads_joined(policy, evidence, cache)
     if not policy.allocation.even:
         evidence = with_scores(evidence, here)
-    return out, updated(cache, taken, here.position, state, context), evidence
+    return out, updated(cache, here.position, state, context), evidence
 
 
 observe_unchecked.register(PagedCache, observe_pages)

@@ -23,8 +23,8 @@ from kvjax.layer import (
     attended,
     choosable,
     frees,
+    heads_joined,
     layer_index,
-    of_layer,
     prepared,
     promises_room,
     shares_of,
@@ -76,7 +76,7 @@ def observe_pages(
             context, projection=heads_of(context.projection, 0, head), predicted=heads_of(context.predicted, 2, head)
         )
         if turned:
-            out, own_columns, mine, here = attend_heads(here, mine, needs, own, None)
+            out, own_columns, mine, here = attend_heads(here, mine, needs, own)
             if policy is None:
                 return out, (), None
         else:
@@ -106,7 +106,7 @@ def observe_pages(
     of_heads = {name: jax.tree.map(joined, getattr(evidence, name)) for name in names}
     shared = {name: jax.tree.map(lambda x: x[0], getattr(evidence, name)) for name in ("entered", "end", "window")}
     evidence = dataclasses.replace(evidence, **of_heads, **shared)
-    evidence = of_layer(policy, evidence, cache)
+    evidence = heads_joined(policy, evidence, cache)
     evidence = dataclasses.replace(evidence, protected=None)
     if frees(context):
         assert context.sliding_window is not None

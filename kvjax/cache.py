@@ -12,8 +12,7 @@
     state          a pytree of a policy's per-slot arrays [B, K, S, ...]; a slot's entry is zero when a token enters.
                    A policy's state per head, not per slot, is in a HeadState [B, K, ...]
 
-Heads hold different tokens, so a slot is not a position. A model stacks its layers on the first axis, [L, B, K, S, D];
-the functions then take `layer=`, and write into the stacked arrays, so that a donated cache is updated in place.
+Heads hold different tokens, so a slot is not a position. A model has such a cache for each layer (kvjax/layers.py).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from kernels_pallas.dispatch import of_layer
 from kvjax.checks import check_count, check_names, is_known
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
@@ -86,7 +84,7 @@ def part_of_kind[Part: Any](state: PyTree, kind: type[Part]) -> Part | None:
 
 
 class Pages(NamedTuple):
-    """Hold a layer of a plain or a paged cache as a page table of each head, and the pool of all pages."""
+    """Hold a plain cache, or a layer of a paged one, as a page table of each head, and the pool of all pages."""
 
     entries: Entries
     position: Int[Array, "P page"]
@@ -104,7 +102,7 @@ class AnyKind:
     num_pages: Any = 0  # of each device's pool
     page_size: Any = 1  # slots per page
     ways: Any = (1, 1)  # the numbers of devices that split the rows, and the heads
-    axis: str | tuple[()] | None = None  # the mesh axis that splits a layer's heads, if K are one device's; () for none
+    axis: Any = None  # the mesh axis that splits a layer's heads, if K are one device's; () for none
     heads_shape: Any  # (*L, B, K)
     num_slots: Any
     position: Any
@@ -135,6 +133,15 @@ class AnyKind:
     def slots_shape(self) -> tuple[int, ...]:
         """The shape of its slots, of whatever they are arranged by."""
         return self.position.shape
+
+    def heads(self) -> Int[Array, "..."]:
+        """Return the head, (layer * B + row) * K + head, that each vector of slots belongs to: here in order."""
+        return jnp.arange(math.prod(self.heads_shape), dtype=jnp.int32).reshape(self.heads_shape)
+
+    def batch_rows(self) -> Int[Array, "..."]:
+        """Return the batch row of each of :meth:`heads`."""
+        B, K = self.heads_shape[-2:]
+        return self.heads() // K % B
 
     @property
     def all_heads(self) -> int:
@@ -221,7 +228,7 @@ class KVCache(Stored):
     """
 
     entries: Entries
-    position: Int[Array, "*L B K S"]
+    position: Int[Array, "B K S"]
     next_position: Int[Array, "B"]
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
@@ -234,7 +241,6 @@ class KVCache(Stored):
         kv_heads: int,
         slots: int,
         head_dim: int,
-        layers: int | None = None,
         dtype: DtypesLike = jnp.float32,
         state: PyTree = (),
         positions: Positions = "absolute",
@@ -255,31 +261,31 @@ class KVCache(Stored):
             ValueError: if a size is below 1, or the dtype or the positions are unknown.
         """
         check_positions(positions)
-        batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
+        batch, kv_heads, head_dim, _ = check_heads(batch, kv_heads, head_dim)
         slots = check_count("slots", slots, 1, "a cache needs at least 1")
-        shape = (*(() if layers is None else (layers,)), batch, kv_heads, slots)
-        dtypes = check_dtypes(dtype)
-        return KVCache.blank(shape, head_dim, dtypes, state, positions)
+        return KVCache.blank((batch, kv_heads, slots), head_dim, check_dtypes(dtype), state, positions)
 
     @classmethod
     def blank(
-        cls, shape: tuple[int, ...], head_dim: int, dtypes: Dtypes, state: PyTree, positions: Positions
+        cls, shape: tuple[int, int, int], head_dim: int, dtypes: Dtypes, state: PyTree, positions: Positions
     ) -> KVCache:
-        """Make an empty cache with slots of a shape, ``(*L, B, K, S)``, to which its state is known to fit."""
+        """Make an empty cache with slots of a shape, ``(B, K, S)``, to which its state is known to fit."""
         entries, position = empty_entries(shape, head_dim, dtypes), jnp.full(shape, -1, jnp.int32)
-        next_position = jnp.zeros(shape[-3], jnp.int32)
+        next_position = jnp.zeros(shape[0], jnp.int32)
         return cls(entries=entries, position=position, next_position=next_position, state=state, positions=positions)
 
     @classmethod
     def of(
         cls,
-        key: Real[Array, "*L B K S D"],
-        value: Real[Array, "*L B K S D"],
-        position: Int[Array, "*L B K S"],
+        key: Real[Array, "B K S D"],
+        value: Real[Array, "B K S D"],
+        position: Int[Array, "B K S"],
         next_position: Int[Array, "B"],
         **others: Any,
     ) -> KVCache:
         """Make a cache of keys and values that there are already; ``others`` are its state and its positions' kind."""
+        if position.ndim != 3:
+            raise ValueError(f"position is {position.shape}; a KVCache is of one layer, [B, K, S]. See LayerCaches.")
         return cls(entries=dict(key=key, value=value), position=position, next_position=next_position, **others)
 
     @property
@@ -289,39 +295,46 @@ class KVCache(Stored):
 
     @property
     def heads_shape(self) -> tuple[int, ...]:
-        """``(*L, B, K)``."""
+        """``(B, K)``."""
         return self.position.shape[:-1]
 
     @property
-    def num_live(self) -> Array:
-        """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
+    def num_live(self) -> Int[Array, "B K"]:
+        """Return the number of tokens that each head holds."""
         return count_live(self.position)
 
-    def heads(self, layer: int | Int[Array, ""] | None = None) -> Int[Array, "*L B K"]:
-        """Return the number of each head, (layer * B + row) * K + head; of one layer, (row * K + head)."""
-        shape = self.heads_shape if layer is None else self.heads_shape[1:]
-        return jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
+    def insert(self, key: Array, value: Array, position: Int[Array, "B T"], *, room: bool = False) -> KVCache:
+        """Insert tokens as :func:`kvjax.insert` does, which has checked them; ``room`` promises that they fit."""
+        (B, T, K, _), S = key.shape, self.num_slots
+        valid = position >= 0
+        slot = slots_for(valid, ~self.live)
+        lost = None
+        if not (room or is_known(self.position, position)):  # where they are known, tokens without room were refused
+            slot, lost = overwriting(slot, valid, S)
+        slot = jnp.where(valid[:, None], slot, S)  # out of bounds: not written
 
-    def batch_rows(self) -> Int[Array, "*L B K"]:
-        """Return the batch row that each head is of."""
-        return jnp.broadcast_to(jnp.arange(self.heads_shape[-2], dtype=jnp.int32)[:, None], self.heads_shape)
+        def write(leaf: Array, new: Array) -> Array:
+            if T > 1:
+                return write_slots(leaf, new.astype(leaf.dtype), slot)
+            # One slot: a select becomes a part of the programs that read the slots next; a scatter is one of its own.
+            is_here = jax.lax.broadcasted_iota(jnp.int32, (B, K, S), 2) == slot
+            return jnp.where(is_here.reshape(B, K, S, *(1,) * (leaf.ndim - 3)), new.astype(leaf.dtype), leaf)
 
-    def insert(
-        self, key: Array, value: Array, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None
-    ) -> KVCache:
-        """Run :func:`kvjax.insert` on checked arguments."""
-        here = self.layer(layer)
-        return put_back(*insert_plain(self, here, key, value, position, layer), layer)
+        entries = unreadable(as_stored(self, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
+        return dataclasses.replace(
+            self,
+            entries=jax.tree.map(
+                lambda leaf, new: write_slots(leaf, new.astype(leaf.dtype), slot), self.entries, entries
+            ),
+            position=write(self.position, jnp.broadcast_to(position[:, None], (B, K, T))),
+            next_position=jnp.maximum(self.next_position, jnp.max(position, axis=1) + 1),
+            state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[3:]))), self.state),
+        )
 
-    def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None) -> int:
+    def lacking(self, position: Int[np.ndarray, "B T"]) -> int:
         """Count the slots that the fullest head lacks for new tokens, on the host; not above 0 where they fit."""
         entering = np.sum(position >= 0, axis=1)[:, None]  # [B, 1]
-        live = np.asarray(self.position) >= 0
-        return int((entering + live[() if layer is None else layer].sum(axis=-1) - self.num_slots).max())
-
-    def write_layer(self, whole: Array, part: Array, layer: int | Int[Array, ""] | None) -> Array:
-        """Write what was computed on ``layer(layer)``, [B, K, S, ...], into an array of all layers."""
-        return part if layer is None else whole.at[layer].set(part)
+        return int((entering + np.sum(np.asarray(self.position) >= 0, axis=-1) - self.num_slots).max())
 
     def released(self) -> KVCache:
         """Return the cache without what its heads no longer need: nothing, as slots are the head's own."""
@@ -332,16 +345,11 @@ class KVCache(Stored):
         return self if self.num_slots == slots else compact(self, slots)
 
     def in_pages(self, layer: Int[Array, ""], most: int) -> Pages:
-        """Return a layer's own cache as if its slots were in pages of at most so many; no slot is copied."""
+        """Return the cache as if its slots were in pages of at most so many; no slot is copied."""
         page = math.gcd(self.num_slots, most)
         entries = jax.tree.map(lambda leaf: leaf.reshape(-1, page, *leaf.shape[3:]), self.entries)
         position = self.position.reshape(-1, page)
         return Pages(entries, position, jnp.arange(len(position)).reshape(*self.heads_shape, -1))
-
-    def layer(self, index: int | Int[Array, ""] | None) -> KVCache:
-        """Return one layer of a stacked cache; the cache itself, which stacks none, for None."""
-        entries, position, state = of_layer((self.entries, self.position, self.state), index)
-        return dataclasses.replace(self, entries=entries, position=position, state=state)
 
 
 @jax.jit
@@ -408,63 +416,12 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
     """Return a cache with keys and values as floats, for whatever computes with them.
 
     A cache that stores them so is returned as it is. All else is a copy, of eight bits as float32: take a layer, or a
-    head, out of a stacked cache first.
+    head, out of a paged cache first.
     """
     scales = {"key": cache.key_scale, "value": cache.value_scale}
     floats = {name: dequantise(cache.entries[name], x) for name, x in scales.items() if x is not None}
     others = {name: array for name, array in cache.entries.items() if not name.endswith("_scale")}
     return dataclasses.replace(cache, entries=others | floats) if floats else cache
-
-
-def insert_plain(
-    cache: KVCache,
-    here: KVCache,
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"],
-    layer: int | Int[Array, ""] | None,
-    room: bool = False,
-) -> tuple[KVCache, KVCache]:
-    """Insert tokens into a plain cache as :func:`kvjax.insert` does, which has checked the arguments.
-
-    Args:
-        here: the layer, or the cache itself where it has no layers; its positions and state are read, not its entries.
-        room: a promise that the tokens fit.
-
-    Returns:
-        The cache with the new entries, and ``here`` with the block in all its arrays, for :func:`put_back`.
-    """
-    (B, T, K, _), S = key.shape, cache.num_slots
-    valid = position >= 0
-    slot = slots_for(valid, here.position < 0)
-    lost = None
-    if not (room or is_known(here.position, position)):  # where they are known, tokens that do not fit were refused
-        slot, lost = overwriting(slot, valid, S)
-    slot = jnp.where(valid[:, None], slot, S)  # out of bounds: not written
-
-    def write(leaf: Array, new: Array) -> Array:
-        if T > 1:
-            return write_slots(leaf, new.astype(leaf.dtype), slot, None)
-        # One slot: a select becomes a part of the programs that read the slots next; a scatter is one of its own.
-        is_here = jax.lax.broadcasted_iota(jnp.int32, (B, K, S), 2) == slot
-        return jnp.where(is_here.reshape(B, K, S, *(1,) * (leaf.ndim - 3)), new.astype(leaf.dtype), leaf)
-
-    entries = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
-    next_position = jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1)
-    cache = dataclasses.replace(
-        cache,
-        entries=jax.tree.map(
-            lambda leaf, new: write_slots(leaf, new.astype(leaf.dtype), slot, layer), cache.entries, entries
-        ),
-        next_position=next_position,
-    )
-    return cache, dataclasses.replace(
-        here,
-        entries=cache.layer(layer).entries,
-        position=write(here.position, jnp.broadcast_to(position[:, None], (B, K, T))),
-        next_position=next_position,
-        state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[3:]))), here.state),
-    )
 
 
 def slots_for(valid: Bool[Array, "B T"], free: Bool[Array, "B K S"]) -> Int[Array, "B K T"]:
@@ -499,20 +456,6 @@ def unreadable(entries: Entries, lost: Bool[Array, "*heads"] | None) -> Entries:
     return entries | {name: jnp.where(lost, jnp.nan, entries[name]).astype(entries[name].dtype)}
 
 
-def put_back(cache: KVCache, here: KVCache, layer: int | Int[Array, ""] | None) -> KVCache:
-    """Return the cache with the positions and the state of one layer, or of ``here`` where it has no layers."""
-    position, state = with_layer((cache.position, cache.state), (here.position, here.state), layer)
-    if layer is not None:  # written once: XLA would write it again where it is read, for which it copies all layers
-        position = jax.lax.optimization_barrier(position)
-    return dataclasses.replace(cache, position=position, state=state)
-
-
-def with_layer[Tree: Any](stacks: Tree, part: Tree, layer: int | Int[Array, ""] | None) -> Tree:
-    """Return stacked layers with one of them replaced, or that one itself where ``layer`` is None."""
-    set_layer = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
-    return part if layer is None else jax.tree.map(set_layer, stacks, part)
-
-
 def compact[Cache: AnyKind](cache: Cache, slots: int) -> Cache:
     """Gather the live tokens, in slot order, into a smaller cache or into a larger one with free slots at the end.
 
@@ -543,7 +486,7 @@ def _compacted(cache: KVCache, slots: int) -> KVCache:
     elif slots < cache.num_slots:
         lost = cache.num_live > slots
     order = jnp.broadcast_to(jnp.arange(1, slots + 1), (*cache.position.shape[:-1], slots))
-    source = nth_true(cache.live, order)  # [*L, B, K, slots], num_slots where there is no such token
+    source = nth_true(cache.live, order)  # [B, K, slots], num_slots where there is no such token
 
     def gather(leaf: Array, fill: int) -> Array:
         index = source.reshape(*source.shape, *(1,) * (leaf.ndim - source.ndim))
@@ -583,27 +526,18 @@ _overwrite = functools.partial(jax.lax.scatter, unique_indices=True)
 
 
 def write_slots(
-    array: Array,
-    new: Array,
-    slot: Int[Array, "B K T"],
-    layer: int | Int[Array, ""] | None,
-    scatter: Callable[..., Array] = _overwrite,
+    array: Array, new: Array, slot: Int[Array, "B K T"], scatter: Callable[..., Array] = _overwrite
 ) -> Array:
-    """Set array[(layer,) b, k, slot[b, k, t]] = new[b, k, t], as one scatter that is parallel in b and k.
+    """Set array[b, k, slot[b, k, t]] = new[b, k, t], as one scatter that is parallel in b and k.
 
     The batching dimensions are given, so that a cache sharded over them is updated without communication. With
     ``jax.lax.scatter_min``, for example, the smaller of the old and the new stays.
     """
-    if layer is None:
-        index = slot[..., None]
-    else:
-        index = jnp.stack([jnp.broadcast_to(jnp.asarray(layer, jnp.int32), slot.shape), slot], axis=-1)
-    indexed = (2,) if layer is None else (0, 3)
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(3, new.ndim)),
-        inserted_window_dims=indexed,
-        scatter_dims_to_operand_dims=indexed,
-        operand_batching_dims=(0, 1) if layer is None else (1, 2),
+        inserted_window_dims=(2,),
+        scatter_dims_to_operand_dims=(2,),
+        operand_batching_dims=(0, 1),
         scatter_indices_batching_dims=(0, 1),
     )
-    return scatter(array, index, new, numbers, mode="drop")
+    return scatter(array, slot[..., None], new, numbers, mode="drop")

@@ -8,6 +8,7 @@ these and of the arrays.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -24,16 +25,15 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax.cache import KVCache, Positions, is_emptied
+from kvjax.cache import Positions, is_emptied
 from kvjax.capacity import CacheSpec
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown
 from kvjax.files import replacing
 from kvjax.insertion import Cache, check_cache
-from kvjax.layers import LayerCaches, stacked
+from kvjax.layers import LayerCaches
 from kvjax.making import checked_blank
 from kvjax.memory import memory
-from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.quantise import Dtypes, check_dtypes
 from kvjax.split import SplitCache
@@ -139,7 +139,7 @@ def _content(cache: Any, policy: Policy | str | None, made_with: dict[str, Any],
 
 def load_cache(
     path: str | Path, *, policy: Policy | str | None = None, budget: int | float | None = None, model: str | None = None
-) -> KVCache | PagedCache:
+) -> Any:
     """Read a cache that :func:`save_cache` wrote.
 
     Args:
@@ -148,7 +148,7 @@ def load_cache(
             does not have, is refused. What is left out is taken from the file; :func:`cache_info` returns it.
 
     Returns:
-        The cache, on the default device.
+        The cache, on the default device: of the kind that was saved.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -172,7 +172,8 @@ def load_cache(
     made_for = policy_of(policy) if policy is not None else _named_policy(path, info["policy"])
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
     _check_arrays(f"{path}", arrays, expected)
-    return jax.tree.unflatten(expected.structure, [jnp.asarray(arrays[name]) for name in expected.arrays])
+    cache = jax.tree.unflatten(expected.structure, [arrays[name] for name in expected.arrays])
+    return jax.tree.map(jnp.array, _apart(cache))
 
 
 def cache_info(path: str | Path) -> dict[str, Any]:
@@ -242,7 +243,7 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
         raise ValueError("the cache is traced (by jax.jit, vmap or grad): save the one that the function returns.")
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise ValueError("the cache was donated to a compiled function: save the one that this function returned.")
-    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(stacked(jax.device_get(cache))).items()}
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(_stacked(jax.device_get(cache))).items()}
     for name, array in arrays.items():
         if array.dtype.name not in STORED:
             known = "int8, float8_e4m3fn, bfloat16, float16, float32 or float64"
@@ -250,7 +251,28 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _named(cache: Cache) -> dict[str, Any]:
+def _stacked(cache: Any) -> Any:
+    """Return a tree with an array for all layers of each kind, as a file holds them."""
+    if not isinstance(cache, LayerCaches):
+        return cache
+    stack = np.stack if isinstance(cache.layers[0].position, np.ndarray) else jnp.stack
+    whole = jax.tree.map(lambda *leaves: stack(leaves), *cache.layers)
+    return dataclasses.replace(whole, next_position=cache.next_position)
+
+
+def _apart(whole: Any) -> Any:
+    """Return the cache of a tree that :func:`_stacked` has made."""
+    if whole.paged or whole.position.ndim == 3:
+        return whole
+
+    def layer(number: int) -> Any:
+        own = jax.tree.map(lambda leaf: leaf[number], dataclasses.replace(whole, next_position=()))
+        return dataclasses.replace(own, next_position=whole.next_position)
+
+    return LayerCaches(tuple(map(layer, range(len(whole.position)))))
+
+
+def _named(cache: Any) -> dict[str, Any]:
     """Return the leaves of a cache by the names that a file gives them."""
     leaves = jax.tree_util.tree_leaves_with_path(cache)
     return {
@@ -262,7 +284,7 @@ def _query_heads(
     cache: Cache, arrays: Mapping[str, np.ndarray], policy: str | None, expected_with: Callable[[int], _Expected]
 ) -> int:
     """Find how many query heads a head of the cache serves, as far as its state shows."""
-    structure, shapes = jax.tree.structure(jax.eval_shape(stacked, cache)), _state_shapes(arrays)
+    structure, shapes = jax.tree.structure(jax.eval_shape(_stacked, cache)), _state_shapes(arrays)
     refusal: ValueError | None = None
     for query_heads in range(1, 2 if policy in (None, "full") else MOST_QUERY_HEADS + 1):
         try:
@@ -303,7 +325,7 @@ def _expected(
     tree: list[Any] = []
 
     def leaves() -> list[Array]:
-        cache: Any = checked_blank(spec)
+        cache = _stacked(checked_blank(spec))
         tree[:] = jax.tree.structure(cache), list(_named(cache))
         return jax.tree.leaves(cache)
 

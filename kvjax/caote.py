@@ -13,7 +13,7 @@ from kvjax.eviction_error import score as eviction_error
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.policy import Moments, Policy, Scores
 from kvjax.projection import OutputProjection, part_of
-from kvjax.transforms import shares
+from kvjax.transforms import normalised
 
 Target = Literal["value", "output"]
 PUBLISHED = Moments("block", 1, "arXiv 2504.14051, section 2: after each block of the prompt and each new token")
@@ -93,7 +93,7 @@ def _caote(
         return _behind_output(name, fast, cross)
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Weights, Any]:
-        return Weights(shares(scores, o), fast, norm, group), state
+        return Weights(normalised(scores, o), fast, norm, group), state
 
     return _link(name, update, Needs())
 
@@ -108,7 +108,7 @@ def _behind_output(name: str, fast: bool, cross: bool) -> Policy:
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
         # W_O tells the heads of a group apart, even where their scores do not.
-        weights, G = shares(scores, o), o.query.shape[2] // o.position.shape[1]
+        weights, G = normalised(scores, o), o.query.shape[2] // o.position.shape[1]
         weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
         behind = OutputProjection(**{kind: part_of(o.context.projection, kind)})
         given: Any = dict(fast=fast, group="exact", mask=o.live, cross=cross, projection=behind)

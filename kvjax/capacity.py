@@ -43,7 +43,7 @@ class CacheSpec:
     kv_heads: int  # of each layer
     head_dim: int
     group: int = 1  # the query heads that share each
-    layers: int | None = None  # None for a cache without that axis
+    layers: int | None = None  # None for a cache of one layer
     windows: tuple[int | None, ...] = (None,)  # one entry per layer
     policy: Policy | None = None
     dtype: Dtypes = FLOAT32

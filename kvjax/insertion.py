@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.dispatch import of_layer
 from kvjax.cache import AnyKind, KVCache
 from kvjax.checks import is_known, plain, real_array
+from kvjax.layers import LayerCaches
 from kvjax.paged import PagedCache
 from kvjax.split import OF_ROWS, OF_TOKENS, SAME, SplitCache
 
@@ -29,14 +30,14 @@ def check_cache(cache: object) -> None:
         raise ValueError(f"a {type(cache).__name__} was given; expected a KVCache, a PagedCache or a SplitCache.")
 
 
-def insert(
-    cache: Cache,
+def insert[C: AnyKind](
+    cache: C,
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"] | None = None,
     *,
     layer: int | Int[Array, ""] | None = None,
-) -> Cache:
+) -> C:
     """Write T tokens into free slots; nothing else in the cache moves.
 
     Args:
@@ -44,7 +45,7 @@ def insert(
         value: their values.
         position: their absolute positions, -1 for padding, which is not stored. By default they continue each row.
             No row may hold one of them already, as if they began anew with each block.
-        layer: the layer to write to in a stacked cache.
+        layer: the layer to write to in a paged cache of several.
 
     Returns:
         The cache with the tokens in it and ``next_position`` moved past them. A paged cache takes pages for the heads
@@ -64,13 +65,16 @@ def insert(
         [1.0, 2.0]
     """
     check_cache(cache)
+    if isinstance(cache, LayerCaches):
+        raise ValueError("a cache of separate layers was given: insert into one of cache.layers, and call with_layer.")
     key, value, position, layer = checked_block(cache, key, value, position, layer)
-    block = (key, OF_TOKENS), (value, OF_TOKENS), (position, OF_ROWS), (layer, SAME)
-    return cache.map(lambda part, *block: part.insert(*block), *block)
+    block = (key, OF_TOKENS), (value, OF_TOKENS), (position, OF_ROWS)
+    own = () if layer is None else ((layer, SAME),)
+    return cache.map(lambda part, *block: part.insert(*block), *block, *own)
 
 
 def checked_block(
-    cache: Cache,
+    cache: Any,
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"] | None,
@@ -88,11 +92,11 @@ def checked_block(
     repeats = query_heads == K and key.ndim == 4 and not K % max(key.shape[2], 1)
     layer = check_entering(cache, key, value, position, layer, key.shape[2] if repeats else K)
     T = key.shape[1]
-    given = position
+    given, own = position, () if layer is None else (layer,)
     if position is None:
         position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     if is_known(cache.position, position, layer):
-        if (lacking := cache.lacking(np.asarray(position), layer)) > 0:
+        if (lacking := cache.lacking(np.asarray(position), *own)) > 0:
             raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
         if given is not None:
             with jax.ensure_compile_time_eval():
@@ -109,8 +113,7 @@ def checked_block(
 
 def _twice(cache: Cache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> Bool[Array, "B T"]:
     """Return which of a block's tokens have the position of a token of the row's that is held, or that precedes it."""
-    plain = isinstance(cache, KVCache)
-    slots = of_layer(cache.position, layer) if plain else cache.layer(layer).position
+    slots = (cache if isinstance(cache, KVCache) else cache.layer(layer)).position
     held = (position[:, :, None] == slots.reshape(len(position), 1, -1)).any(axis=2)
     before = jnp.tril(position[:, :, None] == position[:, None], -1).any(axis=2)
     return (position >= 0) & (held | before)

@@ -13,13 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.cache_attention.api import cache_attention_unchecked
-from kernels_pallas.dispatch import platform
-from kvjax.cache import KVCache, floats_of, insert_plain, put_back
+from kvjax.cache import KVCache, floats_of
 from kvjax.eviction import Budget, Evidence
 from kvjax.insertion import Cache, up_to, within
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache
-from kvjax.policy import Policy, joined, mark_protected, scores_of_weights, update_scores
+from kvjax.policy import Policy, join_heads, mark_protected, scores_of_weights, update_scores
 from kvjax.projection import part_of
 from kvjax.topk import summed
 from kvjax.turning import next_index, turn_to_index, turn_to_rank
@@ -51,7 +50,7 @@ def _turned(cache: KVCache | PagedCache, block: LayerBlock, context: Context) ->
     context.rotary(f"positions={cache.positions!r} turn keys")
     if cache.positions != "index":
         return block
-    first = next_index(layer_of(cache, context), block.position, context)
+    first = next_index(own_layer(cache, context), block.position, context)
     query, key = turn_to_index(first, block.query, block.key, block.position, context)
     return block._replace(query=query, key=key)
 
@@ -68,35 +67,22 @@ def promises_room(policy: Policy | None, budget: Budget | None, context: Context
 
 
 def layer_index(cache: Cache, context: Context) -> int | Int[Array, ""] | None:
-    """Return the context's layer if the cache stacks layers, else None."""
+    """Return the context's layer if the cache has pages of several layers, else None."""
     return context.layer if len(cache.heads_shape) == 3 else None
 
 
-def layer_of(cache: Cache, context: Context) -> KVCache:
-    """Return the context's layer; XLA copies only those parts of it that are read."""
-    return cache.layer(layer_index(cache, context))
+def own_layer(cache: KVCache | PagedCache, context: Context) -> KVCache:
+    """Return a plain cache itself, and of a paged one a copy of the layer, of whose parts XLA makes those it reads."""
+    return cache if isinstance(cache, KVCache) else cache.layer(layer_index(cache, context))
 
 
-def inserted(cache: KVCache, block: LayerBlock, context: Context, room: bool = False) -> tuple[KVCache, KVCache]:
-    """Insert a block; return the cache with its entries, and the layer, whose other arrays are to be put back."""
-    layer = layer_index(cache, context)
-    here = cache.layer(layer)
-    if layer is not None and platform() != "gpu":
-        # Taken out once: if they were read from the stacked arrays several times, XLA would copy those arrays in every
-        # layer instead of writing the new ones in place. For a GPU it does not, and each would be a program of its own.
-        slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
-        here = dataclasses.replace(here, position=slot_position, state=state)
-    return insert_plain(cache, here, block.key, block.value, block.position, layer, room)
-
-
-def updated(cache: KVCache, here: KVCache, chosen: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
-    """Return the cache with a layer's positions, of those ``chosen`` where it has a window, and the policy's state."""
-    position = chosen if frees(context) else here.position
-    return put_back(cache, dataclasses.replace(here, position=position, state=state), layer_index(cache, context))
+def updated(cache: KVCache, chosen: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
+    """Return a cache with a policy's state, and only the tokens ``chosen`` where a sliding window frees others."""
+    return dataclasses.replace(cache, position=chosen if frees(context) else cache.position, state=state)
 
 
 def frees(context: Context) -> bool:
-    """Return whether a block frees what left the sliding window; one that is taken back again must not."""
+    """Return whether a block frees the tokens behind the sliding window: not if it will be taken back, with no loss."""
     return context.sliding_window is not None and context.reconstructed is None
 
 
@@ -108,21 +94,16 @@ def choosable(here: KVCache, context: Context) -> KVCache:
 
 
 def attend_heads(
-    here: KVCache, block: LayerBlock, needs: Needs, context: Context, cache: KVCache | None
+    here: KVCache, block: LayerBlock, needs: Needs, context: Context
 ) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, LayerBlock, KVCache]:
-    """Attend over some heads of a layer; also return the block and the layer with the rotations that attention used.
-
-    Where ``cache`` stacks layers, kernels read keys and values from the stacked arrays: a layer taken out is a copy.
-    """
-    stack = None if cache is None or layer_index(cache, context) is None else cache
+    """Attend over some heads of a layer; also return the block and the layer with the rotations that attention used."""
     if here.positions == "compact":
-        (here, query), stack = turn_to_rank(floats_of(here), block.query, block.position, context), None
+        here, query = turn_to_rank(floats_of(here), block.query, block.position, context)
         block = block._replace(query=query)
-    if stack is None and context.filled is not None and context.reconstructed is None:
+    if context.filled is not None and context.reconstructed is None:
         return *_attend_first(here, block, needs, context, context.filled), block, here
-    source, layer = (here, None) if stack is None else (stack, context.layer)
-    given: Any = dict(query_position=block.position, layer=layer)
-    attention = functools.partial(cache_attention_unchecked, block.query, **source.entries, **given)
+    given: Any = dict(query_position=block.position)
+    attention = functools.partial(cache_attention_unchecked, block.query, **here.entries, **given)
     out, columns = attended(lambda slots, **options: attention(key_position=slots, **options), here, needs, context)
     return out, columns, block, here
 
@@ -219,13 +200,13 @@ def _of_live(here: KVCache, columns: ColumnStatistics) -> ColumnStatistics:
     return jax.tree.map(lambda column: jnp.where(live(column), column, 0), columns)
 
 
-def of_layer(policy: Policy, evidence: Evidence, cache: KVCache | PagedCache) -> Evidence:
-    """Join what all heads of a layer have said; see :func:`kvjax.policy.joined`. CAOTE's weights stay as they are."""
+def heads_joined(policy: Policy, evidence: Evidence, cache: KVCache | PagedCache) -> Evidence:
+    """Join what all heads of a layer have said, but for CAOTE's weights; see :func:`kvjax.policy.join_heads`."""
     if isinstance(evidence.scores, Weights):
         return evidence
     assert evidence.protected is not None
     over_devices = functools.partial(summed, axis=cache.axis)
-    scores = joined(policy, evidence.scores, evidence.stays, evidence.protected, cache.all_heads, over_devices)
+    scores = join_heads(policy, evidence.scores, evidence.stays, evidence.protected, cache.all_heads, over_devices)
     return dataclasses.replace(evidence, scores=scores, stays=None)
 
 

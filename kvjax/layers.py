@@ -1,13 +1,12 @@
 """The cache of a model: a plain cache for each layer, with arrays of its own, so that each can be donated.
 
 What runs on a layer takes ``cache.layers[number]``. What is decided for all layers together reads their positions,
-stacked; keys and values never are, except by :func:`stacked`.
+stacked; keys and values never are, but by ``cache.key`` and ``cache.value``, for whoever looks at them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import PARTS, AnyKind, KVCache, Positions, count_live
 from kvjax.checks import plain
-from kvjax.window import begin_anew
 
 
 @jax.tree_util.register_dataclass
@@ -27,8 +25,8 @@ class LayerCaches(AnyKind):
     """Hold the plain caches of a model's layers, in their order.
 
     :func:`kvjax.evict`, :func:`kvjax.rewind`, :func:`kvjax.repeat`, :func:`kvjax.join`, :func:`kvjax.leave`,
-    :func:`kvjax.compact`, :func:`kvjax.pack` and :func:`kvjax.save_cache` take it; the other functions of kvjax take
-    one of ``layers``.
+    :func:`kvjax.compact`, :func:`kvjax.pack` and :func:`kvjax.save_cache` take it; :func:`kvjax.attend` and
+    :func:`kvjax.observe` take it with a layer's number; the other functions of kvjax take one of ``layers``.
 
     Example:
         >>> import kvjax
@@ -54,6 +52,11 @@ class LayerCaches(AnyKind):
     def arrays(self) -> KVCache:
         """Return the first layer's cache, whose entries and state are made like those of the others."""
         return self.layers[0]
+
+    @property
+    def axis(self) -> str | tuple[()] | None:
+        """Return the mesh axis that splits the heads of each layer; see :class:`kvjax.KVCache`."""
+        return self.layers[0].axis
 
     @property
     def next_position(self) -> Int[Array, "B"]:
@@ -113,7 +116,8 @@ class LayerCaches(AnyKind):
     @property
     def nbytes(self) -> int:
         """Return the size of the caches in bytes; the rows' next positions, which all layers have, count once."""
-        return sum(own.nbytes for own in self.layers) - (len(self.layers) - 1) * self.next_position.nbytes
+        rows = self.next_position
+        return sum(own.nbytes for own in self.layers) - (len(self.layers) - 1) * rows.size * rows.dtype.itemsize
 
     @property
     def slots_shape(self) -> tuple[int, ...]:
@@ -128,21 +132,6 @@ class LayerCaches(AnyKind):
         """Return the caches with another one of a layer."""
         return LayerCaches((*self.layers[:index], cache, *self.layers[index + 1 :]))
 
-    @property
-    def slots(self) -> KVCache:
-        """Return the positions of all layers, stacked, without keys and values: enough to decide what to evict."""
-        position = self.position
-        nothing = jnp.zeros((*position.shape, 0))
-        return KVCache.of(nothing, nothing, position, self.next_position)
-
-    def with_slots(self, left: KVCache, begins: Bool[Array, "B"]) -> LayerCaches:
-        """Return the caches after an eviction from :attr:`slots`; where a row ``begins``, its window does anew."""
-        states, following = (begin_anew(own.state, begins) for own in self.layers), left.next_position
-        layers = zip(self.layers, left.position, states, strict=True)
-        return LayerCaches(
-            tuple(dataclasses.replace(own, position=at, next_position=following, state=new) for own, at, new in layers)
-        )
-
 
 def check_layer(cache: LayerCaches, layer: object) -> int:
     """Return a layer's number, after a check that it is one of a model's layers."""
@@ -150,37 +139,6 @@ def check_layer(cache: LayerCaches, layer: object) -> int:
     if not isinstance(number, int) or not 0 <= number < layers:
         raise ValueError(f"the layer is {layer!r}; a cache of separate layers needs a number from 0 to {layers - 1}.")
     return number
-
-
-def split[Cache: Any](cache: Cache) -> Cache | LayerCaches:
-    """Split a plain cache that stacks layers into one cache per layer; any other is returned as it is."""
-    if not isinstance(cache, KVCache):
-        return cache
-    return LayerCaches(tuple(cache.layer(index) for index in range(cache.heads_shape[0])))
-
-
-@functools.singledispatch
-def stacked(cache: Any) -> Any:
-    """Return a cache with all layers in one array; the given cache stays valid.
-
-    A cache that :func:`models.prefill` returns has an array per layer, unless it has pages; any other is returned as it
-    is.
-
-    Example:
-        >>> import kvjax, models
-        >>> cache = kvjax.KVCache.init(
-        ...     batch=1, kv_heads=1, slots=3, head_dim=2, layers=2
-        ... )
-        >>> models.stacked(cache) is cache
-        True
-    """
-    return cache
-
-
-@stacked.register(LayerCaches)
-def _stacked_layers(cache: LayerCaches) -> KVCache:
-    whole = jax.tree.map(lambda *parts: _stack(parts), *cache.layers)
-    return dataclasses.replace(whole, next_position=cache.next_position)
 
 
 def _stack(parts: Any) -> Any:

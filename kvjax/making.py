@@ -16,6 +16,7 @@ from kvjax.capacity import CacheSpec, ModelSizes, model_sizes
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.insertion import Cache, check_cache
+from kvjax.layers import LayerCaches
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, fits_biases
 from kvjax.policy_checks import check_block, check_budget, check_measured, check_state
@@ -32,7 +33,7 @@ def empty_cache(
     page_size: int = 16,
     mesh: Mesh | AbstractMesh | None = None,
     **sizes: Unpack[ModelSizes],
-) -> Cache:
+) -> Any:
     """Make an empty cache for a policy and a budget: of the right size, with the policy's state.
 
     Args:
@@ -44,12 +45,13 @@ def empty_cache(
         mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads; None for one device. An
             AbstractMesh will do where only shapes are asked for (``jax.eval_shape``).
         sizes: ``kv_heads``, the heads of the model's keys and values, and ``head_dim``, the length of a key; besides,
-            ``query_heads``, a multiple of ``kv_heads`` (as many by default), ``batch`` rows (1), ``layers`` that the
-            cache stacks (None for no axis of layers), and ``windows``, the layers' sliding windows, one entry per
+            ``query_heads``, a multiple of ``kv_heads`` (as many by default), ``batch`` rows (1), ``layers`` of a model
+            (None for a cache of one layer), and ``windows``, the layers' sliding windows, one entry per
             layer, None for a layer that sees all positions.
 
     Returns:
-        A :class:`kvjax.KVCache` of ``budget + block`` slots per head. Where heads hold different numbers of tokens (an
+        A :class:`kvjax.KVCache` of ``budget + block`` slots per head, or a :class:`kvjax.LayerCaches` with one for each
+        of the ``layers``. Where heads hold different numbers of tokens (an
         uneven allocation, or a sliding window smaller than the budget), a :class:`kvjax.PagedCache` of as many on
         average, at most ``window + block`` in a layer with a window; on several devices a :class:`kvjax.SplitCache`, of
         which each device has pages for the most that its heads may hold. Without a policy, a cache of ``budget`` slots.
@@ -64,8 +66,8 @@ def empty_cache(
         >>> sizes = dict(
         ...     layers=2, kv_heads=2, query_heads=4, head_dim=8, budget=24, block=8
         ... )
-        >>> kvjax.empty_cache("h2o+caote", **sizes).key.shape
-        (2, 1, 2, 32, 8)
+        >>> kvjax.empty_cache("h2o+caote", **sizes).layers[0].key.shape
+        (1, 2, 32, 8)
         >>> cache = kvjax.empty_cache("h2o@model", **sizes)
         >>> type(cache).__name__, cache.key.shape
         ('PagedCache', (11, 16, 8))
@@ -115,7 +117,7 @@ def repeat[C: AnyKind](cache: C, n: int) -> C:
 
 @functools.singledispatch
 def _repeated(cache: Any, n: int) -> Any:
-    repeated = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
+    repeated = functools.partial(jnp.repeat, repeats=n, axis=0)
     return dataclasses.replace(
         cache,
         entries=jax.tree.map(repeated, cache.entries),
@@ -152,7 +154,7 @@ def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
     )
 
 
-def checked_blank(spec: CacheSpec) -> Cache:
+def checked_blank(spec: CacheSpec) -> Cache | LayerCaches:
     """Run :func:`blank` after a check of its sizes."""
     check_heads(spec.batch, spec.kv_heads, spec.head_dim, spec.layers)
     check_count("slots", spec.slots, 1, "a cache needs at least 1")
@@ -162,7 +164,7 @@ def checked_blank(spec: CacheSpec) -> Cache:
     return blank(spec)
 
 
-def blank(spec: CacheSpec) -> Cache:
+def blank(spec: CacheSpec) -> Cache | LayerCaches:
     """Make an empty cache of sizes that are known to fit the policy."""
     policy, mesh, biased = spec.policy, spec.mesh, fits_biases(spec.policy)
 
@@ -178,9 +180,11 @@ def blank(spec: CacheSpec) -> Cache:
         if biased:
             raise ValueError("a policy that fits biases keeps its pages on one device: leave the mesh out.")
         return SplitCache.init(mesh=mesh, **given)
-    stack = () if spec.layers is None else (spec.layers,)
-    slots = (*stack, spec.batch, spec.kv_heads, spec.slots)
-    remembered = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state(*slots[-3:]))
-    cache = KVCache.blank(slots, spec.head_dim, spec.dtype, remembered, spec.positions)
-    cache = cache.with_bias() if biased else cache
+    slots = spec.batch, spec.kv_heads, spec.slots
+
+    def layer() -> KVCache:
+        cache = KVCache.blank(slots, spec.head_dim, spec.dtype, state(*slots), spec.positions)
+        return cache.with_bias() if biased else cache
+
+    cache: Any = layer() if spec.layers is None else LayerCaches(tuple(layer() for _ in range(spec.layers)))
     return cache if mesh is None else on_mesh(cache, mesh)

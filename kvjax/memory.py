@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from kvjax.capacity import ModelSizes
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
+from kvjax.layers import LayerCaches
 from kvjax.making import empty_cache
 from kvjax.policy import Policy
 from kvjax.quantise import DtypesLike
@@ -84,16 +85,16 @@ def memory(
     given: dict[str, Any] = dict(budget=budget, block=block, dtype=dtype, page_size=page_size, mesh=mesh)
     cache = jax.eval_shape(lambda: empty_cache(policy, **given, **sizes))
     data, tensor = (1, 1) if mesh is None else (mesh.shape[name] for name in (ROWS, HEADS))
-    parts = cache.each_part
+    parts: Any = cache.layers if isinstance(cache, LayerCaches) else (cache.each_part,)
 
     def of_device(*leaves: Any) -> int:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaves)) // (data * tensor)
 
-    copies = 1 if parts.paged else tensor  # each device along "tensor" has the rows' next positions
+    one, copies = parts[0], 1 if cache.paged else tensor  # each device along "tensor" has the rows' next positions
     return Memory(
-        slots=parts.position.size // math.prod(cache.heads_shape),
-        keys_values=of_device(parts.entries),
-        positions=of_device(parts.position) + copies * of_device(parts.next_position),
-        state=of_device(parts.state),
-        pages=of_device(parts.table, parts.owner, parts.free, parts.num_free) if parts.paged else 0,
+        slots=sum(part.position.size for part in parts) // math.prod(cache.heads_shape),
+        keys_values=of_device([part.entries for part in parts]),
+        positions=of_device([part.position for part in parts]) + copies * of_device(one.next_position),
+        state=of_device([part.state for part in parts]),
+        pages=of_device(one.table, one.owner, one.free, one.num_free) if cache.paged else 0,
     )

@@ -68,17 +68,16 @@ def folded[Part: Any](
     cache: Part,
     before: Int[Array, "*slots"],
     after: Int[Array, "*slots"],
-    layer: int | Int[Array, ""] | None = None,
     most: int | None = None,
 ) -> Part:
     """Return the cache with the values of the tokens that leave merged into those that stay, layer by layer.
 
     Args:
-        before, after: the positions of all slots, or of those of ``layer``.
+        before, after: the positions of all slots.
         most: the largest number of tokens that leave a head; None where any number may.
     """
-    if layer is not None:
-        return _folded_layer(merging, cache, before, after, layer, most)
+    if not cache.paged:
+        return _folded_layer(merging, cache, before, after, None, most)
 
     def of_layer(index: Int[Array, ""] | None, cache: Any) -> Any:
         was, left = (dataclasses.replace(cache, position=slots).layer(index).position for slots in (before, after))
@@ -100,7 +99,7 @@ def _folded_layer[Part: Any](
     most: int | None,
 ) -> Part:
     """Run :func:`folded` on one layer; a paged cache's is copied to slots, and what is new is written to its pages."""
-    here = cache.layer(layer)
+    here = cache.layer(layer) if cache.paged else cache
     if merging.biased and here.bias is None:
         raise ValueError(f"{merging.name!r} fits biases, but the cache has none; make it with kvjax.empty_cache.")
     wide, gone = floats_of(here), (before >= 0) & (after < 0)
@@ -124,11 +123,10 @@ def _folded_layer[Part: Any](
     def put(stored: Array, old: Array) -> Array:
         return jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored, old)
 
-    written = {
-        name: cache.write_layer(cache.entries[name], put(stored[name], old), layer)
-        for name, old in here.entries.items()
-        if name.startswith(("value", "bias"))
-    }
+    names = [name for name in here.entries if name.startswith(("value", "bias"))]
+    written = {name: put(stored[name], here.entries[name]) for name in names}
+    if cache.paged:
+        written = {name: cache.write_layer(cache.entries[name], own, layer) for name, own in written.items()}
     return dataclasses.replace(cache, entries=cache.entries | written)
 
 

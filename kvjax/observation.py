@@ -103,7 +103,7 @@ class Context:
     """Everything that a layer provides to attention, scores and eviction besides queries, keys and values.
 
     Attributes:
-        layer: the layer's number, which some scores read; it picks the layer of a cache that stacks them.
+        layer: the layer's number, which some scores read; it picks the layer of a cache of several.
         sliding_window: how many positions a query sees; None where all layers see all. In a model with windows in some
             layers, give the others a number that no position reaches.
         frequency: the rotary angle per position of each pair of elements, one row for all or one per row. Needed where

@@ -51,7 +51,7 @@ from kvjax.cache import (
     unreadable,
 )
 from kvjax.checks import check_count, is_known
-from kvjax.layers import LayerCaches, split
+from kvjax.layers import LayerCaches
 from kvjax.quantise import DtypesLike, check_dtypes
 
 
@@ -167,21 +167,16 @@ class PagedCache(Stored):
         """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
         return _live_of_heads(self.position, self.table)
 
-    def heads(self, layer: int | Int[Array, ""] | None = None) -> Int[Array, "P"]:
+    def heads(self) -> Int[Array, "P"]:
         """Return the head of each page, that of a free page being 0; see :meth:`kvjax.KVCache.heads`."""
         return jnp.maximum(self.owner, 0)
-
-    def batch_rows(self) -> Int[Array, "P"]:
-        """Return the batch row that each page is of."""
-        B, K = self.heads_shape[-2:]
-        return self.heads() // K % B
 
     def insert(
         self,
         key: Array,
         value: Array,
         position: Int[Array, "B T"],
-        layer: int | Int[Array, ""] | None,
+        layer: int | Int[Array, ""] | None = None,
         room: bool = False,
     ) -> PagedCache:
         """Insert tokens as :func:`kvjax.insert` does, into new pages if need be; ``room`` promises that they fit."""
@@ -213,7 +208,7 @@ class PagedCache(Stored):
             state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[2:]))), cache.state),
         )
 
-    def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None) -> int:
+    def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None = None) -> int:
         """Count the slots, of a head or of whole pages, that new tokens lack; see :meth:`kvjax.KVCache.lacking`."""
         entering = np.sum(position >= 0, axis=1)[:, None]  # [B, 1]
         table = np.asarray(self.table)[() if layer is None else layer]
@@ -383,7 +378,7 @@ def pack(cache: KVCache | LayerCaches, *, pages: int, page_size: int, most: int)
         for name, size in {"pages": pages, "page_size": page_size, "most": most}.items()
     )
     heads, live, M = cache.heads_shape, cache.live, -(-most // page_size)
-    layers = split(cache).each_part if len(heads) == 3 else (cache,)
+    layers = cache.layers if isinstance(cache, LayerCaches) else (cache,)
     need = jnp.minimum(-(-jnp.sum(live, axis=-1, dtype=jnp.int32) // page_size), M)  # [*L, B, K]
     start = (jnp.cumsum(need) - need.ravel()).reshape(heads)
     number = jax.lax.broadcasted_iota(jnp.int32, (*heads, M), len(heads))

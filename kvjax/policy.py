@@ -199,7 +199,7 @@ def update_scores(
     return jnp.mean(scores, axis=2), stays, state
 
 
-def joined(
+def join_heads(
     policy: Policy,
     scores: Float[Array, "B K S"],
     stays: Bool[Array, "B K S"] | None,

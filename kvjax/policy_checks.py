@@ -14,7 +14,7 @@ from kernels_pallas.cache_attention.api import check_statistics
 from kvjax.cache import HeadState, KVCache, check_all_heads, is_emptied
 from kvjax.chains import LINKS, policy_of
 from kvjax.checks import check_count
-from kvjax.layer import LayerBlock, ask, attend_heads, inserted, with_scores
+from kvjax.layer import LayerBlock, ask, attend_heads, with_scores
 from kvjax.observation import Context, Needs
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
@@ -124,8 +124,8 @@ def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
         cache = KVCache.init(batch=1, kv_heads=K, slots=T, head_dim=head_dim, state=state)
         query, key, value = jnp.split(drawn, [K * G, K * (G + 1)], axis=2)
         block = LayerBlock(query, key, value, jnp.arange(T)[None])
-        _, here = inserted(cache, block, reference)
-        _, columns, block, here = attend_heads(here, block, policy.needs, reference, None)
+        cache = cache.insert(key, value, block.position)
+        _, columns, block, here = attend_heads(cache, block, policy.needs, reference)
         evidence, _ = ask(policy, here, block, columns, jnp.arange(K), jnp.full(1, T), reference)
         scores: Any = with_scores(evidence, here).scores
         return jnp.isnan(scores) & here.live

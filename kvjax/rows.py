@@ -62,14 +62,12 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
 @functools.singledispatch
 def _write(cache: Any, row: int | Int[Array, ""], one: KVCache) -> Any:
     """Write a sequence's slots to a row of the batch's cache."""
-    axis = len(cache.heads_shape) - 2
 
     def put(whole: Array, part: Array) -> Array:
-        return _put(whole, part, row, axis)
+        return _put(whole, part, row, 0)
 
     def put_slots(whole: Array, part: Array, fill: int = 0) -> Array:
-        more = whole.shape[axis + 2] - part.shape[axis + 2]
-        widths = [(0, more if dimension == axis + 2 else 0) for dimension in range(part.ndim)]
+        widths = [(0, whole.shape[2] - part.shape[2] if axis == 2 else 0) for axis in range(part.ndim)]
         return put(whole, jnp.pad(part, widths, constant_values=fill))
 
     return dataclasses.replace(
@@ -107,9 +105,7 @@ def leave[C: AnyKind](cache: C, row: int | Int[Array, ""]) -> C:
 @functools.singledispatch
 def _free(cache: Any, row: int | Int[Array, ""]) -> Any:
     """Free a row's slots."""
-    axis = len(cache.heads_shape) - 2
-    nothing = jnp.full_like(jax.lax.index_in_dim(cache.position, 0, axis), -1)
-    position = _put(cache.position, nothing, row, axis)
+    position = cache.position.at[row].set(-1)
     return dataclasses.replace(cache, position=position, next_position=cache.next_position.at[row].set(0))
 
 

@@ -19,9 +19,7 @@ from kvjax.layer import (
     ask,
     attend_heads,
     choosable,
-    inserted,
-    layer_index,
-    of_layer,
+    heads_joined,
     prepared,
     shares_of,
     updated,
@@ -78,33 +76,31 @@ def observe_each(
     if len(chosen) < len(parsed) or not chosen or len(budgets) != len(chosen):
         raise ValueError("expected at least one policy, none of them 'full', and one budget for each policy.")
     check_cache(cache)
-    if cache.paged or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
+    if not isinstance(cache, KVCache) or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
         raise ValueError(f"expected a KVCache whose state is a tuple of {len(chosen)}, one per policy in their order.")
     of_shares = []
     for policy, state, budget in zip(chosen, cache.state, budgets, strict=True):
         own = dataclasses.replace(cache, state=state)
         check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
-        check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.all_heads)
+        check_measured(policy, None, cache.all_heads)
         of_shares.append(checked_budget(own, query, position, policy, budget, context)[1])
-    key, value, position, _ = checked_block(
-        cache, key, value, position, layer_index(cache, context), query_heads=query.shape[2]
-    )
+    key, value, position, _ = checked_block(cache, key, value, position, None, query_heads=query.shape[2])
     block, context = prepared(cache, LayerBlock(query, key, value, position), context)
-    cache, taken = inserted(cache, block, context)
+    cache = cache.insert(block.key, block.value, block.position)
     together: dict[Any, Needs] = {}
     largest = max(policy.needs.window for policy in chosen)
     for policy in chosen:  # a policy that observes no window joins any
         kind = _observed(policy, largest)
         together[kind] = together.get(kind, Needs()) | policy.needs
-    seen = {kind: attend_heads(taken, block, needs, context, cache) for kind, needs in together.items()}
+    seen = {kind: attend_heads(cache, block, needs, context) for kind, needs in together.items()}
     said, states, heads = [], [], cache.first_head + jnp.arange(cache.heads_shape[-1])
-    for policy, state, budget in zip(chosen, taken.state, of_shares, strict=True):
+    for policy, state, budget in zip(chosen, cache.state, of_shares, strict=True):
         _, columns, turned, here = seen[_observed(policy, largest)]
         own = dataclasses.replace(choosable(here, context), state=state)
         evidence, state = ask(policy, own, turned, columns, heads, shares_of(cache, budget), context)
-        said.append(with_scores(of_layer(policy, evidence, cache), own))
+        said.append(with_scores(heads_joined(policy, evidence, cache), own))
         states.append(state)
-    return next(iter(seen.values()))[0], updated(cache, taken, own.position, tuple(states), context), tuple(said)
+    return next(iter(seen.values()))[0], updated(cache, own.position, tuple(states), context), tuple(said)
 
 
 def _observed(policy: Policy, largest: int) -> tuple[int, str | None]:

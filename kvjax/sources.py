@@ -72,9 +72,9 @@ class Source:
     Attributes:
         name: its short name, as on a command line.
         importance: ``importance(state, reading) -> [B, H, T, S]`` in float32; ``state`` is one layer's.
-        init: ``init(B, K, S, D, layers=None) -> state``; with ``layers`` every leaf leads with L.
-        insert: ``insert(state, key [B, T, K, D], position [B, T], layer=None) -> state``, for the T tokens that arrive
-            (-1: padding, ignored); ``layer`` is the layer's number in a state that was made with ``layers``.
+        init: ``init(B, K, S, D) -> state``, of one layer.
+        insert: ``insert(state, key [B, T, K, D], position [B, T]) -> state``, for the T tokens that arrive (-1:
+            padding, ignored).
         reads: which of ``"key"``, ``"predicted"``, ``"first"`` and ``"previous"`` a decode step must provide.
 
     Example:
@@ -86,8 +86,8 @@ class Source:
 
     name: str
     importance: Callable[[PyTree, Reading], Float[Array, "B H T S"]]
-    init: Callable[..., PyTree] = lambda *sizes, **layers: ()
-    insert: Callable[..., PyTree] = lambda state, *tokens, **layer: state
+    init: Callable[..., PyTree] = lambda *sizes: ()
+    insert: Callable[..., PyTree] = lambda state, *tokens: state
     reads: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Floa
     return D**-0.5 * grouped_logits(query, key).reshape(B, N, T, -1)
 
 
-def joined(importance: Float[Array, "B N T S"], reading: Reading, group: Group) -> Float[Array, "B H T S"]:
+def join_group(importance: Float[Array, "B N T S"], reading: Reading, group: Group) -> Float[Array, "B H T S"]:
     """Join the logits of the query heads of each group; "separate" returns them as they are, [B, N, T, S].
 
     With "weights", the result is the logarithm of the mean over the group of softmax weights over the tokens that a
@@ -218,7 +218,7 @@ def oracle(*, group: Group = "separate") -> Source:
 
     def importance(_: PyTree, reading: Reading) -> Array:
         true = logits(reading.query, _needed(reading.key, "oracle", "key", "the layer's keys"))
-        return joined(true, reading, group)
+        return join_group(true, reading, group)
 
     return Source("oracle", importance, reads=frozenset({"key"}))
 
@@ -267,8 +267,8 @@ def random(*, seed: int = 0) -> Source:
 class Pages(NamedTuple):
     """The smallest and the largest entries of each page's keys, float32; +inf and -inf while the page is empty."""
 
-    smallest: Float[Array, "*L B K P D"]
-    largest: Float[Array, "*L B K P D"]
+    smallest: Float[Array, "B K P D"]
+    largest: Float[Array, "B K P D"]
 
 
 @register
@@ -293,18 +293,18 @@ def quest(*, page_size: int = 16, group: Group = "separate") -> Source:
     """
     check_count("quest: page_size", page_size, 1, "give a number of tokens, an int from 1")
 
-    def init(B: int, K: int, S: int, D: int, layers: int | None = None) -> Pages:
-        shape = (*(() if layers is None else (layers,)), B, K, -(-S // page_size), D)
+    def init(B: int, K: int, S: int, D: int) -> Pages:
+        shape = (B, K, -(-S // page_size), D)
         return Pages(jnp.full(shape, jnp.inf, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
 
-    def insert(state: Pages, key: Array, position: Array, layer: Int[Array, ""] | int | None = None) -> Pages:
+    def insert(state: Pages, key: Array, position: Array) -> Pages:
         B, T, K, _ = key.shape
         page = jnp.where(position >= 0, position // page_size, state.smallest.shape[-2])  # out of bounds: not written
         page = jnp.broadcast_to(page[:, None], (B, K, T))
         keys = key.astype(jnp.float32).swapaxes(1, 2)
         return Pages(
-            write_slots(state.smallest, keys, page, layer, jax.lax.scatter_min),
-            write_slots(state.largest, keys, page, layer, jax.lax.scatter_max),
+            write_slots(state.smallest, keys, page, jax.lax.scatter_min),
+            write_slots(state.largest, keys, page, jax.lax.scatter_max),
         )
 
     def importance(state: Pages, reading: Reading) -> Array:
@@ -319,7 +319,7 @@ def quest(*, page_size: int = 16, group: Group = "separate") -> Source:
             page = jax.lax.broadcasted_iota(jnp.int32, bound.shape, bound.ndim - 1)
             bound = jnp.where(page == (at // page_size)[:, None, None, :, None], own_bound, bound)
         every = jnp.repeat(bound, page_size, axis=-1)[..., :S]
-        return joined(D**-0.5 * every.reshape(B, N, T, S), reading, group)
+        return join_group(D**-0.5 * every.reshape(B, N, T, S), reading, group)
 
     return Source("quest", importance, init, insert)
 
@@ -349,7 +349,7 @@ def _page_so_far(key: Array, position: Array, at: Int[Array, "B T"], page_size: 
 def _given(name: str, field: str, what: str, group: Group) -> Source:
     def importance(_: PyTree, reading: Reading) -> Array:
         given = _needed(getattr(reading, field), name, field, what).astype(jnp.float32)
-        return joined(given, reading, group)
+        return join_group(given, reading, group)
 
     return Source(name, importance, reads=frozenset({field}))
 

@@ -103,7 +103,7 @@ class SplitCache(AnyKind):
         """Return the devices' parts, stacked."""
         return self.parts
 
-    def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None) -> int:
+    def lacking(self, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None = None) -> int:
         """Count the slots that the fullest device lacks for new tokens; see :meth:`kvjax.KVCache.lacking`."""
         parts, rows = jax.device_get(self.parts), np.split(position, self.ways[0])
         own = {at: jax.tree.map(lambda leaf, at=at: leaf[at], parts) for at in np.ndindex(*self.ways)}

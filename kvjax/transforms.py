@@ -33,7 +33,7 @@ def normalise() -> Policy:
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
         lowest = jnp.min(jnp.where(o.live[:, :, None], scores, jnp.inf), axis=-1, keepdims=True)
-        return shares(scores - jnp.minimum(lowest, 0), o), state
+        return normalised(scores - jnp.minimum(lowest, 0), o), state
 
     return Policy("normalise", no_state, update, nonnegative=True)
 
@@ -271,7 +271,7 @@ def positions(*, kind: Positions = "compact") -> Policy:
     return Policy("positions", no_state, unchanged, positions=kind)
 
 
-def shares(scores: Scores, o: Observation) -> Scores:
+def normalised(scores: Scores, o: Observation) -> Scores:
     """Divide scores by their sum over the live slots; free slots get 0."""
     scores = jnp.where(o.live[:, :, None], scores, 0)
     # The largest floats, which mark tokens that are sure to stay, overflow when summed, and their reciprocals, by which

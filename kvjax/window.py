@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import ColumnStatistics
-from kernels_pallas.dispatch import of_layer
-from kvjax.cache import HeadState, map_parts, with_layer
+from kvjax.cache import HeadState, map_parts
 
 
 @jax.tree_util.register_dataclass
@@ -104,11 +103,10 @@ _JOINED: dict[str, Callable[..., Array]] = {
 }
 
 
-def begin_anew(state: Any, rows: Bool[Array, "B"], layer: int | Int[Array, ""] | None = None) -> Any:
-    """Clear the windows of rows that have just been evicted from, in one layer or in all, in a cache's state."""
+def begin_anew(state: Any, rows: Bool[Array, "B"]) -> Any:
+    """Clear the windows of rows that have just been evicted from, in a cache's state."""
 
     def forget(part: Window) -> Window:
-        left = jnp.where(rows[:, None], 0, of_layer(part.queries.value, layer))
-        return dataclasses.replace(part, queries=HeadState(with_layer(part.queries.value, left, layer)))
+        return dataclasses.replace(part, queries=HeadState(jnp.where(rows[:, None], 0, part.queries.value)))
 
     return map_parts(forget, state, Window)

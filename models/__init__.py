@@ -1,7 +1,6 @@
 """Decoders that run under a KV budget: load, prefill, generate."""
 
 import models.built_in  # noqa: F401  (registers the built-in families)
-from kvjax.layers import stacked
 from models.asking import Answers, Watch, ask
 from models.batching import Engine, NewToken
 from models.butler import Butler, ButlerConfig, butler_input
@@ -59,7 +58,6 @@ __all__ = [
     "register_family",
     "save",
     "save_network",
-    "stacked",
     "stream",
     "teacher_forced",
     "with_repeat_prompt",

@@ -30,7 +30,7 @@ from models.parameters import (
     check_rngs,
     drawn,
     expert_axes,
-    joined,
+    join_weights,
     parameter_shapes,
 )
 from models.rotary import rope_frequencies
@@ -63,8 +63,8 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """A causal language model: tokens in, logits out.
 
-    ``arrays`` are those of ``models.parameters.array_shapes(config)``, by path; ``models.parameters.joined`` makes them
-    of a checkpoint's parameters. Without them they are drawn from ``rngs``, in float32.
+    ``arrays`` are those of ``models.parameters.array_shapes(config)``, by path; ``models.parameters.join_weights``
+    makes them of a checkpoint's parameters. Without them they are drawn from ``rngs``, in float32.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
         if differing := sorted(arrays.keys() ^ array_shapes(config).keys()):
             raise ValueError(
                 f"the arrays given and those of the config differ in {', '.join(differing[:3])}, ...; make them of a "
-                "checkpoint's parameters with models.parameters.joined."
+                "checkpoint's parameters with models.parameters.join_weights."
             )
         self.embedding = nnx.Param(arrays["embedding"])
         self.norm = nnx.Param(arrays["norm"])
@@ -442,7 +442,7 @@ def _normed_heads(config: Config, weights: dict[str, Array], query: Array, key: 
     return query, key
 
 
-_joined = jax.jit(joined, static_argnums=0)
+_joined = jax.jit(join_weights, static_argnums=0)
 
 
 def _random_parameter(key: Array | None, name: str, shape: tuple[int, ...], norm_offset: bool) -> Array:

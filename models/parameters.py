@@ -3,7 +3,7 @@
 Families, checkpoints and adapters know parameters by name ("layers.query"), of all layers, stacked. The decoder
 multiplies by arrays of one layer each, known by path ("layers.3.qkv"): the parameters that one vector is multiplied by
 lie side by side in one of them, which is one matrix product. What reads a file joins them, and what writes one takes
-them apart (:func:`joined`, :func:`apart`).
+them apart (:func:`join_weights`, :func:`split_weights`).
 """
 
 from __future__ import annotations
@@ -151,23 +151,23 @@ def rows_of(config: Config, name: str) -> slice | None:
     return slice(first, first + counts[names.index(name)])
 
 
-def joined(config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def join_weights(config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the decoder's arrays by path from parameters by name, of NumPy or JAX.
 
     Example:
         >>> import numpy as np
         >>> import models
-        >>> from models.parameters import apart, joined, parameter_shapes
+        >>> from models.parameters import split_weights, join_weights, parameter_shapes
         >>> config = models.Decoder.tiny().config
         >>> shapes = parameter_shapes(config)
         >>> shapes["layers.query"], shapes["layers.key"]
         ((2, 32, 4, 8), (2, 32, 2, 8))
-        >>> arrays = joined(
+        >>> arrays = join_weights(
         ...     config, {name: np.zeros(shape) for name, shape in shapes.items()}
         ... )
         >>> arrays["layers.0.qkv"].shape
         (32, 2, 4, 8)
-        >>> apart(config, arrays)["layers.query"].shape
+        >>> split_weights(config, arrays)["layers.query"].shape
         (2, 32, 4, 8)
     """
     shapes, arrays = array_shapes(config), {}
@@ -183,7 +183,7 @@ def joined(config: Config, parameters: Mapping[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def apart(config: Config, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def split_weights(config: Config, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters by name that some of the decoder's arrays hold, those of a name from all layers."""
     shapes, found = parameter_shapes(config), {}
     for array in dict.fromkeys(named(path)[0] for path in arrays):

@@ -18,7 +18,7 @@ from models.config_json import to_hugging_face
 from models.decoder import Decoder
 from models.families import family_of_architecture
 from models.files import to_json, write_files
-from models.parameters import PARAMETERS, ROTATED, apart, head_order, tensor_names, tensor_of
+from models.parameters import PARAMETERS, ROTATED, head_order, split_weights, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -76,7 +76,7 @@ def _tensors(model: Decoder, architecture: str) -> dict[str, np.ndarray]:
     names = tensor_names(dataclasses.replace(model.config, architecture=architecture))
     tensors, order = {}, head_order(model.config)
     arrays = {path: hosts.fetched(array) for path, array in model.arrays().items()}
-    for path, array in apart(model.config, arrays).items():
+    for path, array in split_weights(model.config, arrays).items():
         if order is not None and path in ROTATED:
             array = array[..., np.argsort(order)]
         groups, separate = PARAMETERS[path].groups, PARAMETERS[path].separate

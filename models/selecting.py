@@ -16,13 +16,12 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kernels_pallas import select_attention
-from kvjax import Context, Policy, Prediction, sources
+from kvjax import Context, KVCache, Policy, Prediction, sources
 from kvjax.cache import floats_of
 from kvjax.checks import check_count, check_share_or_tokens
 from kvjax.layer import LayerBlock
 from kvjax.selection import share_of_tokens
 from kvjax.sources import Source
-from kvjax.split import ModelCache
 from models.butler import Butler
 from models.networks import Network, remembers
 
@@ -48,8 +47,8 @@ class LayerCarry:
 
     ``cache`` is that of the layer that runs, or of all where they share pages. ``evidence`` is what the policy, or each
     of several, has returned so far, where all layers are evicted from together. ``memory`` and ``source`` are the
-    states of a network that looks ahead and of the source. ``said`` is what the network said of the block behind layer
-    0; ``predicted`` what a network predicts for the block in the layer that runs.
+    states of a network that looks ahead and, of the layer that runs, of the source. ``said`` is what the network said
+    of the block behind layer 0; ``predicted`` what a network predicts for the block in the layer that runs.
     ``first`` and ``previous`` are the true logits of layer 0 and of the previous layer, where the source reads them.
     ``behind_first`` says that layer 0 has run and, if a network looks ahead, that it has, too.
     """
@@ -91,24 +90,20 @@ def predicted(network: Network, carry: LayerCarry, layer: Int[Array, ""], x: Flo
 
 
 def attend(
-    selection: Selection, cache: Any, carry: LayerCarry, own: LayerBlock, context: Context
-) -> tuple[Float[Array, "B T N D"], ModelCache, LayerCarry]:
+    selection: Selection, cache: KVCache, carry: LayerCarry, own: LayerBlock, context: Context
+) -> tuple[Float[Array, "B T N D"], KVCache, LayerCarry]:
     """Compute one layer's attention: over the chosen slots in a decode step, dense in the prompt and in layer 0."""
-    source, layer, (query, key, value, position) = selection.source, context.layer, own
-    assert layer is not None
-    stacked = len(cache.heads_shape) == 3
-    memory = source.insert(carry.source, key, position, layer)
+    source, (query, key, value, position) = selection.source, own
+    memory = source.insert(carry.source, key, position)
     if context.compressed and carry.behind_first:
-        cache = kvjax.insert(cache, key, value, position, layer=layer if stacked else None)
+        cache = kvjax.insert(cache, key, value, position)
         slots = _chosen(selection, cache, memory, carry, query, position, context)
-        number = layer if stacked else None
-        out = select_attention(query, **cache.arrays.entries, slots=slots, layer=number, soft_cap=context.soft_cap)
+        out = select_attention(query, **cache.entries, slots=slots, soft_cap=context.soft_cap)
     else:
         out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=context)
     carry = dataclasses.replace(carry, source=memory)
     if context.compressed and source.reads & {"first", "previous"}:
-        here = cache.layer(layer if stacked else None)
-        true = sources.logits(query, floats_of(here).key)
+        true = sources.logits(query, floats_of(cache).key)
         if "first" in source.reads and not carry.behind_first:
             carry = dataclasses.replace(carry, first=true)
         if "previous" in source.reads:
@@ -118,7 +113,7 @@ def attend(
 
 def _chosen(
     selection: Selection,
-    cache: Any,
+    cache: KVCache,
     memory: Any,
     carry: LayerCarry,
     query: Float[Array, "B 1 N D"],
@@ -128,8 +123,7 @@ def _chosen(
     """Return the slots that each query head reads."""
     source, layer, window = selection.source, context.layer, context.sliding_window
     assert layer is not None
-    here = cache.layer(layer if len(cache.heads_shape) == 3 else None)
-    slot_position = here.position
+    slot_position = cache.position
     if window is not None:  # tokens outside the layer's window cannot be chosen
         slot_position = jnp.where(position[:, :, None] - slot_position < window, slot_position, -1)
     predicted = None
@@ -143,14 +137,13 @@ def _chosen(
         query_position=position,
         position=slot_position,
         layer=layer,
-        key=floats_of(here).key if "key" in source.reads else None,
+        key=floats_of(cache).key if "key" in source.reads else None,
         predicted=predicted,
         first=carry.first,
         previous=carry.previous,
         soft_cap=context.soft_cap,
     )
-    of_layer = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), memory)
-    wanted = source.importance(of_layer, reading)[:, :, 0]
+    wanted = source.importance(memory, reading)[:, :, 0]
     return kvjax.select(wanted, slot_position, selection.budget, sinks=selection.sinks)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import kvjax
 from kvjax import LayerCaches, PagedCache, SplitCache
 from kvjax.capacity import CacheSpec, rounded_up
-from kvjax.layers import split
 from kvjax.making import blank
 from kvjax.matching import without_samples
 from kvjax.paged import trimmed
@@ -33,27 +32,24 @@ def _memories(run: Run, batch: int, slots: int) -> tuple[Any, Any]:
     """Return the empty memory of a network that looks ahead, and the empty state of a selection's source."""
     plan, config, memory, source = run.plan, run.model.config, None, ()
     if plan.selection is not None:
-        source = plan.selection.source.init(batch, plan.heads, slots, config.head_dim, layers=config.num_layers)
+        sizes = batch, plan.heads, slots, config.head_dim
+        source = tuple(plan.selection.source.init(*sizes) for _ in range(config.num_layers))
     if run.ahead is not None:  # a policy keeps the importance keys with its tokens, to evict them together
         memory = run.ahead.init_cache(batch, slots, importance_keys=plan.selection is not None)
     return memory, source
 
 
 def _empty_cache(plan: Plan, spec: CacheSpec) -> ModelCache:
-    if spec.pages:
+    if not plan.each:
         return cast(ModelCache, blank(spec))
-    of_layer, policies = dataclasses.replace(spec, layers=None, windows=(None,)), plan.each or (spec.policy,)
-
-    def layer() -> Any:
-        own: list[Any] = [blank(dataclasses.replace(of_layer, policy=policy)) for policy in policies]
-        return dataclasses.replace(own[0], state=tuple(each.state for each in own)) if plan.each else own[0]
-
-    return LayerCaches(tuple(layer() for _ in spec.windows))
+    of_each: list[Any] = [blank(dataclasses.replace(spec, policy=policy)) for policy in plan.each]
+    layers = zip(*(cache.layers for cache in of_each), strict=True)
+    return LayerCaches(tuple(dataclasses.replace(own[0], state=tuple(one.state for one in own)) for own in layers))
 
 
 def _with_room(cache: Any, plan: Plan, sizes: CacheSpec) -> ModelCache:
     """Resize a kept cache to the slots, or pages, that a run needs."""
-    cache = split(cache).map(lambda part: part.resized(sizes.first.slots, sizes.pages))
+    cache = cache.map(lambda part: part.resized(sizes.first.slots, sizes.pages))
     return cache if plan.mesh is None or cache.paged else on_mesh(cache, plan.mesh)
 
 

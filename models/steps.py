@@ -130,25 +130,28 @@ def forward(
         state = _fresh(state, position)
         if plan.repeats is not None and plan.repeats.loss is not None:
             block = _with_gradient(model, plan, state.cache, block, tokens, part, lengths)
-    cache, evidence, others = state.cache, None, []
+    cache, evidence, caches, sources = state.cache, None, [], []
     if evicts_together(plan, phase, cache):
-        evidence = _no_evidence(config, plan, block, cache)
-    carry = LayerCarry(cache, evidence, state.memory, state.source)
+        evidence = _no_evidence(plan, block, cache)
+    carry = LayerCarry(cache, evidence, state.memory, ())
     for number, weights in enumerate(layers):
         if isinstance(cache, LayerCaches):
             carry = dataclasses.replace(carry, cache=cache.layers[number])
+        if plan.selection is not None:
+            carry = dataclasses.replace(carry, source=state.source[number])
         projection = None if run.projection is None else run.projection[number]
         here = at_layer(config, block, number, projection)
         x, carry = layer_step(config, plan, phase, weights, here, x, carry, run.network)
         if number == 0 and run.pauses(phase):
             entered = None if run.ahead is None else run.ahead.entered(model, jnp.asarray(tokens))
             carry = _look_ahead(plan.selection is not None, run.ahead, block.position, entered, x, carry)
-        others.append(carry.cache)
+        caches.append(carry.cache)
+        sources.append(carry.source)
     said: Any = carry.evidence if plan.each and carry.evidence is not None else ()
-    cache = LayerCaches(tuple(others)) if isinstance(cache, LayerCaches) else carry.cache
+    cache = LayerCaches(tuple(caches)) if isinstance(cache, LayerCaches) else carry.cache
     if not plan.each and carry.evidence is not None:
         cache = _evict(cache, carry.evidence, block.budgets)
-    return x, DecodeState(cache, carry.memory, carry.source, said)
+    return x, DecodeState(cache, carry.memory, tuple(sources) if plan.selection is not None else (), said)
 
 
 def weights_of(model: Decoder) -> Weights:
@@ -245,15 +248,11 @@ def evicts_together(plan: Plan, phase: Phase, cache: ModelCache) -> bool:
     return bool(plan.each) or not plan.policy.allocation.even or cache.paged
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _no_evidence(config: Config, plan: Plan, block: Block, cache: ModelCache) -> Any:
+@functools.partial(jax.jit, static_argnums=0)
+def _no_evidence(plan: Plan, block: Block, cache: ModelCache) -> Any:
     """Make empty evidence of all layers, of the policy or of each of several."""
-    windows = None
-    if any(config.sliding_windows):
-        everything = np.iinfo(np.int32).max
-        windows = jnp.array([window or everything for window in config.sliding_windows], jnp.int32)
     end, policies = block.context.end, plan.each or (plan.policy,)
-    made = tuple(Evidence.of_layers(cache, p.allocation, end, windows, p.merging) for p in policies if p is not None)
+    made = tuple(Evidence.of_layers(cache, p.allocation, end, p.merging) for p in policies if p is not None)
     return made if plan.each else made[0]
 
 

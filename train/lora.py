@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from models import adapters
 from models.config import Config
-from models.parameters import PARAMETERS, apart, array_of, joined, parameter_shapes, paths_of
+from models.parameters import PARAMETERS, array_of, join_weights, parameter_shapes, paths_of, split_weights
 
 SCALE = 2.0  # alpha / r
 
@@ -44,7 +44,7 @@ def merged(config: Config, arrays: Mapping[str, Array], low_rank: Mapping[str, A
     """Return a model's arrays by path with the products of :func:`init`'s matrices added."""
     names = dict.fromkeys(name.partition(".")[0] for name in low_rank)
     paths = [path for name in names for path in paths_of(config, array_of(f"layers.{name}"))]
-    weights = apart(config, {path: arrays[path] for path in paths})
+    weights = split_weights(config, {path: arrays[path] for path in paths})
     for name in names:
         layers, outputs, inputs = _sizes(config, name)
         product = jnp.einsum("lor,lri->loi", low_rank[f"{name}.B"], low_rank[f"{name}.A"])
@@ -53,7 +53,7 @@ def merged(config: Config, arrays: Mapping[str, Array], low_rank: Mapping[str, A
         product = product.reshape(layers, *outputs, *inputs).transpose(0, *(1 + order))
         whole = weights[f"layers.{name}"]
         weights[f"layers.{name}"] = whole + (SCALE * product).astype(whole.dtype)
-    return {**arrays, **joined(config, weights)}
+    return {**arrays, **join_weights(config, weights)}
 
 
 def _sizes(config: Config, name: str) -> tuple[int, list[int], list[int]]:

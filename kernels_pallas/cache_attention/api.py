@@ -10,21 +10,21 @@ from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.checks import check_names, check_soft_cap
-from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch
+from kernels_pallas.dispatch import Implementation, check_scale, dispatch
 
 cache_attention_unchecked = functools.partial(dispatch, "cache_attention")  # statistics are a set, the scale is given
 
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "B K S D"],
+    value: Real[Array, "B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
-    key_scale: Float[Array, "*L B K S"] | None = None,
-    value_scale: Float[Array, "*L B K S"] | None = None,
-    bias: Float[Array, "*L B K S"] | None = None,
+    key_scale: Float[Array, "B K S"] | None = None,
+    value_scale: Float[Array, "B K S"] | None = None,
+    bias: Float[Array, "B K S"] | None = None,
     statistics: Iterable[str] = (),
     window: int = 0,
     errors: bool = False,
@@ -33,7 +33,6 @@ def cache_attention(
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
-    layer: int | Int[Array, ""] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Compute the softmax attention of T queries over S slots; positions alone decide which slots a query sees.
@@ -43,7 +42,7 @@ def cache_attention(
     0 and no statistic counts it. Query head n reads KV head n // (N / K).
 
     Args:
-        key, value: one layer's, or all layers' with ``layer``; floats, or numbers of eight bits with scales.
+        key, value: floats, or numbers of eight bits with scales.
         key_scale, value_scale: by which each key or value of eight bits is multiplied, shaped like them without D; None
             for floats.
         bias: a float per slot that is added to its logits, after scale and cap; None for none.
@@ -57,7 +56,6 @@ def cache_attention(
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
-        layer: the layer to read of stacked keys and values, which a kernel reads in place.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
@@ -80,13 +78,13 @@ def cache_attention(
         [0.5, 0.5, 0.0]
     """
     B, T, N, D = query.shape
-    check_keys_and_values(query, key, value, key_scale, value_scale, layer)
-    slots = key.shape[-4:-1]
+    check_keys_and_values(query, key, value, key_scale, value_scale)
+    slots = key.shape[:3]
     if key_position.shape != slots or query_position.shape != (B, T):
         given = f"positions {key_position.shape} and {query_position.shape}"
         raise ValueError(f"{given} do not fit: expected {slots} for the slots and {(B, T)} for the queries.")
     check_bias(bias, key.shape[:-1])
-    check_projection(projection, errors, (key.shape[-3], N // key.shape[-3], D))
+    check_projection(projection, errors, (key.shape[1], N // key.shape[1], D))
     return cache_attention_unchecked(
         query,
         key,
@@ -101,7 +99,6 @@ def cache_attention(
         sliding_window=sliding_window,
         scale=D**-0.5 if scale is None else scale,
         soft_cap=check_soft_cap(soft_cap),
-        layer=layer,
         key_scale=key_scale,
         value_scale=value_scale,
         bias=bias,
@@ -109,14 +106,13 @@ def cache_attention(
     )
 
 
-def check_keys_and_values(query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any, layer: Any) -> None:
-    """Check that queries, keys, values and their scales fit, of one layer or of stacked layers."""
-    check_layer("keys and values", key.ndim, layer)
-    (B, _, N, D), fits = query.shape, key.shape == value.shape and key.ndim in (4, 5)
-    if not fits or key.shape[-1] != D or key.shape[-4] != B or N % key.shape[-3]:
+def check_keys_and_values(query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any) -> None:
+    """Check that queries, keys, values and their scales fit."""
+    (B, _, N, D), fits = query.shape, key.shape == value.shape and key.ndim == 4
+    if not fits or key.shape[-1] != D or key.shape[0] != B or N % key.shape[1]:
         raise ValueError(
             f"query {query.shape}, key {key.shape} and value {value.shape} do not fit: expected [B, T, N, D] and twice "
-            "[B, K, S, D] or [L, B, K, S, D], with N a multiple of K."
+            "[B, K, S, D], with N a multiple of K."
         )
     check_scale("key", key, key_scale)
     check_scale("value", value, value_scale)

@@ -5,8 +5,8 @@ tiles and KV heads alone would leave the chip idle, the slots are split over pro
 The statistics are a second kernel over the keys: a program keeps a few slots, goes over the queries that enter them,
 computes their weights again from each row's largest logit and sum, and stores one number per head and slot. For a
 single query, as in decode, the first kernel returns its logits, 4 G bytes per slot, and the second combines the sums
-and computes the statistics from the logits. A :class:`Storage` describes where a head's slots are: in stacked layers
-here, in pages for ``paged_attention``.
+and computes the statistics from the logits. A :class:`Storage` describes where a head's slots are: one after
+another here, in pages for ``paged_attention``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Storage(NamedTuple):
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
     """Return why the kernels can't run with these arguments, or None."""
-    return beyond(query, key, value, key.shape[-3])
+    return beyond(query, key, value, key.shape[1])
 
 
 def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
@@ -67,17 +67,15 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *floats, **options):
-    L, B, K, S, D = key.shape
-    key, value = (x.reshape(L, B * K, S, D) for x in (key, value))
+def of_heads(query, about, span, key, value, key_position, *floats, **options):
+    B, K, S, D = key.shape
+    key, value = (x.reshape(B * K, S, D) for x in (key, value))
     storage = Storage(
-        array=pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h, 0, 0)),
-        where=(pl.BlockSpec((1,), lambda *_: (0,)),),
-        load=lambda ref, where, slot, width: _load(ref, slot, width, where[0]),
+        array=pl.BlockSpec((None, S, D), lambda h, *_: (h, 0, 0)),
+        where=(),
+        load=lambda ref, _, slot, width: _load(ref, slot, width),
     )
-    return attend_heads(
-        query, about, span, key, value, key_position, floats, (layer,), storage, name="cache", **options
-    )
+    return attend_heads(query, about, span, key, value, key_position, floats, (), storage, name="cache", **options)
 
 
 def attend_heads(
@@ -209,12 +207,11 @@ def _split(refs, first, second):
     return refs[:first], refs[first : first + second], refs[first + second :]
 
 
-def _load(ref, row, width, layer=None):
-    """Load some of n vectors, [n, D], or of one layer of [L, n, D], as [len(row), width], 0 beyond the ends."""
+def _load(ref, row, width):
+    """Load some of n vectors, [n, D], as [len(row), width], 0 beyond the ends."""
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
-    there = (row < ref.shape[-2])[:, None] & (column < ref.shape[-1])
-    stack = () if layer is None else (jnp.full_like(row, layer[0])[:, None],)
-    return triton.load(ref.at[(*stack, row[:, None], column)], mask=there, other=filler(ref.dtype))
+    there = (row < ref.shape[0])[:, None] & (column < ref.shape[1])
+    return triton.load(ref.at[row[:, None], column], mask=there, other=filler(ref.dtype))
 
 
 def _sees(span, own, position):

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.queries import describe, queries_entering
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
-from kernels_pallas.dispatch import of_layer
-from kernels_pallas.prepare import Beside, given_beside, over_heads, stacked
+from kernels_pallas.prepare import Beside, given_beside, over_heads
 
 _FAR = 2**31 - 1
 
@@ -25,23 +24,20 @@ def span_of(sliding_window: Int[Array, ""] | int | None) -> Int[Array, "1"]:
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "B K S D"],
+    value: Real[Array, "B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
-    layer: int | Int[Array, ""] | None = None,
-    key_scale: Float[Array, "*L B K S"] | None = None,
-    value_scale: Float[Array, "*L B K S"] | None = None,
-    bias: Float[Array, "*L B K S"] | None = None,
+    key_scale: Float[Array, "B K S"] | None = None,
+    value_scale: Float[Array, "B K S"] | None = None,
+    bias: Float[Array, "B K S"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.cache_attention`."""
-    key, value, number = stacked(layer, key, value)
-    slots = "l b k s d"
-    floats, beside = given_beside(*of_layer((key_scale, value_scale, bias), layer))
-    arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number), *(("b k s", x) for x in floats)]
-    return in_groups(kernel, query, query_position, arrays, beside, kv_heads=key.shape[2], **options)
+    floats, beside = given_beside(key_scale, value_scale, bias)
+    arrays = [("b k s d", key), ("b k s d", value), *(("b k s", x) for x in (key_position, *floats))]
+    return in_groups(kernel, query, query_position, arrays, beside, kv_heads=key.shape[1], **options)
 
 
 def in_groups(

@@ -67,10 +67,10 @@ def unsupported(
         return f"queries, keys and values are {' and '.join(dtypes)}, but the kernels take one dtype"
     if query.shape[3] not in (64, 128):
         return f"the head dim is {query.shape[3]}, but the kernels take 64 or 128"
-    if key.shape[-2] % 8:
-        return f"there are {key.shape[-2]} slots, but the kernels take a multiple of 8"
-    if query.shape[2] // key.shape[-3] > TILE:
-        return f"{query.shape[2] // key.shape[-3]} query heads share a KV head, but the kernels take up to {TILE}"
+    if key.shape[2] % 8:
+        return f"there are {key.shape[2]} slots, but the kernels take a multiple of 8"
+    if query.shape[2] // key.shape[1] > TILE:
+        return f"{query.shape[2] // key.shape[1]} query heads share a KV head, but the kernels take up to {TILE}"
     return None
 
 
@@ -85,12 +85,12 @@ def slower(query: Any, *_: Any, statistics: Any = (), **__: Any) -> str | None:
     return f"blocks of {TILE} queries with statistics are faster by Mosaic on an H100 or H200, and others by Triton"
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *, beside, names, errors, scale, soft_cap, interpret):
+def of_heads(query, about, span, key, value, key_position, *, beside, names, errors, scale, soft_cap, interpret):
     del beside, errors  # no scales, biases or errors: all are refused
-    L, B, K, S, D = key.shape
+    B, K, S, D = key.shape
     G, T = query.shape[2:4]
     H, R, tiles = B * K, G * T, pl.cdiv(S, TILE)
-    key, value = (x.reshape(L * H, S, D) for x in (key, value))
+    key, value = (x.reshape(H, S, D) for x in (key, value))
     query = query.reshape(H, G, T, D)
     place = _padded(key_position.reshape(H, S), TILE, -1)
     own = _padded(jnp.tile(about[:, :, POSITION], (1, G)), TILE, -1)
@@ -100,7 +100,7 @@ def of_heads(query, about, span, key, value, key_position, layer, *, beside, nam
     one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     options = dict(scale=scale, soft_cap=soft_cap)
     acc, peak, total, *logits = plgpu.kernel(
-        functools.partial(_attend, heads=(H, K), **options),
+        functools.partial(_attend, kv_heads=K, **options),
         out_type=[
             jax.ShapeDtypeStruct((H, splits, blocks * TILE, D), jnp.float32),
             *[jax.ShapeDtypeStruct((H, splits, blocks * TILE), jnp.float32)] * 2,
@@ -123,7 +123,6 @@ def of_heads(query, about, span, key, value, key_position, layer, *, beside, nam
         interpret=interpret or None,
     )(
         span,
-        layer,
         padded,
         own,
         place,
@@ -139,11 +138,11 @@ def of_heads(query, about, span, key, value, key_position, layer, *, beside, nam
         softmax = jnp.stack([peak, total], axis=-1).reshape(B, K, G, 2)
         return (out, *of_one_query(names, logits[0][:, :G].reshape(B, K, G, S), softmax, about))
     softmax = jnp.stack([peak, total], axis=1).reshape(H, 2, G, T).swapaxes(1, 2)
-    columns = _statistics(query, softmax, about, span, layer, place, key, names, options, interpret)
+    columns = _statistics(query, softmax, about, span, place, key, names, options, interpret)
     return (out, *(columns[name].reshape(B, K, -1, S) for name in names))
 
 
-def _statistics(query, softmax, about, span, layer, place, key, names, options, interpret):
+def _statistics(query, softmax, about, span, place, key, names, options, interpret):
     """Run the kernels of the statistics: one for those of a head, one for that of a group."""
     (H, G, _, D), (_, S, _), B = query.shape, key.shape, about.shape[0]
     first = first_entering(about, names)
@@ -158,7 +157,7 @@ def _statistics(query, softmax, about, span, layer, place, key, names, options, 
             continue
         # Whole tiles: a GPU cuts the copy of a vector at the end of the array, not of its row as the interpreter does.
         found = plgpu.kernel(
-            functools.partial(_reduce, heads=(H, H // B, own_heads), names=some, **options),
+            functools.partial(_reduce, heads=(H // B, own_heads), names=some, **options),
             out_type=[jax.ShapeDtypeStruct((H, G // own_heads, place.shape[1]), jnp.float32)] * len(some),
             scratch_types=dict(
                 k=plgpu.SMEM((TILE, D), query.dtype, transforms=_SWIZZLED),
@@ -170,7 +169,7 @@ def _statistics(query, softmax, about, span, layer, place, key, names, options, 
             grid_names=("head", "query_head", "tile"),
             kernel_name="cache_statistics",
             interpret=interpret or None,
-        )(span, layer, first, windows, query, about, softmax, place, key)
+        )(span, first, windows, query, about, softmax, place, key)
         columns |= dict(zip(some, (column[:, :, :S] for column in found), strict=True))
     return columns
 
@@ -225,18 +224,17 @@ def _sees(span, own, place):
 
 
 def _attend(
-    span, layer, query, own_positions, places, no_free, key, value, out, peaks, totals, *logits_out,
-    heads, scale, soft_cap, q, own, weights, results, logits, ready,
+    span, query, own_positions, places, no_free, key, value, out, peaks, totals, *logits_out,
+    kv_heads, scale, soft_cap, q, own, weights, results, logits, ready,
 ):  # fmt: skip
-    (H, K), D, tiles = heads, query.shape[-1], no_free.shape[1]
+    D, tiles = query.shape[-1], no_free.shape[1]
     head, block, split = _indices("head", "block", "split")
     splits = out.shape[1]
     queries = pl.ds(block * TILE, TILE)
     plgpu.copy_gmem_to_smem(query.at[head, queries], q, ready)
-    plgpu.copy_gmem_to_smem(own_positions.at[_quotient(head, K), queries], own, ready)
+    plgpu.copy_gmem_to_smem(own_positions.at[_quotient(head, kv_heads), queries], own, ready)
     plgpu.barrier_wait(ready)
     position, sees = _of_rows(_vector(own, _OF_ROWS)), functools.partial(_sees, span[0])
-    stack = layer[0] * H + head
 
     def tile(i):  # programs take tiles in turn
         return split + i * splits
@@ -265,7 +263,7 @@ def _attend(
         acc = _of_rows(shrink, D) * acc + _product(weights, v, D)
         return now, shrink * total + jnp.sum(shares, axis=1), acc
 
-    of_slots = plgpu.BlockSpec((None, TILE, D), lambda i: (stack, tile(i), 0), transforms=_SWIZZLED)
+    of_slots = plgpu.BlockSpec((None, TILE, D), lambda i: (head, tile(i), 0), transforms=_SWIZZLED)
     peak, total, acc = plgpu.emit_pipeline(
         step,
         grid=(_quotient(tiles - split + splits - 1, splits),),
@@ -286,13 +284,13 @@ def _attend(
 
 
 def _reduce(
-    span, layer, first_query, windows, query, about, softmax, places, key, *columns,
+    span, first_query, windows, query, about, softmax, places, key, *columns,
     heads, names, scale, soft_cap, k, place, results, ready,
 ):  # fmt: skip
-    (H, K, own_heads), D = heads, key.shape[-1]
+    (K, own_heads), D = heads, key.shape[-1]
     head, query_head, tile = _indices("head", "query_head", "tile")
     slots, row = pl.ds(tile * TILE, TILE), _quotient(head, K)
-    plgpu.copy_gmem_to_smem(key.at[layer[0] * H + head, slots], k, ready)
+    plgpu.copy_gmem_to_smem(key.at[head, slots], k, ready)
     plgpu.copy_gmem_to_smem(places.at[head, slots], place, ready)
     plgpu.barrier_wait(ready)
     position, sees = _of_rows(_vector(place, _OF_ROWS)), functools.partial(_sees, span[0])

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real, Shaped
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe, queries_entering, ratios
-from kernels_pallas.dispatch import of_layer
 from kernels_pallas.softmax import exponentials, grouped_logits, scaled, sees, weighted_values
 
 STATISTICS = (
@@ -63,8 +62,8 @@ class ColumnStatistics(NamedTuple):
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "B K S D"],
+    value: Real[Array, "B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -76,13 +75,11 @@ def cache_attention(
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
-    layer: int | Int[Array, ""] | None = None,
-    key_scale: Float[Array, "*L B K S"] | None = None,
-    value_scale: Float[Array, "*L B K S"] | None = None,
-    bias: Float[Array, "*L B K S"] | None = None,
+    key_scale: Float[Array, "B K S"] | None = None,
+    value_scale: Float[Array, "B K S"] | None = None,
+    bias: Float[Array, "B K S"] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
-    key, value, key_scale, value_scale, bias = of_layer((key, value, key_scale, value_scale, bias), layer)
     live = key_position >= 0
     visible = sees(query_position[:, None], key_position, sliding_window)
     logits = scaled(grouped_logits(query, key, key_scale), scale, soft_cap)

@@ -4,7 +4,7 @@ A tile has queries of all heads of a group, ``[G, T]`` in blocks of T, so that a
 leaves VMEM. The first kernel also returns each row's largest logit and its sum of exponentials; the second computes
 the weights of a chunk of slots again from them, and reduces these over the blocks of queries that enter a statistic. A
 single query, as in decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A
-:class:`Storage` describes where a chunk's slots are: in stacked layers here, in pages for ``paged_attention``.
+:class:`Storage` describes where a chunk's slots are: one after another here, in pages for ``paged_attention``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Storage(NamedTuple):
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
     """Return why the kernels can't run with these arguments, or None."""
-    return beyond(query, key, value, key.shape[-3])
+    return beyond(query, key, value, key.shape[1])
 
 
 def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
@@ -66,13 +66,12 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *floats, **options):
-    S, D = key.shape[3:]
+def of_heads(query, about, span, key, value, key_position, *floats, **options):
+    S, D = key.shape[2:]
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
         slots = min(pl.cdiv(S, 128) * 128, most)
-        block = (None, None, None, slots, D), lambda b, k, c, layer: (layer[0], b, k, c, 0)
-        return Storage(slots, (block,)), (layer,)
+        return Storage(slots, (((None, None, slots, D), lambda b, k, c: (b, k, c, 0)),)), ()
 
     return attend_heads(query, about, span, key, value, key_position, floats, stored, name="cache", **options)
 

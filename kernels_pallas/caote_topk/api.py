@@ -9,25 +9,24 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
 from kernels_pallas.checks import check_count, check_tokens
-from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch
+from kernels_pallas.dispatch import Implementation, check_scale, dispatch
 
 caote_topk_unchecked = functools.partial(dispatch, "caote_topk")  # with a budget for each row
 
 
 def caote_topk(
     weights: Float[Array, "B K _ S"],
-    value: Real[Array, "*L B K S D"],
+    value: Real[Array, "B K S D"],
     position: Int[Array, "B K S"],
     budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
-    value_scale: Float[Array, "*L B K S"] | None = None,
+    value_scale: Float[Array, "B K S"] | None = None,
     protected: Bool[Array, "B K S"] | None = None,
     fast: bool = False,
     norm: Norm = 2,
     group: Group = "exact",
     excess: int | None = None,
     with_scores: bool = False,
-    layer: int | Int[Array, ""] | None = None,
     implementation: Implementation = "auto",
 ) -> Kept:
     """Free the slots of each head whose eviction changes the attention output least, down to the budget.
@@ -45,7 +44,6 @@ def caote_topk(
         fast, norm, group: as in :func:`kvjax.score`.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, the slot to
             free is an argmin.
-        value: one layer's, or all layers' with ``layer``; a kernel then reads them in place.
         with_scores: whether to return the scores, float32, ``+inf`` where protected, ``-inf`` where free.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
@@ -67,8 +65,7 @@ def caote_topk(
         [[[-1, -1, 2]]]
     """
     B, K, _, S = weights.shape if weights.ndim == 4 else (-1, -1, -1, -1)
-    check_layer("values", value.ndim, layer)
-    if value.shape[-4:-1] != (B, K, S) or position.shape != (B, K, S):
+    if value.ndim != 4 or value.shape[:3] != (B, K, S) or position.shape != (B, K, S):
         raise ValueError(
             f"weights {weights.shape}, values {value.shape} and positions {position.shape} do not fit: expected "
             "[B, K, G, S], [B, K, S, D] and [B, K, S]."
@@ -92,7 +89,6 @@ def caote_topk(
         group=group,
         excess=excess,
         with_scores=with_scores,
-        layer=layer,
         value_scale=value_scale,
         implementation=implementation,
     )

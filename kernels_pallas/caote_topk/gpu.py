@@ -79,10 +79,10 @@ class _Worst(NamedTuple):
     live: Int[Array, ""]
 
 
-def of_heads(weights, value, layer, slot, budget, *scales, fast, excess, with_scores, interpret):
+def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, interpret):
     B, K, G, S = weights.shape
-    H, (L, D) = B * K, value.shape[::4]
-    weights, value, slot = weights.reshape(H, G, S), value.reshape(L, H, S, D), slot.reshape(H, S)
+    H, D = B * K, value.shape[3]
+    weights, value, slot = weights.reshape(H, G, S), value.reshape(H, S, D), slot.reshape(H, S)
     scales = tuple(x.reshape(H, S) for x in scales)  # of values of eight bits
     width = max(pl.next_power_of_2(D), 16)  # the matrix unit takes no less
     rows = min(max(ELEMENTS // width, 16), max(pl.next_power_of_2(S), 16))
@@ -107,25 +107,24 @@ def of_heads(weights, value, layer, slot, budget, *scales, fast, excess, with_sc
             interpret=interpret,
         )  # fmt: skip
 
-    of_layer, of_budget = pl.BlockSpec((1,), lambda *_: (0,)), pl.BlockSpec((1,), lambda h, *_: (h // K,))
-    of_slots, of_weights, of_scales = of_head(S), of_head(G, S), [of_head(S)] * len(scales)
-    of_values = pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h, 0, 0))
+    of_budget = pl.BlockSpec((1,), lambda h, *_: (h // K,))
+    of_slots, of_weights, of_values, of_scales = of_head(S), of_head(G, S), of_head(S, D), [of_head(S)] * len(scales)
     shapes = [(heads, width), (heads, width), (G,), (G,), (G,), ()]  # of a _Part
     dtypes = [jnp.float32] * 4 + [jnp.int32, jnp.float32]
     options = dict(scales=len(scales), rows=rows, span=span, fast=fast)
     parts = call(
-        _sum_up, "caote_outputs", (H, programs), [of_layer, of_weights, of_slots, of_values, *of_scales],
+        _sum_up, "caote_outputs", (H, programs), [of_weights, of_slots, of_values, *of_scales],
         [of_program(*shape) for shape in shapes],
         [array(programs, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)],
         **options,
-    )(layer, weights, slot, value, *scales)  # fmt: skip
+    )(weights, slot, value, *scales)  # fmt: skip
     squares, *heaviest = call(
         _measure, "caote_distances", (H, programs),
-        [of_layer, of_values, *[of_head(programs, *shape) for shape in shapes], *of_scales],
+        [of_values, *[of_head(programs, *shape) for shape in shapes], *of_scales],
         [of_head(heads, S), *[of_head(G)] * 3],
         [array(heads, S), array(G), array(G), array(G, dtype=jnp.int32)],
         **options,
-    )(layer, value, *parts, *scales)  # fmt: skip
+    )(value, *parts, *scales)  # fmt: skip
     writes = with_scores or not one
     *scores, ranks, positions, slots, live = call(
         _score, "caote_scores", (H, chunks), [of_weights, of_slots, of_head(heads, S), *[of_head(G)] * 3],
@@ -149,9 +148,9 @@ def of_heads(weights, value, layer, slot, budget, *scales, fast, excess, with_sc
     return (kept.reshape(B, K, S), *[x.reshape(B, K, S) for x in scores[:with_scores]])
 
 
-def _sum_up(layer, weights, slot, value, *refs, scales, rows, span, fast):
+def _sum_up(weights, slot, value, *refs, scales, rows, span, fast):
     scales, part = refs[:scales], cast(Any, _Part(*refs[scales:]))
-    (G, S), D, (heads, width) = weights.shape, value.shape[2], part.output.shape
+    (G, S), D, (heads, width) = weights.shape, value.shape[1], part.output.shape
     head, column = _heads(G), jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     first = pl.program_id(1) * span
     end = jnp.minimum(first + span, S)
@@ -183,7 +182,7 @@ def _sum_up(layer, weights, slot, value, *refs, scales, rows, span, fast):
         live = triton.load(slot.at[number], mask=number < end, other=-1) >= 0
         there = (head < G)[:, None] & (number < end)[None, :]
         a = triton.load(weights.at[head[:, None], number[None, :]], mask=there, other=0.0)
-        v, scale = _load(value, layer[0], number, column), _scale(scales, number)
+        v, scale = _load(value, number, column), _scale(scales, number)
         if careful:
             live &= (jnp.max(jnp.where(jnp.abs(a) < jnp.inf, 0, 1), axis=0) == 0) & _finite(v, scale)
             a, v = jnp.where(live[None, :], a, 0.0), jnp.where(live[:, None], v, jnp.zeros_like(v))
@@ -204,8 +203,7 @@ def _sum_up(layer, weights, slot, value, *refs, scales, rows, span, fast):
 
     there = (which >= 0)[:, None] & (column < D)
     number = jnp.maximum(which, 0)
-    place = value.at[jnp.full_like(which, layer[0])[:, None], number[:, None], column]
-    v = triton.load(place, mask=there, other=filler(value.dtype))
+    v = triton.load(value.at[number[:, None], column], mask=there, other=filler(value.dtype))
     scale = [triton.load(ref.at[number]) for ref in scales]
     # A heaviest token whose value is not finite counts nowhere. No other has more than half, and so must be apart.
     counts = (which >= 0) & _finite(v, scale)
@@ -221,10 +219,10 @@ def _sum_up(layer, weights, slot, value, *refs, scales, rows, span, fast):
     part.tokens[...] = jnp.sum(count)
 
 
-def _measure(layer, value, *refs, scales, rows, span, fast):
+def _measure(value, *refs, scales, rows, span, fast):
     parts, refs = cast(Any, _Part(*refs[:6])), refs[6:]
     scales, (squares, change, rest, slot) = refs[:scales], refs[scales:]
-    (programs, heads, width), G, (_, S, D) = parts.output.shape, change.shape[0], value.shape
+    (programs, heads, width), G, (S, D) = parts.output.shape, change.shape[0], value.shape
     head, row = _heads(heads), jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
     column, first = row[None, :], pl.program_id(1) * span
     part = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(programs),), 0)
@@ -266,7 +264,7 @@ def _measure(layer, value, *refs, scales, rows, span, fast):
 
     def measure(k, _):
         number = first + k * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
-        v, scale = _load(value, layer[0], number, column), _scale(scales, number)
+        v, scale = _load(value, number, column), _scale(scales, number)
         wide = v.astype(jnp.float32)
         products, own = _product(thirds, v, 1), jnp.sum(wide * wide, axis=1)
         for x in scale:
@@ -417,8 +415,7 @@ def _scale(scales: Any, number: Array) -> list[Array]:
     return [triton.load(ref.at[number], mask=number < ref.shape[0], other=0.0) for ref in scales]
 
 
-def _load(value: Any, layer: Array, number: Array, column: Array) -> Array:
+def _load(value: Any, number: Array, column: Array) -> Array:
     """Load the values of some slots, [rows, width]."""
-    _, S, D = value.shape
-    place = value.at[jnp.full_like(number, layer)[:, None], number[:, None], column]
-    return triton.load(place, mask=(number < S)[:, None] & (column < D), other=filler(value.dtype))
+    there = (number < value.shape[0])[:, None] & (column < value.shape[1])
+    return triton.load(value.at[number[:, None], column], mask=there, other=filler(value.dtype))

@@ -10,14 +10,13 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
 from kernels_pallas.caote_topk.slots import clean_weights, pack
-from kernels_pallas.dispatch import of_layer
-from kernels_pallas.prepare import over_heads, stacked
+from kernels_pallas.prepare import over_heads
 
 
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     weights: Float[Array, "B K _ S"],
-    value: Real[Array, "*L B K S D"],
+    value: Real[Array, "B K S D"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
@@ -25,8 +24,7 @@ def on_heads(
     norm: Norm,
     group: Group,
     with_scores: bool,
-    layer: int | Int[Array, ""] | None = None,
-    value_scale: Float[Array, "*L B K S"] | None = None,
+    value_scale: Float[Array, "B K S"] | None = None,
     **options: Any,
 ) -> Kept:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.caote_topk`.
@@ -34,13 +32,11 @@ def on_heads(
     ``norm`` is not passed on: it is 2, the only one that kernels support.
     """
     del norm
-    scales = () if value_scale is None else (of_layer(value_scale, layer),)
+    scales = () if value_scale is None else (value_scale,)
     run = over_heads(
         functools.partial(kernel, with_scores=with_scores, **options),
-        ["b k g s", "l b k s d", "u", "b k s", "b", *["b k s"] * len(scales)],
+        ["b k g s", "b k s d", "b k s", "b", *["b k s"] * len(scales)],
         ["b k s", "b k s"] if with_scores else ["b k s"],
     )
-    kept, *scores = run(
-        clean_weights(weights, position, group), *stacked(layer, value), pack(position, protected), budget, *scales
-    )
+    kept, *scores = run(clean_weights(weights, position, group), value, pack(position, protected), budget, *scales)
     return Kept(kept, scores[0] if with_scores else None)

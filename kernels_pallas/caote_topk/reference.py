@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from kernels_pallas.dispatch import of_layer
 from kernels_pallas.topk import best_of_heads, rank
 
 Norm = Literal[1, 2, "inf"]
@@ -27,7 +26,7 @@ class Kept(NamedTuple):
 
 def caote_topk(
     weights: Float[Array, "B K G S"],
-    value: Real[Array, "*L B K S D"],
+    value: Real[Array, "B K S D"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
@@ -37,13 +36,11 @@ def caote_topk(
     group: Group,
     excess: int | None,
     with_scores: bool,
-    layer: int | Int[Array, ""] | None = None,
-    value_scale: Float[Array, "*L B K S"] | None = None,
+    value_scale: Float[Array, "B K S"] | None = None,
 ) -> Kept:
     """See :func:`kernels_pallas.caote_topk.api.caote_topk`."""
-    value = of_layer(value, layer)
     if value_scale is not None:
-        value = value.astype(jnp.float32) * of_layer(value_scale, layer)[..., None]
+        value = value.astype(jnp.float32) * value_scale[..., None]
     live = position >= 0
     scores = eviction_error(weights, value, live, fast=fast, norm=norm, group=group)
     if protected is not None:

@@ -70,8 +70,7 @@ class _Tiling(NamedTuple):
 
 def of_heads(
     weights: Float[Array, "B K G S"],
-    value: Float[Array, "L B K S D"],
-    layer: Int[Array, "1"],
+    value: Float[Array, "B K S D"],
     slot: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     *scales: Float[Array, "B K S"],
@@ -81,7 +80,7 @@ def of_heads(
     interpret: Any,
 ) -> tuple[Array, ...]:
     B, K, G, S = weights.shape
-    D, H = value.shape[4], B * K
+    D, H = value.shape[3], B * K
     tiling = _Tiling.of(weights.shape, value)
     padded, groups = tiling.chunk * tiling.chunks, pl.cdiv(H, HEADS)
     weights = jnp.pad(weights.reshape(H, G, S), ((0, 0), (0, 0), (0, padded - S)))
@@ -97,7 +96,7 @@ def of_heads(
     def chunk_of(phase: Array, c: Array) -> Array:
         return jnp.where(phase == 0, c, tiling.chunks - 1 - c)
 
-    row = pl.BlockSpec((HEADS, padded), lambda g, i, phase, c, layer: (g, 0))
+    row = pl.BlockSpec((HEADS, padded), lambda g, i, phase, c: (g, 0))
     row_shape = (groups * HEADS, padded)
     out_shape = [jax.ShapeDtypeStruct(row_shape, jnp.int32)]
     if with_scores:
@@ -114,29 +113,23 @@ def of_heads(
             with_scores=with_scores,
         ),
         out_shape=out_shape,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(groups, HEADS, 2, tiling.chunks),
-            in_specs=[
-                pl.BlockSpec((HEADS, 128), lambda g, i, phase, c, layer: (g, 0)),
-                pl.BlockSpec((None, G, padded), lambda g, i, phase, c, layer: (head(g, i), 0, 0)),
-                row,
-                pl.BlockSpec(
-                    (None, None, tiling.chunk, D),
-                    lambda g, i, phase, c, layer: (layer[0], head(g, i), chunk_of(phase, c), 0),
-                ),
-                *[row] * len(scales),
-            ],
-            out_specs=[row] * len(out_shape),
-            scratch_shapes=[
-                pltpu.VMEM((HEADS, padded), jnp.float32),  # the scores; before that, 1 where a slot takes part
-                pltpu.VMEM((sublanes, lanes), jnp.float32),  # the output but for the heaviest token, or the values' sum
-                pltpu.VMEM((sublanes, lanes), jnp.float32),  # the heaviest token's value
-                pltpu.VMEM((sublanes, 128), jnp.float32),  # the heaviest token's weight
-                pltpu.VMEM((sublanes, 128), jnp.float32),  # the weight of all others
-                pltpu.VMEM((sublanes, 128), jnp.int32),  # the heaviest token's slot
-            ],
-        ),
+        grid=(groups, HEADS, 2, tiling.chunks),
+        in_specs=[
+            pl.BlockSpec((HEADS, 128), lambda g, i, phase, c: (g, 0)),
+            pl.BlockSpec((None, G, padded), lambda g, i, phase, c: (head(g, i), 0, 0)),
+            row,
+            pl.BlockSpec((None, tiling.chunk, D), lambda g, i, phase, c: (head(g, i), chunk_of(phase, c), 0)),
+            *[row] * len(scales),
+        ],
+        out_specs=[row] * len(out_shape),
+        scratch_shapes=[
+            pltpu.VMEM((HEADS, padded), jnp.float32),  # the scores; before that, 1 where a slot takes part
+            pltpu.VMEM((sublanes, lanes), jnp.float32),  # the output but for the heaviest token, or the values' sum
+            pltpu.VMEM((sublanes, lanes), jnp.float32),  # the heaviest token's value
+            pltpu.VMEM((sublanes, 128), jnp.float32),  # the heaviest token's weight
+            pltpu.VMEM((sublanes, 128), jnp.float32),  # the weight of all others
+            pltpu.VMEM((sublanes, 128), jnp.int32),  # the heaviest token's slot
+        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
             vmem_limit_bytes=max(16 * 2**20, tiling.vmem_bytes * 5 // 4),
@@ -149,11 +142,11 @@ def of_heads(
         ),
         interpret=interpret,
         name="caote_topk",
-    )(layer, budgets, weights, slot, value.reshape(-1, H, S, D), *of_slots)
+    )(budgets, weights, slot, value.reshape(H, S, D), *of_slots)
     return tuple(x[:H, :S].reshape(B, K, S) for x in out)
 
 
-def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast, excess, with_scores):
+def _kernel(budget, weights, slot, value, *refs, scales, tiling, heads, fast, excess, with_scores):
     scales, refs = refs[:scales], refs[scales:]
     kept, scored = refs[0], refs[1 if with_scores else 0]
     scores, output, heaviest, heaviest_weight, rest_weight, heaviest_slot = refs[2 if with_scores else 1 :]

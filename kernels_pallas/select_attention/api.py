@@ -5,19 +5,18 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.api import check_keys_and_values
-from kernels_pallas.checks import check_soft_cap, plain
+from kernels_pallas.checks import check_soft_cap
 from kernels_pallas.dispatch import Implementation, dispatch
 
 
 def select_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "B K S D"],
+    value: Real[Array, "B K S D"],
     slots: Int[Array, "B H M"],
     *,
-    key_scale: Float[Array, "*L B K S"] | None = None,
-    value_scale: Float[Array, "*L B K S"] | None = None,
-    layer: int | Int[Array, ""] | None = None,
+    key_scale: Float[Array, "B K S"] | None = None,
+    value_scale: Float[Array, "B K S"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     implementation: Implementation = "auto",
@@ -38,8 +37,8 @@ def select_attention(
         The output in the queries' dtype; the softmax is float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, vectors of eight bits have no scale, M is 0, ``layer`` is missing or out of
-            place, or the implementation is unknown or for another platform.
+        ValueError: if shapes do not fit, vectors of eight bits have no scale, M is 0, or the implementation is unknown
+            or for another platform.
         NotImplementedError: if a kernel was given by name and can't run with these arguments.
 
     Example:
@@ -53,14 +52,11 @@ def select_attention(
         [1.5, 4.0]
     """
     B, _, N, D = query.shape
-    check_keys_and_values(query, key, value, key_scale, value_scale, layer)
-    layer = plain(layer)
-    if isinstance(layer, int) and not 0 <= layer < key.shape[0]:
-        raise ValueError(f"layer is {layer}; the keys and values have layers 0 to {key.shape[0] - 1}.")
-    if slots.ndim != 3 or slots.shape[0] != B or slots.shape[1] not in (N, key.shape[-3]) or not slots.shape[2]:
+    check_keys_and_values(query, key, value, key_scale, value_scale)
+    if slots.ndim != 3 or slots.shape[0] != B or slots.shape[1] not in (N, key.shape[1]) or not slots.shape[2]:
         raise ValueError(
             f"slots {slots.shape} do not fit: expected [B, H, M] with B {B}, H {N}, one set per query head, or "
-            f"{key.shape[-3]}, one per KV head, and M at least 1."
+            f"{key.shape[1]}, one per KV head, and M at least 1."
         )
     return dispatch(
         "select_attention",
@@ -68,7 +64,6 @@ def select_attention(
         key,
         value,
         slots,
-        layer=layer,
         scale=D**-0.5 if scale is None else scale,
         soft_cap=check_soft_cap(soft_cap),
         key_scale=key_scale,

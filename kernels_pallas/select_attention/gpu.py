@@ -1,6 +1,6 @@
 """The kernels for GPU (Pallas' Triton route): online softmax over gathered slots, then the sum of its parts.
 
-A program reads its share of a head's slots, and with them their keys and values, directly from the stacked cache; the
+A program reads its share of a head's slots, and with them their keys and values, directly from the cache; the
 queries that share the slots are those of its tile. In decode a batch of one has far fewer heads than the chip has
 multiprocessors, so the slots of a head are split over programs, and a second kernel combines their sums. Where the
 query heads of a group read slots of their own, their programs run side by side: slots in ascending order keep them
@@ -37,11 +37,11 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | N
     return None
 
 
-def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, interpret):
+def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, interpret):
     B, K, each, T, G, D = query.shape
-    L, S, M = key.shape[0], key.shape[3], slots.shape[-1]
+    S, M = key.shape[2], slots.shape[-1]
     H, R = B * K * each, T * G
-    key, value = key.reshape(L, B * K, S, D), value.reshape(L, B * K, S, D)
+    key, value = key.reshape(B * K, S, D), value.reshape(B * K, S, D)
     width = max(pl.next_power_of_2(D), 16)
     # At most what fits into a program's registers, at least as many slots as the matrix unit takes.
     step = min(max(BYTES // (width * max(key.dtype.itemsize, value.dtype.itemsize)), 16), 128)
@@ -53,7 +53,6 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
     def of_head(*shape, by=1):
         return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
 
-    of_slots = pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h // each, 0, 0))
     scales = tuple(x.reshape(B * K, S) for x in scales)
     sums = pl.pallas_call(
         functools.partial(
@@ -65,10 +64,8 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
         ],
         grid=(H, blocks, parts),
         in_specs=[
-            pl.BlockSpec((1,), lambda *_: (0,)),
             of_head(R, D),
-            of_slots,
-            of_slots,
+            *[of_head(S, D, by=each)] * 2,
             of_head(M),
             *[of_head(S, by=each)] * len(scales),
         ],
@@ -79,7 +76,7 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="select_attention",
-    )(layer, query.reshape(H, R, D), key, value, slots.reshape(H, M), *scales)
+    )(query.reshape(H, R, D), key, value, slots.reshape(H, M), *scales)
     out = pl.pallas_call(
         functools.partial(_combine, width=width),
         out_shape=jax.ShapeDtypeStruct((H, R, D), query.dtype),
@@ -93,11 +90,11 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
     return (out.reshape(query.shape),)
 
 
-def _attend(layer, query, key, value, slots, *refs, beside, steps, step, queries, width, scale, soft_cap):
+def _attend(query, key, value, slots, *refs, beside, steps, step, queries, width, scale, soft_cap):
     *scales, out, peaks, totals = refs
     key_scales, value_scales, _ = beside.split(scales)
     like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
-    (R, D), S, M = query.shape, key.shape[1], slots.shape[0]
+    (R, D), S, M = query.shape, key.shape[0], slots.shape[0]
     row = pl.program_id(1) * queries + jax.lax.broadcasted_iota(jnp.int32, (queries,), 0)
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     of_queries = (row < R)[:, None] & (column < D)
@@ -110,11 +107,11 @@ def _attend(layer, query, key, value, slots, *refs, beside, steps, step, queries
         slot = triton.load(slots.at[nth], mask=nth < M, other=-1)
         read = slot >= 0
         # Slot -1 is masked: nothing is read, and its row is 0. A slot beyond the cache is clipped to the last one.
-        index = (jnp.full_like(slot, layer[0])[:, None], jnp.clip(slot, 0, S - 1)[:, None], column)
+        held = jnp.clip(slot, 0, S - 1)
         there = read[:, None] & (column < D)
-        k, v = (triton.load(ref.at[index], mask=there, other=filler(ref.dtype)) for ref in (key, value))
+        k, v = (triton.load(ref.at[held[:, None], column], mask=there, other=filler(ref.dtype)) for ref in (key, value))
         of_keys, of_values = (
-            [triton.load(ref.at[jnp.clip(slot, 0, S - 1)], mask=read, other=0.0)[None, :] for ref in refs]
+            [triton.load(ref.at[held], mask=read, other=0.0)[None, :] for ref in refs]
             for refs in (key_scales, value_scales)
         )
         logits = product(q, widened(k, q.dtype), ((1,), (1,)))

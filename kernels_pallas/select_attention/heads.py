@@ -8,34 +8,31 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.dispatch import of_layer
-from kernels_pallas.prepare import given_beside, over_heads, stacked
+from kernels_pallas.prepare import given_beside, over_heads
 
 
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "B K S D"],
+    value: Real[Array, "B K S D"],
     slots: Int[Array, "B H M"],
     *,
-    layer: int | Int[Array, ""] | None,
     scale: float,
     soft_cap: float | None = None,
-    key_scale: Float[Array, "*L B K S"] | None = None,
-    value_scale: Float[Array, "*L B K S"] | None = None,
+    key_scale: Float[Array, "B K S"] | None = None,
+    value_scale: Float[Array, "B K S"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.select_attention`."""
-    key, value, number = stacked(layer, key, value)
     B, T, N, D = query.shape
-    (_, H, M), K = slots.shape, key.shape[-3]
+    (_, H, M), K = slots.shape, key.shape[1]
     grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
     queries = "b k h t g d"
-    scales, beside = given_beside(*of_layer((key_scale, value_scale), layer))
+    scales, beside = given_beside(key_scale, value_scale)
     run = over_heads(
         functools.partial(kernel, beside=beside, scale=scale, soft_cap=soft_cap),
-        [queries, "l b k s d", "l b k s d", "b k h m", "u", *["b k s"] * len(scales)],
+        [queries, "b k s d", "b k s d", "b k h m", *["b k s"] * len(scales)],
         [queries],
     )
-    (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), number, *scales)
+    (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), *scales)
     return out.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, D)

@@ -11,21 +11,20 @@ from kernels_pallas.softmax import exponentials, grouped_logits, scaled, weighte
 
 def select_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "B K S D"],
+    value: Real[Array, "B K S D"],
     slots: Int[Array, "B H M"],
     *,
-    layer: int | Int[Array, ""] | None,
     scale: float,
     soft_cap: float | None = None,
-    key_scale: Float[Array, "*L B K S"] | None = None,
-    value_scale: Float[Array, "*L B K S"] | None = None,
+    key_scale: Float[Array, "B K S"] | None = None,
+    value_scale: Float[Array, "B K S"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """See :func:`kernels_pallas.select_attention.api.select_attention`."""
     live = slots >= 0
-    key, value = (_gathered(x, slots, layer) for x in (key, value))
+    key, value = (_gathered(x, slots) for x in (key, value))
     key_scale, value_scale = (
-        s if s is None else _gathered(s[..., None], slots, layer)[..., 0] for s in (key_scale, value_scale)
+        s if s is None else _gathered(s[..., None], slots)[..., 0] for s in (key_scale, value_scale)
     )
     weights, total = exponentials(
         scaled(grouped_logits(query, key, key_scale), scale, soft_cap), live[:, :, None, None]
@@ -33,24 +32,19 @@ def select_attention(
     return weighted_values(weights, total, value, live, value_scale).astype(query.dtype)
 
 
-def _gathered(
-    array: Real[Array, "*L B K S D"], slots: Int[Array, "B H M"], layer: int | Int[Array, ""] | None
-) -> Real[Array, "B H M D"]:
-    """Gather array[(layer,) b, k, slots[b, h, m]], where k is the KV head of h, parallel in b and k.
+def _gathered(array: Real[Array, "B K S D"], slots: Int[Array, "B H M"]) -> Real[Array, "B H M D"]:
+    """Gather array[b, k, slots[b, h, m]], where k is the KV head of h, parallel in b and k.
 
     The batching dimensions are given, so that a cache sharded over them is read without communication.
     """
-    *_, B, K, _, D = array.shape
+    B, K, _, D = array.shape
     index = jnp.maximum(slots, 0).reshape(B, K, -1, 1)  # the heads of a group, one after the other
-    if layer is not None:
-        index = jnp.concatenate([jnp.full_like(index, layer), index], axis=-1)
-    indexed = (2,) if layer is None else (0, 3)
     numbers = jax.lax.GatherDimensionNumbers(
         offset_dims=(3,),
-        collapsed_slice_dims=indexed,
-        start_index_map=indexed,
-        operand_batching_dims=(0, 1) if layer is None else (1, 2),
+        collapsed_slice_dims=(2,),
+        start_index_map=(2,),
+        operand_batching_dims=(0, 1),
         start_indices_batching_dims=(0, 1),
     )
-    chosen = jax.lax.gather(array, index, numbers, slice_sizes=(*(1,) * (array.ndim - 1), D), mode="clip")
+    chosen = jax.lax.gather(array, index, numbers, slice_sizes=(1, 1, 1, D), mode="clip")
     return chosen.reshape(*slots.shape, D)

@@ -38,7 +38,7 @@ def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str |
     if reason is not None:
         return reason
     _, T, N, D = query.shape
-    K, S = key.shape[-3:-1]
+    K, S = key.shape[1:3]
     H, M = slots.shape[1:]
     if D > 512:
         return f"the head dim is {D}, but the kernel takes up to 512"
@@ -51,9 +51,9 @@ def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str |
     return None
 
 
-def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, interpret):
+def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, interpret):
     B, K, sets, T, G, D = query.shape
-    S, R, itemsize = key.shape[3], sets * T * G, max(key.dtype.itemsize, value.dtype.itemsize)
+    S, R, itemsize = key.shape[2], sets * T * G, max(key.dtype.itemsize, value.dtype.itemsize)
     most = min(SLOTS, CELLS // R, BYTES // (pl.cdiv(D, 128) * 128 * itemsize)) // 128 * 128
     size = min(pl.cdiv(S, 128) * 128, max(most, 128))
     chunks = pl.cdiv(S, size)
@@ -66,28 +66,23 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
     chosen = jnp.any(start[..., 1:] > start[..., :-1], axis=2)  # [B, K, chunks]
     here = jax.lax.cummax(jnp.where(chosen, jnp.arange(chunks), 0), axis=2).reshape(-1)  # which chunk is in VMEM
 
-    of_queries = pl.BlockSpec((None, None, R, D), lambda b, k, c, layer, here: (b, k, 0, 0))
-    of_slots = pl.BlockSpec(
-        (None, None, None, size, D),
-        lambda b, k, c, layer, here: (layer[0], b, k, here[(b * K + k) * chunks + c], 0),
-    )
-    of_scales = pl.BlockSpec(
-        (None, None, 1, size), lambda b, k, c, layer, here: (b, k, 0, here[(b * K + k) * chunks + c])
-    )
+    of_queries = pl.BlockSpec((None, None, R, D), lambda b, k, c, here: (b, k, 0, 0))
+    of_slots = pl.BlockSpec((None, None, size, D), lambda b, k, c, here: (b, k, here[(b * K + k) * chunks + c], 0))
+    of_scales = pl.BlockSpec((None, None, 1, size), lambda b, k, c, here: (b, k, 0, here[(b * K + k) * chunks + c]))
     out = pl.pallas_call(
         functools.partial(_attend, beside=beside, size=size, scale=scale, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct((B, K, R, D), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(B, K, chunks),
             in_specs=[
                 pl.BlockSpec(
-                    (None, None, sets, chunks + 1), lambda b, k, c, layer, here: (b, k, 0, 0), memory_space=pltpu.SMEM
+                    (None, None, sets, chunks + 1), lambda b, k, c, here: (b, k, 0, 0), memory_space=pltpu.SMEM
                 ),
                 of_queries,
                 of_slots,
                 of_slots,
-                pl.BlockSpec((None, None, sets, blocks, 1, LISTED), lambda b, k, c, layer, here: (b, k, 0, 0, 0, 0)),
+                pl.BlockSpec((None, None, sets, blocks, 1, LISTED), lambda b, k, c, here: (b, k, 0, 0, 0, 0)),
                 *[of_scales] * len(scales),
             ],
             out_specs=of_queries,
@@ -109,7 +104,6 @@ def of_heads(query, key, value, slots, layer, *scales, beside, scale, soft_cap, 
         interpret=interpret,
         name="select_attention",
     )(
-        layer,
         here,
         start,
         query.reshape(B, K, R, D),
@@ -152,7 +146,7 @@ def _mask(slots, first, last, origin, size):
     return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
 
 
-def _attend(_, here, start, query, key, value, slots, *refs, beside, size, scale, soft_cap):
+def _attend(here, start, query, key, value, slots, *refs, beside, size, scale, soft_cap):
     *scales, out, peak, total, acc = refs
     key_scales, value_scales, _ = beside.split(scales)
     c = pl.program_id(2)

@@ -186,7 +186,7 @@ class Conversation:
                 raise ValueError(f"{path} exists and is not a conversation; name another file.") from None
         # Fed here, the pending tokens would be a block of their own, from which the policy evicts.
         tokens: Any = dict(pending=self.now.pending, seen=sorted(self.now.seen))
-        kvjax.save_cache(path, models.stacked(self.now.cache), **tokens, **self._made_with())
+        kvjax.save_cache(path, self.now.cache, **tokens, **self._made_with())
 
     def load(self, path: str | Path) -> None:
         """Continue the conversation of a file that :meth:`keep` wrote, with the same model, policy and budget."""

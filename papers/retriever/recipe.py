@@ -35,7 +35,7 @@ from models.config import Config, described
 from models.config_json import from_hugging_face
 from models.decoder import Decoder
 from models.load import load
-from models.parameters import apart, joined
+from models.parameters import join_weights, split_weights
 from models.save import save
 from papers.predictor import coref_task
 from papers.retriever import data
@@ -116,7 +116,7 @@ def hidden_states(
     config: Config, parameters: Parameters, tokens: Int[Array, "B T"], position: Int[Array, "B T"] | None = None
 ) -> tuple[Decoder, Float[Array, "B T E"]]:
     """Return the decoder and its last hidden states, computed by :func:`causal_attention`."""
-    model = Decoder(config, joined(config, parameters))
+    model = Decoder(config, join_weights(config, parameters))
     if position is None:
         position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
@@ -444,7 +444,7 @@ def _read_model(folder: Path, config: Config) -> tuple[Parameters, int]:
     steps = [step for line in lines if (step := json.loads(line).get("step")) is not None]
     if not steps:
         raise ValueError(f"{log} does not say how far the recipe came; give the folder of a model that it made.")
-    return apart(model.config, model.arrays()), steps[-1]
+    return split_weights(model.config, model.arrays()), steps[-1]
 
 
 def _log(folder: Path, line: dict[str, Any]) -> None:
@@ -487,7 +487,7 @@ def _make(options: argparse.Namespace) -> None:
         parameters = {
             name: options.keep * kept[name] + (1 - options.keep) * array for name, array in parameters.items()
         }
-    save(options.out, Decoder(config, joined(config, jax.device_get(parameters))), tokenizer)
+    save(options.out, Decoder(config, join_weights(config, jax.device_get(parameters))), tokenizer)
     if options.samples:
         figures = measure(config, parameters, tokenizer, options.samples)
         _log(options.work, figures)

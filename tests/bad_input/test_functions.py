@@ -74,6 +74,16 @@ def cache(**changes: Any) -> kvjax.KVCache:
 
 
 @functools.cache
+def layers(policy: Any = None) -> kvjax.LayerCaches:
+    return kvjax.empty_cache(policy, layers=2, kv_heads=2, query_heads=4, head_dim=4, budget=8)
+
+
+@functools.cache
+def pages_of_layers() -> kvjax.PagedCache:
+    return kvjax.PagedCache.init(batch=1, kv_heads=2, head_dim=4, pages=8, page_size=4, most=8, layers=2)
+
+
+@functools.cache
 def model() -> models.Decoder:
     return reference.decoder(CONFIG)
 

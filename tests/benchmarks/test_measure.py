@@ -1,6 +1,7 @@
 """Test what benchmarks share: turns, memory that is checked; and kernels on arrays that are what they say."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +28,13 @@ def test_a_time_is_the_median_of_one_call(monkeypatch):
     assert (taken.milliseconds, taken.lowest) == (2000, 1000)  # of 1, 20 and 2 seconds
 
 
-def test_a_loop_calls_as_often_as_it_says():
-    def call(index, zero, x):
-        jax.debug.callback(lambda i, z: calls.append((int(i), int(z))), index, zero)
-        return {"sum": x.sum(), "index": index}
+def test_each_call_has_arguments_and_a_result_of_its_own():
+    def call(zero, x, y):
+        return {"sum": (x + zero).sum(), "product": x @ y}
 
-    calls: list[tuple[int, int]] = []
-    out = jax.jit(measure.loop(call, 3))(jnp.ones(5))
-    jax.effects_barrier()
-    assert float(out["sum"]) == 5 and int(out["index"]) == 2 and sorted(calls) == [(0, 0), (1, 0), (2, 0)]
+    given = [(i * jnp.ones(5), jnp.arange(5.0)) for i in range(3)]
+    results = jax.jit(measure.in_turn(call))(*given)
+    assert [(float(x["sum"]), float(x["product"])) for x in results] == [(0, 0), (5, 10), (10, 20)]
 
 
 def test_a_floor_is_the_longer_of_copying_and_computing():
@@ -50,19 +49,15 @@ def test_a_result_in_the_place_of_a_donated_argument_takes_no_bytes():
     assert measure.program_bytes(measure.executable(lambda x: x + 1, x, **given)) == 2**21
 
 
-def products_outside_of_loops(program) -> int:
-    text = program.as_text()
-    entry = text[text.index("ENTRY") :]
-    return entry.count("dot_general")
+def test_xla_joins_no_calls():
+    """What does not depend on the call before it computes once for all calls of the same array."""
+    x = jax.ShapeDtypeStruct((32, 32), jnp.float32)
 
+    def products(call) -> int:
+        program = measure.executable(lambda x: measure.in_turn(call)((x,), (x,), (x,)), x, what="", free=1e9)
+        return len(re.findall(r" dot\(", program.as_text()))
 
-def test_what_is_sliced_at_zero_stays_in_the_loop():
-    """XLA takes what no turn changes out of a loop: a barrier does not stop it, an unknown index does."""
-    x = jax.ShapeDtypeStruct((2, 32, 32), jnp.float32)
-    inside = measure.executable(measure.loop(lambda i, zero, a: a[i % 2 + zero] @ a[zero], 7), x, what="", free=1e9)
-    assert products_outside_of_loops(inside) == 0
-    outside = measure.executable(measure.loop(lambda i, zero, a: a[0] @ a[1], 7), x, what="", free=1e9)
-    assert products_outside_of_loops(outside) > 0
+    assert (products(lambda zero, x: (x + zero) @ x), products(lambda zero, x: x @ x)) == (3, 1)
 
 
 TIMING = measure.Timing(calls=2, repetitions=1, free=2**30, limits=measure.Device(1e9, 1e9))
@@ -87,7 +82,7 @@ def test_the_command_writes_a_row_for_each_implementation(tmp_path, capsys):
 
 
 def test_a_case_that_does_not_fit_says_so_in_its_row(monkeypatch):
-    fitting = measure.tree_bytes(jax.eval_shape(case("caote_topk", "block").make))
+    fitting = TIMING.calls * measure.tree_bytes(jax.eval_shape(case("caote_topk", "block").make))
     timing = TIMING._replace(free=fitting + 2**10)  # the arrays, but not what the reference needs beside them
     rows = kernels.measurement(case("caote_topk", "block"), ["reference"], timing)
     assert len(rows) == 1 and "GiB are free here" in rows[0]["refused"]

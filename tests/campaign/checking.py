@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import models
-from kvjax import PagedCache, SplitCache
+from kvjax import PagedCache
 from models import Decoder
 from models.engine import logits_of
-from models.parameters import joined, partition
+from models.parameters import join_weights, partition
 from tests.campaign.cases import Case
 from tests.models import reference
 
@@ -275,8 +275,7 @@ def streamed(model: Decoder, prompts: Any, **settings: Any) -> tuple[list[list[i
 
 def held_of(cache: Any) -> Held:
     """Reads a cache in NumPy."""
-    cache = models.stacked(cache)
-    if isinstance(cache, SplitCache):
+    if not isinstance(cache, PagedCache):
         layers = [cache.layer(layer) for layer in range(cache.heads_shape[0])]
         cache = dataclasses.replace(jax.tree.map(lambda *x: np.stack(x), *layers), next_position=cache.next_position)
     position, key, value = np.asarray(cache.position), *(_floats(cache, side) for side in ("key", "value"))
@@ -308,7 +307,7 @@ def model_of(case: Case, weights: dict[str, np.ndarray]) -> Decoder:
         return reference.decoder(case.config, weights)
     data, tensor = case.mesh
     mesh = Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
-    arrays = joined(case.config, weights)
+    arrays = join_weights(case.config, weights)
     return Decoder(
         case.config, {n: jax.device_put(a, NamedSharding(mesh, partition(n, mesh))) for n, a in arrays.items()}
     )

@@ -198,7 +198,7 @@ def turns(case: Case, asked: str) -> Outcome:
     if repeated:
         texts, lengths = texts[:1], lengths[:1]
     kept = models.prefill(model, texts, lengths=lengths, **settings).cache
-    before, state = held_of(kept), bytes_of(models.stacked(kept))
+    before, state = held_of(kept), bytes_of(kept)
     cache = _loaded(kept, case)
     outcomes = [
         _other(held_of(cache), before, "loaded"),
@@ -218,7 +218,7 @@ def turns(case: Case, asked: str) -> Outcome:
         text = [*texts[row, : lengths[row]], *questions[row, : count[row]]]
         how: dict[str, Any] = dict(question=int(count[row])) if asks else dict(question=0, turns=[int(lengths[row])])
         outcomes.append(against(case, weights, row, Row(tokens[row], None, held.row(row), []), text, **how))
-    outcomes.append(_differs(bytes_of(models.stacked(kept)) != state, "a kept cache has changed"))
+    outcomes.append(_differs(bytes_of(kept) != state, "a kept cache has changed"))
     return worst(outcomes)
 
 
@@ -237,7 +237,7 @@ def rewound(case: Case, _: str) -> Outcome:
     tried, turn = (rng.integers(0, cases.VOCABULARY, (B, width)) for width in widths)
     asked: dict[str, Any] = dict(lengths=count, question=count, max_new_tokens=2, evict_every=0, end=())
     left = models.generate(model, tried, cache=kept, **asked, **settings).cache
-    back = kvjax.rewind(models.stacked(left), lengths)
+    back = kvjax.rewind(left, lengths)
     asked = dict(max_new_tokens=case.new, evict_every=case.evict_every, end=case.end)
     out = models.generate(model, turn, cache=back, **asked, **settings)
     held, tokens, outcomes = held_of(out.cache), answers(case, out), list[Outcome]()
@@ -259,7 +259,7 @@ def _loaded(cache: Any, case: Case) -> Any:
     policy, budget = case.policy, None if case.policy == "full" else case.budget
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cache.safetensors")
-        kvjax.save_cache(path, models.stacked(cache), policy=policy, budget=budget, model="a", pending=[])
+        kvjax.save_cache(path, cache, policy=policy, budget=budget, model="a", pending=[])
         return kvjax.load_cache(path, policy=policy, budget=budget, model="a")
 
 

@@ -29,7 +29,7 @@ def options_of(given: Case, **options):
 def check(
     name: str, given: Case, rtol: float = 2e-5, atol: float = 2e-6, stale: bool = False, traced: bool = False, **options
 ):
-    """Compare with the definition: of stale free slots, a traced sliding window, or one of three stacked layers."""
+    """Compare with the definition: of stale free slots, or a traced sliding window."""
     options, fed, more = options_of(given, **options), given, {}
     span = {name: options[name] for name in ("sliding_window", "soft_cap") if options.get(name) is not None}
     if stale:
@@ -39,10 +39,6 @@ def check(
         more["sliding_window"] = options.pop("sliding_window")
     if "bias" in options:
         more["bias"] = span["bias"] = options.pop("bias")
-    if "layer" in options:
-        more["layer"] = options.pop("layer")
-        stack = lambda x: np.stack([x * np.nan, x, x + 1])  # noqa: E731
-        fed = given._replace(key=stack(fed.key), value=stack(fed.value))
     out, columns = compiled(name, **options)(*fed, **more)
     named = {name: options[name] for name in ("scale", "window")} | {"names": options["statistics"]}
     half = given.query.dtype != np.float32
@@ -112,10 +108,10 @@ def test_kernels_with_a_soft_cap_lower(platform):
 
 
 @both
-def test_one_layer_is_read_in_half_precision_and_only_the_statistics_asked_for_are_given(name):
+def test_only_the_statistics_asked_for_are_given_in_half_precision_too(name):
     given, names = case(7), ("last", "window_mean")
     narrow = given._replace(**{x: getattr(given, x).astype(jnp.dtype("bfloat16")) for x in NUMBERS})
-    _, columns = check(name, narrow, rtol=1e-4, statistics=frozenset(names), layer=np.int32(1))
+    _, columns = check(name, narrow, rtol=1e-4, statistics=frozenset(names))
     assert {which for which in STATISTICS if getattr(columns, which) is not None} == set(names)
 
 

@@ -45,9 +45,8 @@ def compiled(name: str, program=targets.compiled_run, **options):
     return program("caote_topk", name, **OPTIONS | options)
 
 
-def run(name: str, given: Case, *, layer=None, **options) -> tuple[np.ndarray, np.ndarray]:
-    more = {} if layer is None else {"layer": layer}
-    kept = compiled(name, **options)(*given, **more)
+def run(name: str, given: Case, **options) -> tuple[np.ndarray, np.ndarray]:
+    kept = compiled(name, **options)(*given)
     return np.asarray(kept.position), np.asarray(kept.scores)
 
 
@@ -145,11 +144,10 @@ def test_of_equal_tokens_in_many_programs_the_oldest_leaves(monkeypatch):
 
 
 @every
-def test_one_layer_is_read_and_its_half_precision_values_are_scored_in_float32(name):
+def test_half_precision_values_are_scored_in_float32(name):
     given = case(4)
     narrow = given.value.astype(jnp.dtype("bfloat16"))
-    stack = np.stack([narrow * np.nan, narrow, narrow + 1])
-    kept, scores = run(name, given._replace(value=stack), layer=np.int32(1))
+    kept, scores = run(name, given._replace(value=narrow))
     np.testing.assert_allclose(scores, errors(given._replace(value=narrow.astype(np.float32))), rtol=2e-5)
     np.testing.assert_array_equal(kept, best(scores, given.position, given.budget))
 
@@ -264,12 +262,9 @@ def test_auto_lowers_to_the_kernels(platform, leaves, sizes):
 
 @matrix
 @platforms
-def test_a_stack_of_layers_beyond_32_bits_lowers(platform):
-    given = list(shapes(8, 8, 4, 8320, 128, "bfloat16"))
-    given[1] = jax.ShapeDtypeStruct((32, *given[1].shape), given[1].dtype)
-    of_layer = lambda layer, *arrays: caote_topk(*arrays[:4], layer=layer)  # noqa: E731
-    kernels = kernels_in(platform, of_layer, jax.ShapeDtypeStruct((), jnp.int32), *given)
-    assert kernels == {"tpu": 1, "cuda": 4}[platform]
+def test_values_beyond_32_bits_lower(platform):
+    given = shapes(256, 8, 4, 8320, 128, "bfloat16")
+    assert kernels_in(platform, evict, *given) == {"tpu": 1, "cuda": 4}[platform]
 
 
 @pytest.mark.accelerator

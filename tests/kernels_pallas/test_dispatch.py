@@ -28,7 +28,7 @@ def metal(monkeypatch):
     """A third platform: a module in the operation's folder, and no more."""
     module = types.ModuleType("kernels_pallas.caote_topk.metal")
     module.unsupported = lambda weights, *_, norm, **__: None if norm == 2 else f"norm is {norm!r}"
-    module.of_heads = lambda weights, value, layer, slot, budget, *, with_scores, **_: (slot, weights[:, :, 0])
+    module.of_heads = lambda weights, value, slot, budget, *, with_scores, **_: (slot, weights[:, :, 0])
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return Kernel("caote_topk", "metal")
 

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from kernels_pallas import cache_attention
 from tests.kernels_pallas.targets import run_of
 from tests.kernels_pallas.test_scales_kernels import OPERATIONS, case
 
@@ -26,12 +25,3 @@ def test_rows_of_eight_bits_are_those_that_they_stand_for(operation, dtypes):
             given[place], options[name] = np.nan_to_num(np.float32(given[place]) * scale[..., None]), None
     expected = jax.jit(functools.partial(run, **options))(*given)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), found, expected)
-
-
-def test_a_layer_is_read_with_its_own_scales():
-    (query, key, value, *positions), options = case("cache_attention", 3, "float32", INT8)
-    rows = dict(key=key, value=value) | {name: options[name] for name in ("key_scale", "value_scale")}
-    rest = dict(zip(("key_position", "query_position"), positions, strict=True))
-    stacked = {name: np.stack([np.zeros_like(x), x]) for name, x in rows.items()}
-    run = jax.jit(lambda rows, layer: cache_attention(query, **rows, **rest, layer=layer)[0])
-    np.testing.assert_allclose(run(stacked, 1), run(rows, None), rtol=1e-6)

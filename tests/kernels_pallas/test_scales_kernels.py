@@ -55,7 +55,7 @@ def case(operation: str, T: int, query_dtype: str, dtypes: tuple[str, str]) -> t
         return [query, key, value, position, np.int32([[[4, 1, -1], [0, 5, 2]]]), own], seen
     if operation == "select_attention":
         slots = np.int32([[[0, 5, 18, -1], [1, 2, 4, 9]]])
-        return [query, key, value, slots], dict(layer=None, scale=scale) | scales
+        return [query, key, value, slots], dict(scale=scale) | scales
     weights = rng.random((B, K, G, S)) * (position[:, :, None] >= 0)
     weights = (weights / weights.sum(-1, keepdims=True)).astype(jnp.dtype(query_dtype))
     options = dict(fast=T > 1, norm=2, group="exact", excess=None, with_scores=True, value_scale=value_scale)

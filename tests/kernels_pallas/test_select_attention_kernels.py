@@ -21,8 +21,8 @@ both = pytest.mark.parametrize("name", targets.INTERPRETED)
 compiled = functools.partial(targets.compiled_run, "select_attention")
 
 
-def run(name: str, given: Case, layer: np.int32 | None = None, **options: float) -> np.ndarray:
-    return compiled(name, scale=given.query.shape[-1] ** -0.5, **options)(*given, layer=layer)
+def run(name: str, given: Case, **options: float) -> np.ndarray:
+    return compiled(name, scale=given.query.shape[-1] ** -0.5, **options)(*given)
 
 
 def check(name: str, given: Case, *, tolerance: float = 2e-6, **options: float) -> None:
@@ -39,15 +39,10 @@ def test_output_is_that_of_the_definition(name, seed):
 
 
 @both
-def test_of_a_stacked_cache_a_layer_is_read_and_logits_are_bent_to_the_soft_cap(name):
+def test_logits_are_bent_to_the_soft_cap_in_half_precision(name):
     given = case(2, T=3, H=2)
     numbers = (x.astype(jnp.bfloat16) for x in (10 * given.query, given.key, given.value))
-    given = Case(*numbers, given.slots)
-    stack = lambda x: np.stack([x * np.nan, x, -x])  # noqa: E731
-    stacked = given._replace(key=stack(given.key), value=stack(given.value))
-    out = run(name, stacked, np.int32(1), soft_cap=1.5)
-    expected = definition(*given, soft_cap=1.5)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=0.03)
+    check(name, Case(*numbers, given.slots), tolerance=0.03, soft_cap=1.5)
 
 
 @both
@@ -86,15 +81,10 @@ def test_half_precision_is_computed_in_float32_and_a_tpu_has_no_float16():
     check("gpu", narrow, tolerance=0.03)
 
 
-def shapes(T: int, N: int, K: int, S: int, D: int, H: int, M: int, dtype: str, L: int = 2):
-    """Of a call on one layer out of L, or on a single one for L = 0."""
-    cache = ((L, 1, K, S, D) if L else (1, K, S, D)), dtype
-    sizes = ((1, T, N, D), dtype), cache, cache, ((1, H, M), "int32"), ((), "int32")
+def shapes(T: int, N: int, K: int, S: int, D: int, H: int, M: int, dtype: str):
+    cache = (1, K, S, D), dtype
+    sizes = ((1, T, N, D), dtype), cache, cache, ((1, H, M), "int32")
     return tuple(jax.ShapeDtypeStruct(*size) for size in sizes)
-
-
-def of_layer(query, key, value, slots, layer, **options):
-    return select_attention(query, key, value, slots, layer=layer, **options)
 
 
 TARGETS = [
@@ -110,7 +100,7 @@ every = pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS]), i
 @every
 @platforms
 def test_auto_lowers_to_the_kernels(platform, sizes):
-    assert kernels_in(platform, of_layer, *shapes(*sizes)) == KERNELS_OF[platform]
+    assert kernels_in(platform, select_attention, *shapes(*sizes)) == KERNELS_OF[platform]
 
 
 @pytest.mark.parametrize(
@@ -124,8 +114,7 @@ def test_auto_lowers_to_the_kernels(platform, sizes):
     ids=str,
 )
 def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, reason):
-    *given, _ = shapes(*sizes, L=0)
-    targets.refused(platform, "select_attention", select_attention, given, reason, layer=None, scale=1.0)
+    targets.refused(platform, "select_attention", select_attention, shapes(*sizes), reason, scale=1.0)
 
 
 @pytest.mark.accelerator
@@ -135,7 +124,7 @@ def test_it_runs_on_a_gpu_or_tpu(sizes):
     T, N, K, S, D, H, M, dtype = sizes
     given = case(11, 1, T, N, K, S, D, H, M)
     arrays = [jnp.asarray(x).astype(dtype) for x in given[:3]]
-    targets.check_attention_here("select_attention", [*arrays, given.slots], layer=None, scale=D**-0.5)
+    targets.check_attention_here("select_attention", [*arrays, given.slots], scale=D**-0.5)
 
 
 @pytest.mark.tpu
@@ -143,13 +132,13 @@ def test_it_runs_on_a_gpu_or_tpu(sizes):
 @pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS], rest=nightly), ids=str)
 @targets.topologies
 def test_it_compiles_for_a_tpu(topology, sizes):
-    program = compiled_for_tpu(topology, of_layer, *shapes(*sizes))
+    program = compiled_for_tpu(topology, select_attention, *shapes(*sizes))
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1
 
 
 @pytest.mark.tpu
 @matrix
 def test_a_long_cache_is_read_where_it_is():
-    """The program's own memory is that of the lists of slots, not of keys and values: 256 MiB each, in each layer."""
+    """The program's own memory is that of the lists of slots, not of keys and values: 256 MiB each."""
     given = shapes(1, 32, 8, 131072, 128, 8, 32772, "bfloat16")
-    assert compiled_for_tpu("v5e:2x2", of_layer, *given).memory_analysis().temp_size_in_bytes < 2**23
+    assert compiled_for_tpu("v5e:2x2", select_attention, *given).memory_analysis().temp_size_in_bytes < 2**23

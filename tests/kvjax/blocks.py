@@ -10,7 +10,7 @@ import numpy as np
 import kvjax
 from kernels_pallas import ColumnStatistics
 from kvjax import Observation, Policy
-from kvjax.policy import joined, mark_protected, scores_of_weights, update_scores
+from kvjax.policy import join_heads, mark_protected, scores_of_weights, update_scores
 from kvjax.projection import KINDS
 from tests.kvjax import definitions
 
@@ -85,13 +85,23 @@ def in_context(observation: Observation, **changes) -> Observation:
     return observation._replace(context=dataclasses.replace(observation.context, **changes))
 
 
+def in_layers(key, value, position, next_position, state=(), **others) -> kvjax.LayerCaches:
+    """A cache of as many layers as there are on the first axis of the arrays but ``next_position``."""
+
+    def layer(number: int) -> kvjax.KVCache:
+        *own, part = jax.tree.map(lambda leaf: leaf[number], (key, value, position, state))
+        return kvjax.KVCache.of(*own, next_position, state=part, **others)
+
+    return kvjax.LayerCaches(tuple(map(layer, range(len(position)))))
+
+
 def retention_scores(policy: Policy, state, observation: Observation):
     """One score per slot, +inf where it is protected, and the new state."""
     observation = mark_protected(policy, observation)
     scores, stays, state = update_scores(policy, state, observation)
     if isinstance(scores, kvjax.Weights):
         return scores_of_weights(scores, observation.value, observation.live, observation.protected), state
-    return joined(policy, scores, stays, observation.protected, scores.shape[1]), state
+    return join_heads(policy, scores, stays, observation.protected, scores.shape[1]), state
 
 
 @functools.cache

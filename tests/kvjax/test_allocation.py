@@ -71,10 +71,10 @@ def evict(what: kvjax.Allocation, cache, scores, budget, measured=None, entered=
     return jitted(what)(cache, np.asarray(scores), budget, measured, entered, window)
 
 
-def plain_cache(position: np.ndarray, seen) -> KVCache:
+def plain_cache(position: np.ndarray, seen) -> kvjax.LayerCaches:
     """Keys and values tell slots apart; position is [L, B, K, S]."""
     rows = np.arange(position.size, dtype=np.float32).reshape(*position.shape, 1)
-    return jax.device_put(KVCache.of(rows, -rows, position, np.asarray(seen, np.int32)))
+    return jax.device_put(blocks.in_layers(rows, -rows, position, np.asarray(seen, np.int32)))
 
 
 @jax.jit
@@ -175,8 +175,7 @@ def test_one_layer_alone_is_shared_out_as_in_the_whole():
     step = jax.jit(functools.partial(kvjax.evict, budget=5, allocation="adakv"))
     whole = step(cache, scores)
     for one in range(L):
-        cache = step(cache, scores[one], layer=np.int32(one))
-    np.testing.assert_array_equal(cache.position, whole.position)
+        np.testing.assert_array_equal(step(cache.layers[one], scores[one]).position, whole.layers[one].position)
 
 
 @pytest.mark.parametrize("name", ["adakv", "model", "lava"])
@@ -225,7 +224,8 @@ def test_budgets_of_millions_are_counted_exactly(name):
 
     @jax.jit
     def keep(budget):
-        return parse_allocation(name).keep(kvjax.eviction._contest(cache, evidence, cache.position, budget, None))
+        given = cache.position, cache.next_position, jnp.full(1, budget)
+        return parse_allocation(name).keep(kvjax.eviction._contest(cache, evidence, *given))
 
     assert np.asarray(keep(2**26)).all()
 

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
@@ -28,14 +27,12 @@ def blocks(counts=RAGGED, seed: int = 0):
 
 
 @functools.cache
-def start(policy=None, layers: int | None = None, slots: int = S) -> KVCache:
+def start(policy=None, slots: int = S) -> KVCache:
     """In one program."""
 
     def made():
         state = () if policy is None else policy.state(B, K, G, slots, D)
-        if layers is not None:
-            state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), state)
-        return KVCache.init(batch=B, kv_heads=K, slots=slots, head_dim=D, layers=layers, state=state)
+        return KVCache.init(batch=B, kv_heads=K, slots=slots, head_dim=D, state=state)
 
     return jax.jit(made)()
 

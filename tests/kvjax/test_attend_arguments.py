@@ -70,7 +70,27 @@ def test_as_many_pages_as_the_budget_needs_will_do():
         jax.eval_shape(step, pages("tova", most=15, pages=19), *block())
 
 
+@pytest.mark.parametrize("function", [kvjax.attend, kvjax.observe], ids=["attend", "observe"])
+@pytest.mark.parametrize("layer", [None, 2, -1])
+def test_in_a_cache_of_layers_a_block_is_of_one_of_them(function, layer):
+    cache = kvjax.LayerCaches((start(),) * 2)
+    said = rf"^the layer is {layer}; a cache of separate layers needs a number from 0 to 1\.$"
+    with pytest.raises(ValueError, match=said):
+        function(cache, *block(), policy=None, context=kvjax.Context(layer=layer))
+
+
+@pytest.mark.parametrize("function", [kvjax.attend, kvjax.observe], ids=["attend", "observe"])
+def test_which_layer_it_is_is_known_under_jit(function):
+    def run(layer):
+        return function(kvjax.LayerCaches((start(),) * 2), *block(), policy=None, context=kvjax.Context(layer=layer))
+
+    with pytest.raises(ValueError, match=r"the layer is .*; a cache of separate layers needs a number from 0 to 1"):
+        jax.eval_shape(run, np.int32(0))
+    assert jax.eval_shape(functools.partial(run, np.int32(1)))[0].shape == (B, T, N, D)
+
+
 def of_two_states() -> KVCache:
-    """Make a cache of two layers with the state of one."""
+    """Make a cache of one layer with the state of two."""
     alone = start(kvjax.parse("h2o"))
-    return dataclasses.replace(start(kvjax.parse("h2o"), layers=2), state=alone.state)
+    state = jax.tree.map(lambda leaf: np.stack([leaf] * 2), alone.state)
+    return dataclasses.replace(alone, state=jax.device_put(state))

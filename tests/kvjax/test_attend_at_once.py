@@ -49,30 +49,22 @@ def test_on_an_accelerator_attention_scores_and_eviction_are_kernels(platform, k
 
 @pytest.mark.matrix
 @pytest.mark.tpu
-def test_layers_are_read_where_they_are_stacked():
+def test_layers_that_are_donated_are_read_and_written_where_they_are():
     """The program of a decode step over all layers holds no copy of one layer's keys or values."""
-    policy, slots = kvjax.parse("tova(heads='group')+caote"), (4, 2, 8, 4224, 128)
-    block = (2, 1, 32, 128), (2, 1, 8, 128), (2, 1, 8, 128)
+    policy, layers = kvjax.parse("tova(heads='group')+caote"), 4
+    sizes: dict = dict(batch=2, kv_heads=8, query_heads=32, head_dim=128, dtype=jnp.bfloat16)
+    cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, layers=layers, budget=4096, block=128, **sizes))
+    leaves, tree = jax.tree.flatten(cache)
 
-    def decode(key, value, position, next_position, query, *rows):
-        def layer(cache, index):
-            out, cache = kvjax.attend(
-                cache, query, *rows, policy=policy, budget=4096, context=kvjax.Context(layer=index, excess=1)
-            )
-            return cache, out
+    def decode(query, key, value, *leaves):
+        cache = jax.tree.unflatten(tree, leaves)
+        for layer in range(layers):
+            context = kvjax.Context(layer=layer, excess=1)
+            query, cache = kvjax.attend(cache, query, key, value, policy=policy, budget=4096, context=context)
+        return query, jax.tree.leaves(cache)
 
-        return jax.lax.scan(
-            layer, kvjax.KVCache.of(key, value, position, next_position, state=((), ())), jnp.arange(slots[0])
-        )
-
-    sizes = [
-        *[(slots, jnp.bfloat16)] * 2,
-        (slots[:4], jnp.int32),
-        ((2,), jnp.int32),
-        *[(x, jnp.bfloat16) for x in block],
-    ]
-    given = [jax.ShapeDtypeStruct(*size) for size in sizes]
-    program = compiled_for_tpu("v5e:2x2", decode, *given, donate=range(4))
-    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2  # attention, eviction
+    rows = [jax.ShapeDtypeStruct((2, 1, heads, 128), jnp.bfloat16) for heads in (32, 8, 8)]
+    program = compiled_for_tpu("v5e:2x2", decode, *rows, *leaves, donate=range(3, 3 + len(leaves)))
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2 * layers  # attention, eviction
     one_layer = 2 * 8 * 4224 * 128 * 2
     assert program.memory_analysis().temp_size_in_bytes < one_layer / 2

@@ -21,12 +21,11 @@ compact = jax.jit(kvjax.compact, static_argnums=1)
 
 
 @functools.cache
-def empty(slots: int = S, *, layers: int | None = None, dtype=jnp.float32) -> KVCache:
+def empty(slots: int = S, *, dtype=jnp.float32) -> KVCache:
     def made():
-        state = {"seen": jnp.ones((*lead, B, K, slots, 2)), "age": jnp.ones((*lead, B, K, slots), jnp.int32)}
-        return KVCache.init(batch=B, kv_heads=K, slots=slots, head_dim=D, layers=layers, dtype=dtype, state=state)
+        state = {"seen": jnp.ones((B, K, slots, 2)), "age": jnp.ones((B, K, slots), jnp.int32)}
+        return KVCache.init(batch=B, kv_heads=K, slots=slots, head_dim=D, dtype=dtype, state=state)
 
-    lead = () if layers is None else (layers,)
     return jax.jit(made)()
 
 
@@ -38,9 +37,9 @@ def rows_of(position: np.ndarray, dtype=np.float32) -> tuple[np.ndarray, np.ndar
     return rows.astype(dtype), (rows / 2).astype(dtype)
 
 
-def put(cache: KVCache, position: list[list[int]], **options) -> KVCache:
+def put(cache: KVCache, position: list[list[int]]) -> KVCache:
     position = np.array(position, np.int32)
-    return insert(cache, *rows_of(position, cache.key.dtype), position, **options)
+    return insert(cache, *rows_of(position, cache.key.dtype), position)
 
 
 @functools.cache
@@ -110,14 +109,25 @@ def test_under_jit_a_token_without_a_free_slot_makes_its_row_nan():
     assert np.isnan(compact(cache, 4).key).all()
 
 
-def test_a_layer_of_a_stacked_cache_equals_a_cache_alone_and_the_others_are_left():
-    stacked, alone = empty(layers=3), empty()
+def test_a_layer_of_several_equals_a_cache_alone_and_the_others_are_left():
+    cache, alone = kvjax.LayerCaches((empty(),) * 3), empty()
+
+    @jax.jit
+    def attend(cache, key, value, position):
+        return kvjax.attend(cache, key, key, value, position, context=kvjax.Context(layer=np.int32(2)))[1]
+
     for positions in ([[0, 1, 2], [0, -1, -1]], [[3, 4], [1, 2]]):
-        stacked, alone = put(stacked, positions, layer=np.int32(2)), put(alone, positions)
-    layers = jax.jit(lambda cache: [cache.layer(one) for one in range(3)])(stacked)
-    assert_same(layers[2], alone)
-    for other in layers[:2]:
-        assert_same(dataclasses.replace(other, next_position=np.zeros(B, np.int32)), empty())
+        cache = attend(cache, *rows_of(np.array(positions)), np.array(positions, np.int32))
+        alone = put(alone, positions)
+    assert_same(cache.layers[2], alone)
+    for other in cache.layers[:2]:
+        assert_same(other, empty())
+
+
+def test_arrays_of_several_layers_are_no_plain_cache():
+    key, position = np.zeros((3, B, K, S, D), np.float32), np.zeros((3, B, K, S), np.int32)
+    with pytest.raises(ValueError, match=r"position is \(3, 2, 2, 6\); a KVCache is of one layer, \[B, K, S\]"):
+        KVCache.of(key, key, position, np.zeros(B, np.int32))
 
 
 def test_compact_keeps_order_and_content():
@@ -195,19 +205,22 @@ def test_a_cache_holds_what_a_dictionary_would(blocks, seed):
 
 
 def test_a_donated_cache_is_updated_in_place():
-    cache = jax.jit(lambda: KVCache.init(batch=2, kv_heads=2, slots=80, head_dim=8, layers=3))()
-    tokens, layer = 1, np.int32(1)
+    """A layer alone is: a step changes all layers of several."""
+    layer = jax.jit(lambda: KVCache.init(batch=2, kv_heads=2, slots=80, head_dim=8))()
+    cache = kvjax.LayerCaches((layer,) * 3)
 
     def step(cache, key, value, scores):
-        return kvjax.evict(kvjax.insert(cache, key, value, layer=layer), scores, 64, layer=layer)
+        return kvjax.evict(cache.map(lambda layer: kvjax.insert(layer, key, value)), scores, 64)
 
-    rows, scores = np.ones((2, tokens, 2, 8), np.float32), np.ones((2, 2, 80), np.float32)
+    rows, scores = np.ones((2, 1, 2, 8), np.float32), np.ones((3, 2, 2, 80), np.float32)
     program = jax.jit(step, donate_argnums=0).lower(cache, rows, rows, scores).compile()
     text = program.as_text()
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text).group(1)
     aliased = {(int(out), int(into)) for out, into in re.findall(r"\{(\d+)\}: \((\d+), \{\}", aliases)}
-    assert {(0, 0), (1, 1), (2, 2)} <= aliased  # key, value, position
-    assert program.memory_analysis().alias_size_in_bytes >= cache.key.nbytes + cache.value.nbytes
-    whole = ",".join(map(str, cache.key.shape))
+    leaves = len(jax.tree.leaves(layer))
+    own = {(leaf, leaf) for first in range(0, 3 * leaves, leaves) for leaf in range(first, first + 3)}
+    assert own <= aliased  # key, value, position
+    assert program.memory_analysis().alias_size_in_bytes >= 3 * (layer.key.nbytes + layer.value.nbytes)
+    whole = ",".join(map(str, layer.key.shape))
     assert f"f32[{whole}]" in text
     assert not re.findall(rf"f32\[{whole}\]\S* copy\(.*", text)

@@ -45,4 +45,4 @@ def test_a_window_counts_where_it_is_narrower_than_the_budget_and_not_in_a_full_
 def test_what_an_empty_cache_takes_is_predicted_with_the_scales_of_eight_bits(policy, dtype, windows):
     sizes = SHAPE | dict(budget=40, block=16, page_size=4, windows=windows, dtype=dtype)
     cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, **sizes))
-    assert kvjax.memory(**sizes, policy=policy).total == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert kvjax.memory(**sizes, policy=policy).total == cache.nbytes

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax import merging
 from kvjax.cache import floats_of
-from tests.kvjax.blocks import empty
+from tests.kvjax.blocks import empty, in_layers
 from tests.models import reference
 from tests.models.reference.policies import Leaving
 from tests.tiers import first
@@ -27,16 +27,15 @@ def blocks(seed, count):
 
 
 @functools.cache
-def step(policy, layer=None, excess=None):
+def step(policy):
     """A jitted block: the cache after it."""
-    options = dict(policy=kvjax.parse(policy), budget=BUDGET, context=kvjax.Context(layer=layer, excess=excess))
-    return jax.jit(lambda cache, rows: kvjax.attend(cache, *rows, **options)[1])
+    return jax.jit(lambda cache, rows: kvjax.attend(cache, *rows, policy=kvjax.parse(policy), budget=BUDGET)[1])
 
 
-def run(policy, some, *, layer=None, dtype=jnp.float32, step=step):
+def run(policy, some, *, dtype=jnp.float32, step=step):
     """The caches after each block."""
-    cache, after = empty(policy, layers=None if layer is None else 3, dtype=dtype, **SIZES), []
-    run_block = step(policy, layer)
+    cache, after = empty(policy, dtype=dtype, **SIZES), []
+    run_block = step(policy)
     for rows in some:
         cache = run_block(cache, rows)
         after.append(cache)
@@ -138,14 +137,18 @@ def filled(seed=0, layers=2):
     position[..., 0, 0, :] = -1  # a head without tokens
     key, value = (np.where(position[..., None] >= 0, rng.normal(size=(*shape, D)), np.nan) for _ in range(2))
     rows = (x.astype(np.float32) for x in (key, value))
-    return jax.device_put(kvjax.KVCache.of(*rows, position.astype(np.int32), np.full(B, S, np.int32)))
+    make = kvjax.KVCache.of if layers is None else in_layers
+    return jax.device_put(make(*rows, position.astype(np.int32), np.full(B, S, np.int32)))
 
 
 @pytest.mark.parametrize(("layers", "similarity"), first(1, [(2, 0.6), (None, 0.0)]))
 def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
     before = filled(1, layers)
-    after = evict(before, np.random.default_rng(2).random(before.position.shape).astype(np.float32), budget=3)
-    merged = merge(before, after, similarity=similarity)
+    scores = np.random.default_rng(2).random(before.position.shape).astype(np.float32)
+    merged, after = (
+        evict(before, kvjax.Evidence(scores, np.ones(B, np.int32), merging=link and link.merging), budget=3)
+        for link in (kvjax.merge(similarity=similarity), None)
+    )
     np.testing.assert_array_equal(merged.key, before.key)
     np.testing.assert_array_equal(merged.position, after.position)
     assert (np.asarray(merged.value) != np.asarray(after.value))[np.asarray(after.position) >= 0].any()

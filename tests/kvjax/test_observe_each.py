@@ -1,10 +1,10 @@
 """One attention under several policies: each says of the block what it says alone."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
+import pytest
 
 import kvjax
 
@@ -12,14 +12,14 @@ NAMES = ("h2o+caote", "snapkv(window=8)+fast_caote", "h2o@adakv", "snapkv(window
 S = 36  # room for a block above what a head may hold of the largest budget
 
 
-def rows(layers=()):
+def rows():
     shapes = dict(query=4, key=2, value=2)
     rng = np.random.default_rng(0)
-    return [rng.normal(size=(*layers, 2, 16, n, 8)).astype(np.float32) for n in shapes.values()]
+    return [rng.normal(size=(2, 16, n, 8)).astype(np.float32) for n in shapes.values()]
 
 
-def cache_of(states, layers=None):
-    cache = kvjax.KVCache.init(batch=2, kv_heads=2, slots=S, head_dim=8, layers=layers)
+def cache_of(states):
+    cache = kvjax.KVCache.init(batch=2, kv_heads=2, slots=S, head_dim=8)
     return dataclasses.replace(cache, state=states)
 
 
@@ -51,16 +51,7 @@ def test_each_policy_says_what_it_says_alone_block_after_block():
             )  # fmt: skip
 
 
-def test_a_layer_of_a_stack_is_written_in_its_place():
-    policies = [kvjax.parse(name) for name in ("h2o", "tova")]
-    states = tuple(
-        jax.tree.map(lambda leaf: np.zeros((3, *leaf.shape), leaf.dtype), policy.state(2, 2, 2, S, 8))
-        for policy in policies
-    )
-    observe = jax.jit(functools.partial(kvjax.observe_each, policies=policies, budgets=[4, 4]))
-    _, whole, said = observe(cache_of(states, layers=3), *rows(), context=kvjax.Context(layer=1))
-    _, alone, one = observe(cache_of(tuple(policy.state(2, 2, 2, S, 8) for policy in policies)), *rows())
-    np.testing.assert_allclose(said[0].scores, one[0].scores, rtol=1e-5)
-    for stacked, plain in zip(jax.tree.leaves(whole.state), jax.tree.leaves(alone.state), strict=True):
-        np.testing.assert_allclose(stacked[1], plain, rtol=1e-5)
-        assert not stacked[0].any() and not stacked[2].any()
+def test_it_is_of_one_layer():
+    layer = cache_of((kvjax.h2o().state(2, 2, 2, S, 8),))
+    with pytest.raises(ValueError, match="expected a KVCache whose state is a tuple of 1, one per policy"):
+        kvjax.observe_each(kvjax.LayerCaches((layer, layer)), *rows(), policies=["h2o"], budgets=[4])

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import kvjax
+from tests.kvjax.blocks import in_layers
 from tests.tiers import first
 
 K, N, T, D, E, BUDGET = 4, 8, 4, 8, 6, 6
@@ -56,7 +57,7 @@ def test_whatever_evicts_passes_the_default_check_of_what_varies(name):
 
     def on_device(query, key, value):
         sizes = dict(layers=1, kv_heads=K // 2, query_heads=N // 2, head_dim=D, budget=BUDGET, block=T)
-        cache = dataclasses.replace(kvjax.empty_cache(policy, **sizes), axis="tensor")
+        cache = kvjax.empty_cache(policy, **sizes).map(lambda own: dataclasses.replace(own, axis="tensor"))
         evidence = kvjax.Evidence.of_layers(cache, policy.allocation, merging=policy.merging)
         out, cache, said = kvjax.observe(cache, query, key, value, policy=policy, context=context_of(policy))
         return out, kvjax.evict(cache, evidence.with_layer(cache, 0, said), BUDGET).num_live
@@ -84,6 +85,26 @@ def kept(policy: str, axis: str | tuple[()] | None) -> np.ndarray:
 
 def test_heads_that_share_one_score_do_so_over_devices():
     np.testing.assert_array_equal(kept("tova", "tensor"), kept("tova", None))
+
+
+@pytest.mark.parametrize("allocation", first(1, ["layer", "model"]))
+def test_layers_know_the_axis_that_splits_their_heads(allocation):
+    """Where heads compete, those of one device keep more than those of the other."""
+    L, S = 2, 5
+    rng, position = np.random.default_rng(2), np.broadcast_to(np.arange(S, dtype=np.int32), (L, 1, K, S))
+    scores = rng.random((L, 1, K, S)).astype(np.float32) + np.arange(K)[:, None]
+    row = np.zeros((*position.shape, 1), np.float32)
+    cache = in_layers(row, row, position, np.full(1, S, np.int32), axis=())
+
+    def evicted(cache, scores):
+        return kvjax.evict(cache, scores, 2, allocation=allocation).position
+
+    split = cache.map(lambda own: dataclasses.replace(own, axis="tensor"))
+    specs = jax.tree.map(lambda leaf: HEADS if leaf.ndim > 1 else P(), split), P(None, None, "tensor")
+    on_devices = jax.shard_map(evicted, mesh=mesh(), in_specs=specs, out_specs=specs[1])
+    kept = np.asarray(jax.jit(on_devices)(split, scores))
+    np.testing.assert_array_equal(kept, jax.jit(evicted)(cache, scores))
+    assert (kept >= 0).sum((0, 1, 3)).tolist() == [0, 0, L * 3, L * 5]
 
 
 @pytest.mark.matrix

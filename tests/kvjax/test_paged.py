@@ -15,7 +15,7 @@ import kvjax
 from kvjax import HeadState, KVCache, PagedCache, allocation
 from kvjax.paged import trimmed
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in
-from tests.kvjax import contests
+from tests.kvjax import blocks, contests
 from tests.kvjax.contests import Row, Token
 from tests.tiers import first
 
@@ -377,7 +377,8 @@ def test_packing_keeps_tokens_and_takes_the_fewest_pages(layers, page_size, page
         "age": rng.integers(9, size=(*shape, S)).astype(np.int32),
         "head": HeadState(rng.normal(size=(*shape, 4)).astype(np.float32)),
     }
-    plain = KVCache.of(rows, -rows, position, np.full(B, 40, np.int32), state=state, positions="compact")
+    make = KVCache.of if layers is None else blocks.in_layers
+    plain = make(rows, -rows, position, np.full(B, 40, np.int32), state=state, positions="compact")
     paged = pack(pages, page_size)(plain)
     check_pages(paged, fewest=True)
     assert_same_tokens(plain, paged)

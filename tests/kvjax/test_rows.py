@@ -32,12 +32,12 @@ def sequence(kind: str, length: int, seed: int):
         position = np.where(position < length, position, -1)
         for layer in range(L):
             rows = (rng.normal(size=(1, BLOCK, heads, D)).astype(np.float32) for heads in (2 * K, K, K))
-            cache = observe(policy, cache, *rows, position, np.int32(layer))
+            cache = observe(policy, cache, *rows, position, layer)
         cache = evict(cache, rng.normal(size=cache.position.shape).astype(np.float32), KINDS[kind])
     return cache
 
 
-@functools.partial(jax.jit, static_argnames="policy")
+@functools.partial(jax.jit, static_argnames=("policy", "layer"))
 def observe(policy, cache, query, key, value, position, layer):
     context = kvjax.Context(layer=layer)
     return kvjax.observe(cache, query, key, value, position, policy=policy, budget=BUDGET, context=context)[1]
@@ -124,12 +124,11 @@ def test_a_row_that_finds_too_few_pages_is_nan_under_jit():
 
 def test_a_row_that_is_not_due_keeps_its_window():
     policy = kvjax.parse("snapkv(window=2)")
-    cache = join(join(empty("plain", 2), 0, sequence("plain", 8, 1)), 1, sequence("plain", 8, 2))
+    cache = join(join(empty("plain", 2), 0, sequence("plain", 8, 1)), 1, sequence("plain", 8, 2)).layers[0]
     row = np.ones((2, 1, K, D), np.float32)
-    observe = functools.partial(kvjax.observe, policy=policy, budget=BUDGET, context=kvjax.Context(layer=0))
+    observe = functools.partial(kvjax.observe, policy=policy, budget=BUDGET)
     _, cache, evidence = jax.jit(observe)(cache, np.repeat(row, 2, axis=2), row, row)
-    before = np.asarray(cache.state[0].queries.value)[0]
-    evict = jax.jit(functools.partial(kvjax.evict, layer=0))
-    cache = evict(cache, evidence, np.array([BUDGET, cache.num_slots + 1]))
-    assert (np.asarray(cache.position)[0] >= 0).sum(-1).tolist() == [[BUDGET] * K, [BUDGET + 1] * K]
-    assert before.min() > 0 and np.asarray(cache.state[0].queries.value)[0].tolist() == [[0] * K, before[1].tolist()]
+    before = np.asarray(cache.state[0].queries.value)
+    cache = jax.jit(kvjax.evict)(cache, evidence, np.array([BUDGET, cache.num_slots + 1]))
+    assert (np.asarray(cache.position) >= 0).sum(-1).tolist() == [[BUDGET] * K, [BUDGET + 1] * K]
+    assert before.min() > 0 and np.asarray(cache.state[0].queries.value).tolist() == [[0] * K, before[1].tolist()]

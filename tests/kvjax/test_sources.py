@@ -162,11 +162,10 @@ def test_a_quest_step_reads_no_key():
 
 def test_a_page_that_is_filled_again_and_again_is_updated_in_place():
     source = kvjax.parse_source("quest(page_size=16)")
-    state = jax.eval_shape(lambda: source.init(1, K, 4096, 64, layers=3))
+    state = jax.eval_shape(lambda: source.init(1, K, 4096, 64))
     arrived = jax.ShapeDtypeStruct((1, 1, K, 64), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    layer = jax.ShapeDtypeStruct((), jnp.int32)
-    memory = jax.jit(source.insert, donate_argnums=0).lower(state, *arrived, layer).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == 2 * 3 * K * 256 * 64 * 4
+    memory = jax.jit(source.insert, donate_argnums=0).lower(state, *arrived).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * K * 256 * 64 * 4
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 100
 
 
@@ -178,8 +177,8 @@ def test_a_sharded_step_chooses_without_communication():
     def sharded(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
-    state = jax.eval_shape(lambda: source.init(2, K, 64, D, layers=2))
-    state = jax.tree.map(lambda leaf: sharded(leaf.shape, leaf.dtype, None, "data", "tensor"), state)
+    state = jax.eval_shape(lambda: source.init(2, K, 64, D))
+    state = jax.tree.map(lambda leaf: sharded(leaf.shape, leaf.dtype, "data", "tensor"), state)
     new_key = sharded((2, 1, K, D), jnp.float32, "data", None, "tensor")
     key = sharded((2, K, 64, D), jnp.float32, "data", "tensor")
     others = sharded((2, N, 1, 64), jnp.float32, "data", "tensor")
@@ -189,8 +188,8 @@ def test_a_sharded_step_chooses_without_communication():
 
     @functools.partial(jax.jit, out_shardings=key.sharding)
     def step(state, new_key, reading):
-        state = source.insert(state, new_key, reading.query_position, 1)
-        importance = source.importance(jax.tree.map(lambda x: x[1], state), reading)
+        state = source.insert(state, new_key, reading.query_position)
+        importance = source.importance(state, reading)
         return kvjax.select(importance[:, :, 0], reading.position, 0.5)
 
     program = step.lower(state, new_key, Reading(query, position, slots, LAYER, **fields)).compile().as_text()
@@ -212,5 +211,5 @@ def test_the_logits_of_a_group_are_joined_after_the_soft_cap():
     logits = np.array([[0.0, 4.0], [3.0, 2.0]]).reshape(1, 2, 1, 2)
     reading = Reading(np.zeros((1, 1, 2, 4), np.float32), np.int32([[1]]), np.int32([[[0, 1]]]), layer=1, soft_cap=1.5)
     expected = (1.5 * np.tanh(logits / 1.5)).mean(axis=1, keepdims=True)
-    found = jax.jit(lambda x: kvjax.sources.joined(x, reading, "mean"))(logits.astype(np.float32))
+    found = jax.jit(lambda x: kvjax.sources.join_group(x, reading, "mean"))(logits.astype(np.float32))
     np.testing.assert_allclose(found, expected, rtol=1e-5)

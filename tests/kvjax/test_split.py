@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax import Evidence, SplitCache
+from kvjax.cache import PARTS
 from tests.kvjax import contests, test_allocation
 from tests.kvjax.blocks import empty
 from tests.kvjax.test_allocation import HEADS, NONNEGATIVE, K, L, S
@@ -55,11 +56,11 @@ def evict(what: kvjax.Allocation):
     return jax.jit(run)
 
 
-def tagged(plain: kvjax.KVCache, scores: np.ndarray) -> jax.Array:
+def tagged(plain: kvjax.LayerCaches, scores: np.ndarray) -> jax.Array:
     """Scores of a plain cache's slots as those of the pages that each device packs."""
-    return pack()(dataclasses.replace(plain, entries=plain.entries | {"key": np.asarray(scores)[..., None]})).parts.key[
-        ..., 0
-    ]
+    keys = [{"key": np.asarray(of_layer)[..., None]} for of_layer in scores]
+    marked = plain.map(lambda own, key: dataclasses.replace(own, entries=own.entries | key), (keys, PARTS))
+    return pack()(marked).parts.key[..., 0]
 
 
 def parts_of(cache: SplitCache) -> list[kvjax.PagedCache]:
@@ -119,7 +120,7 @@ def block(policy: str, windows: tuple[int | None, ...]):
             out, cache, said = kvjax.observe(cache, *rows, position, policy=what, budget=BUDGET, context=context)
             return (cache, evidence.with_layer(cache, layer, said)), out
 
-        evidence = Evidence.of_layers(cache, what.allocation, window=limits)
+        evidence = Evidence.of_layers(cache, what.allocation)
         (cache, evidence), out = jax.lax.scan(of_layer, (cache, evidence), (jnp.arange(2), limits, *rows))
         return out, kvjax.evict(cache, evidence, BUDGET)
 
@@ -192,11 +193,10 @@ def test_memory_counts_the_bytes_of_one_device(policy, windows):
     shape = lambda **on: jax.eval_shape(lambda: cache_for(policy, windows, **on))  # noqa: E731
     cache, alone = shape(mesh=mesh(2, 4)), shape()
     assert (cache.heads_shape, cache.num_slots) == (alone.heads_shape, alone.num_slots)
-    of_all = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     sizes = dict(layers=2, batch=B, kv_heads=4, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=PAGE)
     counted = kvjax.memory(**sizes, policy=policy, windows=windows, dtype="float32", mesh=mesh(2, 4))
-    copies = 3 * 4 * B if isinstance(cache, kvjax.KVCache) else 0  # next_position is on each device along "tensor"
-    assert counted.total == (of_all + copies) / 8
+    copies = 3 * 4 * B if isinstance(cache, kvjax.LayerCaches) else 0  # next_position is on each device along "tensor"
+    assert counted.total == (cache.nbytes + copies) / 8
 
 
 def test_without_layers_heads_are_counted_and_a_full_pool_is_told():

@@ -26,14 +26,13 @@ def scores(policy, of_cache, context, steps=3):
     rng = np.random.default_rng(0)
     sizes = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=T * steps, block=T)
     cache = kvjax.empty_cache(policy, **sizes, **of_cache)
-    observe = jax.jit(functools.partial(kvjax.observe, policy=policy))
-    if "layers" in of_cache:
-        context["layer"] = 1
+    context = kvjax.Context(**context, layer=1 if "layers" in of_cache else None)
+    observe = jax.jit(functools.partial(kvjax.observe, policy=policy, context=context))
     for step in range(steps):
         q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (K * G, K, K))
         position = np.broadcast_to(np.arange(T) + step * T, (B, T)).copy()
         position[0, T - step :] = -1 if step == steps - 1 else position[0, T - step :]
-        _, cache, evidence = observe(cache, q, k, v, position, context=kvjax.Context(**context))
+        _, cache, evidence = observe(cache, q, k, v, position)
     return np.asarray(evidence.scores)
 
 
@@ -45,5 +44,5 @@ def test_their_sum_is_the_statistic_sum(place):
         link = [kvjax.parse(f"h2o+positions(kind='{turned}')").links[1]]
         context = context | {"frequency": np.float32([[1.0, 0.3, 0.1, 0.03]])}
     policies = [kvjax.chain(base, *link) @ (allocation or "uniform") for base in (SUMMED, PLAIN)]
-    found, expected = (scores(policy, options, dict(context)) for policy in policies)
+    found, expected = (scores(policy, options, context) for policy in policies)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -71,10 +71,9 @@ def test_a_row_without_queries_keeps_its_window():
     same(*(ColumnStatistics(*(x if x is None else x[1] for x in columns)) for columns in (joined, one)))
 
 
-def test_an_eviction_begins_a_window_anew_in_its_rows_and_layer():
-    window = Window(kvjax.HeadState(jax.device_put(np.full((3, B, K), 5))), {})
-    anew = jax.jit(begin_anew, static_argnames="layer")
-    state = anew((window, ()), np.array([True, False]), layer=1)
-    assert state[0].queries.value.tolist() == [[[5, 5], [5, 5]], [[0, 0], [5, 5]], [[5, 5], [5, 5]]]
-    everywhere = anew((window, ()), np.array([True, True]))[0]
-    assert not np.asarray(everywhere.queries.value).any()
+def test_an_eviction_begins_a_window_anew_in_its_rows_of_all_layers():
+    for layers in ((), (3,)):
+        window = Window(kvjax.HeadState(jax.device_put(np.full((*layers, B, K), 5))), {})
+        state = jax.jit(begin_anew)((window, ()), np.array([True, False]))
+        expected = np.broadcast_to([[0, 0], [5, 5]], (*layers, B, K))
+        np.testing.assert_array_equal(state[0].queries.value, expected)

@@ -14,7 +14,7 @@ import models
 from models import adapters, folders
 from models.config import Rope
 from models.load import load, published_sampling
-from models.parameters import apart
+from models.parameters import split_weights
 from tests.bad_input.campaign import calls
 from tests.models.make_golden import GOLDEN
 from tests.models.tiny import CONFIG
@@ -176,7 +176,7 @@ def test_an_adapter_of_the_embedded_model_is_that_model_and_its_products(tmp_pat
     adapted, same = models.load(tmp_path)
     assert same.encode("river") == tokenizer.encode("river")
     product = 0.5 * np.einsum("lor,lri->lio", pair["query.B"], pair["query.A"])
-    before, after = (apart(base.config, model.arrays()) for model in (base, adapted))
+    before, after = (split_weights(base.config, model.arrays()) for model in (base, adapted))
     before["layers.query"] += product.reshape(before["layers.query"].shape)
     for name, expected in before.items():
         np.testing.assert_allclose(after[name], expected, atol=1e-4 if name == "layers.query" else 0, err_msg=name)

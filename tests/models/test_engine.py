@@ -12,7 +12,7 @@ import models
 from kvjax.window import Window
 from models import driver
 from models.engine import logits_of
-from models.parameters import apart
+from models.parameters import split_weights
 from tests.models import reference, tiny
 from tests.models.tiny import SETTINGS, STATE, TOKENS, answers, decoder, held, run
 from tests.tiers import first, nightly
@@ -96,7 +96,7 @@ def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_mod
     expected_loss, expected = masked(tiny.weights())
     loss, gradient = jax.value_and_grad(evicting)(decoder())
     assert loss == pytest.approx(float(expected_loss), rel=1e-5)
-    gradients = apart(tiny.CONFIG, gradient.arrays())
+    gradients = split_weights(tiny.CONFIG, gradient.arrays())
     for path, expected_leaf in expected.items():
         found, expected_leaf = np.asarray(gradients[path]), np.asarray(expected_leaf)
         error = np.abs(found - expected_leaf).max() / np.abs(expected_leaf).max()

@@ -14,7 +14,7 @@ import models
 from kvjax.cache import dtypes_of
 from kvjax.layers import LayerCaches
 from models.config import Rope
-from models.parameters import apart
+from models.parameters import split_weights
 from models.prompts import kept_of
 from tests.models import tiny
 from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
@@ -106,7 +106,8 @@ def test_a_smaller_budget_is_reached_though_no_context_comes():
 
 def seen(policy, count, config=tiny.CONFIG):
     """A cache that has seen so many tokens and holds none: enough to ask what may come next."""
-    return dataclasses.replace(tiny.empty(policy, config), next_position=np.array([count], np.int32))
+    following = np.array([count], np.int32)
+    return tiny.empty(policy, config).map(lambda own: dataclasses.replace(own, next_position=following))
 
 
 @pytest.mark.matrix
@@ -127,8 +128,12 @@ def test_what_a_run_knows_of_its_cache_is_that_of_each_row_and_of_a_layer_that_s
     rng = np.random.default_rng(0)
     position = np.where(rng.random(empty.position.shape) < 0.5, np.arange(empty.position.shape[-1]), -1)
     token = rng.integers(0, 64, position.shape)
-    state = empty.state._replace(token=token, score=np.zeros(position.shape, np.float32))
-    cache = dataclasses.replace(empty, position=position, state=state, next_position=np.array([40, 30]))
+    score, following = np.zeros(position[0].shape, np.float32), np.array([40, 30])
+    states = [own.state._replace(token=token[number], score=score) for number, own in enumerate(empty.layers)]
+    layers = zip(empty.layers, position, states, strict=True)
+    cache = kvjax.LayerCaches(
+        tuple(dataclasses.replace(own, position=at, state=new, next_position=following) for own, at, new in layers)
+    )
     kept = kept_of(tiny.decoder(config), jax.tree.map(jax.numpy.asarray, cache), kvjax.kvzip(), 2)
     counts = (position >= 0).sum(-1)  # [L, B, K]
     assert kept.held.tolist() == [[*counts[:, row].ravel()] for row in range(2)]
@@ -235,7 +240,7 @@ def test_where_weights_are_traced_the_same_rows_are_kept_as_floats_and_a_derivat
     assert str(dtypes_of(cache.arrays)) == "float32" and cache.arrays.key_scale is cache.arrays.value_scale is None
     np.testing.assert_allclose(logits, prefilled(MIXED).logits, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(cache.position, prefilled(MIXED).cache.position)
-    found = apart(slope.config, slope.arrays())
+    found = split_weights(slope.config, slope.arrays())
     of_key, of_value = (np.asarray(found[f"layers.{name}"]) for name in ("key", "value"))
     assert all(np.isfinite(x).all() and (x != 0).any() for x in (of_key, of_value))
 
@@ -258,8 +263,8 @@ def test_layer_by_layer_the_caches_have_the_dtypes_of_one_program(run_by_layer):
     run_by_layer(True)
     _, cache = next(models.stream(decoder(), PROMPT, cache_dtype=MIXED, max_new_tokens=4, end=(), **OF_EIGHT))
     assert isinstance(cache, LayerCaches)
-    stacked = models.stacked(cache)
-    assert stacked.value_scale is None and stacked.key_scale.shape == cache.position.shape
-    assert str(dtypes_of(stacked)) == MIXED and stacked.nbytes == one.cache.nbytes
-    assert tiny.held(stacked) == tiny.held(one.cache)
-    np.testing.assert_allclose(stacked.key_scale, models.stacked(one.cache).key_scale, rtol=1e-4, atol=1e-7)
+    assert cache.nbytes == one.cache.nbytes and tiny.held(cache) == tiny.held(one.cache)
+    for layer, of_one in zip(cache.layers, one.cache.layers, strict=True):
+        assert layer.value_scale is None and layer.key_scale.shape == layer.position.shape
+        assert str(dtypes_of(layer)) == MIXED
+        np.testing.assert_allclose(layer.key_scale, of_one.key_scale, rtol=1e-4, atol=1e-7)

@@ -42,26 +42,24 @@ def collectives(compiled):
     return counts
 
 
-def cache_on_mesh(layers=None, policy=None):
+def cache_on_mesh(policy=None):
     def empty():
         state = () if policy is None else policy.state(4, 2, 2, 24, 8)
-        return kvjax.KVCache.init(batch=4, kv_heads=2, slots=24, head_dim=8, layers=layers, state=state)
+        return kvjax.KVCache.init(batch=4, kv_heads=2, slots=24, head_dim=8, state=state)
 
-    of_slots = (*(() if layers is None else (None,)), "data", "tensor")
-    return jax.tree.map(lambda x: place(x, *(("data",) if x.ndim == 1 else of_slots)), jax.eval_shape(empty))
+    return jax.tree.map(lambda x: place(x, *("data", "tensor")[: x.ndim]), jax.eval_shape(empty))
 
 
-@pytest.mark.parametrize("layers", first(1, [3, None]))
-def test_evicting_and_inserting_need_no_communication(layers):
-    cache, layer = cache_on_mesh(layers), None if layers is None else 1
+def test_evicting_and_inserting_need_no_communication():
+    cache = cache_on_mesh()
     scores = place(np.zeros((4, 2, 24), np.float32), "data", "tensor")
     rows = place(np.zeros((4, 8, 2, 8), np.float32), "data", None, "tensor")
     budgets = place(np.int32([16, 15, 14, 13]), "data")
     programs = {
-        "evict": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, 16, layer=layer), donate_argnums=0),
-        "evict, a budget a row": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, b, layer=layer), donate_argnums=0),
-        "evict one": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, 16, layer=layer, excess=1), donate_argnums=0),
-        "insert": jax.jit(lambda c, s, r, b: kvjax.insert(c, r, r, layer=layer), donate_argnums=0),
+        "evict": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, 16), donate_argnums=0),
+        "evict, a budget a row": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, b), donate_argnums=0),
+        "evict one": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, 16, excess=1), donate_argnums=0),
+        "insert": jax.jit(lambda c, s, r, b: kvjax.insert(c, r, r), donate_argnums=0),
         "compact": jax.jit(lambda c, s, r, b: kvjax.compact(c, 16)),
     }
     for name, program in programs.items():

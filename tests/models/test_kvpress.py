@@ -115,8 +115,8 @@ def observed(policy):
             return out, cache, seen.scores
 
         state = policy.state(rows, K, config.num_heads // K, T, D)
-        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (L, *x.shape)), state)
-        cache = kvjax.KVCache.init(batch=rows, kv_heads=K, slots=T, head_dim=D, layers=L, state=state)
+        layer = kvjax.KVCache.init(batch=rows, kv_heads=K, slots=T, head_dim=D, state=state)
+        cache = kvjax.LayerCaches((layer,) * L)
         _, cache, scores = model.run(tokens, position, jnp.full(rows, T), attend, cache)
         return scores, cache
 

@@ -321,11 +321,11 @@ def test_a_real_text_is_scored_as_by_kvpress(scope):
 
 def test_a_rewound_cache_has_its_slots_back():
     def rewound(rows, start):
-        cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=4, head_dim=2, layers=1)
-        return kvjax.rewind(kvjax.insert(cache, rows, rows, layer=0), start)
+        cache = kvjax.insert(kvjax.KVCache.init(batch=2, kv_heads=1, slots=4, head_dim=2), rows, rows)
+        return kvjax.rewind(cache, start)
 
     cache = jax.jit(rewound)(np.ones((2, 3, 1, 2), np.float32), np.array([1, 9]))
-    assert cache.position.tolist() == [[[[0, -1, -1, -1]], [[0, 1, 2, -1]]]] and cache.next_position.tolist() == [1, 3]
+    assert cache.position.tolist() == [[[0, -1, -1, -1]], [[0, 1, 2, -1]]] and cache.next_position.tolist() == [1, 3]
 
 
 N = 6

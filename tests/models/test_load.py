@@ -22,7 +22,7 @@ from models.config import Config
 from models.config_json import from_hugging_face
 from models.families import FAMILIES
 from models.load import load, published_sampling
-from models.parameters import apart, joined, parameter_shapes
+from models.parameters import join_weights, parameter_shapes, split_weights
 from models.placing import parse_mesh
 from models.sampling import Sampling
 from tests.models.make_golden import GOLDEN
@@ -64,7 +64,7 @@ def shard(folder):
 
 
 def parameters(model):
-    return apart(model.config, {name: np.asarray(array) for name, array in model.arrays().items()})
+    return split_weights(model.config, {name: np.asarray(array) for name, array in model.arrays().items()})
 
 
 def assert_same(model, other):
@@ -302,7 +302,7 @@ def test_peak_memory_is_at_most_1_3_times_the_weights(tmp_path):
     # So large that the weights are what a process takes.
     config = Config(16_000, 512, 1536, num_layers=12, num_heads=8, num_kv_heads=2)
     ones = {name: np.ones(shape, ml_dtypes.bfloat16) for name, shape in parameter_shapes(config).items()}
-    models.save(tmp_path, models.Decoder(config, joined(config, ones)))
+    models.save(tmp_path, models.Decoder(config, join_weights(config, ones)))
     command = [sys.executable, "-c", PEAK, str(GOLDEN / "llama2"), str(tmp_path), "bfloat16"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
     assert float(output) <= 1.3

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import models
 from models import decoder
 from models.load import load
-from models.parameters import apart, array_shapes, joined, parameter_shapes, partition
+from models.parameters import array_shapes, join_weights, parameter_shapes, partition, split_weights
 from tests.models import reference
 from tests.models.make_golden import GOLDEN
 from tests.models.tiny import CONFIG, config
@@ -23,7 +23,7 @@ MIXED = config(num_experts=4, experts_per_token=2, dense_sizes=(20, None))
 
 def test_a_kv_group_has_its_queries_its_key_and_its_value_side_by_side():
     weights = reference.parameters(BIASES)
-    arrays = joined(BIASES, weights)
+    arrays = join_weights(BIASES, weights)
     qkv, gate_up = arrays["layers.1.qkv"], arrays["layers.1.gate_up"]
     query, key, value = (weights[f"layers.{name}"][1] for name in ("query", "key", "value"))
     for group in range(2):
@@ -38,9 +38,9 @@ def test_a_kv_group_has_its_queries_its_key_and_its_value_side_by_side():
 def test_what_is_joined_comes_apart_as_it_was(config):
     shapes = parameter_shapes(config)
     weights = {name: np.random.default_rng(0).normal(size=shape) for name, shape in shapes.items()}
-    arrays = joined(config, weights)
+    arrays = join_weights(config, weights)
     assert {name: array.shape for name, array in arrays.items()} == array_shapes(config)
-    again = apart(config, arrays)
+    again = split_weights(config, arrays)
     assert again.keys() == weights.keys()
     for name, array in weights.items():
         np.testing.assert_array_equal(again[name], array, err_msg=name)

@@ -11,7 +11,7 @@ from evals import answering, needle, simulator, tasks
 from evals.answering import Aids, Feed
 from evals.run_settings import Setting
 from models import published
-from models.parameters import apart
+from models.parameters import split_weights
 from tests.models.make_smollm2 import GOLDEN
 from tests.tiers import first, nightly
 
@@ -71,7 +71,7 @@ def test_config_and_end_tokens(smollm2):
 def test_its_adapters_change_the_projections_of_attention_alone(smollm2, seed):
     model, _ = smollm2
     adapted, _ = models.load(f"smollm2-answers{seed}", dtype="float32")
-    before, after = (apart(one.config, one.arrays()) for one in (model, adapted))
+    before, after = (split_weights(one.config, one.arrays()) for one in (model, adapted))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {f"layers.{name}" for name in ("query", "key", "value", "output")}
     assert all(np.abs(after[name] - before[name]).max() < 1 for name in changed)

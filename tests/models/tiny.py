@@ -13,7 +13,7 @@ import kvjax
 import models
 from kvjax.layers import LayerCaches
 from models import Config
-from models.parameters import joined, partition
+from models.parameters import join_weights, partition
 from tests.kvjax import blocks
 from tests.models import reference
 
@@ -54,7 +54,7 @@ def decoder(config: Config = CONFIG) -> models.Decoder:
 def on_mesh(config: Config = CONFIG, data: int = 2, tensor: int = 2) -> models.Decoder:
     """The model on so many devices."""
     mesh = Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
-    arrays = joined(config, weights(config))
+    arrays = join_weights(config, weights(config))
     placed = {name: jax.device_put(a, NamedSharding(mesh, partition(name, mesh))) for name, a in arrays.items()}
     return models.Decoder(config, placed)
 
@@ -80,8 +80,6 @@ def positions(cache: Any) -> list[np.ndarray]:
     """The positions in each layer's slots, -1 in free ones; read in NumPy, so that nothing is compiled."""
     if isinstance(cache, LayerCaches):
         return [np.asarray(layer.position) for layer in cache.layers]
-    if isinstance(cache, kvjax.KVCache):
-        return list(np.asarray(cache.position))
     if isinstance(cache, kvjax.PagedCache):
         table = np.asarray(cache.table)
         own = np.where(table[..., None] >= 0, np.asarray(cache.position)[table], -1)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from models.decoder import Decoder
-from models.parameters import joined
+from models.parameters import join_weights
 from models.save import save
 from papers.predictor import coref_task
 from papers.retriever import data, recipe
@@ -44,7 +44,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tokenizer, config, tmp_path):
 
 
 def test_a_model_that_the_recipe_did_not_make_is_refused(tokenizer, config, tmp_path):
-    save(tmp_path, Decoder(config, joined(config, init_parameters(config, jax.random.key(0)))), tokenizer)
+    save(tmp_path, Decoder(config, join_weights(config, init_parameters(config, jax.random.key(0)))), tokenizer)
     options = dict(begin=tmp_path, options=Options(eval_every=0))
     with pytest.raises(ValueError, match="does not say how far the recipe came"):
         recipe.train(tmp_path / "run", config, tokenizer, TINY, **options)

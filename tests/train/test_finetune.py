@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import models
 from evals import loglikelihood
 from models import adapters
-from models.parameters import apart
+from models.parameters import split_weights
 from tests.models import reference
 from tests.models.commands.test_chat import spaced
 from tests.tiers import matrix
@@ -102,7 +102,7 @@ def test_with_a_cache_of_eight_bits_the_loss_is_that_of_reading_it_and_keys_and_
     loss, gradients = jax.jit(jax.value_and_grad(ours))(sharp)
     rounded, floats = (finetune.held_out_loss(tuned, TEXT[:2], some, "h2o+caote") for some in (eight, SETTINGS))
     assert float(loss) == pytest.approx(rounded, rel=2e-6) and abs(rounded / floats - 1) > 2e-5
-    by_name = apart(CONFIG, gradients)
+    by_name = split_weights(CONFIG, gradients)
     assert all(abs(by_name[f"layers.{name}"]).max() > 1e-3 for name in ("key", "value"))
 
 
@@ -233,7 +233,7 @@ def test_the_command_lowers_the_loss_under_every_policy_and_its_model_loads(fold
     assert [line["step"] for line in lines if "held_out/loss" in line] == [3, 6, 8]
     assert lines[-1]["summary/tova/after"] == losses["tova"]["after"]
     (base, words_of), (tuned, tokenizer) = (models.load(folder / name) for name in ("base", "tuned"))
-    before, after = (apart(one.config, one.arrays()) for one in (base, tuned))
+    before, after = (split_weights(one.config, one.arrays()) for one in (base, tuned))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {"layers.value", "layers.down"} and not (folder / "tuned/model.safetensors").exists()
     assert tokenizer.encode("The code") == words_of.encode("The code")

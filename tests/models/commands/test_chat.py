@@ -227,7 +227,7 @@ def test_a_repetition_penalty_counts_the_whole_conversation(model, tmp_path):
     assert said == by_hand(model, talk.tokenizer, TEXTS[:3], **penalised)
     other.load(file)
     assert other.now.seen == talk.before.seen and say(other, TEXTS[2]) == said[2]
-    kvjax.save_cache(file, models.stacked(talk.now.cache), **talk._made_with())
+    kvjax.save_cache(file, talk.now.cache, **talk._made_with())
     with pytest.raises(ValueError, match="does not say which tokens were said, which a repetition penalty needs"):
         other.load(file)
 

@@ -12,7 +12,7 @@ import numpy as np
 from models.butler import Butler, ButlerConfig
 from models.config import Config
 from models.decoder import Decoder
-from models.parameters import joined, parameter_shapes
+from models.parameters import join_weights, parameter_shapes
 from models.scorer import Scorer, ScorerConfig
 from tests.models.reference.rotary import inverse_frequencies
 
@@ -39,7 +39,9 @@ def parameters(config: Config, seed: int = 0, sharpness: float = 1.5) -> dict[st
 
 def decoder(config: Config, weights: dict[str, np.ndarray] | None = None) -> Decoder:
     weights = parameters(config) if weights is None else weights
-    return Decoder(config, jax.device_put(joined(config, weights)))  # jnp.asarray compiles a program for each shape
+    return Decoder(
+        config, jax.device_put(join_weights(config, weights))
+    )  # jnp.asarray compiles a program for each shape
 
 
 def butler(config: Config, seed: int = 0) -> Butler:
