@@ -19,6 +19,7 @@ import numpy as np
 import kvjax
 import models
 from evals.run_settings import Setting, sharing
+from kvjax.capacity import most_held
 from kvjax.matching import dropped_bytes
 from kvjax.policy import Policy
 from kvjax.split import ModelCache
@@ -339,13 +340,16 @@ class _Job:
         size, peak = cache.nbytes // len(fed.tokens), clock.most // len(fed.lengths)
         if (policy := setting.evicting) is None or setting.moments[0] == "prompt":  # what has all tokens, without room
             again = fed.lengths - (0 if fed.questions is None else fed.questions)  # what a policy may have repeated
-            held = self.longest + self.new_tokens
+            held, windows, most = self.longest + self.new_tokens, self.model.config.sliding_windows, int(again.max())
+            layers: list[float] = [held] * len(windows)
             if policy is not None:
-                held = max(held, int(again.max()) + copied(policy, int(again.max())))
-            each = sum(leaf.nbytes for leaf in jax.tree.leaves(cache) if _per_slot(leaf, cache.position))
+                copies = copied(policy, most)
+                layers = most_held(windows, max(held, most + copies), self.feed.block + copies)
             one, heads = cache.arrays, self.model.config.num_heads // cache.heads_shape[-1]
-            slot = each // cache.position.size + dropped_bytes(one.state, heads, one.head_dim)
-            needed = cache.nbytes - each + slot * math.prod(cache.heads_shape) * held
+            slot = sum(leaf.nbytes for leaf in jax.tree.leaves(one) if _per_slot(leaf, one.position))
+            each = slot // one.position.size * slots_of(cache)
+            slot = slot // one.position.size + dropped_bytes(one.state, heads, one.head_dim)
+            needed = cache.nbytes - each + slot * math.prod(cache.heads_shape[1:]) * int(sum(layers))
             peak = needed // len(fed.tokens)
             size = min(size, peak) if policy is None else size
         told = generated[: len(fed.rows)], size, max(size, peak)
@@ -353,8 +357,14 @@ class _Job:
 
 
 def _per_slot(leaf: Any, position: Any) -> bool:
-    """Return whether an array of a cache, or of one of its layers, has an entry for each slot."""
-    return position.shape in (leaf.shape[: position.ndim], (len(position), *leaf.shape[: position.ndim - 1]))
+    """Return whether an array of a cache has an entry for each slot."""
+    return leaf.shape[: position.ndim] == position.shape
+
+
+def slots_of(cache: ModelCache) -> int:
+    """Return how many slots a cache has in all layers and rows, free ones as well."""
+    parts = cache.layers if isinstance(cache, kvjax.LayerCaches) else (cache.arrays,)
+    return sum(part.position.size for part in parts)
 
 
 def padded(sequences: Sequence[Sequence[int]], width: int = 0) -> np.ndarray:

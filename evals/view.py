@@ -23,6 +23,7 @@ import kvjax
 import models
 from evals import command_line, evaluator, page, run_settings, tasks
 from kvjax.chains import policy_of
+from kvjax.layers import LayerCaches
 from kvjax.split import ModelCache
 from models import commands, files
 from models.commands import provenance
@@ -65,6 +66,8 @@ def held_tokens(cache: ModelCache, tokens: int) -> Bool[np.ndarray, "L K tokens"
 
 @jax.jit
 def _positions(cache: ModelCache) -> Int[Array, "L B K S"]:
+    if isinstance(cache, LayerCaches):
+        return cache.position
     return jnp.stack([cache.layer(layer).position for layer in range(cache.heads_shape[0])])
 
 

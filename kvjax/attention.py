@@ -96,6 +96,7 @@ def attend(
         if policy is not None and budget is not None and not policy.allocation.one_layer:
             raise ValueError(_TOGETHER.format(policy.name, "plain", len(cache.layers)))
         own: Any
+        context = dataclasses.replace(context, slots=cache.num_slots)
         out, own = attend(cache.layers[number], *given, policy=policy, budget=budget, context=context)
         return out, cache.with_layer(number, own)
     query, key, value = check_shapes(cache, query, key, value)
@@ -118,6 +119,8 @@ def attend_unchecked(
     if cache.paged:
         empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
         evidence = empty.with_layer(cache, None, evidence)
+    elif context.slots is not None and cache.num_slots < context.slots:
+        budget = jnp.where(budget > context.slots, budget, jnp.minimum(budget, cache.num_slots))
     return out, evict_by(cache, evidence, budget, excess=context.excess, implementation=context.implementation)
 
 

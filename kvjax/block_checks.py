@@ -85,10 +85,10 @@ def _check_room(
     """
     if entering == cache.num_slots and not cache.paged:
         return
-    if window is not None and is_known(window):
+    if window is not None:
+        if not is_known(window):
+            return
         budget = np.minimum(budget, int(window))
-    elif window is not None and cache.paged:
-        return
     *L, B, K = cache.heads_shape
     layers = L[0] if L else 1
     held = policy.allocation.most(layers, K, int(budget.max()))

@@ -130,6 +130,11 @@ class AnyKind:
         return self.each_part
 
     @property
+    def layer_slots(self) -> tuple[int, ...]:
+        """Return the slots per head of each layer, or one number for all."""
+        return (self.num_slots,)
+
+    @property
     def slots_shape(self) -> tuple[int, ...]:
         """The shape of its slots, of whatever they are arranged by."""
         return self.position.shape
@@ -461,7 +466,7 @@ def compact[Cache: AnyKind](cache: Cache, slots: int) -> Cache:
 
     Args:
         slots: slots per head afterwards: evict to the budget first. Under jit, a row with more live tokens in a head
-            is NaN from then on.
+            is NaN from then on. A layer that has fewer than the others, for its window, grows only with all of them.
 
     Raises:
         ValueError: outside jit, if a head has more live tokens than ``slots``.
@@ -476,7 +481,8 @@ def compact[Cache: AnyKind](cache: Cache, slots: int) -> Cache:
         [0.0, 3.0]
     """
     slots = check_count("slots", slots, 1, "a cache needs at least 1")
-    return cache.map(functools.partial(_compacted, slots=slots))
+    larger = slots > cache.num_slots
+    return cache.map(lambda own: _compacted(own, slots if larger else min(slots, own.num_slots)))
 
 
 def _compacted(cache: KVCache, slots: int) -> KVCache:

@@ -1,7 +1,9 @@
 """A cache as a file: one safetensors file with every array, whose metadata name what the cache was made with.
 
 Arrays have the names of the cache's fields and entries. A policy's arrays are named by their place in the state, such
-as ``state[0].value``. One entry of the metadata, "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of
+as ``state[0].value``. Layers have slots, and so arrays, of their own, whose names begin with the layer, as in
+``layers[3].key``: this is format 2. In format 1 each array was that of all layers, ``[L, ...]``; caches without layers,
+and pages, still have it. One entry of the metadata, "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of
 these and of the arrays.
 """
 
@@ -25,7 +27,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax.cache import Positions, is_emptied
+from kvjax.cache import KVCache, Positions, is_emptied
 from kvjax.capacity import CacheSpec
 from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown
@@ -38,7 +40,7 @@ from kvjax.policy import Policy
 from kvjax.quantise import Dtypes, check_dtypes
 from kvjax.split import SplitCache
 
-FORMAT = 1
+FORMAT = 2
 ENTRY = "kvjax_cache"
 MOST_QUERY_HEADS = 256  # of a KV head; no model has more
 STORED = {
@@ -47,7 +49,7 @@ STORED = {
 }
 FLOAT8 = jnp.dtype("float8_e4m3fn")  # stored as bytes, uint8: the safetensors package has no such array of NumPy
 _FIELDS = {
-    "format": Literal[1],
+    "format": Literal[1, 2],
     "kvjax": str,
     "kind": Literal["plain", "paged"],
     "page_size": int | None,
@@ -59,6 +61,7 @@ _FIELDS = {
     "budget": int | float | None,
     "model": str | None,
 }
+_LAYER = re.compile(r"^layers\[\d+\]\.")
 # A file without these tokens is as files were before there were any.
 _MAY_LACK: dict[str, Any] = {"pending": list[int], "seen": list[int]}
 
@@ -113,14 +116,15 @@ def save_cache(
 def _content(cache: Any, policy: Policy | str | None, made_with: dict[str, Any], tokens: dict[str, list[int]]) -> bytes:
     """Return the content of a cache's file."""
     arrays = _arrays(cache)
-    paged = cache.paged
-    key, value, position, next_position = (
-        _require(arrays, name, "the cache") for name in ("key", "value", "position", "next_position")
+    paged, layered = cache.paged, isinstance(cache, LayerCaches)
+    key, value, position = (
+        _require(arrays, f"layers[0].{name}" if layered else name, "the cache") for name in ("key", "value", "position")
     )
+    next_position = _require(arrays, "next_position", "the cache")
     from kvjax import __version__
 
     info: dict[str, Any] = made_with | {
-        "format": FORMAT,
+        "format": 2 if layered else 1,
         "kvjax": __version__,
         "kind": "paged" if paged else "plain",
         "page_size": position.shape[-1] if paged else None,
@@ -164,16 +168,17 @@ def load_cache(
         9
     """
     given = _made_with(policy, budget, model)
-    info, arrays = _read(_source(path))
-    for name, dtype in _dtypes(f"{path}", info)._asdict().items():
-        if dtype == FLOAT8.name and name in arrays:
-            arrays[name] = arrays[name].view(FLOAT8)
+    info, arrays = _of_layers(f"{path}", *_read(_source(path)))
+    dtypes = _dtypes(f"{path}", info)._asdict()
+    for name, array in arrays.items():
+        if dtypes.get(_LAYER.sub("", name)) == FLOAT8.name:
+            arrays[name] = array.view(FLOAT8)
     _check_given(path, given, info)
     made_for = policy_of(policy) if policy is not None else _named_policy(path, info["policy"])
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
     _check_arrays(f"{path}", arrays, expected)
     cache = jax.tree.unflatten(expected.structure, [arrays[name] for name in expected.arrays])
-    return jax.tree.map(jnp.array, _apart(cache))
+    return jax.tree.map(jnp.array, cache.caches if isinstance(cache, _Layers) else cache)
 
 
 def cache_info(path: str | Path) -> dict[str, Any]:
@@ -212,11 +217,36 @@ def cache_info(path: str | Path) -> dict[str, Any]:
 
 def _full_bytes(whose: str, info: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Compute the bytes of a cache that holds all tokens that the described one has seen."""
-    heads = _require(shapes, "table" if info["kind"] == "paged" else "position", whose)
+    first = "layers[0]." if _layered(info) else ""
+    heads = _require(shapes, "table" if info["kind"] == "paged" else f"{first}position", whose)
     *layers, _, kv_heads, _ = heads
-    sizes: Any = dict(layers=layers[0] if layers else 1, kv_heads=kv_heads, head_dim=_require(shapes, "key", whose)[-1])
+    count = _layers_of(shapes) if first else layers[0] if layers else 1
+    sizes: Any = dict(layers=count, kv_heads=kv_heads, head_dim=_require(shapes, f"{first}key", whose)[-1])
     dtype = _dtypes(whose, info)
     return sum(memory(**sizes, budget=tokens, block=0, dtype=dtype).total for tokens in info["tokens"] if tokens)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+    """Layers' caches as a file names them: the rows' next positions, which all layers have, stand beside them."""
+
+    layers: tuple[KVCache, ...]
+    next_position: Any
+
+    @property
+    def caches(self) -> LayerCaches:
+        """Return the caches."""
+        return LayerCaches(tuple(dataclasses.replace(own, next_position=self.next_position) for own in self.layers))
+
+
+def _as_named(cache: Any) -> Any:
+    """Return a cache as the tree whose leaves a file names."""
+    if not isinstance(cache, LayerCaches):
+        return cache
+    own: Any = ()
+    bare = tuple(dataclasses.replace(layer, next_position=own) for layer in cache.layers)
+    return _Layers(bare, cache.next_position)
 
 
 class _Expected(NamedTuple):
@@ -243,7 +273,7 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
         raise ValueError("the cache is traced (by jax.jit, vmap or grad): save the one that the function returns.")
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise ValueError("the cache was donated to a compiled function: save the one that this function returned.")
-    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(_stacked(jax.device_get(cache))).items()}
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(_as_named(jax.device_get(cache))).items()}
     for name, array in arrays.items():
         if array.dtype.name not in STORED:
             known = "int8, float8_e4m3fn, bfloat16, float16, float32 or float64"
@@ -251,32 +281,39 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _stacked(cache: Any) -> Any:
-    """Return a tree with an array for all layers of each kind, as a file holds them."""
-    if not isinstance(cache, LayerCaches):
-        return cache
-    stack = np.stack if isinstance(cache.layers[0].position, np.ndarray) else jnp.stack
-    whole = jax.tree.map(lambda *leaves: stack(leaves), *cache.layers)
-    return dataclasses.replace(whole, next_position=cache.next_position)
+def _of_layers(
+    whose: str, info: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return what a file holds as format 2 has it, also of format 1, whose arrays were those of all layers."""
+    position = arrays.get("position")
+    if info["format"] != 1 or info["kind"] != "plain" or position is None or position.ndim != 4:
+        return info, arrays
+    apart = {}
+    for name, array in arrays.items():
+        if name == "next_position":
+            apart[name] = array
+            continue
+        if array.shape[:1] != position.shape[:1] or not position.size:
+            raise ValueError(f"{whose}: {name} is {array.dtype} {array.shape}; expected one for each layer.")
+        apart |= {f"layers[{number}].{name}": own for number, own in enumerate(array)}
+    return info | {"format": 2}, apart
 
 
-def _apart(whole: Any) -> Any:
-    """Return the cache of a tree that :func:`_stacked` has made."""
-    if whole.paged or whole.position.ndim == 3:
-        return whole
+def _layered(info: Mapping[str, Any]) -> bool:
+    """Return whether the arrays of a file are those of layers with slots of their own."""
+    return info["format"] == 2 and info["kind"] == "plain"
 
-    def layer(number: int) -> Any:
-        own = jax.tree.map(lambda leaf: leaf[number], dataclasses.replace(whole, next_position=()))
-        return dataclasses.replace(own, next_position=whole.next_position)
 
-    return LayerCaches(tuple(map(layer, range(len(whole.position)))))
+def _layers_of(arrays: Mapping[str, Any]) -> int:
+    return sum(_LAYER.sub("", name) == "position" and name != "position" for name in arrays)
 
 
 def _named(cache: Any) -> dict[str, Any]:
     """Return the leaves of a cache by the names that a file gives them."""
     leaves = jax.tree_util.tree_leaves_with_path(cache)
     return {
-        re.sub(r"^entries\['(\w+)'\]$", r"\1", jax.tree_util.keystr(path).lstrip(".")): leaf for path, leaf in leaves
+        re.sub(r"^(layers\[\d+\]\.)?entries\['(\w+)'\]$", r"\1\2", jax.tree_util.keystr(path).lstrip(".")): leaf
+        for path, leaf in leaves
     }
 
 
@@ -284,7 +321,7 @@ def _query_heads(
     cache: Cache, arrays: Mapping[str, np.ndarray], policy: str | None, expected_with: Callable[[int], _Expected]
 ) -> int:
     """Find how many query heads a head of the cache serves, as far as its state shows."""
-    structure, shapes = jax.tree.structure(jax.eval_shape(_stacked, cache)), _state_shapes(arrays)
+    structure, shapes = jax.tree.structure(_as_named(cache)), _state_shapes(arrays)
     refusal: ValueError | None = None
     for query_heads in range(1, 2 if policy in (None, "full") else MOST_QUERY_HEADS + 1):
         try:
@@ -305,27 +342,30 @@ def _query_heads(
 
 
 def _state_shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in arrays.items() if name.startswith("state")}
+    return {name: array.shape for name, array in arrays.items() if _LAYER.sub("", name).startswith("state")}
 
 
 def _expected(
     whose: str, arrays: Mapping[str, Any], described: Mapping[str, Any], policy: Policy | None, query_heads: int
 ) -> _Expected:
     """Return the structure of a cache of these sizes under a policy."""
-    paged = described["kind"] == "paged"
-    key, position = (_require(arrays, name, whose) for name in ("key", "position"))
+    paged, count = described["kind"] == "paged", _layers_of(arrays)
+    each = [f"layers[{number}]." for number in range(max(count, 1))] if _layered(described) else [""]
+    key, position = (_require(arrays, f"{each[0]}{name}", whose) for name in ("key", "position"))
     heads = _require(arrays, "table", whose) if paged else position
     *layers, batch, kv_heads, last = heads.shape
+    layers = [count] if _layered(described) else layers
     dtypes = _dtypes(whose, described)
     pages, page_size = position.shape if paged else (0, 1)
+    slots = [last * page_size, *((0, *_require(arrays, f"{own}position", whose).shape)[-1] for own in each[1:])]
     spec = CacheSpec(
         batch, kv_heads, key.shape[-1], query_heads, layers[0] if layers else None, policy=policy, dtype=dtypes,
-        positions=described["positions"], page_size=page_size, slots=last * page_size, pages=pages,
+        positions=described["positions"], page_size=page_size, layer_slots=tuple(slots), pages=pages,
     )  # fmt: skip
     tree: list[Any] = []
 
     def leaves() -> list[Array]:
-        cache = _stacked(checked_blank(spec))
+        cache = _as_named(checked_blank(spec))
         tree[:] = jax.tree.structure(cache), list(_named(cache))
         return jax.tree.leaves(cache)
 

@@ -1,7 +1,8 @@
 """What a cache is made of, and how many slots and pages it needs; nothing else computes sizes.
 
-A head holds what an eviction has left, and the tokens that come in before the next one. A plain cache has slots for the
-fullest head. A paged cache has pages for all heads together, where they compete for slots or see sliding windows.
+A head holds what an eviction has left, and the tokens that come in before the next one, but no more than its layer's
+sliding window and those that come in at once. A plain cache has slots for the fullest head of each layer. A paged cache
+has pages for all heads together, where they compete for slots.
 """
 
 from __future__ import annotations
@@ -31,12 +32,10 @@ class CacheSpec:
 
     Example:
         >>> from kvjax.capacity import CacheSpec
-        >>> spec = CacheSpec(
-        ...     batch=1, kv_heads=2, head_dim=8, windows=(8, None), page_size=16
-        ... )
-        >>> spec = spec.sized([24], room=8, paged=True)
-        >>> spec.slots, spec.pages
-        (32, 9)
+        >>> spec = CacheSpec(batch=1, kv_heads=2, head_dim=8, windows=(8, None))
+        >>> spec = spec.sized([24], room=8)
+        >>> spec.layer_slots, spec.slots
+        ((16, 32), 32)
     """
 
     batch: int
@@ -50,9 +49,9 @@ class CacheSpec:
     positions: Positions = "absolute"
     mesh: Mesh | AbstractMesh | None = None
     page_size: int = 1
-    slots: int = 0  # the most that one head may hold
+    layer_slots: tuple[int, ...] = ()  # per head of each layer; of pages, one number: the most that a head may hold
     pages: int = 0  # of each device's pool, 0 for a plain cache
-    prompt_slots: int = 0  # of the plain cache that first holds a whole prompt, 0 if there is none
+    prompt_slots: tuple[int, ...] = ()  # of the plain cache that first holds a whole prompt, () if there is none
 
     @property
     def allocation(self) -> Allocation:
@@ -63,11 +62,12 @@ class CacheSpec:
     def first(self) -> CacheSpec:
         """Return the cache that a prompt comes into, which may be larger than the one that is left of it."""
         whole = self.prompt_slots
-        return dataclasses.replace(self, slots=whole, pages=0, prompt_slots=0) if whole else self
+        return dataclasses.replace(self, layer_slots=whole, pages=0, prompt_slots=()) if whole else self
 
-    def in_pages(self, budget: int) -> bool:
-        """Return whether heads hold different numbers of tokens, by the allocation or by a window below the budget."""
-        return not self.allocation.even or min(window or budget for window in self.windows) < budget
+    @property
+    def slots(self) -> int:
+        """Return the most slots that a head has, or may have in pages."""
+        return max(self.layer_slots)
 
     def sized(
         self,
@@ -75,29 +75,26 @@ class CacheSpec:
         room: int,
         step: int | None = None,
         limit: float = math.inf,
-        *,
-        paged: bool = False,
     ) -> CacheSpec:
-        """Return the spec with the slots, and pages, that it needs.
+        """Return the spec with the slots that it needs; where the allocation is uneven, with pages.
 
         Args:
             held: the tokens per head of each row after an eviction, on average where heads compete.
             room: the tokens that come in before the next eviction.
             step: how many of them come in at once, all by default: a layer with a window has slots for those beside it.
             limit: the most tokens that a head ever holds.
-            paged: whether heads have pages; see :meth:`in_pages`.
         """
-        if not paged:
-            return dataclasses.replace(self, slots=int(min(max(held) + room, limit)), pages=0)
         step = room if step is None else step
         widest = self.allocation.most(len(self.windows), self.kv_heads, int(max(held)))
-        slots = min(max(most_held(self.windows, widest + room, step)), limit)
+        slots = most_held(self.windows, min(widest + room, limit), step)
+        if self.allocation.even:
+            return dataclasses.replace(self, layer_slots=tuple(map(int, slots)), pages=0)
         ways, of_rows, most = ways_of(self.mesh)[1], [], sum(most_held(self.windows, limit, step))
         for tokens in map(int, held):
             more = excess(self.allocation, self.windows, self.kv_heads, ways, tokens)
             of_rows.append(min(sum(most_held(self.windows, min(tokens + room, limit), step)) + more, most))
         of_devices = np.array(of_rows, int)[:, None] * (self.kv_heads // ways)
-        return dataclasses.replace(self, slots=int(slots), pages=self.pages_of(of_devices))
+        return dataclasses.replace(self, layer_slots=(int(max(slots)),), pages=self.pages_of(of_devices))
 
     def pages_of(self, slots: Int[np.ndarray, "B ways"]) -> int:
         """Return the pages of the device that needs most, whose heads use ``slots`` together in each row."""

@@ -17,7 +17,7 @@ from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 from kvjax.cache import PARTS, KVCache, check_all_heads
 from kvjax.checks import check_count, check_tokens, real_array
 from kvjax.insertion import Cache, check_cache
-from kvjax.layers import LayerCaches
+from kvjax.layers import LayerCaches, padded
 from kvjax.merging import Merging, folded
 from kvjax.observation import Weights
 from kvjax.paged import PagedCache
@@ -119,10 +119,14 @@ class Evidence:
         def written(whole: Any, own: Any) -> Any:
             return whole if whole is None or own is None else own if layer is None else whole.at[layer].set(own)
 
-        paged = cache.paged
+        def written_slots(whole: Array, own: Array) -> Array:
+            if cache.paged:
+                return cache.write_layer(whole, own, layer)
+            return written(whole, padded(own, whole.shape[-1], -jnp.inf))  # a layer may have fewer slots than others
+
         return dataclasses.replace(
             self,
-            scores=cache.write_layer(self.scores, said.scores, layer) if paged else written(self.scores, said.scores),
+            scores=written_slots(self.scores, said.scores),
             entered=said.entered,
             measured=written(self.measured, said.measured),
             end=said.end,
@@ -221,6 +225,7 @@ def _evict_slots(cache: LayerCaches, evidence: Evidence, budget: Budget) -> Laye
 
     def of_layer(own: KVCache, after: Int[Array, "B K S"]) -> KVCache:
         state = begin_anew(own.state, made.begins)
+        after = after[..., : own.num_slots]
         return dataclasses.replace(own, position=after, next_position=made.next_position, state=state)
 
     return cache.map(of_layer, (made.after, PARTS))

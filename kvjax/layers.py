@@ -1,19 +1,21 @@
 """The cache of a model: a plain cache for each layer, with arrays of its own, so that each can be donated.
 
-What runs on a layer takes ``cache.layers[number]``. What is decided for all layers together reads their positions,
-stacked; keys and values never are, but by ``cache.key`` and ``cache.value``, for whoever looks at them.
+What runs on a layer takes ``cache.layers[number]``. A layer with a sliding window may have fewer slots than the others.
+What is decided for all layers together reads their positions, stacked, with -1 where a layer has no slot; keys and
+values never are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import PARTS, AnyKind, KVCache, Positions, count_live
 from kvjax.checks import plain
@@ -65,8 +67,13 @@ class LayerCaches(AnyKind):
 
     @property
     def num_slots(self) -> int:
-        """S, the slots of each KV head."""
-        return self.layers[0].num_slots
+        """S, the slots of each KV head in the layer that has most."""
+        return max(self.layer_slots)
+
+    @property
+    def layer_slots(self) -> tuple[int, ...]:
+        """Return the slots of each KV head in each layer."""
+        return tuple(cache.num_slots for cache in self.layers)
 
     @property
     def heads_shape(self) -> tuple[int, ...]:
@@ -75,23 +82,12 @@ class LayerCaches(AnyKind):
 
     @property
     def position(self) -> Int[Array, "L B K S"]:
-        """Return the position of the token in each slot, -1 where the slot is free: a copy."""
-        return _stack([cache.position for cache in self.layers])
-
-    @property
-    def key(self) -> Float[Array, "L B K S D"]:
-        """All keys: a copy."""
-        return _stack([cache.key for cache in self.layers])
-
-    @property
-    def value(self) -> Float[Array, "L B K S D"]:
-        """All values: a copy."""
-        return _stack([cache.value for cache in self.layers])
-
-    @property
-    def bias(self) -> Float[Array, "L B K S"] | None:
-        """What is added to the logits of each slot, None where nothing is: a copy."""
-        return None if self.arrays.bias is None else _stack([cache.bias for cache in self.layers])
+        """Return the position of the token in each slot, -1 where the slot is free or the layer has none: a copy."""
+        positions: Any = [cache.position for cache in self.layers]
+        if all(isinstance(position, np.ndarray) for position in positions):  # those of the host stay there
+            host: Any = np.stack([padded(position, self.num_slots, -1, np) for position in positions])
+            return host
+        return _stacked(positions, self.num_slots)
 
     @property
     def live(self) -> Bool[Array, "L B K S"]:
@@ -102,11 +98,6 @@ class LayerCaches(AnyKind):
     def num_live(self) -> Int[Array, "L B K"]:
         """Return the number of tokens that each head holds."""
         return _count_live([cache.position for cache in self.layers])
-
-    @property
-    def state(self) -> Any:
-        """Return the policy's state of all layers: a copy."""
-        return jax.tree.map(lambda *leaves: _stack(leaves), *(cache.state for cache in self.layers))
 
     @property
     def positions(self) -> Positions:
@@ -121,7 +112,7 @@ class LayerCaches(AnyKind):
 
     @property
     def slots_shape(self) -> tuple[int, ...]:
-        """``(L, B, K, S)``."""
+        """``(L, B, K, S)``, that of :attr:`position`."""
         return (*self.heads_shape, self.num_slots)
 
     def layer(self, index: int) -> KVCache:
@@ -141,14 +132,18 @@ def check_layer(cache: LayerCaches, layer: object) -> int:
     return number
 
 
-def _stack(parts: Any) -> Any:
-    """Stack arrays; those of the host stay there."""
-    return np.stack(parts) if isinstance(parts[0], np.ndarray) else _stacked_arrays(list(parts))
+def padded(own: Any, slots: int, fill: float, numpy: Any = jnp) -> Any:
+    """Return a layer's array per slot with so many slots, at least its own."""
+    if own.shape[-1] == slots:
+        return own
+    return numpy.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, slots - own.shape[-1])], constant_values=fill)
 
 
-_stacked_arrays = jax.jit(jnp.stack)
+@functools.partial(jax.jit, static_argnums=1)
+def _stacked(positions: list[Int[Array, "B K _"]], slots: int) -> Int[Array, "L B K S"]:
+    return jnp.stack([padded(position, slots, -1) for position in positions])
 
 
 @jax.jit
-def _count_live(positions: list[Int[Array, "B K S"]]) -> Int[Array, "L B K"]:
+def _count_live(positions: list[Int[Array, "B K _"]]) -> Int[Array, "L B K"]:
     return jnp.stack([count_live(position) for position in positions])

@@ -50,11 +50,10 @@ def empty_cache(
             layer, None for a layer that sees all positions.
 
     Returns:
-        A :class:`kvjax.KVCache` of ``budget + block`` slots per head, or a :class:`kvjax.LayerCaches` with one for each
-        of the ``layers``. Where heads hold different numbers of tokens (an
-        uneven allocation, or a sliding window smaller than the budget), a :class:`kvjax.PagedCache` of as many on
-        average, at most ``window + block`` in a layer with a window; on several devices a :class:`kvjax.SplitCache`, of
-        which each device has pages for the most that its heads may hold. Without a policy, a cache of ``budget`` slots.
+        A :class:`kvjax.KVCache` of ``budget + block`` slots per head, at most ``window + block`` in a layer with a
+        window, or a :class:`kvjax.LayerCaches` with one for each of the ``layers``. Under an uneven allocation, a
+        :class:`kvjax.PagedCache` of as many on average; on several devices a :class:`kvjax.SplitCache`, of which each
+        device has pages for the most that its heads may hold. Without a policy, a cache of ``budget`` slots.
 
     Raises:
         ValueError: if a count is below 1, the KV heads do not divide the query heads, the budget is smaller than what
@@ -82,10 +81,10 @@ def empty_cache(
         check_mesh(mesh, spec.batch, spec.kv_heads)
     spec = dataclasses.replace(spec, policy=policy, dtype=check_dtypes(dtype), mesh=mesh, page_size=page_size)
     if policy is None:
-        return checked_blank(dataclasses.replace(spec, slots=budget))
+        return checked_blank(dataclasses.replace(spec, layer_slots=(budget,) * len(spec.windows)))
     check_budget(policy, budget)
     check_block(policy, block)
-    spec = spec.sized([budget] * spec.batch, block, paged=spec.in_pages(budget))
+    spec = spec.sized([budget] * spec.batch, block)
     return checked_blank(dataclasses.replace(spec, positions=policy.positions))
 
 
@@ -157,7 +156,7 @@ def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
 def checked_blank(spec: CacheSpec) -> Cache | LayerCaches:
     """Run :func:`blank` after a check of its sizes."""
     check_heads(spec.batch, spec.kv_heads, spec.head_dim, spec.layers)
-    check_count("slots", spec.slots, 1, "a cache needs at least 1")
+    check_count("slots", min(spec.layer_slots), 1, "a cache needs at least 1")
     check_measured(spec.policy, spec.layers, spec.kv_heads)
     if spec.policy is not None:
         check_state(spec.policy, spec.head_dim, spec.kv_heads, spec.group)
@@ -180,11 +179,11 @@ def blank(spec: CacheSpec) -> Cache | LayerCaches:
         if biased:
             raise ValueError("a policy that fits biases keeps its pages on one device: leave the mesh out.")
         return SplitCache.init(mesh=mesh, **given)
-    slots = spec.batch, spec.kv_heads, spec.slots
 
-    def layer() -> KVCache:
-        cache = KVCache.blank(slots, spec.head_dim, spec.dtype, state(*slots), spec.positions)
+    def layer(slots: int) -> KVCache:
+        shape = spec.batch, spec.kv_heads, slots
+        cache = KVCache.blank(shape, spec.head_dim, spec.dtype, state(*shape), spec.positions)
         return cache.with_bias() if biased else cache
 
-    cache: Any = layer() if spec.layers is None else LayerCaches(tuple(layer() for _ in range(spec.layers)))
+    cache: Any = layer(spec.slots) if spec.layers is None else LayerCaches(tuple(map(layer, spec.layer_slots)))
     return cache if mesh is None else on_mesh(cache, mesh)

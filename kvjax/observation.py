@@ -121,6 +121,8 @@ class Context:
         filled: a promise that slots from this one on are free, so that attention skips them.
         excess: a promise that no head will hold more than ``budget + excess`` tokens, for which there is room; see
             :func:`kvjax.evict`.
+        slots: the most slots per head of any layer, where this one may have fewer for its window: a row loses nothing,
+            and its observation window goes on, only if its budget is above these; see :func:`kvjax.evict`.
         implementation: of attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
             :func:`kernels_pallas.caote_topk`.
 
@@ -143,6 +145,7 @@ class Context:
     compressed: bool | None = _static(None)
     filled: int | None = _static(None)
     excess: int | None = _static(None)
+    slots: int | None = _static(None)
     implementation: Implementation = _static("auto")
 
     def rotary(self, who: str) -> Float[Array, "rows half"]:

@@ -54,8 +54,9 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
     if not alike or cache.ways[1] != one.ways[1] or (head_dim, dtypes) != (own_dim, own_dtypes):
         wrong = f"a cache of {own} heads of dimension {own_dim} in {own_dtypes} does not fit {lead} heads of {head_dim}"
         raise ValueError(f"{wrong} in {dtypes}: expected one row of the same model, policy, positions and dtype.")
-    if one.num_slots > cache.num_slots:
-        raise ValueError(f"the row has {one.num_slots} slots per head, the batch {cache.num_slots}; compact it first.")
+    for slots, room in zip(one.layer_slots, cache.layer_slots, strict=True):
+        if slots > room:
+            raise ValueError(f"the row has {slots} slots per head, the batch {room}; compact it first.")
     return cache.map(_write, (row, SAME), (one.each_part, PARTS))
 
 

@@ -39,14 +39,15 @@ _NEVER = np.iinfo(np.int32).max
 class Phase(NamedTuple):
     """The kind of a step; static, so each kind is compiled once.
 
-    ``evicts``: the policy evicts after it. ``compressed``: the context was compressed before it. ``excess`` and
-    ``filled``: promises about the slots, see :func:`kvjax.evict` and :class:`kvjax.Context`.
+    ``evicts``: the policy evicts after it. ``compressed``: the context was compressed before it. ``excess``, ``filled``
+    and ``slots``: what is known of the slots, see :func:`kvjax.evict` and :class:`kvjax.Context`.
     """
 
     evicts: bool
     compressed: bool = False
     excess: int | None = None
     filled: int | None = None
+    slots: int | None = None
 
 
 @jax.tree_util.register_dataclass

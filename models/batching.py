@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
@@ -127,7 +126,7 @@ class Engine:
         )
         self._longest = None if fixed else longest
         # Prompts are fed in rows of their own, so no row of the batch ever holds a whole prompt.
-        sizes = dataclasses.replace(sizes, prompt_slots=0)
+        sizes = dataclasses.replace(sizes, prompt_slots=())
         if asked.projection is None:
             projection = engine.output_projection(model, plan.policy)
             self._options = dataclasses.replace(self._options, projection=projection)
@@ -303,11 +302,7 @@ class Engine:
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _join(cache: ModelCache, row: Int[Array, ""], one: Any) -> ModelCache:
-    if cache.paged and not one.paged:  # a short prompt's share fits the windows
-        heads, size = math.prod(one.heads_shape), cache.page_size
-        pages = kvjax.pages_for(heads * one.num_slots, heads, size)
-        one = kvjax.pack(one, pages=pages, page_size=size, most=min(one.num_slots, cache.num_slots))
+def _join(cache: ModelCache, row: Int[Array, ""], one: ModelCache) -> ModelCache:
     return kvjax.join(cache, row, one)
 
 

@@ -255,7 +255,7 @@ def feed_blocks(
         for number, (phase, tokens, position, part) in enumerate(blocks):
             if turn == 0 and cache is None and part is None:  # slots are filled in order
                 fed += position.shape[1]
-                phase = phase._replace(filled=filled_slots(fed, 0 if state.cache.paged else steps.sizes.first.slots))
+                phase = phase._replace(filled=None if state.cache.paged else fed)
             hidden, state = steps.block(state, tokens, position, phase, part)
             if part is None:
                 last, of_text = newest(position, hidden, last), (hidden, position)
@@ -264,13 +264,6 @@ def feed_blocks(
         if turn == 0:  # the context is in
             state = shrink(state, run.plan, steps.sizes)
     return state, last
-
-
-def filled_slots(fed: int, slots: int) -> int | None:
-    """Return how many slots ``fed`` tokens may fill, rounded up to quarters of all slots; None for all of them."""
-    step = max(-(-slots // 4), 256)
-    filled = -(-fed // step) * step
-    return filled if filled < slots else None
 
 
 def check_finite(model: Decoder, finite: Array) -> None:

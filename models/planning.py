@@ -78,12 +78,13 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     plan = dataclasses.replace(plan, policy=policy, overfull=_overfull(plan, policy, prompt, budgets))
     if fits_biases(policy):
         _check_fitted(config, plan, kept is not None and kept.spent and bool((text.context > 0).any()))
-    spec = sized(_spec(config, plan, prompt, options), plan, prompt, options, budgets, traced)
+    spec = sized(_spec(config, plan, prompt, options), plan, prompt, options, budgets)
     _warn_of_copies(config, plan, prompt, options)
     if policy.cumulative and overflowing(plan, prompt, options)[1].any():
         _warn_of_sums(policy, int(budgets.min()))
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
-    most = spec.slots if policy.allocation.fills else np.iinfo(np.int32).max
+    slots = spec.slots if policy.allocation.fills else np.iinfo(np.int32).max
+    most = min(slots, max(window or slots for window in config.sliding_windows))
     rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + text.questions, most))))
     return Run(model, rows, options.projection, network, plan), spec
 
@@ -109,7 +110,7 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
             "shorten the prompt, or give a policy and a budget."
         )
     slots = rounded_up(held)
-    spec = dataclasses.replace(_spec(config, run.plan, prompt, options), slots=slots)
+    spec = dataclasses.replace(_spec(config, run.plan, prompt, options), layer_slots=(slots,) * config.num_layers)
     if run.plan.selection is not None:
         run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, memory_slots=slots))
     return run, spec if kept is None else resized(spec, kept, held - kept.most, held)

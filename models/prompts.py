@@ -41,7 +41,7 @@ class Kept(NamedTuple):
     heads: int
     start: np.ndarray
     held: np.ndarray
-    slots: int
+    layer_slots: tuple[int, ...]  # per head; in pages, the most that one may hold
     positions: Positions
     dtypes: Dtypes
     pages: int = 0  # on each device
@@ -104,7 +104,7 @@ def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int)
         raise ValueError(f"the cache has {B} rows, but {rows} prompts were given{advice}.")
     if policy is not None:
         paged = cache.paged
-        if policy.allocation.even == paged and not (paged and any(config.sliding_windows)):
+        if policy.allocation.even == paged:
             kind, other = ("paged", "even") if paged else ("plain", "uneven")
             wrong = f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way:"
             raise ValueError(f"{wrong} give the policy that the cache was made with, or none.")
@@ -121,7 +121,7 @@ def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int)
     sampled = part_of_kind(one.state, Queries)
     spent = sampled is not None and sampled.spent
     kept = Kept(
-        K, start, held, cache.num_slots, cache.positions, dtypes, pages=cache.num_pages, page_size=cache.page_size,
+        K, start, held, cache.layer_slots, cache.positions, dtypes, pages=cache.num_pages, page_size=cache.page_size,
         ways=cache.ways, spent=spent,
     )  # fmt: skip
     if policy is not None and part_of_kind(one.state, Repeated) is not None:

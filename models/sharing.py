@@ -168,7 +168,8 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
         projection=projections(model, kinds, first.run.plan.heads) if kinds else None,
         plan=dataclasses.replace(first.run.plan, each=policies),
     )
-    sizes = dataclasses.replace(first.sizes.first, slots=max(arm.sizes.first.slots for arm in arms))
+    slots = zip(*(arm.sizes.first.layer_slots for arm in arms), strict=True)  # of each layer
+    sizes = dataclasses.replace(first.sizes.first, layer_slots=tuple(map(max, slots)))
     prompt = Schedule(scheduled(given, first.options, first.run).context, ())
     state, last = feed_prompt(Steps.of(run, sizes), prompt, None)
     assert isinstance(state.cache, LayerCaches)

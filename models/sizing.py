@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 
 import numpy as np
 
@@ -53,14 +54,11 @@ def held_of(policy: Policy, kept: Kept) -> np.ndarray:
     return kept.held.max(axis=1) if policy.allocation.even else np.ceil(kept.held.mean(axis=1))
 
 
-def sized(
-    spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray, traced: bool
-) -> CacheSpec:
+def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray) -> CacheSpec:
     """Return the spec with the slots and pages that a run needs.
 
     Budgets and whole prompts are rounded up (:func:`kvjax.capacity.rounded_up`). Under a budget in slots nothing
-    depends on the prompt, but the slots of a head that competes without a cap: it is read at that width. Through
-    ``traced`` weights a derivative may be taken, which passes through no eviction from pages.
+    depends on the prompt, but the slots of a head that competes without a cap: it is read at that width.
     """
     policy, kept, text, fed = plan.policy, prompt.kept, prompt.text, prompt.fed
     assert policy is not None
@@ -76,9 +74,7 @@ def sized(
     widest = policy.allocation.most(len(spec.windows), spec.kv_heads, largest)
     follows = isinstance(options.budget, float) or widest > CAP * largest
     limit = rounded_up(all_tokens + options.reserve + max(copies, later)) if follows else math.inf
-    plain = policy.allocation.even and (plan.several is not None or traced)
-    paged = bool(kept.pages) if kept is not None else not plain and spec.in_pages(largest)
-    spec = spec.sized(held, room, step, limit, paged=paged)
+    spec = spec.sized(held, room, step, limit)
     # What comes in before the first eviction: the whole prompt and its copies, a block, or what follows the prompt.
     entering, context = answer, int(text.context.max())
     repeated = copied(policy, prompt.most) if whole else copies
@@ -87,8 +83,16 @@ def sized(
     elif fed and context:
         entering = min(options.block, power_of_two(context)) + repeated
     if kept is None:
-        larger = whole and (paged or entering > spec.slots)
-        return dataclasses.replace(spec, prompt_slots=rounded_up(entering)) if larger else spec
+        if not whole:
+            return spec
+        needed, first = (
+            [int(n) for n in most_held(spec.windows, tokens, options.block + repeated)]
+            for tokens in (entering, rounded_up(entering))
+        )
+        if spec.pages:
+            return dataclasses.replace(spec, prompt_slots=tuple(first))
+        larger = any(map(operator.gt, needed, spec.layer_slots))
+        return dataclasses.replace(spec, prompt_slots=tuple(map(max, first, spec.layer_slots))) if larger else spec
     if fed and (text.context == 0).any():
         entering = max(entering if context else 0, asked + answer)  # a question is not repeated
     step = max(step, options.block + repeated) if fed else step
@@ -104,12 +108,21 @@ def resized(spec: CacheSpec, kept: Kept, entering: int, step: int, evicted: bool
         evicted: whether every row is evicted from before its question: then a plain cache of more than twice the size
             that is needed later is shrunk.
     """
-    needed = kept.most + entering
-    slots = max(kept.slots, spec.slots if needed <= spec.slots else rounded_up(needed))
+
+    def grown(own: int, later: int, needed: int) -> int:
+        return max(own, later if needed <= later else rounded_up(needed))
+
     if kept.pages:
         new = np.repeat(most_held(spec.windows, entering, step), spec.kv_heads).astype(int)
         pages = max(spec.pages, spec.pages_of(spec.on_devices(kept.held + new)))
-        return dataclasses.replace(spec, slots=slots, pages=kept.pages if kept.pages >= pages else rounded_up(pages))
-    if evicted and slots > 2 * spec.slots:
+        pages = kept.pages if kept.pages >= pages else rounded_up(pages)
+        most = grown(kept.layer_slots[0], spec.slots, kept.most + entering)
+        return dataclasses.replace(spec, layer_slots=(most,), pages=pages)
+    held = kept.held.reshape(len(kept.held), len(spec.windows), -1).max(axis=(0, 2)).tolist()
+    # From a run without a policy, a layer may hold more than its window, until the first block has come in.
+    wide = [None if window is None else max(window, own) for window, own in zip(spec.windows, held, strict=True)]
+    needed = [most_held([most], own + entering, step)[0] for most, own in zip(wide, held, strict=True)]
+    slots = tuple(map(grown, kept.layer_slots, spec.layer_slots, map(int, needed)))
+    if evicted and sum(slots) > 2 * sum(spec.layer_slots):
         return dataclasses.replace(spec, prompt_slots=slots)
-    return dataclasses.replace(spec, slots=slots)
+    return dataclasses.replace(spec, layer_slots=slots)

@@ -11,6 +11,7 @@ import numpy as np
 
 import kvjax
 from kvjax import LayerCaches, PagedCache, SplitCache
+from kvjax.cache import PARTS
 from kvjax.capacity import CacheSpec, rounded_up
 from kvjax.making import blank
 from kvjax.matching import without_samples
@@ -49,13 +50,15 @@ def _empty_cache(plan: Plan, spec: CacheSpec) -> ModelCache:
 
 def _with_room(cache: Any, plan: Plan, sizes: CacheSpec) -> ModelCache:
     """Resize a kept cache to the slots, or pages, that a run needs."""
-    cache = cache.map(lambda part: part.resized(sizes.first.slots, sizes.pages))
-    return cache if plan.mesh is None or cache.paged else on_mesh(cache, plan.mesh)
+    if cache.paged:
+        return cache.map(lambda part: part.resized(sizes.slots, sizes.pages))
+    cache = cache.map(lambda own, slots: own.resized(slots), (sizes.first.layer_slots, PARTS))
+    return cache if plan.mesh is None else on_mesh(cache, plan.mesh)
 
 
 def shrinks(cache: ModelCache, sizes: CacheSpec) -> bool:
     """Return whether a cache held the whole prompt, and is larger than the context needs after the eviction."""
-    return not cache.paged and (sizes.pages > 0 or sizes.slots != cache.num_slots)
+    return not cache.paged and (sizes.pages > 0 or sizes.layer_slots != cache.layer_slots)
 
 
 def settled(cache: ModelCache, plan: Plan) -> ModelCache:
@@ -69,7 +72,7 @@ def shrink(state: DecodeState, plan: Plan, sizes: CacheSpec) -> DecodeState:
     """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
     cache: Any = settled(state.cache, plan)
     if shrinks(cache, sizes):
-        cache = _packed(cache, plan, sizes) if sizes.pages else cache.map(lambda own: _compact(own, sizes.slots))
+        cache = _packed(cache, plan, sizes) if sizes.pages else cache.map(_compact, (sizes.layer_slots, PARTS))
     return dataclasses.replace(state, cache=cache)
 
 
@@ -93,9 +96,10 @@ def _without_pages(cache: PagedCache) -> PagedCache:
 
 @without_room.register(LayerCaches)
 def _without_slots(cache: LayerCaches) -> LayerCaches:
-    slots = rounded_up(int(np.max(hosts.fetched(cache.num_live))))
-    return cache.map(lambda own: _compact(own, slots)) if slots < cache.num_slots else cache
+    held = np.max(hosts.fetched(cache.num_live), axis=(1, 2))
+    slots = tuple(min(rounded_up(max(int(n), 1)), own) for n, own in zip(held, cache.layer_slots, strict=True))
+    return cache if slots == cache.layer_slots else cache.map(_compact, (slots, PARTS))
 
 
 _trimmed = jax.jit(trimmed, static_argnames="pages")
-_compact = jax.jit(kvjax.compact, static_argnames="slots")
+_compact = jax.jit(kvjax.compact, static_argnums=1)

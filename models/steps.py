@@ -3,8 +3,8 @@
 `layer_step` is a compiled function that all layers share. Where the host calls `forward`, it calls one compiled layer
 after the other; inside `jit` that is one program.
 
-A policy whose allocation gives all heads the same budget evicts layer by layer from a plain cache. Any other, and any
-in pages, observes all layers first, and then evicts from all of them together.
+A policy whose allocation gives all heads the same budget evicts layer by layer, from plain caches. Any other observes
+all layers first, and then evicts from all of them together.
 """
 
 from __future__ import annotations
@@ -131,17 +131,19 @@ def forward(
         if plan.repeats is not None and plan.repeats.loss is not None:
             block = _with_gradient(model, plan, state.cache, block, tokens, part, lengths)
     cache, evidence, caches, sources = state.cache, None, [], []
-    if evicts_together(plan, phase, cache):
+    if evicts_together(plan, phase):
         evidence = _no_evidence(plan, block, cache)
     carry = LayerCarry(cache, evidence, state.memory, ())
     for number, weights in enumerate(layers):
+        own = phase
         if isinstance(cache, LayerCaches):
             carry = dataclasses.replace(carry, cache=cache.layers[number])
+            own = _at_slots(phase, cache.layers[number].num_slots, cache.num_slots)
         if plan.selection is not None:
             carry = dataclasses.replace(carry, source=state.source[number])
         projection = None if run.projection is None else run.projection[number]
         here = at_layer(config, block, number, projection)
-        x, carry = layer_step(config, plan, phase, weights, here, x, carry, run.network)
+        x, carry = layer_step(config, plan, own, weights, here, x, carry, run.network)
         if number == 0 and run.pauses(phase):
             entered = None if run.ahead is None else run.ahead.entered(model, jnp.asarray(tokens))
             carry = _look_ahead(plan.selection is not None, run.ahead, block.position, entered, x, carry)
@@ -152,6 +154,19 @@ def forward(
     if not plan.each and carry.evidence is not None:
         cache = _evict(cache, carry.evidence, block.budgets)
     return x, DecodeState(cache, carry.memory, tuple(sources) if plan.selection is not None else (), said)
+
+
+def _at_slots(phase: Phase, slots: int, most: int) -> Phase:
+    """Return the phase of a layer with so many slots, of at most ``most``; its ``filled`` counts the tokens so far."""
+    filled = None if phase.filled is None else filled_slots(phase.filled, slots)
+    return phase._replace(filled=filled, slots=most if slots < most else None)
+
+
+def filled_slots(fed: int, slots: int) -> int | None:
+    """Return how many slots ``fed`` tokens may fill, rounded up to quarters of all slots; None for all of them."""
+    step = max(-(-slots // 4), 256)
+    filled = -(-fed // step) * step
+    return filled if filled < slots else None
 
 
 def weights_of(model: Decoder) -> Weights:
@@ -241,11 +256,11 @@ def _with_gradient(
     return dataclasses.replace(block, gradient=found)
 
 
-def evicts_together(plan: Plan, phase: Phase, cache: ModelCache) -> bool:
-    """Return whether evidence of all layers is collected: of an uneven allocation, of pages, or of several policies."""
+def evicts_together(plan: Plan, phase: Phase) -> bool:
+    """Return whether evidence of all layers is collected: of an uneven allocation, or of several policies."""
     if plan.policy is None or not phase.evicts:
         return False
-    return bool(plan.each) or not plan.policy.allocation.even or cache.paged
+    return bool(plan.each) or not plan.policy.allocation.even
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -271,7 +286,7 @@ def attend(
 ) -> tuple[Float[Array, "B T N D"], LayerCarry]:
     """Compute one layer's attention over ``carry.cache``, and let the policy observe or evict."""
     policy, cache, evidence = plan.policy, carry.cache, carry.evidence
-    of_phase: Any = dict(compressed=phase.compressed, filled=phase.filled, excess=phase.excess)
+    of_phase: Any = {name: getattr(phase, name) for name in ("compressed", "filled", "excess", "slots")}
     budgets, context = here.budgets, dataclasses.replace(here.context, predicted=carry.predicted, **of_phase)
     if any(plan.rounded_to):
         own = rounded_block(plan, own)

@@ -135,10 +135,12 @@ print(
     "generated:",
     out.tokens[0].tolist() if tokenizer is None else tokenizer.decode(out.tokens[0].tolist()),
 )
+key = out.cache.layers[0].key
 print(
-    f"cache {out.cache.nbytes:,} bytes in all; keys {out.cache.key.shape}, on a device", end=" "
+    f"cache {out.cache.nbytes:,} bytes in all; a layer's keys {key.shape}, on a device",
+    end=" ",
 )
-print(out.cache.key.addressable_shards[0].data.shape)
+print(key.addressable_shards[0].data.shape)
 
 if devices > 1 and jax.default_backend() == "cpu":
     alone, _ = models.load(MODEL)

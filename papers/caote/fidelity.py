@@ -83,14 +83,14 @@ def outputs(
 
 
 def _for_more(cache: ModelCache, tokens: int) -> ModelCache:
-    """Return the cache with room for tokens without eviction, which a layer with a sliding window may lack in pages."""
+    """Return the cache with room for tokens without eviction, which a layer with a sliding window may lack."""
 
-    def of_part(part: kvjax.PagedCache) -> kvjax.PagedCache:
+    def of_part(part: Any) -> Any:
         heads = math.prod(part.heads_shape)
         more = kvjax.pages_for(heads * tokens, heads, part.page_size)
         return part.resized(part.num_slots + tokens, part.num_pages + more)
 
-    return cache.map(of_part) if cache.paged else cache
+    return cache.map(of_part)
 
 
 def differences(full: Outputs, evicted: Outputs, valid: np.ndarray) -> dict[str, np.ndarray]:

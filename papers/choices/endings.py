@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 import models
-from evals.answering import Feed, batches, padded
+from evals.answering import Feed, batches, padded, slots_of
 from evals.loglikelihood import log_probabilities, longest_first, width_in_blocks
 from evals.run_settings import Setting
 from kvjax.split import ModelCache
@@ -70,7 +70,7 @@ def likelihoods(
             for setting, (cache, last) in zip(together, each, strict=True):
                 ends = [choice for sample in fed for choice in sample.choices]
                 sums = _sums(model, cache, last, padded(ends, longest), [len(end) for end in ends], feed.block)
-                size, slots = cache.nbytes // len(fed), cache.position.size
+                size, slots = cache.nbytes // len(fed), slots_of(cache)
                 once = whole or setting.moments[0] == "prompt"
                 most = max(slots, math.prod(cache.heads_shape) * width) if once else slots
                 for own, place in zip(sums.reshape(len(fed), -1), places, strict=False):

@@ -30,8 +30,8 @@ from kvjax.checks import check_names
 from models import commands, files
 from models.butler import Butler, ButlerConfig
 from models.commands.shared_flags import add_shared_flags
-from models.driver import filled_slots
 from models.parameters import array_shapes
+from models.steps import filled_slots
 
 MODELS = {name: shape(name.lower()) for name in ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")}
 BLOCK = 128  # tokens of a prompt per step

@@ -35,7 +35,7 @@ def test_heads_hold_distinct_places_all_over_the_prompt():
         live = head[head >= 0]
         assert len(set(live.tolist())) == 16 and live.max() > 900_000 and live.min() < 100_000
     assert np.asarray(cache.next_position).tolist() == [1_000_000]
-    state = jax.tree.leaves(cache.state)
+    state = jax.tree.leaves([own.state for own in cache.layers])
     assert state and all(np.isfinite(leaf).all() for leaf in state)
 
 
@@ -60,7 +60,8 @@ def test_a_program_is_so_many_of_the_decoder_s_steps(model):
     expected, cache = model.logits(hidden[:, 0]), state.cache
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(after.position, make().position)  # started anew
-    np.testing.assert_allclose(after.value, cache.value, rtol=1e-4, atol=1e-5)
+    for own, other in zip(after.layers, cache.layers, strict=True):
+        np.testing.assert_allclose(own.value, other.value, rtol=1e-4, atol=1e-5)
 
 
 def test_contenders_have_the_same_slots_and_one_program_serves_every_prompt_under_a_budget():

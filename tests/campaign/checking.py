@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import models
-from kvjax import PagedCache
+from kvjax import KVCache, PagedCache
 from models import Decoder
 from models.engine import logits_of
 from models.parameters import join_weights, partition
@@ -277,7 +276,16 @@ def held_of(cache: Any) -> Held:
     """Reads a cache in NumPy."""
     if not isinstance(cache, PagedCache):
         layers = [cache.layer(layer) for layer in range(cache.heads_shape[0])]
-        cache = dataclasses.replace(jax.tree.map(lambda *x: np.stack(x), *layers), next_position=cache.next_position)
+        most = max(layer.num_slots for layer in layers)
+
+        def of_all(*leaves: Any, fill: int = 0) -> np.ndarray:
+            widths = [[(0, most - n if axis == 2 else 0) for axis, n in enumerate(leaf.shape)] for leaf in leaves]
+            padded = zip(leaves, widths, strict=True)
+            return np.stack([np.pad(leaf, width, constant_values=fill) for leaf, width in padded])
+
+        entries = jax.tree.map(of_all, *(layer.entries for layer in layers))
+        position = of_all(*(layer.position for layer in layers), fill=-1)
+        cache = KVCache(entries=entries, position=position, next_position=cache.next_position)
     position, key, value = np.asarray(cache.position), *(_floats(cache, side) for side in ("key", "value"))
     if isinstance(cache, PagedCache):
         table = np.asarray(cache.table)

@@ -218,8 +218,8 @@ def test_other_peoples_safetensors_are_refused(path):
 def test_a_file_of_a_later_format_is_refused(path):
     save(path)
     info, arrays = of(path)
-    write(path, info | {"format": 2, "kvjax": "9.0", "news": 1}, arrays)
-    assert f"has format 2, of a later kvjax than this {kvjax.__version__}" in refused(kvjax.load_cache, path)
+    write(path, info | {"format": 3, "kvjax": "9.0", "news": 1}, arrays)
+    assert f"has format 3, of a later kvjax than this {kvjax.__version__}" in refused(kvjax.load_cache, path)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +255,63 @@ def test_other_shapes_of_the_same_bytes_are_damage(path):
     assert halves["position"].shape == (1, 2, 2)
     write(path, info, halves, whole=False)
     assert "is damaged: its contents are not those that were written" in refused(kvjax.load_cache, path)
+
+
+def in_format_1(path: Path) -> None:
+    """Write a file of layers as it was when an array was that of all of them."""
+    info, arrays = of(path)
+    layers = range(sum(name.endswith("].position") for name in arrays))
+    whole = {name.removeprefix("layers[0]."): array for name, array in arrays.items() if name.startswith("layers[0].")}
+    whole = {name: np.stack([arrays[f"layers[{layer}].{name}"] for layer in layers]) for name in whole}
+    write(path, info | {"format": 1}, whole | {"next_position": arrays["next_position"]})
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [("h2o+caote", ("float8_e4m3fn", "int8")), ("butler(dim=4)", "bfloat16"), ("full", "float32")]
+)
+def test_a_file_of_stacked_layers_is_read_as_the_layers_that_it_held(policy, dtype, path):
+    cache = filled(policy, 2, dtype=dtype)
+    kvjax.save_cache(path, cache, policy=policy, model="a")
+    before = kvjax.cache_info(path)
+    in_format_1(path)
+    assert_same(kvjax.load_cache(path, policy=policy, model="a"), cache)
+    assert kvjax.cache_info(path) == before | {"format": 1}
+
+
+def test_layers_of_a_file_have_slots_of_their_own_and_each_its_arrays(path):
+    cache = tiny("h2o", layers=3, windows=(2, None, 1))
+    assert cache.layer_slots == (3, 4, 2)
+    kvjax.save_cache(path, cache, policy="h2o")
+    assert_same(kvjax.load_cache(path), cache)
+    info, arrays = of(path)
+    assert info["format"] == 2 and "next_position" in arrays
+    assert {name for name in arrays if name.startswith("layers[1].") and "state" not in name} == {
+        f"layers[1].{name}" for name in ("key", "value", "position")
+    }
+    said = kvjax.cache_info(path)
+    assert (said["cache_bytes"], said["kind"]) == (cache.nbytes, "plain")
+
+
+def test_layers_that_do_not_fit_each_other_are_refused(path):
+    kvjax.save_cache(path, tiny("h2o", layers=3, windows=(2, None, 1)), policy="h2o")
+    info, whole = of(path)
+    for changed, said in [
+        ({"layers[1].position": None}, "lacks the array layers[1].position"),
+        ({"layers[0].position": None}, "lacks the array layers[0].position"),
+        ({"layers[1].key": np.zeros((1, 1, 4, 3), "float32")}, "layers[1].key is float32 (1, 1, 4, 3); expected"),
+        ({"layers[2].position": np.zeros((), "int32")}, "slots is 0"),
+        ({"layers[3].key": np.zeros((1, 1, 4, 4), "float32")}, "has the array layers[3].key"),
+        ({"key": np.zeros((1, 1, 4, 4), "float32")}, "has the array key"),
+    ]:
+        arrays = {name: array for name, array in (whole | changed).items() if array is not None}
+        write(path, info, arrays)
+        assert said in refused(kvjax.load_cache, path)
+    kvjax.save_cache(path, tiny("h2o", layers=2), policy="h2o")
+    in_format_1(path)
+    info, whole = of(path)
+    for name, shape in (("key", (3, 1, 1, 4, 4)), ("position", (2, 0, 1, 4))):
+        write(path, info, whole | {name: np.zeros(shape, whole[name].dtype)})
+        assert "expected one for each layer" in refused(kvjax.load_cache, path)
 
 
 def test_a_full_cache_is_that_of_all_layers(path):

@@ -38,11 +38,12 @@ def test_heads_of_one_device_may_win_from_others_what_their_cap_allows():
 
 def test_rows_have_slots_for_what_enters_and_no_more_than_the_limit():
     def pages(spec, **given):  # of one slot each: two heads are on a device
-        return spec.sized([8, 3], room=4, step=2, paged=True, **given).pages
+        return spec.sized([8, 3], room=4, step=2, **given).pages
 
     # 12 and, of the window and a step, 8; then 7 and 7.
-    assert pages(spec()) == 2 * 20 + 2 * 14
-    assert pages(spec(), limit=10) == 2 * 18 + 2 * 14
+    alike = dataclasses.replace(spec(), policy=kvjax.parse("h2o@pyramid"))  # which a mesh does not change
+    assert pages(alike) == 2 * 20 + 2 * 14
+    assert pages(alike, limit=10) == 2 * 18 + 2 * 14
     competing = spec("layer", made=dict(cap=None))
     assert pages(competing) == 2 * (20 + 14) + 2 * (14 + 6)
     assert pages(competing, limit=10) == 2 * 18 + 2 * 18
@@ -58,12 +59,20 @@ def test_pages_are_those_of_the_fullest_device():
 
 def test_no_cache_is_larger_than_its_limit():
     plain = spec(rows=1, windows=(None,))
-    assert plain.sized([24], room=8, limit=30) == dataclasses.replace(plain, slots=30)
+    assert plain.sized([24], room=8, limit=30) == dataclasses.replace(plain, layer_slots=(30,))
     full = spec("layer", rows=1, windows=(None,), made=dict(cap=None))
-    assert full.sized([24], room=8, paged=True).slots == 4 * 24 + 8
-    assert full.sized([24], room=8, limit=30, paged=True).slots == 30
+    assert full.sized([24], room=8).slots == 4 * 24 + 8
+    assert full.sized([24], room=8, limit=30).slots == 30
 
 
-def test_a_cache_s_layer_with_a_window_has_room_for_the_block_beside_it():
+def test_a_plain_layer_with_a_window_has_slots_for_it_and_what_comes_in_at_once():
+    plain = spec(windows=(6, None, 11), ways=(1, 1))
+    assert plain.sized([8, 3], room=6, step=2).layer_slots == (6 + 2, 8 + 6, 11 + 2)
+    assert plain.sized([8, 3], room=6).layer_slots == (6 + 6, 8 + 6, 8 + 6)  # all of it at once
+    assert plain.sized([8, 3], room=6, step=2, limit=10).layer_slots == (8, 10, 10)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "h2o@layer(cap=1)"])
+def test_a_cache_s_layer_with_a_window_has_room_for_the_block_beside_it(policy):
     sizes = dict(layers=2, kv_heads=1, head_dim=2, page_size=1, windows=(None, 4))
-    assert kvjax.memory("h2o", **sizes, budget=8, block=3).slots == ((8 + 3) + (4 + 3)) // 2
+    assert kvjax.memory(policy, **sizes, budget=8, block=3).slots == ((8 + 3) + (4 + 3)) // 2

@@ -94,7 +94,7 @@ def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves
             else:
                 assert found == held(one, 0)
                 assert np.asarray(cache.next_position)[other] == np.asarray(one.next_position)[0]
-    if cache.key.ndim == 3:  # pages
+    if cache.paged:
         used = np.asarray(cache.table)[np.asarray(cache.table) >= 0]
         free = np.asarray(cache.free)[: int(cache.num_free)]
         assert sorted([*used, *free]) == list(range(cache.owner.shape[0]))

@@ -10,7 +10,7 @@ from flax import nnx
 
 import models
 from kvjax.window import Window
-from models import driver
+from models import steps
 from models.engine import logits_of
 from models.parameters import split_weights
 from tests.models import reference, tiny
@@ -143,7 +143,7 @@ def test_a_prompt_beyond_256_slots_is_read_to_its_end_by_layers(run_by_layer):
     [(1, 2000, 500), (500, 2000, 500), (501, 2000, 1000), (1501, 2000, None), (256, 300, 256), (257, 300, None)],
 )
 def test_blocks_read_quarters_of_the_slots_or_256(fed, slots, filled):
-    assert driver.filled_slots(fed, slots) == filled
+    assert steps.filled_slots(fed, slots) == filled
 
 
 def test_where_layers_exchange_slots_an_eviction_begins_every_window_anew(run_by_layer):
@@ -162,10 +162,10 @@ def test_one_program_and_layers_one_by_one_make_the_same_caches(run_by_layer):
     layers = cache_of_a_stream()
     run_by_layer(False)
     together = cache_of_a_stream()
-    for name in ("key", "value", "position", "live", "num_live", "next_position", "state"):
+    for name in ("layers", "position", "live", "num_live", "next_position"):
         both = (getattr(cache, name) for cache in (layers, together))
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), *both)
-    for name in ("positions", "num_slots", "heads_shape", "nbytes"):
+    for name in ("positions", "layer_slots", "heads_shape", "nbytes"):
         assert getattr(layers, name) == getattr(together, name)
 
 

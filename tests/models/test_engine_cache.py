@@ -225,7 +225,8 @@ def prefilled(dtype: str | tuple[str, str]):
 
 def test_keys_and_values_have_dtypes_of_their_own():
     cache = prefilled(("int8", "float32")).cache
-    assert (cache.key.dtype, cache.value.dtype) == ("int8", "float32") and cache.arrays.value_scale is None
+    for own in cache.layers:
+        assert (own.key.dtype, own.value.dtype) == ("int8", "float32") and own.value_scale is None
     sizes = dict(layers=2, kv_heads=2, head_dim=8, query_heads=4, batch=2, policy=STATE, **SETTINGS)
     assert cache.nbytes == kvjax.memory(**sizes, dtype=("int8", "float32")).total
 

@@ -1,4 +1,4 @@
-"""Layers with a sliding window: they hold what a later query can see, and policies choose among that."""
+"""Layers with a sliding window, in slots and in pages: they hold what a later query can see, and no more."""
 
 import functools
 
@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 import models
-from kvjax import KVCache, PagedCache
+from kvjax import KVCache, LayerCaches, PagedCache
 from models import engine, states
 from models.engine import logits_of
 from models.options import Options
@@ -39,21 +39,99 @@ def held(cache) -> np.ndarray:
     return np.array([(layer >= 0).sum(-1).max() for layer in tiny.positions(cache)])
 
 
-def test_a_budget_that_holds_every_window_gives_the_logits_of_the_full_cache():
-    result = models.hidden_states(model(), TOKENS, lengths=LENGTHS, policy="keydiff", **AMPLE)
+SLOTS = (6 + 8, 12 + 8, 9 + 8)  # of the layers, under a budget of 12 in blocks of 8
+
+
+@pytest.mark.parametrize(("policy", "kind"), [("keydiff", LayerCaches), ("keydiff@layer(cap=1)", PagedCache)])
+def test_a_budget_that_holds_every_window_gives_the_logits_of_the_full_cache(policy, kind):
+    result = models.hidden_states(model(), TOKENS, lengths=LENGTHS, policy=policy, **AMPLE)
     logits = np.asarray(logits_of(model(), result.hidden))
     for row, length in enumerate(LENGTHS):
         np.testing.assert_allclose(logits[row, :length], full(row).logits[:length], atol=1e-4)
-    assert isinstance(result.cache, PagedCache)
+    assert isinstance(result.cache, kind)
     assert held(result.cache).tolist() == [5, 40, 8]
 
 
-@pytest.mark.parametrize(("window", "kept"), first(1, [(3, 2), (5, 4)]), ids=["pages", "plain"])
-def test_a_sink_that_left_the_window_protects_nothing(window, kept):
-    policy, rng = kvjax.parse("streaming(sinks=2)"), np.random.default_rng(1)
+@pytest.mark.parametrize("policy", first(1, ["h2o+caote", "snapkv(window=4)", "kvzip(chunk=3)", "expected_attention"]))
+def test_layers_keep_their_slots_through_prompt_and_answer_and_what_the_reference_keeps(policy):
+    settings = dict(policy=policy, budget=12, block=8)
+    seen = []
+    steps = models.stream(
+        model(), TOKENS, lengths=LENGTHS, max_new_tokens=12, end=(), **settings,
+        on_block=lambda done, total, cache: seen.append((cache.layer_slots, held(cache))),
+    )  # fmt: skip
+    for _, cache in steps:
+        seen.append((cache.layer_slots, held(cache)))
+    slots = {slots for slots, _ in seen}
+    assert len(slots) == 1 and (policy.startswith("kvzip") or slots == {SLOTS})
+    assert all((most <= slots).all() for slots, most in seen) and (seen[-1][1][[0, 2]] < [6, 9]).all()
+    for row, length in enumerate(LENGTHS):
+        tiny.assert_keeps(cache, row, run(TOKENS[row, :length], CONFIG, new_tokens=12, **settings))
+
+
+@pytest.mark.parametrize(("policy", "copies"), first(1, [("kvzip(chunk=9)", 8 + 9), ("h2o+caote", 0)]))
+def test_a_prompt_that_is_evicted_from_once_takes_a_window_and_a_block_where_there_is_a_window(policy, copies):
+    settings = dict(policy=policy, budget=12, block=8, when="prompt")
+    given = check_prompt(model(), TOKENS[:1], None, None)
+    sizes = engine.prepare(model(), given, Options(**settings))[1]
+    assert sizes.prompt_slots == (6 + 8 + copies, kvjax.capacity.rounded_up(40 + copies), 9 + 8 + copies)
+    out = models.prefill(model(), TOKENS[:1], **settings)
+    tiny.assert_keeps(out.cache, 0, run(TOKENS[0], CONFIG, **settings))
+
+
+def test_a_turn_frees_what_a_full_cache_held_behind_the_window():
+    """A layer's first block comes in beside all that it held, more than its window and a block."""
+    whole = models.prefill(model(), TOKENS[:1, :24], block=8)
+    turn = models.prefill(model(), TOKENS[:1, 24:], cache=whole.cache, policy="keydiff", **AMPLE)
+    np.testing.assert_allclose(np.asarray(turn.logits)[0], full(0).logits[39], atol=1e-4)
+    assert held(turn.cache).tolist() == [5, 40, 8]
+    cache = models.prefill(model(), TOKENS[:1, :39], policy="keydiff", **AMPLE).cache
+    again = models.prefill(model(), TOKENS[:1, 39:], cache=cache)
+    np.testing.assert_allclose(np.asarray(again.logits)[0], full(0).logits[39], atol=1e-4)
+    assert held(again.cache).tolist() == [6, 40, 9]  # without a policy nothing is freed
+
+
+def test_an_eviction_begins_a_window_anew_in_a_layer_of_few_slots_too():
+    """And a row that waits, with a budget above all slots, goes on in each layer."""
+    policy, sizes = kvjax.parse("snapkv(window=4)"), dict(budget=24, block=4, head_dim=4, kv_heads=1, query_heads=1)
+    cache = tiny.empty(policy, batch=2, layers=2, windows=(6, None), **sizes)
+    assert cache.layer_slots == (10, 28)
+    rows = np.random.default_rng(0).normal(size=(2, 2, 1, 4)).astype(np.float32)
+
+    @jax.jit
+    def step(cache, budget):
+        for layer, window in enumerate((6, None)):
+            context = kvjax.Context(layer=layer, sliding_window=window)
+            _, cache = kvjax.attend(cache, rows, rows, rows, policy=policy, budget=budget, context=context)
+        return cache
+
+    cache = step(cache, np.array([24, 29]))
+    assert [own.state[0].queries.value[:, 0].tolist() for own in cache.layers] == [[0, 2], [0, 2]]
+
+
+@pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)@pyramid", "snapkv(window=4)"]))
+def test_where_every_layer_has_a_window_a_budget_above_all_slots_evicts_like_any_other(policy):
+    narrow, settings = tiny.config(num_layers=2, sliding_windows=(6, 9)), dict(budget=30, block=8, when="prompt")
+    long = dict(policy=policy, max_new_tokens=40, end=(), evict_every=0)  # whose slots do not count before it
+    _, cache = next(models.stream(tiny.decoder(narrow), TOKENS[:1], **long, **settings))
+    tiny.assert_keeps(cache, 0, run(TOKENS[0], narrow, policy=policy, **settings))
+    windows = [cache.state[0]] if cache.paged else [own.state[0] for own in cache.layers]
+    assert all((np.asarray(window.queries.value) == 0).all() for window in windows)
+
+
+SINKS = [  # a policy, a layer's window, the tokens that stay, the kind of cache
+    ("streaming(sinks=2)", 3, 2, KVCache),
+    ("streaming(sinks=2)@layer(cap=1)", 3, 2, PagedCache),
+    ("streaming(sinks=2)", 5, 4, KVCache),
+]
+
+
+@pytest.mark.parametrize(("policy", "window", "kept", "kind"), first(2, SINKS))
+def test_a_sink_that_left_the_window_protects_nothing(policy, window, kept, kind):
+    policy, rng = kvjax.parse(policy), np.random.default_rng(1)
     sizes = dict(layers=None, kv_heads=1, query_heads=1, head_dim=4, windows=(window,))
     cache = tiny.empty(policy, budget=4, block=2, **sizes)
-    assert isinstance(cache, KVCache if window > 4 else PagedCache)
+    assert isinstance(cache, kind)
     attend = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=4))
     for end in range(2, 13, 2):
         rows = rng.normal(size=(1, 2, 1, 4)).astype(np.float32)
@@ -86,16 +164,19 @@ def test_policies_that_share_a_prompt_free_and_the_full_cache_beside_them_does_n
     assert together.cache.nbytes == alone.cache.nbytes
 
 
-@pytest.mark.matrix
-def test_requests_that_come_and_go_get_the_tokens_that_they_get_alone(run_by_layer):
-    """Under a ratio, a short prompt's budget fits the windows, and a long one's takes pages."""
-    settings = dict(policy="h2o+caote", block=8, budget=0.5)
+@pytest.mark.parametrize(
+    ("policy", "budget"), first(1, [("snapkv(window=4)", 12), ("h2o+caote", 0.5), ("h2o@layer", 0.5)])
+)
+def test_requests_that_come_and_go_get_the_tokens_that_they_get_alone(policy, budget, run_by_layer):
+    settings = dict(policy=policy, block=8, budget=budget)
     engine = models.Engine(model(), rows=2, max_new_tokens=6, longest_prompt=40, **settings)
     prompts = [TOKENS[0], TOKENS[1, :9], TOKENS[1]]
     handles = [engine.submit(prompt, max_new_tokens=6) for prompt in prompts]
     found = {handle: [] for handle in handles}
+    slots = engine.cache.layer_slots
     for made in engine.run():
         found[made.handle].append(made.token)
+    assert engine.cache.layer_slots == slots and (budget != 12 or slots == (14, 12 + 8, 17))
     for handle, prompt in zip(handles, prompts, strict=True):
         alone = run(prompt, CONFIG, new_tokens=6, **settings).tokens
         assert found[handle] == alone

@@ -19,7 +19,7 @@ from models.gradients import loss_gradient
 from tests.models import reference
 from tests.models.make_kvzip import GRADIENT
 from tests.models.reference import gradients
-from tests.models.test_kvzip import LENGTHS, OF_A_LOSS, TOKENS, asking, fixture, in_order, kept, kvpress_model
+from tests.models.test_kvzip import LENGTHS, OF_A_LOSS, TOKENS, asking, fixture, in_order, kept, kvpress_model, slots_of
 from tests.models.tiny import CONFIG, decoder, weights
 
 
@@ -27,7 +27,7 @@ def test_scores_are_those_of_kvpress():
     tokens = fixture(GRADIENT)["tokens"][None]
     settings = dict(budget=1.0, block=16, when="prompt")  # a part is one block, whatever the blocks
     cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvgrad", GRADIENT), **settings)
-    scores = in_order(cache, np.asarray(cache.state.score), tokens.shape[1], np.nan)[:, 0]
+    scores = in_order(cache, slots_of(cache, lambda own: own.state.score), tokens.shape[1], np.nan)[:, 0]
     np.testing.assert_allclose(scores, fixture(GRADIENT)["scores"], rtol=1e-4, atol=1e-6)
 
 

@@ -223,7 +223,7 @@ def shared(block):
     """Layer 1's values [K, 40, D], in the order of positions, after TOVA has evicted and CaM shared the others."""
     tokens, policy = fixture()["tokens"][None], "tova+protect(recent=1)+cam"
     cache, _ = models.prefill(model(), tokens, policy=policy, budget=KEPT[0], block=block, when="prompt")
-    value, position = (np.asarray(part)[1, 0] for part in (cache.value, cache.position))
+    value, position = (np.asarray(part)[0] for part in (cache.layers[1].value, cache.layers[1].position))
     return np.stack([v[np.argsort(p)[-KEPT[0] :]] for v, p in zip(value, position, strict=True)])  # free slots are -1
 
 
@@ -234,8 +234,8 @@ def test_values_are_shared_as_in_kvpress_where_its_draws_are_their_mean():
 
 def test_norms_of_projected_values_are_those_of_kvpress():
     _, cache = observed(made(CASES["criticalkv", 40]))
-    _, norms = cache.state[1]  # beside the window
-    np.testing.assert_allclose(np.asarray(norms)[:, 0], fixture()["output_norms"], rtol=2**-12)
+    norms = np.stack([own.state[1][1] for own in cache.layers])  # beside the window
+    np.testing.assert_allclose(norms[:, 0], fixture()["output_norms"], rtol=2**-12)
 
 
 @pytest.mark.bad_input

@@ -62,7 +62,7 @@ def kept(cache, T):
 def test_scores_are_those_of_kvpress(block):
     tokens = fixture()["tokens"][None]
     cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvzip"), budget=1.0, block=block, when="prompt")
-    scores = in_order(cache, np.asarray(cache.state.score), tokens.shape[1], np.nan)[:, 0]
+    scores = in_order(cache, slots_of(cache, lambda own: own.state.score), tokens.shape[1], np.nan)[:, 0]
     np.testing.assert_allclose(scores, fixture()["scores"], rtol=2e-5, atol=1e-7)
 
 
@@ -160,7 +160,7 @@ def test_what_fits_is_repeated_when_more_comes():
     cache, _ = models.prefill(decoder(), TOKENS[:, 20:32], cache=cache, **FITS)
     live = np.stack(positions(cache)) >= 0
     assert [len(row) for row in pending(cache)] == [0, 0] and (live.sum(-1) == 20).all()
-    assert (np.asarray(cache.state.score)[live] > 0).all()
+    assert (slots_of(cache, lambda own: own.state.score)[live] > 0).all()
 
 
 @pytest.mark.matrix
@@ -214,7 +214,7 @@ def test_a_prompt_is_held_with_the_copies_of_its_largest_part(policy, every, slo
     """
     given = engine.check_prompt(decoder(), np.zeros((2, 36), int), None, [8, 6])
     sizes = plan_run(decoder(), given, models.Options(policy, 16, 8, "prompt", every, reserve=8))[1]
-    assert (sizes.slots, sizes.prompt_slots) == slots
+    assert (sizes.slots, sizes.first.slots) == slots
 
 
 def test_buffers_have_slots_for_copies_and_the_tokens_that_ask_for_them():
@@ -229,9 +229,10 @@ def test_buffers_have_slots_for_copies_and_the_tokens_that_ask_for_them():
     assert (
         planned(20, name, 32, decoder(), 1.0).slots == 20 + 4 + 12
     )  # all tokens, if they are fewer, and the last copy
-    windows = planned(200, "kvzip", 0, decoder(SLIDING))
-    held = (9 + 8 + 16) + 2 * (16 + 8 + 16)  # the layer of the smallest window has it, a block and its copies
-    assert windows.pages == kvjax.pages_for(2 * held, 2 * 3, windows.page_size)
+    held = (9 + 8 + 16, 16 + 8 + 16, 16 + 8 + 16)  # the layer of the smallest window has it, a block and its copies
+    assert planned(200, "kvzip", 0, decoder(SLIDING)).layer_slots == held
+    paged = planned(200, "kvzip@pyramid", 0, decoder(SLIDING))
+    assert paged.pages >= kvjax.pages_for(2 * sum(held), 2 * 3, paged.page_size)
 
 
 def test_the_copy_of_an_answer_follows_whole_words():
