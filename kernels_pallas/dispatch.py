@@ -23,8 +23,7 @@ class Kernel(NamedTuple):
 
     The module has two functions or three. ``unsupported`` takes the same arguments and returns the reason why the
     kernel can't run, or None; so does ``slower``, if there is one, for the reason why another kernel of the platform is
-    the faster one. ``of_heads`` is called by the operation's ``heads.on_heads`` with the arrays of the heads on one
-    device.
+    the faster one. ``of_heads`` is called by the operation's ``heads.on_heads``.
     """
 
     operation: str

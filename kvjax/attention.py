@@ -9,16 +9,19 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention_pages import observe_pages, observe_parts
+from kvjax.attention_pages import observe_pages
 from kvjax.block_checks import check_shapes, checked_budget
+from kvjax.border import OF_TOKENS, enter
+from kvjax.cache import CACHE
 from kvjax.chains import policy_of
-from kvjax.eviction import Budget, Evidence, evict_by
+from kvjax.eviction import Budget, Evidence, axes_of_evidence, evict_by
 from kvjax.insertion import Cache, checked_block
 from kvjax.layer import (
     LayerBlock,
     ask,
     attend_heads,
     choosable,
+    entering,
     heads_joined,
     layer_index,
     prepared,
@@ -32,7 +35,6 @@ from kvjax.observation import Context, Needs
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_measured, check_policy
-from kvjax.split import SplitCache
 
 _TOGETHER = "{!r} cannot evict from one layer of a {} cache of {} layers: kvjax.observe all, then evict once."
 
@@ -113,15 +115,19 @@ def attend_unchecked(
     cache: Any, block: LayerBlock, policy: Policy | None, budget: Budget | None, context: Context
 ) -> tuple[Float[Array, "B T N D"], Any]:
     """Run :func:`attend` without its checks, for callers that have made the cache for the policy and the block."""
-    out, cache, evidence = observe_unchecked(cache, block, policy, budget, context)
-    if evidence is None or budget is None:
-        return out, cache
-    if cache.paged:
-        empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
-        evidence = empty.with_layer(cache, None, evidence)
-    elif context.slots is not None and cache.num_slots < context.slots:
-        budget = jnp.where(budget > context.slots, budget, jnp.minimum(budget, cache.num_slots))
-    return out, evict_by(cache, evidence, budget, excess=context.excess, implementation=context.implementation)
+
+    def of_device(cache: Any, block: LayerBlock, budget: Budget | None, context: Context) -> tuple[Array, Any]:
+        out, cache, evidence = _observe(cache, policy, block, budget, context)
+        if evidence is None or budget is None:
+            return out, cache
+        if cache.paged:
+            empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
+            evidence = empty.with_layer(cache, None, evidence)
+        elif context.slots is not None and cache.num_slots < context.slots:
+            budget = jnp.where(budget > context.slots, budget, jnp.minimum(budget, cache.num_slots))
+        return out, evict_by(cache, evidence, budget, excess=context.excess, implementation=context.implementation)
+
+    return enter(cache, of_device, *entering(block, budget, context), outputs=(OF_TOKENS, CACHE))
 
 
 def observe(
@@ -201,11 +207,23 @@ def _checked(
     return LayerBlock(query, key, value, position)
 
 
-@functools.singledispatch
 def observe_unchecked(
     cache: Any, block: LayerBlock, policy: Policy | None, budget: Budget | None, context: Context
 ) -> tuple[Float[Array, "B T N D"], Any, Evidence | None]:
     """Run :func:`observe` without its checks; an even allocation's scores may still be :class:`kvjax.Weights`."""
+    evidence = None if policy is None else axes_of_evidence(cache, policy)
+
+    def of_device(cache: Any, *given: Any) -> tuple[Array, Any, Evidence | None]:
+        return _observe(cache, policy, *given)
+
+    return enter(cache, of_device, *entering(block, budget, context), outputs=(OF_TOKENS, CACHE, evidence))
+
+
+@functools.singledispatch
+def _observe(
+    cache: Any, policy: Policy | None, block: LayerBlock, budget: Budget | None, context: Context
+) -> tuple[Float[Array, "B T N D"], Any, Evidence | None]:
+    """Observe a block on one device."""
     block, context = prepared(cache, block, context)
     needs = Needs() if policy is None else policy.needs
     cache = cache.insert(block.key, block.value, block.position, room=promises_room(policy, budget, context))
@@ -220,5 +238,4 @@ def observe_unchecked(
     return out, updated(cache, here.position, state, context), evidence
 
 
-observe_unchecked.register(PagedCache, observe_pages)
-observe_unchecked.register(SplitCache, observe_parts)
+_observe.register(PagedCache, observe_pages)

@@ -1,4 +1,4 @@
-"""A block of one layer in a paged cache, on one device or on a mesh: attention and what a policy says of the slots."""
+"""A block of one layer in a paged cache: attention, and what a policy says of the slots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics
@@ -33,11 +32,10 @@ from kvjax.layer import (
 from kvjax.observation import Context, Needs
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
-from kvjax.split import HEADS, OF_ROWS, OF_TOKENS, PARTS, SAME, SplitCache
 
 
 def observe_pages(
-    cache: PagedCache, block: LayerBlock, policy: Policy | None, budget: Budget | None, context: Context
+    cache: PagedCache, policy: Policy | None, block: LayerBlock, budget: Budget | None, context: Context
 ) -> tuple[Float[Array, "B T N D"], PagedCache, Evidence | None]:
     """Observe a block in a paged cache, whose pages attention reads in place.
 
@@ -112,26 +110,3 @@ def observe_pages(
         assert context.sliding_window is not None
         cache = within(cache, context.sliding_window, layer)
     return out, dataclasses.replace(cache, state=state), evidence
-
-
-def observe_parts(
-    cache: SplitCache, block: LayerBlock, policy: Policy | None, budget: Budget | None, context: Context
-) -> tuple[Float[Array, "B T N D"], SplitCache, Evidence | None]:
-    """Observe a block on each device of a mesh, for its own rows and heads."""
-    if budget is None:  # nothing is evicted, but shares refer to all slots
-        budget, context = cache.num_slots, dataclasses.replace(context, excess=None)
-    of_text = context.frequency is None or context.frequency.shape[0] == 1  # one row of frequencies for all
-    axes: Any = dict(
-        layer=SAME, sliding_window=SAME, frequency=SAME if of_text else OF_ROWS, projection=PartitionSpec(HEADS),
-        predicted=OF_TOKENS, reconstructed=OF_ROWS, tokens=OF_ROWS, gradient=OF_ROWS,
-    )  # fmt: skip
-    of_block: Any = LayerBlock(OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_ROWS)
-    given = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}
-    out, parts, evidence = cache.read(
-        lambda part, block, budget, context: observe_pages(part, block, policy, budget, context),
-        (block, of_block),
-        (shares_of(cache, budget), OF_ROWS),
-        (context, dataclasses.replace(context, **given)),
-        outputs=(OF_TOKENS, PARTS, PARTS),
-    )
-    return out, SplitCache(parts), evidence

@@ -34,7 +34,8 @@ from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quan
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
 Entries = dict[str, Any]  # arrays by name, see above
-PARTS = object()  # how a tree is split that has one part for each part of a cache: of each device, or of each layer
+# How a tree is split that has one part for each part of a cache, of each device or of each layer; and the cache itself.
+PARTS, CACHE = object(), object()
 
 
 @jax.tree_util.register_dataclass
@@ -110,12 +111,12 @@ class AnyKind:
 
     def map(self, function: Callable[..., Any], *others: tuple[PyTree, Any]) -> Any:
         """Return the cache after a function has run on each of its parts; see :meth:`read`."""
-        return self.read(function, *others, outputs=None)
+        return self.read(function, *others, outputs=CACHE)
 
     def read(self, function: Callable[..., Any], *others: tuple[PyTree, Any], outputs: Any) -> Any:
         """Return what a function of a part, and of each device's part of ``others``, returns: here of the cache itself.
 
-        A mesh splits ``others``, arrays or trees, and what is returned as :func:`kvjax.split.on_devices` says.
+        A mesh splits ``others``, arrays or trees, and what is returned as :func:`kvjax.border.on_devices` says.
         """
         return function(self, *(tree for tree, _ in others))
 

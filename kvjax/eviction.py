@@ -14,14 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.caote_topk.api import caote_topk_unchecked
 from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
-from kvjax.cache import PARTS, KVCache, check_all_heads
+from kvjax.border import OF_HEADS, OF_ROWS, SAME, axes_of_budget, axes_of_heads, enter, implementation_for
+from kvjax.cache import CACHE, PARTS, KVCache, check_all_heads
 from kvjax.checks import check_count, check_tokens, real_array
 from kvjax.insertion import Cache, check_cache
 from kvjax.layers import LayerCaches, padded
 from kvjax.merging import Merging, folded
 from kvjax.observation import Weights
 from kvjax.paged import PagedCache
-from kvjax.split import OF_ROWS, SAME
 from kvjax.topk import keep_mask
 from kvjax.window import begin_anew
 
@@ -204,8 +204,20 @@ def evict_by(cache: Any, evidence: Evidence, budget: Budget, **options: Any) -> 
     """Run :func:`evict` by a policy's evidence, without its checks; with its ``excess`` and implementation."""
     if isinstance(cache, LayerCaches):
         return _evict_layers(cache, evidence, budget)
-    evict = functools.partial(_evict, **options)
-    return cache.map(evict, (evidence, PARTS), (budget, OF_ROWS if np.ndim(budget) else SAME))
+    return enter(cache, functools.partial(_evict, **options), *_entering(cache, evidence, budget), outputs=CACHE)
+
+
+def axes_of_evidence(cache: Any, given: Any) -> Any:
+    """Return how a mesh splits evidence on a cache; ``given`` is the evidence, or the policy that gives it."""
+    if cache.paged:
+        return PARTS
+    slots: Any = axes_of_heads(cache)
+    others: Any = dict(entered=OF_ROWS, end=OF_ROWS, window=SAME, allocation=given.allocation, merging=given.merging)
+    return Evidence(slots, protected=slots, stays=slots, measured=slots, **others)
+
+
+def _entering(cache: Any, evidence: Evidence, budget: Budget) -> tuple[tuple[Any, Any], ...]:
+    return (evidence, axes_of_evidence(cache, evidence)), (budget, axes_of_budget(budget))
 
 
 def _evict_layers(cache: LayerCaches, evidence: Evidence, budget: Budget) -> LayerCaches:
@@ -221,21 +233,25 @@ def _evict_layers(cache: LayerCaches, evidence: Evidence, budget: Budget) -> Lay
 
 @jax.jit
 def _evict_slots(cache: LayerCaches, evidence: Evidence, budget: Budget) -> LayerCaches:
-    made = _made(cache, evidence, budget)
+    def of_device(cache: LayerCaches, evidence: Evidence, budget: Budget) -> LayerCaches:
+        made = _made(cache, evidence, budget)
 
-    def of_layer(own: KVCache, after: Int[Array, "B K S"]) -> KVCache:
-        state = begin_anew(own.state, made.begins)
-        after = after[..., : own.num_slots]
-        return dataclasses.replace(own, position=after, next_position=made.next_position, state=state)
+        def of_layer(own: KVCache, after: Int[Array, "B K S"]) -> KVCache:
+            state = begin_anew(own.state, made.begins)
+            after = after[..., : own.num_slots]
+            return dataclasses.replace(own, position=after, next_position=made.next_position, state=state)
 
-    return cache.map(of_layer, (made.after, PARTS))
+        return cache.map(of_layer, (made.after, PARTS))
+
+    return enter(cache, of_device, *_entering(cache, evidence, budget), outputs=CACHE)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _fold(merging: Merging, cache: KVCache, before: Int[Array, "B K S"], end: Int[Array, "B"] | None) -> KVCache:
     if end is not None:  # copies leave without a trace
         before = jnp.where(before >= end[:, None, None], -1, before)
-    return folded(merging, cache, before, cache.position)
+    fold = lambda own, before: folded(merging, own, before, own.position)  # noqa: E731
+    return enter(cache, fold, (before, OF_HEADS), outputs=CACHE)
 
 
 class _Made(NamedTuple):
@@ -262,7 +278,8 @@ def _made(
         value = jax.lax.stop_gradient(cache.value)
         after = caote_topk_unchecked(
             evidence.scores.weights, value, position, budget, evidence.protected, **evidence.scores.kind,
-            excess=excess, with_scores=False, value_scale=cache.value_scale, implementation=implementation,
+            excess=excess, with_scores=False, value_scale=cache.value_scale,
+            implementation=implementation_for(implementation, cache),
         ).position  # fmt: skip
     elif evidence.allocation.even and not cache.paged:
         after = jnp.where(keep_mask(evidence.scores, position, budget, excess=excess), position, -1)

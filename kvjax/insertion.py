@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import AnyKind, KVCache
+from kvjax.border import OF_ROWS, OF_TOKENS, SAME, enter
+from kvjax.cache import CACHE, AnyKind, KVCache
 from kvjax.checks import is_known, plain, real_array
 from kvjax.layers import LayerCaches
 from kvjax.paged import PagedCache
-from kvjax.split import OF_ROWS, OF_TOKENS, SAME, SplitCache
+from kvjax.split import SplitCache
 
 Cache = KVCache | PagedCache | SplitCache
 
@@ -70,7 +71,7 @@ def insert[C: AnyKind](
     key, value, position, layer = checked_block(cache, key, value, position, layer)
     block = (key, OF_TOKENS), (value, OF_TOKENS), (position, OF_ROWS)
     own = () if layer is None else ((layer, SAME),)
-    return cache.map(lambda part, *block: part.insert(*block), *block, *own)
+    return enter(cache, lambda part, *block: part.insert(*block), *block, *own, outputs=CACHE)
 
 
 def checked_block(

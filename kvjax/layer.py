@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.cache_attention.api import cache_attention_unchecked
+from kvjax.border import HEADS, OF_ROWS, OF_TOKENS, SAME, axes_of_budget, implementation_for
 from kvjax.cache import KVCache, floats_of
 from kvjax.eviction import Budget, Evidence
 from kvjax.insertion import Cache, up_to, within
@@ -32,6 +34,18 @@ class LayerBlock(NamedTuple):
     key: Float[Array, "B T K D"]
     value: Float[Array, "B T K D"]
     position: Int[Array, "B T"]
+
+
+def entering(block: LayerBlock, budget: Any, context: Context) -> tuple[tuple[Any, Any], ...]:
+    """Return what enters a layer, each with how a mesh splits it; see :func:`kvjax.border.enter`."""
+    of_text = context.frequency is None or context.frequency.shape[0] == 1  # one row of frequencies for all
+    axes: Any = dict(
+        layer=SAME, sliding_window=SAME, frequency=SAME if of_text else OF_ROWS, projection=PartitionSpec(HEADS),
+        predicted=OF_TOKENS, reconstructed=OF_ROWS, tokens=OF_ROWS, gradient=OF_ROWS,
+    )  # fmt: skip
+    own = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}
+    of_block: Any = LayerBlock(OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_ROWS)
+    return (block, of_block), (budget, axes_of_budget(budget)), (context, dataclasses.replace(context, **own))
 
 
 def prepared(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> tuple[LayerBlock, Context]:
@@ -147,7 +161,7 @@ def attention_options(cache: KVCache | PagedCache, needs: Needs, context: Contex
         sliding_window=context.sliding_window,
         scale=cache.head_dim**-0.5 if context.scale is None else context.scale,
         soft_cap=context.soft_cap,
-        implementation=context.implementation,
+        implementation=implementation_for(context.implementation, cache),
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
+from kvjax.border import check_mesh, on_mesh
 from kvjax.cache import AnyKind, KVCache, PyTree, check_heads, map_state
 from kvjax.capacity import CacheSpec, ModelSizes, model_sizes
 from kvjax.chains import policy_of
@@ -21,7 +22,7 @@ from kvjax.paged import PagedCache
 from kvjax.policy import Policy, fits_biases
 from kvjax.policy_checks import check_block, check_budget, check_measured, check_state
 from kvjax.quantise import DtypesLike, check_dtypes
-from kvjax.split import SplitCache, check_mesh, on_mesh
+from kvjax.split import SplitCache
 
 
 def empty_cache(

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import AnyKind, KVCache, dtypes_of, map_state, unreadable
+from kvjax.border import SAME
+from kvjax.cache import PARTS, AnyKind, KVCache, dtypes_of, map_state, unreadable
 from kvjax.checks import is_known, plain
 from kvjax.insertion import check_cache
 from kvjax.paged import PagedCache
-from kvjax.split import PARTS, SAME
 
 
 def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.block_checks import checked_budget
-from kvjax.cache import KVCache
+from kvjax.border import OF_TOKENS, enter
+from kvjax.cache import CACHE, KVCache
 from kvjax.chains import policy_of
-from kvjax.eviction import Budget, Evidence
+from kvjax.eviction import Budget, Evidence, axes_of_evidence
 from kvjax.insertion import check_cache, checked_block
 from kvjax.layer import (
     LayerBlock,
     ask,
     attend_heads,
     choosable,
+    entering,
     heads_joined,
     prepared,
     shares_of,
@@ -85,16 +88,25 @@ def observe_each(
         check_measured(policy, None, cache.all_heads)
         of_shares.append(checked_budget(own, query, position, policy, budget, context)[1])
     key, value, position, _ = checked_block(cache, key, value, position, None, query_heads=query.shape[2])
-    block, context = prepared(cache, LayerBlock(query, key, value, position), context)
+    said = tuple(axes_of_evidence(cache, policy) for policy in chosen)
+    entered = entering(LayerBlock(query, key, value, position), tuple(of_shares), context)
+    return enter(cache, functools.partial(_observe_each, chosen), *entered, outputs=(OF_TOKENS, CACHE, said))
+
+
+def _observe_each(
+    policies: Sequence[Policy], cache: KVCache, block: LayerBlock, budgets: Sequence[Budget], context: Context
+) -> tuple[Float[Array, "B T N D"], KVCache, tuple[Evidence, ...]]:
+    """Observe a block on one device."""
+    block, context = prepared(cache, block, context)
     cache = cache.insert(block.key, block.value, block.position)
     together: dict[Any, Needs] = {}
-    largest = max(policy.needs.window for policy in chosen)
-    for policy in chosen:  # a policy that observes no window joins any
+    largest = max(policy.needs.window for policy in policies)
+    for policy in policies:  # a policy that observes no window joins any
         kind = _observed(policy, largest)
         together[kind] = together.get(kind, Needs()) | policy.needs
     seen = {kind: attend_heads(cache, block, needs, context) for kind, needs in together.items()}
     said, states, heads = [], [], cache.first_head + jnp.arange(cache.heads_shape[-1])
-    for policy, state, budget in zip(chosen, cache.state, of_shares, strict=True):
+    for policy, state, budget in zip(policies, cache.state, budgets, strict=True):
         _, columns, turned, here = seen[_observed(policy, largest)]
         own = dataclasses.replace(choosable(here, context), state=state)
         evidence, state = ask(policy, own, turned, columns, heads, shares_of(cache, budget), context)

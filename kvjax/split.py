@@ -8,23 +8,18 @@ written by the device that owns them, and never leave it. Heads that compete for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
-from kernels_pallas.prepare import SPLIT, mesh_of
-from kvjax.cache import PARTS, AnyKind, KVCache, Positions, PyTree
+from kvjax.border import HEADS, OF_HEADS, OF_ROWS, ROWS, SAME, axes_of, check_mesh, mesh_of, on_devices, where
+from kvjax.cache import CACHE, PARTS, AnyKind, KVCache, Positions, PyTree
 from kvjax.layers import LayerCaches
 from kvjax.paged import PagedCache, pack
-
-ROWS, HEADS = SPLIT["b"], SPLIT["k"]
-OF_ROWS: Any = PartitionSpec(ROWS)  # [B, ...]
-OF_TOKENS: Any = PartitionSpec(ROWS, None, HEADS)  # [B, T, K, D]
-SAME = PartitionSpec()  # on all devices
 
 
 @jax.tree_util.register_dataclass
@@ -84,11 +79,7 @@ class SplitCache(AnyKind):
         def of_device(part: KVCache | LayerCaches) -> PagedCache:
             return _part(pack(part, pages=pages, page_size=page_size, most=most))
 
-        return cls(on_devices(of_device, [cache.map(_axes_of)], PARTS, mesh)(cache))
-
-    def map(self, function: Callable[..., Any], *others: tuple[PyTree, Any]) -> SplitCache:
-        """Return the cache after a function has run on each device's part of it; see :meth:`read`."""
-        return SplitCache(self.read(function, *others, outputs=PARTS))
+        return cls(on_devices(of_device, (axes_of(cache),), PARTS, mesh)(cache))
 
     def read(self, function: Callable[..., Any], *others: tuple[PyTree, Any], outputs: Any) -> Any:
         """Return what a function returns for each device's part of the cache; see :meth:`kvjax.KVCache.read`."""
@@ -96,7 +87,9 @@ class SplitCache(AnyKind):
         mesh = mesh_of(jax.tree.leaves(self.parts))
         if mesh.empty:
             raise ValueError("the cache is split over a mesh, but its arrays are on none; put them back on that mesh.")
-        return on_devices(function, [PARTS, *axes], outputs, mesh)(self.parts, *trees)
+        of_parts = jax.tree.map(lambda own: PARTS if own is CACHE else own, outputs)
+        made = on_devices(function, (PARTS, *axes), of_parts, mesh)(self.parts, *trees)
+        return where(CACHE, SplitCache, outputs, made)
 
     @property
     def each_part(self) -> PagedCache:
@@ -151,13 +144,15 @@ class SplitCache(AnyKind):
     @jax.jit
     def next_position(self) -> Int[Array, "B"]:
         """Return the absolute position of each row's next token."""
-        return self.read(lambda part: part.next_position, outputs=PartitionSpec(ROWS))
+        return self.read(lambda part: part.next_position, outputs=OF_ROWS)
 
     @property
     @jax.jit
     def num_live(self) -> Int[Array, "*L B K"]:
         """Number of tokens that each head holds."""
-        return self.read(lambda part: part.num_live, outputs=_of_heads(self.heads_shape))
+        return self.read(
+            lambda part: part.num_live, outputs=PartitionSpec(*(None,) * (len(self.heads_shape) - 2), ROWS, HEADS)
+        )
 
     def layer(self, index: int | Int[Array, ""] | None = None) -> KVCache:
         """Copy a layer to a plain cache, as :meth:`kvjax.PagedCache.layer` does; its heads stay on their devices."""
@@ -167,92 +162,12 @@ class SplitCache(AnyKind):
 ModelCache = LayerCaches | PagedCache | SplitCache  # the cache of all layers of a model
 
 
-def on_devices(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, mesh: Any) -> Callable[..., Any]:
-    """Wrap a function so that each device of a mesh runs it on its own part of the arguments.
-
-    Args:
-        inputs: for each argument how the mesh splits it: ``PARTS`` for a tree with one part per device, which the
-            function gets without the axes ``[data, tensor]``; else a PartitionSpec, or a tree of them.
-        outputs: likewise for what it returns.
-    """
-
-    several = isinstance(outputs, tuple) and not isinstance(outputs, PartitionSpec)
-
-    def of_device(*arguments: Any) -> Any:
-        own = (_own(tree) if axes is PARTS else tree for tree, axes in zip(arguments, inputs, strict=True))
-        made = function(*own)
-        if several:
-            return tuple(_stacked(tree) if axes is PARTS else tree for tree, axes in zip(made, outputs, strict=True))
-        return _stacked(made) if outputs is PARTS else made
-
-    def spec(axes: Any) -> Any:
-        return PartitionSpec(ROWS, HEADS) if axes is PARTS else axes
-
-    _check_automatic(mesh)
-    # check_vma: what is the same on all devices of an axis, such as next_position, is not known to be.
-    return jax.shard_map(
-        of_device,
-        mesh=mesh,
-        in_specs=tuple(map(spec, inputs)),
-        out_specs=tuple(map(spec, outputs)) if several else spec(outputs),
-        check_vma=False,
-    )
-
-
-def check_mesh(mesh: Mesh | AbstractMesh, batch: int, kv_heads: int) -> tuple[int, int]:
-    """Return how many devices split the rows and the heads of a cache, after a check that they divide them."""
-    if not {ROWS, HEADS} <= set(mesh.axis_names):
-        raise ValueError(f"the mesh has axes {mesh.axis_names}; expected {ROWS!r} for rows and {HEADS!r} for heads.")
-    _check_automatic(mesh)
-    rows, heads = mesh.shape[ROWS], mesh.shape[HEADS]
-    if batch % rows or kv_heads % heads:
-        raise ValueError(f"{ROWS}={rows} and {HEADS}={heads} do not divide {batch} rows and {kv_heads} heads.")
-    return rows, heads
-
-
-def on_mesh[Plain: (KVCache, LayerCaches)](cache: Plain, mesh: Mesh | AbstractMesh) -> Plain:
-    """Return a plain cache with its rows and heads split over a mesh."""
-    _check_automatic(mesh)
-
-    def place(leaf: Array, axes: PartitionSpec) -> Array:
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, axes))
-
-    return jax.tree.map(place, cache, cache.map(_axes_of))
-
-
 @jax.jit  # as next_position
 def _layer(cache: SplitCache, index: Array | None) -> KVCache:
-    parts = cache.parts
-    heads = PartitionSpec(ROWS, HEADS)
-    entries = jax.tree.map(lambda leaf: heads, parts.entries)
-    others: Any = dict(position=heads, next_position=PartitionSpec(ROWS), state=heads)
-    outputs = KVCache(entries=entries, **others, positions=cache.positions)
-    return cache.read(lambda part, index: part.layer(index), (index, PartitionSpec()), outputs=outputs)
-
-
-def _check_automatic(mesh: Mesh | AbstractMesh) -> None:
-    if AxisType.Explicit in mesh.axis_types:
-        raise ValueError("the mesh has explicit axes; expected automatic ones, as those of jax.sharding.Mesh.")
-
-
-def _axes_of(cache: KVCache) -> KVCache:
-    """Return how a mesh splits each array of a plain cache."""
-    heads = _of_heads(cache.heads_shape)
-    axes = jax.tree.map(lambda leaf: heads, cache)
-    return dataclasses.replace(axes, next_position=PartitionSpec(ROWS))
-
-
-def _of_heads(heads: tuple[int, ...]) -> PartitionSpec:
-    return PartitionSpec(*(None,) * (len(heads) - 2), ROWS, HEADS)
+    others: Any = dict(position=OF_HEADS, next_position=OF_ROWS, state=OF_HEADS, positions=cache.positions)
+    outputs = KVCache(entries=jax.tree.map(lambda leaf: OF_HEADS, cache.parts.entries), **others)
+    return cache.read(lambda part, index: part.layer(index), (index, SAME), outputs=outputs)
 
 
 def _part(cache: PagedCache) -> PagedCache:
     return dataclasses.replace(cache, axis=HEADS)
-
-
-def _own(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[0, 0], tree)
-
-
-def _stacked(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[None, None], tree)

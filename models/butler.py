@@ -22,12 +22,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kernels_pallas import cache_attention
 from kvjax import Policy, Prediction, rotate
 from kvjax.checks import check_count, check_fields, check_names
 from models.config import Config, Rope
 from models.decoder import Decoder, along_last, attention_input, embed
-from models.dense import attention_in_chunks
+from models.dense import attention, attention_in_chunks
 from models.parameters import array_shapes, check_rngs, drawn
 from models.rotary import rope_frequencies
 
@@ -318,7 +317,7 @@ class Butler(nnx.Module):
         def attend(query, key, value):
             grown.update(key=write(cache.key, key), value=write(cache.value, value))
             slots = jnp.broadcast_to(stored[:, None], cache.key.shape[:3])
-            return cache_attention(query, grown["key"], grown["value"], slots, position)[0]
+            return attention(query, grown["key"], grown["value"], slots, position)
 
         predicted = self._run(x, position, attend, None)
         return predicted, dataclasses.replace(cache, position=stored, **grown)

@@ -20,11 +20,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import cache_attention
 from kernels_pallas.dispatch import platform
-from kernels_pallas.prepare import mesh_of
 from kvjax import rotate
+from kvjax.border import mesh_of
 from models.config import Config, Rope
+from models.dense import attention
 from models.parameters import (
     array_shapes,
     check_rngs,
@@ -262,7 +262,7 @@ def attend_densely(
     """Compute one layer's causal attention over whole sequences, with all weights at once."""
     key_position = jnp.broadcast_to(position[:, None], (key.shape[0], key.shape[2], key.shape[1]))
     key, value, cap = key.swapaxes(1, 2), value.swapaxes(1, 2), config.attention_soft_cap
-    return cache_attention(query, key, value, key_position, position, sliding_window=sliding_window, soft_cap=cap)[0]
+    return attention(query, key, value, key_position, position, sliding_window, cap)
 
 
 def run_layer[Carry, Output](
@@ -351,7 +351,7 @@ def _experts(
     if config.normalise_experts:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
     own = weights["expert_gate_up"], weights["expert_down"]
-    mesh = mesh_of((x, *own))
+    mesh = mesh_of(x, own)
     ways = expert_axes(mesh)
     if math.prod(mesh.shape[axis] for axis in ways) == 1:
         return run_experts(x, share, expert, *own, activation=activation)

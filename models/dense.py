@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
+from kvjax.border import OF_HEADS, OF_ROWS, OF_TOKENS, SAME, implementation_for, split
 
 QUERIES_A_CHUNK = 512
+
+
+def attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B K S D"],
+    value: Float[Array, "B K S D"],
+    key_position: Int[Array, "B K S"],
+    query_position: Int[Array, "B T"],
+    sliding_window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B T N D"]:
+    """Attend over keys and values in no cache, of whose rows and heads each device of a mesh has its own."""
+
+    def of_device(query: Array, *others: Any) -> Array:
+        how: Any = dict(soft_cap=soft_cap, implementation=implementation_for("auto", query))
+        return cache_attention(query, *others[:-1], sliding_window=others[-1], **how)[0]
+
+    own = (query, OF_TOKENS), (key, OF_HEADS), (value, OF_HEADS), (key_position, OF_HEADS), (query_position, OF_ROWS)
+    return split(of_device, *own, (sliding_window, SAME), outputs=OF_TOKENS)
 
 
 def attention_in_chunks(
@@ -30,9 +52,7 @@ def attention_in_chunks(
     @jax.checkpoint  # the backward pass computes a chunk's weights again
     def run(chunk):
         query, query_position = chunk
-        return cache_attention(
-            query, key, value, key_position, query_position, sliding_window=sliding_window, soft_cap=soft_cap
-        )[0]
+        return attention(query, key, value, key_position, query_position, sliding_window, soft_cap)
 
     if T <= QUERIES_A_CHUNK:
         return run((query, position))

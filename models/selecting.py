@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kernels_pallas import select_attention
 from kvjax import Context, KVCache, Policy, Prediction, sources
+from kvjax.border import OF_HEADS, OF_TOKENS, enter, implementation_for
 from kvjax.cache import floats_of
 from kvjax.checks import check_count, check_share_or_tokens
 from kvjax.layer import LayerBlock
@@ -98,9 +99,10 @@ def attend(
     if context.compressed and carry.behind_first:
         cache = kvjax.insert(cache, key, value, position)
         slots = _chosen(selection, cache, memory, carry, query, position, context)
-        out = select_attention(query, **cache.entries, slots=slots, soft_cap=context.soft_cap)
+        out = _attend_chosen(cache, query, slots, context.soft_cap)
     else:
-        out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=context)
+        dense = dataclasses.replace(context, predicted=None)  # which the source alone reads
+        out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=dense)
     carry = dataclasses.replace(carry, source=memory)
     if context.compressed and source.reads & {"first", "previous"}:
         true = sources.logits(query, floats_of(cache).key)
@@ -109,6 +111,18 @@ def attend(
         if "previous" in source.reads:
             carry = dataclasses.replace(carry, previous=true)
     return out, cache, carry
+
+
+def _attend_chosen(
+    cache: KVCache, query: Float[Array, "B 1 N D"], slots: Int[Array, "B N M"], soft_cap: float | None
+) -> Float[Array, "B 1 N D"]:
+    """Attend over the chosen slots, on a mesh each device over those of its own heads."""
+
+    def of_device(own: KVCache, query: Array, slots: Array) -> Array:
+        how: Any = dict(soft_cap=soft_cap, implementation=implementation_for("auto", own))
+        return select_attention(query, **own.entries, slots=slots, **how)
+
+    return enter(cache, of_device, (query, OF_TOKENS), (slots, OF_HEADS), outputs=OF_TOKENS)
 
 
 def _chosen(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.queries import describe, queries_entering
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
-from kernels_pallas.prepare import Beside, given_beside, over_heads
+from kernels_pallas.prepare import Beside, given_beside
 
 _FAR = 2**31 - 1
 
@@ -34,9 +33,9 @@ def on_heads(
     bias: Float[Array, "B K S"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.cache_attention`."""
+    """Run a kernel; see :func:`kernels_pallas.cache_attention`."""
     floats, beside = given_beside(key_scale, value_scale, bias)
-    arrays = [("b k s d", key), ("b k s d", value), *(("b k s", x) for x in (key_position, *floats))]
+    arrays = [key, value, key_position, *floats]
     return in_groups(kernel, query, query_position, arrays, beside, kv_heads=key.shape[1], **options)
 
 
@@ -44,7 +43,7 @@ def in_groups(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
     query_position: Int[Array, "B T"],
-    arrays: Sequence[tuple[str, Any]],
+    arrays: Sequence[Array],
     beside: Beside,
     *,
     kv_heads: int,
@@ -66,8 +65,7 @@ def in_groups(
         kernel: ``(query [B, K, G, T, D], about, span, *arrays, beside=, names=, errors=, scale=, soft_cap=)`` returns
             the output, shaped like the queries, and each statistic in ``names`` as ``[B, K, heads, S]``. With
             ``errors`` its output does not matter.
-        arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`. The last ones are
-            those that are ``beside`` keys and values.
+        arrays: all other inputs. The last ones are those that are ``beside`` keys and values.
         query_scale: not read, as no kernel computes the statistic that reads it.
     """
     B, T, N, D = query.shape
@@ -76,19 +74,14 @@ def in_groups(
     if missing := statistics & set(ONLY_REFERENCE):
         raise NotImplementedError(f"no kernel computes {sorted(missing)}; take implementation='reference'.")
     names = tuple(name for name in STATISTICS if name in statistics)
-    columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
     grouped, about = (
         query.reshape(B, T, kv_heads, N // kv_heads, D).transpose(0, 2, 3, 1, 4),
         describe(query_position, window),
     )
-    axes, given = zip(*arrays, strict=True) if arrays else ((), ())
-    inputs, options = ("b k g t d", "b t c", "w", *axes), dict(beside=beside, scale=scale, soft_cap=soft_cap)
+    options = dict(beside=beside, scale=scale, soft_cap=soft_cap)
 
     def run(query: Array, about: Array, names: tuple[str, ...], errors: bool) -> tuple[Array, ...]:
-        on_device = functools.partial(kernel, names=names, errors=errors, **options)
-        return over_heads(on_device, inputs, [inputs[0], *columns[: len(names)]])(
-            query, about, span_of(sliding_window), *given
-        )
+        return kernel(query, about, span_of(sliding_window), *arrays, names=names, errors=errors, **options)
 
     out, *found = run(grouped, about, () if errors else names, False)
     if errors and names:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
 from kernels_pallas.caote_topk.slots import clean_weights, pack
-from kernels_pallas.prepare import over_heads
 
 
 def on_heads(
@@ -27,16 +25,12 @@ def on_heads(
     value_scale: Float[Array, "B K S"] | None = None,
     **options: Any,
 ) -> Kept:
-    """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.caote_topk`.
+    """Run a kernel; see :func:`kernels_pallas.caote_topk`.
 
     ``norm`` is not passed on: it is 2, the only one that kernels support.
     """
     del norm
     scales = () if value_scale is None else (value_scale,)
-    run = over_heads(
-        functools.partial(kernel, with_scores=with_scores, **options),
-        ["b k g s", "b k s d", "b k s", "b", *["b k s"] * len(scales)],
-        ["b k s", "b k s"] if with_scores else ["b k s"],
-    )
-    kept, *scores = run(clean_weights(weights, position, group), value, pack(position, protected), budget, *scales)
+    given = clean_weights(weights, position, group), value, pack(position, protected), budget, *scales
+    kept, *scores = kernel(*given, with_scores=with_scores, **options)
     return Kept(kept, scores[0] if with_scores else None)

@@ -27,10 +27,8 @@ def on_heads(
     bias: Float[Array, "P page"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.paged_attention`."""
-    pool = "p z d"
+    """Run a kernel; see :func:`kernels_pallas.paged_attention`."""
     of_slots = (x if x is None else laid_out(x, table) for x in (key_scale, value_scale, bias))
     floats, beside = given_beside(*of_slots)
-    arrays = [(pool, key), (pool, value), ("b k s", slot_positions(position, table)), ("b k m", table)]
-    arrays += [("b k s", x) for x in floats]
+    arrays = [key, value, slot_positions(position, table), table, *floats]
     return in_groups(kernel, query, query_position, arrays, beside, kv_heads=table.shape[1], **options)

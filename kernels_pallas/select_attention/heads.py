@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.prepare import given_beside, over_heads
+from kernels_pallas.prepare import given_beside
 
 
 def on_heads(
@@ -23,16 +22,11 @@ def on_heads(
     key_scale: Float[Array, "B K S"] | None = None,
     value_scale: Float[Array, "B K S"] | None = None,
 ) -> Float[Array, "B T N D"]:
-    """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.select_attention`."""
+    """Run a kernel; see :func:`kernels_pallas.select_attention`."""
     B, T, N, D = query.shape
     (_, H, M), K = slots.shape, key.shape[1]
     grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
-    queries = "b k h t g d"
     scales, beside = given_beside(key_scale, value_scale)
-    run = over_heads(
-        functools.partial(kernel, beside=beside, scale=scale, soft_cap=soft_cap),
-        [queries, "b k s d", "b k s d", "b k h m", *["b k s"] * len(scales)],
-        [queries],
-    )
-    (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), *scales)
+    chosen = slots.astype(jnp.int32).reshape(B, K, H // K, M)
+    (out,) = kernel(grouped, key, value, chosen, *scales, beside=beside, scale=scale, soft_cap=soft_cap)
     return out.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, D)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 import kernels_pallas
@@ -23,14 +23,12 @@ import models
 from benchmarks import measure, steps
 from benchmarks.shapes import SHAPES
 from evals import best_tokens, claims, infinitebench, ruler, simulator, tasks
-from kernels_pallas.prepare import over_heads
 from kvjax.calibration import read_array
 from kvjax.policy_checks import check_measured
 from models import asking, commands
 from models.commands import provenance
 from models.config_json import to_hugging_face
 from tests.bad_input.campaign import calls, refused
-from tests.kernels_pallas.test_dispatch import mesh_of, on_mesh
 from tests.kvjax import blocks
 from tests.kvjax import test_attend_arguments as room
 from tests.kvjax import test_cache_file as cache_files
@@ -138,11 +136,6 @@ def saved(array: Any = None, **arrays: Any) -> str:
     path = Path(FILES.name) / ("array.npy" if arrays == {} else "arrays.safetensors")
     np.save(path, array) if arrays == {} else save_file(arrays, path)
     return str(path)
-
-
-def split(shape: tuple[int, ...], sizes: tuple[int, ...], *names: Any, **options: Any) -> Any:
-    put = on_mesh(mesh_of(sizes, *names, **options), np.ones(shape))
-    return jax.jit(over_heads(lambda x: (x,), ["b k s"], ["b k s"]))(put)
 
 
 def of_shapes(function: Any, **given: Any) -> Any:

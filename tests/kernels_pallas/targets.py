@@ -20,7 +20,7 @@ INTERPRETED = {"tpu": pltpu.InterpretParams(), "gpu": True}
 platforms = pytest.mark.parametrize("platform", CALLS)
 # What lowers compiles, as a rule; the TPU compiler is dear.
 topologies = pytest.mark.parametrize("topology", first(1, ["v5e:2x2", "v6e:2x2"], rest=nightly))
-_DEVICES = {"tpu": AbstractDevice("TPU v5e", 1, "tpu"), "cuda": AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")}
+DEVICES = {"tpu": AbstractDevice("TPU v5e", 1, "tpu"), "cuda": AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")}
 
 
 def on_device(device: AbstractDevice, chips: int = 1) -> Any:
@@ -70,7 +70,7 @@ def check_attention_here(operation: str, arrays: Sequence[Any], **options: Any) 
 
 def lowered(platform: str, function: Callable, *arguments: Any) -> str:
     """The program's text for "tpu" or "cuda"; arguments may be shapes."""
-    with on_device(_DEVICES[platform]):
+    with on_device(DEVICES[platform]):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 

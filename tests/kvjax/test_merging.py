@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,16 @@ def filled(seed=0, layers=2):
     return jax.device_put(make(*rows, position.astype(np.int32), np.full(B, S, np.int32)))
 
 
+def whole(cache):
+    """The keys, values and positions of a cache, those of layers stacked."""
+
+    def of(name):
+        parts = [np.asarray(getattr(own, name)) for own in getattr(cache, "layers", (cache,))]
+        return np.stack(parts) if hasattr(cache, "layers") else parts[0]
+
+    return types.SimpleNamespace(key=of("key"), value=of("value"), position=of("position"))
+
+
 @pytest.mark.parametrize(("layers", "similarity"), first(1, [(2, 0.6), (None, 0.0)]))
 def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
     before = filled(1, layers)
@@ -149,11 +160,11 @@ def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
         evict(before, kvjax.Evidence(scores, np.ones(B, np.int32), merging=link and link.merging), budget=3)
         for link in (kvjax.merge(similarity=similarity), None)
     )
+    before, after, merged = map(whole, (before, after, merged))
     np.testing.assert_array_equal(merged.key, before.key)
     np.testing.assert_array_equal(merged.position, after.position)
-    assert (np.asarray(merged.value) != np.asarray(after.value))[np.asarray(after.position) >= 0].any()
+    assert (merged.value != after.value)[after.position >= 0].any()
     definition = reference.policy(f"h2o+merge(similarity={similarity})")
-    before, after, merged = (jax.tree.map(np.asarray, cache) for cache in (before, after, merged))
     for head in np.ndindex(*before.position.shape[:-1]):
         live, was = after.position[head] >= 0, before.position[head] >= 0
         gone, kept, choices = np.flatnonzero(was & ~live), np.flatnonzero(live), reference.Choices()

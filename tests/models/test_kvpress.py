@@ -188,7 +188,7 @@ def merged():
     entered = np.full(len(KEPT), 40, np.int32)
     evidence = kvjax.Evidence(scores, entered, merging=kvjax.merge().merging)
     after, row = jax.jit(kvjax.evict)(cache, evidence, np.array(KEPT)), KEPT.index(40)
-    live, value = (np.asarray(part)[1, row] for part in (after.live, after.value))
+    live, value = (np.asarray(part)[row] for part in (after.layers[1].live, after.layers[1].value))
     return np.stack([value[k, live[k]] for k in range(len(live))])  # slot is position
 
 
