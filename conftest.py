@@ -48,9 +48,9 @@ collect_ignore = [f"models/{name}.py" for name in ("ask", "batch", "calibrate", 
 # Shapes and dtypes that the library's arithmetic declares are checked at each call. A test that passes wrong ones on
 # purpose, to see the function's own message, is marked bad_input: there the annotations stay silent.
 jaxtyping.Array = jaxtyping.Array | np.ndarray | np.generic  # public functions take NumPy's, too
-_TYPED = "allocation eviction_error quantise rotary scores scores_of_keys selection topk turning"
+_TYPED = "eviction_error quantise rotary scores scores_of_keys selection topk compact_positions"
 _CHECK = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"  # an int is a float
-jaxtyping.install_import_hook([f"kvjax.{module}" for module in _TYPED.split()], _CHECK)
+jaxtyping.install_import_hook(["kvjax.allocation", *(f"kvjax._src.{module}" for module in _TYPED.split())], _CHECK)
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +77,8 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True)
 def _names_that_a_test_registers_end_with_it():
+    from kvjax._src.chains import LINKS
     from kvjax.allocation import ALLOCATIONS
-    from kvjax.chains import LINKS
     from kvjax.sources import SOURCES
     from models.families import FAMILIES
 

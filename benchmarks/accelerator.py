@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from benchmarks import measure, peers, report
 from benchmarks.shapes import parameter_count, shape
 from evals.report import Table
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 from models import commands, files, fingerprints
 from models.commands import provenance
 from models.commands.shared_flags import count

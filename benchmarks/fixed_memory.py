@@ -21,8 +21,8 @@ import numpy as np
 import models
 from benchmarks import measure
 from evals import report
-from kvjax.chains import policy_of
-from kvjax.checks import check_names
+from kvjax._src.chains import policy_of
+from kvjax._src.checks import check_names
 from kvjax.schedule import When
 from models import commands, driver, engine, files, fingerprints
 from models.commands.programs import make_room

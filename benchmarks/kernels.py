@@ -18,7 +18,7 @@ from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import report
 from kernels_pallas.dispatch import kernels_of, platform
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 from models import commands, files
 from models.butler import ButlerConfig
 from models.commands.shared_flags import count

@@ -8,7 +8,7 @@ import math
 import jax
 
 import models
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 from models import commands
 from models.config import Rope
 from models.parameters import parameter_shapes

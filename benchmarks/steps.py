@@ -24,7 +24,7 @@ from jaxtyping import Array, Int
 import kvjax
 import models
 from benchmarks import measure
-from kvjax.cache import PARTS, Entries
+from kvjax._src.cache import PARTS, Entries
 from kvjax.schedule import Phase, Text
 from models.config import Config
 from models.options import PAGE_SIZE, Options

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from kvjax import install
+from kvjax._src import install
 
 # With these, libtpu asks no metadata server, and lets other processes, such as test workers, load it, too.
 _WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

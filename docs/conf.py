@@ -54,7 +54,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_missing"]  # links to files of the repository that are no pages
 
-# A page per module, written to reference/api when the documentation is built.
+# A page per public module, written to reference/api when the documentation is built.
 autosummary_context = {
     "hidden": {
         "models.gguf_header": "Stored",
@@ -101,6 +101,21 @@ def field_left_out(app, what, name, obj, skip, options):
     return str(obj.__doc__).startswith("Alias for field number") or None
 
 
+def public_name(app, env, node, contnode):
+    """Lead a reference to a name of kvjax, wherever it is written, to the place where it is described."""
+    target = node.get("reftarget", "")
+    name = target.rpartition(".")[2]
+    near = target == name and str(node.get("py:module")).startswith("kvjax")
+    if node.get("refdomain") != "py" or name not in kvjax.__all__ or not (near or target.startswith("kvjax.")):
+        return None
+    python = env.get_domain("py")
+    places = (f"kvjax.{name}", f"{getattr(getattr(kvjax, name), '__module__', None)}.{name}")  # or of a public module
+    place = next((place for place in places if place in python.objects), None)
+    if place is None:
+        return None
+    return python.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], place, node, contnode)
+
+
 def short_defaults(app, what, name, obj, options, signature, returns):
     """Shorten defaults whose repr holds a function, which is no Python, so that the signature is set as others are."""
     if signature and "<function" in signature:
@@ -143,4 +158,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", colon_kept, priority=400)  # before napoleon
     app.connect("autodoc-skip-member", field_left_out)
     app.connect("autodoc-process-signature", short_defaults)
+    app.connect("missing-reference", public_name)
     app.connect("html-page-context", fit_for_a_page)

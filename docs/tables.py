@@ -24,7 +24,7 @@ from docs import study_pages  # noqa: E402
 from docs.study_pages import markdown  # noqa: E402
 from evals import report, statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
-from kvjax.chains import LINKS  # noqa: E402
+from kvjax._src.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
 from models import commands, files  # noqa: E402
 

@@ -1,5 +1,5 @@
 """Evaluations: they measure what a policy forgets. Try `python -m evals needle --help`."""
 
-from kvjax.install import check_packages
+from kvjax._src.install import check_packages
 
 check_packages("models")

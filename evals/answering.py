@@ -19,10 +19,10 @@ import numpy as np
 import kvjax
 import models
 from evals.run_settings import Setting, sharing
-from kvjax.capacity import most_held
-from kvjax.matching import dropped_bytes
-from kvjax.policy import Policy
-from kvjax.split import ModelCache
+from kvjax._src.capacity import most_held
+from kvjax._src.matching import dropped_bytes
+from kvjax._src.mesh import ModelCache
+from kvjax._src.policy import Policy
 from models import selecting
 from models.commands.programs import make_room
 from models.networks import Network, read_by, remembers

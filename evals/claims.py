@@ -18,7 +18,7 @@ from jaxtyping import Float
 import kvjax
 from evals import report, statistics
 from evals.run_settings import RECENCY, full_name
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 
 HOLDS, FAILS, NOISE, OPEN = "holds", "does not", "within noise", "not decided here"
 LEVEL = 0.05

@@ -11,7 +11,7 @@ from typing import Any
 import models
 from evals import results
 from evals.run_settings import POLICIES
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 from models import commands
 from models.commands.shared_flags import MESH, add_shared_flags, mesh_of
 from models.load import describe as read_description

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import models
 from evals import command_line, evaluator
 from evals.evaluator import Answer, Group, TextSample
-from kvjax import install
+from kvjax._src import install
 from models import commands, files, fingerprints
 from models.commands.shared_flags import add_shared_flags, count
 

@@ -12,8 +12,8 @@ import importlib
 import types
 from typing import Any
 
-from kvjax.checks import shown
-from kvjax.registry import Registry
+from kvjax._src.checks import shown
+from kvjax._src.registry import Registry
 
 # Those of this package, in the order of the help, and the modules of those that are not named like theirs.
 NAMES = (

@@ -35,9 +35,9 @@ from evals import (
     simulator,
 )
 from evals.loglikelihood import TokenPredictions
-from kvjax import install
-from kvjax.checks import check_names
-from kvjax.quantise import check_dtypes
+from kvjax._src import install
+from kvjax._src.checks import check_names
+from kvjax._src.quantise import check_dtypes
 from kvjax.schedule import When
 from kvjax.sources import SOURCES
 from models import commands, files

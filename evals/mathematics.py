@@ -21,7 +21,7 @@ from pathlib import Path
 import models
 from evals import answering, documents, evaluator
 from evals.documents import DataSet, Task
-from kvjax import install
+from kvjax._src import install
 from models.commands.shared_flags import add_shared_flags, count
 from models.limited import Limited
 

@@ -14,7 +14,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax import install
+from kvjax._src import install
 
 
 def normalised(text: str) -> str:

@@ -46,7 +46,7 @@ from evals import (
 from evals.run_settings import Setting
 from evals.selections import Selection
 from evals.simulator import Simulation
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 from kvjax.schedule import When
 from kvjax.sources import PREDICTOR
 from models import commands

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 
 HAYSTACK_FILE = Path(__file__).with_name("haystack.txt")
 Part = Literal["train", "test"]

@@ -42,7 +42,7 @@ from evals import (
     tasks,
     view,
 )
-from kvjax.chains import policy_of
+from kvjax._src.chains import policy_of
 from models import commands, files
 from models.commands.programs import make_room
 from models.commands.shared_flags import add_shared_flags, at_least, count

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import statistics
-from kvjax import install
+from kvjax._src import install
 from models import files
 from models.commands import provenance
 

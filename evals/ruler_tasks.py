@@ -16,7 +16,7 @@ import numpy as np
 
 from evals import documents, prose
 from evals.evaluator import TextSample
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = np.linspace(0, 1, 40)

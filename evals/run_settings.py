@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 
 import kvjax
 from evals.report import READS
+from kvjax._src.chains import policy_of
+from kvjax._src.checks import check_names
+from kvjax._src.policy import Policy
 from kvjax.allocation import parse_allocation
-from kvjax.chains import policy_of
-from kvjax.checks import check_names
-from kvjax.policy import Policy
 from kvjax.schedule import When, moments
 from models import commands, selecting
 from models.networks import wanted_by

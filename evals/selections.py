@@ -35,10 +35,10 @@ import kvjax
 import models
 from evals import command_line, report
 from kvjax import sources
-from kvjax.checks import check_count
-from kvjax.names import called, makers, registered, written
-from kvjax.selection import share_of_tokens
-from kvjax.transforms import check_kernel, pooled
+from kvjax._src.checks import check_count
+from kvjax._src.selection import share_of_tokens
+from kvjax._src.short_names import called, makers, registered, written
+from kvjax._src.transforms import check_kernel, pooled
 from models import commands
 from models.commands.shared_flags import add_shared_flags
 from models.networks import Network, wanted_by

@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Int
 import kvjax
 import models
 from evals import command_line, evaluator, page, run_settings, tasks
-from kvjax.chains import policy_of
-from kvjax.layers import LayerCaches
-from kvjax.split import ModelCache
+from kvjax._src.chains import policy_of
+from kvjax._src.layer_caches import LayerCaches
+from kvjax._src.mesh import ModelCache
 from models import commands, files
 from models.commands import provenance
 from models.commands.shared_flags import add_shared_flags, count

@@ -4,30 +4,30 @@
 ``kvjax.evict(cache, c, budget=2048)`` keeps the tokens of largest score.
 """
 
-from kvjax import allocation, sources
-from kvjax.allocation import Allocation
-from kvjax.attention import attend, observe
-from kvjax.cache import HeadState, KVCache, compact
-from kvjax.cache_file import cache_info, load_cache, save_cache
-from kvjax.caote import caote, fast_caote
-from kvjax.chains import base_score, chain, no_state, parse, register
-from kvjax.eviction import Evidence, evict
-from kvjax.eviction_error import score
-from kvjax.insertion import insert, rewind
-from kvjax.layers import LayerCaches
-from kvjax.making import empty_cache, repeat
-from kvjax.matching import match_attention
-from kvjax.memory import Memory, memory
-from kvjax.observation import Context, Needs, Observation, Prediction, Weights
-from kvjax.paged import PagedCache, pack, pages_for
-from kvjax.policy import Moments, Policy, Protection
-from kvjax.policy_checks import check_block, check_budget, protected
-from kvjax.projection import OutputProjection, output_projection
-from kvjax.quantise import Quantised, dequantise, quantise, straight_through
-from kvjax.reconstruction import Reconstructed, Reconstruction, RepeatPrompt
-from kvjax.rotary import rotate, turn
-from kvjax.rows import join, leave
-from kvjax.scores import (
+from kvjax import allocation, schedule, sources
+from kvjax._src.attention import attend, observe
+from kvjax._src.batch_rows import join, leave
+from kvjax._src.cache import HeadState, KVCache, compact, floats_of
+from kvjax._src.cache_file import cache_info, load_cache, save_cache
+from kvjax._src.caote import caote, fast_caote
+from kvjax._src.chains import base_score, chain, no_state, parse, register
+from kvjax._src.eviction import Evidence, evict
+from kvjax._src.eviction_error import score
+from kvjax._src.insertion import insert, rewind
+from kvjax._src.layer_caches import LayerCaches
+from kvjax._src.matching import match_attention
+from kvjax._src.memory import Memory, memory
+from kvjax._src.mesh import SplitCache
+from kvjax._src.new_caches import empty_cache, repeat
+from kvjax._src.observation import Context, Needs, Observation, Prediction, Weights
+from kvjax._src.paged import PagedCache, pack, pages_for
+from kvjax._src.policy import Moments, Policy, Protection
+from kvjax._src.policy_checks import check_block, check_budget, protected
+from kvjax._src.projection import OutputProjection, output_projection
+from kvjax._src.quantise import Quantised, dequantise, quantise, straight_through
+from kvjax._src.reconstruction import Reconstructed, Reconstruction, RepeatPrompt
+from kvjax._src.rotary import rotate, turn
+from kvjax._src.scores import (
     butler,
     cake,
     dapq,
@@ -49,14 +49,14 @@ from kvjax.scores import (
     tova,
     zap,
 )
-from kvjax.scores_of_generations import rkv, triattention
-from kvjax.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
-from kvjax.selection import select, selected_mask
-from kvjax.several_policies import observe_each
+from kvjax._src.scores_of_generations import rkv, triattention
+from kvjax._src.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
+from kvjax._src.selection import select, selected_mask
+from kvjax._src.several_policies import observe_each
+from kvjax._src.topk import keep_mask
+from kvjax._src.transforms import cam, chunks, critical, match, merge, normalise, pool, pooled, positions, protect
+from kvjax.allocation import Allocation
 from kvjax.sources import Source, parse_source
-from kvjax.split import SplitCache
-from kvjax.topk import keep_mask
-from kvjax.transforms import cam, chunks, critical, match, merge, normalise, pool, positions, protect
 
 __version__ = "0.2.0"
 __all__ = [
@@ -106,6 +106,7 @@ __all__ = [
     "fast_caote",
     "finch",
     "fit_predictor",
+    "floats_of",
     "h2o",
     "insert",
     "join",
@@ -133,6 +134,7 @@ __all__ = [
     "parse",
     "parse_source",
     "pool",
+    "pooled",
     "positions",
     "protect",
     "protected",
@@ -147,6 +149,7 @@ __all__ = [
     "rotate",
     "sage",
     "save_cache",
+    "schedule",
     "score",
     "select",
     "selected_mask",

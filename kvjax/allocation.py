@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.calibration import read_array
-from kvjax.checks import check_count
-from kvjax.names import called, check_number, check_protected, makers, read, registered
-from kvjax.observation import Observation
-from kvjax.topk import best_of_groups, share_of, summed
+from kvjax._src.calibration import read_array
+from kvjax._src.checks import check_count
+from kvjax._src.observation import Observation
+from kvjax._src.short_names import called, check_number, check_protected, makers, read, registered
+from kvjax._src.topk import best_of_groups, share_of, summed
 
 
 class Contest(NamedTuple):

@@ -24,10 +24,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.checks import check_count
-from kvjax.policy import Policy
-from kvjax.reconstruction import Reconstruction, RepeatPrompt
-from kvjax.window import observed
+from kvjax._src.checks import check_count
+from kvjax._src.policy import Policy
+from kvjax._src.reconstruction import Reconstruction, RepeatPrompt
+from kvjax._src.window import observed
 
 When = Literal["block", "prompt", "published"]
 HostOrDevice = Array | np.ndarray

@@ -33,10 +33,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.softmax import grouped_logits, scaled
-from kvjax.cache import write_slots
-from kvjax.checks import check_count
-from kvjax.names import called, check_number, makers, read, registered
-from kvjax.scores import mix_bits
+from kvjax._src.cache import write_slots
+from kvjax._src.checks import check_count
+from kvjax._src.scores import mix_bits
+from kvjax._src.short_names import called, check_number, makers, read, registered
 
 PyTree = Any
 PREDICTOR = "butler"  # the source that reads what a small network predicts

@@ -10,17 +10,17 @@ from models.decoder import Decoder
 from models.engine import Generation, Hidden, generate, hidden_states, output_projection, prefill, stream
 from models.families import register_family
 from models.fingerprints import fingerprint
-from models.forcing import teacher_forced
 from models.load import load
+from models.mesh import parse_mesh
 from models.networks import load_network, own_network, save_network
 from models.options import Options
-from models.placing import parse_mesh
 from models.prompts import Prefilled
 from models.repeating import with_repeat_prompt
 from models.sampling import Draws
 from models.save import save
 from models.scorer import Scorer, ScorerConfig
 from models.sharing import prefill_each
+from models.teacher_forcing import teacher_forced
 from models.tokenizer import Tokenizer
 
 __all__ = [

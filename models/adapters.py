@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax.checks import check_count, shown
+from kvjax._src.checks import check_count, shown
 from models import hosts
 from models.checkpoint import read_dtype, refuse_pickle, refuse_pointer
 from models.config import Config

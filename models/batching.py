@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax.chains import policy_of
-from kvjax.checks import check_count
+from kvjax._src.chains import policy_of
+from kvjax._src.checks import check_count
+from kvjax._src.mesh import ModelCache
 from kvjax.schedule import HostOrDevice, Phase, Text
-from kvjax.split import ModelCache
 from models import engine, hosts
 from models.decoder import Decoder, check_decoder
 from models.driver import Choice, Steps, check_finite, choice_of, feed_blocks, next_token

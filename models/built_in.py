@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from kvjax.checks import check_count, check_types
+from kvjax._src.checks import check_count, check_types
 from models.config import NO_ROPE, Config, Rope
 from models.config_json import completed, config_of
 from models.families import Gguf, register_family

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import Policy, Prediction, rotate
-from kvjax.checks import check_count, check_fields, check_names
+from kvjax._src.checks import check_count, check_fields, check_names
 from models.config import Config, Rope
 from models.decoder import Decoder, along_last, attention_input, embed
 from models.dense import attention, attention_in_chunks

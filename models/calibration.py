@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.softmax import scaled
 from kvjax import rotate
-from kvjax.checks import check_count, real_array
+from kvjax._src.checks import check_count, real_array
 from kvjax.schedule import HostOrDevice
 from models.config import Config
 from models.decoder import Decoder, attend_densely, rope_of_layer, rotation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from kvjax.checks import check_count, check_fields
+from kvjax._src.checks import check_count, check_fields
 
 MOST, MOST_LAYERS = 2**31 - 1, 10_000  # MOST: the largest int32
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")

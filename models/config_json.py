@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, get_type_hints
 
-from kvjax.checks import check_count, check_types, shown
+from kvjax._src.checks import check_count, check_types, shown
 from models.config import MOST, Config, check_size
 from models.families import FAMILIES, Family, family_of_architecture
 from models.rope_fields import Raw, positions_of, positive, read_rope, rope_written

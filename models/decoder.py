@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.dispatch import platform
 from kvjax import rotate
-from kvjax.border import mesh_of
+from kvjax._src.border import mesh_of
 from models.config import Config, Rope
 from models.dense import attention
 from models.parameters import (

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
-from kvjax.border import OF_HEADS, OF_ROWS, OF_TOKENS, SAME, implementation_for, split
+from kvjax._src.border import OF_HEADS, OF_ROWS, OF_TOKENS, SAME, implementation_for, split
 
 QUERIES_A_CHUNK = 512
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.capacity import CacheSpec
-from kvjax.checks import is_known
+from kvjax._src.capacity import CacheSpec
+from kvjax._src.checks import is_known
+from kvjax._src.mesh import ModelCache
 from kvjax.schedule import HostOrDevice, Phase, Schedule, Stage, answer_copies
-from kvjax.split import ModelCache
 from models import hosts
 from models.config import Config
 from models.decoder import Decoder, logits_from

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import OutputProjection, Policy
-from kvjax.capacity import CacheSpec
-from kvjax.chains import policy_of
-from kvjax.checks import is_known
+from kvjax._src.capacity import CacheSpec
+from kvjax._src.chains import policy_of
+from kvjax._src.checks import is_known
+from kvjax._src.mesh import ModelCache
 from kvjax.schedule import HostOrDevice, Schedule, Text, schedule
-from kvjax.split import ModelCache
 from models.decoder import Decoder, output_of_heads
 from models.driver import (
     Choice,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.checks import shown
-from kvjax.registry import Registry
+from kvjax._src.checks import shown
+from kvjax._src.registry import Registry
 from models.config import Config
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from kvjax.files import first, locked, replacing
+from kvjax._src.files import first, locked, replacing
 
 LOCK_FILE = ".lock"
 

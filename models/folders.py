@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.checks import shown
+from kvjax._src.checks import shown
 from models import published
 from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, refuse_pickle, refuse_pointer
 from models.config import Config

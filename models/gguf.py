@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from kvjax import install
+from kvjax._src import install
 from models.checkpoint import Checkpoint, Tensor, Window, arranged, in_order, part_from, refuse_pointer
 from models.config import Config
 from models.families import FAMILIES

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.checks import check_count, shown
+from kvjax._src.checks import check_count, shown
 from models.checkpoint import Tensor
 from models.config import Config, Rope
 from models.config_json import completed, from_hugging_face

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from kvjax.checks import shown
+from kvjax._src.checks import shown
 
 VERSIONS = (2, 3)
 SCALARS = {

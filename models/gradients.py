@@ -15,13 +15,13 @@ import kvjax
 from kernels_pallas.dispatch import platform
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions, table_ends
 from kernels_pallas.softmax import scaled, sees
-from kvjax.cache import KVCache, Pages, floats_of
-from kvjax.layer import LayerBlock
-from kvjax.paged import PagedCache
-from kvjax.quantise import Dtypes, is_quantised
-from kvjax.reconstruction import Reconstruction
+from kvjax._src.cache import KVCache, Pages, floats_of
+from kvjax._src.layer import LayerBlock
+from kvjax._src.mesh import ModelCache
+from kvjax._src.paged import PagedCache
+from kvjax._src.quantise import Dtypes, is_quantised
+from kvjax._src.reconstruction import Reconstruction
 from kvjax.schedule import HostOrDevice
-from kvjax.split import ModelCache
 from models.config import Config
 from models.decoder import Decoder, entered, logits_from, rope_of_layer, run_layer
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Shaped
 
-from kvjax.files import first
+from kvjax._src.files import first
 
 
 def several() -> bool:

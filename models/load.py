@@ -21,15 +21,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from kvjax.checks import shown
+from kvjax._src.checks import shown
 from models import adapters
 from models.checkpoint import Checkpoint, Tensor, Window, file_shape, read_dtype
 from models.config import Config
 from models.decoder import Decoder
 from models.folders import find, open_folder
 from models.gguf import open_file, read_sampling
+from models.mesh import checked_mesh, place
 from models.parameters import PARAMETERS, array_shapes, parameter_shapes, tensor_of
-from models.placing import checked_mesh, place
 from models.progress import progress_bar
 from models.sampling import Sampling, check_sampling
 from models.tokenizer import Tokenizer, read_object

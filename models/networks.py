@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as to_safetensors
 
 from kvjax import Policy
-from kvjax.checks import check_names, is_known, shown
+from kvjax._src.checks import check_names, is_known, shown
 from kvjax.sources import Source
 from models import fingerprints
 from models.butler import Butler, ButlerConfig

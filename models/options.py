@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any, TypedDict, get_type_hints
 
 from kvjax import OutputProjection, Policy
-from kvjax.checks import check_count, nearest
-from kvjax.quantise import DtypesLike
+from kvjax._src.checks import check_count, nearest
+from kvjax._src.quantise import DtypesLike
 from kvjax.schedule import When
 from kvjax.sources import Source
 from models.networks import Networks

@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
 from kvjax import Policy, Reconstruction
-from kvjax.cache import Positions
-from kvjax.quantise import FLOAT32, Dtypes
+from kvjax._src.cache import Positions
+from kvjax._src.quantise import FLOAT32, Dtypes
 from kvjax.schedule import Phase
 from models.selecting import Selection
 

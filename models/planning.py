@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Bool, Int
 
 from kvjax import OutputProjection, Policy
-from kvjax.capacity import CacheSpec, rounded_up, ways_of
-from kvjax.chains import policy_of
-from kvjax.checks import is_known, plain
-from kvjax.policy import fits_biases
-from kvjax.policy_checks import check_measured, check_policy_given, check_state
-from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
+from kvjax._src.capacity import CacheSpec, rounded_up, ways_of
+from kvjax._src.chains import policy_of
+from kvjax._src.checks import is_known, plain
+from kvjax._src.policy import fits_biases
+from kvjax._src.policy_checks import check_measured, check_policy_given, check_state
+from kvjax._src.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.schedule import When, moments
 from models.butler import Butler
 from models.config import Config, Rope

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from kvjax import Policy, RepeatPrompt
-from kvjax.chains import policy_of
+from kvjax._src.chains import policy_of
 from models.tokenizer import Tokenizer
 
 # The words of KVzip's authors (arXiv 2505.23416, section 3.3), which kvpress takes over.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict, get_type_hints
 
-from kvjax.checks import check_types
+from kvjax._src.checks import check_types
 from models.config import ROPE_TYPES, Rope
 
 Raw = Mapping[str, Any]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.checks import check_count, check_types, shown
+from kvjax._src.checks import check_count, check_types, shown
 from kvjax.schedule import HostOrDevice
 
 

@@ -28,7 +28,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax import Prediction
-from kvjax.checks import check_count, check_fields
+from kvjax._src.checks import check_count, check_fields
 from models.config import Config
 from models.decoder import rms_norm
 from models.parameters import check_rngs, drawn

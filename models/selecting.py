@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kernels_pallas import select_attention
 from kvjax import Context, KVCache, Policy, Prediction, sources
-from kvjax.border import OF_HEADS, OF_TOKENS, enter, implementation_for
-from kvjax.cache import floats_of
-from kvjax.checks import check_count, check_share_or_tokens
-from kvjax.layer import LayerBlock
-from kvjax.selection import share_of_tokens
+from kvjax._src.border import OF_HEADS, OF_TOKENS, enter, implementation_for
+from kvjax._src.cache import floats_of
+from kvjax._src.checks import check_count, check_share_or_tokens
+from kvjax._src.layer import LayerBlock
+from kvjax._src.selection import share_of_tokens
 from kvjax.sources import Source
 from models.butler import Butler
 from models.networks import Network, remembers

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import Evidence, KVCache, LayerCaches, Policy
-from kvjax.capacity import CacheSpec
-from kvjax.chains import policy_of
-from kvjax.policy import fits_biases
-from kvjax.reconstruction import Reconstruction
+from kvjax._src.capacity import CacheSpec
+from kvjax._src.chains import policy_of
+from kvjax._src.policy import fits_biases
+from kvjax._src.reconstruction import Reconstruction
 from kvjax.schedule import HostOrDevice, Schedule
 from models.decoder import Decoder
 from models.driver import Steps, feed_prompt

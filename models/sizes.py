@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kvjax
-from kvjax.quantise import DtypesLike
+from kvjax._src.quantise import DtypesLike
 from models.decoder import Decoder
 
 

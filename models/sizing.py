@@ -10,9 +10,9 @@ import numpy as np
 
 import kvjax
 from kvjax import Policy
+from kvjax._src.capacity import CacheSpec, most_held, rounded_up
+from kvjax._src.checks import check_share_or_tokens
 from kvjax.allocation import CAP
-from kvjax.capacity import CacheSpec, most_held, rounded_up
-from kvjax.checks import check_share_or_tokens
 from kvjax.schedule import power_of_two, question_room, words_of
 from models.options import Options
 from models.plan import Plan
@@ -57,7 +57,7 @@ def held_of(policy: Policy, kept: Kept) -> np.ndarray:
 def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray) -> CacheSpec:
     """Return the spec with the slots and pages that a run needs.
 
-    Budgets and whole prompts are rounded up (:func:`kvjax.capacity.rounded_up`). Under a budget in slots nothing
+    Budgets and whole prompts are rounded up (:func:`kvjax._src.capacity.rounded_up`). Under a budget in slots nothing
     depends on the prompt, but the slots of a head that competes without a cap: it is read at that width.
     """
     policy, kept, text, fed = plan.policy, prompt.kept, prompt.text, prompt.fed

@@ -11,13 +11,13 @@ import numpy as np
 
 import kvjax
 from kvjax import LayerCaches, PagedCache, SplitCache
-from kvjax.border import on_mesh
-from kvjax.cache import PARTS
-from kvjax.capacity import CacheSpec, rounded_up
-from kvjax.making import blank
-from kvjax.matching import without_samples
-from kvjax.paged import trimmed
-from kvjax.split import ModelCache
+from kvjax._src.border import on_mesh
+from kvjax._src.cache import PARTS
+from kvjax._src.capacity import CacheSpec, rounded_up
+from kvjax._src.matching import without_samples
+from kvjax._src.mesh import ModelCache
+from kvjax._src.new_caches import blank
+from kvjax._src.paged import trimmed
 from models import hosts
 from models.plan import Plan
 from models.steps import DecodeState, Run

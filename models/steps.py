@@ -21,12 +21,12 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import Context, Evidence, LayerCaches, OutputProjection, Reconstructed
-from kvjax.attention import attend_unchecked, observe_unchecked
-from kvjax.eviction import evict_by
-from kvjax.layer import LayerBlock
-from kvjax.quantise import Dtypes
+from kvjax._src.attention import attend_unchecked, observe_unchecked
+from kvjax._src.eviction import evict_by
+from kvjax._src.layer import LayerBlock
+from kvjax._src.mesh import ModelCache
+from kvjax._src.quantise import Dtypes
 from kvjax.schedule import HostOrDevice, Phase
-from kvjax.split import ModelCache
 from models import selecting
 from models.butler import Butler
 from models.config import Config

@@ -36,7 +36,7 @@ from pathlib import Path
 extras = "plot"  # on a GPU "plot,cuda", on a TPU "plot,tpu"
 needed = ["kvjax", "flax", "jaxtyping", "tokenizers", "matplotlib"]
 above = [Path.cwd(), *Path.cwd().parents]
-checkout = next((path for path in above if (path / "kvjax" / "install.py").is_file()), None)
+checkout = next((path for path in above if (path / "kvjax" / "__init__.py").is_file()), None)
 if checkout:
     sys.path.insert(0, str(checkout))  # pip's link to it is read by the next kernel only
 if all(map(importlib.util.find_spec, needed)):

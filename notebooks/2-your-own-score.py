@@ -32,7 +32,7 @@ from pathlib import Path
 extras = "plot"  # on a GPU "plot,cuda", on a TPU "plot,tpu"
 needed = ["kvjax", "flax", "jaxtyping", "tokenizers", "matplotlib"]
 above = [Path.cwd(), *Path.cwd().parents]
-checkout = next((path for path in above if (path / "kvjax" / "install.py").is_file()), None)
+checkout = next((path for path in above if (path / "kvjax" / "__init__.py").is_file()), None)
 if checkout:
     sys.path.insert(0, str(checkout))  # pip's link to it is read by the next kernel only
 if all(map(importlib.util.find_spec, needed)):
@@ -254,7 +254,7 @@ for one, other in (
 # ## What next
 #
 # - A short name for command lines: put a function that makes the policy into
-#   `kvjax/scores.py`, decorated with `@register`.
+#   `kvjax/_src/scores.py`, decorated with `@register`.
 # - Scores with state from block to block, and what else an `Observation` holds: [Add a
 #   score](../docs/how-to/add-a-score.md).
 # - Heads that compete for slots: `sharp @ "layer"`, and [Add an

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.chains import LINKS
+from kvjax._src.chains import LINKS
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -181,6 +181,42 @@ def test_each_public_function_has_an_example(package: str):
     functions = {n: f for n, f in public.items() if callable(f) and not isinstance(f, type)}
     missing = [name for name, function in functions.items() if ">>> " not in (function.__doc__ or "")]
     assert not missing, f"no docstring with an example (>>> ...): {', '.join(f'{package}.{n}' for n in missing)}"
+
+
+PAGES = [*sorted((ROOT / "docs").glob("**/*.md")), ROOT / "README.md"]
+PUBLIC_MODULES = ("allocation", "schedule", "sources")
+
+
+def test_what_is_no_public_module_of_kvjax_is_in_its_src():
+    found = {
+        path.stem for path in (ROOT / "kvjax").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert found == {"__init__", "_src", *PUBLIC_MODULES}
+
+
+def test_what_users_copy_imports_public_names():
+    texts = {
+        page: re.findall(r"^ *```python\n(.*?)^ *```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+        for page in PAGES
+    }
+    code = [*ROOT.glob("docs/examples/**/*.py"), *ROOT.glob("notebooks/[0-9]*")]
+    texts |= {path: [path.read_text("utf-8")] for path in code}
+    assert [str(path.relative_to(ROOT)) for path, parts in texts.items() if "kvjax._src" in "".join(parts)] == []
+
+
+def test_the_reference_describes_each_public_name_once():
+    texts = {page: page.read_text("utf-8") for page in PAGES if page.is_relative_to(ROOT / "docs/reference")}
+    described = re.findall(r"^\.\. auto(?:function|class):: kvjax\.(\w+)$", "\n".join(texts.values()), re.MULTILINE)
+    listed = re.findall(r"^   kvjax\.(\w+)$", texts[ROOT / "docs/reference/kvjax.md"], re.MULTILINE)
+    kvjax = importlib.import_module("kvjax")
+    # A public module's page describes what is in it.
+    of_modules = [name for name in kvjax.__all__ if _is_of_a_module(getattr(kvjax, name))]
+    assert sorted(described) == sorted(set(kvjax.__all__) - {*of_modules, *PUBLIC_MODULES})
+    assert sorted(listed) == sorted([*described, *PUBLIC_MODULES])
+
+
+def _is_of_a_module(thing: object) -> bool:
+    return getattr(thing, "__module__", "") in {f"kvjax.{name}" for name in PUBLIC_MODULES}
 
 
 def test_a_function_that_checks_its_arguments_is_of_its_own_module():

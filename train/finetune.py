@@ -41,11 +41,11 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 import models
 from evals import loglikelihood
-from kvjax.chains import policy_of
-from kvjax.checks import check_names
-from kvjax.quantise import check_dtypes
+from kvjax._src.chains import policy_of
+from kvjax._src.checks import check_names
+from kvjax._src.quantise import check_dtypes
+from kvjax._src.selection import share_of_tokens
 from kvjax.schedule import When, moments
-from kvjax.selection import share_of_tokens
 from models import adapters, commands, hosts
 from models.commands.shared_flags import add_shared_flags
 from models.config_json import to_hugging_face

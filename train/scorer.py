@@ -42,8 +42,8 @@ from jaxtyping import Array, Float, Int
 import kvjax
 import models
 from kvjax import OutputProjection, Policy, RepeatPrompt
-from kvjax.policy import UNIFORM
-from kvjax.reconstruction import NO_WORDS, Repeated
+from kvjax._src.policy import UNIFORM
+from kvjax._src.reconstruction import NO_WORDS, Repeated
 from models import commands, hosts
 from models.config import Config
 from models.decoder import Decoder

@@ -31,7 +31,7 @@ import zstandard
 from jaxtyping import Int
 
 from evals import prose, texts
-from kvjax import install
+from kvjax._src import install
 from models.tokenizer import Tokenizer
 
 BUILTIN = ("python", *texts.PUBLISHED)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from evals import claims, results, run_settings, summaries, sweep
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 
 FOLDER = Path(__file__).parent
 OWN = ("title", "note", "forms", "names", "drawn", "claims")

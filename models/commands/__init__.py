@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 import kvjax
-from kvjax import install
-from kvjax.checks import check_share_or_tokens
+from kvjax._src import install
+from kvjax._src.checks import check_share_or_tokens
 from models import files, hosts
 from models.commands import distributed
 from models.progress import progress_bar as progress_bar

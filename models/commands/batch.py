@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 import jax
 
 import models
-from kvjax.chains import policy_of
+from kvjax._src.chains import policy_of
 from kvjax.schedule import moments
 from models import commands, files, hosts
 from models.batching import Engine

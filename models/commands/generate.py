@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 
 import models
-from kvjax.chains import policy_of
-from kvjax.checks import MOST
-from kvjax.policy_checks import check_policy_given
+from kvjax._src.chains import policy_of
+from kvjax._src.checks import MOST
+from kvjax._src.mesh import ModelCache
+from kvjax._src.policy_checks import check_policy_given
 from kvjax.schedule import moments
 from kvjax.sources import SOURCES
-from kvjax.split import ModelCache
 from models import commands, hosts, selecting
 from models.commands import distributed, provenance
 from models.commands.programs import make_room

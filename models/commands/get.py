@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 from models import commands, files
 from models.published import PUBLISHED, place
 

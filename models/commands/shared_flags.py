@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 import models
-from kvjax.quantise import check_dtypes
+from kvjax._src.quantise import check_dtypes
 from kvjax.schedule import When
 from models import commands, files, hosts
 from models.options import Options

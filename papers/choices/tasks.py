@@ -23,7 +23,7 @@ from jaxtyping import Float
 
 from evals import texts
 from evals.documents import common_prefix
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 
 BY_CHANCE = "by chance: 0.25, of section 0.50"
 CHOICES = 4

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from evals import sweep
 from evals.texts import PUBLISHED, TITLE, place
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 from models import files
 
 

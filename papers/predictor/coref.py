@@ -32,7 +32,7 @@ import models
 from evals import answering, command_line, evaluator, report, selections, simulator, statistics
 from evals.selections import Selection
 from evals.simulator import Simulation
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 from kvjax.schedule import moments
 from kvjax.sources import PREDICTOR
 from models import commands, hosts

@@ -26,7 +26,7 @@ from benchmarks.shapes import shape
 from evals import report
 from kernels_pallas import cache_attention
 from kvjax import sources
-from kvjax.checks import check_names
+from kvjax._src.checks import check_names
 from models import commands, files
 from models.butler import Butler, ButlerConfig
 from models.commands.shared_flags import add_shared_flags

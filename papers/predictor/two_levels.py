@@ -15,8 +15,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.checks import check_count
-from kvjax.names import check_number
+from kvjax._src.checks import check_count
+from kvjax._src.short_names import check_number
 from kvjax.sources import Reading, Source, register
 
 

@@ -23,8 +23,8 @@ import models
 from benchmarks import measure, steps
 from benchmarks.shapes import SHAPES
 from evals import best_tokens, claims, infinitebench, ruler, simulator, tasks
-from kvjax.calibration import read_array
-from kvjax.policy_checks import check_measured
+from kvjax._src.calibration import read_array
+from kvjax._src.policy_checks import check_measured
 from models import asking, commands
 from models.commands import provenance
 from models.config_json import to_hugging_face
@@ -34,7 +34,7 @@ from tests.kvjax import test_attend_arguments as room
 from tests.kvjax import test_cache_file as cache_files
 from tests.kvjax import test_caote as caotes
 from tests.kvjax import test_checks as checks
-from tests.kvjax import test_split as meshes
+from tests.kvjax import test_mesh as meshes
 from tests.models import reference, tiny
 from tests.models import test_kvgrad as kvgrads
 from tests.models.commands import test_chat as asked

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.chains import LINKS
+from kvjax._src.chains import LINKS
 from models.config import NO_ROPE, Config, Rope
 from tests.models import reference
 

@@ -21,7 +21,7 @@ import numpy as np
 
 import kvjax
 import models
-from kvjax.policy import allocated
+from kvjax._src.policy import allocated
 from models import driver
 from tests.campaign import cases
 from tests.campaign.cases import AT_ONCE, SHARE, Case, least_budget

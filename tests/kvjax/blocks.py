@@ -10,8 +10,8 @@ import numpy as np
 import kvjax
 from kernels_pallas import ColumnStatistics
 from kvjax import Observation, Policy
-from kvjax.policy import join_heads, mark_protected, scores_of_weights, update_scores
-from kvjax.projection import KINDS
+from kvjax._src.policy import join_heads, mark_protected, scores_of_weights, update_scores
+from kvjax._src.projection import KINDS
 from tests.kvjax import definitions
 
 B, K, G, T, S, D, E = 2, 2, 2, 4, 9, 4, 6

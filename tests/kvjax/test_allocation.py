@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import KVCache, allocation, topk
+from kvjax import KVCache, allocation
+from kvjax._src import topk
 from kvjax.allocation import parse_allocation
 from tests.kvjax import blocks, contests, definitions
 from tests.kvjax.contests import Row, Token
@@ -225,7 +226,7 @@ def test_budgets_of_millions_are_counted_exactly(name):
     @jax.jit
     def keep(budget):
         given = cache.position, cache.next_position, jnp.full(1, budget)
-        return parse_allocation(name).keep(kvjax.eviction._contest(cache, evidence, *given))
+        return parse_allocation(name).keep(kvjax._src.eviction._contest(cache, evidence, *given))
 
     assert np.asarray(keep(2**26)).all()
 
@@ -273,7 +274,7 @@ def test_cake_observes_the_policys_window_or_its_own(name, window):
 
 def measure(policy: kvjax.Policy, what: kvjax.Allocation, block: blocks.Block):
     def run(seen):
-        seen = kvjax.policy.mark_protected(policy, seen)
+        seen = kvjax._src.policy.mark_protected(policy, seen)
         return seen, what.measure(seen)
 
     seen, measured = jax.jit(run)(block.observation)

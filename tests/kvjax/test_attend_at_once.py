@@ -30,7 +30,7 @@ TURNED = kvjax.Context(frequency=jnp.asarray(FREQUENCY))
 def test_one_operation_scores_and_evicts_where_caote_has_the_last_word(name, monkeypatch):
     policy, calls = kvjax.parse(name), []
     monkeypatch.setattr(
-        kvjax.eviction,
+        kvjax._src.eviction,
         "caote_topk_unchecked",
         lambda *x, **options: calls.append(x) or caote_topk_unchecked(*x, **options),
     )

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 from benchmarks.targets import executable
 from kernels_pallas import select_attention
-from kvjax.attention import attend_unchecked
-from kvjax.border import OF_HEADS, OF_ROWS, OF_TOKENS, enter, implementation_for, on_mesh, split
-from kvjax.cache import CACHE
-from kvjax.layer import LayerBlock
+from kvjax._src.attention import attend_unchecked
+from kvjax._src.border import OF_HEADS, OF_ROWS, OF_TOKENS, enter, implementation_for, on_mesh, split
+from kvjax._src.cache import CACHE
+from kvjax._src.layer import LayerBlock
 from tests.kernels_pallas.targets import CALLS, DEVICES, tpu_topology
 from tests.kvjax.blocks import empty
 from tests.kvjax.test_paged import content

@@ -16,10 +16,11 @@ from safetensors import safe_open
 from safetensors.numpy import save as to_safetensors
 
 import kvjax
-from kvjax import KVCache, PagedCache, cache_file
+from kvjax import KVCache, PagedCache
+from kvjax._src import cache_file
 from tests.bad_input.campaign import calls
 from tests.kvjax.blocks import empty
-from tests.kvjax.test_making import B, D, K, block, filled, step
+from tests.kvjax.test_new_caches import B, D, K, block, filled, step
 from tests.tiers import first
 
 PLAIN, PAGED = "h2o+protect(recent=2)", "h2o+protect(recent=2)@layer"  # the last token is there

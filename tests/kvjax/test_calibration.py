@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import kvjax
-from kvjax.calibration import read_array
+from kvjax._src.calibration import read_array
 from tests.kvjax import blocks
 from tests.kvjax.blocks import D, K, each_head, empty, in_context, scores
 

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import allocation
-from kvjax.capacity import CacheSpec, excess, rounded_up
+from kvjax._src.capacity import CacheSpec, excess, rounded_up
 
 SIZES = [(1, 1), (7, 7), (16, 16), (17, 18), (64, 64), (100, 104), (127, 128), (1025, 1152)]
 

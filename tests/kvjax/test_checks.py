@@ -12,7 +12,7 @@ import pytest
 import kernels_pallas
 import kvjax
 from kvjax import sources
-from kvjax.checks import check_fields
+from kvjax._src.checks import check_fields
 
 pytestmark = pytest.mark.bad_input  # annotations name Python's numbers
 COUNTS = (np.int8, jnp.int32, np.array)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvjax.files import locked, replacing
+from kvjax._src.files import locked, replacing
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "figures.json", "samples.npz", "README", "x" * 240 + ".jsonl"])

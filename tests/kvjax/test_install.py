@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax import install
+from kvjax._src import install
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,8 @@ import scipy.optimize
 
 import kvjax
 from kernels_pallas import cache_attention, paged_attention
-from kvjax import matching
-from kvjax.cache import floats_of
+from kvjax._src import matching
+from kvjax._src.cache import floats_of
 
 B, K, G, D, S, T, BUDGET = 2, 2, 2, 4, 20, 24, 6
 

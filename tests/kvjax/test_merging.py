@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import merging
-from kvjax.cache import floats_of
+from kvjax._src import merging
+from kvjax._src.cache import floats_of
 from tests.kvjax.blocks import empty, in_layers
 from tests.models import reference
 from tests.models.reference.policies import Leaving
@@ -59,7 +59,7 @@ def test_rows_of_eight_bits_change_only_where_others_came_in():
     changed = jax.jit(lambda cache, after: merging.folded(fold, cache, cache.position, after))(cache, after)
     for name, rest in (("value", np.s_[..., 1:, :]), ("value_scale", np.s_[..., 1:])):
         np.testing.assert_array_equal(*(np.asarray(getattr(x, name))[rest] for x in (changed, cache)))
-    read = jax.jit(lambda cache: kvjax.cache.floats_of(cache).value[..., 0, :])
+    read = jax.jit(lambda cache: kvjax.floats_of(cache).value[..., 0, :])
     found, old = (np.asarray(read(x)) for x in (changed, cache))
     np.testing.assert_allclose(found, old + 1, atol=0.05)
 

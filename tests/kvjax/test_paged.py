@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import HeadState, KVCache, PagedCache, allocation
-from kvjax.paged import trimmed
+from kvjax._src.paged import trimmed
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in
 from tests.kvjax import blocks, contests
 from tests.kvjax.contests import Row, Token

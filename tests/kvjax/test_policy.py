@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractDevice
 
 import kvjax
-from kvjax.policy_checks import check_state
+from kvjax._src.policy_checks import check_state
 from tests.kernels_pallas.targets import on_device
 from tests.kvjax import blocks
 

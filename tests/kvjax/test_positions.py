@@ -9,8 +9,8 @@ import pytest
 
 import kvjax
 from kvjax import KVCache
-from kvjax.rotary import move
-from kvjax.turning import next_index
+from kvjax._src.compact_positions import next_index
+from kvjax._src.rotary import move
 from tests.kvjax.blocks import empty
 from tests.kvjax.test_attend import BUDGET, B, D, K, N, T, blocks
 

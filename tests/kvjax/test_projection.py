@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.projection import measure
+from kvjax._src.projection import measure
 
 N, K, G, D = 6, 2, 3, 4
 

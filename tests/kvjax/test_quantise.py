@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import floats_of
-from kvjax.quantise import check_dtypes, is_quantised
+from kvjax._src.cache import floats_of
+from kvjax._src.quantise import check_dtypes, is_quantised
 from tests.kvjax.blocks import empty
 from tests.tiers import first
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.reconstruction import Reconstructed, Reconstruction, RepeatPrompt, unrepeated
+from kvjax._src.reconstruction import Reconstructed, Reconstruction, RepeatPrompt, unrepeated
 from kvjax.schedule import Schedule, Text, answer_copies, moments, repeats_of, schedule, words_of
 
 NEVER = np.iinfo(np.int32).max
@@ -110,7 +110,7 @@ def test_a_copied_answer_is_the_part_before_its_end_and_an_idle_row_has_none():
 
 @pytest.mark.parametrize(("name", "every"), [("kvzip", 64), ("full", 0), ("dapq", 0)])
 def test_decode_waits_as_long_as_a_repetition_takes(name, every):
-    assert moments(kvjax.chains.policy_of(name), "block", None)[1] == every
+    assert moments(kvjax._src.chains.policy_of(name), "block", None)[1] == every
 
 
 def test_unrepeated_tokens_are_in_the_order_of_the_text():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import scores_of_generations
-from kvjax.transforms import _output_length
+from kvjax._src import scores_of_generations
+from kvjax._src.transforms import _output_length
 from tests.kvjax import blocks, definitions
 from tests.kvjax.blocks import DIM, B, D, G, K, N, S, T, each_head, scores, started
 from tests.models import reference

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.selection import share_of_tokens
+from kvjax._src.selection import share_of_tokens
 from tests.kvjax.definitions import kept
 from tests.tiers import first
 

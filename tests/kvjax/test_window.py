@@ -7,8 +7,8 @@ import numpy as np
 
 import kvjax
 from kernels_pallas import STATISTICS, ColumnStatistics, cache_attention
-from kvjax import window as windows
-from kvjax.window import Window, begin_anew, observed
+from kvjax._src import window as windows
+from kvjax._src.window import Window, begin_anew, observed
 
 B, K, G, S, D = 2, 2, 2, 12, 4
 NAMES = frozenset(name for name in STATISTICS if name.startswith("window_"))

@@ -50,7 +50,7 @@ def write_prompts(folder: Path) -> None:
     """
     import models
     from evals import needle, studies, sweep
-    from kvjax.selection import share_of_tokens
+    from kvjax._src.selection import share_of_tokens
     from models.load import describe
     from models.repeating import FIRST, repeat_prompt
 

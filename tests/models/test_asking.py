@@ -153,7 +153,7 @@ def test_free_pages_are_taken_away_and_tokens_stay():
     def layers():  # in one program
         cache = kvjax.PagedCache.init(batch=1, kv_heads=2, pages=12, page_size=2, most=8, head_dim=2)
         cache = kvjax.insert(cache, rows, rows)
-        small = kvjax.paged.trimmed(cache, 7)
+        small = kvjax._src.paged.trimmed(cache, 7)
         return small, small.layer(), cache.layer()
 
     rows = np.arange(24.0).reshape(1, 6, 2, 2)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import models
-from kvjax.window import Window
+from kvjax._src.window import Window
 from models import steps
 from models.engine import logits_of
 from models.parameters import split_weights

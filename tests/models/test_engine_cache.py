@@ -11,8 +11,8 @@ import pytest
 
 import kvjax
 import models
-from kvjax.cache import dtypes_of
-from kvjax.layers import LayerCaches
+from kvjax._src.cache import dtypes_of
+from kvjax._src.layer_caches import LayerCaches
 from models.config import Rope
 from models.parameters import split_weights
 from models.prompts import kept_of

@@ -74,7 +74,7 @@ def test_a_prompt_that_is_evicted_from_once_takes_a_window_and_a_block_where_the
     settings = dict(policy=policy, budget=12, block=8, when="prompt")
     given = check_prompt(model(), TOKENS[:1], None, None)
     sizes = engine.prepare(model(), given, Options(**settings))[1]
-    assert sizes.prompt_slots == (6 + 8 + copies, kvjax.capacity.rounded_up(40 + copies), 9 + 8 + copies)
+    assert sizes.prompt_slots == (6 + 8 + copies, kvjax._src.capacity.rounded_up(40 + copies), 9 + 8 + copies)
     out = models.prefill(model(), TOKENS[:1], **settings)
     tiny.assert_keeps(out.cache, 0, run(TOKENS[0], CONFIG, **settings))
 

@@ -273,7 +273,7 @@ def readable_kinds():
 
 @pytest.mark.parametrize("kind", list(readable_kinds()), ids=lambda kind: kind.name)
 def test_every_kind_that_the_package_dequantises_is_read(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["models.placing"], "CHUNK_BYTES", 3000)  # two rows and a bit
+    monkeypatch.setattr(sys.modules["models.mesh"], "CHUNK_BYTES", 3000)  # two rows and a bit
     config = Config(**SMALL | {"hidden_size": 256, "num_layers": 1})  # whole blocks of every kind
     tensors = dict(tensors_of(config))
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -286,7 +286,7 @@ def test_every_kind_that_the_package_dequantises_is_read(kind, tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", ["llama", "llama_biases"])
 def test_rows_are_in_order_whatever_part_is_read(name, make, monkeypatch):
-    monkeypatch.setattr(sys.modules["models.placing"], "CHUNK_BYTES", 700)  # ends within a head
+    monkeypatch.setattr(sys.modules["models.mesh"], "CHUNK_BYTES", 700)  # ends within a head
     assert_same(models.load(make(name))[0], written_from(name))
 
 

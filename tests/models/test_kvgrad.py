@@ -14,7 +14,7 @@ import pytest
 import kvjax
 import models
 from kernels_pallas import ColumnStatistics
-from kvjax.quantise import Dtypes
+from kvjax._src.quantise import Dtypes
 from models.gradients import loss_gradient
 from tests.models import reference
 from tests.models.make_kvzip import GRADIENT

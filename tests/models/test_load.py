@@ -16,14 +16,13 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import models
-from models import placing
 from models.checkpoint import Tensor, in_order, part_from
 from models.config import Config
 from models.config_json import from_hugging_face
 from models.families import FAMILIES
 from models.load import load, published_sampling
+from models.mesh import parse_mesh
 from models.parameters import join_weights, parameter_shapes, split_weights
-from models.placing import parse_mesh
 from models.sampling import Sampling
 from tests.models.make_golden import GOLDEN
 from tests.models.tiny import decoder
@@ -150,7 +149,7 @@ def test_a_tensor_of_a_shard_that_the_index_leaves_out_is_read(folder):
 
 def test_tensors_larger_than_a_chunk_and_a_tile_are_read_whole(folder, monkeypatch):
     whole, _ = load(folder)
-    module = sys.modules["models.placing"]
+    module = sys.modules["models.mesh"]
     monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(module, "TILE", 5)
     assert_same(load(folder)[0], whole)
@@ -168,13 +167,13 @@ def test_a_part_of_a_fused_tensor_is_read_from_where_it_begins():
 
 
 def test_a_number_that_is_not_finite_is_found_in_any_chunk(monkeypatch):
-    monkeypatch.setattr(placing, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(models.mesh, "CHUNK_BYTES", 8)
     for number in (np.nan, -np.inf):
         for place in range(5):
             array = np.full(5, -1.0, np.float16)
-            assert placing._finite(array)
+            assert models.mesh._finite(array)
             array[place] = number
-            assert not placing._finite(array)
+            assert not models.mesh._finite(array)
 
 
 def test_old_rotary_frequencies_are_ignored(folder):

@@ -34,7 +34,7 @@ def test_a_run_keeps_what_the_reference_keeps_with_its_values_and_biases_in_page
 
 def test_sample_queries_are_gone_behind_the_prompt_and_the_cache_goes_on(tmp_path):
     cache, path = fitted().cache, tmp_path / "fitted.safetensors"
-    state = jax.tree.leaves(cache.state, is_leaf=lambda part: isinstance(part, kvjax.matching.Queries))[-1]
+    state = jax.tree.leaves(cache.state, is_leaf=lambda part: isinstance(part, kvjax._src.matching.Queries))[-1]
     assert state.spent
     kvjax.save_cache(path, cache, policy=NAME)
     again = kvjax.load_cache(path, policy=NAME)

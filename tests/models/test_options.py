@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 import models
-from kvjax.chains import LINKS
+from kvjax._src.chains import LINKS
 from kvjax.schedule import moments
 from models import engine
 from models.options import AnswerSettings, AskSettings, EngineSettings, Options, PromptSettings

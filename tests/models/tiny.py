@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
-from kvjax.layers import LayerCaches
+from kvjax._src.layer_caches import LayerCaches
 from models import Config
 from models.parameters import join_weights, partition
 from tests.kvjax import blocks

@@ -26,9 +26,9 @@ def test_names_are_unique_and_every_package_has_faults():
 
 
 def test_a_text_that_is_not_there_or_twice_is_refused():
-    fault = Fault("twice", "", "kvjax/cache.py", "x", "y")
+    fault = Fault("twice", "", "kvjax/_src/cache.py", "x", "y")
     for text in ("", "x x"):
-        with pytest.raises(ValueError, match=r"its text stands [02] times in kvjax/cache.py, expected once; mend"):
+        with pytest.raises(ValueError, match=r"its text stands [02] times in kvjax/_src/cache.py, expected once; mend"):
             fault.planted(text)
 
 

@@ -1,0 +1,1 @@
+"""What kvjax is made of, which may change: import the public names from kvjax."""

@@ -1,0 +1,149 @@
+"""The cache of a model: a plain cache for each layer, with arrays of its own, so that each can be donated.
+
+What runs on a layer takes ``cache.layers[number]``. A layer with a sliding window may have fewer slots than the others.
+What is decided for all layers together reads their positions, stacked, with -1 where a layer has no slot; keys and
+values never are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from kvjax._src.cache import PARTS, AnyKind, KVCache, Positions, count_live
+from kvjax._src.checks import plain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCaches(AnyKind):
+    """Hold the plain caches of a model's layers, in their order.
+
+    :func:`kvjax.evict`, :func:`kvjax.rewind`, :func:`kvjax.repeat`, :func:`kvjax.join`, :func:`kvjax.leave`,
+    :func:`kvjax.compact`, :func:`kvjax.pack` and :func:`kvjax.save_cache` take it; :func:`kvjax.attend` and
+    :func:`kvjax.observe` take it with a layer's number; the other functions of kvjax take one of ``layers``.
+
+    Example:
+        >>> import kvjax
+        >>> layer = kvjax.KVCache.init(batch=1, kv_heads=2, slots=3, head_dim=4)
+        >>> cache = kvjax.LayerCaches((layer, layer))
+        >>> cache.heads_shape, cache.position.shape
+        ((2, 1, 2), (2, 1, 2, 3))
+    """
+
+    layers: tuple[KVCache, ...]
+
+    def map(self, function: Callable[..., Any], *others: tuple[Any, Any]) -> LayerCaches:
+        """Return the caches after a function has run on each layer's; ``others`` are the same for all but ``PARTS``."""
+        trees = (tree if axes is PARTS else (tree,) * len(self.layers) for tree, axes in others)
+        return LayerCaches(tuple(map(function, self.layers, *trees)))
+
+    @property
+    def each_part(self) -> tuple[KVCache, ...]:
+        """Return the layers' caches."""
+        return self.layers
+
+    @property
+    def arrays(self) -> KVCache:
+        """Return the first layer's cache, whose entries and state are made like those of the others."""
+        return self.layers[0]
+
+    @property
+    def axis(self) -> str | tuple[()] | None:
+        """Return the mesh axis that splits the heads of each layer; see :class:`kvjax.KVCache`."""
+        return self.layers[0].axis
+
+    @property
+    def next_position(self) -> Int[Array, "B"]:
+        """Return the absolute position of each row's next token."""
+        return self.layers[0].next_position
+
+    @property
+    def num_slots(self) -> int:
+        """S, the slots of each KV head in the layer that has most."""
+        return max(self.layer_slots)
+
+    @property
+    def layer_slots(self) -> tuple[int, ...]:
+        """Return the slots of each KV head in each layer."""
+        return tuple(cache.num_slots for cache in self.layers)
+
+    @property
+    def heads_shape(self) -> tuple[int, ...]:
+        """``(L, B, K)``."""
+        return (len(self.layers), *self.layers[0].heads_shape)
+
+    @property
+    def position(self) -> Int[Array, "L B K S"]:
+        """Return the position of the token in each slot, -1 where the slot is free or the layer has none: a copy."""
+        positions: Any = [cache.position for cache in self.layers]
+        if all(isinstance(position, np.ndarray) for position in positions):  # those of the host stay there
+            host: Any = np.stack([padded(position, self.num_slots, -1, np) for position in positions])
+            return host
+        return _stacked(positions, self.num_slots)
+
+    @property
+    def live(self) -> Bool[Array, "L B K S"]:
+        """Return the mask of slots that hold a token."""
+        return self.position >= 0
+
+    @property
+    def num_live(self) -> Int[Array, "L B K"]:
+        """Return the number of tokens that each head holds."""
+        return _count_live([cache.position for cache in self.layers])
+
+    @property
+    def positions(self) -> Positions:
+        """Return the kind of positions that keys are rotated to; see :class:`kvjax.KVCache`."""
+        return self.layers[0].positions
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the caches in bytes; the rows' next positions, which all layers have, count once."""
+        rows = self.next_position
+        return sum(own.nbytes for own in self.layers) - (len(self.layers) - 1) * rows.size * rows.dtype.itemsize
+
+    @property
+    def slots_shape(self) -> tuple[int, ...]:
+        """``(L, B, K, S)``, that of :attr:`position`."""
+        return (*self.heads_shape, self.num_slots)
+
+    def layer(self, index: int) -> KVCache:
+        """Return one layer's cache."""
+        return self.layers[index]
+
+    def with_layer(self, index: int, cache: KVCache) -> LayerCaches:
+        """Return the caches with another one of a layer."""
+        return LayerCaches((*self.layers[:index], cache, *self.layers[index + 1 :]))
+
+
+def check_layer(cache: LayerCaches, layer: object) -> int:
+    """Return a layer's number, after a check that it is one of a model's layers."""
+    number, layers = plain(layer), len(cache.layers)
+    if not isinstance(number, int) or not 0 <= number < layers:
+        raise ValueError(f"the layer is {layer!r}; a cache of separate layers needs a number from 0 to {layers - 1}.")
+    return number
+
+
+def padded(own: Any, slots: int, fill: float, numpy: Any = jnp) -> Any:
+    """Return a layer's array per slot with so many slots, at least its own."""
+    if own.shape[-1] == slots:
+        return own
+    return numpy.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, slots - own.shape[-1])], constant_values=fill)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _stacked(positions: list[Int[Array, "B K _"]], slots: int) -> Int[Array, "L B K S"]:
+    return jnp.stack([padded(position, slots, -1) for position in positions])
+
+
+@jax.jit
+def _count_live(positions: list[Int[Array, "B K _"]]) -> Int[Array, "L B K"]:
+    return jnp.stack([count_live(position) for position in positions])

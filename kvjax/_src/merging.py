@@ -1,0 +1,183 @@
+"""Merging, the second way to free a slot: an eviction folds the values of the tokens that leave into those that stay.
+
+A policy declares it (``Policy.merging``, by the links ``merge`` and ``cam``), and :func:`kvjax.evict` does it as soon
+as it knows which tokens leave. Keys stay as they are. A value that took others in counts as one token from then on, so
+what a link remembers of a token, such as CriticalKV's norm, is that of the token alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax._src.cache import as_stored, by_position, floats_of, nth_true, part_of_kind
+from kvjax._src.matching import Queries, refitted
+
+SMALL = 1e-6  # added to lengths, as in kvpress
+TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
+
+
+class Head(NamedTuple):
+    """One head at an eviction; keys and values are float32, 0 where no token was.
+
+    ``position`` is that before the eviction, ``stays`` marks the tokens that are left, and ``gone`` has the slots of
+    those that are not, S where there are no more. ``received`` is the attention of :class:`Received`, 0 without it.
+    ``bias`` is the slots', 0 in a cache without any, and ``sampled`` the queries of
+    :class:`kvjax._src.matching.Queries`, None without them.
+    """
+
+    key: Float[Array, "S D"]
+    value: Float[Array, "S D"]
+    position: Int[Array, "S"]
+    stays: Bool[Array, "S"]
+    gone: Int[Array, "E"]
+    received: Float[Array, "S"]
+    bias: Float[Array, "S"]
+    sampled: Queries | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Merging:
+    """Name a way of merging values; ``fold`` returns a head's new values, and which slots they are new in.
+
+    Where it is ``biased``, the cache has a bias per slot, and ``fold`` returns the new ones as well. Two of the same
+    name and parameters are equal.
+    """
+
+    name: str
+    fold: Callable[[Head], tuple[Array, ...]] = dataclasses.field(compare=False)
+    parameters: tuple[int | float, ...] = ()
+    biased: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """A link's state: the attention that each token has received from all queries, the group's mean."""
+
+    attention: Float[Array, "*L B K S"]
+
+
+def folded[Part: Any](
+    merging: Merging,
+    cache: Part,
+    before: Int[Array, "*slots"],
+    after: Int[Array, "*slots"],
+    most: int | None = None,
+) -> Part:
+    """Return the cache with the values of the tokens that leave merged into those that stay, layer by layer.
+
+    Args:
+        before, after: the positions of all slots.
+        most: the largest number of tokens that leave a head; None where any number may.
+    """
+    if not cache.paged:
+        return _folded_layer(merging, cache, before, after, None, most)
+
+    def of_layer(index: Int[Array, ""] | None, cache: Any) -> Any:
+        was, left = (dataclasses.replace(cache, position=slots).layer(index).position for slots in (before, after))
+        return _folded_layer(merging, cache, was, left, index, most)
+
+    *stack, _, _ = cache.heads_shape
+    if stack and cache.bias is not None:  # new, it may be the same on all devices, but the loop's carry may not
+        bias = jnp.where(after < 0, cache.bias, cache.bias)
+        cache = dataclasses.replace(cache, entries=cache.entries | {"bias": bias})
+    return jax.lax.fori_loop(0, stack[0], of_layer, cache) if stack else of_layer(None, cache)
+
+
+def _folded_layer[Part: Any](
+    merging: Merging,
+    cache: Part,
+    before: Int[Array, "B K S"],
+    after: Int[Array, "B K S"],
+    layer: int | Int[Array, ""] | None,
+    most: int | None,
+) -> Part:
+    """Run :func:`folded` on one layer; a paged cache's is copied to slots, and what is new is written to its pages."""
+    here = cache.layer(layer) if cache.paged else cache
+    if merging.biased and here.bias is None:
+        raise ValueError(f"{merging.name!r} fits biases, but the cache has none; make it with kvjax.empty_cache.")
+    wide, gone = floats_of(here), (before >= 0) & (after < 0)
+    S = before.shape[-1]
+    count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
+    key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
+    slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
+    state, bias = jax.lax.stop_gradient(here.state), here.with_bias().entries["bias"]
+    received = part_of_kind(state, Received) or Received(jnp.zeros(before.shape, jnp.float32))
+    fields = Head(key, value, before, after >= 0, slots, received.attention, bias, part_of_kind(state, Queries))
+    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), fields)
+    if slots.size * S <= TOGETHER and not merging.biased:  # which chooses a size for each head
+        values, taken, *biases = jax.vmap(merging.fold)(heads)
+    else:
+        values, taken, *biases = jax.lax.map(merging.fold, heads)  # [E, S] of one head at a time
+    stored = as_stored(here, wide.key, values.reshape(wide.value.shape).astype(wide.value.dtype))
+    if biases:
+        stored["bias"] = biases[0].reshape(before.shape)
+    new = taken.reshape(before.shape)
+
+    def put(stored: Array, old: Array) -> Array:
+        return jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored, old)
+
+    names = [name for name in here.entries if name.startswith(("value", "bias"))]
+    written = {name: put(stored[name], here.entries[name]) for name in names}
+    if cache.paged:
+        written = {name: cache.write_layer(cache.entries[name], own, layer) for name, own in written.items()}
+    return dataclasses.replace(cache, entries=cache.entries | written)
+
+
+def most_similar(head: Head, similarity: float) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:
+    """Fold each value into that of the token with the most similar key: D2O, with kvpress' weights."""
+    unit = head.key / jnp.maximum(length(head.key)[:, None], SMALL)
+    lengths = length(head.value)
+    cosine = jnp.matmul(_at(unit, head.gone), unit.T, precision=jax.lax.Precision.HIGHEST)
+    cosine = jnp.where(head.stays[None], cosine, -jnp.inf)  # [E, S]
+    target, nearest = jnp.argmax(cosine, axis=-1), jnp.max(cosine, axis=-1)
+    own = _at(lengths, head.gone)
+    weight = jnp.maximum(nearest, 0) * own / (own + lengths[target] + SMALL)
+    weight = jnp.where((head.gone < len(unit)) & (nearest >= similarity), weight, 0)
+    total = jnp.zeros_like(lengths).at[target].add(weight)
+    added = jnp.zeros_like(head.value).at[target].add(weight[:, None] * _at(head.value, head.gone))
+    return (head.value + added) / (1 + total)[:, None], total > 0
+
+
+def next_tokens(head: Head, window: int) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:
+    """Share each value among the ``window`` next tokens that stay, times CaM's probability of a merge."""
+    order, place = by_position(head.position)
+    stays = head.stays[order].astype(jnp.int32)
+    rank = (jnp.cumsum(stays) - stays)[place]  # how many tokens before this one stay
+    behind = rank[None] - _at(rank, head.gone)[:, None]  # [E, S]
+    near = head.stays[None] & (behind >= 0) & (behind < window) & (head.gone < len(rank))[:, None]
+    count = jnp.maximum(jnp.sum(near, axis=-1), 1).astype(jnp.float32)
+    mean = jnp.sum(jnp.where(near, head.received[None], 0), axis=-1) / count
+    own = _at(head.received, head.gone)
+    chance = jnp.where(own < mean, own / jnp.where(mean > 0, mean, 1), jnp.sign(own))
+    shares = jnp.where(near, (chance / count)[:, None], 0)
+    added = jnp.matmul(shares.T, _at(head.value, head.gone), precision=jax.lax.Precision.HIGHEST)
+    return head.value + added, jnp.any(shares > 0, axis=0)
+
+
+def length(x: Float[Array, "S D"]) -> Float[Array, "S"]:
+    """Return the norms of vectors; that of a vector of zeros has the derivative 0."""
+    squares = jnp.sum(x * x, axis=-1)
+    some = squares > 0  # a root has no derivative at 0
+    return jnp.where(some, jnp.sqrt(jnp.where(some, squares, 1)), 0)
+
+
+def _at(array: Array, slot: Int[Array, "E"]) -> Array:
+    return jnp.take(array, slot, axis=0, mode="fill", fill_value=0)
+
+
+def rematched(head: Head, queries: int) -> tuple[Float[Array, "S D"], Bool[Array, "S"], Float[Array, "S"]]:
+    """Fit values and biases so that sample queries get the outputs that they got before: Attention Matching."""
+    assert head.sampled is not None
+    if head.sampled.spent:
+        raise ValueError("'match' has fitted this cache, and its sample queries are gone: give policy=None.")
+    value, bias = refitted(
+        head.key, head.value, head.bias, head.position, head.stays, head.sampled.query, head.sampled.seen_from, queries
+    )
+    return value, head.stays & jnp.any((head.position >= 0) & ~head.stays), bias

@@ -1,0 +1,190 @@
+"""Caches made for a policy and a budget, and caches repeated to ask several questions about one context."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array
+
+from kvjax._src.border import check_mesh, on_mesh
+from kvjax._src.cache import AnyKind, KVCache, PyTree, check_heads, map_state
+from kvjax._src.capacity import CacheSpec, ModelSizes, model_sizes
+from kvjax._src.chains import policy_of
+from kvjax._src.checks import check_count
+from kvjax._src.insertion import Cache, check_cache
+from kvjax._src.layer_caches import LayerCaches
+from kvjax._src.mesh import SplitCache
+from kvjax._src.paged import PagedCache
+from kvjax._src.policy import Policy, fits_biases
+from kvjax._src.policy_checks import check_block, check_budget, check_measured, check_state
+from kvjax._src.quantise import DtypesLike, check_dtypes
+
+
+def empty_cache(
+    policy: Policy | str | None,
+    *,
+    budget: int,
+    block: int = 1,
+    dtype: DtypesLike = jnp.float32,
+    page_size: int = 16,
+    mesh: Mesh | AbstractMesh | None = None,
+    **sizes: Unpack[ModelSizes],
+) -> Any:
+    """Make an empty cache for a policy and a budget: of the right size, with the policy's state.
+
+    Args:
+        policy: a policy or its short name; None or "full" for a cache from which nothing is evicted.
+        budget: tokens that each head keeps, on average where heads compete; without a policy, all tokens of a sequence.
+        block: the most tokens inserted between two evictions; for a prompt fed in blocks, the block size.
+        dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of both.
+        page_size: slots per page, if the cache is paged.
+        mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads; None for one device. An
+            AbstractMesh will do where only shapes are asked for (``jax.eval_shape``).
+        sizes: ``kv_heads``, the heads of the model's keys and values, and ``head_dim``, the length of a key; besides,
+            ``query_heads``, a multiple of ``kv_heads`` (as many by default), ``batch`` rows (1), ``layers`` of a model
+            (None for a cache of one layer), and ``windows``, the layers' sliding windows, one entry per
+            layer, None for a layer that sees all positions.
+
+    Returns:
+        A :class:`kvjax.KVCache` of ``budget + block`` slots per head, at most ``window + block`` in a layer with a
+        window, or a :class:`kvjax.LayerCaches` with one for each of the ``layers``. Under an uneven allocation, a
+        :class:`kvjax.PagedCache` of as many on average; on several devices a :class:`kvjax.SplitCache`, of which each
+        device has pages for the most that its heads may hold. Without a policy, a cache of ``budget`` slots.
+
+    Raises:
+        ValueError: if a count is below 1, the KV heads do not divide the query heads, the budget is smaller than what
+            the policy protects, the block is smaller than its observation window (:func:`kvjax.check_block`), the
+            dtype is unknown, there is not one window per layer, or the mesh does not divide the rows or the heads.
+
+    Example:
+        >>> import kvjax
+        >>> sizes = dict(
+        ...     layers=2, kv_heads=2, query_heads=4, head_dim=8, budget=24, block=8
+        ... )
+        >>> kvjax.empty_cache("h2o+caote", **sizes).layers[0].key.shape
+        (1, 2, 32, 8)
+        >>> cache = kvjax.empty_cache("h2o@model", **sizes)
+        >>> type(cache).__name__, cache.key.shape
+        ('PagedCache', (11, 16, 8))
+    """
+    policy, spec = policy_of(policy), model_sizes(**sizes)
+    page_size = check_count("page_size", page_size, 1, "a cache needs at least 1")
+    budget = check_count("the budget", budget, 1, "give tokens per head, an int from 1")
+    block = check_count("block", block, 1, "a block has at least 1 token")
+    if policy is not None and policy.heads == "query":
+        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads * spec.group, group=1)
+    if mesh is not None:
+        check_mesh(mesh, spec.batch, spec.kv_heads)
+    spec = dataclasses.replace(spec, policy=policy, dtype=check_dtypes(dtype), mesh=mesh, page_size=page_size)
+    if policy is None:
+        return checked_blank(dataclasses.replace(spec, layer_slots=(budget,) * len(spec.windows)))
+    check_budget(policy, budget)
+    check_block(policy, block)
+    spec = spec.sized([budget] * spec.batch, block)
+    return checked_blank(dataclasses.replace(spec, positions=policy.positions))
+
+
+def repeat[C: AnyKind](cache: C, n: int) -> C:
+    """Copy each row n times, so that n questions can be asked about one context at once.
+
+    Args:
+        cache: plain or paged, of one layer or several.
+        n: how many rows each row becomes: row r becomes rows r n to r n + n - 1.
+
+    Returns:
+        A cache of n times as many rows; a paged one also has n times as many pages.
+
+    Raises:
+        ValueError: if ``cache`` is not a cache, or n is below 1.
+
+    Example:
+        >>> import jax, kvjax, numpy as np
+        >>> cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=1, head_dim=1)
+        >>> tokens = np.array([5.0, 7.0]).reshape(2, 1, 1, 1)
+        >>> cache = jax.jit(kvjax.insert)(cache, tokens, tokens)
+        >>> np.ravel(jax.jit(kvjax.repeat, static_argnums=1)(cache, 2).key).tolist()
+        [5.0, 5.0, 7.0, 7.0]
+    """
+    check_cache(cache)
+    n = check_count("n", n, 1, "give how many rows each row is to become, from 1")
+    return cache.map(functools.partial(_repeated, n=n))  # a device's rows follow one another, and so do their copies
+
+
+@functools.singledispatch
+def _repeated(cache: Any, n: int) -> Any:
+    repeated = functools.partial(jnp.repeat, repeats=n, axis=0)
+    return dataclasses.replace(
+        cache,
+        entries=jax.tree.map(repeated, cache.entries),
+        position=repeated(cache.position),
+        next_position=jnp.repeat(cache.next_position, n),
+        state=jax.tree.map(repeated, cache.state),
+    )
+
+
+@_repeated.register(PagedCache)
+def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
+    *_, B, K = cache.heads_shape
+    repeated = functools.partial(jnp.repeat, repeats=n, axis=len(cache.heads_shape) - 2)
+    P = cache.owner.shape[0]
+    copy = jnp.arange(n, dtype=jnp.int32)  # page p of a copy is page copy * P + p
+
+    def pools(leaf: Array) -> Array:
+        return jnp.broadcast_to(leaf, (n, *leaf.shape)).reshape(n * P, *leaf.shape[1:])
+
+    row, head = cache.owner // K, cache.owner % K  # of all layers
+    owner = (row * n + copy[:, None]) * K + head
+    first_page = P * jnp.tile(copy, B)[:, None, None]
+    table = repeated(cache.table)
+    return dataclasses.replace(
+        cache,
+        entries=jax.tree.map(pools, cache.entries),
+        position=pools(cache.position),
+        owner=jnp.where(cache.owner >= 0, owner, -1).reshape(n * P),
+        table=jnp.where(table >= 0, table + first_page, -1),
+        free=(cache.free[:, None] + P * copy).reshape(n * P),  # all copies' free pages come before any used one
+        num_free=n * cache.num_free,
+        next_position=jnp.repeat(cache.next_position, n),
+        state=map_state(pools, repeated, cache.state),
+    )
+
+
+def checked_blank(spec: CacheSpec) -> Cache | LayerCaches:
+    """Run :func:`blank` after a check of its sizes."""
+    check_heads(spec.batch, spec.kv_heads, spec.head_dim, spec.layers)
+    check_count("slots", min(spec.layer_slots), 1, "a cache needs at least 1")
+    check_measured(spec.policy, spec.layers, spec.kv_heads)
+    if spec.policy is not None:
+        check_state(spec.policy, spec.head_dim, spec.kv_heads, spec.group)
+    return blank(spec)
+
+
+def blank(spec: CacheSpec) -> Cache | LayerCaches:
+    """Make an empty cache of sizes that are known to fit the policy."""
+    policy, mesh, biased = spec.policy, spec.mesh, fits_biases(spec.policy)
+
+    def state(B: int, K: int, S: int) -> PyTree:
+        return () if policy is None else policy.state(B, K, spec.group, S, spec.head_dim)
+
+    if spec.pages:
+        names = ("batch", "kv_heads", "head_dim", "layers", "pages", "page_size", "dtype", "positions")
+        given = {name: getattr(spec, name) for name in names} | dict(most=spec.slots, init_state=state)
+        if mesh is None or mesh.size == 1:
+            pages = PagedCache.init(**given)
+            return pages.with_bias() if biased else pages
+        if biased:
+            raise ValueError("a policy that fits biases keeps its pages on one device: leave the mesh out.")
+        return SplitCache.init(mesh=mesh, **given)
+
+    def layer(slots: int) -> KVCache:
+        shape = spec.batch, spec.kv_heads, slots
+        cache = KVCache.blank(shape, spec.head_dim, spec.dtype, state(*shape), spec.positions)
+        return cache.with_bias() if biased else cache
+
+    cache: Any = layer(spec.slots) if spec.layers is None else LayerCaches(tuple(map(layer, spec.layer_slots)))
+    return cache if mesh is None else on_mesh(cache, mesh)

@@ -1,0 +1,225 @@
+"""Base scores for generations that are longer than the cache: R-KV, TriAttention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.softmax import scaled
+from kvjax._src.cache import HeadState
+from kvjax._src.calibration import read_array
+from kvjax._src.chains import base_score, register
+from kvjax._src.checks import check_count
+from kvjax._src.observation import Needs, Observation
+from kvjax._src.policy import Moments, Policy, Protection, Scores
+from kvjax._src.rotary import rotate
+from kvjax._src.short_names import check_number
+from kvjax._src.transforms import check_kernel, pooled
+
+_SLOTS = 256  # of a head's keys that are compared with all of them at a time
+_HIGH = jax.lax.Precision.HIGHEST
+
+
+@register
+def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold: float = 0.5) -> Policy:
+    """Score a token by the attention that it gets, minus how much its key repeats others (R-KV, arXiv 2505.24133).
+
+    The score is ``importance I - (1 - importance) R``. ``I`` is the attention of the last ``window`` queries to the
+    tokens before them: the largest logit of the group's heads, a softmax, the mean over the queries, and the largest of
+    ``kernel`` neighbours. ``R`` is the softmax, over the head's tokens, of a key's mean cosine with the other keys; a
+    key's cosine with the newest of those that are closer to it than ``threshold`` counts as 0 for that newest one, so
+    that of tokens which repeat each other the newest stays. The window's own tokens stay. The last queries are kept
+    with the head, and positions must be absolute.
+
+    The authors evict when the prompt is in and then after every 128 tokens. The paper has an ``importance`` (its
+    lambda) of 0.1, its code 0.07; all other defaults are the code's. There a key without a close one takes its cosine
+    with the first token away, here nothing.
+
+    Args:
+        window: how many of the last queries observe, and how many of the last tokens stay.
+        kernel: width of the pooling over neighbours in position order among the live tokens, an odd number.
+        importance: the share of the attention in the score, in [0, 1].
+        threshold: the cosine above which two keys repeat each other, in [0, 1].
+
+    Example:
+        >>> import kvjax
+        >>> policy = kvjax.parse("rkv(window=16)")
+        >>> policy.protections, policy.published.decode
+        ((Protection(sinks=0, recent=16),), 128)
+    """
+    check_kernel("rkv", kernel)
+    check_count("rkv: window", window, 1, "give the number of queries that observe, an int from 1")
+    check_number("rkv", "importance", importance, 0, 1, "a share in [0, 1]")
+    check_number("rkv", "threshold", threshold, 0, 1, "a cosine in [0, 1]")
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> _Queries:
+        return _Queries(
+            HeadState(jnp.zeros((B, K, window, G, D), jnp.float32)), HeadState(jnp.zeros((B, K, window), jnp.int32))
+        )
+
+    def update(_: Scores, state: _Queries, o: Observation) -> tuple[Scores, _Queries]:
+        state = _with_last(state, o)
+        attended = pooled(_attended(state, o, window)[:, :, None], o, kernel, "max")
+        return importance * attended - (1 - importance) * _repeated(o, threshold)[:, :, None], state
+
+    return Policy(
+        "rkv",
+        init,
+        update,
+        Needs(queries=True),
+        protections=(Protection(recent=window),),
+        base=True,
+        published=Moments("prompt", 128, "arXiv 2505.24133: when the prompt is in, then when a buffer of 128 is full"),
+    )
+
+
+@register
+def triattention(*, file: str | None = None, content: str | None = None, future: int = 65536) -> Policy:
+    """Score a token by the attention that the head's mean query pays it later on (TriAttention, arXiv 2604.04921).
+
+    Before rotation, the queries of a head lie around one centre, whatever the text. The centre's logit for a key, as a
+    function of their distance, is a trigonometric series; the score is its mean over the distances at which the key is
+    seen 1, 2, 4, ... positions later, up to ``future``. To this is added, over the pairs of elements that are rotated
+    together, the key's length times the part of the queries' mean length that the centre does not have. Each query
+    head's scores are divided by their standard deviation, after their mean is subtracted; the largest of the group
+    counts. This is the authors' code with one choice per layer and head (``per_layer_perhead_pruning``), from the
+    centres that ``models.query_centres`` computes. Positions must be absolute.
+
+    In that code the prompt's tokens always stay; here they compete like all others. Its port to vLLM also keeps the
+    newest 128 tokens (``triattention(...)+protect(recent=128)``).
+
+    Args:
+        file: the centres ``[L, K, G, C]``, C = 3 D / 2, as a .npy or .safetensors file.
+        content: a digest of the file, which the name gets; another file of that name is refused.
+        future: the most positions ahead; 65,536 as in the authors' code.
+
+    Raises:
+        ValueError: if the file cannot be read, or its centres are not the model's; when it runs without a file, or on a
+            model without rotary positions.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.triattention().needs.rotary  # for file= see models.query_centres
+        True
+    """
+    check_count("triattention: future", future, 1, "give a number of coming positions, an int from 1")
+    centres = None if file is None else read_array("triattention", file, "L K G C")
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
+        if centres is None:
+            raise ValueError("triattention reads models.query_centres; write triattention(file='centres.npy').")
+        # As in kvjax.q_filters: check_measured counts all KV heads.
+        if centres.shape[2:] != (G, 3 * D // 2) or centres.shape[1] % K:
+            raise ValueError(f"{file!r} has centres {centres.shape}, not of {K} groups of {G} heads of {D}.")
+        return ()
+
+    def score(o: Observation) -> Scores:
+        assert centres is not None  # init has checked it
+        frequency = o.context.rotary("triattention places the mean query at coming positions")
+        heads = jnp.arange(o.key.shape[1]) if o.head is None else o.head
+        own = jnp.asarray(centres)[o.layer][heads]  # [K, G, 3 D / 2]
+        mean, length = own[..., : o.key.shape[3]], own[..., o.key.shape[3] :]
+        key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
+        cos, sin = _coming(o, frequency, future)
+        query = rotate(mean[None], cos[:, None, None], sin[:, None, None])  # [B, K, G, D]
+        spread = length - _lengths(mean)
+        found = jnp.einsum("bkgd,bksd->bkgs", query, key, precision=_HIGH)
+        found = found + jnp.einsum("kgf,bksf->bkgs", spread, _lengths(key), precision=_HIGH)
+        live = o.live[:, :, None]
+        count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True), 1)
+        away = jnp.where(live, found - jnp.sum(jnp.where(live, found, 0), axis=-1, keepdims=True) / count, 0)
+        deviation = jnp.sqrt(jnp.sum(away**2, axis=-1, keepdims=True) / count)
+        return jnp.max(away / jnp.maximum(deviation, 1e-6), axis=2, keepdims=True)
+
+    scored = base_score(
+        "triattention",
+        score,
+        needs=Needs(rotary=True),
+        nonnegative=False,
+        published=Moments("prompt", 128, "arXiv 2604.04921, its authors' code: in decode, after every 128 tokens"),
+    )
+    return dataclasses.replace(scored, init=init, measured=None if centres is None else centres.shape[:2])
+
+
+class _Queries(NamedTuple):
+    """A head's last queries, rotated, and their positions from 1; 0 where there is none yet."""
+
+    query: HeadState  # [B, K, window, G, D]
+    place: HeadState  # [B, K, window]
+
+
+def _with_last(state: _Queries, o: Observation) -> _Queries:
+    """Return the last queries of a head behind a block; those of tokens that were taken back leave."""
+    B, T = o.query_position.shape
+    _, K, window, G, D = state.query.value.shape
+    entering = jnp.where(o.query_position >= 0, o.query_position + 1, 0)
+    first = jnp.min(jnp.where(entering > 0, entering, jnp.iinfo(jnp.int32).max), axis=1)[:, None, None]
+    before = jnp.where(state.place.value < first, state.place.value, 0)
+    place = jnp.concatenate([before, jnp.broadcast_to(entering[:, None], (B, K, T))], axis=2)
+    new = jnp.moveaxis(o.query.astype(jnp.float32).reshape(B, T, K, G, D), 1, 2)
+    query = jnp.concatenate([state.query.value, new], axis=2)
+    place, chosen = jax.lax.top_k(place, window)
+    query = jnp.take_along_axis(query, chosen[..., None, None], axis=2)
+    return _Queries(HeadState(query), HeadState(place))
+
+
+def _attended(state: _Queries, o: Observation, window: int) -> Float[Array, "B K S"]:
+    """Return the mean attention of the last queries to the tokens before them; 0 for the window's own tokens."""
+    query, place = state.query.value, state.place.value
+    key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
+    before = o.live & (o.position < (o.next_position - window)[:, None, None])
+    scale = key.shape[3] ** -0.5 if o.context.scale is None else o.context.scale
+    logits = jnp.einsum("bkwgd,bksd->bkwgs", query, key, precision=_HIGH)
+    largest = jnp.max(scaled(logits, scale, o.context.soft_cap), axis=3)
+    seen = before[:, :, None] & (place > 0)[..., None]  # [B, K, window, S]
+    weights = jax.nn.softmax(jnp.where(seen, largest, -jnp.inf), axis=-1)  # NaN where nothing is seen
+    count = jnp.maximum(jnp.sum(place > 0, axis=2), 1)[..., None]
+    return jnp.sum(jnp.where(seen, weights, 0), axis=2) / count
+
+
+def _repeated(o: Observation, threshold: float) -> Float[Array, "B K S"]:
+    """Return the softmax, over a head's tokens, of the mean cosine of a key with the others' keys."""
+    B, K, S = o.position.shape
+    key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
+    length = jnp.linalg.norm(key, axis=-1, keepdims=True)
+    unit = key / jnp.where(length > 0, length, 1)
+    size, pages = min(_SLOTS, S), -(-S // min(_SLOTS, S))
+    more = pages * size - S
+
+    def in_parts(x: Array, fill: int) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, more)) + ((0, 0),) * (x.ndim - 3), constant_values=fill)
+        return jnp.moveaxis(x.reshape(B, K, pages, size, *x.shape[3:]), 2, 0)
+
+    def summed(part: tuple[Float[Array, "B K size D"], Int[Array, "B K size"]]) -> Float[Array, "B K S"]:
+        of, at = part
+        cosine = jnp.einsum("bkrd,bksd->bkrs", of, unit, precision=_HIGH)
+        other = at[..., None] != o.position[:, :, None]
+        close = jnp.where(other & (cosine > threshold), o.position[:, :, None], -1)
+        newest = jnp.max(close, axis=-1, keepdims=True)
+        counts = other & ((newest < 0) | (o.position[:, :, None] != newest))
+        return jnp.sum(jnp.where(counts, cosine, 0), axis=2)
+
+    total = jnp.sum(jax.lax.map(summed, (in_parts(unit, 0), in_parts(o.position, -1))), axis=0)
+    count = jnp.maximum(jnp.sum(o.live, axis=-1, keepdims=True), 1)
+    found = jax.nn.softmax(jnp.where(o.live, total / count, -jnp.inf), axis=-1)
+    return jnp.where(o.live, found, 0)
+
+
+def _coming(
+    o: Observation, frequency: Float[Array, "rows half"], future: int
+) -> tuple[Float[Array, "B half"], Float[Array, "B half"]]:
+    """Return the mean cosines and sines of the rotations 1, 2, 4, ... positions after the next token's."""
+    ahead = jnp.asarray([2**i for i in range(future.bit_length())], jnp.int32)
+    angle = (o.next_position[:, None] + ahead)[..., None].astype(frequency.dtype) * frequency[:, None]
+    cos, sin = (jnp.mean(wave(angle), axis=1) for wave in (jnp.cos, jnp.sin))
+    return cos, sin
+
+
+def _lengths(x: Float[Array, "*shape D"]) -> Float[Array, "*shape half"]:
+    """Return the length of each pair of elements that are rotated together."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.sqrt(first**2 + second**2)
