@@ -15,7 +15,7 @@ import kvjax
 import models
 from benchmarks import measure
 from evals import command_line, evaluator, report, tasks
-from kvjax._src.mesh import ModelCache
+from kvjax._src.split_cache import ModelCache
 from models import files
 from models.commands.shared_flags import add_shared_flags, count
 

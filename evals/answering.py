@@ -21,8 +21,8 @@ import models
 from evals.run_settings import Setting, sharing
 from kvjax._src.capacity import most_held
 from kvjax._src.matching import dropped_bytes
-from kvjax._src.mesh import ModelCache
 from kvjax._src.policy import Policy
+from kvjax._src.split_cache import ModelCache
 from models import selecting
 from models.commands.programs import make_room
 from models.networks import Network, read_by, remembers

@@ -24,7 +24,7 @@ import models
 from evals import command_line, evaluator, page, run_settings, tasks
 from kvjax._src.chains import policy_of
 from kvjax._src.layer_caches import LayerCaches
-from kvjax._src.mesh import ModelCache
+from kvjax._src.split_cache import ModelCache
 from models import commands, files
 from models.commands import provenance
 from models.commands.shared_flags import add_shared_flags, count

@@ -16,12 +16,10 @@ from kvjax._src.eviction_error import score
 from kvjax._src.insertion import insert, rewind
 from kvjax._src.layer_caches import LayerCaches
 from kvjax._src.matching import match_attention
-from kvjax._src.memory import Memory, memory
-from kvjax._src.mesh import SplitCache
-from kvjax._src.new_caches import empty_cache, repeat
+from kvjax._src.new_caches import Memory, empty_cache, memory, repeat
 from kvjax._src.observation import Context, Needs, Observation, Prediction, Weights
 from kvjax._src.paged import PagedCache, pack, pages_for
-from kvjax._src.policy import Moments, Policy, Protection
+from kvjax._src.policy import Marked, Moments, Policy, Protection
 from kvjax._src.policy_checks import check_block, check_budget, protected
 from kvjax._src.projection import OutputProjection, output_projection
 from kvjax._src.quantise import Quantised, dequantise, quantise, straight_through
@@ -53,6 +51,7 @@ from kvjax._src.scores_of_generations import rkv, triattention
 from kvjax._src.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
 from kvjax._src.selection import select, selected_mask
 from kvjax._src.several_policies import observe_each
+from kvjax._src.split_cache import SplitCache
 from kvjax._src.topk import keep_mask
 from kvjax._src.transforms import cam, chunks, critical, match, merge, normalise, pool, pooled, positions, protect
 from kvjax.allocation import Allocation
@@ -66,6 +65,7 @@ __all__ = [
     "HeadState",
     "KVCache",
     "LayerCaches",
+    "Marked",
     "Memory",
     "Moments",
     "Needs",

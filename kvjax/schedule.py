@@ -2,7 +2,7 @@
 
 Nothing here knows a model. A schedule is a few stages; a stage repeats its steps, round after round, with other tokens
 each time. A step feeds one block to all layers: of the text, or a copy of a part of it, which the policy observes and
-which is taken back again.
+which then leaves the cache.
 
     for step in schedule.context:    ...  # then the cache may be made smaller
     for step in schedule.rest:       ...

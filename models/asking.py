@@ -16,8 +16,8 @@ from jaxtyping import Array
 import models
 from kvjax import Policy
 from kvjax._src.chains import policy_of
-from kvjax._src.mesh import ModelCache
 from kvjax._src.policy_checks import check_policy_given
+from kvjax._src.split_cache import ModelCache
 from models import selecting
 from models.decoder import Decoder
 from models.driver import OnBlock

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 import kvjax
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import check_count
-from kvjax._src.mesh import ModelCache
+from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import HostOrDevice, Phase, Text
 from models import engine, hosts
 from models.decoder import Decoder, check_decoder

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax._src.capacity import CacheSpec
 from kvjax._src.checks import is_known
-from kvjax._src.mesh import ModelCache
+from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import HostOrDevice, Phase, Schedule, Stage, answer_copies
 from models import hosts
 from models.config import Config

@@ -20,7 +20,7 @@ from kvjax import OutputProjection, Policy
 from kvjax._src.capacity import CacheSpec
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import is_known
-from kvjax._src.mesh import ModelCache
+from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import HostOrDevice, Schedule, Text, schedule
 from models.decoder import Decoder, output_of_heads
 from models.driver import (

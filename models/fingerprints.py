@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from models import decoder, hosts
-from models.config import Config, described
+from models.config import described
 from models.parameters import array_of, parameter_shapes, paths_of, rows_of
 from models.tokenizer import Tokenizer
 
@@ -47,20 +47,18 @@ def weights_of(model: decoder.Decoder) -> str:
     places = _places(shapes)
     layer, head, row, column = places["layers.output"]
     places["layers.output"] = layer, head * config.head_dim + row, column
-    return _hashed({name: _numbers_of(config, arrays, name, place) for name, place in places.items()})
-
-
-def _numbers_of(config: Config, arrays: Mapping[str, Array], name: str, place: tuple[Any, ...]) -> np.ndarray:
-    """Return the numbers of a parameter at some places."""
-    array, rows = array_of(name), rows_of(config, name)
-    paths = paths_of(config, array)
-    layer, within = (np.zeros(1, int), place) if paths == [array] else (place[0], place[1:])
-    if rows is not None:
-        *before, both, last = within
-        group, row = np.divmod(both, rows.stop - rows.start)
-        within = (*before, group, rows.start + row, last)
-    of_layers = np.stack([hosts.fetched(_numbers_at(arrays[path], within)) for path in paths])
-    return of_layers[layer, np.arange(of_layers.shape[1])]
+    layers, found, within = {}, {}, {}
+    for name, place in places.items():
+        array, rows = array_of(name), rows_of(config, name)
+        paths = paths_of(config, array)
+        layers[name], within[name] = (np.zeros(1, int), place) if paths == [array] else (place[0], place[1:])
+        if rows is not None:
+            *before, both, last = within[name]
+            group, row = np.divmod(both, rows.stop - rows.start)
+            within[name] = (*before, group, rows.start + row, last)
+        found[name] = [arrays[path] for path in paths]
+    numbers = _numbers_at(found, within)
+    return _hashed({name: own[layers[name], np.arange(own.shape[1])] for name, own in numbers.items()})
 
 
 def weights(module: Any, shapes: Mapping[str, Sequence[int]]) -> str:
@@ -70,8 +68,8 @@ def weights(module: Any, shapes: Mapping[str, Sequence[int]]) -> str:
     same one after training, has another hash; changing a few numbers by hand may not change it. ``shapes`` are those of
     the parameters of an ``nnx.Module``, by their names in it.
     """
-    places = _places(shapes).items()
-    return _hashed({name: hosts.fetched(_numbers_at(getattr(module, name)[...], place)) for name, place in places})
+    numbers = _numbers_at({name: [getattr(module, name)[...]] for name in shapes}, _places(shapes))
+    return _hashed({name: own[0] for name, own in numbers.items()})
 
 
 def _places(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Any, ...]]:
@@ -86,9 +84,14 @@ def _hashed(numbers: Mapping[str, np.ndarray]) -> str:
     return found.hexdigest()
 
 
+def _numbers_at(arrays: dict[str, list[Array]], places: dict[str, tuple[Any, ...]]) -> dict[str, np.ndarray]:
+    """Return the numbers at each name's places, of each of its arrays."""
+    return {name: hosts.fetched(own) for name, own in _read(arrays, places).items()}
+
+
 @jax.jit
-def _numbers_at(array: Array, place: tuple[Any, ...]) -> Array:
-    return array[place]
+def _read(arrays: dict[str, list[Array]], places: dict[str, tuple[Any, ...]]) -> dict[str, Array]:
+    return {name: jnp.stack([array[places[name]] for array in own]) for name, own in arrays.items()}
 
 
 def digest(content: Any) -> str:

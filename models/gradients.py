@@ -17,10 +17,10 @@ from kernels_pallas.paged_attention.pages import laid_out, slot_positions, table
 from kernels_pallas.softmax import scaled, sees
 from kvjax._src.cache import KVCache, Pages, floats_of
 from kvjax._src.layer import LayerBlock
-from kvjax._src.mesh import ModelCache
 from kvjax._src.paged import PagedCache
 from kvjax._src.quantise import Dtypes, is_quantised
 from kvjax._src.reconstruction import Reconstruction
+from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import HostOrDevice
 from models.config import Config
 from models.decoder import Decoder, entered, logits_from, rope_of_layer, run_layer

@@ -29,7 +29,7 @@ from models.decoder import Decoder
 from models.folders import find, open_folder
 from models.gguf import open_file, read_sampling
 from models.mesh import checked_mesh, place
-from models.parameters import PARAMETERS, array_shapes, parameter_shapes, tensor_of
+from models.parameters import PARAMETERS, array_shapes, known_dtype, parameter_shapes, tensor_of
 from models.progress import progress_bar
 from models.sampling import Sampling, check_sampling
 from models.tokenizer import Tokenizer, read_object
@@ -199,18 +199,6 @@ def published_sampling(path: str | Path) -> Sampling:
         return check_sampling(jax.random.key(0), **({"temperature": 1.0} if sampled else {}) | drawn)
     except ValueError as error:
         raise ValueError(f"{found}: {error} To choose tokens otherwise, give a temperature.") from None
-
-
-def known_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype of weights that a name or a type stands for; float64 needs JAX's 64-bit mode."""
-    names = ["bfloat16", "float16", "float32"] + (["float64"] if jax.config.jax_enable_x64 else [])
-    try:
-        known = jnp.dtype(dtype)
-    except TypeError:
-        known = None
-    if known is None or known.name not in names:
-        raise ValueError(f"dtype {dtype!r} is not known; expected one of {', '.join(names)}.")
-    return known
 
 
 def _check_tensors(checkpoint: Checkpoint) -> np.dtype:

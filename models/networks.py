@@ -32,7 +32,7 @@ from models.config import Config, described
 from models.decoder import Decoder
 from models.files import to_json, write_files
 from models.folders import find_folder
-from models.load import known_dtype
+from models.parameters import known_dtype
 from models.published import PUBLISHED
 from models.scorer import Scorer, ScorerConfig
 from models.tokenizer import read_object

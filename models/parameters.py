@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from models.config import Config
@@ -294,3 +295,15 @@ def head_order(config: Config) -> Int[np.ndarray, "D"] | None:
         return None
     pairs, others = np.arange(R).reshape(2, -1), np.arange(R, D).reshape(2, -1)
     return np.concatenate([pairs, others], axis=1).reshape(-1)
+
+
+def known_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return the dtype of weights that a name or a type stands for; float64 needs JAX's 64-bit mode."""
+    names = ["bfloat16", "float16", "float32"] + (["float64"] if jax.config.jax_enable_x64 else [])
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or known.name not in names:
+        raise ValueError(f"dtype {dtype!r} is not known; expected one of {', '.join(names)}.")
+    return known

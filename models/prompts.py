@@ -11,15 +11,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import Policy
-from kvjax._src.cache import Positions, dtypes_of, part_of_kind
+from kvjax._src.cache import Positions, dtypes_of, is_cache, part_of_kind
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import is_known
-from kvjax._src.insertion import is_cache
 from kvjax._src.matching import Queries
-from kvjax._src.mesh import ModelCache
 from kvjax._src.policy_checks import check_policy
 from kvjax._src.quantise import Dtypes
 from kvjax._src.reconstruction import Repeated, unrepeated
+from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import HostOrDevice, Text
 from models import hosts
 from models.config import Config

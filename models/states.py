@@ -15,9 +15,9 @@ from kvjax._src.border import on_mesh
 from kvjax._src.cache import PARTS
 from kvjax._src.capacity import CacheSpec, rounded_up
 from kvjax._src.matching import without_samples
-from kvjax._src.mesh import ModelCache
 from kvjax._src.new_caches import blank
 from kvjax._src.paged import trimmed
+from kvjax._src.split_cache import ModelCache
 from models import hosts
 from models.plan import Plan
 from models.steps import DecodeState, Run

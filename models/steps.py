@@ -24,8 +24,8 @@ from kvjax import Context, Evidence, LayerCaches, OutputProjection, Reconstructe
 from kvjax._src.attention import attend_unchecked, observe_unchecked
 from kvjax._src.eviction import evict_by
 from kvjax._src.layer import LayerBlock
-from kvjax._src.mesh import ModelCache
 from kvjax._src.quantise import Dtypes
+from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import HostOrDevice, Phase
 from models import selecting
 from models.butler import Butler

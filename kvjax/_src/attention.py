@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax._src.attention_pages import observe_pages
-from kvjax._src.block_checks import check_shapes, checked_budget
 from kvjax._src.border import OF_TOKENS, enter
 from kvjax._src.cache import CACHE
 from kvjax._src.chains import policy_of
 from kvjax._src.eviction import Budget, Evidence, axes_of_evidence, evict_by
-from kvjax._src.insertion import Cache, checked_block
+from kvjax._src.insertion import checked_block
 from kvjax._src.layer import (
     LayerBlock,
     ask,
@@ -34,7 +33,8 @@ from kvjax._src.layer_caches import LayerCaches, check_layer
 from kvjax._src.observation import Context, Needs
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy
-from kvjax._src.policy_checks import check_measured, check_policy
+from kvjax._src.policy_checks import check_measured, check_policy, check_shapes, checked_budget
+from kvjax._src.split_cache import Cache
 
 _TOGETHER = "{!r} cannot evict from one layer of a {} cache of {} layers: kvjax.observe all, then evict once."
 

@@ -12,9 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.paged_attention.api import paged_attention_unchecked
-from kvjax._src.cache import map_state
+from kvjax._src.cache import map_state, within
 from kvjax._src.eviction import Budget, Evidence
-from kvjax._src.insertion import within
 from kvjax._src.layer import (
     LayerBlock,
     ask,

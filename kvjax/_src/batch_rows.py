@@ -12,9 +12,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax._src.border import SAME
-from kvjax._src.cache import PARTS, AnyKind, KVCache, dtypes_of, map_state, unreadable
+from kvjax._src.cache import PARTS, AnyKind, KVCache, check_cache, dtypes_of, map_state, unreadable
 from kvjax._src.checks import is_known, plain
-from kvjax._src.insertion import check_cache
 from kvjax._src.paged import PagedCache
 
 

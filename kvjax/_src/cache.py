@@ -365,6 +365,17 @@ def count_live(position: Int[Array, "*heads S"]) -> Int[Array, "*heads"]:
     return jnp.sum(position >= 0, axis=-1, dtype=jnp.int32)
 
 
+def is_cache(given: object) -> bool:
+    """Return whether a cache of any kind was given."""
+    return isinstance(given, AnyKind)
+
+
+def check_cache(cache: object) -> None:
+    """Check that a cache of any kind was given."""
+    if not is_cache(cache):
+        raise ValueError(f"a {type(cache).__name__} was given; expected a cache, such as kvjax.empty_cache makes.")
+
+
 def check_all_heads(cache: AnyKind, who: str, joins: bool) -> None:
     """Check, where something joins the heads of a layer, that a caller's ``shard_map`` has said how it splits them."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
@@ -470,6 +481,28 @@ def unreadable(entries: Entries, lost: Bool[Array, "*heads"] | None) -> Entries:
     name = "key_scale" if "key_scale" in entries else "key"
     lost = lost.reshape(*lost.shape, *(1,) * (entries[name].ndim - lost.ndim))
     return entries | {name: jnp.where(lost, jnp.nan, entries[name]).astype(entries[name].dtype)}
+
+
+def up_to[C: Any](cache: C, end: Int[Array, "B"]) -> C:
+    """Return the cache without the tokens from a position on; the pages of a paged cache still have their owners."""
+    free = cache.position >= end[cache.batch_rows()][..., None]
+    return dataclasses.replace(
+        cache,
+        position=jnp.where(free, -1, cache.position),
+        next_position=jnp.minimum(cache.next_position, end.astype(jnp.int32)),
+    )
+
+
+def within[C: Any](cache: C, window: int | Int[Array, ""], layer: int | Int[Array, ""] | None = None) -> C:
+    """Return the cache without the tokens that have left a sliding window: no query from the next one on sees them.
+
+    In a paged cache ``layer`` may be the one that has the window; its pages still have their owners.
+    """
+    gone = cache.position <= (cache.next_position - window)[cache.batch_rows()][..., None]
+    if layer is not None:
+        B, K = cache.heads_shape[-2:]
+        gone &= (cache.heads() // (B * K) == layer)[..., None]
+    return dataclasses.replace(cache, position=jnp.where(gone, -1, cache.position))
 
 
 def compact[Cache: AnyKind](cache: Cache, slots: int) -> Cache:

@@ -27,18 +27,16 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax._src.cache import KVCache, Positions, is_emptied
+from kvjax._src.cache import KVCache, Positions, check_cache, is_emptied
 from kvjax._src.capacity import CacheSpec
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import check_share_or_tokens, check_types, is_known, shown
 from kvjax._src.files import replacing
-from kvjax._src.insertion import Cache, check_cache
 from kvjax._src.layer_caches import LayerCaches
-from kvjax._src.memory import memory
-from kvjax._src.mesh import SplitCache
-from kvjax._src.new_caches import checked_blank
+from kvjax._src.new_caches import checked_blank, memory
 from kvjax._src.policy import Policy
 from kvjax._src.quantise import Dtypes, check_dtypes
+from kvjax._src.split_cache import Cache, SplitCache
 
 FORMAT = 2
 ENTRY = "kvjax_cache"

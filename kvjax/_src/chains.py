@@ -141,8 +141,9 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
     mergings = [link.merging for link in links if link.merging is not None]
     if len(mergings) > 1:
         raise ValueError(f"{name!r} merges values twice; keep one of its links that do.")
-    if chosen["positions"] != "absolute" and needs.of_text is not None:
-        raise ValueError(f"{name!r} {needs.of_text} positions in the text; leave the link 'positions' out.")
+    if chosen["positions"] != "absolute" and needs.text_positions:
+        wanted = f"{name!r} needs keys that are rotated at their positions in the text"
+        raise ValueError(f"{wanted}; leave the link 'positions' out.")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)

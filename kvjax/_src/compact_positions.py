@@ -7,8 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax._src.cache import KVCache, by_position
-from kvjax._src.insertion import within
+from kvjax._src.cache import KVCache, by_position, within
 from kvjax._src.observation import Context
 from kvjax._src.rotary import move
 

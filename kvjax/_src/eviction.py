@@ -14,9 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.caote_topk.api import caote_topk_unchecked
 from kernels_pallas.dispatch import Implementation
 from kvjax._src.border import OF_HEADS, OF_ROWS, SAME, axes_of_budget, axes_of_heads, enter, implementation_for
-from kvjax._src.cache import CACHE, PARTS, KVCache, check_all_heads
+from kvjax._src.cache import CACHE, PARTS, AnyKind, KVCache, check_all_heads, check_cache
 from kvjax._src.checks import check_count, check_tokens, real_array
-from kvjax._src.insertion import Cache, check_cache
 from kvjax._src.layer_caches import LayerCaches, padded
 from kvjax._src.merging import Merging, folded
 from kvjax._src.observation import Weights
@@ -82,7 +81,7 @@ class Evidence:
     @classmethod
     def of_layers(
         cls,
-        cache: Cache | LayerCaches,
+        cache: AnyKind,
         allocation: Allocation,
         end: Int[Array, "B"] | None = None,
         merging: Merging | None = None,
@@ -135,7 +134,7 @@ class Evidence:
 
 
 def evict(
-    cache: Cache | LayerCaches,
+    cache: AnyKind,
     scores: Float[Array, "*slots"] | Evidence,
     budget: Budget,
     *,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,24 +10,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax._src.border import OF_ROWS, OF_TOKENS, SAME, enter
-from kvjax._src.cache import CACHE, AnyKind, KVCache
+from kvjax._src.cache import CACHE, AnyKind, KVCache, check_cache, up_to
 from kvjax._src.checks import is_known, plain, real_array
 from kvjax._src.layer_caches import LayerCaches
-from kvjax._src.mesh import SplitCache
-from kvjax._src.paged import PagedCache
-
-Cache = KVCache | PagedCache | SplitCache
-
-
-def is_cache(given: object) -> bool:
-    """Return whether a cache of any kind was given."""
-    return isinstance(given, AnyKind)
-
-
-def check_cache(cache: object) -> None:
-    """Check that a cache of any kind was given."""
-    if not is_cache(cache):
-        raise ValueError(f"a {type(cache).__name__} was given; expected a KVCache, a PagedCache or a SplitCache.")
+from kvjax._src.split_cache import Cache
 
 
 def insert[C: AnyKind](
@@ -112,6 +97,7 @@ def checked_block(
     return key, value, position.astype(jnp.int32), layer  # int64, as under x64, would widen the cache
 
 
+@jax.jit
 def _twice(cache: Cache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> Bool[Array, "B T"]:
     """Return which of a block's tokens have the position of a token of the row's that is held, or that precedes it."""
     slots = (cache if isinstance(cache, KVCache) else cache.layer(layer)).position
@@ -174,30 +160,6 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
         raise ValueError(f"position is {int(position.min())}; give the first position that is taken back, from 0.")
     end = jnp.broadcast_to(jnp.maximum(position, 0), rows)
     return cache.map(lambda part, end: up_to(part, end).released(), (end, OF_ROWS))
-
-
-def up_to[C: (KVCache, PagedCache)](cache: C, end: Int[Array, "B"]) -> C:
-    """Return the cache without the tokens from a position on; the pages of a paged cache still have their owners."""
-    free = cache.position >= end[cache.batch_rows()][..., None]
-    return dataclasses.replace(
-        cache,
-        position=jnp.where(free, -1, cache.position),
-        next_position=jnp.minimum(cache.next_position, end.astype(jnp.int32)),
-    )
-
-
-def within[C: (KVCache, PagedCache)](
-    cache: C, window: int | Int[Array, ""], layer: int | Int[Array, ""] | None = None
-) -> C:
-    """Return the cache without the tokens that have left a sliding window: no query from the next one on sees them.
-
-    In a paged cache ``layer`` may be the one that has the window; its pages still have their owners.
-    """
-    gone = cache.position <= (cache.next_position - window)[cache.batch_rows()][..., None]
-    if layer is not None:
-        B, K = cache.heads_shape[-2:]
-        gone &= (cache.heads() // (B * K) == layer)[..., None]
-    return dataclasses.replace(cache, position=jnp.where(gone, -1, cache.position))
 
 
 def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None:

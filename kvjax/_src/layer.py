@@ -15,14 +15,14 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.cache_attention.api import cache_attention_unchecked
 from kvjax._src.border import HEADS, OF_ROWS, OF_TOKENS, SAME, axes_of_budget, implementation_for
-from kvjax._src.cache import KVCache, floats_of
+from kvjax._src.cache import KVCache, floats_of, up_to, within
 from kvjax._src.compact_positions import next_index, turn_to_index, turn_to_rank
 from kvjax._src.eviction import Budget, Evidence
-from kvjax._src.insertion import Cache, up_to, within
 from kvjax._src.observation import Context, Needs, Observation, Weights
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy, join_heads, mark_protected, scores_of_weights, update_scores
 from kvjax._src.projection import part_of
+from kvjax._src.split_cache import Cache
 from kvjax._src.topk import summed
 from kvjax._src.window import join, observed
 

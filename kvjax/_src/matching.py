@@ -184,7 +184,7 @@ def mass_factors(weights: Float[Array, "n t"], counts: Float[Array, "n"], bias: 
     """
     system, ridge = _system(weights)
     low, high = (jnp.exp(jnp.clip(sign * MOST_BIAS - bias, -10, 10)) for sign in (-1, 1))
-    low, high = jnp.minimum(low, 1), jnp.maximum(high, 1)  # what is there stays possible
+    low, high = jnp.minimum(low, 1), jnp.maximum(high, 1)  # the factor 1, a bias that stays as it is, is allowed
     wanted = jnp.matmul(weights.T, counts, precision=HIGHEST) + ridge
     start = jnp.clip(jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(system), True), wanted), low, high)
     rate = 1 / jnp.max(jnp.sum(jnp.abs(system), axis=0))  # at most 1 / the largest eigenvalue

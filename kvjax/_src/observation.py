@@ -72,13 +72,9 @@ class Needs:
     reconstruction: Reconstruction | None = None
 
     @property
-    def of_text(self) -> str | None:
-        """Say what a link does by the positions of keys in the text, which a cache must not turn; None for nothing."""
-        if self.reconstruction is not None and self.reconstruction.loss is not None:
-            return "takes the gradient of a loss over keys at"
-        if self.queries:
-            return "keeps queries that were rotated by"
-        return "turns queries back by" if self.rotary else None
+    def text_positions(self) -> bool:
+        """Whether keys must be rotated at their positions in the text, to compare with queries or for a loss."""
+        return self.rotary or self.queries or (self.reconstruction is not None and self.reconstruction.loss is not None)
 
     def __or__(self, other: Needs) -> Needs:
         windows = sorted({self.window, other.window} - {0})

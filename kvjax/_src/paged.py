@@ -8,8 +8,7 @@
     free           [P]            int32, a stack: the first num_free entries are the free pages
     next_position  [B]            int32
     state          per-slot arrays [P, page, ...] of a policy; a HeadState is [*L, B, K, ...]
-    axis           the mesh axis that splits a layer's heads, if K are those of one device (kvjax/_src/mesh.py); else
-                   None
+    axis           the mesh axis that splits a layer's heads, if K are those of one device (split_cache.py); else None
 
 The tokens of a head may be anywhere in its pages. A head takes pages when new tokens find no free slot, and frees pages
 when it has more than its tokens need: tokens of its last pages then move into free slots of its first ones. So when

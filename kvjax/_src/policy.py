@@ -45,7 +45,7 @@ class Protection(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """Carries a link's scores and the tokens that it has decided to keep.
+    """Hold a link's scores and the tokens that it has decided to keep.
 
     ``scores`` are those of all tokens, which the links behind it read. ``stays`` are tokens that are kept before all
     others, after those that are protected, whatever later links make of their scores. For later links they count as
@@ -78,7 +78,7 @@ class Policy:
         init: ``init(B, K, G, S, D) -> state`` of the links, a pytree of zeros whose leaves start with ``[B, K, S]``, or
             with ``[B, K]`` inside a :class:`kvjax.HeadState`; :meth:`state` is that of a cache.
         update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``. A link may
-            return :class:`kvjax._src.policy.Marked` scores. The last link may return :class:`kvjax.Weights`, from which
+            return :class:`kvjax.Marked` scores. The last link may return :class:`kvjax.Weights`, from which
             an eviction computes CAOTE's scores.
         needs: what it reads of an observation.
         protections: the tokens that always stay.

@@ -10,12 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax._src.block_checks import checked_budget
 from kvjax._src.border import OF_TOKENS, enter
-from kvjax._src.cache import CACHE, KVCache
+from kvjax._src.cache import CACHE, KVCache, check_cache
 from kvjax._src.chains import policy_of
 from kvjax._src.eviction import Budget, Evidence, axes_of_evidence
-from kvjax._src.insertion import check_cache, checked_block
+from kvjax._src.insertion import checked_block
 from kvjax._src.layer import (
     LayerBlock,
     ask,
@@ -30,7 +29,7 @@ from kvjax._src.layer import (
 )
 from kvjax._src.observation import Context, Needs
 from kvjax._src.policy import Policy
-from kvjax._src.policy_checks import check_measured, check_policy
+from kvjax._src.policy_checks import check_measured, check_policy, checked_budget
 
 
 def observe_each(

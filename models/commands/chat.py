@@ -24,8 +24,8 @@ import numpy as np
 import kvjax
 import models
 from kvjax._src.chains import policy_of
-from kvjax._src.mesh import ModelCache
 from kvjax._src.quantise import check_dtypes
+from kvjax._src.split_cache import ModelCache
 from models import commands, hosts, selecting
 from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, count, run_settings
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words

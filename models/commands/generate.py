@@ -17,8 +17,8 @@ import jax
 import models
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import MOST
-from kvjax._src.mesh import ModelCache
 from kvjax._src.policy_checks import check_policy_given
+from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import moments
 from kvjax.sources import SOURCES
 from models import commands, hosts, selecting

@@ -25,7 +25,7 @@ import models
 from evals import answering, claims, command_line, evaluator, report, run_settings, statistics, tasks
 from evals.answering import Feed
 from evals.run_settings import RECENCY, Setting
-from kvjax._src.mesh import ModelCache
+from kvjax._src.split_cache import ModelCache
 from models import commands, hosts
 from models.commands.programs import make_room
 from models.commands.shared_flags import add_shared_flags, count

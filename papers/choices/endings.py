@@ -17,7 +17,7 @@ import models
 from evals.answering import Feed, batches, padded, slots_of
 from evals.loglikelihood import log_probabilities, longest_first, width_in_blocks
 from evals.run_settings import Setting
-from kvjax._src.mesh import ModelCache
+from kvjax._src.split_cache import ModelCache
 from models import hosts
 from papers.choices.tasks import Sample
 

@@ -34,7 +34,7 @@ from tests.kvjax import test_attend_arguments as room
 from tests.kvjax import test_cache_file as cache_files
 from tests.kvjax import test_caote as caotes
 from tests.kvjax import test_checks as checks
-from tests.kvjax import test_mesh as meshes
+from tests.kvjax import test_split_cache as meshes
 from tests.models import reference, tiny
 from tests.models import test_kvgrad as kvgrads
 from tests.models.commands import test_chat as asked
@@ -79,6 +79,11 @@ def layers(policy: Any = None) -> kvjax.LayerCaches:
 @functools.cache
 def pages_of_layers() -> kvjax.PagedCache:
     return kvjax.PagedCache.init(batch=1, kv_heads=2, head_dim=4, pages=8, page_size=4, most=8, layers=2)
+
+
+@functools.partial(jax.jit, static_argnames="layer")
+def inserted(cache_: Any, vectors: Any, layer: int | None = None) -> Any:
+    return kvjax.insert(cache_, vectors, vectors, layer=layer)
 
 
 @functools.cache

@@ -55,6 +55,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(tiny, dense):
     np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
 
 
+@pytest.mark.matrix
 def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, dense):
     model, (chunks, true) = tiny[0], dense
     full, true = perplexity.losses(model, chunks, batch=2, counted=8), true[:, -9:-1]
@@ -90,6 +91,7 @@ def test_caote_is_compared_with_the_same_policy_without_it():
     assert rows[0]["increase"] == pytest.approx(np.exp(-0.1) - 1)
 
 
+@pytest.mark.matrix
 def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
     model, tokenizer, butler = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=4)

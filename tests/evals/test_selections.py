@@ -160,6 +160,7 @@ def test_a_policy_knows_its_layer_and_its_predictor(model, butler, tokens):
     assert np.abs(butlers - plain).max() > 1e-3  # in layer 0, or without it, the two would be the same
 
 
+@pytest.mark.matrix
 def test_padding_behind_a_sequence_changes_nothing_before_it(model, tokens):
     longer = np.concatenate([tokens, np.zeros((2, 4), int)], axis=1)
     short, padded = (np.asarray(simulate(model, x, "h2o", 0.5)) for x in (tokens, longer))

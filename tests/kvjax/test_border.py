@@ -248,6 +248,7 @@ def test_gradients_and_batches_of_caches_pass_the_border():
     np.testing.assert_allclose(each(placed, *several), each(cache, *several), rtol=1e-4)
 
 
+@matrix
 def test_outside_jit_the_arrays_tell_the_mesh():
     cache, (_, key, value) = empty(None, **SIZES | dict(budget=T)), (x[0] for x in rows())
     placed = jax.jit(functools.partial(on_mesh, mesh=mesh()))(cache)

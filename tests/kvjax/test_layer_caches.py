@@ -12,6 +12,10 @@ from kvjax import KVCache, LayerCaches
 B, K, D, SLOTS = 2, 2, 2, (3, 6, 4)
 HELD = (2, 5, 4)  # tokens per head of each layer
 
+compact = jax.jit(kvjax.compact, static_argnums=1)
+pack = jax.jit(kvjax.pack, static_argnames=("pages", "page_size", "most"))
+layer_of = jax.jit(lambda cache, number: cache.layer(number))
+
 
 @functools.cache
 def layers(batch: int = B, slots: tuple[int, ...] = SLOTS) -> LayerCaches:
@@ -36,7 +40,7 @@ def assert_same(a, b) -> None:
 def test_positions_are_those_of_all_slots_and_none_where_a_layer_has_no_slot():
     cache = layers()
     assert (cache.num_slots, cache.layer_slots, cache.slots_shape) == (6, SLOTS, (3, B, K, 6))
-    for whole, own in zip(cache.position, cache.layers, strict=True):
+    for whole, own in zip(np.asarray(cache.position), cache.layers, strict=True):
         np.testing.assert_array_equal(whole[..., : own.num_slots], own.position)
         assert (whole[..., own.num_slots :] == -1).all()
     assert isinstance(jax.device_get(cache).position, np.ndarray)
@@ -67,10 +71,10 @@ def test_a_row_joins_layer_by_layer_or_says_which_slots_are_too_few():
 
 def test_layers_of_unequal_slots_are_made_smaller_and_larger():
     for slots, expected in ((5, (3, 5, 4)), (6, SLOTS), (8, (8, 8, 8))):
-        made = kvjax.compact(layers(), slots)
+        made = compact(layers(), slots)
         assert made.layer_slots == expected
         for own, before in zip(made.layers, layers().layers, strict=True):
-            assert_same(own, kvjax.compact(before, own.num_slots))
+            assert_same(own, compact(before, own.num_slots))
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "layer", "model(normalise=False)"])
@@ -81,7 +85,7 @@ def test_evicting_by_scores_of_all_slots_keeps_what_the_pages_keep(allocation):
     evict = jax.jit(functools.partial(kvjax.evict, budget=2, allocation=allocation))
     left = evict(layers(), scores)
     assert left.layer_slots == SLOTS
-    paged = kvjax.pack(layers(), pages=60, page_size=1, most=6)
+    paged = pack(layers(), pages=60, page_size=1, most=6)
     of_pages = np.zeros(paged.position.shape, np.float32)
     table = np.asarray(paged.table)
     for layer, row, head in np.ndindex(3, B, K):
@@ -93,13 +97,13 @@ def test_evicting_by_scores_of_all_slots_keeps_what_the_pages_keep(allocation):
     def tokens(own: KVCache) -> list[list[int]]:
         return [sorted(head[head >= 0].tolist()) for head in np.asarray(own.position).reshape(B * K, -1)]
 
-    assert [tokens(own) for own in left.layers] == [tokens(whole.layer(layer)) for layer in range(3)]
+    assert [tokens(own) for own in left.layers] == [tokens(layer_of(whole, layer)) for layer in range(3)]
 
 
 def test_pages_hold_what_the_layers_held():
-    paged = kvjax.pack(layers(), pages=30, page_size=2, most=6)
+    paged = pack(layers(), pages=30, page_size=2, most=6)
     for number, own in enumerate(layers().layers):
-        here = paged.layer(number)
+        here = jax.device_get(layer_of(paged, number))
         for row, head in np.ndindex(B, K):
             order, place = (np.argsort(np.asarray(cache.position)[row, head]) for cache in (own, here))
             for of_own, of_pages in ((own.key, here.key), (own.value, here.value), (own.state[0], here.state[0])):
@@ -111,9 +115,15 @@ def test_pages_hold_what_the_layers_held():
 
 def test_evidence_of_layers_says_minus_infinity_where_a_layer_has_no_slot():
     cache = layers()
-    evidence = kvjax.Evidence.of_layers(cache, kvjax.parse("h2o@layer").allocation)
-    for number, own in enumerate(cache.layers):
-        said = kvjax.Evidence(np.full((B, K, own.num_slots), number, np.float32), np.ones(B, np.int32))
-        evidence = evidence.with_layer(cache, number, said)
+
+    @jax.jit
+    def said_of_layers(cache):
+        evidence = kvjax.Evidence.of_layers(cache, kvjax.parse("h2o@layer").allocation)
+        for number, own in enumerate(cache.layers):
+            said = kvjax.Evidence(np.full((B, K, own.num_slots), number, np.float32), np.ones(B, np.int32))
+            evidence = evidence.with_layer(cache, number, said)
+        return evidence
+
+    evidence = said_of_layers(cache)
     for number, scores in enumerate(np.asarray(evidence.scores)):
         assert (scores[..., : SLOTS[number]] == number).all() and (scores[..., SLOTS[number] :] == -np.inf).all()

@@ -79,6 +79,7 @@ def test_a_repetition_penalty_counts_what_a_cache_has_seen_and_compiles_one_toke
             models.stream(decoder(), rest, cache=cache, key=models.Draws(seen=wrong), **PENALISED)
 
 
+@pytest.mark.matrix
 def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_model():
     tokens = tiny.TOKENS[0]
 

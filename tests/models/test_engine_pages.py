@@ -164,6 +164,7 @@ def test_policies_that_share_a_prompt_free_and_the_full_cache_beside_them_does_n
     assert together.cache.nbytes == alone.cache.nbytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("policy", "budget"), first(1, [("snapkv(window=4)", 12), ("h2o+caote", 0.5), ("h2o@layer", 0.5)])
 )

@@ -135,6 +135,7 @@ def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, bu
     np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
 
 
+@pytest.mark.matrix
 def test_a_given_text_is_fed_to_steps_that_read_what_the_rule_says():
     settings = dict(select="quest(page_size=4)", budget=0.3, sinks=2, block=16)
     cache, hidden = models.teacher_forced(decoder(), TOKENS, prompt=PROMPT, **settings)
@@ -154,6 +155,7 @@ RAGGED, LENGTHS = np.random.default_rng(1).integers(0, V, (3, 43)), np.array([43
 ANSWER = dict(budget=0.3, block=16, max_new_tokens=6, end=(5, 9, 17))
 
 
+@pytest.mark.matrix
 def test_a_row_gets_the_tokens_that_it_gets_alone_in_a_stream():
     settings = dict(select="butler", networks=predictor(), **ANSWER)
     batch = models.generate(decoder(), RAGGED, lengths=LENGTHS, **settings)

@@ -44,18 +44,26 @@ def asking(name, file=TINY):
 
 def in_order(cache, array, T, nothing):
     """An array of the slots [L, B, K, S] as [L, B, K, T], by position."""
-    position = np.stack(positions(cache))
+    position = alike(positions(cache), -1)
     out = np.full((*position.shape[:-1], T + 1), nothing, array.dtype)
     np.put_along_axis(out, position, array, axis=-1)  # a free slot's -1 is the last, which is cut off
     return out[..., :T]
 
 
 def slots_of(cache, part):
-    return np.stack([np.asarray(part(cache.layer(layer))) for layer in range(cache.heads_shape[0])])
+    """A part of each layer, [L, B, K, S]."""
+    return alike([np.asarray(part(cache.layer(layer))) for layer in range(cache.heads_shape[0])], 0)
+
+
+def alike(layers, nothing):
+    """Arrays [B, K, S] of layers, stacked; a layer may have fewer slots than the others."""
+    most = max(own.shape[-1] for own in layers)
+    padding = ([(0, 0), (0, 0), (0, most - own.shape[-1])] for own in layers)
+    return np.stack([np.pad(*both, constant_values=nothing) for both in zip(layers, padding, strict=True)])
 
 
 def kept(cache, T):
-    return in_order(cache, np.ones_like(positions(cache), bool), T, False)
+    return in_order(cache, np.ones_like(alike(positions(cache), -1), bool), T, False)
 
 
 @pytest.mark.parametrize("block", first(1, [16, 128]))

@@ -19,6 +19,7 @@ def fitted():
     return models.prefill(decoder(), DOCUMENT, policy=NAME, when="prompt", question=4, **SETTINGS)
 
 
+@pytest.mark.matrix
 def test_a_run_keeps_what_the_reference_keeps_with_its_values_and_biases_in_pages():
     (cache, logits), P = fitted(), DOCUMENT.shape[1]
     expected = run(DOCUMENT[0], policy=NAME, when="prompt", question=4, **SETTINGS)
@@ -60,6 +61,7 @@ def test_by_block_another_turn_is_fitted_by_the_queries_that_the_first_one_left(
     assert abs(error).max() < 1e-2 * abs(expected.value).max()
 
 
+@pytest.mark.matrix
 def test_several_budgets_share_the_prompt_and_keep_no_samples_either():
     policies = [(NAME, SETTINGS["budget"]), (NAME, 2 * SETTINGS["budget"])]
     settings = {name: value for name, value in SETTINGS.items() if name != "budget"}

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import Draws, Sampling, sample
+from models import sampling
+from models.sampling import Draws, Sampling
 from tests.models.reference import softmax
 
+sample = jax.jit(sampling.sample, static_argnums=2)
 DRAWS = 4096
 WIDTH = 6  # of all logits here, so that they share programs; what is missing is ruled out
 
@@ -105,10 +107,10 @@ def test_a_repetition_penalty_divides_positive_logits_of_what_was_seen_and_multi
     """As in transformers' RepetitionPenaltyLogitsProcessor: of both kinds, one is now below its neighbour."""
     logits = jnp.asarray([[3.0, 2.6, -1.0, -np.inf], [-2.0, -1.0, -1.1, -np.inf], [0.5, 3.0, 2.6, -np.inf]])
     seen = np.array([[True, False, True, True], [False, True, False, False], [True, False, True, False]])
-    sampling, made = Sampling(repetition_penalty=1.2), []
+    how, made = Sampling(repetition_penalty=1.2), []
     draws = Draws(None, seen)
     for _ in range(3):
-        token, draws = sample(logits, draws, sampling)
+        token, draws = sample(logits, draws, how)
         made.append(token.tolist())
     # Behind each choice its token is seen, too: 2.6 / 1.2 < 3 / 1.2, and -1.1 * 1.2 < -1 * 1.2.
     assert made == [[1, 2, 1], [0, 1, 1], [0, 1, 1]]

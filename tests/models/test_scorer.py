@@ -128,6 +128,7 @@ def test_files_from_before_both_kinds_had_one_config_are_read(tmp_path, kind):
         np.testing.assert_array_equal(getattr(again, name)[...], getattr(own, name)[...])
 
 
+@pytest.mark.matrix
 def test_zap_reads_a_gate_in_16_bits():
     narrow = {name: getattr(gate(), name)[...].astype("bfloat16") for name in gate().config.shapes}
     own = models.Scorer(gate().config, narrow)

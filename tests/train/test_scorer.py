@@ -96,6 +96,7 @@ def test_figures_of_a_scorer_are_those_by_hand(model, monkeypatch):
     np.testing.assert_allclose(found["explained"], [1 - np.mean(one) / np.var(np.arange(10)) for one in errors])
 
 
+@matrix
 def test_the_command_trains(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,), max_positions=128)
     tokenizer = models.load("retriever")[1]

@@ -132,6 +132,7 @@ def prompts(tmp_path, lines):
     return str(file)
 
 
+@pytest.mark.matrix
 def test_each_of_many_prompts_gives_what_it_gives_alone(tmp_path, capsys):
     assert generate.main(["retriever", "--prompts", prompts(tmp_path, [THREE[0], "", *THREE[1:]]), *UNDER]) == 0
     out, err = capsys.readouterr()

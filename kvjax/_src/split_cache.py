@@ -159,6 +159,7 @@ class SplitCache(AnyKind):
         return _layer(self, index)
 
 
+Cache = KVCache | PagedCache | SplitCache  # of one layer, or of several in pages
 ModelCache = LayerCaches | PagedCache | SplitCache  # the cache of all layers of a model
 
 
