@@ -83,6 +83,9 @@ class Arguments(NamedTuple):
     cache_dtype: str | None = None
 
 
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # in the harness' order
+
+
 @functools.cache
 def model_class() -> type:
     """Return the class ``kvjax`` of lm-evaluation-harness's registry; the first call registers it."""
@@ -149,13 +152,16 @@ def model_class() -> type:
             return before, behind
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return self.text.chat(chat_history, add_generation_prompt)
+            text = self.text.chat(chat_history, add_generation_prompt)
+            return text if add_generation_prompt else _to_be_continued(text, chat_history[-1]["content"])
 
         def _loglikelihood_tokens(
             self, requests: Any, disable_tqdm: bool = False, **unused: Any
         ) -> list[tuple[float, bool]]:
             sequences = [[*context, *continuation][-self.max_length - 1 :] for _, context, continuation in requests]
             counts = [len(continuation) for _, _, continuation in requests]
+            if max(counts, default=0) > self.max_length:
+                raise ValueError(f"a choice has {max(counts)} tokens, but max_length is {self.max_length}; give more.")
             bar = progress_bar("request", total=len(requests), desc="likelihoods", quiet=disable_tqdm)
             answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
 
@@ -217,11 +223,11 @@ def model_class() -> type:
             return answers
 
         def _generate(self, contexts: Sequence[str], asked: dict[str, Any]) -> list[str]:
-            if asked.get("do_sample") and float(asked.get("temperature", 0)) > 0:
+            if asked.get("do_sample") is not False and float(asked.get("temperature") or 0) > 0:
                 raise ValueError("the task samples its answers, but kvjax answers greedily; set do_sample=False.")
             until = asked.get("until") or []
-            until = [until] if isinstance(until, str) else list(until)
-            new = int(asked.get("max_gen_toks", asked.get("max_new_tokens", self.max_gen_toks)))
+            until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+            new = int(next((asked[name] for name in LIMITS if asked.get(name) is not None), self.max_gen_toks))
             prompts = [self.tok_encode(context)[-max(self.max_length - new, 1) :] for context in contexts]
             lengths = np.array([len(prompt) for prompt in prompts])
             said: list[list[int]] = [[] for _ in prompts]
@@ -239,14 +245,32 @@ def model_class() -> type:
                 for row, one in enumerate(token.tolist()):
                     if one >= 0 and one not in self.model.config.eos:
                         said[row].append(one)
-                if until and step % 8 == 7 and all(any(u in self.text.decode(x) for u in until) for x in said):
+                if until and step % 8 == 7 and all(any(stop in self._raw(row) for stop in until) for row in said):
                     break
-            texts = [self.text.decode(row) for row in said]
-            ends = [[text.find(stop) for stop in until if stop and stop in text] for text in texts]
-            return [text[: min(places, default=len(text))] for text, places in zip(texts, ends, strict=True)]
+            return [self._ended(row, until) for row in said]
+
+        def _raw(self, row: Sequence[int]) -> str:
+            return self.text.decode(row, skip_special_tokens=False)
+
+        def _ended(self, row: Sequence[int], until: Sequence[str]) -> str:
+            """Return an answer up to its first stop, which may be the text of a special token."""
+            text = self.text.decode(row)
+            special = [stop for stop in until if stop not in text and stop in self._raw(row)]
+            if special:
+                heads = (row[:n] for n in range(1, len(row) + 1))
+                text = self.text.decode(next(head for head in heads if any(x in self._raw(head) for x in special)))
+            return text[: min((text.find(stop) for stop in until if stop in text), default=len(text))]
 
     register_model("kvjax")(KvjaxLM)
     return KvjaxLM
+
+
+def _to_be_continued(text: str, last: str) -> str:
+    """Return a chat's text up to the end of its last message, which an answer continues."""
+    at = text.rfind(last.strip())
+    if at < 0 or not last.strip():
+        raise ValueError(f"the chat template changes the last message, {last[:40]!r}, so it cannot be continued.")
+    return text[: at + len(last if text.startswith(last, at) else last.strip())]
 
 
 def _arguments(given: Mapping[str, Any]) -> Arguments:

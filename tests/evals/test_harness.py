@@ -100,6 +100,41 @@ def test_generation_stops_at_the_first_stop(kvjax_lm):
         kvjax_lm.generate_until([request(prompt, {"do_sample": True, "temperature": 1.0})], disable_tqdm=True)
 
 
+def test_stops_and_limits_are_the_harness_s_own(kvjax_lm):
+    def answer(**asked):
+        (text,) = kvjax_lm.generate_until([request("The river", asked)], disable_tqdm=True)
+        return text
+
+    whole = answer(max_gen_toks=12)
+    assert answer(until=[""], max_gen_toks=12) == whole, "an empty stop stops nothing"
+    assert answer(until=[whole[4:7]], max_gen_toks=12) == whole[: whole.find(whole[4:7])]
+    assert {answer(**{name: 3}) for name in harness.LIMITS} == {answer(max_gen_toks=3)}
+    assert answer(temperature=0.7, do_sample=False, max_gen_toks=3) == answer(max_gen_toks=3)
+    with pytest.raises(ValueError, match="answers greedily"):
+        answer(temperature=0.7)
+    special = kvjax_lm.text.special_tokens["bos_token"]
+    row = [*kvjax_lm.text.encode("The river", False), kvjax_lm.text.bos, *kvjax_lm.text.encode(" was calm", False)]
+    assert kvjax_lm._ended(row, [special]) == "The river"
+    assert kvjax_lm._ended(row, [" calm"]).endswith(" was")
+
+
+def test_a_choice_longer_than_the_limit_is_refused(kvjax_lm):
+    with pytest.raises(ValueError, match="a choice has 97 tokens, but max_length is 96"):
+        kvjax_lm._loglikelihood_tokens([(None, [1], [2] * 97)], disable_tqdm=True)
+
+
+def test_a_last_message_that_a_task_begins_is_continued(kvjax_lm, monkeypatch):
+    form = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
+    monkeypatch.setattr(kvjax_lm.text, "chat_template", form + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    asked = [{"role": "user", "content": "Which?"}]
+    assert kvjax_lm.apply_chat_template(asked) == "<user>Which?<end>\n<assistant>"
+    begun = [*asked, {"role": "assistant", "content": "The best answer is "}]
+    expected = "<user>Which?<end>\n<assistant>The best answer is "
+    assert kvjax_lm.apply_chat_template(begun, add_generation_prompt=False) == expected
+    with pytest.raises(ValueError, match="so it cannot be continued"):
+        kvjax_lm.apply_chat_template([*asked, {"role": "assistant", "content": " "}], add_generation_prompt=False)
+
+
 def test_a_chat_template_that_writes_bos_leaves_one(kvjax_lm, monkeypatch):
     form = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(kvjax_lm.text, "chat_template", form)
