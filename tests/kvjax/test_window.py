@@ -1,5 +1,6 @@
 """A window of queries that come one by one says what it says in one block."""
 
+import dataclasses
 import functools
 
 import jax
@@ -77,3 +78,15 @@ def test_an_eviction_begins_a_window_anew_in_its_rows_of_all_layers():
         state = jax.jit(begin_anew)((window, ()), np.array([True, False]))
         expected = np.broadcast_to([[0, 0], [5, 5]], (*layers, B, K))
         np.testing.assert_array_equal(state[0].queries.value, expected)
+
+
+def test_a_window_goes_on_in_rows_whose_budget_is_above_all_slots():
+    """A budget of all slots is none: beside a longer text the same row would have more of them."""
+    window = Window(kvjax.HeadState(np.full((2, K), 5, np.int32)), {})
+    held = np.broadcast_to(np.arange(S, dtype=np.int32), (2, K, S))
+    cache = kvjax.KVCache.init(batch=2, kv_heads=K, slots=S, head_dim=D, state=(window, ()))
+    cache = dataclasses.replace(cache, position=held)
+    scores = np.broadcast_to(np.arange(S, dtype=np.float32), held.shape)
+    left = jax.jit(kvjax.evict)(cache, scores, np.array([S, S + 1]))
+    assert left.num_live.tolist() == [[S] * K] * 2
+    assert left.state[0].queries.value.tolist() == [[0] * K, [5] * K]
