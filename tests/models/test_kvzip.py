@@ -136,8 +136,12 @@ kvgrad(measure='change')
 """.split()
 
 
-@pytest.mark.parametrize("policy", first(1, BY_BLOCK))
-def test_blocks_are_repeated_as_they_come_in(policy):
+@pytest.mark.parametrize(
+    ("policy", "each_way"),
+    first(2, [(BY_BLOCK[0], "layers"), (BY_BLOCK[0], "one program"), *((name, "layers") for name in BY_BLOCK[1:])]),
+    indirect=["each_way"],
+)
+def test_blocks_are_repeated_as_they_come_in(policy, each_way):
     settings = dict(policy=policy, budget=14, block=8, evict_every=3)
     made = models.generate(decoder(), TOKENS, lengths=LENGTHS, question=3, max_new_tokens=8, end=(), **settings)
     for row, length in enumerate(LENGTHS):
