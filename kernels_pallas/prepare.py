@@ -1,4 +1,4 @@
-"""What kernels share: the floats beside keys and values, a derivative."""
+"""Prepare what kernels share: the floats beside keys and values, a derivative."""
 
 from __future__ import annotations
 

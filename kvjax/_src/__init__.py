@@ -1,1 +1,1 @@
-"""What kvjax is made of, which may change: import the public names from kvjax."""
+"""Holds what kvjax is made of, which may change: import the public names from kvjax."""

@@ -73,7 +73,7 @@ class Needs:
 
     @property
     def text_positions(self) -> bool:
-        """Whether keys must be rotated at their positions in the text, to compare with queries or for a loss."""
+        """Say whether keys must be rotated at their positions in the text, to compare with queries or for a loss."""
         return self.rotary or self.queries or (self.reconstruction is not None and self.reconstruction.loss is not None)
 
     def __or__(self, other: Needs) -> Needs:

@@ -67,7 +67,7 @@ close = functools.partial(jax.tree.map, functools.partial(np.testing.assert_allc
 
 
 def entries(function, *given) -> int:
-    """How often a program enters a mesh."""
+    """Count how often a program enters a mesh."""
     return str(jax.make_jaxpr(function)(*given)).count("shard_map[")
 
 
