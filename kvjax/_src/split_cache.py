@@ -13,10 +13,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
-from kvjax._src.border import HEADS, OF_HEADS, OF_ROWS, ROWS, SAME, axes_of, check_mesh, mesh_of, on_devices, where
+from kvjax._src.border import (
+    HEADS,
+    OF_HEADS,
+    OF_ROWS,
+    SAME,
+    axes_of,
+    axes_of_heads,
+    check_mesh,
+    mesh_of,
+    on_devices,
+    where,
+)
 from kvjax._src.cache import CACHE, PARTS, AnyKind, KVCache, Positions, PyTree
 from kvjax._src.layer_caches import LayerCaches
 from kvjax._src.paged import PagedCache, pack
@@ -150,9 +161,7 @@ class SplitCache(AnyKind):
     @jax.jit
     def num_live(self) -> Int[Array, "*L B K"]:
         """Number of tokens that each head holds."""
-        return self.read(
-            lambda part: part.num_live, outputs=PartitionSpec(*(None,) * (len(self.heads_shape) - 2), ROWS, HEADS)
-        )
+        return self.read(lambda part: part.num_live, outputs=axes_of_heads(self))
 
     def layer(self, index: int | Int[Array, ""] | None = None) -> KVCache:
         """Copy a layer to a plain cache, as :meth:`kvjax.PagedCache.layer` does; its heads stay on their devices."""
