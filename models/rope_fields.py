@@ -30,6 +30,7 @@ class RopeFields(TypedDict, total=False):
     mscale: float | None
     mscale_all_dim: float | None
     truncate: bool | None
+    llama_4_scaling_beta: float | None
 
 
 def positive(name: str, value: float | None, default: float = 1.0) -> float:
@@ -41,6 +42,11 @@ def positive(name: str, value: float | None, default: float = 1.0) -> float:
 
 def positions_of(raw: Raw) -> int:
     return raw.get("max_position_embeddings") or 2048
+
+
+def reached_by(rope: Rope, positions: int) -> int:
+    """Return how many positions a model has: with YaRN its original ones, multiplied (Qwen's configs name these)."""
+    return max(positions, int(rope.original_positions * rope.factor)) if rope.type == "yarn" else positions
 
 
 def read_rope(raw: Raw, names: Mapping[str, str] = {}, partial: bool = False) -> Rope:
