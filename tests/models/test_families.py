@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import models
+from kernels_pallas.add_rms_norm.reference import rms_norm
 from models import dense, engine
 from models.config import Rope
-from models.decoder import rms_norm
 from models.rotary import rope_frequencies
 from models.steps import _entered, at_layer
 from tests.evals.test_selections import simulate
