@@ -46,7 +46,8 @@ Attend = Callable[
 ]
 
 FEW = 128  # tokens of a product whose sums are left to the next kernel, at most
-PART, COLUMNS = 2048, 12_288  # of a product's part: rows of weights at most; and columns of all parts at least
+LEAST, MOST = 256, 2048  # rows of weights in a product's part
+COLUMNS = 12_288  # of all parts together, at least
 
 
 class Unsummed(NamedTuple):
@@ -391,7 +392,7 @@ def _in_parts(x: Float[Array, "B T E"], weight: Float[Array, "E *out"]) -> Float
     """
     (E, *out), tokens = weight.shape, x.reshape(-1, x.shape[-1])
     P = 1
-    while E % (2 * P) == 0 and (E > PART * P or math.prod(out) * P < COLUMNS) and E >= 512 * P:
+    while E % (2 * P) == 0 and E >= 2 * LEAST * P and (E > MOST * P or math.prod(out) * P < COLUMNS):
         P *= 2
     return jnp.einsum(
         "rpe,pe...->pr...",

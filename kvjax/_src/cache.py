@@ -19,6 +19,7 @@ Heads hold different tokens, so a slot is not a position. A model has such a cac
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -29,7 +30,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas import insert_token
-from kernels_pallas.dispatch import Implementation
+from kernels_pallas.dispatch import Implementation, platform
 from kernels_pallas.insert_token.reference import Entries, first_free, unreadable, write_slots
 from kvjax._src.checks import check_count, check_names, is_known
 from kvjax._src.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
@@ -38,6 +39,7 @@ PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
 # How a tree is split that has one part for each part of a cache, of each device or of each layer; and the cache itself.
 PARTS, CACHE = object(), object()
+COMPARED = 2**27  # pairs that a GPU compares in about 50 microseconds, by count
 
 
 @jax.tree_util.register_dataclass
@@ -577,7 +579,9 @@ def by_position(position: Int[Array, "*heads S"]) -> tuple[Int[Array, "*heads S"
 def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
     """Return the index of the n-th True (counted from 1) on the last axis; the axis' length where there are fewer."""
     flat_count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-    find = jnp.searchsorted
+    # On a GPU each turn of a search is four programs; one program compares all, unless there are very many.
+    at_once = platform() == "gpu" and n.size * mask.shape[-1] <= COMPARED
+    find: Any = functools.partial(jnp.searchsorted, method="compare_all" if at_once else "scan")
     for _ in range(mask.ndim - 1):
         find = jax.vmap(find)
     return find(flat_count, n).astype(jnp.int32)
