@@ -37,7 +37,7 @@ def of_heads(x, parts, weight, *, epsilon, offset, interpret):
         grid=(rows,),
         in_specs=[of_row, pl.BlockSpec((P, None, E), lambda r: (0, r, 0)), pl.BlockSpec((E,), lambda r: (0,))],
         out_specs=[of_row] * 2,
-        compiler_params=triton.CompilerParams(num_warps=min(max(width // 256, 1), 16), num_stages=1),
+        compiler_params=triton.CompilerParams(num_warps=min(max(width // 128, 1), 32), num_stages=1),
         interpret=interpret,
         name="add_rms_norm",
     )(x, parts, weight)

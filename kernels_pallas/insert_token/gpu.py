@@ -29,36 +29,33 @@ def unsupported(entries: Any, *_: Any, **__: Any) -> str | None:
 
 def of_heads(arrays, new, position, next_position, new_position, *, lost, interpret):
     H, S = position.shape
-    rows = len(next_position)
-    K = H // rows
+    K = H // len(next_position)
     step = min(pl.next_power_of_2(S), SLOTS)
 
     def of_head(x):
         return pl.BlockSpec((None, *x.shape[1:]), lambda h: (h, *(0,) * (x.ndim - 1)))
 
     of_row = pl.BlockSpec((1,), lambda h: (h // K,))
-    written = [*arrays, position]
+    written = [*arrays, position, next_position]
+    at_written = [*map(of_head, arrays), of_head(position), of_row]
     *made, position, next_position, slot = pl.pallas_call(
-        functools.partial(_insert, step=step, lost=lost),
-        out_shape=[
-            *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
-            *[jax.ShapeDtypeStruct((length,), jnp.int32) for length in (rows, H)],
-        ],
+        functools.partial(_insert, heads=K, step=step, lost=lost),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written] + [jax.ShapeDtypeStruct((H,), jnp.int32)],
         grid=(H,),
-        in_specs=[*map(of_head, written), *map(of_head, new), of_row, of_row],
-        out_specs=[*map(of_head, written), of_row, pl.BlockSpec((1,), lambda h: (h,))],
+        in_specs=[*at_written, *map(of_head, new), of_row],
+        out_specs=[*at_written, pl.BlockSpec((1,), lambda h: (h,))],
         input_output_aliases={number: number for number in range(len(written))},
-        compiler_params=triton.CompilerParams(num_warps=min(max(step // 512, 4), 16), num_stages=1),
+        compiler_params=triton.CompilerParams(num_warps=min(max(step // 512, 4), 32), num_stages=1),
         interpret=interpret,
         name="insert_token",
-    )(*written, *new, next_position, new_position)
+    )(*written, *new, new_position)
     return made, position, next_position, slot
 
 
-def _insert(*refs, step, lost):
+def _insert(*refs, heads, step, lost):
     count = (len(refs) - 6) // 3
-    position = refs[count]
-    *new, next_position, new_position = refs[count + 1 : 2 * count + 3]
+    *_, position, next_position = refs[: count + 2]
+    *new, new_position = refs[count + 2 : 2 * count + 3]
     *arrays, to_position, to_next, to_slot = refs[2 * count + 3 :]
     (S,) = position.shape
     own = new_position[0]
@@ -86,4 +83,7 @@ def _insert(*refs, step, lost):
             number_of = jnp.where(full, jnp.nan, number_of).astype(array.dtype)
         triton.store(array.at[here], number_of, mask=enters & inside)
     triton.store(to_position.at[at], own, mask=enters)
-    to_next[0] = jnp.maximum(next_position[0], own + 1)  # the same for all heads of a row
+
+    @pl.when(pl.program_id(0) % heads == 0)
+    def move():
+        to_next[0] = jnp.maximum(next_position[0], own + 1)
