@@ -36,11 +36,11 @@ def add_rms_norm(
         >>> import jax, jax.numpy as jnp
         >>> from kernels_pallas import add_rms_norm
         >>> x, parts = jnp.array([[1.0, 2.0]]), jnp.array([[[1.0, 0.0]], [[1.0, 2.0]]])
-        >>> total, normed = jax.jit(lambda *given: add_rms_norm(*given, epsilon=7.0))(
+        >>> total, normed = jax.jit(lambda *given: add_rms_norm(*given, epsilon=3.5))(
         ...     x, parts, jnp.array([1.0, 2.0])
         ... )
         >>> total.tolist(), normed.round(3).tolist()
-        ([[3.0, 4.0]], [[0.688, 1.835]])
+        ([[3.0, 4.0]], [[0.75, 2.0]])
     """
     (rows, E), fits = x.shape, parts.ndim == 3
     if not fits or parts.shape[1] < rows or parts.shape[2] != E or weight.shape != (E,):
