@@ -311,10 +311,11 @@ def _before_attention(
     """Return the layer's input, and compute rotated queries and keys, and values."""
     x, y = _summed_and_normed(config, x, None if config.norms == "after" else weights["attention_norm"])
     if _by_kernels(x) and not (config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier):
-        angles = (jnp.broadcast_to(wave[:, :, 0], (*x.shape[:2], wave.shape[-1])) for wave in waves)
-        angles = (angle.reshape(-1, angle.shape[-1]) for angle in angles)
-        heads = split_heads(_in_parts(y, weights["qkv"]), *angles, weights.get("qkv_bias"), dtype=x.dtype)
-        return x, *(own.reshape(*x.shape[:2], *own.shape[1:]) for own in heads)
+        tokens = x.shape[:2]
+        cos, sin = (jnp.broadcast_to(wave, (*tokens, 1, wave.shape[-1])).reshape(-1, wave.shape[-1]) for wave in waves)
+        heads = split_heads(_in_parts(y, weights["qkv"]), cos, sin, weights.get("qkv_bias"), dtype=x.dtype)
+        query, key, value = (own.reshape(*tokens, *own.shape[1:]) for own in heads)
+        return x, query, key, value
     query, key, value = _project(config, weights, y)
     return x, rotate(query, *waves), rotate(key, *waves), value
 

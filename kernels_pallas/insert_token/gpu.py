@@ -75,13 +75,13 @@ def _insert(*refs, heads, step, lost):
     for number, (array, token) in enumerate(zip(arrays, new, strict=True)):
         if token.shape:
             column = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(token.shape[0]),), 0)
-            inside, here = column < token.shape[0], (jnp.full_like(column, at), column)
-            number_of = triton.load(token.at[column], mask=inside, other=filler(token.dtype))
+            inside, here = column < token.shape[0], array.at[jnp.full_like(column, at), column]
+            vector = triton.load(token.at[column], mask=inside, other=filler(token.dtype))
         else:
-            inside, here, number_of = True, (at,), token[...]
+            inside, here, vector = True, array.at[at], token[...]
         if number == lost:
-            number_of = jnp.where(full, jnp.nan, number_of).astype(array.dtype)
-        triton.store(array.at[here], number_of, mask=enters & inside)
+            vector = jnp.where(full, jnp.nan, vector).astype(array.dtype)
+        triton.store(here, vector, mask=enters & inside)
     triton.store(to_position.at[at], own, mask=enters)
 
     @pl.when(pl.program_id(0) % heads == 0)

@@ -27,5 +27,5 @@ def on_heads(
     made, position, next_position, slot = kernel(
         arrays, own, position.reshape(B * K, S), next_position, new_position, lost=lost
     )
-    arrays = {name: x.reshape(entries[name].shape) for name, x in zip(names, made, strict=True)}
-    return Inserted(arrays, position.reshape(B, K, S), next_position, slot.reshape(B, K))
+    written = {name: x.reshape(entries[name].shape) for name, x in zip(names, made, strict=True)}
+    return Inserted(written, position.reshape(B, K, S), next_position, slot.reshape(B, K))

@@ -47,7 +47,7 @@ def split_heads(
     rows, half = cos.shape
     fits = parts.ndim == 5 and parts.shape[1] >= rows and parts.shape[3] > 2 and parts.shape[4] == 2 * half
     if not fits or sin.shape != cos.shape or (bias is not None and bias.shape != parts.shape[2:]):
-        given = f"parts {parts.shape}, cosines {cos.shape}, sines {sin.shape}"
-        raise ValueError(f"{given}{'' if bias is None else f' and biases {bias.shape}'} do not fit.")
+        wrong = f"parts {parts.shape}, cosines {cos.shape}, sines {sin.shape}"
+        raise ValueError(f"{wrong}{'' if bias is None else f' and biases {bias.shape}'} do not fit.")
     given = parts, cos, sin, bias
     return dispatch("split_heads", *given, dtype=jnp.dtype(dtype).name, implementation=implementation)
