@@ -1,21 +1,31 @@
 """Operations, one folder each: the definition in plain JAX and, where they are faster, kernels for TPU and GPU."""
 
+from kernels_pallas.add_rms_norm.api import add_rms_norm
 from kernels_pallas.cache_attention.api import cache_attention
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.caote_topk.api import caote_topk
 from kernels_pallas.caote_topk.reference import Kept
+from kernels_pallas.insert_token.api import insert_token
+from kernels_pallas.insert_token.reference import Inserted
 from kernels_pallas.mse_logits.api import mse_logits
 from kernels_pallas.paged_attention.api import paged_attention
 from kernels_pallas.select_attention.api import select_attention
+from kernels_pallas.split_heads.api import split_heads
+from kernels_pallas.split_heads.reference import Heads
 
 __all__ = [
     "ONLY_REFERENCE",
     "STATISTICS",
     "ColumnStatistics",
+    "Heads",
+    "Inserted",
     "Kept",
+    "add_rms_norm",
     "cache_attention",
     "caote_topk",
+    "insert_token",
     "mse_logits",
     "paged_attention",
     "select_attention",
+    "split_heads",
 ]

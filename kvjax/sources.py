@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.insert_token.reference import write_slots
 from kernels_pallas.softmax import grouped_logits, scaled
-from kvjax._src.cache import write_slots
 from kvjax._src.checks import check_count
 from kvjax._src.scores import mix_bits
 from kvjax._src.short_names import called, check_number, makers, read, registered

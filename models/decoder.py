@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas import add_rms_norm, split_heads
+from kernels_pallas.add_rms_norm.reference import rms_norm, whole
 from kernels_pallas.dispatch import platform
 from kvjax import rotate
-from kvjax._src.border import mesh_of
+from kvjax._src.border import implementation_for, mesh_of
 from models.config import Config, Rope
 from models.dense import attention
 from models.parameters import (
@@ -42,6 +44,20 @@ Attend = Callable[
     [Carry, int, int | None, Float[Array, "B T N D"], Float[Array, "B T K D"], Any],
     tuple[Float[Array, "B T N D"], Carry, Output],
 ]
+
+FEW = 128  # tokens of a product whose sums are left to the next kernel, at most
+LEAST, MOST = 256, 2048  # rows of weights in a product's part
+COLUMNS = 12_288  # of all parts together, at least
+
+
+class Unsummed(NamedTuple):
+    """Hidden states on a GPU, to which a product is yet to be added: the norm that reads them adds its parts."""
+
+    x: Float[Array, "B T E"]
+    parts: Float[Array, "P more E"]
+
+
+Hidden = Float[Array, "B T E"] | Unsummed
 
 
 class Layer(nnx.Module):
@@ -165,9 +181,9 @@ class Decoder(nnx.Module):
             x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, number, window))
             outputs.append(output)
             if number == 0 and after_first is not None:
-                carry = after_first(x, carry)
+                carry = after_first(summed(x), carry)
         stacked: Any = jax.tree.map(lambda *each: jnp.stack(each), *outputs) if outputs else None
-        return x, carry, stacked
+        return summed(x), carry, stacked
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
         """Apply the last norm and the projection to the vocabulary, in float32."""
@@ -185,8 +201,7 @@ def logits_from(config: Config, ends: dict[str, Array], hidden: Float[Array, "*r
     accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
     weights, axes = (ends["head"], "ev") if "head" in ends else (ends["embedding"], "ve")
     alone = hidden.size == hidden.shape[-1] and platform() == "gpu"
-    # For one row XLA makes a float32 copy of all weights on a GPU; the other seven rows cost nothing there.
-    rows = jnp.pad(hidden.reshape(1, -1), ((0, 7), (0, 0))) if alone else hidden
+    rows = _eight(hidden.reshape(1, -1)) if alone else hidden
     logits = jnp.einsum(f"...e,{axes}->...v", rows, weights, preferred_element_type=accumulate)
     logits = logits[0].reshape(*hidden.shape[:-1], -1) if alone else logits
     logits, cap = _times(logits, 1 / config.logits_scaling), config.logits_soft_cap
@@ -270,11 +285,11 @@ def attend_densely(
 def run_layer[Carry, Output](
     config: Config,
     weights: dict[str, Array],
-    x: Float[Array, "B T E"],
+    x: Hidden,
     waves: tuple[Array, ...],
     attend: Callable[[Array, Array, Array], tuple[Array, Carry, Output]],
     shift: Float[Array, "B T E"] | None = None,
-) -> tuple[Float[Array, "B T E"], Carry, Output]:
+) -> tuple[Hidden, Carry, Output]:
     """Run one layer with the attention that the caller passes, ``attend(query, key, value)``.
 
     Args:
@@ -283,23 +298,32 @@ def run_layer[Carry, Output](
         shift: is added to the attention's output, behind W_O, so that a derivative may be taken with respect to it.
 
     Returns:
-        The input of the next layer, then the carry and the output that ``attend`` returned.
+        The input of the next layer, then the carry and the output that ``attend`` returned. On a GPU the input may be
+        :class:`Unsummed`; see :func:`summed`.
     """
-    out, carry, output = attend(*_before_attention(config, weights, x, waves))
+    x, query, key, value = _before_attention(config, weights, x, waves)
+    out, carry, output = attend(query, key, value)
     return _behind_attention(config, weights, x, out, shift), carry, output
 
 
 @partial(jax.jit, static_argnums=0)
 def _before_attention(
-    config: Config, weights: dict[str, Array], x: Float[Array, "B T E"], waves: tuple[Array, ...]
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
-    """Compute rotated queries and keys, and values."""
-    query, key, value = _project(config, weights, attention_input(config, weights, x))
+    config: Config, weights: dict[str, Array], x: Hidden, waves: tuple[Array, ...]
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+    """Return the layer's input, and compute rotated queries and keys, and values."""
+    x, y = _summed_and_normed(config, x, None if config.norms == "after" else weights["attention_norm"])
     cos, sin, *factor = waves
-    query = rotate(query, cos, sin)
+    if _by_kernels(x) and not (config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier):
+        tokens = x.shape[:2]
+        angles = (jnp.broadcast_to(wave, (*tokens, 1, wave.shape[-1])).reshape(-1, wave.shape[-1]) for wave in (cos, sin))
+        heads = split_heads(_in_parts(y, weights["qkv"]), *angles, weights.get("qkv_bias"), dtype=x.dtype)
+        query, key, value = (own.reshape(*tokens, *own.shape[1:]) for own in heads)
+    else:
+        query, key, value = _project(config, weights, y)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     if factor:
         query = (query * factor[0]).astype(query.dtype)
-    return query, rotate(key, cos, sin), value
+    return x, query, key, value
 
 
 @partial(jax.jit, static_argnums=0)
@@ -309,35 +333,102 @@ def _behind_attention(
     x: Float[Array, "B T E"],
     out: Float[Array, "B T N D"],
     shift: Float[Array, "B T E"] | None,
-) -> Float[Array, "B T E"]:
+) -> Hidden:
     """Add what a layer makes of its attention's output to its input: W_O, then the feed-forward."""
+    few = _by_kernels(x)
+    bare = few and config.norms == "before" and config.residual_multiplier == 1  # only the product is added
 
-    def added(out: Array, post_norm: str) -> Array:
+    def added(x: Array, out: Array, post_norm: str) -> Hidden:
         if config.norms != "before":
             out = _norm(config, out, weights[post_norm])
-        return _times(out, config.residual_multiplier)
+        out = _times(out, config.residual_multiplier)
+        return Unsummed(x, out.reshape(1, -1, out.shape[-1])) if few else x + out
 
-    out = out.reshape(*out.shape[:2], -1) @ weights["output"]
-    if config.output_bias:
-        out = out + along_last(weights["output_bias"], out)
-    if shift is not None:
-        out = out + shift
-    x = x + added(out, "attention_post_norm")
-    y = x if config.norms == "after" else _norm(config, x, weights["feed_norm"])
-    return x + added(feed_forward(config, weights, y), "feed_post_norm")
+    out = out.reshape(*out.shape[:2], -1)
+    between: Hidden
+    if bare and not config.output_bias and shift is None:
+        between = Unsummed(x, _in_parts(out, weights["output"]))
+    else:
+        out = out @ weights["output"]
+        if config.output_bias:
+            out = out + along_last(weights["output_bias"], out)
+        if shift is not None:
+            out = out + shift
+        between = added(x, out, "attention_post_norm")
+    x, y = _summed_and_normed(config, between, None if config.norms == "after" else weights["feed_norm"])
+    if bare and "router" not in weights:
+        return Unsummed(x, _in_parts(_gate_up(config, weights, y), weights["down"]))
+    return added(x, feed_forward(config, weights, y), "feed_post_norm")
 
 
-def attention_input(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+def attention_input(config: Config, weights: dict[str, Array], x: Hidden) -> Float[Array, "B T E"]:
     """Return what a layer's queries, keys and values are made of, from the layer's input and its arrays."""
-    return x if config.norms == "after" else _norm(config, x, weights["attention_norm"])
+    return _summed_and_normed(config, x, None if config.norms == "after" else weights["attention_norm"])[1]
+
+
+def summed(x: Hidden) -> Float[Array, "B T E"]:
+    """Return hidden states to which nothing is yet to be added."""
+    if not isinstance(x, Unsummed):
+        return x
+    rows = math.prod(x.x.shape[:2])
+    return x.x + whole(x.parts[:, :rows], x.x.dtype).reshape(x.x.shape)
+
+
+def _summed_and_normed(
+    config: Config, x: Hidden, weight: Float[Array, "E"] | None
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
+    """Return hidden states, and their norm, or themselves where there is no weight."""
+    if weight is not None and isinstance(x, Unsummed):
+        given = x.x.reshape(-1, x.x.shape[-1]), x.parts, weight
+        made = add_rms_norm(*given, epsilon=config.norm_epsilon, offset=config.norm_offset)
+        total, normed = (own.reshape(x.x.shape) for own in made)
+        return total, normed
+    x = summed(x)
+    return x, x if weight is None else _norm(config, x, weight)
+
+
+def _by_kernels(x: Float[Array, "B T E"]) -> bool:
+    """Tell whether kernels of a GPU do what stands between products: for few tokens, where no mesh splits anything."""
+    return platform() == "gpu" and math.prod(x.shape[:2]) <= FEW and implementation_for("auto", x) == "auto"
+
+
+def _in_parts(x: Float[Array, "B T E"], weight: Float[Array, "E *out"]) -> Float[Array, "P more *out"]:
+    """Multiply few tokens by weights in parts along E, as XLA does on a GPU, but leave their sum to the next kernel.
+
+    A kernel has a row to itself, so as few parts as occupy the GPU, and as XLA does not split again.
+    """
+    (E, *out), tokens = weight.shape, x.reshape(-1, x.shape[-1])
+    P = 1
+    while E % (2 * P) == 0 and E >= 2 * LEAST * P and (E > MOST * P or math.prod(out) * P < COLUMNS):
+        P *= 2
+    return jnp.einsum(
+        "rpe,pe...->pr...",
+        _eight(tokens).reshape(-1, P, E // P),
+        weight.reshape(P, E // P, *out),
+        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+    )
+
+
+def _eight(rows: Float[Array, "R E"]) -> Float[Array, "rows E"]:
+    """Return a single row eight times, which cost a GPU no more.
+
+    Of a single one XLA makes a product and a sum of float32 copies of small weights, cuBLAS such copies of all.
+    """
+    return jnp.broadcast_to(rows, (8, rows.shape[1])) if len(rows) == 1 else rows
 
 
 def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     """Apply a layer's feed-forward network, or those experts that the router chooses for each token."""
-    activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
     if "router" in weights:
-        return _experts(config, weights, x, activation)
-    return _gated(jnp.einsum("bte,ecf->btcf", x, weights["gate_up"]), activation) @ weights["down"]
+        return _experts(config, weights, x, _ACTIVATIONS[config.activation])
+    return _gate_up(config, weights, x) @ weights["down"]
+
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
+
+
+def _gate_up(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T F"]:
+    return _gated(jnp.einsum("bte,ecf->btcf", x, weights["gate_up"]), _ACTIVATIONS[config.activation])
 
 
 def _gated(gate_up: Float[Array, "*rest 2 F"], activation: Callable[[Array], Array]) -> Float[Array, "*rest F"]:
@@ -396,20 +487,6 @@ def run_experts(
 
 def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
     return x if factor == 1 else x * factor
-
-
-def rms_norm(
-    x: Float[Array, "*rest E"], weight: Float[Array, "E"], epsilon: float, offset: bool = False
-) -> Float[Array, "*rest E"]:
-    """Compute x / sqrt(mean(x^2) + epsilon) * weight, with the mean in at least float32.
-
-    With ``offset`` the factor is 1 + weight, which is also added and multiplied in at least float32.
-    """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    if offset:
-        return (normed * (1 + along_last(weight, x).astype(normed.dtype))).astype(x.dtype)
-    return along_last(weight, x) * normed.astype(x.dtype)
 
 
 def _norm(config: Config, x: Float[Array, "*rest E"], weight: Float[Array, "E"]) -> Float[Array, "*rest E"]:

@@ -93,12 +93,15 @@ def token_step(
     draws: Draws,
     phase: Phase,
     sampling: Sampling,
-) -> tuple[Int[Array, "B"], DecodeState, Draws]:
-    """Feed one token per row and choose the next ones in one program."""
+) -> tuple[DecodeState, Int[Array, "B"], Draws]:
+    """Feed one token per row and choose the next ones in one program.
+
+    The state comes first: JAX gives donated arrays to outputs of their shape in order, each layer's to that layer.
+    """
     position = decode_positions(finished, state.cache.next_position)
     hidden, state = forward(run, state, token[:, None], position, phase)
     token, draws = sample(run.model.logits(hidden[:, 0]), draws, sampling)
-    return token, state, draws
+    return state, token, draws
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"))
@@ -155,7 +158,9 @@ class Steps:
     ) -> tuple[Int[Array, "B"], DecodeState, Draws]:
         """Feed one token per row and choose the next ones; the given state is donated."""
         if self.layers is None:
-            return token_step(self.run, state, token, finished, draws, decode_phase(self.run.plan, step), sampling)
+            phase = decode_phase(self.run.plan, step)
+            state, chosen, draws = token_step(self.run, state, token, finished, draws, phase, sampling)
+            return chosen, state, draws
         model, (hidden, state) = self.run.model, self.fed(state, token, finished, step)
         chosen, draws, _ = next_token(model.config, model.ends(), hidden, draws, sampling)
         return chosen, state, draws
@@ -368,7 +373,7 @@ def generate_at_once(
 
     def advance(loop, phase):
         step, state, draws, token, finished, out, count = loop
-        token, state, draws = token_step(run, state, token, finished, draws, phase, choice.sampling)
+        state, token, draws = token_step(run, state, token, finished, draws, phase, choice.sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
         count = count + (~finished).astype(jnp.int32)
         finished = finished | jnp.isin(token, jnp.array(choice.end, jnp.int32))

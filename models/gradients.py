@@ -23,7 +23,7 @@ from kvjax._src.reconstruction import Reconstruction
 from kvjax._src.split_cache import ModelCache
 from kvjax.schedule import HostOrDevice
 from models.config import Config
-from models.decoder import Decoder, entered, logits_from, rope_of_layer, run_layer
+from models.decoder import Decoder, entered, logits_from, rope_of_layer, run_layer, summed
 
 SLOTS = 256  # of a head whose weights are held at a time
 
@@ -103,7 +103,7 @@ def _forward(
         block = LayerBlock(query, stored(key, dtypes.key), stored(value, dtypes.value), layer.position)
         return _attend_constant(config.attention_soft_cap, held, block, layer.window), None, None
 
-    return run_layer(config, weights, x, layer.waves, attend, shift)[0]
+    return summed(run_layer(config, weights, x, layer.waves, attend, shift)[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.add_rms_norm.reference import rms_norm
 from kvjax import Prediction
 from kvjax._src.checks import check_count, check_fields
 from models.config import Config
-from models.decoder import rms_norm
 from models.parameters import check_rngs, drawn
 
 Kind = Literal["gate", "scorer"]

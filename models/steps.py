@@ -30,7 +30,17 @@ from kvjax.schedule import HostOrDevice, Phase
 from models import selecting
 from models.butler import Butler
 from models.config import Config
-from models.decoder import Decoder, attention_input, embed, frequencies, rope_of_layer, rotation, run_layer
+from models.decoder import (
+    Decoder,
+    Hidden,
+    attention_input,
+    embed,
+    frequencies,
+    rope_of_layer,
+    rotation,
+    run_layer,
+    summed,
+)
 from models.gradients import loss_gradient
 from models.networks import Network
 from models.plan import Plan, Rows
@@ -146,14 +156,14 @@ def forward(
         x, carry = layer_step(config, plan, own, weights, here, x, carry, run.network)
         if number == 0 and run.pauses(phase):
             entered = None if run.ahead is None else run.ahead.entered(model, jnp.asarray(tokens))
-            carry = _look_ahead(plan.selection is not None, run.ahead, block.position, entered, x, carry)
+            carry = _look_ahead(plan.selection is not None, run.ahead, block.position, entered, summed(x), carry)
         caches.append(carry.cache)
         sources.append(carry.source)
     said: Any = carry.evidence if plan.each and carry.evidence is not None else ()
     cache = LayerCaches(tuple(caches)) if isinstance(cache, LayerCaches) else carry.cache
     if not plan.each and carry.evidence is not None:
         cache = _evict(cache, carry.evidence, block.budgets)
-    return x, DecodeState(cache, carry.memory, tuple(sources) if plan.selection is not None else (), said)
+    return summed(x), DecodeState(cache, carry.memory, tuple(sources) if plan.selection is not None else (), said)
 
 
 def _at_slots(phase: Phase, slots: int, most: int) -> Phase:
@@ -203,10 +213,10 @@ def layer_step(
     phase: Phase,
     weights: dict[str, Array],
     here: Here,
-    x: Float[Array, "B T E"],
+    x: Hidden,
     carry: LayerCarry,
     network: Network | None,
-) -> tuple[Float[Array, "B T E"], LayerCarry]:
+) -> tuple[Hidden, LayerCarry]:
     """Run one layer on a block, with what :func:`at_layer` returns for the layer."""
     if network is not None:
         layer: Any = here.context.layer

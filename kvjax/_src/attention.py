@@ -22,6 +22,7 @@ from kvjax._src.layer import (
     choosable,
     entering,
     heads_joined,
+    inserted,
     layer_index,
     prepared,
     promises_room,
@@ -226,7 +227,7 @@ def _observe(
     """Observe a block on one device."""
     block, context = prepared(cache, block, context)
     needs = Needs() if policy is None else policy.needs
-    cache = cache.insert(block.key, block.value, block.position, room=promises_room(policy, budget, context))
+    cache = inserted(cache, block, context, promises_room(policy, budget, context))
     out, columns, block, here = attend_heads(cache, block, needs, context)
     if policy is None:
         return out, cache, None

@@ -29,14 +29,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
 
+from kernels_pallas import insert_token
+from kernels_pallas.dispatch import Implementation, platform
+from kernels_pallas.insert_token.reference import Entries, first_free, unreadable, write_slots
 from kvjax._src.checks import check_count, check_names, is_known
 from kvjax._src.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
-Entries = dict[str, Any]  # arrays by name, see above
 # How a tree is split that has one part for each part of a cache, of each device or of each layer; and the cache itself.
 PARTS, CACHE = object(), object()
+COMPARED = 2**27  # pairs that a GPU compares in about 50 microseconds, by count
 
 
 @jax.tree_util.register_dataclass
@@ -310,29 +313,50 @@ class KVCache(Stored):
         """Return the number of tokens that each head holds."""
         return count_live(self.position)
 
-    def insert(self, key: Array, value: Array, position: Int[Array, "B T"], *, room: bool = False) -> KVCache:
-        """Insert tokens as :func:`kvjax.insert` does, which has checked them; ``room`` promises that they fit."""
+    def insert(
+        self,
+        key: Array,
+        value: Array,
+        position: Int[Array, "B T"],
+        *,
+        room: bool = False,
+        implementation: Implementation = "reference",
+    ) -> KVCache:
+        """Insert tokens as :func:`kvjax.insert` does, which has checked them; ``room`` promises that they fit.
+
+        ``implementation`` is that of :func:`kernels_pallas.insert_token`, which inserts single tokens.
+        """
         (B, T, K, _), S = key.shape, self.num_slots
+        room = room or is_known(self.position, position)  # where they are known, tokens without room were refused
+        new = as_stored(self, key.swapaxes(1, 2), value.swapaxes(1, 2))
+        if T == 1:
+            own, place = jax.tree.map(lambda x: x[:, :, 0], new), position[:, 0]
+            held = self.entries, self.position, self.next_position
+            inserted = insert_token(*held, own, place, room=room, implementation=implementation)
+            is_new = jax.lax.broadcasted_iota(jnp.int32, (B, K, S), 2) == inserted.slot[..., None]
+
+            def entered(leaf: Array) -> Array:
+                return jnp.where(is_new.reshape(B, K, S, *(1,) * (leaf.ndim - 3)), jnp.zeros((), leaf.dtype), leaf)
+
+            return dataclasses.replace(
+                self,
+                entries=inserted.entries,
+                position=inserted.position,
+                next_position=inserted.next_position,
+                state=map_slots(entered, self.state),
+            )
         valid = position >= 0
-        slot = slots_for(valid, ~self.live)
-        lost = None
-        if not (room or is_known(self.position, position)):  # where they are known, tokens without room were refused
+        slot, lost = slots_for(valid, ~self.live), None
+        if not room:
             slot, lost = overwriting(slot, valid, S)
         slot = jnp.where(valid[:, None], slot, S)  # out of bounds: not written
 
         def write(leaf: Array, new: Array) -> Array:
-            if T > 1:
-                return write_slots(leaf, new.astype(leaf.dtype), slot)
-            # One slot: a select becomes a part of the programs that read the slots next; a scatter is one of its own.
-            is_here = jax.lax.broadcasted_iota(jnp.int32, (B, K, S), 2) == slot
-            return jnp.where(is_here.reshape(B, K, S, *(1,) * (leaf.ndim - 3)), new.astype(leaf.dtype), leaf)
+            return write_slots(leaf, new.astype(leaf.dtype), slot)
 
-        entries = unreadable(as_stored(self, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
         return dataclasses.replace(
             self,
-            entries=jax.tree.map(
-                lambda leaf, new: write_slots(leaf, new.astype(leaf.dtype), slot), self.entries, entries
-            ),
+            entries=jax.tree.map(write, self.entries, unreadable(new, lost)),
             position=write(self.position, jnp.broadcast_to(position[:, None], (B, K, T))),
             next_position=jnp.maximum(self.next_position, jnp.max(position, axis=1) + 1),
             state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[3:]))), self.state),
@@ -454,8 +478,7 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
 def slots_for(valid: Bool[Array, "B T"], free: Bool[Array, "B K S"]) -> Int[Array, "B K T"]:
     """Return the free slot that each valid token takes, in slot order; S where there is none."""
     if valid.shape[1] == 1:  # the first one needs no search, whose turns are programs of their own on a GPU
-        slot = jax.lax.broadcasted_iota(jnp.int32, free.shape, 2)
-        return jnp.min(jnp.where(free, slot, free.shape[2]), axis=-1, keepdims=True)
+        return first_free(free)[..., None]
     count = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
     return nth_true(free, jnp.broadcast_to(count[:, None], (*free.shape[:2], valid.shape[1])))
 
@@ -472,15 +495,6 @@ def overwriting(
     lost = jnp.any(valid[:, None] & (slot >= last), axis=2)
     count = jnp.cumsum(valid, axis=1, dtype=jnp.int32)[:, None] if valid.shape[1] > 1 else 1
     return jnp.where(lost[..., None], last - count, slot), lost
-
-
-def unreadable(entries: Entries, lost: Bool[Array, "*heads"] | None) -> Entries:
-    """Return keys and values with NaN as keys where tokens are lost, so that what attends over them is NaN."""
-    if lost is None:
-        return entries
-    name = "key_scale" if "key_scale" in entries else "key"
-    lost = lost.reshape(*lost.shape, *(1,) * (entries[name].ndim - lost.ndim))
-    return entries | {name: jnp.where(lost, jnp.nan, entries[name]).astype(entries[name].dtype)}
 
 
 def up_to[C: Any](cache: C, end: Int[Array, "B"]) -> C:
@@ -565,29 +579,9 @@ def by_position(position: Int[Array, "*heads S"]) -> tuple[Int[Array, "*heads S"
 def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
     """Return the index of the n-th True (counted from 1) on the last axis; the axis' length where there are fewer."""
     flat_count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-    find = jnp.searchsorted
+    # On a GPU each turn of a search is four programs; one program compares all, unless there are very many.
+    at_once = platform() == "gpu" and n.size * mask.shape[-1] <= COMPARED
+    find: Any = functools.partial(jnp.searchsorted, method="compare_all" if at_once else "scan")
     for _ in range(mask.ndim - 1):
         find = jax.vmap(find)
     return find(flat_count, n).astype(jnp.int32)
-
-
-# The slots of one call are distinct. Pages are not, as rows of a call may share them: they take another scatter.
-_overwrite = functools.partial(jax.lax.scatter, unique_indices=True)
-
-
-def write_slots(
-    array: Array, new: Array, slot: Int[Array, "B K T"], scatter: Callable[..., Array] = _overwrite
-) -> Array:
-    """Set array[b, k, slot[b, k, t]] = new[b, k, t], as one scatter that is parallel in b and k.
-
-    The batching dimensions are given, so that a cache sharded over them is updated without communication. With
-    ``jax.lax.scatter_min``, for example, the smaller of the old and the new stays.
-    """
-    numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(3, new.ndim)),
-        inserted_window_dims=(2,),
-        scatter_dims_to_operand_dims=(2,),
-        operand_batching_dims=(0, 1),
-        scatter_indices_batching_dims=(0, 1),
-    )
-    return scatter(array, slot[..., None], new, numbers, mode="drop")

