@@ -200,15 +200,15 @@ def describe(setting: steps.Setting, program: str, chip: Any, known: Mosaic) -> 
     }
 
 
-def kernel_sources() -> dict[str, str]:
+def kernel_sources(package: Path = PACKAGE) -> dict[str, str]:
     """Return a digest of the code of the kernels for GPUs, one for each operation and one for what they share.
 
     Comments and docstrings do not count, and every version of Python gives the same.
     """
     found = collections.defaultdict[str, list[Any]](list)
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(package.rglob("*.py")):
         if path.stem != "tpu":
-            place = path.relative_to(PACKAGE.parent)
+            place = path.relative_to(package.parent)
             found[str(place.parent)].append([path.name, _plain(ast.parse(path.read_text(encoding="utf-8")))])
     return {folder: digest(code) for folder, code in found.items()}
 
@@ -223,6 +223,11 @@ def _plain(node: Any) -> Any:
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
         fields = [(name, value[1:] if name == "body" else value) for name, value in fields]
     return [type(node).__name__, *([name, _plain(value)] for name, value in fields)]
+
+
+def heading(settings: dict[str, Any]) -> str:
+    """Return the title of the section."""
+    return f"Compiled for a GPU that is not at hand ({settings['device']})"
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:

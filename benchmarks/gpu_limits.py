@@ -92,20 +92,17 @@ def worse(results: Sequence[Mapping[str, Any]], limits: Limits) -> list[str]:
 def tightened(results: Sequence[Mapping[str, Any]], limits: Limits) -> Limits:
     """Return the limits of these programs: those that there are, or the figures where they are better or new.
 
-    Limits of programs that are not among the results stay. A figure that is worse than a default gets no limit here.
+    A figure that is worse than a default gets no limit here.
     """
     found: dict[str, dict[str, float]] = {}
     for section, own in figures(results).items():
         _, default, least = FIGURES[section]
-        better = max if least else min
-        each = dict(limits.get(section, {}))
+        better, each = max if least else min, dict[str, float]()
         for name, value in own.items():
-            if default is None:
-                each[name] = better(each.get(name, value), value)
-            elif name in each:
-                each[name] = better(each[name], value)
-        kept = {name: limit for name, limit in each.items() if default is None or better(limit, default) != limit}
-        found[section] = kept
+            limit = better(value, limits.get(section, {}).get(name, value if default is None else default))
+            if limit != default and (default is None or name in limits.get(section, {})):
+                each[name] = limit
+        found[section] = each
     return found
 
 

@@ -179,10 +179,13 @@ def mosaic_kernels(found: Sequence[Launch], folder: Path, printed: str, known: M
         place = counts[name] = counts.get(name, -1) + 1  # in the order in which the kernels of a name are lowered
         if own not in known:
             entry = f"{name}_mosaic_gpu_kernel"
-            text = next(i for i, (each, _) in enumerate(texts) if each == entry)
-            code = next(i for i, (each, _) in enumerate(codes) if each == entry)
-            (_, lines), (_, made) = texts.pop(text), codes.pop(code)
-            known[own] = Kernel(name, "Mosaic", *made[:2], made.shared_bytes + sizes[name][place], *lines)
+            lines = next((each for each in texts if each[0] == entry), None)
+            made = next((each for each in codes if each[0] == entry), None)
+            if lines is None or made is None:
+                raise ValueError(f"the kernel {name} was compiled before in this process, and its code is not known.")
+            texts.remove(lines), codes.remove(made)
+            shared = made[1].shared_bytes + sizes[name][place]
+            known[own] = Kernel(name, "Mosaic", *made[1][:2], shared, *lines[1])
         kernels.append(known[own])
     return kernels
 

@@ -13,7 +13,7 @@ VERSIONS = {"python": "3.12", "jax": "0.12"}
 def step(policy: str, prompt: int, milliseconds: float, *, shape: str = "llama-3.1-8b", budget: int | None = 8192):
     return {
         "name": f"{shape} {policy} {prompt}", "kind": "decode", "shape": shape, "batch": 1, "budget": budget,
-        "prompt": prompt, "policy": policy, "milliseconds": milliseconds, "low": milliseconds, "high": milliseconds,
+        "prompt": prompt, "policy": policy, "slots": 8320 if budget else prompt, "milliseconds": milliseconds, "low": milliseconds, "high": milliseconds,
         "floor_milliseconds": 4.0, "compiled_bytes": 30, "weight_bytes": 20, "cache_bytes": 10, "repetitions": 3,
     }  # fmt: skip
 
