@@ -99,8 +99,9 @@ def tightened(results: Sequence[Mapping[str, Any]], limits: Limits) -> Limits:
         _, default, least = FIGURES[section]
         better, each = max if least else min, dict[str, float]()
         for name, value in own.items():
-            limit = better(value, limits.get(section, {}).get(name, value if default is None else default))
-            if limit != default and (default is None or name in limits.get(section, {})):
+            held = limits.get(section, {}).get(name)
+            limit = value if held is None else better(value, held)
+            if default is None or (held is not None and better(limit, default) != limit):
                 each[name] = limit
         found[section] = each
     return found

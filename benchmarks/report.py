@@ -231,11 +231,12 @@ def against_full(document: Document) -> str:
     ours, whole = scored[0], max(full, key=lambda r: r["prompt"])
     saved = "memory" + (" and time" if ours["milliseconds"] < whole["milliseconds"] else ", not time")
     gib = [r["compiled_bytes"] / 2**30 for r in (ours, whole)]
+    when = "at that time" if "replaced_by" in document else "here"
     return (
         f"\nIn {document['file']} (commit {document['commit']}) a step with {ours['policy']} and a budget of "
         f"{ours['budget']:,} took {ours['milliseconds']:.1f} ms and {gib[0]:.1f} GiB, one over a full cache of "
         f"{whole['prompt']:,} tokens {whole['milliseconds']:.1f} ms and {gib[1]:.1f} GiB: "
-        f"on a GPU, at that time, eviction saved {saved}.\n"
+        f"on a GPU eviction, {when}, saved {saved}.\n"
     )
 
 
