@@ -183,7 +183,8 @@ def mosaic_kernels(found: Sequence[Launch], folder: Path, printed: str, known: M
             made = next((each for each in codes if each[0] == entry), None)
             if lines is None or made is None:
                 raise ValueError(f"the kernel {name} was compiled before in this process, and its code is not known.")
-            texts.remove(lines), codes.remove(made)
+            texts.remove(lines)
+            codes.remove(made)
             shared = made[1].shared_bytes + sizes[name][place]
             known[own] = Kernel(name, "Mosaic", *made[1][:2], shared, *lines[1])
         kernels.append(known[own])

@@ -161,7 +161,7 @@ def parts_of(document: Document) -> list[Document]:
     if document["benchmark"] != "accelerator":
         return [document]
     name = f"{Path(document['file']).stem}-" if "file" in document else ""
-    told = {key: document[key] for key in ("note", "replaced_by") if key in document}
+    told: Record = {key: document[key] for key in ("note", "replaced_by") if key in document}
     parts = [(record["part"], record["document"]) for record in document["results"]]
     return [{"file": f"{name}{part}", **told, **own} for part, own in parts if own is not None and "benchmark" in own]
 
