@@ -57,10 +57,12 @@ call; a loop's launches count once per turn. Launches to least us are a layer's,
 MiB: what the launches read and write if each reads once what it needs. weights moved: MiB of large arrays that are only
 copied or converted. least: the launches at 2 us, and the MiB at 4.0 TB/s, less where a launch has fewer blocks than the
 chip has multiprocessors. step: all layers, the embedding and the head. On a device XLA also tries cuBLAS for each
-product, and may copy a layer's weights for it."""
-KERNELS_LEGEND = """The worst of its programs: the one of which the fewest blocks fit on a multiprocessor at once, by
-registers, threads and shared memory. spilled: bytes stored and loaded because registers did not suffice. shared: KiB of
-a block. barriers, shuffles: instructions of its PTX; those of a loop count once. XLA's own fusions are left out."""
+product, and may copy a layer's weights for it, and sorts by CUB, in fewer launches."""
+KERNELS_LEGEND = """Each line is the worst of so many kernels of that name: the one of which the fewest blocks fit on a
+multiprocessor at once (blocks), by registers, threads and shared memory. alone: an operation in a program of its own,
+in all its cases. spilled: bytes stored and loaded because registers did not suffice. shared: KiB of a block. barriers,
+shuffles: instructions of its PTX; those of a loop count once. XLA's own fusions are left out. No figure may become
+worse than its limit in benchmarks/gpu_limits.toml, which names what spills, and what fits but once."""
 
 
 def kinds(config: Config) -> dict[Any, int]:
@@ -167,7 +169,7 @@ def describe(setting: steps.Setting, program: str, chip: Any, known: Mosaic) -> 
             for n in (least, *sides)
         )
     except (NotImplementedError, RuntimeError, ValueError) as reason:
-        return {"refused": measure.reason_of(reason)}
+        return {"refused": measure.reason_of(reason).replace(f"{PACKAGE.parent}/", "")}
 
     def added(of: Callable[[Compiled], collections.Counter[str]], layers: Sequence[int]) -> dict[str, float]:
         total = collections.Counter[str]()
@@ -230,6 +232,11 @@ def heading(settings: dict[str, Any]) -> str:
     return f"Compiled for a GPU that is not at hand ({settings['device']})"
 
 
+def shown(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records for a page: the smaller of two models of a kind is left to the JSON."""
+    return [r for r in results if r["shape"] != "llama-3.2-1b"]
+
+
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
     """Return the table of programs and that of kernels, with their legends, by title."""
     programs = [r for r in results if "policy" in r]
@@ -258,13 +265,14 @@ def kernel_table(results: Sequence[dict[str, Any]]) -> report.Table:
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for r in results:
         for kernel in r.get("kernels", []):
-            groups.setdefault((kernel["name"], kernel["by"], r["program"]), []).append(kernel)
+            program = r["program"] if "policy" in r else "alone"
+            groups.setdefault((kernel["name"], kernel["by"], program), []).append(kernel)
     lines = []
     for (name, by, program), own in groups.items():
         worst = min(own, key=lambda k: (k["blocks"], -k["spilled_bytes"], -k["registers"]))
         lines.append(worst | {"name": name, "by": by, "program": program, "programs": len(own)})
     cells: list[tuple[str, report.Cell]] = [
-        ("kernel", "{name}"), ("by", "{by}"), ("in", "{program}"), ("programs", "{programs}"),
+        ("kernel", "{name}"), ("by", "{by}"), ("in", "{program}"), ("of", "{programs}"),
         ("registers", "{registers}"), ("spilled", "{spilled_bytes}"),
         ("shared KiB", lambda k: f"{k['shared_bytes'] / 1024:.1f}"), ("threads", "{threads}"),
         ("barriers", "{barriers}"), ("shuffles", "{shuffles}"), ("blocks", "{blocks}"),

@@ -30,6 +30,7 @@ class Figure(NamedTuple):
 
 
 FIGURES = {
+    "refused": Figure("1: the program does not compile: none but for", 0),
     "launches": Figure("of a layer", None),
     "moved_mib": Figure("that a layer's launches read and write", None),
     "weights_moved_mib": Figure("of a layer's weights that are only copied or converted: 0 but for", 0),
@@ -46,6 +47,8 @@ def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]
     """
     found: dict[str, dict[str, float]] = {name: {} for name in FIGURES}
     for r in results:
+        if "policy" in r:
+            found["refused"][program_name(r)] = int("refused" in r)
         if "layer" in r:
             name, layer, step = program_name(r), r["layer"], r["step"]
             found["launches"][name] = _up(layer["launches"], 100)
@@ -76,8 +79,9 @@ def read(path: Path = PATH) -> Limits:
 
 
 def worse(results: Sequence[Mapping[str, Any]], limits: Limits) -> list[str]:
-    """Return a sentence for each figure that is worse than its limit, each without one, and each refused program."""
-    found = [f"{program_name(r)} does not compile: {r['refused']}" for r in results if "refused" in r]
+    """Return a sentence for each figure that is worse than its limit, and for each that has none."""
+    reasons = {program_name(r): f" ({r['refused']})" for r in results if "refused" in r}
+    found = []
     for section, own in figures(results).items():
         _, default, least = FIGURES[section]
         for name, value in own.items():
@@ -85,7 +89,8 @@ def worse(results: Sequence[Mapping[str, Any]], limits: Limits) -> list[str]:
             if limit is None:
                 found.append(f"{name}: {section} is {value:,g} and has no limit.")
             elif (value < limit) if least else (value > limit):
-                found.append(f"{name}: {section} is {value:,g}, its limit {limit:,g}.")
+                reason = reasons.get(name, "") if section == "refused" else ""
+                found.append(f"{name}: {section} is {value:,g}, its limit {limit:,g}{reason}.")
     return found
 
 

@@ -174,6 +174,8 @@ def section(document: Document, told: set[str] | None = None) -> str:
     told = set() if told is None else told
     module = importlib.import_module(f"benchmarks.{document['benchmark']}")
     results = document["results"]
+    if hasattr(module, "shown"):
+        results = module.shown(results)
     if hasattr(module, "tables"):
         tables = module.tables(results)
     else:
