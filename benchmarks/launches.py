@@ -28,6 +28,9 @@ class Launch(NamedTuple):
     in_graph: bool  # is part of a CUDA graph
     blocks: int | None  # None where a library decides
     moved: int  # bytes that it reads and writes, if it reads once what it needs
+    by: str | None = None  # of a Pallas kernel: "Triton" or "Mosaic"
+    code: str | None = None  # its function in the machine code, or the hash by which Mosaic knows it
+    shared: int | None = None  # bytes of shared memory that the launch gives a block
 
     @property
     def seconds(self) -> float:
@@ -87,10 +90,17 @@ def launches(text: str, sequence: str, names: str) -> list[Launch]:
         operands = sum(_bytes(shapes.get(x, "")) for x in instruction.operands)
         operands -= 2 * sum(_bytes(shapes.get(instruction.operands[x], "")) for x in in_place)
         moved = _traffic(fused) if fused else operands + _bytes(instruction.shape)
-        grid = re.search(r"grid: \[(\d+), (\d+), (\d+)\]", rest)
-        blocks = math.prod(map(int, grid.groups())) if grid else None
+        grid = re.search(r"(\S+) grid: \[(\d+), (\d+), (\d+)\].* shared_memory: (\d+)", rest)
+        blocks = math.prod(map(int, grid.groups()[1:4])) if grid else None
         what = "copy" if thunk == "kCopy" else _kind(instruction, fused)
-        found.append(Launch(what, name, times, in_graph, blocks, moved))
+        launch = Launch(what, name, times, in_graph, blocks, moved)
+        if what.startswith("kernel ") and grid:
+            launch = launch._replace(by="Triton", code=grid[1], shared=int(grid[5]))
+        elif what.startswith("kernel ") and (
+            known := re.search(r'kernel_hash = "((?:[^"\\]|\\.)*)"', instruction.text)
+        ):
+            launch = launch._replace(by="Mosaic", code=known[1])
+        found.append(launch)
     return found
 
 
@@ -170,7 +180,7 @@ def _kind(instruction: _Instruction, fused: Sequence[_Instruction]) -> str:
     if "__triton_nested_gemm" in text or "__triton_gemm" in text:
         return "triton gemm"
     if instruction.opcode == "custom-call":
-        kernel = re.search(r'op_name="[^"]*?([^"/]+)/pallas_call"', instruction.text)
+        kernel = re.search(r'op_name="[^"]*?([^"/]+)/(?:pallas_call|mpmd_map)"', instruction.text)
         return f"kernel {kernel[1]}" if kernel else "custom call"
     silent = {"parameter", "bitcast", "constant", "tuple", "reshape", "get-tuple-element"}
     codes = {i.opcode for i in fused if "[]" not in i.shape} - silent

@@ -24,11 +24,14 @@ Document = dict[str, Any]
 
 INTRODUCTION = """# Performance
 
-Beside other libraries first, then beside floors, then all else that was measured. Every number in ms was measured;
+A step on a GPU first, then what programs launch that were compiled for one, then CPUs, beside other libraries and
+beside floors, then all else. What is called compiled was not timed; every other number in ms was measured.
 `python -m benchmarks report` makes this page from benchmarks/results, where every file names its device, versions and
-commit. An NVIDIA H200 is among them, for a decode step and kernels, and no TPU yet:
-[one command measures yours](how-to/measure-a-gpu.md).
+commit, and has all figures. No TPU has been timed yet: [one command measures yours](how-to/measure-a-gpu.md).
 """
+GPU_LEGEND = """slots: places for tokens that a KV head has. floor: time to read the weights and the held keys and
+values once, at the copy bandwidth measured in the same run. share: of scoring and eviction, the time over that of a
+step that evicts nothing (none). streaming evicts by position, without scores."""
 FLOORS = """
 ## Floors
 
@@ -158,23 +161,29 @@ def parts_of(document: Document) -> list[Document]:
     if document["benchmark"] != "accelerator":
         return [document]
     name = f"{Path(document['file']).stem}-" if "file" in document else ""
+    told: Record = {key: document[key] for key in ("note", "replaced_by") if key in document}
     parts = [(record["part"], record["document"]) for record in document["results"]]
-    return [{"file": f"{name}{part}", **own} for part, own in parts if own is not None and "benchmark" in own]
+    return [{"file": f"{name}{part}", **told, **own} for part, own in parts if own is not None and "benchmark" in own]
 
 
-def section(document: Document) -> str:
-    """Return a results file as Markdown: its tables, and what they were made with."""
+def section(document: Document, told: set[str] | None = None) -> str:
+    """Return a results file as Markdown: its tables, and what they were made with.
+
+    Legends in ``told`` are left out, and those that are not are added to it.
+    """
+    told = set() if told is None else told
     module = importlib.import_module(f"benchmarks.{document['benchmark']}")
     results = document["results"]
+    if hasattr(module, "shown"):
+        results = module.shown(results)
     if hasattr(module, "tables"):
         tables = module.tables(results)
     else:
         title = str(module.__doc__).splitlines()[0].rstrip(".")
         tables = {title: (module.table(results), getattr(module, "LEGEND", ""))}
-    made = f"`python -m benchmarks {document['benchmark']}` on " if hasattr(module, "command") else "On "
-    made += f"{_device(document)}, jax {document['versions']['jax']}"
-    made += f", commit {document['commit']}" if document.get("commit") else ""
     settings = document.get("settings", {})
+    made = f"`python -m benchmarks {document['benchmark']}` on " if hasattr(module, "command") else "On "
+    made += _made_with(document)
     if limits := settings.get("limits"):
         made += f". Measured limits: copies {limits['copy_bytes'] / 1e9:,.1f} GB/s (read and written), products "
         made += f"{limits['product_flops'] / 1e12:,.3f} TFLOP/s. "
@@ -184,8 +193,53 @@ def section(document: Document) -> str:
     heading = module.heading(settings) if hasattr(module, "heading") else document["file"].removesuffix(".json")
     text = f"## {heading}\n\n{made}.\n"
     for title, (table, legend) in tables.items():
-        text += f"\n### {title}\n\n{table.markdown()}\n" + (f"\n{legend}\n" if legend else "")
+        text += f"\n### {title}\n\n{table.markdown()}\n" + (f"\n{legend}\n" if legend and legend not in told else "")
+        told.add(legend)
     return text
+
+
+def _made_with(document: Document) -> str:
+    made = f"{_device(document)}, jax {document['versions']['jax']}"
+    return made + (f", commit {document['commit']}" if document.get("commit") else "")
+
+
+def on_gpu(document: Document) -> str:
+    """Return a GPU's decode steps as Markdown: one table beside floors, with the share of scoring and eviction."""
+    timed = [r for r in document["results"] if r.get("kind") == "decode" and "milliseconds" in r]
+    kept = {(r["shape"], r["batch"]): r["milliseconds"] for r in timed if r["policy"] == "none" and r["budget"]}
+    lines = {(r["shape"], r["batch"], r["slots"], r["policy"]): r for r in reversed(timed)}  # one of equal programs
+
+    def share(r: Record) -> str:
+        none = kept.get((r["shape"], r["batch"]))
+        return "" if none is None or r["policy"] == "none" else f"{1 - none / r['milliseconds']:.1%}"
+
+    cells: list[tuple[str, report.Cell]] = [
+        ("shape", "{shape}"), ("batch", "{batch}"), ("slots", "{slots:,}"), ("policy", "{policy}"),
+        ("floor ms", "{floor_milliseconds:.2f}"), ("step ms", "{milliseconds:.2f}"),
+        ("times floor", lambda r: f"{r['milliseconds'] / r['floor_milliseconds']:.2f}"), ("share", share),
+    ]  # fmt: skip
+    table = report.table(list(reversed(lines.values())), cells, left=4)
+    text = f"\n## A decode step on a GPU\n\n`python -m benchmarks decode` on {_made_with(document)}.\n"
+    return f"{text}\n{table.markdown()}\n\n{GPU_LEGEND}\n" + (f"\n{document['note']}\n" if "note" in document else "")
+
+
+def against_full(document: Document) -> str:
+    """Return a sentence on a step under a budget beside one over a longer full cache; nothing where one is missing."""
+    timed = [r for r in document["results"] if r.get("kind") == "decode" and "milliseconds" in r]
+    scored = [r for r in timed if r["policy"] not in ("none", decode.POSITION_ONLY)]
+    full = [r for r in timed if r["budget"] is None and scored and r["prompt"] > scored[0]["budget"]]
+    if not full:
+        return ""
+    ours, whole = scored[0], max(full, key=lambda r: r["prompt"])
+    saved = "memory" + (" and time" if ours["milliseconds"] < whole["milliseconds"] else ", not time")
+    gib = [r["compiled_bytes"] / 2**30 for r in (ours, whole)]
+    when = "at that time" if "replaced_by" in document else "here"
+    return (
+        f"\nIn {document['file']} (commit {document['commit']}) a step with {ours['policy']} and a budget of "
+        f"{ours['budget']:,} took {ours['milliseconds']:.1f} ms and {gib[0]:.1f} GiB, one over a full cache of "
+        f"{whole['prompt']:,} tokens {whole['milliseconds']:.1f} ms and {gib[1]:.1f} GiB: "
+        f"on a GPU eviction, {when}, saved {saved}.\n"
+    )
 
 
 def _device(document: Document) -> str:
@@ -210,13 +264,24 @@ def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> re
 
 def page(found: Sequence[Document], images: Sequence[str]) -> str:
     """Return the whole page in Markdown."""
-    compared = [document for document in found if document["benchmark"] == "peers"]
-    text = INTRODUCTION + "".join(f"\n{section(document)}" for document in compared) + FLOORS
+    told = set[str]()
+    old = [d for d in found if "replaced_by" in d]
+    of = {name: [d for d in found if d["benchmark"] == name and d not in old] for name in ("gpu_compile", "peers")}
+    steps = [d for d in found if d["benchmark"] == "decode" and d["device"] != "cpu"]
+    newest = [d for d in steps if d not in old][:1]
+    text = INTRODUCTION + "".join(map(on_gpu, newest))
+    text += next(filter(None, map(against_full, steps)), "") if newest else ""
+    text += "".join(f"\n{section(d, told)}" for name in of for d in of[name]) + FLOORS
     for name in images:
         title, caption, *_ = PICTURES[name]
         text += f"\n![{title}](images/performance-{name}.png)\n\n*{title}. {caption}*\n"
     text += f"\n## Targets\n\n{targets(found).markdown()}\n"
-    return text + "".join(f"\n{section(document)}" for document in found if document not in compared)
+    shown = [*of["gpu_compile"], *of["peers"], *newest, *old]
+    text += "".join(f"\n{section(d, told)}" for d in found if d not in shown)
+    if old:
+        names = ", ".join(f"{d['file']} (jax {d['versions']['jax']}, commit {d['commit']})" for d in old)
+        text += f"\n## Older runs\n\nOnly in benchmarks/results, since newer ones take their place: {names}.\n"
+    return text
 
 
 def draw_decode(document: Document, path: Path) -> None:
@@ -226,15 +291,15 @@ def draw_decode(document: Document, path: Path) -> None:
     lines: dict[tuple[Any, ...], list[Record]] = {}
     for r in records:
         if r["budget"] is None or r["policy"] not in ("none", decode.POSITION_ONLY):
-            lines.setdefault((r["shape"], r["batch"], r["budget"], r["policy"]), []).append(r)
-    for number, ((shape, batch, budget, policy), own) in enumerate(lines.items()):
+            lines.setdefault((r["run"], r["shape"], r["batch"], r["budget"], r["policy"]), []).append(r)
+    for number, ((run, shape, batch, budget, policy), own) in enumerate(lines.items()):
         colour = report.colour(number)
         own = sorted(own, key=lambda r: r["prompt"])
         prompts = [r["prompt"] for r in own]
         kept = "full cache" if budget is None else f"{policy}, budget {budget:,}"
         style = "--" if budget is None else "-"
         times = [r["milliseconds"] for r in own]
-        axis.plot(prompts, times, style, color=colour, marker="o", label=f"{shape} x {batch}, {kept}")
+        axis.plot(prompts, times, style, color=colour, marker="o", label=f"{run}: {shape} x {batch}, {kept}")
         axis.plot(prompts, [r["floor_milliseconds"] for r in own], ":", color=colour, linewidth=1)
     axis.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="ms of a decode step")
     axis.set_title(f"{_device(document)}; dotted: floors", fontsize=9.5)
@@ -274,14 +339,16 @@ def plots(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path
         able = [d for d in found if any(map(fits, d["results"]))]
         if able:
             alike = [d for d in able if (d["benchmark"], d["device"]) == (able[0]["benchmark"], able[0]["device"])]
-            plots[name] = (draw, {**able[0], "results": [record for d in alike for record in d["results"]]})
+            records = [{**record, "run": d["file"].removesuffix(".json")} for d in alike for record in d["results"]]
+            plots[name] = (draw, {**able[0], "results": records})
     return plots
 
 
 # Each picture's title, caption, how it is drawn, and the records that it needs.
 PICTURES: dict[str, tuple[str, str, Callable[[Document, Path], None], Callable[[Record], bool]]] = {
     "decode": (
-        "Decode time against prompt length", "Solid: under a budget; dashed: a full cache; dotted: floors.",
+        "Decode time against prompt length",
+        "A line for each run. Solid: under a budget; dashed: a full cache; dotted: floors.",
         draw_decode, lambda r: r.get("kind") == "decode" and "milliseconds" in r,
     ),
     "kernels": (

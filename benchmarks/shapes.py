@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 import jax
 
@@ -16,6 +17,11 @@ from models.parameters import parameter_shapes
 
 def _llama3(factor: float) -> Rope:
     return Rope(theta=500_000.0, type="llama3", factor=factor, original_positions=8192)
+
+
+def _local(layers: int, value: Any) -> tuple[Any, ...]:
+    """Return the value for the layers of Gemma 3 that have a window, None for each sixth."""
+    return tuple(value if (layer + 1) % 6 else None for layer in range(layers))
 
 
 # From published config.json files; "tiny" is for tests, "small" (100 M parameters) is for a CPU.
@@ -40,6 +46,16 @@ SHAPES: dict[str, models.Config] = {
         151_936, 2048, 768, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, architecture="qwen3_moe",
         rope=Rope(theta=1_000_000.0), query_key_norm=True, num_experts=128, experts_per_token=8, normalise_experts=True,
         max_positions=40_960,
+    ),
+    "qwen2.5-7b": models.Config(
+        152_064, 3584, 18_944, num_layers=28, num_heads=28, num_kv_heads=4, architecture="qwen2",
+        rope=Rope(theta=1_000_000.0), attention_bias=True, max_positions=131_072,
+    ),
+    "gemma-3-4b": models.Config(
+        262_208, 2560, 10_240, num_layers=34, num_heads=8, num_kv_heads=4, head_dim=256, architecture="gemma3_text",
+        rope=Rope(theta=1_000_000.0, type="linear", factor=8), query_key_norm=True, norms="both", norm_offset=True,
+        activation="gelu_tanh", embedding_multiplier=2560**0.5, tie_embeddings=True, sliding_windows=_local(34, 1024),
+        ropes=_local(34, Rope()), max_positions=131_072,
     ),
     "small": models.Config(
         32_000, 768, 2048, num_layers=12, num_heads=12, num_kv_heads=4, tie_embeddings=True, max_positions=131_072

@@ -237,7 +237,7 @@ def _flatness(records: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, str]]:
-    """Return each run by title: a table with a line for each part of the run, and a sentence on it."""
+    """Return each run by title: a table with a line for some parts of the run, and a sentence on all."""
     held: list[tuple[str, report.Cell]] = [
         ("MiB held", lambda r: f"{r['resident_bytes'] / 2**20:,.0f}"),
         ("compiled", "{compilations}"),
@@ -245,11 +245,11 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, s
     found = {}
     if tokens := [record for record in results if record["run"] == "tokens"]:
         cells = [("tokens fed", "{done:,}"), ("ms a block", "{milliseconds:.2f}"), ("of processor", "{processor:.2f}")]
-        table = report.table(tokens, [*cells, *held], left=0)
+        table = report.table(_some(tokens), [*cells, *held], left=0)
         found["One prompt through one cache"] = (table, _sentence(tokens, "processor", "processor time of a block"))
     if requests := [record for record in results if record["run"] == "requests"]:
         cells = [("requests", "{done:,}"), ("seconds", "{seconds:,.0f}")]
-        table = report.table(requests, [*cells, *held, *((name, f"{{{name}:,}}") for name in COUNTED)], left=0)
+        table = report.table(_some(requests), [*cells, *held, *((name, f"{{{name}:,}}") for name in COUNTED)], left=0)
         found["Requests through one Engine"] = (table, _sentence(requests))
     if kills := [record for record in results if record["run"] == "kills"]:
         last, busy = kills[-1], sum(record["there"] > 0 for record in kills)
@@ -257,6 +257,12 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, s
         said = f"{len(kills)} kills of models.batch, {busy} of them with answers in the file."
         found["Kills of a command"] = (table, said)
     return found
+
+
+def _some(records: Sequence[dict[str, Any]], lines: int = 5) -> Sequence[dict[str, Any]]:
+    """Return at most so many records, evenly spread, the last one among them."""
+    apart = -(-len(records) // lines)
+    return records[(len(records) - 1) % apart :: apart]
 
 
 def _sentence(records: Sequence[dict[str, Any]], name: str | None = None, what: str = "") -> str:

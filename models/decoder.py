@@ -315,7 +315,7 @@ def _before_attention(
     cos, sin, *factor = waves
     if _by_kernels(x) and not (config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier):
         tokens = x.shape[:2]
-        angles = (jnp.broadcast_to(wave, (*tokens, 1, wave.shape[-1])).reshape(-1, wave.shape[-1]) for wave in (cos, sin))
+        angles = (jnp.broadcast_to(own, (*tokens, 1, own.shape[-1])).reshape(-1, own.shape[-1]) for own in (cos, sin))
         heads = split_heads(_in_parts(y, weights["qkv"]), *angles, weights.get("qkv_bias"), dtype=x.dtype)
         query, key, value = (own.reshape(*tokens, *own.shape[1:]) for own in heads)
     else:

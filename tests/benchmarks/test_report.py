@@ -13,8 +13,9 @@ VERSIONS = {"python": "3.12", "jax": "0.12"}
 def step(policy: str, prompt: int, milliseconds: float, *, shape: str = "llama-3.1-8b", budget: int | None = 8192):
     return {
         "name": f"{shape} {policy} {prompt}", "kind": "decode", "shape": shape, "batch": 1, "budget": budget,
-        "prompt": prompt, "policy": policy, "milliseconds": milliseconds, "low": milliseconds, "high": milliseconds,
-        "floor_milliseconds": 4.0, "compiled_bytes": 30, "weight_bytes": 20, "cache_bytes": 10, "repetitions": 3,
+        "prompt": prompt, "policy": policy, "slots": 8320 if budget else prompt, "milliseconds": milliseconds,
+        "low": milliseconds, "high": milliseconds, "floor_milliseconds": 4.0,
+        "compiled_bytes": 30, "weight_bytes": 20, "cache_bytes": 10, "repetitions": 3,
     }  # fmt: skip
 
 
@@ -62,10 +63,51 @@ def test_the_same_files_give_the_same_page(folders):
     first = (folders[1] / "performance.md").read_text()
     assert run(folders) == 0
     assert (folders[1] / "performance.md").read_text() == first
-    assert "4.600" in first and "NVIDIA H200" in first and "4,000.0 GB/s" in first
+    assert "| 4.00 | 4.40 | 1.10 | 2.3% |" in first and "NVIDIA H200" in first and "4,000.0 GB/s" in first
     for name in ("decode", "kernels"):
         assert f"images/performance-{name}.png" in first
         assert (folders[1] / "images" / f"performance-{name}.png").stat().st_size > 10_000
+
+
+LAYER = {"launches": 20, "in_graphs": 20, "moved_bytes": 2**20, "weights_moved_bytes": 0, "least_seconds": 1e-5}
+SCORES = {
+    "name": "scores", "by": "Triton", "registers": 40, "spilled_bytes": 0, "shared_bytes": 1536, "threads": 128,
+    "barriers": 7, "shuffles": 5, "blocks": 12,
+}  # fmt: skip
+PROGRAM = {
+    "shape": "llama-3.1-8b", "batch": 1, "program": "decode", "policy": "tova", "layer": LAYER, "step": LAYER,
+    "temporary_bytes": 2**20, "kernels": [SCORES, SCORES | {"registers": 128, "blocks": 4}],
+}  # fmt: skip
+
+
+def test_the_page_opens_with_the_newest_steps_on_a_gpu_then_what_is_compiled_then_the_rest():
+    older = [step("h2o+caote", 8192, 19.7), step("none", 131_072, 19.3, budget=None)]
+    compiled = document("gpu_compile", [PROGRAM], device="cpu")
+    compiled["settings"]["device"] = "H100"
+    found = [
+        document("decode", STEPS[:4]) | {"file": "new", "note": "Not timed since."},
+        document("decode", older) | {"file": "old", "replaced_by": "new"},
+        document("kernels", KERNELS, device="cpu") | {"file": "kernels"},
+        document("kernels", KERNELS, device="cpu") | {"file": "again"},
+        compiled | {"file": "gpu_compile"},
+    ]
+    text = report.page(found, [])
+    told = [
+        "## A decode step on a GPU", "Not timed since.", "took 19.7 ms", "19.3 ms",
+        "eviction, at that time, saved memory, not time",
+        "## Compiled for a GPU that is not at hand (H100)", "| scores | Triton | decode | 2 | 128 | 0 | 1.5 | 128 | 7 ",
+        "## Targets", "## kernels", "## again", "Only in benchmarks/results", "old (jax",
+    ]  # fmt: skip
+    places = [text.index(one) for one in told]
+    assert places == sorted(places)
+    assert text.count("x reference: the reference's time") == 1  # a legend is not repeated
+
+
+def test_each_run_has_lines_of_its_own():
+    (decode, (_, joined)) = report.plots(
+        [document("decode", STEPS) | {"file": name} for name in ("first.json", "second.json")]
+    ).popitem()
+    assert decode == "decode" and {r["run"] for r in joined["results"]} == {"first", "second"}
 
 
 def verdicts(found: list) -> dict[str, str]:
