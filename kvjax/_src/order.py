@@ -86,6 +86,7 @@ def by_rank(held: Held, rank: Int[Array, "B K S"], position: Int[Array, "B K S"]
     S, live = rank.shape[-1], position >= 0
     rank = jnp.where(rank > 0, rank - (held.first - 1) - (rank > held.gap), held.count + 1)
     free = jnp.where(live, S, jax.lax.broadcasted_iota(jnp.int32, rank.shape, 2))
+    rank = jnp.where(held.wrong, 0, rank)  # in the next step, too
     # Without a barrier all that reads these ranks would compute them from the old ones, which they are to overwrite.
     rank, free = jax.lax.optimization_barrier((jnp.where(live, rank, S + 1), free))
     return Order(_inverse(rank - 1, free), rank - 1)
