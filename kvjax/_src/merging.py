@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax._src.cache import as_stored, floats_of, nth_true, part_of_kind
 from kvjax._src.matching import Queries, refitted
+from kvjax._src.order import by_position
 
 SMALL = 1e-6  # added to lengths, as in kvpress
 TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
