@@ -94,10 +94,11 @@ class Evidence:
         measures = allocation.measures
 
         def of_part(part: Any, end: Int[Array, "B"] | None) -> Evidence:
+            ranked = part_of_kind(part.arrays.state, Ranked) is not None
             return cls(
                 scores=jnp.full(part.slots_shape, -jnp.inf, jnp.float32),
                 entered=jnp.zeros(part.heads_shape[-2], jnp.int32),
-                rank=None if part_of_kind(part.arrays.state, Ranked) is None else jnp.zeros(part.slots_shape, jnp.int32),
+                rank=jnp.zeros(part.slots_shape, jnp.int32) if ranked else None,
                 measured=jnp.zeros((*part.heads_shape, measures), jnp.float32) if measures else None,
                 end=end,
                 window=jnp.full(part.heads_shape[:-2], ANY_POSITION, jnp.int32),
