@@ -54,7 +54,7 @@ class Held(NamedTuple):
     The gap is behind them where none is missing. Heads are ``wrong`` where more are, or a token has no rank.
     """
 
-    first: int | Int[Array, "B K 1"]
+    first: Int[Array, "B K 1"]
     gap: Int[Array, "B K 1"]
     count: Int[Array, "B K 1"]
     wrong: Bool[Array, "B K 1"]
@@ -69,7 +69,7 @@ class Held(NamedTuple):
             return reduce(x, axis=-1, keepdims=True)
 
         count, total, last = over(jnp.sum, jnp.minimum(held, 1)), over(jnp.sum, held), over(jnp.max, held)
-        first = over(jnp.min, jnp.where(held > 0, held, most)) if shifts else 1
+        first = over(jnp.min, jnp.where(held > 0, held, most)) if shifts else jnp.ones_like(count)
         # The sum of the next ``count + 1`` numbers, modulo 2**32: of two numbers in a row it halves the even one.
         whole = first * (count + 1) + ((count + 1) >> 1) * (count | 1)
         return cls(first, whole - total, count, last > first + count)
