@@ -56,7 +56,7 @@ class Held(NamedTuple):
 
     first: Int[Array, "B K 1"]
     gap: Int[Array, "B K 1"]
-    count: Int[Array, "B K 1"]
+    tokens: Int[Array, "B K 1"]
     wrong: Bool[Array, "B K 1"]
 
     @classmethod
@@ -84,12 +84,17 @@ def by_position(position: Int[Array, "B K S"]) -> Order:
 def by_rank(held: Held, rank: Int[Array, "B K S"], position: Int[Array, "B K S"]) -> Order:
     """Order slots by ranks that are not wrong; the token that has come in is the newest."""
     S, live = rank.shape[-1], position >= 0
-    rank = jnp.where(rank > 0, rank - (held.first - 1) - (rank > held.gap), held.count + 1)
+    rank = jnp.where(rank > 0, rank - (held.first - 1) - (rank > held.gap), held.tokens + 1)
     free = jnp.where(live, S, jax.lax.broadcasted_iota(jnp.int32, rank.shape, 2))
     rank = jnp.where(held.wrong, 0, rank)  # in the next step, too
     # Without a barrier all that reads these ranks would compute them from the old ones, which they are to overwrite.
     rank, free = jax.lax.optimization_barrier((jnp.where(live, rank, S + 1), free))
-    return Order(_inverse(rank - 1, free), rank - 1)
+    place = rank - 1
+    # A TPU writes a scatter's numbers one by one.
+    slot = jax.lax.platform_dependent(
+        place, free, tpu=lambda place, _: jnp.argsort(place, axis=-1).astype(jnp.int32), default=_inverse
+    )
+    return Order(slot, place)
 
 
 def ranks(order: Order) -> Int[Array, "B K S"]:
