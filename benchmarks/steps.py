@@ -24,7 +24,8 @@ from jaxtyping import Array, Int
 import kvjax
 import models
 from benchmarks import measure
-from kvjax._src.cache import PARTS, Entries
+from kvjax._src.cache import PARTS, Entries, map_parts
+from kvjax._src.order import Ranked, by_position
 from kvjax.schedule import Phase, Text
 from models.config import Config
 from models.options import PAGE_SIZE, Options
@@ -210,7 +211,11 @@ def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) ->
             entries=drawn,
             position=position.astype(jnp.int32),
             next_position=jnp.full(own.next_position.shape, prompt, jnp.int32),
-            state=jax.tree.map(state, own.state),
+            state=map_parts(
+                lambda part: dataclasses.replace(part, rank=by_position(position).place + 1),
+                jax.tree.map(state, own.state),
+                Ranked,
+            ),
         )
 
     @jax.jit

@@ -76,7 +76,7 @@ def rolling_snapkv(*, window: int = 32, kernel: int = 7, pooling: Literal["avg",
         return pooled(jnp.moveaxis(jnp.sum(state, axis=-1), 3, 2) / queries, o, kernel, pooling), state
 
     name = written(rolling_snapkv, window=window, kernel=kernel, pooling=pooling)
-    return kvjax.Policy(name, init, update, kvjax.Needs(frozenset({"last"})), base=True, nonnegative=True)
+    return kvjax.Policy(name, init, update, kvjax.Needs(frozenset({"last"}), order=True), base=True, nonnegative=True)
 
 
 @dataclasses.dataclass(frozen=True)

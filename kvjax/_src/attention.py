@@ -22,6 +22,7 @@ from kvjax._src.layer import (
     choosable,
     entering,
     heads_joined,
+    held_before,
     inserted,
     layer_index,
     prepared,
@@ -225,14 +226,15 @@ def _observe(
     cache: Any, policy: Policy | None, block: LayerBlock, budget: Budget | None, context: Context
 ) -> tuple[Float[Array, "B T N D"], Any, Evidence | None]:
     """Observe a block on one device."""
-    block, context = prepared(cache, block, context)
     needs = Needs() if policy is None else policy.needs
+    block, context = prepared(cache, block, context)
+    block, held = held_before(cache, cache.state, block, needs, context)
     cache = inserted(cache, block, context, promises_room(policy, budget, context))
     out, columns, block, here = attend_heads(cache, block, needs, context)
     if policy is None:
         return out, cache, None
     here, heads = choosable(here, context), cache.first_head + jnp.arange(cache.heads_shape[-1])
-    evidence, state = ask(policy, here, block, columns, heads, shares_of(cache, budget), context)
+    evidence, state = ask(policy, here, block, columns, heads, shares_of(cache, budget), context, held)
     evidence = heads_joined(policy, evidence, cache)
     if not policy.allocation.even:
         evidence = with_scores(evidence, here)

@@ -22,7 +22,9 @@ from kvjax._src.layer import (
     choosable,
     frees,
     heads_joined,
+    held_before,
     layer_index,
+    own_layer,
     prepared,
     promises_room,
     shares_of,
@@ -40,12 +42,13 @@ def observe_pages(
 
     What else a policy reads of the pages is copied one head at a time. So are keys that are turned before attention.
     """
+    needs = Needs() if policy is None else policy.needs
     block, context = prepared(cache, block, context)
+    block, held = held_before(cache, own_layer(cache, context).state, block, needs, context)
     query, key, value, position = block
     (B, T, N, _), K, layer = query.shape, cache.heads_shape[-1], layer_index(cache, context)
     shares = shares_of(cache, budget)
     cache = cache.insert(key, value, position, layer, promises_room(policy, budget, context))
-    needs = Needs() if policy is None else policy.needs
     turned = cache.positions == "compact"
     out: Any = None
     columns = ColumnStatistics()
@@ -81,7 +84,7 @@ def observe_pages(
         assert policy is not None
         # XLA copies only those parts of ``here`` that the policy reads.
         here, number = choosable(here, own), (cache.first_head + head)[None]
-        evidence, state = ask(policy, here, mine, own_columns, number, shares, own)
+        evidence, state = ask(policy, here, mine, own_columns, number, shares, own, heads_of(held, 1, head))
         return out, state, with_scores(evidence, here)
 
     heads_out, state, evidence = jax.lax.map(of_head, jnp.arange(K))
@@ -99,7 +102,7 @@ def observe_pages(
         cache.state,
         state,
     )
-    names = ("scores", "protected", "stays", "measured")  # of each head; the others are alike
+    names = ("scores", "protected", "stays", "rank", "measured")  # of each head; the others are alike
     of_heads = {name: jax.tree.map(joined, getattr(evidence, name)) for name in names}
     shared = {name: jax.tree.map(lambda x: x[0], getattr(evidence, name)) for name in ("entered", "end", "window")}
     evidence = dataclasses.replace(evidence, **of_heads, **shared)

@@ -570,12 +570,6 @@ def check_held(what: str, held: int, room: int) -> None:
         raise ValueError(f"{what} is {room}, but a head holds {held} tokens: evict to a smaller budget, or give more.")
 
 
-def by_position(position: Int[Array, "*heads S"]) -> tuple[Int[Array, "*heads S"], Int[Array, "*heads S"]]:
-    """Order slots by position, free ones last; return the slots in that order, and each slot's place in it."""
-    order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)
-    return order, jnp.argsort(order, axis=-1)
-
-
 def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
     """Return the index of the n-th True (counted from 1) on the last axis; the axis' length where there are fewer."""
     flat_count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)

@@ -60,6 +60,7 @@ _FIELDS = {
     "model": str | None,
 }
 _LAYER = re.compile(r"^layers\[\d+\]\.")
+_STATE = re.compile(r"^(layers\[\d+\]\.)?state(?=[.\[]|$)")
 # A file without these tokens is as files were before there were any.
 _MAY_LACK: dict[str, Any] = {"pending": list[int], "seen": list[int]}
 
@@ -173,6 +174,7 @@ def load_cache(
             arrays[name] = array.view(FLOAT8)
     _check_given(path, given, info)
     made_for = policy_of(policy) if policy is not None else _named_policy(path, info["policy"])
+    arrays = _with_ranks(arrays, made_for)
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
     _check_arrays(f"{path}", arrays, expected)
     cache = jax.tree.unflatten(expected.structure, [arrays[name] for name in expected.arrays])
@@ -295,6 +297,16 @@ def _of_layers(
             raise ValueError(f"{whose}: {name} is {array.dtype} {array.shape}; expected one for each layer.")
         apart |= {f"layers[{number}].{name}": own for number, own in enumerate(array)}
     return info | {"format": 2}, apart
+
+
+def _with_ranks(arrays: dict[str, np.ndarray], policy: Policy | None) -> dict[str, np.ndarray]:
+    """Return what a file holds, also of a cache from before policies kept ranks: 0 says that no token has one yet."""
+    positions = {name: array for name, array in arrays.items() if _LAYER.sub("", name) == "position"}
+    named = {f"{name.removesuffix('position')}state.rank": array for name, array in positions.items()}
+    if policy is None or not policy.needs.order or named.keys() <= arrays.keys():
+        return arrays
+    beside = {_STATE.sub(r"\1state.others", name): array for name, array in arrays.items()}
+    return beside | {name: np.zeros(position.shape, np.int32) for name, position in named.items()}
 
 
 def _layered(info: Mapping[str, Any]) -> bool:

@@ -14,11 +14,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.caote_topk.api import caote_topk_unchecked
 from kernels_pallas.dispatch import Implementation
 from kvjax._src.border import OF_HEADS, OF_ROWS, SAME, axes_of_budget, axes_of_heads, enter, implementation_for
-from kvjax._src.cache import CACHE, PARTS, AnyKind, KVCache, check_all_heads, check_cache
+from kvjax._src.cache import CACHE, PARTS, AnyKind, KVCache, check_all_heads, check_cache, part_of_kind
 from kvjax._src.checks import check_count, check_tokens, real_array
 from kvjax._src.layer_caches import LayerCaches, padded
 from kvjax._src.merging import Merging, folded
 from kvjax._src.observation import Weights
+from kvjax._src.order import Ranked, renewed
 from kvjax._src.paged import PagedCache
 from kvjax._src.topk import keep_mask
 from kvjax._src.window import begin_anew
@@ -39,6 +40,8 @@ class Evidence:
         entered: how many tokens of each row came in with the block. A row without any loses nothing.
         protected: the slots that stay whatever their weights; None where ``scores`` mark them.
         stays: the slots that links have marked in some heads of a layer; None where ``scores`` mark them.
+        rank: the ranks of the tokens in the order of their positions, which the cache's state keeps behind an eviction;
+            None for a policy that does not read the order.
         measured: what the allocation measured of the attention, if anything.
         end: the position from which on tokens leave whatever they score, per row; None where all may stay.
         window: the layer's sliding window, or one per layer, which limits its budget; None where no layer has one.
@@ -59,6 +62,7 @@ class Evidence:
     entered: Int[Array, "B"]
     protected: Bool[Array, "B K S"] | None = None
     stays: Bool[Array, "B K S"] | None = None
+    rank: Int[Array, "*slots"] | None = None
     measured: Float[Array, "*L B K measures"] | None = None
     end: Int[Array, "B"] | None = None
     window: Int[Array, "*L"] | None = None
@@ -90,9 +94,11 @@ class Evidence:
         measures = allocation.measures
 
         def of_part(part: Any, end: Int[Array, "B"] | None) -> Evidence:
+            ranked = part_of_kind(part.arrays.state, Ranked) is not None
             return cls(
                 scores=jnp.full(part.slots_shape, -jnp.inf, jnp.float32),
                 entered=jnp.zeros(part.heads_shape[-2], jnp.int32),
+                rank=jnp.zeros(part.slots_shape, jnp.int32) if ranked else None,
                 measured=jnp.zeros((*part.heads_shape, measures), jnp.float32) if measures else None,
                 end=end,
                 window=jnp.full(part.heads_shape[:-2], ANY_POSITION, jnp.int32),
@@ -118,14 +124,17 @@ class Evidence:
         def written(whole: Any, own: Any) -> Any:
             return whole if whole is None or own is None else own if layer is None else whole.at[layer].set(own)
 
-        def written_slots(whole: Array, own: Array) -> Array:
+        def written_slots(whole: Array | None, own: Array | None, fill: float) -> Any:
+            if whole is None or own is None:
+                return whole
             if cache.paged:
                 return cache.write_layer(whole, own, layer)
-            return written(whole, padded(own, whole.shape[-1], -jnp.inf))  # a layer may have fewer slots than others
+            return written(whole, padded(own, whole.shape[-1], fill))  # a layer may have fewer slots than others
 
         return dataclasses.replace(
             self,
-            scores=written_slots(self.scores, said.scores),
+            scores=written_slots(self.scores, said.scores, -jnp.inf),
+            rank=written_slots(self.rank, said.rank, 0),
             entered=said.entered,
             measured=written(self.measured, said.measured),
             end=said.end,
@@ -212,7 +221,7 @@ def axes_of_evidence(cache: Any, given: Any) -> Any:
         return PARTS
     slots: Any = axes_of_heads(cache)
     others: Any = dict(entered=OF_ROWS, end=OF_ROWS, window=SAME, allocation=given.allocation, merging=given.merging)
-    return Evidence(slots, protected=slots, stays=slots, measured=slots, **others)
+    return Evidence(slots, protected=slots, stays=slots, rank=slots, measured=slots, **others)
 
 
 def _entering(cache: Any, evidence: Evidence, budget: Budget) -> tuple[tuple[Any, Any], ...]:
@@ -235,12 +244,13 @@ def _evict_slots(cache: LayerCaches, evidence: Evidence, budget: Budget) -> Laye
     def of_device(cache: LayerCaches, evidence: Evidence, budget: Budget) -> LayerCaches:
         made = _made(cache, evidence, budget)
 
-        def of_layer(own: KVCache, after: Int[Array, "B K S"]) -> KVCache:
-            state = begin_anew(own.state, made.begins)
-            after = after[..., : own.num_slots]
+        def of_layer(own: KVCache, after: Int[Array, "B K S"], rank: Int[Array, "B K S"] | None) -> KVCache:
+            after, rank = jax.tree.map(lambda x: x[..., : own.num_slots], (after, rank))
+            state = renewed(own, begin_anew(own.state, made.begins), rank, after, gap=False)
             return dataclasses.replace(own, position=after, next_position=made.next_position, state=state)
 
-        return cache.map(of_layer, (made.after, PARTS))
+        each = (None,) * len(cache.layers) if evidence.rank is None else evidence.rank
+        return cache.map(of_layer, (made.after, PARTS), (each, PARTS))
 
     return enter(cache, of_device, *_entering(cache, evidence, budget), outputs=CACHE)
 
@@ -297,7 +307,9 @@ def _evict(
     implementation: Implementation = "auto",
 ) -> KVCache | PagedCache:
     made = _made(cache, evidence, budget, excess, implementation)
-    cache = dataclasses.replace(cache, next_position=made.next_position, state=begin_anew(cache.state, made.begins))
+    one = excess == 1 and evidence.allocation.even and not cache.paged
+    state = renewed(cache, begin_anew(cache.state, made.begins), evidence.rank, made.after, gap=one)
+    cache = dataclasses.replace(cache, next_position=made.next_position, state=state)
     if evidence.merging is not None:
         cache = folded(evidence.merging, cache, made.before, made.after, None if cache.paged else excess)
     return dataclasses.replace(cache, position=made.after).released()

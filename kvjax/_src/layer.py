@@ -19,6 +19,7 @@ from kvjax._src.cache import KVCache, floats_of, up_to, within
 from kvjax._src.compact_positions import next_index, turn_to_index, turn_to_rank
 from kvjax._src.eviction import Budget, Evidence
 from kvjax._src.observation import Context, Needs, Observation, Weights
+from kvjax._src.order import Held, by_position, by_rank, ranks
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy, join_heads, mark_protected, scores_of_weights, update_scores
 from kvjax._src.projection import part_of
@@ -57,6 +58,23 @@ def prepared(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -
     if context.frequency is not None:
         context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
     return (block if cache.positions == "absolute" else _turned(cache, block, context)), context
+
+
+def held_before(
+    cache: KVCache | PagedCache, state: Any, block: LayerBlock, needs: Needs, context: Context
+) -> tuple[LayerBlock, Held | None]:
+    """Return what a decode step continues of a policy's order, None where it sorts; and the block, NaN if it cannot.
+
+    ``state`` is the policy's, as the cache of the layer has it before the block.
+    """
+    if not needs.order or block.position.shape[1] > 1 or context.excess != 1:
+        return block, None
+    here = own_layer(cache, context)
+    next_position = jnp.maximum(here.next_position, jnp.max(block.position, axis=1) + 1)
+    here = choosable(dataclasses.replace(here, state=state, next_position=next_position), context)
+    held = Held.of(here.state.rank, here.position, shifts=context.sliding_window is not None)
+    lost = jnp.any(held.wrong, axis=1)[..., None, None]
+    return block._replace(query=jnp.where(lost, jnp.nan, block.query)), held
 
 
 def _turned(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> LayerBlock:
@@ -179,13 +197,18 @@ def ask(
     head: Int[Array, "K"],
     budget: Int[Array, "B"],
     context: Context,
+    held: Held | None = None,
 ) -> tuple[Evidence, Any]:
     """Have the policy score some heads of a layer that hold what it chooses among; return evidence and new state."""
     here = floats_of(here)
     B, K = here.position.shape[:2]
     entered = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     columns = jax.tree.map(lambda column: column.reshape(B, K, -1, *column.shape[2:]), columns)
-    window, remembered = here.state if observed(policy.needs.statistics) else (None, here.state)
+    order, kept = None, here.state
+    if policy.needs.order:
+        order = by_position(here.position) if held is None else by_rank(held, kept.rank, here.position)
+        kept = kept.others
+    window, remembered = kept if observed(policy.needs.statistics) else (None, kept)
     if window is not None:
         columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.needs.window))
     if context.sliding_window is not None:
@@ -193,11 +216,15 @@ def ask(
     if frees(context):  # what a block took back sees was seen by its queries, copies too
         columns = _of_live(here, columns)
     of_cache = here.key, here.value, here.position, here.next_position
-    observation = Observation(columns, block.query, block.position, *of_cache, budget, head=head, context=context)
+    observation = Observation(
+        columns, block.query, block.position, *of_cache, budget, head=head, context=context, order=order
+    )
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.
     state, observation = jax.lax.stop_gradient((remembered, mark_protected(policy, observation)))
     scores, stays, new = update_scores(policy, state, observation)
     new = new if window is None else (window, new)
+    if order is not None:
+        new = dataclasses.replace(here.state, others=new)
     state = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), new, here.state)  # float64 inputs would widen it
     measure = policy.allocation.measure
     evidence = Evidence(
@@ -205,6 +232,7 @@ def ask(
         entered=entered,
         protected=observation.protected,
         stays=stays,
+        rank=None if order is None else ranks(order),
         measured=None if measure is None else measure(observation),
         end=context.end,
         window=None if context.sliding_window is None else jnp.asarray(context.sliding_window, jnp.int32),

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.dispatch import Implementation
+from kvjax._src.order import Order, by_position
 from kvjax._src.projection import OutputProjection
 from kvjax._src.reconstruction import Reconstructed, Reconstruction
 
@@ -52,6 +53,7 @@ class Needs:
         projections: parts of the layer's output projection (see :func:`kvjax.output_projection`).
         rotary: the rotary frequencies.
         queries: those of earlier blocks, which a link keeps as they were rotated, for keys that stay as they are.
+        order: the slots in the order of their tokens. Without it :func:`kvjax.pooled` sorts them in every decode step.
         predicted: fields of :class:`Prediction`, which a small network fills in.
         reconstruction: the attention of tokens that are fed after the prompt and taken back.
 
@@ -68,6 +70,7 @@ class Needs:
     projections: frozenset[str] = frozenset()
     rotary: bool = False
     queries: bool = False
+    order: bool = False
     predicted: frozenset[str] = frozenset()
     reconstruction: Reconstruction | None = None
 
@@ -88,6 +91,7 @@ class Needs:
             self.projections | other.projections,
             self.rotary or other.rotary,
             self.queries or other.queries,
+            self.order or other.order,
             self.predicted | other.predicted,
             self.reconstruction or other.reconstruction,
         )
@@ -116,7 +120,9 @@ class Context:
             default True for a block of one token.
         filled: a promise that slots from this one on are free, so that attention skips them.
         excess: a promise that no head will hold more than ``budget + excess`` tokens, for which there is room; see
-            :func:`kvjax.evict`.
+            :func:`kvjax.evict`. With 1, a block of one token also promises that this policy has evicted before it, and
+            that no other token has come in since; a row of which that is not true is NaN where the policy reads the
+            tokens' order.
         slots: the most slots per head of any layer, where this one may have fewer for its window: a row loses nothing,
             and its observation window goes on, only if its budget is above these; see :func:`kvjax.evict`.
         implementation: of attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
@@ -163,7 +169,7 @@ class Observation(NamedTuple):
     ``[B, K, 1, S]``, all weights as ``[B, K, G, T, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1
     for padding; ``position`` is -1 where a slot is free; ``budget`` has one number per row. ``protected`` are the slots
     that stay whatever they score. ``head`` has the numbers of these KV heads (None for all of the layer). ``context``
-    is what the layer provides.
+    is what the layer provides. ``order`` is that of the slots by position, where a link needs it (:meth:`ordered`).
     """
 
     columns: ColumnStatistics
@@ -177,6 +183,12 @@ class Observation(NamedTuple):
     protected: Bool[Array, "B K S"] = None  # type: ignore[assignment]
     head: Int[Array, "K"] | None = None
     context: Context = Context(layer=0)
+    order: Order | None = None
+
+    @property
+    def ordered(self) -> Order:
+        """Return each head's slots in the order of their tokens, and each slot's place in it."""
+        return by_position(self.position) if self.order is None else self.order
 
     @property
     def live(self) -> Array:

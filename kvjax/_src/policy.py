@@ -22,6 +22,7 @@ from kvjax._src.checks import plain
 from kvjax._src.eviction_error import score as eviction_error
 from kvjax._src.merging import Merging
 from kvjax._src.observation import Needs, Observation, Weights
+from kvjax._src.order import Ranked
 from kvjax._src.reconstruction import Reconstruction
 from kvjax._src.topk import share_of
 from kvjax._src.window import Window, observed
@@ -121,11 +122,13 @@ class Policy:
         """Make the initial state, zeros, for a cache of B rows, K heads of G query heads, and S slots of D numbers.
 
         It is the state of the links, with the statistics of a window before it if the policy observes a window of
-        queries.
+        queries, and beside the ranks of the tokens if it reads their order.
         """
-        links = self.init(B, K, G, S, D)
+        state = self.init(B, K, G, S, D)
         names = observed(self.needs.statistics)
-        return (Window.init(names, B, K, G, S), links) if names else links
+        if names:
+            state = Window.init(names, B, K, G, S), state
+        return Ranked(jnp.zeros((B, K, S), jnp.int32), state) if self.needs.order else state
 
     def protected(self, budget: Any) -> tuple[Any, Any]:
         """Return how many first and last tokens always stay under a budget; see :func:`kvjax.protected`."""

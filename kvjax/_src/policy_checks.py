@@ -119,7 +119,7 @@ def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
 
     What such a block lacks (W_O, rotations, predictions, repeated text) makes a policy pass untried.
     """
-    needs = dataclasses.replace(policy.needs, statistics=frozenset(), window=0, over="mean", queries=False)
+    needs = dataclasses.replace(policy.needs, statistics=frozenset(), window=0, over="mean", queries=False, order=False)
     if needs not in (Needs(), Needs(errors="value")) or policy.positions != "absolute":
         return
     T = max(policy.needs.window, 4)

@@ -112,6 +112,7 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
         lambda o: _pooled_before(o.columns.window_mean, o, window, kernel, pooling),
         statistics=("window_mean",),
         window=window,
+        needs=Needs(order=True),
         protection=Protection(recent=window),
         published=Moments("prompt", 0, "arXiv 2404.14469: compresses the prompt, before generation"),
     )
@@ -166,7 +167,7 @@ def dropkv(*, window: int = 32, kernel: int = 7) -> Policy:
         lambda o: pooled(o.columns.window_mean, o, kernel, "avg"),
         statistics=("window_mean",),
         window=window,
-        needs=Needs(errors="value"),
+        needs=Needs(errors="value", order=True),
         protection=Protection(recent=window),
         published=Moments("prompt", 0, "openreview MqfNzH3TVH: compresses the prompt, before generation"),
     )
@@ -211,7 +212,7 @@ def dapq(
         statistics=("window_mean",),
         window=window,
         protection=Protection(recent=window),
-        needs=Needs(reconstruction=Reconstruction(pseudo=window, tokens=tokens)),
+        needs=Needs(order=True, reconstruction=Reconstruction(pseudo=window, tokens=tokens)),
         published=Moments("prompt", 0, "arXiv 2603.11564, abstract: once, by queries that stand for the answer's"),
     )
 
@@ -376,13 +377,14 @@ def laprox(
             return _pooled_before((column * length)[:, :, None], o, window, kernel, "avg")
         return _pooled_before(column[:, :, None], o, window, kernel, "avg") * length[:, :, None]
 
+    projected = {"output": {"factor" if gqa == "joint" else "gram"}}.get(target, ())
     return base_score(
         "laprox",
         score,
         statistics=("window_square" if gqa == "heads" else "window_group_square",),
         window=window,
         protection=Protection(recent=window),
-        needs=Needs(projections=frozenset(["factor" if gqa == "joint" else "gram"] if target == "output" else [])),
+        needs=Needs(projections=frozenset(projected), order=True),
         published=Moments("prompt", 0, "arXiv 2605.07234, appendix: once after the prefilling phase"),
     )
 
@@ -418,6 +420,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
         score,
         statistics=("window_mean", "window_variance"),
         window=window,
+        needs=Needs(order=True),
         protection=Protection(recent=window),
         published=Moments("prompt", 0, "arXiv 2503.12491: while the prompt is prefilled"),
     )
@@ -453,6 +456,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         score,
         statistics=("window_mean",),
         window=window,
+        needs=Needs(order=True),
         protection=Protection(recent=window),
         published=Moments("prompt", 0, "arXiv 2509.09754: while the prompt is prefilled"),
     )

@@ -70,7 +70,7 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
         "rkv",
         init,
         update,
-        Needs(queries=True),
+        Needs(queries=True, order=True),
         protections=(Protection(recent=window),),
         base=True,
         published=Moments("prompt", 128, "arXiv 2505.24133: when the prompt is in, then when a buffer of 128 is full"),

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax._src.cache import by_position
 from kvjax._src.calibration import read_array
 from kvjax._src.chains import base_score, register
 from kvjax._src.checks import check_count
@@ -143,11 +142,11 @@ def curdkv(
         check_count("curdkv: local_window", local_window, 1, "give a number of neighbours, an int from 1, or None")
 
     def score(o: Observation) -> Scores:
-        order, place = by_position(o.position)
+        order = o.ordered
         squares = (jnp.where(o.live, _squared_length(x), 0) for x in (o.key, o.value))
-        key, value = (_shares(jnp.take_along_axis(x, order, axis=-1), local_window) for x in squares)
+        key, value = (_shares(order.sort(x[:, :, None], 0)[:, :, 0], local_window) for x in squares)
         scores = _shares({"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[leverage])
-        return jnp.take_along_axis(scores, place, axis=-1)[:, :, None]
+        return order.unsort(scores[:, :, None])
 
     return base_score(
         "curdkv",
@@ -187,7 +186,7 @@ def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Pol
     check_count("lagkv: lag", lag, 2, "give the tokens of a partition, an int from 2")
 
     def score(o: Observation) -> Scores:
-        order, place = by_position(o.position)
+        order, place = o.ordered
         count = jnp.sum(o.live, axis=-1, keepdims=True)
         behind = place - sinks
         recency = behind.astype(jnp.float32) / jnp.maximum(count - sinks, 1).astype(jnp.float32)
@@ -228,7 +227,7 @@ def _by_partition(
     B, K, _ = slot.shape
 
     def strays(x: Float[Array, "B K S D"]) -> Float[Array, "B K partitions lag"]:
-        tokens = jnp.take_along_axis(x, slot[..., None], axis=2).astype(jnp.float32)
+        tokens = jnp.take_along_axis(x, slot[..., None], axis=2, mode="clip").astype(jnp.float32)
         tokens = tokens.reshape(B, K, -1, lag, x.shape[-1])
         own, following = tokens[:, :, :-1], tokens[:, :, 1:]
         lowest, highest = (f(following, axis=3, keepdims=True) for f in (jnp.min, jnp.max))

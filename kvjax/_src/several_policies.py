@@ -22,6 +22,7 @@ from kvjax._src.layer import (
     choosable,
     entering,
     heads_joined,
+    held_before,
     inserted,
     prepared,
     shares_of,
@@ -98,6 +99,10 @@ def _observe_each(
 ) -> tuple[Float[Array, "B T N D"], KVCache, tuple[Evidence, ...]]:
     """Observe a block on one device."""
     block, context = prepared(cache, block, context)
+    each = []
+    for policy, state in zip(policies, cache.state, strict=True):
+        block, held = held_before(cache, state, block, policy.needs, context)
+        each.append(held)
     cache = inserted(cache, block, context)
     together: dict[Any, Needs] = {}
     largest = max(policy.needs.window for policy in policies)
@@ -106,10 +111,10 @@ def _observe_each(
         together[kind] = together.get(kind, Needs()) | policy.needs
     seen = {kind: attend_heads(cache, block, needs, context) for kind, needs in together.items()}
     said, states, heads = [], [], cache.first_head + jnp.arange(cache.heads_shape[-1])
-    for policy, state, budget in zip(policies, cache.state, budgets, strict=True):
+    for policy, state, budget, held in zip(policies, cache.state, budgets, each, strict=True):
         _, columns, turned, here = seen[_observed(policy, largest)]
         own = dataclasses.replace(choosable(here, context), state=state)
-        evidence, state = ask(policy, own, turned, columns, heads, shares_of(cache, budget), context)
+        evidence, state = ask(policy, own, turned, columns, heads, shares_of(cache, budget), context, held)
         said.append(with_scores(heads_joined(policy, evidence, cache), own))
         states.append(state)
     return next(iter(seen.values()))[0], updated(cache, own.position, tuple(states), context), tuple(said)

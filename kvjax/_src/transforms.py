@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax._src.cache import Positions, by_position, nth_true
+from kvjax._src.cache import Positions, nth_true
 from kvjax._src.chains import no_state, register, unchanged
 from kvjax._src.checks import MOST, check_count
 from kvjax._src.matching import Queries, remembered
@@ -50,7 +50,9 @@ def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
         'h2o+pool(kernel=7)'
     """
     check_kernel("pool", kernel)
-    return Policy("pool", no_state, lambda scores, state, o: (pooled(scores, o, kernel, pooling), state))
+    return Policy(
+        "pool", no_state, lambda scores, state, o: (pooled(scores, o, kernel, pooling), state), Needs(order=True)
+    )
 
 
 @register
@@ -78,6 +80,7 @@ def chunks(*, size: int = 20, heads: Literal["group", "layer"] = "group") -> Pol
         "chunks",
         no_state,
         lambda scores, state, o: (_chunk_means(scores, o, size), state),
+        Needs(order=True),
         heads=heads,
         published=Moments("prompt", 0, "arXiv 2502.00299, algorithm 1: compresses the prompt, before generation"),
     )
@@ -305,25 +308,25 @@ def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
         >>> kvjax.pooled(scores, o, 3, "max")[0, 0, 0].tolist()
         [1.0, 6.0, 6.0, 6.0]
     """
-    order, place = (x[:, :, None] for x in by_position(o.position))  # [B, K, 1, S]
+    order = o.ordered
     reduce, nothing = (jax.lax.add, 0.0) if pooling == "avg" else (jax.lax.max, -jnp.inf)
     scores = jnp.where(o.live[:, :, None], scores, nothing)
-    in_order = jnp.take_along_axis(scores, order, axis=-1)  # free slots come last
+    in_order = order.sort(scores, nothing)
     half = kernel // 2
     padding = ((0, 0), (0, 0), (0, 0), (half, half))
     start = jnp.asarray(nothing, in_order.dtype)
     if pooling == "avg":
         in_order = in_order / kernel  # before the sum, which overflows for the largest floats
     pooled = jax.lax.reduce_window(in_order, start, reduce, (1, 1, 1, kernel), (1, 1, 1, 1), padding)
-    return jnp.take_along_axis(pooled, place, axis=-1)
+    return order.unsort(pooled)
 
 
 def _chunk_means(scores: Scores, o: Observation, size: int) -> Scores:
     """Replace the score of each unprotected token by the mean over those of its chunk."""
-    order, place = by_position(o.position)
-    chunk = jnp.take_along_axis(o.position // size, order, axis=-1)
+    order = o.ordered
+    chunk = order.sort((o.position // size)[:, :, None], -1)
     begins = jnp.diff(chunk, axis=-1, prepend=chunk[..., :1]) != 0
-    number = jnp.take_along_axis(jnp.cumsum(begins, axis=-1), place, axis=-1)[:, :, None]  # of each slot's chunk
+    number = order.unsort(jnp.cumsum(begins, axis=-1))  # of each slot's chunk
     counted = (o.live if o.protected is None else o.live & ~o.protected)[:, :, None]
 
     def of_chunks(x: Float[Array, "B K _ S"]) -> Float[Array, "B K _ S"]:

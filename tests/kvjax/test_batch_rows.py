@@ -128,7 +128,10 @@ def test_a_row_that_is_not_due_keeps_its_window():
     row = np.ones((2, 1, K, D), np.float32)
     observe = functools.partial(kvjax.observe, policy=policy, budget=BUDGET)
     _, cache, evidence = jax.jit(observe)(cache, np.repeat(row, 2, axis=2), row, row)
-    before = np.asarray(cache.state[0].queries.value)
+    before = np.asarray(cache.state.others[0].queries.value)
     cache = jax.jit(kvjax.evict)(cache, evidence, np.array([BUDGET, cache.num_slots + 1]))
     assert (np.asarray(cache.position) >= 0).sum(-1).tolist() == [[BUDGET] * K, [BUDGET + 1] * K]
-    assert before.min() > 0 and np.asarray(cache.state[0].queries.value).tolist() == [[0] * K, before[1].tolist()]
+    assert before.min() > 0 and np.asarray(cache.state.others[0].queries.value).tolist() == [
+        [0] * K,
+        before[1].tolist(),
+    ]

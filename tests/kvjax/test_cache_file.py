@@ -279,6 +279,17 @@ def test_a_file_of_stacked_layers_is_read_as_the_layers_that_it_held(policy, dty
     assert kvjax.cache_info(path) == before | {"format": 1}
 
 
+@pytest.mark.parametrize("policy", ["h2o+pool", "h2o+pool@adakv"])
+def test_a_file_without_ranks_is_read_as_of_tokens_that_have_none_yet(policy, path):
+    cache = tiny(policy, layers=2)
+    kvjax.save_cache(path, cache, policy=policy)
+    info, arrays = of(path)
+    before = {name.replace("state.others", "state"): array for name, array in arrays.items() if "rank" not in name}
+    assert len(before) < len(arrays) and not before.keys() <= arrays.keys()
+    write(path, info, before)
+    assert_same(kvjax.load_cache(path), cache)
+
+
 def test_layers_of_a_file_have_slots_of_their_own_and_each_its_arrays(path):
     cache = tiny("h2o", layers=3, windows=(2, None, 1))
     assert cache.layer_slots == (3, 4, 2)

@@ -9,6 +9,8 @@ import pytest
 import kvjax
 import models
 from kvjax import KVCache, LayerCaches, PagedCache
+from kvjax._src.cache import part_of_kind
+from kvjax._src.window import Window
 from models import engine, states
 from models.engine import logits_of
 from models.options import Options
@@ -119,7 +121,7 @@ def test_an_eviction_begins_a_window_anew_in_a_layer_of_few_slots_too():
         return cache
 
     cache = step(cache, np.array([24, 29]))
-    assert [own.state[0].queries.value[:, 0].tolist() for own in cache.layers] == [[0, 2], [0, 2]]
+    assert [own.state.others[0].queries.value[:, 0].tolist() for own in cache.layers] == [[0, 2], [0, 2]]
 
 
 @pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)@pyramid", "snapkv(window=4)"]))
@@ -128,7 +130,7 @@ def test_where_every_layer_has_a_window_a_budget_above_all_slots_evicts_like_any
     long = dict(policy=policy, max_new_tokens=40, end=(), evict_every=0)  # whose slots do not count before it
     _, cache = next(models.stream(tiny.decoder(narrow), TOKENS[:1], **long, **settings))
     tiny.assert_keeps(cache, 0, run(TOKENS[0], narrow, policy=policy, **settings))
-    windows = [cache.state[0]] if cache.paged else [own.state[0] for own in cache.layers]
+    windows = [part_of_kind(own.state, Window) for own in ((cache,) if cache.paged else cache.layers)]
     assert all((np.asarray(window.queries.value) == 0).all() for window in windows)
 
 
