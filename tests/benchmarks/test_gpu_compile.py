@@ -45,6 +45,16 @@ def test_what_stands_in_a_graph_is_told_apart():
     assert [x.name for x in launches.launches(text, held, names) if x.in_graph] == ["fusion"]
 
 
+def test_what_a_kernel_updates_in_place_is_not_moved():
+    text = """ENTRY %main (a: f32[1024,1024], b: f32[8]) -> (f32[1024,1024], f32[4]) {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  ROOT %call = (f32[1024,1024]{1,0}, f32[4]{0}) custom-call(%a, %b), output_to_operand_aliasing={{0}: (0, {})}
+}"""
+    sequence, names = "001: kCustomKernel [source | sink] call grid: [8, 1, 1]", 'annotation: "call" thunk_id: 1'
+    assert [x.moved for x in launches.launches(text, sequence, names)] == [4 * (8 + 4)]
+
+
 def test_the_first_layers_of_a_model_keep_their_windows():
     config = SHAPES["llama-3.1-8b"]
     assert len(config.sliding_windows) == 32 and gpu_compile.with_layers(config, 2).sliding_windows == (None, None)
