@@ -86,7 +86,7 @@ def launches(text: str, sequence: str, names: str) -> list[Launch]:
         fused = _fused(computations, instruction)
         shapes = {i.name: i.shape for i in neighbours}
         # A kernel writes a token into arrays that it updates in place, whose other bytes stay as they are.
-        in_place = [int(x) for x in re.findall(r"\{\d+\}: \((\d+), \{\}\)", instruction.text)]
+        in_place = [int(x) for x in re.findall(r"\{\d*\}: \((\d+), \{\}\)", instruction.text)]
         operands = sum(_bytes(shapes.get(x, "")) for x in instruction.operands)
         operands -= 2 * sum(_bytes(shapes.get(instruction.operands[x], "")) for x in in_place)
         moved = _traffic(fused) if fused else operands + _bytes(instruction.shape)

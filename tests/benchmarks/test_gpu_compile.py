@@ -98,6 +98,16 @@ def test_a_layer_is_the_mean_over_all_and_a_step_has_all(monkeypatch):
     assert found["step"]["launches"] == 10 + 29 * 3 + 5 * 5 and found["of_layer"] == {"copy": pytest.approx(112 / 34)}
 
 
+def test_what_a_kernel_updates_in_place_is_not_moved():
+    text = """ENTRY %main (a: f32[1024,1024], b: f32[8]) -> (f32[1024,1024], f32[4]) {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  ROOT %call = (f32[1024,1024]{1,0}, f32[4]{0}) custom-call(%a, %b), output_to_operand_aliasing={{0}: (0, {})}
+}"""
+    sequence, names = "001: kCustomKernel [source | sink] call grid: [8, 1, 1]", 'annotation: "call" thunk_id: 1'
+    assert [x.moved for x in launches.launches(text, sequence, names)] == [4 * (8 + 4)]
+
+
 @pytest.mark.parametrize(("program", "kernels"), [("decode", (18, 0)), ("block", (12, 4))])
 def test_programs_lower_with_a_layer_s_kernels(program, kernels):
     """Two functions, of the first layer and of one behind it, whose input is unsummed; they share one behind attention.
