@@ -196,7 +196,7 @@ def describe(setting: steps.Setting, program: str, chip: Any, known: Mosaic) -> 
         "layer": {name: value / whole for name, value in layers.items()},
         "step": {name: value + rest[name] for name, value in of_figures(few).items()},
         "of_layer": dict(sorted(launched.items(), key=lambda item: -item[1])),
-        "kernels": [x.record() for x in dict.fromkeys(x for side in (few, *more) for x in side.kernels)],
+        "kernels": [x.record() for x in sorted({x for side in (few, *more) for x in side.kernels})],
         "temporary_bytes": max(side.temporary_bytes for side in more),
         "compile_seconds": time.perf_counter() - begun,
     }
@@ -335,7 +335,10 @@ def command(flags: argparse.Namespace) -> None:
         for case in commands.progress_bar("operation", over=list(cases)):
             names = {"shape": ALONE, "batch": ALONE_BATCH, "program": f"{case.operation} alone, {case.case}"}
             made = compiled(partial(lowered_case, case, chip), known)
-            yield names | {"kernels": [x.record() for x in made.kernels], "temporary_bytes": made.temporary_bytes}
+            yield names | {
+                "kernels": [x.record() for x in sorted(made.kernels)],
+                "temporary_bytes": made.temporary_bytes,
+            }
 
     results = measure.collect(flags, "gpu_compile", settings, records(), kernel_sources())
     measure.show(tables(results), flags.json)
