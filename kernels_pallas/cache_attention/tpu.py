@@ -175,7 +175,7 @@ def attend_heads(
 
     columns: tuple[Array, ...] = ()
     if one_query:
-        columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2], about)
+        columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2])
     elif names:
         q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda b, k, c, t, *where: (b, k, t, c, *where))
         read, of_errors = ((key, value), (out,)) if errors else ((key,), ())
