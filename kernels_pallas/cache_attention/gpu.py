@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.cache_attention.heads import span_of
 from kernels_pallas.cache_attention.queries import (
     IN_WINDOW,
     IS_LAST,
@@ -35,6 +37,7 @@ from kernels_pallas.cache_attention.queries import (
     squared_changes,
     told_apart,
 )
+from kernels_pallas.dispatch import compute_capability
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.prepare import Beside
 from kernels_pallas.softmax import of_parts, product, scaled
@@ -54,6 +57,7 @@ class Storage(NamedTuple):
     numbers: pl.BlockSpec  # of the positions, and of the other numbers of which there is one per slot
     where: tuple[pl.BlockSpec, ...]  # of the arrays that ``place`` and ``end`` take as ``where``
     place: Callable[..., tuple[tuple[Array, ...], Array]]  # (where, slots [n]) -> their indices, and which ones exist
+    loads: int = 1  # that wait for each other, before a key or value is here
     end: Callable[..., Array] | None = None  # (where) -> the slot after the head's last one; None where that is S
 
 
@@ -63,21 +67,21 @@ class _Tiles(NamedTuple):
     queries: int
     slots: int
     warps: int
-    stages: int  # of a loop: one more than the tiles on their way to shared memory
+    stages: int  # of a loop, see triton.CompilerParams
 
     @property
     def params(self) -> triton.CompilerParams:
         return triton.CompilerParams(num_warps=self.warps, num_stages=self.stages)
 
 
-def _tiles(rows: int, width: int, dtype: Any, *, of_slots: bool = False) -> _Tiles:
+def _tiles(rows: int, width: int, dtype: Any, *, loads: int = 1, of_slots: bool = False) -> _Tiles:
     """Return the tiles of a number of queries, or of the statistics, which keep their slots and walk over queries."""
     queries = max(pl.next_power_of_2(rows), 16)
     if width > 128 or dtype.itemsize > 2:
-        return _Tiles(min(queries, 64), 64 if width <= 128 else 32, 4, 2)
+        return _Tiles(min(queries, 64), 64 if width <= 128 else 32, 4, 1 + loads)
     if of_slots:
         return _Tiles(min(queries, 64), 128, 8, 3)
-    return _Tiles(min(queries, 128), 64, 8 if queries >= 128 else 4, 3)
+    return _Tiles(min(queries, 128), 64, 8 if queries >= 128 else 4, 1 + 2 * loads)
 
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
@@ -97,7 +101,7 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, *floats, **options):
+def of_heads(query, about, window, key, value, key_position, *floats, **options):
     B, K, S, D = key.shape
     key, value = (x.reshape(B * K, S, D) for x in (key, value))
     numbers = [x.reshape(B * K, S) for x in (key_position, *floats)]
@@ -108,13 +112,13 @@ def of_heads(query, about, span, key, value, key_position, *floats, **options):
         where=(),
         place=lambda _, slot: ((slot,), slot < S),
     )
-    return attend_heads(query, about, span, key, value, numbers, (), storage, name="cache", **options)
+    return attend_heads(query, about, window, key, value, numbers, (), storage, name="cache", **options)
 
 
 def attend_heads(
     query: Float[Array, "B K G T D"],
     about: Int[Array, "B T 3"],
-    span: Int[Array, "1"],
+    window: Int[Array, ""] | int | None,
     key: Array,
     value: Array,
     numbers: list[Array],
@@ -140,24 +144,26 @@ def attend_heads(
     key_scales, value_scales, biases = beside.split(floats)
     width = max(pl.next_power_of_2(D), 16)
     wide = jnp.dtype(jnp.float32) if errors else query.dtype
-    tiles = _tiles(R, width, wide)
+    tiles = _tiles(R, width, wide, loads=storage.loads)
     blocks, chunks = pl.cdiv(R, tiles.queries), pl.cdiv(S, tiles.slots)
     programs = max(PROGRAMS * 4 // tiles.warps // (H * blocks), 1)
     if storage.end is not None and T == 1:  # heads end anywhere: four times as many, that end sooner
         programs *= 4
     steps = max(pl.cdiv(chunks, programs), min(chunks, 4))
     splits = pl.cdiv(chunks, steps)
-    whole = splits == 1 and T > 1  # a program has all slots of its queries, and writes their outputs
+    whole = splits == 1 and T > 1 and not errors  # a program has all slots of its queries, and writes their outputs
     # Exponentials are powers of two, with ``unit`` times a logit as exponent. Logits that nothing bends or shifts
     # are scaled by it alone.
     folds = soft_cap is None and not biases and scale > 0
     unit = _LOG2_E * (scale if folds else 1)
-    options = dict(storage=storage, width=width, scale=None if folds else scale, soft_cap=soft_cap, unit=unit)
+    power = functools.partial(_power, unit, is_nvidia=not interpret and compute_capability() is not None)
+    options = dict(storage=storage, width=width, scale=None if folds else scale, soft_cap=soft_cap)
+    options |= dict(unit=unit, power=power, has_window=window is not None)
 
     def of_head(*shape, by=1):
         return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
 
-    scalar = pl.BlockSpec((1,), lambda *_: (0,))
+    span = [] if window is None else [span_of(window)]
     of_queries = pl.BlockSpec((None, T, None, G, D), lambda h, *_: (h // K, 0, h % K, 0, 0))
     finishes = T == 1 and not errors
     one_query = finishes and bool(names)  # its logits take no more memory than the statistics, which follow from them
@@ -166,7 +172,7 @@ def attend_heads(
         out_shape=[
             *(
                 [
-                    jax.ShapeDtypeStruct(query.shape, jnp.float32 if errors else query.dtype),
+                    jax.ShapeDtypeStruct(query.shape, query.dtype),
                     jax.ShapeDtypeStruct((H, G, T), jnp.float32),
                 ]
                 if whole
@@ -179,7 +185,6 @@ def attend_heads(
         ],
         grid=(H, blocks, splits),
         in_specs=[
-            scalar,
             of_queries,
             of_head(T, by=K),
             storage.array,
@@ -187,6 +192,7 @@ def attend_heads(
             storage.numbers,
             *storage.where,
             *[storage.numbers] * len(floats),
+            *[pl.BlockSpec((1,), lambda *_: (0,))] * len(span),
         ],
         out_specs=[
             *(
@@ -202,7 +208,7 @@ def attend_heads(
         compiler_params=tiles.params,
         interpret=interpret,
         name=f"{name}_attention",
-    )(span, query, about[:, :, POSITION], key, value, position, *where, *floats)
+    )(query, about[:, :, POSITION], key, value, position, *where, *floats, *span)
     if finishes:
         asked = tuple(dict.fromkeys(told_apart(name) for name in names))
         heads = [1 if name == OF_GROUP else G for name in asked]
@@ -231,8 +237,10 @@ def attend_heads(
         (norm,) = softmax
     else:
         peak, total = softmax
+        largest = jnp.max(peak, axis=1).reshape(H, T, G).swapaxes(1, 2)
         out, peak, total = of_parts(out, peak * (unit / _LOG2_E), total)
-        norm = (_LOG2_E * peak + jnp.log2(total)).reshape(H, T, G).swapaxes(1, 2)
+        peak, total = (x.reshape(H, T, G).swapaxes(1, 2) for x in (_LOG2_E * peak, total))
+        norm = peak + jnp.log2(total)
         out = out.reshape(B, K, T, G, D).swapaxes(1, 2)
     result = out.astype(query.dtype).transpose(0, 2, 3, 1, 4)
     if not names:
@@ -240,34 +248,36 @@ def attend_heads(
     tiles = _tiles(T, width, wide, of_slots=True)
     beside = beside._replace(value_scale=beside.value_scale and errors)
     used = (*key_scales, *(value_scales if errors else ()), *biases)
+    own = about[:, :, POSITION]
+    described = jnp.stack([_reach(own, *span or [None]), own, *(about[:, :, i] for i in (IS_LAST, IN_WINDOW))], axis=1)
     by_slot: dict[str, Array] = {}
     for some in (tuple(name for name in names if name != OF_GROUP), tuple(name for name in names if name == OF_GROUP)):
         if not some:
             continue
         heads = 1 if some == (OF_GROUP,) else G
+        first = [] if {"sum", "max"} & set(some) else [first_entering(about, some)]
         columns = pl.pallas_call(
             functools.partial(_reduce, names=some, beside=beside, errors=errors, tiles=tiles, **options),
             out_shape=[jax.ShapeDtypeStruct((H, heads, S), jnp.float32)] * len(some),
             grid=(H, pl.cdiv(S, tiles.slots)),
             in_specs=[
-                scalar,
-                pl.BlockSpec((1,), lambda h, *_: (h // K,)),
                 of_queries,
-                of_head(3, T, by=K),
+                of_head(4, T, by=K),
                 of_head(G, T),
                 storage.array,
                 storage.numbers,
-                *[of_queries, storage.array][: 2 * errors],
+                *[of_queries, storage.array, of_head(G, T), of_head(G, T)][: 4 * errors],
                 *storage.where,
                 *[storage.numbers] * len(used),
+                *[pl.BlockSpec((1,), lambda h, *_: (h // K,))] * len(first),
             ],
             out_specs=[of_head(heads, S)] * len(some),
             compiler_params=tiles.params,
             interpret=interpret,
             name=f"{name}_statistics",
         )(
-            span, first_entering(about, some), query, about.swapaxes(1, 2), norm, key, position,
-            *((out, value) if errors else ()), *where, *used,
+            query, described, norm, key, position, *((out, value, largest, total) if errors else ()),
+            *where, *used, *first,
         )  # fmt: skip
         by_slot |= dict(zip(some, columns, strict=True))
     return (result, *(by_slot[name].reshape(B, K, -1, S) for name in names))
@@ -282,7 +292,11 @@ def _load(ref, index, there, width):
     """Load the vectors at n places, [n, width]; 0 beyond the ends."""
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     at = ref.at[*(i[:, None] for i in index), column]
-    return triton.load(at, mask=there[:, None] & (column < ref.shape[-1]), other=filler(ref.dtype))
+    masks = [] if there is None else [there[:, None]]
+    masks += [column < ref.shape[-1]] * (width > ref.shape[-1])
+    if not masks:
+        return triton.load(at)
+    return triton.load(at, mask=functools.reduce(jnp.logical_and, masks), other=filler(ref.dtype))
 
 
 def _numbers(refs, index, there, other: Any = 0.0):
@@ -292,15 +306,16 @@ def _numbers(refs, index, there, other: Any = 0.0):
 
 def _reach(own, span):
     """Return how many positions each query sees back from its own; none where it is padding."""
-    return jnp.where(own < 0, 0, jnp.minimum(own, span[0] - 1) + 1).astype(jnp.uint32)
+    return jnp.where(own < 0, 0, own + 1 if span is None else jnp.minimum(own, span - 1) + 1)
 
 
 def _sees(own, reach, position):
-    """Return a mask of the slots that queries see, by one comparison: as unsigned, ages below 0 are beyond any reach.
+    """Return a mask of the slots that queries see, by one comparison; ``own`` is None where there is no window.
 
-    So is the age of a free slot, whose position is -1.
+    It is of the age, or without a window of the position. As unsigned, a negative one is beyond any reach: that of a
+    free slot, whose position is -1, or an age below 0.
     """
-    return (own - position).astype(jnp.uint32) < reach
+    return (position if own is None else own - position).astype(jnp.uint32) < reach.astype(jnp.uint32)
 
 
 def _bent(logits, of_keys, added, scale, soft_cap):
@@ -314,20 +329,39 @@ def _bent(logits, of_keys, added, scale, soft_cap):
     return logits
 
 
+def _power(unit, logits, shift, *, is_nvidia):
+    """Compute ``2 ** (unit * logits - shift)``; the shift is broadcast.
+
+    On NVIDIA's GPUs it is two instructions. Of ``jnp.exp2`` Triton makes seven, for the sake of results below 1e-38.
+    """
+    if not is_nvidia:
+        return jnp.exp2(unit * logits - shift)
+    number = "0f" + np.float32(unit).tobytes()[::-1].hex()
+    code = f"{{ .reg .f32 e; fma.rn.f32 e, $1, {number}, $2; ex2.approx.ftz.f32 $0, e; }}"
+    (found,) = triton.elementwise_inline_asm(
+        code,
+        args=[logits, jnp.broadcast_to(-shift, logits.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(logits.shape, jnp.float32)],
+    )
+    return found
+
+
 def _attend(
-    span, query, own_positions, key, value, positions, *refs,
-    storage, beside, errors, whole, steps, tiles, width, scale, soft_cap, unit,
+    query, own_positions, key, value, positions, *refs,
+    storage, beside, errors, whole, steps, tiles, width, scale, soft_cap, unit, power, has_window,
 ):  # fmt: skip
     where, floats, refs = _split(refs, len(storage.where), sum(beside))
     key_scales, value_scales, biases = beside.split(floats)
-    out, *refs = refs
+    span, (out, *refs), _ = _split(refs, int(has_window), len(refs))
     like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (T, G, D), S = query.shape, storage.slots
     row = pl.program_id(1) * tiles.queries + jax.lax.broadcasted_iota(jnp.int32, (tiles.queries,), 0)
     t, g, in_block = row // G, row % G, row < T * G
     q = _load(query, (t, g), in_block, width)
     own = triton.load(own_positions.at[t], mask=in_block, other=-1)
-    reach = _reach(own, span)
+    reach = _reach(own, span[0][0] if span else None)
     first = pl.program_id(2) * steps
     if storage.end is not None:
         steps = jnp.clip(pl.cdiv(storage.end(where), tiles.slots) - first, 0, steps)
@@ -340,16 +374,16 @@ def _attend(
             slot = (first + i) * tiles.slots + jax.lax.broadcasted_iota(jnp.int32, (tiles.slots,), 0)
             index, there = storage.place(where, slot)
             (position,) = _numbers([positions], index, there, -1)
-            visible = _sees(own[:, None], reach[:, None], position[None, :])
             k = widened(_load(key, index, there, width), q.dtype)
             of_keys, added = ([x[None, :] for x in _numbers(of, index, there)] for of in (key_scales, biases))
             logits = _bent(product(q, k, ((1,), (1,))), of_keys, added, scale, soft_cap)
-            logits = jnp.where(visible, logits, UNSEEN)
+            logits = jnp.where(_sees(own[:, None] if span else None, reach[:, None], position[None, :]), logits, UNSEEN)
             if T == 1 and not errors:
                 for ref in refs[2:]:
                     triton.store(ref.at[row[:, None], slot[None, :]], logits, mask=in_block[:, None] & (slot < S)[None])
             now = jnp.maximum(peak, jnp.max(logits, axis=1))
-            weights = jnp.exp2(unit * logits - (unit * now)[:, None])
+            exact = jnp.exp2(unit * (logits - now[:, None]))  # 1 at the largest logit
+            weights = exact if errors else power(logits, (unit * now)[:, None])
             shrink = jnp.exp2(unit * (peak - now))
             total = shrink * total + jnp.sum(weights, axis=1)
             v = widened(_load(value, index, there, width), like)
@@ -423,12 +457,12 @@ def _finish(accs, peaks, totals, *refs, storage, names, unit, size, width):
 
 
 def _reduce(
-    span, first_query, query, about, norms, key, positions, *refs,
-    storage, names, beside, errors, tiles, width, scale, soft_cap, unit,
+    query, about, norms, key, positions, *refs,
+    storage, names, beside, errors, tiles, width, scale, soft_cap, unit, power, has_window,
 ):  # fmt: skip
     """Compute the statistics of some slots: go over the heads, and over each one's queries that enter them."""
-    of_errors, where, refs = _split(refs, 2 * errors, len(storage.where))
-    floats, columns = refs[: sum(beside)], refs[sum(beside) :]
+    of_errors, where, refs = _split(refs, 4 * errors, len(storage.where))
+    floats, first, columns = _split(refs, sum(beside), len(refs) - sum(beside) - len(names))
     key_scales, value_scales, biases = beside.split(floats)
     (T, G, _), S = query.shape, storage.slots
     slot = pl.program_id(1) * tiles.slots + jax.lax.broadcasted_iota(jnp.int32, (tiles.slots,), 0)
@@ -444,39 +478,50 @@ def _reduce(
     of_group = names == (OF_GROUP,)
     group = jnp.zeros((tiles.slots, tiles.queries), jnp.float32)
     start, add, finish = by_group(G, group, zero) if of_group else by_head(names, zero)
-    first = first_query[0] // tiles.queries
+    first = first[0][0] // tiles.queries if first else 0
     walks = pl.cdiv(T, tiles.queries) - first  # tiles of each head's queries
 
     def step(j, carry):
-        i, g = (j // G, j % G) if of_group else (j % walks, j // walks)
+        i, g = jax.lax.div(j, jnp.int32(G if of_group else walks)), jax.lax.rem(j, jnp.int32(G if of_group else walks))
+        i, g = (i, g) if of_group else (g, i)
         carry = carry if of_group else jax.tree.map(lambda x, x0: jnp.where(i == 0, x0, x), carry, start)
         t = (first + i) * tiles.queries + jax.lax.broadcasted_iota(jnp.int32, (tiles.queries,), 0)
-        head, in_block = jnp.full_like(t, g), t < T
-        own, is_last, nth = (
-            triton.load(about.at[jnp.full_like(t, what), t], mask=in_block, other=-1)[None, :]
-            for what in (POSITION, IS_LAST, IN_WINDOW)
+        head, in_block = jnp.full_like(t, g), None if T % tiles.queries == 0 else t < T
+        reach, own, is_last, nth = (
+            triton.load(about.at[jnp.full_like(t, i), t], mask=in_block, other=None if in_block is None else 0)[None, :]
+            for i in range(4)
         )
-        norm = triton.load(norms.at[head, t], mask=in_block, other=0.0)[None, :]
+        norm = triton.load(norms.at[head, t], mask=in_block, other=None if in_block is None else 0.0)[None, :]
         logits = product(k, _load(query, (t, head), in_block, width), ((1,), (1,)))
         logits = _bent(logits, of_keys, added, scale, soft_cap)
-        weights = jnp.where(_sees(own, _reach(own, span), position[:, None]), jnp.exp2(unit * logits - norm), 0.0)
+        logits = jnp.where(_sees(own if has_window else None, reach, position[:, None]), logits, UNSEEN)
+        weights = power(logits, norm)
+        if errors:  # where a slot has nearly all of the weight, what is left of it counts
+            peak, total = (
+                triton.load(ref.at[head, t], mask=in_block, other=None if in_block is None else 1.0)[None, :]
+                for ref in of_errors[2:]
+            )
+            weights = jnp.exp2(unit * (logits - peak)) / total
         if errors:
             out = _load(of_errors[0], (t, head), in_block, width)
             weights = squared_changes(weights.T, out, v, jnp.sum(v * v, axis=1)[None, :]).T
         here = jnp.sum(jnp.where(nth > 0, 1.0, 0.0))
         carry = add(carry, weights, is_last > 0, nth, here, g)
-        is_done = j == G * walks - 1 if of_group else i == walks - 1
-        for name, ref in zip(names, columns, strict=True):
-            of_head = jnp.zeros_like(slot) if of_group else jnp.full_like(slot, g)
-            triton.store(ref.at[of_head, slot], finish(carry)[name], mask=(slot < S) & is_done)
+
+        @pl.when(j == G * walks - 1 if of_group else i == walks - 1)
+        def _():
+            for name, ref in zip(names, columns, strict=True):
+                of_head = jnp.zeros_like(slot) if of_group else jnp.full_like(slot, g)
+                triton.store(ref.at[of_head, slot], finish(carry)[name], mask=slot < S)
+
         return carry
 
     count = G * walks
     if storage.end is not None:
-        is_beyond = pl.program_id(1) * tiles.slots >= storage.end(where)
-        count = jnp.where(is_beyond, 0, count)
+        held = storage.end(where) - pl.program_id(1) * tiles.slots
+        count *= jnp.clip(held, 0, 1)
 
-        @pl.when(is_beyond)
+        @pl.when(held <= 0)
         def _():
             for ref in columns:
                 for g in range(ref.shape[0]):

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.cache_attention.heads import span_of
 from kernels_pallas.cache_attention.queries import (
     IN_WINDOW,
     IS_LAST,
@@ -85,11 +86,11 @@ def slower(query: Any, *_: Any, statistics: Any = (), **__: Any) -> str | None:
     return f"blocks of {TILE} queries with statistics are faster by Mosaic on an H100 or H200, and others by Triton"
 
 
-def of_heads(query, about, span, key, value, key_position, *, beside, names, errors, scale, soft_cap, interpret):
+def of_heads(query, about, window, key, value, key_position, *, beside, names, errors, scale, soft_cap, interpret):
     del beside, errors  # no scales, biases or errors: all are refused
     B, K, S, D = key.shape
     G, T = query.shape[2:4]
-    H, R, tiles = B * K, G * T, pl.cdiv(S, TILE)
+    H, R, tiles, span = B * K, G * T, pl.cdiv(S, TILE), span_of(window)
     key, value = (x.reshape(H, S, D) for x in (key, value))
     query = query.reshape(H, G, T, D)
     place = _padded(key_position.reshape(H, S), TILE, -1)

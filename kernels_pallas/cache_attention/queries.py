@@ -183,8 +183,9 @@ def by_group(
 
     def add(carry: Any, weights: Array, is_last: Array, nth: Array, here: Array, head: Any) -> Any:
         group, squares = carry
-        group = jnp.where(head > 0, 1.0, 0.0) * group + jnp.where(nth > 0, weights, 0.0)
-        whole = jnp.where(head == heads - 1, heads**-2.0, 0.0)  # the group is complete at its last head
+        goes_on = jnp.minimum(head, 1).astype(jnp.float32)
+        group = goes_on * group + jnp.where(nth > 0, weights, 0.0)
+        whole = heads**-2.0 * jnp.maximum(head - (heads - 2), 0).astype(jnp.float32)  # complete at its last head
         return group, squares + whole * jnp.sum(group * group, axis=1)
 
     return (nothing, zero), add, lambda carry: {OF_GROUP: carry[1]}

@@ -21,7 +21,7 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return beyond(query, key, value, table.shape[1])
 
 
-def of_heads(query, about, span, key, value, position, table, *floats, **options):
+def of_heads(query, about, window, key, value, position, table, *floats, **options):
     B, K, M = table.shape
     size = key.shape[1]
 
@@ -35,8 +35,9 @@ def of_heads(query, about, span, key, value, position, table, *floats, **options
         numbers=pl.BlockSpec(position.shape, lambda *_: (0, 0)),
         where=(pl.BlockSpec((None, M), lambda h, *_: (h, 0)), pl.BlockSpec((1,), lambda h, *_: (h,))),
         place=place,
+        loads=2,
         end=lambda where: where[1][0] * size,
     )
     where = (table.reshape(B * K, M), table_ends(table).reshape(B * K))
     numbers = [position, *floats]
-    return attend_heads(query, about, span, key, value, numbers, where, storage, name="paged", **options)
+    return attend_heads(query, about, window, key, value, numbers, where, storage, name="paged", **options)

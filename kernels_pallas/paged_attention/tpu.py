@@ -35,7 +35,7 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return tpu.beyond(query, key, value, table.shape[1])
 
 
-def of_heads(query, about, span, key, value, position, table, *floats, **options):
+def of_heads(query, about, window, key, value, position, table, *floats, **options):
     key_position, floats = slot_positions(position, table), tuple(laid_out(x, table) for x in floats)
     K, M = table.shape[1:]
     size, D = key.shape[1:]
@@ -54,7 +54,7 @@ def of_heads(query, about, span, key, value, position, table, *floats, **options
         padded = jnp.pad(table, ((0, 0), (0, 0), (0, chunks * pages - M)), constant_values=-1)
         return storage, (_last_there(padded.reshape(-1, pages)).ravel(), table_ends(table).ravel())
 
-    return attend_heads(query, about, span, key, value, key_position, floats, stored, name="paged", **options)
+    return attend_heads(query, about, window, key, value, key_position, floats, stored, name="paged", **options)
 
 
 def _last_there(table: Int[Array, "steps pages"]) -> Int[Array, "steps pages"]:
