@@ -30,6 +30,7 @@ from kernels_pallas.cache_attention.queries import (
     OF_GROUP,
     POSITION,
     UNSEEN,
+    all_enter,
     by_group,
     by_head,
     first_entering,
@@ -56,7 +57,7 @@ class Storage(NamedTuple):
     array: pl.BlockSpec  # of the keys, and of the values
     numbers: pl.BlockSpec  # of the positions, and of the other numbers of which there is one per slot
     where: tuple[pl.BlockSpec, ...]  # of the arrays that ``place`` and ``end`` take as ``where``
-    place: Callable[..., tuple[tuple[Array, ...], Array]]  # (where, slots [n]) -> their indices, and which ones exist
+    place: Callable[..., tuple[tuple[Array, ...], Array]]  # (where, slots [n]) -> indices to read, and which ones exist
     loads: int = 1  # that wait for each other, before a key or value is here
     end: Callable[..., Array] | None = None  # (where) -> the slot after the head's last one; None where that is S
 
@@ -110,7 +111,7 @@ def of_heads(query, about, window, key, value, key_position, *floats, **options)
         array=pl.BlockSpec((None, S, D), lambda h, *_: (h, 0, 0)),
         numbers=pl.BlockSpec((None, S), lambda h, *_: (h, 0)),
         where=(),
-        place=lambda _, slot: ((slot,), slot < S),
+        place=lambda _, slot: ((jnp.minimum(slot, S - 1),), slot < S),
     )
     return attend_heads(query, about, window, key, value, numbers, (), storage, name="cache", **options)
 
@@ -255,7 +256,7 @@ def attend_heads(
         if not some:
             continue
         heads = 1 if some == (OF_GROUP,) else G
-        first = [] if {"sum", "max"} & set(some) else [first_entering(about, some)]
+        first = [] if all_enter(some) else [first_entering(about, some)]
         columns = pl.pallas_call(
             functools.partial(_reduce, names=some, beside=beside, errors=errors, tiles=tiles, **options),
             out_shape=[jax.ShapeDtypeStruct((H, heads, S), jnp.float32)] * len(some),
@@ -297,11 +298,6 @@ def _load(ref, index, there, width):
     if not masks:
         return triton.load(at)
     return triton.load(at, mask=functools.reduce(jnp.logical_and, masks), other=filler(ref.dtype))
-
-
-def _numbers(refs, index, there, other: Any = 0.0):
-    """Load the numbers at n places from each array."""
-    return [triton.load(ref.at[index], mask=there, other=other) for ref in refs]
 
 
 def _reach(own, span):
@@ -373,9 +369,9 @@ def _attend(
             peak, total, acc = carry
             slot = (first + i) * tiles.slots + jax.lax.broadcasted_iota(jnp.int32, (tiles.slots,), 0)
             index, there = storage.place(where, slot)
-            (position,) = _numbers([positions], index, there, -1)
-            k = widened(_load(key, index, there, width), q.dtype)
-            of_keys, added = ([x[None, :] for x in _numbers(of, index, there)] for of in (key_scales, biases))
+            position = triton.load(positions.at[index], mask=there, other=-1)
+            k = widened(_load(key, index, None, width), q.dtype)
+            of_keys, added = ([triton.load(x.at[index])[None, :] for x in of] for of in (key_scales, biases))
             logits = _bent(product(q, k, ((1,), (1,))), of_keys, added, scale, soft_cap)
             logits = jnp.where(_sees(own[:, None] if span else None, reach[:, None], position[None, :]), logits, UNSEEN)
             if T == 1 and not errors:
@@ -386,13 +382,13 @@ def _attend(
             weights = exact if errors else power(logits, (unit * now)[:, None])
             shrink = jnp.exp2(unit * (peak - now))
             total = shrink * total + jnp.sum(weights, axis=1)
-            v = widened(_load(value, index, there, width), like)
+            v = widened(_load(value, index, None, width), like)
             if masks:
                 v = jnp.where((position >= 0)[:, None], v, 0)
             if errors:  # small differences of outputs
                 v = v.astype(jnp.float32)
-            for of_slot in _numbers(value_scales, index, there):
-                weights = weights * jnp.where(position >= 0, of_slot, 0.0)[None, :]
+            for ref in value_scales:
+                weights = weights * jnp.where(position >= 0, triton.load(ref.at[index]), 0.0)[None, :]
             acc = shrink[:, None] * acc + product(weights.astype(v.dtype), v, ((1,), (0,)))
             return now, total, acc
 
@@ -467,13 +463,13 @@ def _reduce(
     (T, G, _), S = query.shape, storage.slots
     slot = pl.program_id(1) * tiles.slots + jax.lax.broadcasted_iota(jnp.int32, (tiles.slots,), 0)
     index, there = storage.place(where, slot)
-    k = widened(_load(key, index, there, width), query.dtype)
-    of_keys, added = ([x[:, None] for x in _numbers(of, index, there)] for of in (key_scales, biases))
-    (position,) = _numbers([positions], index, there, -1)
+    k = widened(_load(key, index, None, width), query.dtype)
+    of_keys, added = ([triton.load(x.at[index])[:, None] for x in of] for of in (key_scales, biases))
+    position = triton.load(positions.at[index], mask=there, other=-1)
     if errors:  # the content of a free slot must not matter
-        v = jnp.where((position >= 0)[:, None], _load(of_errors[1], index, there, width).astype(jnp.float32), 0.0)
-        for of_slot in _numbers(value_scales, index, there):
-            v = v * jnp.where(position >= 0, of_slot, 0.0)[:, None]
+        v = jnp.where((position >= 0)[:, None], _load(of_errors[1], index, None, width).astype(jnp.float32), 0.0)
+        for ref in value_scales:
+            v = v * jnp.where(position >= 0, triton.load(ref.at[index]), 0.0)[:, None]
     zero = jnp.zeros((tiles.slots,), jnp.float32)
     of_group = names == (OF_GROUP,)
     group = jnp.zeros((tiles.slots, tiles.queries), jnp.float32)
@@ -494,14 +490,15 @@ def _reduce(
         norm = triton.load(norms.at[head, t], mask=in_block, other=None if in_block is None else 0.0)[None, :]
         logits = product(k, _load(query, (t, head), in_block, width), ((1,), (1,)))
         logits = _bent(logits, of_keys, added, scale, soft_cap)
-        logits = jnp.where(_sees(own if has_window else None, reach, position[:, None]), logits, UNSEEN)
+        visible = _sees(own if has_window else None, reach, position[:, None])
         weights = power(logits, norm)
         if errors:  # where a slot has nearly all of the weight, what is left of it counts
             peak, total = (
                 triton.load(ref.at[head, t], mask=in_block, other=None if in_block is None else 1.0)[None, :]
                 for ref in of_errors[2:]
             )
-            weights = jnp.exp2(unit * (logits - peak)) / total
+            weights = jnp.exp2(unit * (jnp.where(visible, logits, UNSEEN) - peak)) / total
+        weights = jnp.where(visible, weights, 0.0)
         if errors:
             out = _load(of_errors[0], (t, head), in_block, width)
             weights = squared_changes(weights.T, out, v, jnp.sum(v * v, axis=1)[None, :]).T

@@ -28,9 +28,14 @@ def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 
     return jnp.stack([column.astype(jnp.int32) for column in columns], axis=-1)
 
 
+def all_enter(names: Iterable[str]) -> bool:
+    """Return whether all queries enter one of the statistics."""
+    return bool({"sum", "max"} & set(names))
+
+
 def first_entering(about: Int[Array, "B T 3"], names: tuple[str, ...]) -> Int[Array, "B"]:
     """Return each row's first query that enters a statistic: 0 where all do, else the window's first."""
-    if {"sum", "max"} & set(names):
+    if all_enter(names):
         return jnp.zeros(about.shape[0], jnp.int32)
     enters = (about[:, :, IS_LAST] > 0) | (about[:, :, IN_WINDOW] > 0)
     return jnp.argmax(enters, axis=1).astype(jnp.int32)

@@ -336,7 +336,7 @@ def _reduce(*refs, storage, scalars, beside, names, errors, per_head, scale, sof
             span, query, about, _chunk(keys, query.dtype), key_position, key_scales, biases,
             per_head=per_head, scale=scale, soft_cap=soft_cap,
         )  # fmt: skip
-        weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
+        weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) * (1 / softmax[:, 1:2])
         for out in outputs:
             # The content of a free slot must not matter.
             live = _column(jnp.where(key_position[...] >= 0, 1.0, 0.0)) > 0

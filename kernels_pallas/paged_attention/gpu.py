@@ -1,6 +1,6 @@
 """The kernels for GPU: those of ``cache_attention``, which find a slot in the pool through its head's page table.
 
-A program stops at its head's last page and loads nothing where the table has no page.
+A program stops at its head's last page.
 """
 
 from __future__ import annotations
