@@ -2,8 +2,8 @@
 
 A tile has queries of all heads of a group, so that decode fills a tile of the matrix unit with a group's heads. Where
 tiles and KV heads alone would leave the chip idle, the slots are split over programs too, and XLA combines their sums.
-The statistics are a second kernel over the keys: a program keeps a few slots, goes over the queries that enter them,
-computes their weights again from each row's largest logit and sum, and stores one number per head and slot. For a
+The statistics are a second kernel over the keys: a program keeps the tile of some slots, goes over the queries that
+enter them, computes their weights again from each row's log-sum-exp, and stores one number per head and slot. For a
 single query, as in decode, the first kernel returns its logits, 4 G bytes per slot, and the second combines the sums
 and computes the statistics from the logits. A :class:`Storage` describes where a head's slots are: one after
 another here, in pages for ``paged_attention``.
@@ -79,10 +79,13 @@ def _tiles(rows: int, width: int, dtype: Any, *, loads: int = 1, of_slots: bool 
     """Return the tiles of a number of queries, or of the statistics, which keep their slots and walk over queries."""
     queries = max(pl.next_power_of_2(rows), 16)
     if width > 128 or dtype.itemsize > 2:
-        return _Tiles(min(queries, 64), 64 if width <= 128 else 32, 4, 1 + loads)
+        deep = queries < 64 and dtype.itemsize == 2 and not of_slots  # there is shared memory for two tiles to come
+        return _Tiles(min(queries, 64), 64 if width <= 128 else 32, 4, 1 + (1 + deep) * loads)
     if of_slots:
         return _Tiles(min(queries, 64), 128, 8, 3)
-    return _Tiles(min(queries, 128), 64, 8 if queries >= 128 else 4, 1 + 2 * loads)
+    if queries < 128:
+        return _Tiles(queries, 64, 4, 1 + 2 * loads)
+    return _Tiles(128, 64 if width > 64 else 128, 8, 1 + 2 * loads)
 
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
@@ -212,13 +215,13 @@ def attend_heads(
     )(query, about[:, :, POSITION], key, value, position, *where, *floats, *span)
     if finishes:
         asked = tuple(dict.fromkeys(told_apart(name) for name in names))
-        heads = [1 if name == OF_GROUP else G for name in asked]
+        sizes = [1 if name == OF_GROUP else G for name in asked]
         size = min(FINISHED, max(pl.next_power_of_2(S), 16))
         out, *columns = pl.pallas_call(
             functools.partial(_finish, storage=storage, names=asked, unit=unit, size=size, width=width),
             out_shape=[
                 jax.ShapeDtypeStruct((H, R, D), query.dtype),
-                *[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in heads],
+                *[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in sizes],
             ],
             grid=(H, pl.cdiv(S, size) if names else R),
             in_specs=[
@@ -227,7 +230,7 @@ def attend_heads(
                 *[of_head(R, S)] * one_query,
                 *storage.where,
             ],
-            out_specs=[of_head(R, D), *[of_head(h, S) for h in heads]],
+            out_specs=[of_head(R, D), *[of_head(h, S) for h in sizes]],
             compiler_params=triton.CompilerParams(num_warps=4),
             interpret=interpret,
             name=f"{name}_combined",
@@ -250,7 +253,8 @@ def attend_heads(
     beside = beside._replace(value_scale=beside.value_scale and errors)
     used = (*key_scales, *(value_scales if errors else ()), *biases)
     own = about[:, :, POSITION]
-    described = jnp.stack([_reach(own, *span or [None]), own, *(about[:, :, i] for i in (IS_LAST, IN_WINDOW))], axis=1)
+    reach = _reach(own, span[0] if span else None)
+    described = jnp.stack([reach, own, *(about[:, :, i] for i in (IS_LAST, IN_WINDOW))], axis=1)
     by_slot: dict[str, Array] = {}
     for some in (tuple(name for name in names if name != OF_GROUP), tuple(name for name in names if name == OF_GROUP)):
         if not some:
