@@ -50,12 +50,12 @@ def test_the_first_layers_of_a_model_keep_their_windows():
     assert len(config.sliding_windows) == 32 and gpu_compile.with_layers(config, 2).sliding_windows == (None, None)
 
 
-@pytest.mark.parametrize(("program", "kernels"), [("decode", (6, 0)), ("block", (4, 2))])
-def test_programs_lower_with_a_layer_s_kernels(program, kernels):
-    """Attention, its sums with statistics, by Triton or Mosaic; outputs, distances, scores, selection: one function."""
+@pytest.mark.parametrize("program", ["decode", "block"])
+def test_programs_lower_with_a_layer_s_kernels(program):
+    """Attention, its sums with statistics; outputs, distances, scores, selection: one function."""
     setting = steps.Setting(SHAPES["tiny"], "h2o+caote", 64, dtype=jnp.bfloat16)
     text = gpu_compile.lowered(setting, program).as_text()
-    assert (text.count("@__gpu$xla.gpu.triton"), text.count("@mosaic_gpu_v2")) == kernels
+    assert (text.count("@__gpu$xla.gpu.triton"), text.count("@mosaic_gpu_v2")) == (6, 0)
 
 
 @matrix
