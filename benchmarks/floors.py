@@ -30,9 +30,13 @@ def keys_and_values(slots: int, D: int, width: int) -> int:
     return 2 * slots * D * width
 
 
-def attention_flops(B: int, T: int, N: int, S: int, D: int) -> int:
-    """Return the FLOPs of both products of all queries with all slots."""
-    return 4 * B * T * N * S * D
+def attention_flops(B: int, T: int, N: int, S: int, D: int, *, statistics: bool = False) -> int:
+    """Return the FLOPs of the products of all queries with all slots: of logits, and of weights with values.
+
+    Statistics that all queries enter need the logits twice: a weight is known when its query's whole sum is, and to
+    keep the logits until then would move 8 bytes each, which takes longer.
+    """
+    return (6 if statistics else 4) * B * T * N * S * D
 
 
 def mse_bytes(B: int, T: int, N: int, K: int, D: int, F: int, width: int) -> int:

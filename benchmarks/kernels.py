@@ -136,7 +136,8 @@ def _cache_attention(
         )
 
     name = ("decode" if T == 1 else f"block of {T}") + (", errors" if errors else ", statistics" if statistics else "")
-    flops = floors.attention_flops(B, T, N, S, D) if T >= 128 else 0
+    sums = "sum" in statistics
+    flops = floors.attention_flops(B, T, N, S, D, statistics=sums) if T >= 128 else 0
     return Case("cache_attention", case or name, make, call, numbers_bytes, flops)
 
 

@@ -62,9 +62,9 @@ def in_groups(
     a cache's dtype.
 
     Args:
-        kernel: ``(query [B, K, G, T, D], about, span, *arrays, beside=, names=, errors=, scale=, soft_cap=)`` returns
-            the output, shaped like the queries, and each statistic in ``names`` as ``[B, K, heads, S]``. With
-            ``errors`` its output does not matter.
+        kernel: ``(query [B, K, G, T, D], about, sliding_window, *arrays, beside=, names=, errors=, scale=,
+            soft_cap=)`` returns the output, shaped like the queries, and each statistic in ``names`` as ``[B, K, heads,
+            S]``. With ``errors`` its output does not matter.
         arrays: all other inputs. The last ones are those that are ``beside`` keys and values.
         query_scale: not read, as no kernel computes the statistic that reads it.
     """
@@ -81,7 +81,7 @@ def in_groups(
     options = dict(beside=beside, scale=scale, soft_cap=soft_cap)
 
     def run(query: Array, about: Array, names: tuple[str, ...], errors: bool) -> tuple[Array, ...]:
-        return kernel(query, about, span_of(sliding_window), *arrays, names=names, errors=errors, **options)
+        return kernel(query, about, sliding_window, *arrays, names=names, errors=errors, **options)
 
     out, *found = run(grouped, about, () if errors else names, False)
     if errors and names:

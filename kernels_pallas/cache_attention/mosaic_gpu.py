@@ -20,15 +20,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.cache_attention.heads import span_of
 from kernels_pallas.cache_attention.queries import (
     IN_WINDOW,
     IS_LAST,
+    OF_GROUP,
     POSITION,
     UNSEEN,
+    by_group,
+    by_head,
     first_entering,
     of_one_query,
-    terms,
-    with_term,
 )
 from kernels_pallas.dispatch import compute_capability
 from kernels_pallas.eight_bits import unread, unread_on_gpu
@@ -38,7 +40,6 @@ TILE = 64  # slots or queries of a tile, as wgmma takes them
 STAGES = 4  # tiles of keys and values on their way to shared memory
 PROGRAMS = 132  # one for each multiprocessor of an H100 or H200, whose shared memory has room for one at head dim 128
 _DESCRIPTION = (POSITION, IS_LAST, IN_WINDOW)
-_OF_GROUP = "window_group_square"  # the statistic that is one number for all heads of a group
 _MATRIX = plgpu.Layout.WGMMA
 _OF_ROWS, _OF_COLUMNS = _MATRIX.reduce(1), _MATRIX.reduce(0)  # of vectors: one number for each row, or column
 # Tiles in shared memory: of 16 bits, as wgmma reads them, and of 32 bits, for any multiple of 8 slots.
@@ -74,22 +75,21 @@ def unsupported(
     return None
 
 
-def slower(query: Any, *_: Any, statistics: Any = (), **__: Any) -> str | None:
-    """Return why the Triton kernels are faster, or None.
+def slower(*_: Any, **__: Any) -> str:
+    """Return why the Triton kernels are faster.
 
-    On an H200 (8B shape, 8,192 slots) a block with statistics takes 1.7 to 1.6 times as long by Triton for 128 queries,
-    1.5 for 64, and 0.95 to 0.85 for 32; without statistics 0.77 for 128, and in decode 0.6.
+    On an H200 (8B shape, batch 8, 8,320 slots) these take 1.05 ms for a block of 128, 1.52 with statistics, and 0.157
+    in decode. Triton's took 0.81, 2.39 and 0.095 when a tile of attention was 1,156 instructions of a warp and one of
+    the statistics 1,204; now they are 512 and 494.
     """
-    if statistics and query.shape[1] >= TILE and compute_capability() == 90:
-        return None
-    return f"blocks of {TILE} queries with statistics are faster by Mosaic on an H100 or H200, and others by Triton"
+    return "by their machine code the Triton kernels are faster on an H100 or H200"
 
 
-def of_heads(query, about, span, key, value, key_position, *, beside, names, errors, scale, soft_cap, interpret):
+def of_heads(query, about, window, key, value, key_position, *, beside, names, errors, scale, soft_cap, interpret):
     del beside, errors  # no scales, biases or errors: all are refused
     B, K, S, D = key.shape
     G, T = query.shape[2:4]
-    H, R, tiles = B * K, G * T, pl.cdiv(S, TILE)
+    H, R, tiles, span = B * K, G * T, pl.cdiv(S, TILE), span_of(window)
     key, value = (x.reshape(H, S, D) for x in (key, value))
     query = query.reshape(H, G, T, D)
     place = _padded(key_position.reshape(H, S), TILE, -1)
@@ -136,22 +136,22 @@ def of_heads(query, about, span, key, value, key_position, *, beside, names, err
         return (out,)
     if one_query:
         softmax = jnp.stack([peak, total], axis=-1).reshape(B, K, G, 2)
-        return (out, *of_one_query(names, logits[0][:, :G].reshape(B, K, G, S), softmax, about))
-    softmax = jnp.stack([peak, total], axis=1).reshape(H, 2, G, T).swapaxes(1, 2)
-    columns = _statistics(query, softmax, about, span, place, key, names, options, interpret)
+        return (out, *of_one_query(names, logits[0][:, :G].reshape(B, K, G, S), softmax))
+    norm = (peak + jnp.log(total)).reshape(H, G, T)
+    columns = _statistics(query, norm, about, span, place, key, names, options, interpret)
     return (out, *(columns[name].reshape(B, K, -1, S) for name in names))
 
 
-def _statistics(query, softmax, about, span, place, key, names, options, interpret):
+def _statistics(query, norm, about, span, place, key, names, options, interpret):
     """Run the kernels of the statistics: one for those of a head, one for that of a group."""
     (H, G, _, D), (_, S, _), B = query.shape, key.shape, about.shape[0]
     first = first_entering(about, names)
-    query, softmax = _padded(query, TILE, 0, axis=2), _padded(softmax, TILE, 1)
+    query, norm = _padded(query, TILE, 0, axis=2), _padded(norm, TILE, 0)
     about = _padded(about.swapaxes(1, 2), TILE, -1)  # [B, 3, T]
     windows = jnp.sum(about[:, IN_WINDOW].reshape(B, -1, TILE) > 0, axis=2).astype(jnp.float32)  # queries of each tile
     columns: dict[str, jax.Array] = {}
-    of_group = tuple(name for name in names if name == _OF_GROUP)
-    of_head = tuple(name for name in names if name != _OF_GROUP)
+    of_group = tuple(name for name in names if name == OF_GROUP)
+    of_head = tuple(name for name in names if name != OF_GROUP)
     for some, own_heads in ((of_head, 1), (of_group, G)):
         if not some:
             continue
@@ -169,7 +169,7 @@ def _statistics(query, softmax, about, span, place, key, names, options, interpr
             grid_names=("head", "query_head", "tile"),
             kernel_name="cache_statistics",
             interpret=interpret or None,
-        )(span, first, windows, query, about, softmax, place, key)
+        )(span, first, windows, query, about, norm, place, key)
         columns |= dict(zip(some, (column[:, :, :S] for column in found), strict=True))
     return columns
 
@@ -284,7 +284,7 @@ def _attend(
 
 
 def _reduce(
-    span, first_query, windows, query, about, softmax, places, key, *columns,
+    span, first_query, windows, query, about, norms, places, key, *columns,
     heads, names, scale, soft_cap, k, place, results, ready,
 ):  # fmt: skip
     (K, own_heads), D = heads, key.shape[-1]
@@ -295,15 +295,17 @@ def _reduce(
     plgpu.barrier_wait(ready)
     position, sees = _of_rows(_vector(place, _OF_ROWS)), functools.partial(_sees, span[0])
     first = _quotient(first_query[row], TILE)
-    start, add, finish = _of_group(own_heads) if names == (_OF_GROUP,) else _of_head(names)
+    zero = _filled((TILE,), 0, _OF_ROWS)
+    group = names == (OF_GROUP,)
+    start, add, finish = by_group(own_heads, _filled((TILE, TILE), 0, _MATRIX), zero) if group else by_head(names, zero)
 
-    def step(index, q, descriptions, row_softmax, carry):
+    def step(index, q, descriptions, norm, carry):
         own, is_last, nth = (_of_columns(_vector(descriptions.at[i], _OF_COLUMNS)) for i in _DESCRIPTION)
-        peak, total = (_of_columns(_vector(row_softmax.at[i], _OF_COLUMNS)) for i in range(2))
+        norm = _of_columns(_vector(norm, _OF_COLUMNS))
         plgpu.commit_smem()  # orders these reads before the copy of a later step to the same place
         visible = sees(own, position)
         logits = scaled(_product(k, q.T), scale, soft_cap)
-        weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits - peak, 0.0)) / total, 0.0)
+        weights = jnp.exp(jnp.where(visible, logits - norm, UNSEEN))
         return add(carry, weights, is_last > 0, nth, windows[row, first + index[0]], index[1])
 
     carry = plgpu.emit_pipeline(
@@ -314,11 +316,11 @@ def _reduce(
                 (None, None, TILE, D), lambda i, g: (head, query_head + g, first + i, 0), transforms=_SWIZZLED
             ),
             plgpu.BlockSpec((None, 3, TILE), lambda i, g: (row, 0, first + i)),
-            plgpu.BlockSpec((None, None, 2, TILE), lambda i, g: (head, query_head + g, 0, first + i)),
+            plgpu.BlockSpec((None, None, TILE), lambda i, g: (head, query_head + g, first + i)),
         ],
         max_concurrent_steps=2,
         init_carry=start,
-    )(query, about, softmax)
+    )(query, about, norms)
     found = finish(carry)
     for name, ref in zip(names, results, strict=True):
         ref[...] = found[name]
@@ -326,45 +328,3 @@ def _reduce(
     for ref, result in zip(columns, results, strict=True):
         plgpu.copy_smem_to_gmem(result, ref.at[head, query_head, slots])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _of_group(heads):
-    """Sum the squares of a group's mean weight: what to start with, a step for each head of a tile, and the result."""
-
-    def add(carry, weights, is_last, nth, here, head):
-        group, squares = carry
-        group = jnp.where(head > 0, 1.0, 0.0) * group + jnp.where(nth > 0, weights, 0.0)
-        whole = jnp.where(head == heads - 1, heads**-2.0, 0.0)  # the group is complete at its last head
-        return group, squares + whole * jnp.sum(group * group, axis=1)
-
-    start = _filled((TILE, TILE), 0, _MATRIX), _filled((TILE,), 0, _OF_ROWS)
-    return start, add, lambda carry: {_OF_GROUP: carry[1]}
-
-
-def _of_head(names):
-    """Reduce the weights of a head over its queries: what to start with, a step for each tile, and the columns."""
-    merges = bool({"window_mean", "window_variance"} & set(names))
-
-    def add(carry, weights, is_last, nth, here, _):
-        sums, mean, deviation, before = carry
-        added = terms(sums, weights, is_last, nth > 0, nth.astype(jnp.float32))
-        sums = {name: with_term(name, x, added[name], axis=1) for name, x in sums.items()}
-        if merges:  # tile by tile (Chan et al.)
-            seen, both = jnp.where(nth > 0, weights, 0.0), jnp.maximum(before + here, 1.0)
-            own_mean = jnp.sum(seen, axis=1) / jnp.maximum(here, 1.0)
-            away, apart = own_mean - mean, seen - _of_rows(own_mean)
-            squares = jnp.sum(jnp.where(nth > 0, apart * apart, 0.0), axis=1)
-            deviation = deviation + squares + away * away * (before * here / both)
-            mean = mean + away * (here / both)
-        return sums, mean, deviation, before + here
-
-    def finish(carry):
-        sums, mean, deviation, seen = carry
-        found = sums | {"window_mean": mean, "window_variance": deviation / jnp.maximum(seen - 1, 1.0)}
-        if "window_place" in found:
-            found["window_place"] = found["window_place"] / jnp.maximum(seen, 1.0)
-        return found
-
-    zero = _filled((TILE,), 0, _OF_ROWS)
-    sums = {name: zero for name in names if name not in ("window_mean", "window_variance")}
-    return (sums, zero, zero, jnp.float32(0)), add, finish

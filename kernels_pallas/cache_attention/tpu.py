@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.cache_attention.heads import span_of
 from kernels_pallas.cache_attention.queries import (
     IN_WINDOW,
     IS_LAST,
@@ -66,20 +67,20 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, *floats, **options):
+def of_heads(query, about, window, key, value, key_position, *floats, **options):
     S, D = key.shape[2:]
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
         slots = min(pl.cdiv(S, 128) * 128, most)
         return Storage(slots, (((None, None, slots, D), lambda b, k, c: (b, k, c, 0)),)), ()
 
-    return attend_heads(query, about, span, key, value, key_position, floats, stored, name="cache", **options)
+    return attend_heads(query, about, window, key, value, key_position, floats, stored, name="cache", **options)
 
 
 def attend_heads(
     query: Float[Array, "B K G T D"],
     about: Int[Array, "B T 3"],
-    span: Int[Array, "1"],
+    window: Int[Array, ""] | int | None,
     key: Array,
     value: Array,
     key_position: Int[Array, "B K S"],
@@ -99,7 +100,7 @@ def attend_heads(
     ``stored`` takes the most slots of a chunk, and returns the storage and the arrays ``where`` for scalar memory.
     """
     B, K, G, T, D = query.shape
-    S = key_position.shape[2]
+    S, span = key_position.shape[2], span_of(window)
     per_head = 1 if T == 1 else min(pl.cdiv(T, 16) * 16, max(QUERIES // G // 16, 1) * 16)  # queries of a block
     blocks, queries = pl.cdiv(T, per_head), G * per_head
     storage, where = stored(max(min(SLOTS, CELLS // queries // 128 * 128), 128))
@@ -175,7 +176,7 @@ def attend_heads(
 
     columns: tuple[Array, ...] = ()
     if one_query:
-        columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2], about)
+        columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2])
     elif names:
         q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda b, k, c, t, *where: (b, k, t, c, *where))
         read, of_errors = ((key, value), (out,)) if errors else ((key,), ())
@@ -335,7 +336,7 @@ def _reduce(*refs, storage, scalars, beside, names, errors, per_head, scale, sof
             span, query, about, _chunk(keys, query.dtype), key_position, key_scales, biases,
             per_head=per_head, scale=scale, soft_cap=soft_cap,
         )  # fmt: skip
-        weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
+        weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) * (1 / softmax[:, 1:2])
         for out in outputs:
             # The content of a free slot must not matter.
             live = _column(jnp.where(key_position[...] >= 0, 1.0, 0.0)) > 0

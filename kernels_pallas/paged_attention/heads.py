@@ -1,4 +1,4 @@
-"""Conversions for the kernels: the pools stay whole, and the page tables give each slot's position."""
+"""Conversions for the kernels: the pools stay whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.heads import in_groups
 from kernels_pallas.cache_attention.reference import ColumnStatistics
-from kernels_pallas.paged_attention.pages import laid_out, slot_positions
 from kernels_pallas.prepare import given_beside
 
 
@@ -28,7 +27,6 @@ def on_heads(
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel; see :func:`kernels_pallas.paged_attention`."""
-    of_slots = (x if x is None else laid_out(x, table) for x in (key_scale, value_scale, bias))
-    floats, beside = given_beside(*of_slots)
-    arrays = [key, value, slot_positions(position, table), table, *floats]
+    floats, beside = given_beside(key_scale, value_scale, bias)
+    arrays = [key, value, position, table, *floats]
     return in_groups(kernel, query, query_position, arrays, beside, kv_heads=table.shape[1], **options)

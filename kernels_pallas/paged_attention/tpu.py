@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from kernels_pallas.cache_attention import tpu
 from kernels_pallas.cache_attention.tpu import Storage, attend_heads
-from kernels_pallas.paged_attention.pages import table_ends
+from kernels_pallas.paged_attention.pages import laid_out, slot_positions, table_ends
 
 PAGES = 32  # of a chunk, at most: each takes a copy of its own
 CHUNK_BYTES = 8 * 2**20  # of the keys and values of a chunk and of the next one
@@ -35,7 +35,8 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return tpu.beyond(query, key, value, table.shape[1])
 
 
-def of_heads(query, about, span, key, value, key_position, table, *floats, **options):
+def of_heads(query, about, window, key, value, position, table, *floats, **options):
+    key_position, floats = slot_positions(position, table), tuple(laid_out(x, table) for x in floats)
     K, M = table.shape[1:]
     size, D = key.shape[1:]
     unit = _unit(size)
@@ -53,7 +54,7 @@ def of_heads(query, about, span, key, value, key_position, table, *floats, **opt
         padded = jnp.pad(table, ((0, 0), (0, 0), (0, chunks * pages - M)), constant_values=-1)
         return storage, (_last_there(padded.reshape(-1, pages)).ravel(), table_ends(table).ravel())
 
-    return attend_heads(query, about, span, key, value, key_position, floats, stored, name="paged", **options)
+    return attend_heads(query, about, window, key, value, key_position, floats, stored, name="paged", **options)
 
 
 def _last_there(table: Int[Array, "steps pages"]) -> Int[Array, "steps pages"]:

@@ -34,8 +34,12 @@ def test_attention_s_floor_is_keys_and_values():
 
 
 def test_a_long_block_counts_its_products():
-    case = kernels._cache_attention(SHAPES["tiny"], 1, 256, 128, frozenset(), jnp.float32)
+    case, sums = (
+        kernels._cache_attention(SHAPES["tiny"], 1, 256, 128, frozenset(names), jnp.float32)
+        for names in ((), kernels.STATISTICS)
+    )
     assert case.flops == 2 * 2 * 128 * 4 * 256 * 64  # q.k and a.v, T N S D
+    assert sums.flops == 3 * 2 * 128 * 4 * 256 * 64  # and q.k once more
 
 
 def test_paged_attention_s_floor_is_the_pages_that_hold_tokens_and_each_has_one_owner():

@@ -9,9 +9,17 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
-from benchmarks.targets import executable, tpu_chips
+from benchmarks.targets import executable, gpu_chip, tpu_chips
 from kernels_pallas.dispatch import Kernel
 from tests.tiers import first, nightly
 
@@ -111,3 +119,14 @@ def compiled_for_tpu(
     ]
     with on_device(AbstractDevice(devices[0].device_kind, 1, "tpu"), chips):
         return executable(jax.jit(function, donate_argnums=tuple(donate)).lower(*given))
+
+
+def compiled_for_gpu(function: Callable, *shapes: jax.ShapeDtypeStruct) -> Any:
+    """The executable for an H100; without JAX's plugin for CUDA the test is skipped."""
+    try:
+        own = SingleDeviceSharding(gpu_chip())
+    except ImportError as reason:
+        pytest.skip(str(reason))
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own) for x in shapes]
+    with on_device(DEVICES["cuda"]):
+        return executable(jax.jit(function).lower(*given), {"xla_gpu_autotune_level": 0})

@@ -199,3 +199,17 @@ def test_it_compiles_for_a_tpu(topology, sizes, names, span):
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == kernels_of("tpu", sizes, names)
     B, T, N, _, S, *_ = sizes
     assert program.memory_analysis().temp_size_in_bytes < max(4 * B * N * T * S, 2**20)  # no [T, S] array
+
+
+@matrix
+@pytest.mark.parametrize(
+    ("sizes", "names", "span"),
+    first(2, [*TARGETS[:3], ((8, 128, 32, 8, 8320, 128, "bfloat16"), ("window_mean",), 4096)], rest=nightly),
+    ids=str,
+)
+def test_it_compiles_for_an_h100(sizes, names, span):
+    """Its tiles fit into a multiprocessor's shared memory, and nothing is copied on its way in or out."""
+    program = targets.compiled_for_gpu(attend(names, span), *shapes(*sizes))
+    assert "copy(" not in program.as_text()
+    B, T, N, _, S, *_ = sizes
+    assert program.memory_analysis().temp_size_in_bytes < max(4 * B * N * T * S, 2**25)  # no [T, S] array

@@ -171,3 +171,10 @@ def test_it_compiles_for_a_tpu(topology, sizes, names, span, many_pages):
     if D % 128 == 0:  # else XLA gives a program's pages another layout, and copies them at its start
         pool = shapes(*sizes)[1]
         assert program.memory_analysis().temp_size_in_bytes < pool.size * jnp.dtype(dtype).itemsize
+
+
+@matrix
+@pytest.mark.parametrize(("sizes", "names", "span"), first(2, TARGETS, rest=nightly), ids=str)
+def test_it_compiles_for_an_h100(sizes, names, span):
+    program = targets.compiled_for_gpu(attend(names, span), *shapes(*sizes))
+    assert "gather(" not in program.as_text()  # pages are read in place
