@@ -53,13 +53,15 @@ def caote_topk(
 def shares(scores: Float[Array, "*batch S"], counts: Bool[Array, "*#batch S"]) -> Float[Array, "*batch S"]:
     """Divide each row of non-negative scores by its sum over the slots that count; the others get 0, as do all of 0."""
     scores = jnp.where(counts, scores, 0)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
     # The largest floats, which mark tokens that are sure to stay, overflow when summed, and their reciprocals, by which
     # XLA divides, are 0. Scaling by a power of two changes nothing but the exponent.
-    small = 2.0**-64 * scores
-    largest = jnp.max(scores, axis=-1, keepdims=True)
-    total, small_total = (jnp.sum(x, axis=-1, keepdims=True) for x in (scores, small))  # one pass over all three
-    huge = largest > 2.0**64
-    scores, total = jnp.where(huge, small, scores), jnp.where(huge, small_total, total)
+    scale = jnp.where(largest > 2.0**64, 2.0**-64, 1).astype(scores.dtype)
+    scores, largest = scale * scores, scale * largest
+    is_most = scores == largest  # apart, as beside a share near 1 small ones would be lost one by one
+    total = largest * jnp.sum(is_most, axis=-1, keepdims=True) + jnp.sum(
+        jnp.where(is_most, 0, scores), axis=-1, keepdims=True
+    )
     return scores / jnp.where(total > 0, total, 1)
 
 
