@@ -29,15 +29,16 @@ from kernels_pallas.caote_topk.reference import Norm
 from kernels_pallas.caote_topk.slots import is_protected, position_of, remaining
 from kernels_pallas.eight_bits import EIGHT_BITS, filler, unread, unread_on_gpu, widened
 from kernels_pallas.softmax import product
-from kernels_pallas.topk import LOWEST, count_true, nth_largest, rank
+from kernels_pallas.topk import LOWEST, nth_largest, rank
 
 ELEMENTS = 8192  # of a tile of values
-PROGRAMS = 264  # at most, where there are no more heads: two for each multiprocessor of an H100 or H200, all at once
-PARTS = 16  # of a head at most, for every program of step 2 reads them all
+PROGRAMS = 264, 396  # of steps 1 and 2: as many as an H100 or H200 runs at once, two or three on a multiprocessor
+PARTS = 16, 32  # of a head at most; every program of step 2 reads those of step 1
 BUFFERS = 4  # of tiles of values; all but two are on their way
 SLOTS = 1024  # of a program in step 3, in decode
 CAREFUL = 16  # slots that are measured again at a time, in few registers
 SELECTED = 32768
+CHUNK = 2048  # of a selection's slots, which so are padded to no power of two
 NEAR = 1 / 128  # of its terms; a smaller square of a distance has lost more than 7 of 24 bits
 _EPS = float(jnp.finfo(jnp.float32).eps)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -93,8 +94,11 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
     scales = tuple(x.reshape(H, S) for x in scales)  # of values of eight bits
     width = max(pl.next_power_of_2(D), 16)  # the matrix unit takes no less
     rows = min(max(ELEMENTS // width, 16), max(pl.next_power_of_2(S), 16))
-    span = pl.cdiv(pl.cdiv(S, min(max(PROGRAMS // H, 1), PARTS)), rows) * rows
-    programs, chunks = pl.cdiv(S, span), pl.cdiv(S, SLOTS)
+    spans = [
+        pl.cdiv(pl.cdiv(S, min(max(most // H, 1), parts)), rows) * rows
+        for most, parts in zip(PROGRAMS, PARTS, strict=True)
+    ]
+    (parts, programs), chunks = (pl.cdiv(S, span) for span in spans), pl.cdiv(S, SLOTS)
     heads, one = 1 if fast else G, excess == 1
 
     def array(*shape, dtype=jnp.float32):
@@ -118,20 +122,20 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
     of_slots, of_weights, of_values, of_scales = of_head(S), of_head(G, S), of_head(S, D), [of_head(S)] * len(scales)
     shapes = [(heads, width)] * 3 + [(G,)] * 4 + [()]  # of a _Part
     dtypes = [jnp.float32] * 6 + [jnp.int32, jnp.float32]
-    options = dict(scales=len(scales), rows=rows, span=span, fast=fast)
+    options = dict(scales=len(scales), rows=rows, fast=fast)
     inputs = [of_weights, of_slots, of_values, *of_scales]
-    parts = call(
-        _sum_up, "caote_outputs", (H, programs), inputs, [of_program(*shape) for shape in shapes],
-        [array(programs, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)],
-        **options,
+    sums = call(
+        _sum_up, "caote_outputs", (H, parts), inputs, [of_program(*shape) for shape in shapes],
+        [array(parts, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)],
+        **options, span=spans[0],
     )(weights, slot, value, *scales)  # fmt: skip
     writes = with_scores or not one
     found = call(
-        _score, "caote_scores", (H, programs), [*inputs, *[of_head(programs, *shape) for shape in shapes]],
+        _score, "caote_scores", (H, programs), [*inputs, *[of_head(parts, *shape) for shape in shapes]],
         [*[of_slots] * writes, *[of_program()] * (len(_Worst._fields) * one)],
         [*[array(S)] * writes, *[array(programs, dtype=jnp.int32)] * (len(_Worst._fields) * one)],
-        **options, one=one,
-    )(weights, slot, value, *scales, *parts)  # fmt: skip
+        **options, span=spans[1], one=one,
+    )(weights, slot, value, *scales, *sums)  # fmt: skip
     scores, worst = found[:writes], found[writes:]
     if one:
         (kept,) = call(
@@ -141,10 +145,10 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
     elif S > SELECTED:
         kept = remaining(scores[0], slot, jnp.repeat(budget, K)[:, None], excess)
     else:
-        size = pl.next_power_of_2(max(S, 128))
+        size = min(pl.next_power_of_2(max(S, 128)), CHUNK)
         (kept,) = call(
             _select, "caote_select", (H,), [of_budget, of_slots, of_slots], [of_slots], [array(S, dtype=jnp.int32)],
-            num_warps=4 if size <= 4096 else 8 if size <= 16384 else 16, size=size,
+            num_warps=4 if S <= 4096 else 8 if S <= 16384 else 16, size=size,
         )(budget, scores[0], slot)  # fmt: skip
     return (kept.reshape(B, K, S), *[x.reshape(B, K, S) for x in scores[:with_scores]])
 
@@ -433,25 +437,29 @@ def _free_worst(budget, slot, ranks, positions, slots, live, kept):
 
 
 def _select(budget, scores, slot, kept, *, size):
-    S = slot.shape[0]
-    number = jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
-    score = triton.load(scores.at[number], mask=number < S, other=-jnp.inf)
-    packed = triton.load(slot.at[number], mask=number < S, other=-1)
-    position, live, left = position_of(packed), packed >= 0, budget[...]
-    ranks = rank(score, live)
+    S, left = slot.shape[0], budget[0]
+    numbers = [first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0) for first in range(0, S, size)]
+    score = [triton.load(scores.at[n], mask=n < S, other=-jnp.inf) for n in numbers]
+    packed = [triton.load(slot.at[n], mask=n < S, other=-1) for n in numbers]
+    position, live = [position_of(x) for x in packed], [x >= 0 for x in packed]
+    ranks = [rank(x, there) for x, there in zip(score, live, strict=True)]
 
-    def largest(x, n):
-        return nth_largest(x, n, count_true, lambda x: x)
+    def count(masks):  # by place, and across threads once
+        return jnp.sum(sum(jnp.where(x, 1, 0) for x in masks))
+
+    def largest(parts, n):
+        return nth_largest(lambda least: count(x >= least for x in parts), n)
 
     threshold = largest(ranks, left)
-    above, tied = ranks > threshold, (ranks == threshold) & live
-    left -= count_true(above)
-    age = jnp.where(tied, position, LOWEST)
+    above, tied = [x > threshold for x in ranks], [(x == threshold) & y for x, y in zip(ranks, live, strict=True)]
+    left -= count(above)
+    ages = [jnp.where(x, y, LOWEST) for x, y in zip(tied, position, strict=True)]
     # As a rule all that tie stay; then the second bisection, over their ages, is left out.
-    oldest = jax.lax.cond(
-        jnp.sum(tied) > jnp.sum(left), lambda: largest(age, left), lambda: jnp.full_like(left, LOWEST)
-    )
-    triton.store(kept.at[number], jnp.where(above | (tied & (age >= oldest)), position, -1), mask=number < S)
+    # A constant cannot leave a branch here, so it is a minimum.
+    oldest = jax.lax.cond(count(tied) > left, lambda: largest(ages, left), lambda: jnp.minimum(left, LOWEST))
+    for n, x, age, place in zip(numbers, above, ages, position, strict=True):
+        stays = x | ((age > LOWEST) & (age >= oldest))
+        triton.store(kept.at[n], jnp.where(stays, place, -1), mask=n < S)
 
 
 def _heads(heads: int) -> Int[Array, "heads"]:

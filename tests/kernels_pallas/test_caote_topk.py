@@ -126,9 +126,9 @@ def test_values_may_pass_through_in_chunks(name, fast, excess, monkeypatch):
 
 
 def in_many_programs(monkeypatch):
-    """Ten chunks of 64 slots for four programs on a GPU, and ten programs that free a slot."""
+    """Ten chunks of 64 slots for four programs, then five, on a GPU, and ten programs that free a slot."""
     monkeypatch.setattr(gpu, "ELEMENTS", 16 * 64)
-    monkeypatch.setattr(gpu, "PARTS", 4)
+    monkeypatch.setattr(gpu, "PARTS", (4, 5))
     monkeypatch.setattr(gpu, "SLOTS", 64)
     monkeypatch.setattr(gpu, "SELECTED", 128)
 
