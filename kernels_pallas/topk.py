@@ -90,22 +90,23 @@ def best(
     value per group over the group's heads, ``[*heads, 1]``.
     """
     # No lax.cond around the ties: its predicate would depend on all heads, and cost a collective on a mesh.
-    threshold = of_head(nth_largest(ranks, budget, count, of_head))
+    threshold = of_head(nth_largest(lambda least: count(ranks >= of_head(least)), budget))
     above, tied = ranks > threshold, (ranks == threshold) & (position >= 0)
     age = jnp.where(tied, position, LOWEST)
-    oldest = of_head(nth_largest(age, budget - count(above), count, of_head))
+    oldest = of_head(nth_largest(lambda least: count(age >= of_head(least)), budget - count(above)))
     return above | (age > oldest), tied & (age == oldest)
 
 
-def nth_largest(
-    x: Int[Array, "*heads S"], n: Int[Array, "..."], count: Callable[[Array], Array], of_head: Callable[[Array], Array]
-) -> Int[Array, "..."]:
-    """Return the n-th largest entry (counted from 1) of each group; int32's lowest where n exceeds the group's size."""
+def nth_largest(at_least: Callable[[Array], Array], n: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Return the n-th largest entry (counted from 1) of each group; int32's lowest where n exceeds the group's size.
+
+    ``at_least`` counts a group's entries that are no smaller than a number of its own.
+    """
 
     def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # the answer lies in [low, high]
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
-        enough = count(x >= of_head(middle)) >= n
+        enough = at_least(middle) >= n
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     low = jnp.full(n.shape, LOWEST, jnp.int32)

@@ -36,7 +36,8 @@ def caote_topk(
     a head's values fit into the chip's memory, else twice, and write no scores unless asked to.
 
     Args:
-        weights: those of the query heads that share the values, non-negative; each row sums to 1 over the live slots.
+        weights: those of the query heads that share the values, non-negative. Each row is divided by its sum over the
+            live slots; those with a weight or a value that is not finite count nowhere, and leave first.
         position: of the token in each slot, -1 where it is free.
         budget: how many tokens each head keeps, at least 1; one number or one per row.
         value_scale: by which each slot's eight bits are multiplied; None for floats.

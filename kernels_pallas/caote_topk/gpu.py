@@ -1,16 +1,17 @@
 """The kernels for GPU (Pallas' Triton route), one per step:
 
     1. each program sums its slots' part of the outputs, with its heaviest token apart
-    2. each program adds up the head's outputs X, at most `PARTS`, and measures its slots' distances |X - v|
-    3. each program computes its slots' scores from them, and in decode, where one token leaves, finds its worst slot
-    4. in decode the worst of those is freed; for blocks one program per head selects with the head's scores in its
+    2. each program adds up the head's outputs X, at most `PARTS`, and scores its slots by their distances |X - v|; in
+       decode, where one token leaves, it finds its worst slot
+    3. in decode the worst of those is freed; for blocks one program per head selects with the head's scores in its
        registers, and beyond `SELECTED` slots XLA does
 
-V is read twice. Both products, of weights and V and of X and V, are those of the matrix unit, and exact: a float32 is
+V is read twice. Both products, of weights and V and of V and X, are those of the matrix unit, and exact: a float32 is
 the sum of three bfloat16. Neither needs to know which values are finite, as one that is not spoils the sum, which is
 then computed again with care. |X - v|^2 is |X|^2 - 2 X v + |v|^2, unless that is so small beside its terms that it
-would be lost in rounding: then the tile's differences are summed. Shapes are powers of two, with masks, as Triton
-needs them.
+would be lost in rounding: such slots are measured again at the end, by their differences. Weights are divided by their
+sum only where a slot is scored; until then a power of two keeps them near 1. Shapes are powers of two, with masks, as
+Triton needs them.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ from kernels_pallas.caote_topk.reference import Norm
 from kernels_pallas.caote_topk.slots import is_protected, position_of, remaining
 from kernels_pallas.eight_bits import EIGHT_BITS, filler, unread, unread_on_gpu, widened
 from kernels_pallas.softmax import product
-from kernels_pallas.topk import LOWEST, count_true, nth_largest, rank
+from kernels_pallas.topk import LOWEST, nth_largest, rank
 
 ELEMENTS = 8192  # of a tile of values
-PROGRAMS = 264  # two for each multiprocessor of an H100 or H200; four take 1.2 times as long
-PARTS = 16  # of a head at most, for every program of step 2 reads them all
-SLOTS = 1024  # of a program in steps 3 and 4, in decode
+PROGRAMS = 264, 396  # of steps 1 and 2: as many as an H100 or H200 runs at once, two or three on a multiprocessor
+PARTS = 16, 32  # of a head at most; every program of step 2 reads those of step 1
+BUFFERS = 4  # of tiles of values; all but two are on their way
+SLOTS = 1024  # of a program in step 3, in decode
+CAREFUL = 16  # slots that are measured again at a time, in few registers
 SELECTED = 32768
+CHUNK = 2048  # of a selection's slots, which so are padded to no power of two
 NEAR = 1 / 128  # of its terms; a smaller square of a distance has lost more than 7 of 24 bits
 _EPS = float(jnp.finfo(jnp.float32).eps)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+_SMALL = 2.0**-100  # divided by it, the smallest float has a square
 _HIGHEST = 2**31 - 1  # beyond every rank and position
 
 
@@ -58,12 +63,15 @@ def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str
 class _Part(NamedTuple):
     """Sums over the slots of one program, for each of a head's programs: float32 but for ``slot``.
 
-    ``output`` is the weighted sum of the values of all tokens but the heaviest. For FastCAOTE it is the sum of the
-    values, in one row, and nothing reads ``heaviest``.
+    Weights are multiplied by a power of two, which brings the heaviest near 1. ``point`` is the weighted sum of the
+    values, ``others`` that of all tokens but the heaviest. For FastCAOTE ``point`` is the sum of the values, in one
+    row, and nothing reads ``others`` and ``heaviest``.
     """
 
-    output: Float[Array, "parts heads D"]
+    point: Float[Array, "parts heads D"]
+    others: Float[Array, "parts heads D"]
     heaviest: Float[Array, "parts heads D"]
+    peak: Float[Array, "parts G"]  # the heaviest weight as it came, which decides by what all are multiplied
     weight: Float[Array, "parts G"]  # of the heaviest
     rest: Float[Array, "parts G"]  # of all others
     slot: Int[Array, "parts G"]  # of the heaviest, -1 for none
@@ -86,8 +94,11 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
     scales = tuple(x.reshape(H, S) for x in scales)  # of values of eight bits
     width = max(pl.next_power_of_2(D), 16)  # the matrix unit takes no less
     rows = min(max(ELEMENTS // width, 16), max(pl.next_power_of_2(S), 16))
-    span = pl.cdiv(pl.cdiv(S, min(pl.cdiv(PROGRAMS, H), PARTS)), rows) * rows
-    programs, chunks = pl.cdiv(S, span), pl.cdiv(S, SLOTS)
+    spans = [
+        pl.cdiv(pl.cdiv(S, min(max(most // H, 1), parts)), rows) * rows
+        for most, parts in zip(PROGRAMS, PARTS, strict=True)
+    ]
+    (parts, programs), chunks = (pl.cdiv(S, span) for span in spans), pl.cdiv(S, SLOTS)
     heads, one = 1 if fast else G, excess == 1
 
     def array(*shape, dtype=jnp.float32):
@@ -100,7 +111,7 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
         return pl.BlockSpec((None, None, *shape), lambda h, p: (h, p, *(0 for _ in shape)))
 
     def call(kernel, name, grid, in_specs, out_specs, out_shape, num_warps=4, **options):
-        params = triton.CompilerParams(num_warps=num_warps, num_stages=3)
+        params = triton.CompilerParams(num_warps=num_warps, num_stages=BUFFERS)
         kernel = functools.partial(kernel, **options)
         return pl.pallas_call(
             kernel, out_shape, grid=grid, in_specs=in_specs, out_specs=out_specs, compiler_params=params, name=name,
@@ -109,48 +120,42 @@ def of_heads(weights, value, slot, budget, *scales, fast, excess, with_scores, i
 
     of_budget = pl.BlockSpec((1,), lambda h, *_: (h // K,))
     of_slots, of_weights, of_values, of_scales = of_head(S), of_head(G, S), of_head(S, D), [of_head(S)] * len(scales)
-    shapes = [(heads, width), (heads, width), (G,), (G,), (G,), ()]  # of a _Part
-    dtypes = [jnp.float32] * 4 + [jnp.int32, jnp.float32]
-    options = dict(scales=len(scales), rows=rows, span=span, fast=fast)
-    parts = call(
-        _sum_up, "caote_outputs", (H, programs), [of_weights, of_slots, of_values, *of_scales],
-        [of_program(*shape) for shape in shapes],
-        [array(programs, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)],
-        **options,
+    shapes = [(heads, width)] * 3 + [(G,)] * 4 + [()]  # of a _Part
+    dtypes = [jnp.float32] * 6 + [jnp.int32, jnp.float32]
+    options = dict(scales=len(scales), rows=rows, fast=fast)
+    inputs = [of_weights, of_slots, of_values, *of_scales]
+    sums = call(
+        _sum_up, "caote_outputs", (H, parts), inputs, [of_program(*shape) for shape in shapes],
+        [array(parts, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)],
+        **options, span=spans[0],
     )(weights, slot, value, *scales)  # fmt: skip
-    squares, *heaviest = call(
-        _measure, "caote_distances", (H, programs),
-        [of_values, *[of_head(programs, *shape) for shape in shapes], *of_scales],
-        [of_head(heads, S), *[of_head(G)] * 3],
-        [array(heads, S), array(G), array(G), array(G, dtype=jnp.int32)],
-        **options,
-    )(value, *parts, *scales)  # fmt: skip
     writes = with_scores or not one
-    *scores, ranks, positions, slots, live = call(
-        _score, "caote_scores", (H, chunks), [of_weights, of_slots, of_head(heads, S), *[of_head(G)] * 3],
-        [*[of_slots] * writes, *[of_program()] * len(_Worst._fields)],
-        [*[array(S)] * writes, *[array(chunks, dtype=jnp.int32)] * len(_Worst._fields)],
-        fast=fast,
-    )(weights, slot, squares, *heaviest)  # fmt: skip
+    found = call(
+        _score, "caote_scores", (H, programs), [*inputs, *[of_head(parts, *shape) for shape in shapes]],
+        [*[of_slots] * writes, *[of_program()] * (len(_Worst._fields) * one)],
+        [*[array(S)] * writes, *[array(programs, dtype=jnp.int32)] * (len(_Worst._fields) * one)],
+        **options, span=spans[1], one=one,
+    )(weights, slot, value, *scales, *sums)  # fmt: skip
+    scores, worst = found[:writes], found[writes:]
     if one:
         (kept,) = call(
-            _free_worst, "caote_select", (H, chunks), [of_budget, of_slots, *[of_head(chunks)] * len(_Worst._fields)],
+            _free_worst, "caote_select", (H, chunks), [of_budget, of_slots, *[of_head(programs)] * len(_Worst._fields)],
             [of_slots], [array(S, dtype=jnp.int32)],
-        )(budget, slot, ranks, positions, slots, live)  # fmt: skip
+        )(budget, slot, *worst)  # fmt: skip
     elif S > SELECTED:
         kept = remaining(scores[0], slot, jnp.repeat(budget, K)[:, None], excess)
     else:
-        size = pl.next_power_of_2(max(S, 128))
+        size = min(pl.next_power_of_2(max(S, 128)), CHUNK)
         (kept,) = call(
             _select, "caote_select", (H,), [of_budget, of_slots, of_slots], [of_slots], [array(S, dtype=jnp.int32)],
-            num_warps=4 if size <= 4096 else 8 if size <= 16384 else 16, size=size,
+            num_warps=4 if S <= 4096 else 8 if S <= 16384 else 16, size=size,
         )(budget, scores[0], slot)  # fmt: skip
     return (kept.reshape(B, K, S), *[x.reshape(B, K, S) for x in scores[:with_scores]])
 
 
 def _sum_up(weights, slot, value, *refs, scales, rows, span, fast):
     scales, part = refs[:scales], cast(Any, _Part(*refs[scales:]))
-    (G, S), D, (heads, width) = weights.shape, value.shape[1], part.output.shape
+    (G, S), D, (heads, width) = weights.shape, value.shape[1], part.point.shape
     head, column = _heads(G), jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     first = pl.program_id(1) * span
     end = jnp.minimum(first + span, S)
@@ -169,12 +174,12 @@ def _sum_up(weights, slot, value, *refs, scales, rows, span, fast):
         )
 
     none = jnp.zeros((size,), jnp.float32), jnp.full((size,), _HIGHEST, jnp.int32)
-    weight, which = jnp.zeros_like(head, jnp.float32), jnp.full_like(head, -1)
+    peak, which = jnp.zeros_like(head, jnp.float32), jnp.full_like(head, -1)
     for g, (most, number) in enumerate(jax.lax.fori_loop(0, pl.cdiv(span, size), heavier, (none,) * G)):
         heaviest = jnp.max(most)
         number = jnp.min(jnp.where(most == heaviest, number, _HIGHEST))
-        weight, which = jnp.where(head == g, heaviest, weight), jnp.where(head == g, number, which)
-    which = jnp.where(which == _HIGHEST, -1, which)
+        peak, which = jnp.where(head == g, heaviest, peak), jnp.where(head == g, number, which)
+    which, unit = jnp.where(which == _HIGHEST, -1, which), _unit(peak)
 
     def add(careful, k, sums):
         output, rest, count = sums
@@ -183,11 +188,12 @@ def _sum_up(weights, slot, value, *refs, scales, rows, span, fast):
         there = (head < G)[:, None] & (number < end)[None, :]
         a = triton.load(weights.at[head[:, None], number[None, :]], mask=there, other=0.0)
         v, scale = _load(value, number, column), _scale(scales, number)
+        counts = live[None, :] & (number[None, :] != which[:, None])
         if careful:
             live &= (jnp.max(jnp.where(jnp.abs(a) < jnp.inf, 0, 1), axis=0) == 0) & _finite(v, scale)
-            a, v = jnp.where(live[None, :], a, 0.0), jnp.where(live[:, None], v, jnp.zeros_like(v))
-            scale = [jnp.where(live, x, 0.0) for x in scale]
-        others = jnp.where(number[None, :] == which[:, None], 0.0, a)
+            counts &= live[None, :]
+            v, scale = jnp.where(live[:, None], v, jnp.zeros_like(v)), [jnp.where(live, x, 0.0) for x in scale]
+        others = jnp.where(counts, a * unit[:, None], 0.0)
         factor = jnp.where((head == 0)[:, None] & live[None, :], 1.0, 0.0) if fast else others
         for x in scale:
             factor *= x[None, :]
@@ -199,141 +205,219 @@ def _sum_up(weights, slot, value, *refs, scales, rows, span, fast):
 
     sums = summed(False)
     spoilt = sum(_some(~(jnp.abs(x) < jnp.inf)) for x in sums[:2])
-    output, rest, count = jax.lax.cond(spoilt > 0, lambda: summed(True), lambda: sums)
+    others, rest, count = jax.lax.cond(spoilt > 0, lambda: summed(True), lambda: sums)
 
     there = (which >= 0)[:, None] & (column < D)
     number = jnp.maximum(which, 0)
     v = triton.load(value.at[number[:, None], column], mask=there, other=filler(value.dtype))
     scale = [triton.load(ref.at[number]) for ref in scales]
-    # A heaviest token whose value is not finite counts nowhere. No other has more than half, and so must be apart.
+    # A heaviest token whose value is not finite counts nowhere.
     counts = (which >= 0) & _finite(v, scale)
     heaviest = v.astype(jnp.float32)
     for x in scale:
         heaviest *= x[:, None]
+    heaviest, weight = jnp.where(counts[:, None], heaviest, 0.0), jnp.where(counts, peak * unit, 0.0)
+    point = others if fast else others + weight[:, None] * heaviest
     rows_of = (head < heads)[:, None] & (column < width)
-    triton.store(part.output.at[head[:, None], column], output, mask=rows_of)
-    triton.store(part.heaviest.at[head[:, None], column], jnp.where(counts[:, None], heaviest, 0.0), mask=rows_of)
-    triton.store(part.weight.at[head], jnp.where(counts, weight, 0.0), mask=head < G)
-    triton.store(part.rest.at[head], jnp.sum(rest, axis=1), mask=head < G)
-    triton.store(part.slot.at[head], jnp.where(counts, which, -1), mask=head < G)
+    for ref, x in ((part.point, point), (part.others, others), (part.heaviest, heaviest)):
+        triton.store(ref.at[head[:, None], column], x, mask=rows_of)
+    of_weights = part.peak, part.weight, part.rest, part.slot
+    for ref, x in zip(of_weights, (peak, weight, jnp.sum(rest, axis=1), jnp.where(counts, which, -1)), strict=True):
+        triton.store(ref.at[head], x, mask=head < G)
     part.tokens[...] = jnp.sum(count)
 
 
-def _measure(value, *refs, scales, rows, span, fast):
-    parts, refs = cast(Any, _Part(*refs[:6])), refs[6:]
-    scales, (squares, change, rest, slot) = refs[:scales], refs[scales:]
-    (programs, heads, width), G, (S, D) = parts.output.shape, change.shape[0], value.shape
-    head, row = _heads(heads), jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
-    column, first = row[None, :], pl.program_id(1) * span
-    part = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(programs),), 0)
+def _score(weights, slot, value, *refs, scales, rows, span, fast, one):
+    scales, parts, refs = refs[:scales], cast(Any, _Part(*refs[scales : scales + 8])), refs[scales + 8 :]
+    written, worst_of = refs[: len(refs) - 4 * one], refs[len(refs) - 4 * one :]
+    (programs, _, width), (G, S), D = parts.point.shape, weights.shape, value.shape[1]
+    exact = value.dtype in (jnp.bfloat16, *EIGHT_BITS)  # then X has three parts of 8 bits, beside rows of zeros
+    copies, least = (4, 8) if exact else (1, 16)
+    head = jax.lax.broadcasted_iota(jnp.int32, (max(pl.next_power_of_2(G), least),), 0)
+    column, row = (jax.lax.broadcasted_iota(jnp.int32, (1, n), 1) for n in (width, rows))
+    first, tiles = pl.program_id(1) * span, span // rows
 
-    def load(ref, g, other=0.0):
-        return triton.load(ref.at[part, jnp.full_like(part, g)], mask=part < programs, other=other)
+    def load(ref, p, other=0.0):
+        return triton.load(ref.at[p, head], mask=head < G, other=other)
 
-    def load_rows(ref, g):
-        place = ref.at[part[:, None], jnp.full_like(part, g)[:, None], column]
-        return triton.load(place, mask=(part < programs)[:, None] & (column < width), other=0.0)
+    def load_rows(ref, p):
+        there = (head < G)[:, None] & (column < width)
+        return triton.load(ref.at[p, jnp.where(fast, 0, head)[:, None], column], mask=there, other=0.0)
 
-    def point_of(g):
-        output = jnp.sum(load_rows(parts.output, g), axis=0)
-        if fast:
-            count = triton.load(parts.tokens.at[part], mask=part < programs, other=0.0)
-            return output / jnp.maximum(jnp.sum(count), 1)
-        return output + jnp.sum(load(parts.weight, g)[:, None] * load_rows(parts.heaviest, g), axis=0)
+    def larger(p, most):
+        return jnp.maximum(most, load(parts.peak, p))
 
-    @pl.when(pl.program_id(1) == 0)
-    def _apart():
-        for g in range(G):
-            weight = load(parts.weight, g)
-            most = jnp.max(weight)
-            is_first = part == jnp.min(jnp.where(weight == most, part, len(part)))
-            lighter = jnp.where(is_first, 0.0, weight)
-            remains = jnp.sum(load(parts.rest, g) + lighter)
-            rest[g], slot[g] = remains, jnp.max(jnp.where(is_first, load(parts.slot, g, -1), -1))
-            if not fast:
-                heavy = load_rows(parts.heaviest, g)
-                others = jnp.sum(load_rows(parts.output, g) + lighter[:, None] * heavy, axis=0)
-                heavy = jnp.sum(jnp.where(is_first[:, None], heavy, 0.0), axis=0)
-                away = others / jnp.where(remains > 0, remains, 1.0) - heavy
-                change[g] = most * jnp.sqrt(jnp.sum(away * away))
+    unit = _unit(jax.lax.fori_loop(0, programs, larger, jnp.zeros(head.shape)))
 
-    points = jnp.zeros((len(head), width), jnp.float32)
-    for g in range(heads):
-        points = jnp.where((head == g)[:, None], point_of(g)[None, :], points)
-    squared, thirds = jnp.sum(points * points, axis=1), _thirds(points, value)
+    def join(p, found):
+        point, most, rest, which, tokens = found
+        factor = unit / _unit(load(parts.peak, p))
+        weight = factor * load(parts.weight, p)
+        heavier = weight > most
+        point += load_rows(parts.point, p) * (1.0 if fast else factor[:, None])
+        rest += factor * load(parts.rest, p) + jnp.where(heavier, most, weight)
+        which = jnp.where(heavier, load(parts.slot, p, -1), which)
+        return point, jnp.where(heavier, weight, most), rest, which, tokens + parts.tokens[p]
 
-    def measure(k, _):
+    zeros = jnp.zeros(head.shape)
+    start = jnp.zeros((len(head), width)), zeros, zeros, jnp.full_like(head, -1), jnp.zeros(())
+    point, most, rest, which, tokens = jax.lax.fori_loop(0, programs, join, start)
+    total = jnp.where(most + rest > 0, most + rest, 1.0)
+    point /= jnp.maximum(tokens, 1.0) if fast else total[:, None]
+    dominates = most + most > total  # no other token does
+    heavy = jnp.where(dominates, which, -1)
+    remains = jnp.where(rest > 0, rest, 1.0)
+
+    def without():
+        def join(p, found):
+            others, heaviest, most = found
+            factor = unit / _unit(load(parts.peak, p))
+            weight, own = factor * load(parts.weight, p), load_rows(parts.heaviest, p)
+            heavier = (weight > most)[:, None]
+            lighter = jnp.minimum(most, weight)[:, None] * jnp.where(heavier, heaviest, own)
+            others += factor[:, None] * load_rows(parts.others, p) + lighter
+            return others, jnp.where(heavier, own, heaviest), jnp.maximum(weight, most)
+
+        start = (jnp.zeros((len(head), width)),) * 2
+        others, heaviest, _ = jax.lax.fori_loop(0, programs, join, (*start, zeros))
+        away = others / remains[:, None] - heaviest
+        return most / total * jnp.sqrt(jnp.sum(away * away, axis=1))
+
+    change = zeros
+    if not fast:
+        change = jax.lax.cond(jnp.max(jnp.where(dominates, 1, 0)) > 0, without, lambda: zeros)
+
+    squared = jnp.sum(point * point, axis=1)
+    columns = point
+    if exact:
+        columns = jnp.broadcast_to(point[None], (copies, *point.shape)).reshape(copies * len(head), width)
+        copy = jax.lax.broadcasted_iota(jnp.int32, columns.shape, 0) // len(head)
+        low, middle, high = _thirds(columns, value)
+        columns = jnp.where(copy == 0, low, jnp.where(copy == 1, middle, high))
+        columns = jnp.where(copy < 3, columns, jnp.zeros_like(columns))
+
+    def score(a, number, square):
+        """Return the scores of slots with these weights and squared distances, inf where one is not finite."""
+        x = a * unit[None, :]
+        dominant = number[:, None] == heavy[None, :]
+        left = jnp.where(dominant, remains[None, :], jnp.maximum(total[None, :] - x, _EPS * total[None, :]))
+        own = x / left * jnp.sqrt(square)
+        sure = (square < jnp.inf) & (jnp.abs(a) < jnp.inf)
+        if not fast:
+            own, sure = jnp.where(dominant, change[None, :], own), sure | dominant
+        own = jnp.where(sure, jnp.where(x >= total[None, :], _LARGEST, own), jnp.inf)
+        largest = jnp.max(own, axis=1)
+        inverse = 1 / jnp.maximum(largest, _SMALL)  # so that squares of small changes do not underflow
+        scaled = own * inverse[:, None]
+        result = largest if G == 1 else jnp.maximum(largest, _SMALL) * jnp.sqrt(jnp.sum(scaled * scaled, axis=1))
+        return jnp.where(largest < _LARGEST, jnp.minimum(result, _LARGEST), largest)
+
+    def of_slots(number):
+        a = [triton.load(weights.at[g, number], mask=number < S, other=0.0) for g in range(G)]
+        return *a, triton.load(slot.at[number], mask=number < S, other=-1)
+
+    def tile_of(a, tile):
+        """Spread weights over a tile; it starts from one that products have made, whose threads it then shares."""
+        for g, x in enumerate(a):
+            tile = jnp.where(head[None, :] == g, x[:, None], tile)
+        return jnp.where(head[None, :] < G, tile, 0.0)
+
+    def finish(result, packed, number, mask, worst):
+        """Write the scores of those slots that the mask names, and compare them with the worst so far, one by one."""
+        result = jnp.where((packed >= 0) & (result < jnp.inf), result, -jnp.inf)
+        result = jnp.where(is_protected(packed), jnp.inf, result)
+        for ref in written:
+            triton.store(ref.at[number], result, mask=mask & (number < S))
+        if not one:
+            return worst
+        lowest, position, which = worst
+        live = packed >= 0
+        ranks, age = jnp.where(live & mask, rank(result, live), _HIGHEST), position_of(packed)
+        worse = (ranks < lowest) | ((ranks == lowest) & (age < position))
+        return jnp.where(worse, ranks, lowest), jnp.where(worse, age, position), jnp.where(worse, number, which)
+
+    per = pl.cdiv(tiles, 31)  # tiles that share a bit of a row's flags
+
+    def measure(k, found):
+        (*a, packed), flags, live, *worst = found
         number = first + k * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
-        v, scale = _load(value, number, column), _scale(scales, number)
+        coming = of_slots(number + rows)  # a turn ahead, as the compiler fetches the values alone early
+        v, scale = _load(value, jnp.minimum(number, S - 1), column), _scale(scales, number)
         wide = v.astype(jnp.float32)
-        products, own = _product(thirds, v, 1), jnp.sum(wide * wide, axis=1)
+        own = jnp.sum(wide * wide, axis=1)
+        products = product(widened(v, jnp.bfloat16) if exact else wide, columns, ((1,), (1,)))
+        products = jnp.sum(products.reshape(rows, copies, len(head)), axis=1) if exact else products
         for x in scale:
-            products, own = products * x[None, :], own * (x * x)
-        terms = squared[:, None] + own[None, :]
+            products, own = products * x[:, None], own * (x * x)
+        terms = squared[None, :] + own[:, None]
         square = terms - 2 * products
-        unsure = _some(~((square >= NEAR * terms) & (square < jnp.inf)))
+        result = score(tile_of(a, square), number, jnp.where(square >= NEAR * terms, square, jnp.nan))
+        sure = (result < jnp.inf) | (packed < 0)
+        worst = finish(result, packed, number, sure, worst)
+        flags |= jnp.where(sure, 0, jnp.left_shift(1, k // per))
+        return coming, flags, live + jnp.where(packed >= 0, 1, 0), *worst
 
-        @pl.when(unsure == 0)
-        def _as_it_is():
-            place = squares.at[head[:, None], number[None, :]]
-            triton.store(place, square, mask=(head < heads)[:, None] & (number < S)[None, :])
+    def nothing(n):
+        none = jnp.full((n,), _HIGHEST, jnp.int32)
+        return (none, none, jnp.full((n,), -1, jnp.int32)) if one else ()
 
-        @pl.when(unsure > 0)
-        def _with_care():
+    zero = jnp.zeros((rows,), jnp.int32)
+    start = of_slots(first + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)), zero, zero, *nothing(rows)
+    _, flags, live, *worst = jax.lax.fori_loop(0, tiles, measure, start)
+
+    def again(k, worst):
+        flagged = jnp.right_shift(flags, k // per) & 1
+
+        def with_care(j, worst):
+            place = j * CAREFUL + jax.lax.broadcasted_iota(jnp.int32, (CAREFUL,), 0)
+            unsure = jnp.max(jnp.where(row == place[:, None], flagged[None, :], 0), axis=1) > 0
+            number = first + k * rows + place
+            v, scale = _load(value, jnp.minimum(number, S - 1), column), _scale(scales, number)
             tile = v.astype(jnp.float32)
             for x in scale:
                 tile *= x[:, None]
             tile = jnp.where(jnp.abs(tile) < jnp.inf, tile, jnp.nan)  # told from one whose square overflows
 
-            def of_head(g, _):
-                away = jnp.where(column < D, point_of(g)[None, :] - tile, 0.0)
-                place = squares.at[jnp.full_like(number, g), number]
-                triton.store(place, jnp.sum(away * away, axis=1), mask=number < S)
+            def of_head(g, square):
+                own = jnp.sum(jnp.where(head[:, None] == g, point, 0.0), axis=0)
+                away = jnp.where(column < D, own[None, :] - tile, 0.0)
+                away = jnp.sum(away * away, axis=1)
+                away = jnp.where(away > _LARGEST, _LARGEST, away)
+                return jnp.where(head[None, :] == g, away[:, None], square)
 
-            jax.lax.fori_loop(0, heads, of_head, None)
+            square = jax.lax.fori_loop(0, G, of_head, jnp.zeros((CAREFUL, len(head))))
+            *a, packed = of_slots(number)
+            return finish(score(tile_of(a, square), number, square), packed, number, unsure, worst)
 
-    jax.lax.fori_loop(0, span // rows, measure, None)
+        def each():
+            return jax.lax.fori_loop(0, rows // CAREFUL, with_care, worst)
 
+        return jax.lax.cond(jnp.max(flagged) > 0, each, lambda: worst)
 
-def _score(weights, slot, squares, change, rest, heaviest, *refs, fast):
-    (G, S), size = weights.shape, SLOTS
-    scores, worst = refs[: len(refs) - len(_Worst._fields)], refs[len(refs) - len(_Worst._fields) :]
-    number = pl.program_id(1) * size + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
-    there = number < S
-    packed = triton.load(slot.at[number], mask=there, other=-1)
-    a = [triton.load(weights.at[g, number], mask=there, other=0.0) for g in range(G)]
-    length = [jnp.sqrt(triton.load(squares.at[g, number], mask=there, other=0.0)) for g in range(squares.shape[0])]
-    counts = (packed >= 0) & (length[0] == length[0])  # NaN marks values that are not finite
-    for x in a:
-        counts &= jnp.abs(x) < jnp.inf
-    changes, holds_all = [], jnp.zeros((size,), jnp.bool_)
-    for g, x in enumerate(a):
-        x, others, is_most = jnp.where(counts, x, 0.0), rest[g], number == heaviest[g]
-        dominant = is_most & (x > 0.5)
-        remains = jnp.where(others > 0, others, 1.0)
-        own = x / jnp.where(dominant, remains, jnp.maximum(1 - x, _EPS)) * length[0 if fast else g]
-        changes.append(own if fast else jnp.where(dominant, change[g], own))
-        holds_all |= (x >= 1) | (is_most & (x > 0) & (others == 0))
-    largest = functools.reduce(jnp.maximum, changes)
-    scale = jnp.where(largest > 0, largest, 1.0)  # so that squares of small changes do not underflow
-    result = largest if G == 1 else scale * jnp.sqrt(sum((x / scale) ** 2 for x in changes))
-    result = jnp.where(counts, jnp.where(holds_all, _LARGEST, result), -jnp.inf)
-    result = jnp.where(is_protected(packed), jnp.inf, result)
-    for ref in scores:
-        triton.store(ref.at[number], result, mask=there)
-    for ref, x in zip(worst, _worst_of(result, packed, number), strict=True):
-        ref[...] = x
+    def afresh():
+        return jax.lax.fori_loop(0, tiles, again, nothing(CAREFUL))
+
+    careful = jax.lax.cond(jnp.max(flags) > 0, afresh, lambda: nothing(CAREFUL))
+    if one:
+        some, others = _worst_of(*worst), _worst_of(*careful)
+        takes = (others[0] < some[0]) | ((others[0] == some[0]) & (others[1] < some[1]))
+        found = [jnp.where(takes, x, y) for x, y in zip(others, some, strict=True)]
+        for ref, x in zip(worst_of, (*found, jnp.sum(live)), strict=True):
+            ref[...] = x
 
 
-def _worst_of(scores: Array, packed: Array, number: Array) -> _Worst:
-    """Return the worst of some slots, of which ``number`` are the numbers."""
-    live = packed >= 0
-    ranks = jnp.where(live, rank(scores, live), _HIGHEST)
+def _unit(most: Float[Array, "heads"]) -> Float[Array, "heads"]:
+    """Return the power of two that brings positive numbers into [1, 2), or as near as float32 allows."""
+    bits = jax.lax.bitcast_convert_type(most, jnp.int32) & 0x7F800000
+    return jax.lax.bitcast_convert_type(jnp.maximum(0x7F000000 - bits, 0x00800000), jnp.float32)
+
+
+def _worst_of(ranks: Array, positions: Array, numbers: Array) -> tuple[Array, Array, Array]:
+    """Return the lowest rank of some slots, the oldest position among equal ones, and that slot's number."""
     lowest = jnp.min(ranks)
-    ages = jnp.where(live & (ranks == lowest), position_of(packed), _HIGHEST)
+    ages = jnp.where(ranks == lowest, positions, _HIGHEST)
     oldest = jnp.min(ages)
-    slot = jnp.max(jnp.where(live & (ranks == lowest) & (ages == oldest), number, -1))
-    return _Worst(lowest, oldest, slot, jnp.sum(live.astype(jnp.int32)))
+    return lowest, oldest, jnp.max(jnp.where((ranks == lowest) & (ages == oldest), numbers, -1))
 
 
 def _free_worst(budget, slot, ranks, positions, slots, live, kept):
@@ -353,25 +437,29 @@ def _free_worst(budget, slot, ranks, positions, slots, live, kept):
 
 
 def _select(budget, scores, slot, kept, *, size):
-    S = slot.shape[0]
-    number = jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
-    score = triton.load(scores.at[number], mask=number < S, other=-jnp.inf)
-    packed = triton.load(slot.at[number], mask=number < S, other=-1)
-    position, live, left = position_of(packed), packed >= 0, budget[...]
-    ranks = rank(score, live)
+    S, left = slot.shape[0], budget[0]
+    numbers = [first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0) for first in range(0, S, size)]
+    score = [triton.load(scores.at[n], mask=n < S, other=-jnp.inf) for n in numbers]
+    packed = [triton.load(slot.at[n], mask=n < S, other=-1) for n in numbers]
+    position, live = [position_of(x) for x in packed], [x >= 0 for x in packed]
+    ranks = [rank(x, there) for x, there in zip(score, live, strict=True)]
 
-    def largest(x, n):
-        return nth_largest(x, n, count_true, lambda x: x)
+    def count(masks):  # by place, and across threads once
+        return jnp.sum(sum(jnp.where(x, 1, 0) for x in masks))
+
+    def largest(parts, n):
+        return nth_largest(lambda least: count(x >= least for x in parts), n)
 
     threshold = largest(ranks, left)
-    above, tied = ranks > threshold, (ranks == threshold) & live
-    left -= count_true(above)
-    age = jnp.where(tied, position, LOWEST)
+    above, tied = [x > threshold for x in ranks], [(x == threshold) & y for x, y in zip(ranks, live, strict=True)]
+    left -= count(above)
+    ages = [jnp.where(x, y, LOWEST) for x, y in zip(tied, position, strict=True)]
     # As a rule all that tie stay; then the second bisection, over their ages, is left out.
-    oldest = jax.lax.cond(
-        jnp.sum(tied) > jnp.sum(left), lambda: largest(age, left), lambda: jnp.full_like(left, LOWEST)
-    )
-    triton.store(kept.at[number], jnp.where(above | (tied & (age >= oldest)), position, -1), mask=number < S)
+    # A constant cannot leave a branch here, so it is a minimum.
+    oldest = jax.lax.cond(count(tied) > left, lambda: largest(ages, left), lambda: jnp.minimum(left, LOWEST))
+    for n, x, age, place in zip(numbers, above, ages, position, strict=True):
+        stays = x | ((age > LOWEST) & (age >= oldest))
+        triton.store(kept.at[n], jnp.where(stays, place, -1), mask=n < S)
 
 
 def _heads(heads: int) -> Int[Array, "heads"]:

@@ -1,4 +1,4 @@
-"""Conversions for the kernels: clean weights, and one number that describes a slot."""
+"""Conversions for the kernels: weights in float32, joined if asked for, and one number that describes a slot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
-from kernels_pallas.caote_topk.slots import clean_weights, pack
+from kernels_pallas.caote_topk.slots import joined_weights, pack
 
 
 def on_heads(
@@ -31,6 +31,6 @@ def on_heads(
     """
     del norm
     scales = () if value_scale is None else (value_scale,)
-    given = clean_weights(weights, position, group), value, pack(position, protected), budget, *scales
+    given = joined_weights(weights, position, group), value, pack(position, protected), budget, *scales
     kept, *scores = kernel(*given, with_scores=with_scores, **options)
     return Kept(kept, scores[0] if with_scores else None)

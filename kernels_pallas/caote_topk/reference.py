@@ -42,12 +42,48 @@ def caote_topk(
     if value_scale is not None:
         value = value.astype(jnp.float32) * value_scale[..., None]
     live = position >= 0
-    scores = eviction_error(weights, value, live, fast=fast, norm=norm, group=group)
+    scores = errors_of_scores(weights, value, live, fast=fast, norm=norm, group=group)
     if protected is not None:
         scores = jnp.where(protected & live, jnp.inf, scores)
     each = jnp.broadcast_to(budget[:, None, None], (*live.shape[:2], 1))
     stays = best_of_heads(rank(scores, live), position, each, excess)
     return Kept(jnp.where(stays, position, -1), scores if with_scores else None)
+
+
+def shares(scores: Float[Array, "*batch S"], counts: Bool[Array, "*#batch S"]) -> Float[Array, "*batch S"]:
+    """Divide each row of non-negative scores by its sum over the slots that count; the others get 0, as do all of 0."""
+    scores = jnp.where(counts, scores, 0)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    # The largest floats, which mark tokens that are sure to stay, overflow when summed, and their reciprocals, by which
+    # XLA divides, are 0. Scaling by a power of two changes nothing but the exponent.
+    scale = jnp.where(largest > 2.0**64, 2.0**-64, 1).astype(scores.dtype)
+    scores, largest = scale * scores, scale * largest
+    is_most = scores == largest  # apart, as beside a share near 1 small ones would be lost one by one
+    total = largest * jnp.sum(is_most, axis=-1, keepdims=True) + jnp.sum(
+        jnp.where(is_most, 0, scores), axis=-1, keepdims=True
+    )
+    return scores / jnp.where(total > 0, total, 1)
+
+
+def errors_of_scores(
+    scores: Float[Array, "*batch G S"],
+    V: Float[Array, "*batch S D"],
+    live: Bool[Array, "*batch S"],
+    *,
+    fast: bool,
+    norm: Norm,
+    group: Group,
+) -> Float[Array, "*batch S"]:
+    """Compute CAOTE's scores from any non-negative ones: each row is divided by its sum over the slots that count.
+
+    A slot with a score or a value that is not finite counts nowhere. The mean over a group is that of shares.
+    """
+    A = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    counts = live & jnp.isfinite(A).all(-2)
+    if group == "mean":
+        A = jnp.mean(shares(A, counts[..., None, :]), axis=-2, keepdims=True)
+    counts &= jnp.isfinite(V).all(-1)
+    return eviction_error(shares(A, counts[..., None, :]), V, counts, fast=fast, norm=norm)
 
 
 def eviction_error(

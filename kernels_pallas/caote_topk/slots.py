@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.caote_topk.reference import Group
+from kernels_pallas.caote_topk.reference import Group, shares
 from kernels_pallas.topk import best_of_heads, rank
 
 _PROTECTED = 2**30  # beyond every position
@@ -36,9 +36,12 @@ def remaining(
     return jnp.where(best_of_heads(rank(scores, position >= 0), position, budget, excess), position, -1)
 
 
-def clean_weights(
+def joined_weights(
     weights: Float[Array, "B K _ S"], position: Int[Array, "B K S"], group: Group
 ) -> Float[Array, "B K _ S"]:
-    """Return the weights in float32, 0 in free slots, and averaged over the group for ``group="mean"``."""
-    weights = jnp.where(position[:, :, None] >= 0, weights.astype(jnp.float32), 0)
-    return jnp.mean(weights, axis=2, keepdims=True) if group == "mean" else weights
+    """Return the weights in float32; for ``group="mean"`` the mean of the heads' shares."""
+    weights = weights.astype(jnp.float32)
+    if group != "mean":
+        return weights
+    finite = (position >= 0) & jnp.isfinite(weights).all(axis=2)
+    return jnp.mean(shares(weights, finite[:, :, None]), axis=2, keepdims=True)

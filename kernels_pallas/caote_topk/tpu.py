@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.caote_topk.reference import Norm
+from kernels_pallas.caote_topk.reference import Norm, shares
 from kernels_pallas.caote_topk.slots import is_protected, remaining
 from kernels_pallas.eight_bits import unread
 
@@ -83,6 +83,9 @@ def of_heads(
     D, H = value.shape[3], B * K
     tiling = _Tiling.of(weights.shape, value)
     padded, groups = tiling.chunk * tiling.chunks, pl.cdiv(H, HEADS)
+    # Near 1 here, and divided by the sum over what counts in the kernel, which alone knows which values are finite.
+    counts = (slot >= 0) & jnp.isfinite(weights).all(axis=2)
+    weights = jnp.where(counts[:, :, None], shares(weights, counts[:, :, None]), jnp.nan)
     weights = jnp.pad(weights.reshape(H, G, S), ((0, 0), (0, 0), (0, padded - S)))
     more = ((0, groups * HEADS - H), (0, padded - S))
     slot = jnp.pad(slot.reshape(H, S), more, constant_values=-1)
@@ -223,13 +226,14 @@ def _kernel(budget, weights, slot, value, *refs, scales, tiling, heads, fast, ex
     @pl.when((phase == 1) & is_real)
     def measure():
         most, others = heaviest_weight[:G, :1], rest_weight[:G, :1]
-        remains = jnp.where(others > 0, others, 1)
+        remains, total = (jnp.where(x > 0, x, 1) for x in (others, most + others))
         if fast:
             point = output[...] / jnp.maximum(heaviest[:1, :1], 1)
         else:
-            point = output[...] + heaviest_weight[:, :1] * heaviest[...]
+            whole = heaviest_weight[:, :1] + rest_weight[:, :1]
+            point = (output[...] + heaviest_weight[:, :1] * heaviest[...]) / jnp.where(whole > 0, whole, 1)
             away = output[:G, :] / remains - heaviest[:G, :]
-            without = most * jnp.sqrt(jnp.sum(away * away, axis=1, keepdims=True))
+            without = most / total * jnp.sqrt(jnp.sum(away * away, axis=1, keepdims=True))
         columns = point.T[:D]  # [D, G or more]
 
         def score(start, local):
@@ -239,8 +243,8 @@ def _kernel(budget, weights, slot, value, *refs, scales, tiling, heads, fast, ex
             takes_part = scores[pl.ds(i, 1), here] > 0
             a = jnp.where(takes_part, weights[:, here], 0)
             is_most = number(start) == heaviest_slot[:G, :1]
-            dominant = is_most & (a > 0.5)
-            ratio = a / jnp.where(dominant, remains, jnp.maximum(1 - a, jnp.finfo(jnp.float32).eps))
+            dominant = is_most & (a + a > total)
+            ratio = a / jnp.where(dominant, remains, jnp.maximum(total - a, jnp.finfo(jnp.float32).eps * total))
             squares = [_sum_of_squares(columns[:, g : g + 1] - v) for g in range(1 if fast else G)]
             changes = ratio * jnp.sqrt(jnp.concatenate(squares, axis=0) if len(squares) > 1 else squares[0])
             if not fast:
@@ -249,7 +253,7 @@ def _kernel(budget, weights, slot, value, *refs, scales, tiling, heads, fast, ex
                 largest = jnp.max(changes, axis=0, keepdims=True)
                 scale = jnp.where(largest > 0, largest, 1)
                 changes = scale * jnp.sqrt(jnp.sum((changes / scale) ** 2, axis=0, keepdims=True))
-            holds_all = jnp.where((a >= 1) | (is_most & (a > 0) & (others == 0)), 1.0, 0.0)
+            holds_all = jnp.where(a >= total, 1.0, 0.0)
             holds_all = jnp.max(holds_all, axis=0, keepdims=True) > 0
             result = jnp.where(holds_all, jnp.finfo(jnp.float32).max, changes)
             result = jnp.where(takes_part, result, -jnp.inf)

@@ -93,7 +93,7 @@ def _caote(
         return _behind_output(name, fast, cross)
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Weights, Any]:
-        return Weights(normalised(scores, o), fast, norm, group), state
+        return Weights(scores, fast, norm, group), state  # normalised where they are read, which saves a pass
 
     return _link(name, update, Needs())
 

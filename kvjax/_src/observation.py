@@ -212,8 +212,9 @@ class Observation(NamedTuple):
 class Weights:
     """Scores that are not computed yet: CAOTE's errors under these weights, for one operation that scores and evicts.
 
-    A chain returns them if the last link that changes its scores is CAOTE with ``target="value"``. ``fast``, ``norm``
-    and ``group`` are those of :func:`kvjax.score`.
+    A chain returns them if the last link that changes its scores is CAOTE with ``target="value"``. Rows need not
+    sum to 1: each is divided by its sum over the live slots. ``fast``, ``norm`` and ``group`` are those of
+    :func:`kvjax.score`.
     """
 
     weights: Float[Array, "B K _ S"]

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kernels_pallas.caote_topk.reference import errors_of_scores
 from kvjax._src.cache import Positions
 from kvjax._src.checks import plain
-from kvjax._src.eviction_error import score as eviction_error
 from kvjax._src.merging import Merging
 from kvjax._src.observation import Needs, Observation, Weights
 from kvjax._src.order import Ranked
@@ -275,7 +275,7 @@ def scores_of_weights(
     weights: Weights, value: Float[Array, "B K S D"], live: Bool[Array, "B K S"], protected: Bool[Array, "B K S"] | None
 ) -> Float[Array, "B K S"]:
     """Compute CAOTE's scores from their weights; ``+inf`` where a slot is protected."""
-    errors = eviction_error(weights.weights, value, **weights.kind, mask=live)
+    errors = errors_of_scores(weights.weights, value, live, **weights.kind)
     return errors if protected is None else jnp.where(protected, jnp.inf, errors)
 
 

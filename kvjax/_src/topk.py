@@ -39,7 +39,7 @@ def best_of_groups(
     stays, tied = best(ranks, position, budget, count, of_head)
     # Apart from the position: position * heads + head would overflow in long sequences. A head has one such token.
     order = jnp.where(tied.any(axis=-1), -head, LOWEST)[..., None]
-    last = of_head(nth_largest(order, budget - count(stays), count, of_head))
+    last = of_head(nth_largest(lambda least: count(order >= of_head(least)), budget - count(stays)))
     return stays | (tied & (order >= last))
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.caote_topk.reference import shares
 from kvjax._src.cache import Positions, nth_true
 from kvjax._src.chains import no_state, register, unchanged
 from kvjax._src.checks import MOST, check_count
@@ -276,15 +277,7 @@ def positions(*, kind: Positions = "compact") -> Policy:
 
 def normalised(scores: Scores, o: Observation) -> Scores:
     """Divide scores by their sum over the live slots; free slots get 0."""
-    scores = jnp.where(o.live[:, :, None], scores, 0)
-    # The largest floats, which mark tokens that are sure to stay, overflow when summed, and their reciprocals, by which
-    # XLA divides, are 0. Scaling by a power of two changes nothing but the exponent.
-    small = 2.0**-64 * scores
-    largest = jnp.max(scores, axis=-1, keepdims=True)
-    total, small_total = (jnp.sum(x, axis=-1, keepdims=True) for x in (scores, small))  # one pass over all three
-    huge = largest > 2.0**64
-    scores, total = jnp.where(huge, small, scores), jnp.where(huge, small_total, total)
-    return scores / jnp.where(total > 0, total, 1)
+    return shares(scores, o.live[:, :, None])
 
 
 def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
