@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from evals import report, statistics, studies
-from evals.claims import HOLDS, Judgement
+from evals.claims import HOLDS, NOISE, Judgement
 from evals.study_panels import Panel, cells, panels
 
 PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
@@ -40,7 +40,7 @@ def page(study: studies.Study, data: Mapping[str, Any], judged: Sequence[tuple[s
         f"{machines}; every score is in [{study.name}.json]({study.name}.json).",
         f"![Scores against the bytes of a prompt's cache]({study.name}.png)",
         f"Means with 95% intervals over texts, and {'the bytes that one prompt keeps, with ' * study.evicts_once}the "
-        "most bytes that one prompt's cache took. Bold: not worse than the column's best, on the same texts.",
+        "most bytes that one prompt's cache took. Bold: within noise of the column's best, on the same texts.",
     ]
     for panel in panels(study, lines):
         text += [f"## {panel.title().capitalize()}", table(study, lines, panel)]
@@ -70,7 +70,7 @@ def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
         if (policy, budget) not in found:
             return ""
         samples, scores, peak, kept, increase = cell = found[policy, budget]
-        mean, low, high = statistics.mean_interval(scores)
+        mean, low, high = statistics.mean_interval(scores, 0, 1)
         text = f"{mean:.2f}"
         if budget is not None:
             less = cell.less(found[best[budget], budget])
@@ -123,6 +123,8 @@ def _place(name: str, value: Any) -> str:
 def _verdict_text(judgement: Judgement) -> str:
     """Return a verdict with its figures; :data:`CLAIM` says what they are."""
     verdict = f"**{judgement.verdict}**" if judgement.verdict == HOLDS else judgement.verdict
+    if judgement.verdict == NOISE != judgement.alone:
+        verdict += f" (alone: {judgement.alone})"
     bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (judgement.floor, judgement.ceiling))
     both = ", ".join(f"{score:.2f}" for score in judgement.scores)
     return f"{verdict}, {judgement.difference:+.2f} [{judgement.low:+.2f}, {judgement.high:+.2f}] ({both}; {bounds})"

@@ -22,7 +22,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from docs import study_pages  # noqa: E402
 from docs.study_pages import markdown  # noqa: E402
-from evals import report, statistics, studies, study, study_panels  # noqa: E402
+from evals import claims, report, statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
 from kvjax._src.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
@@ -39,26 +39,26 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
 
 
-def judgement(name: str) -> tuple[studies.Study, dict[str, Any], list[tuple[str, Any]]]:
-    """Return a study, its file, and its claims as they are judged by the file's scores."""
-    found, data = studies.find(name), read(f"{name}.json")
-    return found, data, study.judge(found, data["results"])
+@functools.cache
+def judgements() -> dict[str, list[tuple[str, Any]]]:
+    """Return the claims of each study as they are judged by its file's scores, corrected for all studies' together."""
+    each = {name: study.judge(studies.find(name), read(f"{name}.json")["results"]) for name in STUDIES}
+    decided = iter(study.decide([judged for own in each.values() for judged in own]))
+    return {name: [next(decided) for _ in own] for name, own in each.items()}
 
 
 def study_of(name: str) -> str:
     """Make a study's page."""
-    found, data, claims = judgement(name)
-    return study_pages.page(found, data, claims)
+    return study_pages.page(studies.find(name), read(f"{name}.json"), judgements()[name])
 
 
 def all_claims() -> str:
     """Make the table of the claims of all studies."""
-    made = [judgement(name) for name in STUDIES]
-    return study_pages.claim_table([(found, claims) for found, _, claims in made])
+    return study_pages.claim_table([(studies.find(name), own) for name, own in judgements().items()])
 
 
 def choice(name: str, question: str) -> str:
-    """Make a table of a study: each budget's best policy, those as good within noise, recency, and the full cache.
+    """Make a table of a study: each budget's best policy, those within noise of it, recency, and the full cache.
 
     Where the best policy holds far more than the full cache, the best of the others follows.
     """
@@ -79,7 +79,7 @@ def choice(name: str, question: str) -> str:
     scores = ", ".join(f"{full.scores.mean():.2f} ({form})" for form, full in fulls.items())
     texts = next(iter(fulls.values())).scores.shape[1]
     text = f"From [{name}](../results/{name}.md): {texts} texts; the full cache has {scores}. {found.note}"
-    head = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
+    head = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "within noise")
     return f"{text}\n\n{markdown(head, lines)}"
 
 
@@ -91,20 +91,26 @@ def best_of(own: Mapping[str, study_panels.Cell], full: study_panels.Cell, where
     ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
     ranked = [item for item in ranked if item[0] != RECENCY]
     best, cell = ranked[0]
-    mean, low, high = statistics.mean_interval(cell.scores)
-    others = [f"`{policy}`" for policy, other in ranked[1:] if as_good(other, cell)]
+    mean, low, high = statistics.mean_interval(cell.scores, 0, 1)
+    others = [f"`{policy}`" for policy, other in ranked[1:] if within_noise(other, cell)]
     more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
     line = (
         where, f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
-        f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
+        f"{own[RECENCY].scores.mean():.2f}", as_full(cell, full),
         f"{cell.peak:.0f} of {full.peak:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
     )  # fmt: skip
     return best, line
 
 
-def as_good(cell: study_panels.Cell, best: study_panels.Cell) -> bool:
+def within_noise(cell: study_panels.Cell, best: study_panels.Cell) -> bool:
     """Return whether ``best`` is not clearly better than ``cell`` on the same samples."""
     return statistics.paired_interval(best.less(cell))[1] <= 0
+
+
+def as_full(cell: study_panels.Cell, full: study_panels.Cell) -> str:
+    """Return whether a cell is not worse than the full cache by more than the margin of claims, on the same samples."""
+    _, low, high = statistics.paired_interval(cell.less(full))
+    return "yes" if low > -claims.MARGIN else "no" if high < -claims.MARGIN else "not shown"
 
 
 README_LINES = (
@@ -145,7 +151,7 @@ def readme() -> str:
 
 def share(cell: study_panels.Cell, most: float) -> str:
     """Return a mean score with its interval, bold if it is ``most``."""
-    mean, low, high = statistics.mean_interval(cell.scores)
+    mean, low, high = statistics.mean_interval(cell.scores, 0, 1)
     text = f"**{mean:.2f}**" if mean == most else f"{mean:.2f}"
     return f"{text} [{low:.2f}, {high:.2f}]"
 

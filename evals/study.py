@@ -24,6 +24,9 @@ examples:
 """
 
 
+UNTOLD = ("claim", "where", "scores", "corrected", "alone", "verdict")
+
+
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("study", metavar="STUDY", help="a name, or the path of a TOML file")
@@ -57,7 +60,7 @@ def command(flags: argparse.Namespace) -> None:
         sweep.show(content["results"])
     lines = content["results"]
     judged = judge(study, lines)
-    print(table(judged))
+    print(table(decide(judged)))
     if flags.json is not None:
         files.write_json(flags.json, content | {"claims": [_plain(form, judgement) for form, judgement in judged]})
         print(f"figures: {flags.json}")
@@ -79,7 +82,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def judge(study: studies.Study, lines: studies.Lines) -> list[tuple[str, claims.Judgement]]:
-    """Judge a study's claims on each form of the model, by the lines of its JSON file."""
+    """Judge a study's claims on each form of the model, by the lines of its JSON file, each for itself."""
     found = list(studies.scores_of(lines, study.asked))
     return [
         (form, judgement)
@@ -88,8 +91,14 @@ def judge(study: studies.Study, lines: studies.Lines) -> list[tuple[str, claims.
     ]
 
 
+def decide(judged: Sequence[tuple[str, claims.Judgement]]) -> list[tuple[str, claims.Judgement]]:
+    """Return judged claims with the verdicts of :func:`evals.claims.decide`."""
+    decided = claims.decide([judgement for _, judgement in judged])
+    return [(form, judgement) for (form, _), judgement in zip(judged, decided, strict=True)]
+
+
 def _plain(form: str, judgement: claims.Judgement) -> dict[str, Any]:
-    """Return a judged claim in JSON's types."""
+    """Return a judged claim in JSON's types, without a verdict: that depends on what else is judged with it."""
     told: dict[str, Any] = {
         "form": form,
         "paper": judgement.claim.paper,
@@ -98,13 +107,13 @@ def _plain(form: str, judgement: claims.Judgement) -> dict[str, Any]:
     }
     told |= {"policy": judgement.claim.policy, "over": judgement.claim.over, "where": judgement.where}
     rounded = {name: round(value, 6) if isinstance(value, float) else value
-               for name, value in judgement._asdict().items() if name not in ("claim", "where", "scores")}  # fmt: skip
+               for name, value in judgement._asdict().items() if name not in UNTOLD}  # fmt: skip
     return told | {"scores": [round(score, 6) for score in judgement.scores]} | rounded
 
 
 def table(judged: Sequence[tuple[str, claims.Judgement]]) -> str:
     """Return the judged claims as a table in text."""
-    lines = [_plain(form, judgement) for form, judgement in judged]
+    lines = [_plain(form, judgement) | {"verdict": judgement.verdict} for form, judgement in judged]
     bound = lambda name: lambda r: "n/a" if r[name] is None else f"{r[name]:.2f}"  # noqa: E731
     return report.table(
         lines,
