@@ -29,7 +29,7 @@ def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
     assert lines[0] == "| policy | 50% |"
     assert lines[1].startswith("| `tova` | **0.88** [") and lines[1].endswith("], 4 MiB |")
     assert lines[2].startswith("| `recency` | 0.06 [") and lines[2].endswith("], 3 MiB |")
-    assert lines[3] == "| the full cache | 1.00 [1.00, 1.00], 8 MiB |"
+    assert lines[3] == "| the full cache | 1.00 [0.59, 1.00], 8 MiB |"
     told = "| TOVA | TOVA is better than recency |  | 8 | unknown, after every block: **holds**, +0.81 ["
     assert lines[-1].startswith(told) and lines[-1].endswith("] (0.88, 0.06; 0.06, 1.00) |")
     assert "![Scores against the bytes of a prompt's cache](small.png)" in page and "on 2 cores, commit c;" in page
