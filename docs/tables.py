@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
@@ -332,11 +335,15 @@ def by_sparsity(results: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any
 
 def compared(data: Mapping[str, Any], sparsity: float) -> str:
     """Return the predictor less each other selection at a sparsity, with intervals."""
-    return "; ".join(
-        f"{label(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
-        for c in data["comparisons"]
-        if c["sparsity"] == sparsity
-    )
+    right = {
+        (r["select"], r["sparsity"]): np.array(r["correct"]) for r in data["results"] if r.get("task", "all") == "all"
+    }
+    told = []
+    for c in (c for c in data["comparisons"] if c["sparsity"] == sparsity):
+        other = None if c["against"] == "full" else sparsity
+        mean, low, high = statistics.paired_interval(right[c["select"], sparsity] - right[c["against"], other])
+        told.append(f"{label(c['against'])} {mean:+.2f} [{low:+.2f}, {high:+.2f}]")
+    return "; ".join(told)
 
 
 def perplexities(file: str) -> str:
@@ -550,14 +557,14 @@ def generations(file: str) -> str:
     for r in sorted(data["results"], key=lambda r: (r["budget"] or 0, -r["score"], r.get("increase", 0))):
         told = [f"{r['tasks'][task]['score']:.2f}" for task in ("facts", "results")]
         share = "" if r is full else f"{r['score'] / full['score']:.2f}"
-        more = f"{r['perplexity']:.1f}" if r is full else growth(r)
+        more = f"{r['perplexity']:.1f}" if r is full else f"{r['increase']:+.1%}"
         cells = (f"`{r['policy']}`", f"{r['budget'] or 'all'}", *told, share, more, f"{r['cache_bytes'] / 2**20:.0f}")
         lines.append(cells)
     settings = data["settings"]
     return (
         f"{settings['samples']} texts of {settings['lengths']} tokens, {settings['facts']} facts and as many results "
         f"each, {settings['model']} (`{data['command']}`; every figure is in [{Path(file).name}](../results/{file})). "
-        "Perplexity is that of the full cache, and by how much it grows, with a 95% interval over texts; bytes are "
+        "Perplexity is that of the full cache, and by how much it grows; so few texts have no interval. Bytes are "
         f"those of one text's buffers.\n\n{markdown(head, lines)}"
     )
 
@@ -610,11 +617,14 @@ def roundings(file: str) -> str:
     titles = [text.replace("-", " ").title() for text in texts]
     counts = " and ".join(str(count) for count in sorted(set(data["chunks"].values())))
     head = ("keys", "values", "bytes", *(cell for title in titles for cell in (title, "KL")))
+    plain = {r["text"]: r for r in data["results"] if r["key"] == "float32" == r["value"]}
     lines = []
     for same in zip(*texts.values(), strict=True):
         if same[0]["key"] == "float32" == same[0]["value"]:
             continue
-        figures = [cell for r in same for cell in (growth(r), f"{r['kl']:.4f}" if r["kl"] < 0.1 else f"{r['kl']:.3f}")]
+        increases = (growth(r, plain[r["text"]]) for r in same)
+        differences = (f"{r['kl']:.4f}" if r["kl"] < 0.1 else f"{r['kl']:.3f}" for r in same)
+        figures = [cell for pair in zip(increases, differences, strict=True) for cell in pair]
         lines.append([same[0]["key"], same[0]["value"], f"{same[0]['bytes']:g}", *figures])
     return (
         f"{counts} chunks of {data['settings']['chunk']} tokens of each text, {data['settings']['model']} in float32, "
@@ -622,12 +632,13 @@ def roundings(file: str) -> str:
     )
 
 
-def growth(r: dict[str, Any]) -> str:
-    """Return by how much the perplexity grew, with its interval if there is one."""
-    bounds = r["increase_low"], r["increase_high"]
-    form = "+.2f" if max(abs(x) for x in (r["increase"], *bounds) if x is not None) < 0.1 else "+.1f"
-    mean = f"{100 * r['increase']:{form}}%"
-    return mean if None in bounds else f"{mean} [{', '.join(f'{100 * x:{form}}' for x in bounds)}]"
+def growth(r: Mapping[str, Any], full: Mapping[str, Any]) -> str:
+    """Return by how much the perplexity grew over that of the full cache on the same chunks, with its interval."""
+    more = np.subtract(r["by_chunk"], full["by_chunk"])
+    found = [math.exp(x) - 1 for x in statistics.mean_interval(more)]
+    form = "+.2f" if max(map(abs, found)) < 0.1 else "+.1f"
+    mean, low, high = (f"{100 * x:{form}}" for x in found)
+    return f"{mean}% [{low}, {high}]"
 
 
 def parts_of(page: str) -> dict[str, Callable[[], str]]:
