@@ -55,9 +55,9 @@ def study_of(name: str) -> str:
     return study_pages.page(studies.find(name), read(f"{name}.json"), judgements()[name])
 
 
-def all_claims() -> str:
-    """Make the table of the claims of all studies."""
-    return study_pages.claim_table([(studies.find(name), own) for name, own in judgements().items()])
+def claim_marks(rows: Sequence[str]) -> str:
+    """Make the table of chosen claims of all studies."""
+    return study_pages.claim_marks([(studies.find(name), own) for name, own in judgements().items()], rows)
 
 
 def choice(name: str, question: str) -> str:

@@ -22,7 +22,7 @@ from evals import report, statistics
 from evals.run_settings import RECENCY, full_name
 from kvjax._src.checks import check_names
 
-HOLDS, FAILS, NOISE, OPEN, ELSEWHERE = "holds", "does not", "within noise", "not decided here", "another task"
+HOLDS, FAILS, NOISE, OPEN, ELSEWHERE = "holds", "does not", "not shown", "undecided", "another task"
 LEVEL = 0.05
 MARGIN = 0.05  # what "as good" and "not worse" allow, stated before the studies were run
 PLACE = ("evaluation", "length", "budget", "when", "question")

@@ -53,13 +53,13 @@ def test_a_link_is_added_behind_what_scores_and_before_what_protects_or_turns(po
     [
         (0.7, 0.4, "better", "holds"),
         (0.4, 0.7, "better", "does not"),
-        (0.52, 0.5, "better", "within noise"),
-        (0.2, 0.21, "better", "not decided here"),  # both as recency
-        (0.02, 0.12, "better", "not decided here"),  # both below it
-        (0.02, 0.12, "not worse", "not decided here"),
-        (0.9, 0.9, "better", "not decided here"),  # both as the full cache
+        (0.52, 0.5, "better", "not shown"),
+        (0.2, 0.21, "better", "undecided"),  # both as recency
+        (0.02, 0.12, "better", "undecided"),  # both below it
+        (0.02, 0.12, "not worse", "undecided"),
+        (0.9, 0.9, "better", "undecided"),  # both as the full cache
         (0.4, 0.7, "as good", "does not"),
-        (0.55, 0.5, "as good", "within noise"),
+        (0.55, 0.5, "as good", "not shown"),
         (0.4, 0.7, "not worse", "does not"),
         (0.7, 0.4, "not worse", "holds"),
         (0.7, 0.4, "as good", "does not"),
@@ -78,7 +78,7 @@ def test_as_good_takes_more_than_no_difference():
     few = {key: value for key, value in same.items() if key[1] < 8}
     noisy = {key: float((key[1] // 2) % 2) for key in few}
     some = {key: value for key, value in same.items() if key[1] < 60}  # one in twenty might differ, and p = 0.95^60
-    for one, other, verdict in ((same, same, "holds"), (few, noisy, "within noise"), (some, some, "within noise")):
+    for one, other, verdict in ((same, same, "holds"), (few, noisy, "not shown"), (some, some, "not shown")):
         rows = [PolicyScores("m", "tova", PLACE, one), PolicyScores("m", "h2o", PLACE, other)]
         (row,) = claims.decide(claims.judge([Claim("ours", "", "tova", "h2o", expects="as good")], rows, ["m"]))
         assert row.verdict == verdict and (row.high < claims.MARGIN) == (verdict == "holds")
@@ -117,7 +117,7 @@ def test_a_paper_with_many_claims_needs_clearer_differences():
     (judged,) = claims.judge([one], rows, ["m"])
     assert 0.05 / 5 < judged.p < 0.05 / 4 and judged.alone == "holds"
     alone, *others = ([row.verdict for row in claims.decide([judged] * count)] for count in (1, 4, 5))
-    assert alone == ["holds"] and others == [["holds"] * 4, ["within noise"] * 5]
+    assert alone == ["holds"] and others == [["holds"] * 4, ["not shown"] * 5]
     assert claims.decide([judged] * 5)[0].corrected == pytest.approx(5 * judged.p)
     apart = judged._replace(claim=Claim("CAOTE", "", "tova", "h2o"))
     assert [row.corrected for row in claims.decide([judged, apart])] == [judged.p, judged.p]
@@ -171,5 +171,5 @@ def test_a_claim_on_models_of_several_seeds_holds_if_it_does_on_each():
     assert one.difference == not_all.difference == 0.5 and each.difference == pytest.approx(0.5)
     assert one.samples == each.samples == 100
     assert each.alone == "holds" and each.low < one.low < one.high < each.high
-    assert not_all.alone == "within noise" and not_all.low < 0 and not_all.high == 1
+    assert not_all.alone == "not shown" and not_all.low < 0 and not_all.high == 1
     assert claims.judge([claim], rows(a=0.4, b=0.5, c=0.6)[:-2], models) == []
