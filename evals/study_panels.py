@@ -110,7 +110,7 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
     fewer = False
     for (study, lines, panel), axis in zip(drawn, axes.flat, strict=False):
         found = cells(study, lines, panel)
-        most = max(len(cell.samples) for cell in found.values())
+        texts = max(len(cell.samples) for cell in found.values())
         for policy in study.drawn:
             name = study.names.get(policy, policy)
             own = sorted(
@@ -133,7 +133,7 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
                 held, score, [score - low, high - score], color=report.colour(number), fmt=MARKERS[number % 5] + line,
                 markersize=4.5, linewidth=1.4, elinewidth=0.8, capsize=2,
             )  # fmt: skip
-            few = counts < most
+            few = counts < texts
             axis.plot(
                 held[few], score[few], MARKERS[number % 5], color=report.colour(number), markerfacecolor="white",
                 markersize=4.5, zorder=3,
