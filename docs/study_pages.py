@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from evals import report, statistics, studies
-from evals.claims import HOLDS, Judgement
+from evals.claims import HOLDS, NOISE, OPEN, Judgement
 from evals.study_panels import Panel, cells, panels
 
 PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
 CLAIM = (
-    "A cell: the verdict, the difference with its 95% interval, and in brackets the scores of both sides, then those "
-    "of the newest tokens and of the full cache."
+    "A cell: the verdict ([how it is found](judging.md)), the difference with its 95% interval, and in brackets the "
+    "scores of both sides, then those of the newest tokens and of the full cache. *Alone*: what the claim would be if "
+    "it were its paper's only one."
 )
 
 
@@ -40,11 +42,11 @@ def page(study: studies.Study, data: Mapping[str, Any], judged: Sequence[tuple[s
         f"{machines}; every score is in [{study.name}.json]({study.name}.json).",
         f"![Scores against the bytes of a prompt's cache]({study.name}.png)",
         f"Means with 95% intervals over texts, and {'the bytes that one prompt keeps, with ' * study.evicts_once}the "
-        "most bytes that one prompt's cache took. Bold: not worse than the column's best, on the same texts.",
+        "most bytes that one prompt's cache took. Bold: within noise of the column's best, on the same texts.",
     ]
     for panel in panels(study, lines):
         text += [f"## {panel.title().capitalize()}", table(study, lines, panel)]
-    return "\n\n".join([*text, "## Claims", CLAIM, claim_table([(study, judged)])]) + "\n"
+    return "\n\n".join([*text, "## Claims", CLAIM, claim_table(study, judged)]) + "\n"
 
 
 def _machine(environment: Mapping[str, Any]) -> str:
@@ -70,7 +72,7 @@ def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
         if (policy, budget) not in found:
             return ""
         samples, scores, peak, kept, increase = cell = found[policy, budget]
-        mean, low, high = statistics.mean_interval(scores)
+        mean, low, high = statistics.mean_interval(scores, 0, 1)
         text = f"{mean:.2f}"
         if budget is not None:
             less = cell.less(found[best[budget], budget])
@@ -87,23 +89,22 @@ def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
     return markdown(["policy", *heads], rows)
 
 
-def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judgement]]]]) -> str:
-    """Return a table of the judged claims of studies: a line per claim, by paper, a column per form.
+def claim_table(study: studies.Study, judged: Sequence[tuple[str, Judgement]]) -> str:
+    """Return a table of a study's judged claims: a line per claim, by paper, a column per form.
 
-    A cell has a line for each study and place where the claim was judged.
+    A cell has a line for each place where the claim was judged.
     """
+    fixed = isinstance(study.content.get("when"), str)  # its name says it then
     says: dict[tuple[str, str], str] = {}
     texts: dict[tuple[str, str], list[int]] = {}
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for study, judgements in judged:
-        for form, judgement in judgements:
-            fixed = isinstance(study.content.get("when"), str)  # its name says it then
-            where = [_place(name, value) for name, value in judgement.where.items() if name != "when" or not fixed]
-            key = judgement.claim.paper, judgement.claim.text
-            says[key] = says.get(key) or judgement.claim.says
-            texts.setdefault(key, []).append(judgement.samples)
-            text = f"{', '.join([study.name] * (len(judged) > 1) + where)}: {_verdict_text(judgement)}"
-            found.setdefault(key, {}).setdefault(form, []).append(text)
+    for form, judgement in judged:
+        claim = judgement.claim
+        where = [_place(name, value) for name, value in judgement.where.items() if name != "when" or not fixed]
+        key = claim.paper, claim.text
+        says[key] = "; ".join(dict.fromkeys(filter(None, [says.get(key), claim.says, claim.elsewhere])))
+        texts.setdefault(key, []).append(judgement.samples)
+        found.setdefault(key, {}).setdefault(form, []).append(f"{', '.join(where)}: {_verdict_text(judgement)}")
     forms = list(dict.fromkeys(form for own in found.values() for form in own))
     papers = sorted({paper for paper, _ in found}, key=lambda paper: (paper not in PAPERS, paper == "ours", paper))
     rows = []
@@ -111,6 +112,53 @@ def claim_table(judged: Sequence[tuple[studies.Study, Sequence[tuple[str, Judgem
         several = " or ".join(map(str, sorted(set(texts[key]))))
         rows.append([*key, says[key], several, *("<br>".join(own.get(form, [])) for form in forms)])
     return markdown(("paper", "claim", "as published", "texts", *forms), rows)
+
+
+def claim_marks(judged: Iterable[tuple[studies.Study, Sequence[tuple[str, Judgement]]]], rows: Sequence[str]) -> str:
+    """Return a table of the marks of chosen claims, on each form of a model, the question known and unknown.
+
+    A mark is that of the study with the most samples among those that decide the claim there, and leads to its page.
+
+    Args:
+        rows: the claims, as :func:`_title` calls them.
+
+    Raises:
+        ValueError: a claim is in no study.
+    """
+    found: dict[str, dict[tuple[str, str], tuple[Any, ...]]] = {}
+    says: dict[str, str] = {}
+    for study, judgements in judged:
+        for form, judgement in judgements:
+            title = _title(judgement)
+            says[title] = says.get(title) or judgement.claim.says
+            rank = (judgement.verdict != OPEN, judgement.samples)
+            cells, place = found.setdefault(title, {}), (form, _question(study, judgement))
+            if place not in cells or rank > cells[place][0]:  # of equal ones the first
+                cells[place] = rank, f"[{MARKS.get(judgement.verdict, judgement.verdict)}]({study.name}.md)"
+    if missing := [row for row in rows if row not in found]:
+        raise ValueError(f"no study judges {'; '.join(missing)}; it has {'; '.join(found)}.")
+    places = list(itertools.product(("base", "adapted"), ("known", "unknown")))
+    lines = []
+    for row in rows:
+        cells = found[row]
+        most = max(samples for place, ((_, samples), _) in cells.items() if place in places)
+        lines.append([row, says[row] or "-", *(cells[place][1] if place in cells else "" for place in places), most])
+    return markdown(("claim", "the paper's figure", *map(", ".join, places), "samples"), lines)
+
+
+MARKS = {HOLDS: f"**{HOLDS}**"}
+
+
+def _title(judgement: Judgement) -> str:
+    """Return a claim, and the budget if each has a verdict: "KVzip is not worse than the full cache, 25%"."""
+    budget = judgement.where.get("budget")
+    return judgement.claim.text if budget is None else f"{judgement.claim.text}, {_place('budget', budget)}"
+
+
+def _question(study: studies.Study, judgement: Judgement) -> str:
+    """Return what is known of the question where a claim was judged: its own, or the study's only one."""
+    questions = study.content["question"]
+    return str(judgement.where.get("question") or (questions if isinstance(questions, str) else questions[0]))
 
 
 def _place(name: str, value: Any) -> str:
@@ -123,6 +171,8 @@ def _place(name: str, value: Any) -> str:
 def _verdict_text(judgement: Judgement) -> str:
     """Return a verdict with its figures; :data:`CLAIM` says what they are."""
     verdict = f"**{judgement.verdict}**" if judgement.verdict == HOLDS else judgement.verdict
+    if judgement.verdict == NOISE != judgement.alone:
+        verdict += f" (alone: {judgement.alone})"
     bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (judgement.floor, judgement.ceiling))
     both = ", ".join(f"{score:.2f}" for score in judgement.scores)
     return f"{verdict}, {judgement.difference:+.2f} [{judgement.low:+.2f}, {judgement.high:+.2f}] ({both}; {bounds})"

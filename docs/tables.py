@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
@@ -22,7 +25,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from docs import study_pages  # noqa: E402
 from docs.study_pages import markdown  # noqa: E402
-from evals import report, statistics, studies, study, study_panels  # noqa: E402
+from evals import claims, report, statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
 from kvjax._src.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
@@ -39,26 +42,26 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
 
 
-def judgement(name: str) -> tuple[studies.Study, dict[str, Any], list[tuple[str, Any]]]:
-    """Return a study, its file, and its claims as they are judged by the file's scores."""
-    found, data = studies.find(name), read(f"{name}.json")
-    return found, data, study.judge(found, data["results"])
+@functools.cache
+def judgements() -> dict[str, list[tuple[str, Any]]]:
+    """Return the claims of each study as they are judged by its file's scores, corrected for all studies' together."""
+    each = {name: study.judge(studies.find(name), read(f"{name}.json")["results"]) for name in STUDIES}
+    decided = iter(study.decide([judged for own in each.values() for judged in own]))
+    return {name: [next(decided) for _ in own] for name, own in each.items()}
 
 
 def study_of(name: str) -> str:
     """Make a study's page."""
-    found, data, claims = judgement(name)
-    return study_pages.page(found, data, claims)
+    return study_pages.page(studies.find(name), read(f"{name}.json"), judgements()[name])
 
 
-def all_claims() -> str:
-    """Make the table of the claims of all studies."""
-    made = [judgement(name) for name in STUDIES]
-    return study_pages.claim_table([(found, claims) for found, _, claims in made])
+def claim_marks(rows: Sequence[str]) -> str:
+    """Make the table of chosen claims of all studies."""
+    return study_pages.claim_marks([(studies.find(name), own) for name, own in judgements().items()], rows)
 
 
 def choice(name: str, question: str) -> str:
-    """Make a table of a study: each budget's best policy, those as good within noise, recency, and the full cache.
+    """Make a table of a study: each budget's best policy, those within noise of it, recency, and the full cache.
 
     Where the best policy holds far more than the full cache, the best of the others follows.
     """
@@ -79,7 +82,7 @@ def choice(name: str, question: str) -> str:
     scores = ", ".join(f"{full.scores.mean():.2f} ({form})" for form, full in fulls.items())
     texts = next(iter(fulls.values())).scores.shape[1]
     text = f"From [{name}](../results/{name}.md): {texts} texts; the full cache has {scores}. {found.note}"
-    head = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "as good")
+    head = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "within noise")
     return f"{text}\n\n{markdown(head, lines)}"
 
 
@@ -91,20 +94,26 @@ def best_of(own: Mapping[str, study_panels.Cell], full: study_panels.Cell, where
     ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
     ranked = [item for item in ranked if item[0] != RECENCY]
     best, cell = ranked[0]
-    mean, low, high = statistics.mean_interval(cell.scores)
-    others = [f"`{policy}`" for policy, other in ranked[1:] if as_good(other, cell)]
+    mean, low, high = statistics.mean_interval(cell.scores, 0, 1)
+    others = [f"`{policy}`" for policy, other in ranked[1:] if within_noise(other, cell)]
     more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
     line = (
         where, f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
-        f"{own[RECENCY].scores.mean():.2f}", "yes" if as_good(cell, full) else "no",
+        f"{own[RECENCY].scores.mean():.2f}", as_full(cell, full),
         f"{cell.peak:.0f} of {full.peak:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
     )  # fmt: skip
     return best, line
 
 
-def as_good(cell: study_panels.Cell, best: study_panels.Cell) -> bool:
+def within_noise(cell: study_panels.Cell, best: study_panels.Cell) -> bool:
     """Return whether ``best`` is not clearly better than ``cell`` on the same samples."""
     return statistics.paired_interval(best.less(cell))[1] <= 0
+
+
+def as_full(cell: study_panels.Cell, full: study_panels.Cell) -> str:
+    """Return whether a cell is not worse than the full cache by more than the margin of claims, on the same samples."""
+    _, low, high = statistics.paired_interval(cell.less(full))
+    return "yes" if low > -claims.MARGIN else "no" if high < -claims.MARGIN else "not shown"
 
 
 README_LINES = (
@@ -145,7 +154,7 @@ def readme() -> str:
 
 def share(cell: study_panels.Cell, most: float) -> str:
     """Return a mean score with its interval, bold if it is ``most``."""
-    mean, low, high = statistics.mean_interval(cell.scores)
+    mean, low, high = statistics.mean_interval(cell.scores, 0, 1)
     text = f"**{mean:.2f}**" if mean == most else f"{mean:.2f}"
     return f"{text} [{low:.2f}, {high:.2f}]"
 
@@ -326,11 +335,15 @@ def by_sparsity(results: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any
 
 def compared(data: Mapping[str, Any], sparsity: float) -> str:
     """Return the predictor less each other selection at a sparsity, with intervals."""
-    return "; ".join(
-        f"{label(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
-        for c in data["comparisons"]
-        if c["sparsity"] == sparsity
-    )
+    right = {
+        (r["select"], r["sparsity"]): np.array(r["correct"]) for r in data["results"] if r.get("task", "all") == "all"
+    }
+    told = []
+    for c in (c for c in data["comparisons"] if c["sparsity"] == sparsity):
+        other = None if c["against"] == "full" else sparsity
+        mean, low, high = statistics.paired_interval(right[c["select"], sparsity] - right[c["against"], other])
+        told.append(f"{label(c['against'])} {mean:+.2f} [{low:+.2f}, {high:+.2f}]")
+    return "; ".join(told)
 
 
 def perplexities(file: str) -> str:
@@ -544,14 +557,14 @@ def generations(file: str) -> str:
     for r in sorted(data["results"], key=lambda r: (r["budget"] or 0, -r["score"], r.get("increase", 0))):
         told = [f"{r['tasks'][task]['score']:.2f}" for task in ("facts", "results")]
         share = "" if r is full else f"{r['score'] / full['score']:.2f}"
-        more = f"{r['perplexity']:.1f}" if r is full else growth(r)
+        more = f"{r['perplexity']:.1f}" if r is full else f"{r['increase']:+.1%}"
         cells = (f"`{r['policy']}`", f"{r['budget'] or 'all'}", *told, share, more, f"{r['cache_bytes'] / 2**20:.0f}")
         lines.append(cells)
     settings = data["settings"]
     return (
         f"{settings['samples']} texts of {settings['lengths']} tokens, {settings['facts']} facts and as many results "
         f"each, {settings['model']} (`{data['command']}`; every figure is in [{Path(file).name}](../results/{file})). "
-        "Perplexity is that of the full cache, and by how much it grows, with a 95% interval over texts; bytes are "
+        "Perplexity is that of the full cache, and by how much it grows; so few texts have no interval. Bytes are "
         f"those of one text's buffers.\n\n{markdown(head, lines)}"
     )
 
@@ -604,11 +617,14 @@ def roundings(file: str) -> str:
     titles = [text.replace("-", " ").title() for text in texts]
     counts = " and ".join(str(count) for count in sorted(set(data["chunks"].values())))
     head = ("keys", "values", "bytes", *(cell for title in titles for cell in (title, "KL")))
+    plain = {r["text"]: r for r in data["results"] if r["key"] == "float32" == r["value"]}
     lines = []
     for same in zip(*texts.values(), strict=True):
         if same[0]["key"] == "float32" == same[0]["value"]:
             continue
-        figures = [cell for r in same for cell in (growth(r), f"{r['kl']:.4f}" if r["kl"] < 0.1 else f"{r['kl']:.3f}")]
+        increases = (growth(r, plain[r["text"]]) for r in same)
+        differences = (f"{r['kl']:.4f}" if r["kl"] < 0.1 else f"{r['kl']:.3f}" for r in same)
+        figures = [cell for pair in zip(increases, differences, strict=True) for cell in pair]
         lines.append([same[0]["key"], same[0]["value"], f"{same[0]['bytes']:g}", *figures])
     return (
         f"{counts} chunks of {data['settings']['chunk']} tokens of each text, {data['settings']['model']} in float32, "
@@ -616,12 +632,13 @@ def roundings(file: str) -> str:
     )
 
 
-def growth(r: dict[str, Any]) -> str:
-    """Return by how much the perplexity grew, with its interval if there is one."""
-    bounds = r["increase_low"], r["increase_high"]
-    form = "+.2f" if max(abs(x) for x in (r["increase"], *bounds) if x is not None) < 0.1 else "+.1f"
-    mean = f"{100 * r['increase']:{form}}%"
-    return mean if None in bounds else f"{mean} [{', '.join(f'{100 * x:{form}}' for x in bounds)}]"
+def growth(r: Mapping[str, Any], full: Mapping[str, Any]) -> str:
+    """Return by how much the perplexity grew over that of the full cache on the same chunks, with its interval."""
+    more = np.subtract(r["by_chunk"], full["by_chunk"])
+    found = [math.exp(x) - 1 for x in statistics.mean_interval(more)]
+    form = "+.2f" if max(map(abs, found)) < 0.1 else "+.1f"
+    mean, low, high = (f"{100 * x:{form}}" for x in found)
+    return f"{mean}% [{low}, {high}]"
 
 
 def parts_of(page: str) -> dict[str, Callable[[], str]]:

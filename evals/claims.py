@@ -1,8 +1,10 @@
-"""Claims about policies, judged on the samples of a study: a difference, its interval, and a verdict of four kinds.
+"""Claims about policies, judged on the samples of a study: a difference, its interval, and a verdict of five kinds.
 
 A claim compares two policies on the same samples in the same places: evaluation, length, budget, moment and question.
-Recency in those places is the floor, and the full cache the ceiling. Where both policies lie within noise of the floor,
-or both of the ceiling, nothing is decided. The claims of one paper are corrected for their number (Holm).
+Recency in those places is the floor, and the full cache the ceiling. Where neither policy is above the floor beyond
+noise, or both lie within noise of the ceiling, nothing is decided. A verdict and its interval are one computation
+(:func:`evals.statistics.chance_above`); but verdicts are corrected for the number of their paper's claims (Holm, in
+:func:`decide`), and intervals are not.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from evals import report, statistics
 from evals.run_settings import RECENCY, full_name
 from kvjax._src.checks import check_names
 
-HOLDS, FAILS, NOISE, OPEN = "holds", "does not", "within noise", "not decided here"
+HOLDS, FAILS, NOISE, OPEN, ELSEWHERE = "holds", "does not", "not shown", "undecided", "another task"
 LEVEL = 0.05
 MARGIN = 0.05  # what "as good" and "not worse" allow, stated before the studies were run
 PLACE = ("evaluation", "length", "budget", "when", "question")
 Expects = Literal["better", "as good", "not worse"]
 EXPECTS = {"better": "is better than", "as good": "is as good as", "not worse": "is not worse than"}
-ENTRY = ("paper", "says", "link", "to", "policies", "over", "expects", "at", "over_at", "each", "note")
+ENTRY = ("paper", "says", "link", "to", "policies", "over", "expects", "at", "over_at", "each", "note", "elsewhere")
 
 Sample = tuple[Any, ...]
 Scores = Mapping[Sample, float]
@@ -54,6 +56,8 @@ class Claim:
         over_at: the fields in which the places of ``over`` differ from those of ``policy``.
         each: the fields whose values have a verdict each. Over places that differ in other fields, a sample's scores
             are averaged.
+        elsewhere: how the paper's setting differs, such as its task or when it evicts; empty where it does not. A claim
+            that fails in another setting than its paper's is called "another task".
     """
 
     paper: str
@@ -66,6 +70,7 @@ class Claim:
     over_at: tuple[tuple[str, Any], ...] = ()
     each: tuple[str, ...] = ("question", "when")
     note: str = ""
+    elsewhere: str = ""
 
 
 class Judgement(NamedTuple):
@@ -75,7 +80,9 @@ class Judgement(NamedTuple):
         where: the values of the claim's ``each``.
         scores: the means of ``policy`` and ``over``.
         floor: recency's mean in the places of ``policy``, None where it was not run; ``ceiling``: the full cache's.
-        p: how likely such a difference is by chance; ``corrected``: with Holm's correction over the paper's claims.
+        p: how likely such a difference is by chance, where the claim is just not true (or just true, if it fails);
+            ``corrected``: with Holm's correction, by :func:`decide`.
+        alone: the verdict of this claim alone; ``verdict``: the same, until :func:`decide` makes it one of many.
     """
 
     claim: Claim
@@ -90,6 +97,7 @@ class Judgement(NamedTuple):
     high: float
     p: float
     corrected: float
+    alone: str
     verdict: str
 
 
@@ -149,22 +157,36 @@ def _of_entry(entry: Mapping[str, Any], names: Mapping[str, str]) -> list[Claim]
     each = entry.get("each", Claim.each)
     check_names("field of a claim's each", each, PLACE)
     same: dict[str, Any] = dict(says=entry.get("says", ""), expects=cast(Expects, expects), each=tuple(each), **places)
-    same["note"] = entry.get("note", "")
+    same |= {name: entry.get(name, "") for name in ("note", "elsewhere")}
     return [Claim(entry["paper"], text, full_name(policy), full_name(over), **same) for policy, over, text in pairs]
 
 
 def judge(claims: Sequence[Claim], found: Iterable[PolicyScores], models: Sequence[str]) -> list[Judgement]:
     """Judge claims, but those that were not run, in their order, by the scores that a form of a model has.
 
-    If its ``models`` are several, which differ in the seed of their training, intervals are taken over them, too.
+    Of several ``models``, which differ in the seed of their training, a claim holds or fails if it does on each.
     """
     table = {(one.model, one.policy, one.place): one.scores for one in found}
-    judgements = [judgement for claim in claims for judgement in _judgements(claim, table, models)]
+    return [judgement for claim in claims for judgement in _judgements(claim, table, models)]
+
+
+def decide(judgements: Sequence[Judgement]) -> list[Judgement]:
+    """Return judgements with the verdicts that are left when each paper's are corrected for their number (Holm)."""
+    corrected = [1.0] * len(judgements)
     for paper in dict.fromkeys(judgement.claim.paper for judgement in judgements):
         own = [index for index, judgement in enumerate(judgements) if judgement.claim.paper == paper]
-        for index, corrected in zip(own, holm([judgements[index].p for index in own]), strict=True):
-            judgements[index] = judgements[index]._replace(corrected=corrected)
-    return [judgement._replace(verdict=judgement.verdict or _verdict(judgement)) for judgement in judgements]
+        for index, chance in zip(own, holm([judgements[index].p for index in own]), strict=True):
+            corrected[index] = chance
+    return [_decided(judgement, chance) for judgement, chance in zip(judgements, corrected, strict=True)]
+
+
+def _decided(judgement: Judgement, corrected: float) -> Judgement:
+    verdict = judgement.alone
+    if verdict != OPEN and corrected >= LEVEL:
+        verdict = NOISE
+    elif verdict == FAILS and judgement.claim.elsewhere:
+        verdict = ELSEWHERE
+    return judgement._replace(corrected=corrected, verdict=verdict)
 
 
 def holm(chances: Sequence[float]) -> list[float]:
@@ -182,15 +204,14 @@ def holm(chances: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _verdict(judgement: Judgement) -> str:
-    difference, low, high = judgement.difference, judgement.low, judgement.high
-    told = judgement.corrected < LEVEL
-    if judgement.claim.expects == "better":
-        return NOISE if not told else FAILS if difference < 0 else HOLDS
-    above = judgement.claim.expects == "as good"  # whether the difference may not lie above the margin either
-    if high < -MARGIN or (above and low > MARGIN):
-        return FAILS
-    return HOLDS if told and low > -MARGIN and not (above and high >= MARGIN) else NOISE
+def _outcome(expects: Expects, differences: Float[np.ndarray, "models samples"]) -> tuple[str, float]:
+    """Return whether a claim holds or fails by itself, whichever is likelier, and its two-sided p-value."""
+    above = lambda sign, bound: statistics.chance_above(sign * differences, bound)  # noqa: E731
+    margin = 0.0 if expects == "better" else MARGIN
+    holds, fails = above(1, -margin), above(-1, margin)
+    if expects == "as good":
+        holds, fails = max(holds, above(-1, -margin)), min(fails, above(1, margin))
+    return (HOLDS, min(1.0, 2 * holds)) if holds < fails else (FAILS, min(1.0, 2 * fails))
 
 
 def _judgements(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]) -> list[Judgement]:
@@ -209,7 +230,7 @@ def _judgements(claim: Claim, table: Mapping[Any, Scores], models: Sequence[str]
 def _judgement(
     claim: Claim, places: Sequence[dict[str, Any]], table: Mapping[Any, Scores], models: Sequence[str]
 ) -> Judgement | None:
-    """Return a judgement whose p-value is not corrected yet, and whose verdict is empty unless nothing can be decided.
+    """Return a judgement whose p-value and verdict are not corrected yet.
 
     None if the policies have no sample in common.
     """
@@ -227,12 +248,11 @@ def _judgement(
             there = all(_there(table, models, bound, place) for place in where)
             if there and (pair := _paired(table, models, (policy, where), (bound, where))).size:
                 _, below, above = statistics.paired_interval(pair[0] - pair[1])
-                near.append((float(pair[1].mean()), below <= 0 <= above))
+                near.append((float(pair[1].mean()), below <= 0 and (above >= 0 or bound == RECENCY)))
         bounds[bound] = near[0][0] if near else None
         undecided |= bound not in both and len(near) == 2 and all(noise for _, noise in near)
-    chance = statistics.chance(one - other)
-    if claim.expects != "better":
-        chance = statistics.chance_beyond(one - other, MARGIN, both=claim.expects == "as good")
+    outcome, chance = _outcome(claim.expects, one - other)
+    alone = OPEN if undecided else NOISE if chance >= LEVEL else outcome
     return Judgement(
         claim=claim,
         where={name: places[0][name] for name in claim.each},
@@ -246,7 +266,8 @@ def _judgement(
         high=high,
         p=chance,
         corrected=chance,
-        verdict=OPEN if undecided else "",
+        alone=alone,
+        verdict=alone,
     )
 
 

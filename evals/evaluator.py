@@ -75,6 +75,10 @@ class Group:
         """Return a few of the samples, or raise what keeps them from being drawn."""
         return (self.draw if self.probe is None else self.probe)()
 
+    def first(self, count: int) -> Group:
+        """Return the group of the first ``count`` samples."""
+        return dataclasses.replace(self, size=min(self.size, count), draw=lambda: self.draw()[:count])
+
 
 def check_groups(
     model: models.Decoder,

@@ -261,7 +261,7 @@ def compare_policies(results: Sequence[dict[str, Any]], against: str = run_setti
 
 def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     apart = np.array(one["by_chunk"]) - np.array(other["by_chunk"])
-    increase, low, high = _ratio(statistics.paired_interval, apart, less=1)
+    increase, low, high = _ratio(apart, less=1)
     larger = "one chunk" if low is None or high is None else statistics.verdict(low, high)
     return {"increase": increase, "low": low, "high": high, "larger": larger}
 
@@ -458,9 +458,9 @@ def _line(selection: Selection, sparsity: float, found: Losses, full: Losses) ->
 
 def against(found: Losses, full: Losses) -> dict[str, Any]:
     """Return the figures of losses, compared with those of the dense model on the same chunks."""
-    perplexity, low, high = _ratio(statistics.mean_interval, found.by_chunk)
-    increase, increase_low, increase_high = _ratio(statistics.paired_interval, found.by_chunk - full.by_chunk, less=1)
-    whole, _, _ = _ratio(statistics.mean_interval, full.by_chunk)
+    perplexity, low, high = _ratio(found.by_chunk)
+    increase, increase_low, increase_high = _ratio(found.by_chunk - full.by_chunk, less=1)
+    whole, _, _ = _ratio(full.by_chunk)
     kl, kl_low, kl_high = statistics.mean_interval(found.divergence.tolist())
     several = len(found.by_chunk) > 1
     return {
@@ -479,11 +479,9 @@ def against(found: Losses, full: Losses) -> dict[str, Any]:
     }
 
 
-def _ratio(
-    interval: Callable[..., tuple[float, float, float]], logarithms: np.ndarray, less: int = 0
-) -> tuple[float, float | None, float | None]:
+def _ratio(logarithms: np.ndarray, less: int = 0) -> tuple[float, float | None, float | None]:
     """Return the exponential of the mean less a number, with its 95% interval if there are at least two values."""
-    mean, low, high = (math.exp(bound) - less for bound in interval(logarithms.tolist()))
+    mean, low, high = (math.exp(bound) - less for bound in statistics.mean_interval(logarithms.tolist()))
     return (mean, low, high) if len(logarithms) > 1 else (mean, None, None)
 
 

@@ -88,7 +88,8 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
     Where a study evicts once, all policies hold the prompt at most, and what they keep is drawn.
 
     There is a panel for each study, form of the model, question and length, with 95% intervals, but for those with less
-    than half as many of the drawn policies as the fullest one.
+    than half as many of the drawn policies as the fullest one. What ran on fewer texts than the panel's others has an
+    open marker: it is not to be compared by eye.
     """
     plt = report.pyplot()
     drawn = []
@@ -106,18 +107,20 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
     called = [study.names.get(policy, policy) for study, _ in made for policy in study.drawn if policy != "full"]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(called))}
     handles: dict[str, Any] = {}
+    fewer = False
     for (study, lines, panel), axis in zip(drawn, axes.flat, strict=False):
         found = cells(study, lines, panel)
+        texts = max(len(cell.samples) for cell in found.values())
         for policy in study.drawn:
             name = study.names.get(policy, policy)
             own = sorted(
-                (c.size if study.evicts_once else c.peak, *statistics.mean_interval(c.scores))
+                (c.size if study.evicts_once else c.peak, *statistics.mean_interval(c.scores, 0, 1), len(c.samples))
                 for (p, _), c in found.items()
                 if p == policy
             )
             if not own:
                 continue
-            held, score, low, high = (np.array(part) for part in zip(*own, strict=True))
+            held, score, low, high, counts = (np.array(part) for part in zip(*own, strict=True))
             if policy == "full":
                 axis.axhspan(low[0], high[0], color=report.GREY, alpha=0.12, linewidth=0)
                 line = axis.axhline(score[0], color=report.GREY, linestyle="--", linewidth=1)
@@ -130,6 +133,12 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
                 held, score, [score - low, high - score], color=report.colour(number), fmt=MARKERS[number % 5] + line,
                 markersize=4.5, linewidth=1.4, elinewidth=0.8, capsize=2,
             )  # fmt: skip
+            few = counts < texts
+            axis.plot(
+                held[few], score[few], MARKERS[number % 5], color=report.colour(number), markerfacecolor="white",
+                markersize=4.5, zorder=3,
+            )  # fmt: skip
+            fewer |= bool(few.any())
             handles.setdefault(name, bars)
         report.plain(axis)
         moment = report.MOMENTS.get(str(study.content.get("when")), "")
@@ -145,6 +154,7 @@ def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> 
         axis.set_xlabel(f"MiB that a prompt's keys and values {most}", fontsize=9)
     for axis in axes[:, 0]:
         axis.set_ylabel("score", fontsize=9)
-    figure.suptitle("; ".join(study.title for study, _ in made), fontsize=11)
+    title = "; ".join(study.title for study, _ in made)
+    figure.suptitle(f"{title} (open markers: fewer texts)" if fewer else title, fontsize=11)
     report.legend(figure, handles, columns=3)
     report.save(figure, path)

@@ -116,6 +116,6 @@ def _perplexity(losses: Mapping[int, float], full: Mapping[int, float]) -> dict[
     more = [loss - full[text] for text, loss in losses.items() if text in full]
     if not more or losses is full:
         return told
-    mean, low, high = (math.exp(x) - 1 for x in statistics.paired_interval(more))
+    mean, low, high = (math.exp(x) - 1 for x in statistics.mean_interval(more))
     several = len(more) > 1
     return told | dict(increase=mean, increase_low=low if several else None, increase_high=high if several else None)

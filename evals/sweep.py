@@ -1,7 +1,8 @@
 """Sweeps: a file of models, policies, allocations, budgets and tasks becomes one folder of results.
 
-The examples below begin with such a file. ``tasks`` has a table per evaluation, with its own flags. A killed run is
-resumed. ``python -m evals report FOLDER`` makes a page of the results.
+The examples below begin with such a file. ``tasks`` has a table per evaluation, with its own flags. ``first = 100``
+answers the first 100 samples of each task and length alone. A killed run is resumed. ``python -m evals report FOLDER``
+makes a page of the results.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from models.commands.shared_flags import HOSTS, add_shared_flags
 # What all evaluations of a sweep share: names that may be lists in the file, and single values.
 SHARED = ("policies", "allocations", "against", "budgets", "when", "evict_every", "question")
 PLAIN = ("block", "batch", "seed", "dtype", "cache_dtype", "mesh", "import")
+OWN = ("models", "tasks", "first")  # of the sweep itself
 EXAMPLES = """a file:
   models = ["retriever"]
   policies = ["full", "snapkv", "snapkv+caote"]
@@ -51,15 +53,15 @@ class Part(NamedTuple):
 
 def plan(content: Mapping[str, Any]) -> list[Part]:
     """Return the parts of a sweep, model by model, with their settings checked; ValueError where one is invalid."""
-    if unknown := set(content) - {"models", "tasks", *SHARED, *PLAIN}:
-        raise ValueError(
-            f"the sweep has {', '.join(sorted(unknown))}; expected models, tasks, {', '.join((*SHARED, *PLAIN))}."
-        )
+    if unknown := set(content) - {*OWN, *SHARED, *PLAIN}:
+        raise ValueError(f"the sweep has {', '.join(sorted(unknown))}; expected {', '.join((*OWN, *SHARED, *PLAIN))}.")
     models, tasks = content.get("models", ["retriever"]), content.get("tasks")
     if not isinstance(tasks, dict) or not tasks or not all(isinstance(options, dict) for options in tasks.values()):
         raise ValueError("the sweep has no tasks; write one table per evaluation, such as [tasks.ruler].")
     if not isinstance(models, list) or not models or not all(isinstance(model, str) for model in models):
         raise ValueError(f"models is {models!r}; give a list of folders or names.")
+    if not isinstance(first := content.get("first", 1), int) or first < 1:
+        raise ValueError(f"first is {first!r}; give the number of a task's samples that are answered, from 1.")
     if not isinstance(modules := content.get("import", ""), str):
         raise ValueError(f"import is {modules!r}; give the name of a module, or several by comma.")
     commands.import_modules(modules)
@@ -186,7 +188,7 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
         flags = parser.parse_args(line)
     except ValueError as error:
         raise ValueError(f"the sweep, [tasks.{name}]: {error}") from None
-    flags.name = name
+    flags.name, flags.first = name, content.get("first")
     del flags.invocation  # which is the sweep's
     return Part(flags, run_settings.make_settings(flags))
 
@@ -236,7 +238,8 @@ def _run(
 
 
 def _groups(part: Part, config: Any, tokenizer: Any) -> list[evaluator.Group]:
-    return _evaluation(part.flags.name).make_groups(part.flags, config, tokenizer)
+    groups = _evaluation(part.flags.name).make_groups(part.flags, config, tokenizer)
+    return groups if part.flags.first is None else [group.first(part.flags.first) for group in groups]
 
 
 def _evaluation(name: str) -> Any:

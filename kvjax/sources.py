@@ -157,7 +157,7 @@ def join_group(importance: Float[Array, "B N T S"], reading: Reading, group: Gro
 
 @register
 def butler(*, group: Group = "separate") -> Source:
-    """Use the predictor's logits (TokenButler): ``reading.predicted``.
+    """Use the predictor's logits (TokenButler, version 1 of its paper): ``reading.predicted``.
 
     Args:
         group: how the query heads of a group choose: each for itself ("separate", the paper), or together, by their

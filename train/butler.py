@@ -1,4 +1,4 @@
-"""Trains TokenButler's predictor for a frozen model: `python -m train.butler`.
+"""Trains TokenButler's predictor (version 1 of its paper) for a frozen model: `python -m train.butler`.
 
 A step runs the model once. Layer 0's output goes to the predictor, and as the other layers run, the loss compares each
 layer's queries and keys with the predicted ones (kernels_pallas.mse_logits) and computes its gradient at once: nothing

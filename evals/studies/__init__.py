@@ -2,7 +2,8 @@
 
 A study's file is a sweep's (`python -m evals sweep --help`) with a ``title``, the ``forms`` of the model in place of
 ``models``, ``names`` for policies and links, the policies that are ``drawn``, and tables ``[[claims]]``
-(evals/claims.py).
+(evals/claims.py). Where not all models, policies, budgets and samples were run with each other, tables ``[[runs]]`` say
+what was: each is a sweep that has the file's entries and, in their place or beside them, its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Study(NamedTuple):
             seeds.
         names: what to call policies and links.
         drawn: the policies of its picture.
-        content: what a sweep runs.
+        content: what is run: a sweep, or what the sweeps in its ``runs`` share.
     """
 
     name: str
@@ -41,6 +42,17 @@ class Study(NamedTuple):
     drawn: list[str]
     claims: list[claims.Claim]
     content: dict[str, Any]
+
+    @property
+    def sweeps(self) -> list[dict[str, Any]]:
+        """Return the sweeps that make the study's figures, one after the other."""
+        shared = {name: value for name, value in self.content.items() if name != "runs"}
+        return [{**shared, **own, "tasks": _tasks(shared, own)} for own in self.content.get("runs", [{}])]
+
+    @property
+    def policies(self) -> list[str]:
+        """Return the policies that any of the sweeps runs."""
+        return list(dict.fromkeys(run_settings.full_name(name) for one in self.sweeps for name in one["policies"]))
 
     @property
     def asked(self) -> int:
@@ -54,6 +66,12 @@ class Study(NamedTuple):
     def evicts_once(self) -> bool:
         """Return whether all policies hold the whole prompt, so that what they keep tells them apart."""
         return self.content.get("when") == "prompt"
+
+
+def _tasks(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tasks of a run: those of the file, each with the run's flags in place of its own."""
+    tasks, changed = (content.get("tasks", {}) for content in (shared, own))
+    return {task: {**tasks.get(task, {}), **changed.get(task, {})} for task in {**tasks, **changed}}
 
 
 def find(name: str) -> Study:
@@ -71,10 +89,11 @@ def find(name: str) -> Study:
     names = {
         name if name in links else run_settings.full_name(name): called for name, called in own.get("names", {}).items()
     }
-    drawn = [run_settings.full_name(name) for name in own.get("drawn", content.get("policies", []))]
     content["models"] = list(dict.fromkeys(model for models in forms.values() for model in models))
     judged = claims.read(entries, names)
-    return Study(path.stem, own["title"], own.get("note", ""), forms, names, drawn, judged, content)
+    found = Study(path.stem, own["title"], own.get("note", ""), forms, names, [], judged, content)
+    drawn = [run_settings.full_name(name) for name in own.get("drawn", found.policies)]
+    return found._replace(drawn=drawn)
 
 
 def with_scores(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -178,8 +178,8 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
             ours, theirs = (np.array(r["by_sample"][kind]) for r in (result, by_setting[other, *rest]))
             gain = sign * (ours - theirs)  # [samples, L]
-            mean, low, high = statistics.paired_interval(gain.mean(axis=1).tolist())
-            layers = [claims.better(*statistics.paired_interval(x.tolist())[1:]) for x in gain.T]
+            mean, low, high = statistics.mean_interval(gain.mean(axis=1).tolist())
+            layers = [claims.better(*statistics.mean_interval(x.tolist())[1:]) for x in gain.T]
             what = "smaller error" if kind == "error" else "larger cosine behind W_O"
             held = f"{layers.count(claims.HOLDS)} of {len(layers)} layers hold, {layers.count(claims.FAILS)} do not"
             where = f"budget {rest[0]}, {report.MOMENTS[rest[1]]}, question {rest[2]}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals import claims, run_settings, studies, study, study_panels
+from evals import claims, studies, study, study_panels
 from evals.__main__ import main
 from tests.evals.test_sweep import SMALL
 
@@ -16,7 +16,7 @@ CLAIMS = Path(__file__).with_name("claims.toml").read_text()
 @pytest.mark.parametrize("path", sorted(studies.FOLDER.glob("*.toml")), ids=lambda path: path.stem)
 def test_each_study_runs_what_its_claims_compare(path):
     read = studies.find(path.stem)
-    run = {"recency", *(run_settings.full_name(name) for name in read.content["policies"])}
+    run = {"recency", *read.policies}
     missing = {name for claim in read.claims for name in (claim.policy, claim.over)} - run
     assert not missing
     assert {"full", "recency"} <= run
@@ -40,6 +40,19 @@ def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
     said = capsys.readouterr().out.partition("figures: ")[0].strip()
     assert picture.stat().st_size > 10_000
     assert said and said in printed and json.loads(again.read_text()) == data
+
+
+def test_a_study_of_several_runs_makes_what_each_of_them_answers(tmp_path):
+    settings, tasks, _ = SMALL.split("\n\n")
+    file, out, figures = tmp_path / "small.toml", tmp_path / "run", tmp_path / "small.json"
+    runs = '[[runs]]\npolicies = ["full", "tova"]\n[[runs]]\npolicies = ["tova+caote"]\nfirst = 2\n'
+    shared = settings.replace('models = ["retriever"]', 'title = "Small"\nforms = {base = ["retriever"]}')
+    file.write_text(f"{shared}\n{runs}{tasks}\n")
+    assert studies.find(str(file)).policies == ["full", "tova", "tova+caote"]
+    assert main(["study", str(file), "--out", str(out), "--json", str(figures)]) == 0
+    data = json.loads(figures.read_text())
+    counts = {line["policy"]: len(line["scores"]["needle"]) for line in data["results"]}
+    assert counts == {"full": 4, "tova": 4, "recency": 4, "tova+caote": 2} and len(data["fingerprints"]) == 1
 
 
 def test_answers_from_one_text_are_one_sample():
