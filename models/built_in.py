@@ -5,6 +5,7 @@ They are registered as a family of another package is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
@@ -18,6 +19,7 @@ LAYER = "model.layers.{}."
 # Fields of several families, by llama.cpp's names.
 WINDOW = {"attention.sliding_window": "sliding_window"}
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+MROPE = {"mrope": "default"}  # in a text all three positions of a token are the same
 QWEN3_MOE_KEYS = EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 
 
@@ -56,7 +58,42 @@ def _mistral(raw: Raw) -> Config:
     return config_of(raw, sliding_windows=_one_window(raw), attention_bias=False, output_bias=False)
 
 
-register_family("mistral", _mistral, architecture="MistralForCausalLM")
+register_family("mistral", _mistral, architecture="MistralForCausalLM", inside={"mistral3": "mistral"})
+
+
+def _ministral(raw: Raw) -> Config:
+    raw = completed(raw, "ministral", max_position_embeddings=131_072, sliding_window=4096)
+    types = raw.get("layer_types")
+    windows = _one_window(raw) if types is None else _windows_of(types, raw.get("sliding_window"))
+    return config_of(raw, sliding_windows=windows, attention_bias=False, output_bias=False)
+
+
+register_family("ministral", _ministral, architecture="MinistralForCausalLM")
+
+
+MINISTRAL3_ROPE = dict(
+    rope_type="yarn", rope_theta=1_000_000.0, factor=16.0, original_max_position_embeddings=16_384, mscale=1.0,
+    mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+)  # fmt: skip
+
+
+def _ministral3(raw: Raw) -> Config:
+    raw = completed(
+        raw, "ministral3", head_dim=128, max_position_embeddings=262_144, rms_norm_eps=1e-5,
+        rope_parameters=MINISTRAL3_ROPE,
+    )  # fmt: skip
+    parameters, rope = raw.get("rope_scaling") or raw["rope_parameters"], read_rope(raw)
+    rope = dataclasses.replace(rope, llama_4_scaling_beta=parameters.get("llama_4_scaling_beta") or 0.0)
+    biases = dict(attention_bias=False, output_bias=False)
+    return config_of(raw, sliding_windows=_one_window(raw), rope=rope, **biases)
+
+
+register_family(
+    "ministral3",
+    _ministral3,
+    architecture="Ministral3ForCausalLM",
+    inside={"mistral3": "ministral3"},
+)
 
 
 def _mixtral(raw: Raw) -> Config:
@@ -93,7 +130,8 @@ register_family(
 
 def _qwen2(raw: Raw) -> Config:
     raw = completed(raw, "qwen2", sliding_window=4096)
-    return config_of(raw, sliding_windows=_qwen_windows(raw), attention_bias=True, output_bias=False)
+    rope = read_rope(raw, MROPE)
+    return config_of(raw, sliding_windows=_qwen_windows(raw), attention_bias=True, output_bias=False, rope=rope)
 
 
 def _qwen_windows(raw: Raw) -> tuple[int | None, ...]:
@@ -110,12 +148,13 @@ register_family(
     _qwen2,
     architecture="Qwen2ForCausalLM",
     gguf=Gguf("qwen2"),
+    inside={"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"},
 )
 
 
 def _qwen3(raw: Raw) -> Config:
     raw = completed(raw, "qwen3", head_dim=128, sliding_window=4096)
-    return config_of(raw, query_key_norm=True, sliding_windows=_qwen_windows(raw))
+    return config_of(raw, query_key_norm=True, sliding_windows=_qwen_windows(raw), rope=read_rope(raw, MROPE))
 
 
 register_family(
@@ -123,6 +162,7 @@ register_family(
     _qwen3,
     architecture="Qwen3ForCausalLM",
     gguf=Gguf("qwen3"),
+    inside={"qwen3_vl": "qwen3_vl_text"},
 )
 
 
@@ -160,6 +200,69 @@ register_family(
     architecture="Olmo2ForCausalLM",
     gguf=Gguf("olmo2"),
 )
+
+
+def _olmo3(raw: Raw) -> Config:
+    raw = completed(raw, "olmo3", rms_norm_eps=1e-5, rope_theta=500_000.0, sliding_window=4096)
+    windows = _pattern_windows(raw, 4)
+    ropes = _ropes_by_kind(raw, windows, raw["rope_theta"])
+    return config_of(raw, norms="after", wide_query_key_norm=True, sliding_windows=windows, **ropes)
+
+
+def _ropes_by_kind(raw: Raw, windows: tuple[int | None, ...], base: float) -> dict[str, Any]:
+    """Return the rotary embeddings of a model whose layers with a window have one of their own, which is not scaled.
+
+    ``base`` is that one's, where ``rope_parameters`` name none.
+    """
+    parameters = raw.get("rope_parameters") or {}
+    kinds = dict.fromkeys(("full_attention", "sliding_attention"), dict | None)
+    check_types(parameters, kinds, "rope_parameters")
+    if "full_attention" in parameters:
+        rope = read_rope({**raw, "rope_parameters": parameters["full_attention"]})
+    else:
+        rope = read_rope(raw)
+    local = parameters.get("sliding_attention") or {}
+    check_types(local, get_type_hints(RopeFields), "rope")
+    if (type_ := local.get("rope_type") or "default") != "default":
+        raise ValueError(f"rope type {type_!r} of layers with a sliding window is not supported; only 'default' is.")
+    own = Rope(theta=positive("rope_theta", base if local.get("rope_theta") is None else local["rope_theta"]))
+    return {"rope": rope, "ropes": tuple(own if window and own != rope else None for window in windows)}
+
+
+def _pattern_windows(raw: Raw, pattern: int) -> tuple[int | None, ...]:
+    """Return the windows of a model that names its layers' types, or has full attention in every so many."""
+    types = raw.get("layer_types")
+    if types is None:
+        layers = range(raw["num_hidden_layers"])
+        types = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in layers]
+    return _windows_of(types, raw.get("sliding_window"))
+
+
+register_family("olmo3", _olmo3, architecture="Olmo3ForCausalLM")
+
+
+def _exaone4(raw: Raw) -> Config:
+    raw = completed(raw, "exaone4", rms_norm_eps=1e-5, sliding_window=4096, sliding_window_pattern=4)
+    pattern = raw["sliding_window_pattern"]  # 4, or the same as letters: LLLG
+    windows = _pattern_windows(raw, len(pattern) if isinstance(pattern, str) else _checked_pattern(pattern))
+    ropes = tuple(None if window or raw["sliding_window"] is None else NO_ROPE for window in windows)
+    biases = dict(attention_bias=False, output_bias=False)
+    return config_of(raw, norms="after", query_key_norm=True, sliding_windows=windows, ropes=ropes, **biases)
+
+
+def _checked_pattern(pattern: Any) -> int:
+    return check_count("sliding_window_pattern", pattern, 1, "it must be a number of layers")
+
+
+register_family("exaone4", _exaone4, architecture="Exaone4ForCausalLM")
+
+
+def _seed_oss(raw: Raw) -> Config:
+    raw = completed(raw, "seed_oss", attention_bias=True, head_dim=128, max_position_embeddings=524_288)
+    return config_of(raw, output_bias=bool(raw.get("attention_out_bias", False)))
+
+
+register_family("seed_oss", _seed_oss, architecture="SeedOssForCausalLM", gguf=Gguf("seed_oss"))
 
 
 def _smollm3(raw: Raw) -> Config:
@@ -244,47 +347,35 @@ LOGITS_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 GEMMA_TENSORS = {"layers.feed_norm": LAYER + "pre_feedforward_layernorm.weight"}
 
 
+def _gemma(raw: Raw) -> Config:
+    raw = completed(raw, "gemma", head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True)
+    return config_of(raw, **GEMMA | {"norms": "before"}, embedding_multiplier=raw["hidden_size"] ** 0.5)
+
+
 def _gemma2(raw: Raw) -> Config:
     raw = completed(
         raw, "gemma2", attn_logit_softcapping=50.0, final_logit_softcapping=30.0, head_dim=256,
         query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=2, tie_word_embeddings=True,
     )  # fmt: skip
-    return config_of(raw, sliding_windows=_gemma_windows(raw), **GEMMA, **_gemma_factors(raw))
+    windows = _pattern_windows(raw, _checked_pattern(raw["sliding_window_pattern"]))
+    return config_of(raw, sliding_windows=windows, **GEMMA, **_gemma_factors(raw))
+
+
+# What the published sizes from 4B on leave out of their text_config.
+GEMMA3_SIZES = dict(
+    vocab_size=262_208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=131_072,
+)  # fmt: skip
 
 
 def _gemma3(raw: Raw) -> Config:
     raw = completed(
         raw, "gemma3_text", head_dim=256, query_pre_attn_scalar=256, rope_local_base_freq=10_000.0,
-        rope_theta=1_000_000.0, sliding_window=4096, sliding_window_pattern=6, tie_word_embeddings=True,
+        rope_theta=1_000_000.0, sliding_window=4096, sliding_window_pattern=6, tie_word_embeddings=True, **GEMMA3_SIZES,
     )  # fmt: skip
-    parameters, windows = raw.get("rope_parameters") or {}, _gemma_windows(raw)
-    kinds = dict.fromkeys(("full_attention", "sliding_attention"), dict | None)
-    check_types(parameters, kinds, "rope_parameters")
-    if "full_attention" in parameters:
-        rope = read_rope({**raw, "rope_parameters": parameters["full_attention"]})
-    else:
-        rope = read_rope(raw)
-    local = parameters.get("sliding_attention") or {}
-    check_types(local, get_type_hints(RopeFields), "rope")
-    if (type_ := local.get("rope_type") or "default") != "default":
-        raise ValueError(f"rope type {type_!r} of layers with a sliding window is not supported; only 'default' is.")
-    base = raw["rope_local_base_freq"] if local.get("rope_theta") is None else local["rope_theta"]
-    ropes = _gemma3_ropes(windows, positive("rope_local_base_freq", base))
-    factors = _gemma_factors(raw)
-    return config_of(raw, query_key_norm=True, rope=rope, sliding_windows=windows, ropes=ropes, **GEMMA, **factors)
-
-
-def _gemma3_ropes(windows: tuple[int | None, ...], base: float) -> tuple[Rope | None, ...]:
-    return tuple(Rope(theta=base) if window else None for window in windows)
-
-
-def _gemma_windows(raw: Raw) -> tuple[int | None, ...]:
-    pattern, types = raw["sliding_window_pattern"], raw.get("layer_types")
-    check_count("sliding_window_pattern", pattern, 1, "it must be a number of layers")
-    if types is None:
-        layers = range(raw["num_hidden_layers"])
-        types = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in layers]
-    return _windows_of(types, raw.get("sliding_window"))
+    windows = _pattern_windows(raw, _checked_pattern(raw["sliding_window_pattern"]))
+    ropes = _ropes_by_kind(raw, windows, positive("rope_local_base_freq", raw["rope_local_base_freq"]))
+    return config_of(raw, query_key_norm=True, sliding_windows=windows, **ropes, **GEMMA, **_gemma_factors(raw))
 
 
 def _gemma_factors(raw: Raw) -> dict[str, Any]:
@@ -307,6 +398,7 @@ def _attention_scalar(largest: int) -> Callable[[Raw, Mapping[str, Any]], Raw]:
     return fields
 
 
+register_family("gemma", _gemma, architecture="GemmaForCausalLM", gguf=Gguf("gemma"))
 register_family(
     "gemma2",
     _gemma2,
@@ -322,4 +414,5 @@ register_family(
     GEMMA_TENSORS,
     architecture="Gemma3ForCausalLM",
     gguf=Gguf("gemma3", WINDOW | LOGITS_CAP | {"rope.freq_base_swa": "rope_local_base_freq"}, _attention_scalar(62)),
+    inside={"gemma3": "gemma3_text"},
 )

@@ -118,7 +118,7 @@ def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int
 
     def scores(layer: int, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]) -> Float[Array, "K"]:
         B, D = query.shape[0], query.shape[3]
-        waves = rope_of_layer(config, layer, placed)
+        waves = rope_of_layer(config, layer, placed)[:2]
         last = rotate(mean(layer, query), *(wave[:, -1:] for wave in waves))[:, 0]
         keys = rotate(jnp.broadcast_to(mean(layer, key), (B, length, *key.shape[2:])), *waves)
         grouped = last.reshape(B, key.shape[2], -1, D)
@@ -129,17 +129,17 @@ def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int
     return _of_layers(model, tokens, scores)
 
 
-def _waves(model: Decoder, length: int) -> tuple[tuple[Array, Array], ...]:
+def _waves(model: Decoder, length: int) -> tuple[tuple[Array, ...], ...]:
     """Return the cosines and sines of the positions of a text, for :func:`rope_of_layer`."""
     config = model.config
     return jax.jit(lambda: rotation(config, jnp.arange(length)[None], jnp.full(1, length)))()
 
 
 def _unrotated(
-    config: Config, layer: int, x: Float[Array, "B T H D"], waves: tuple[tuple[Array, Array], ...]
+    config: Config, layer: int, x: Float[Array, "B T H D"], waves: tuple[tuple[Array, ...], ...]
 ) -> Float[Array, "B T H D"]:
-    """Turn the queries or keys of a text back to position 0."""
-    cos, sin = rope_of_layer(config, layer, waves)
+    """Turn the queries or keys of a text back to position 0; a factor of the queries at their positions stays."""
+    cos, sin, *_ = rope_of_layer(config, layer, waves)
     return rotate(x.astype(jnp.float32), cos, -sin) / jnp.tile(cos**2 + sin**2, 2)  # yarn makes them longer
 
 

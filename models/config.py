@@ -24,7 +24,8 @@ class Rope:
     for ``dynamic`` it is the length beyond which the base grows, for ``longrope`` the length beyond which frequencies
     are divided by ``long_factor`` instead of ``short_factor``. Each of these has a number per rotated pair.
     ``partial_rotary_factor`` is the share of each head's elements that are rotated, 0 for a layer without rotary
-    embedding.
+    embedding. With ``llama_4_scaling_beta`` b the query at position p is multiplied by
+    1 + b log(1 + floor(p / original_positions)) (Ministral 3).
     """
 
     theta: float = 10_000.0
@@ -42,6 +43,7 @@ class Rope:
     partial_rotary_factor: float = _feature(1.0)
     short_factor: tuple[float, ...] = _feature(())
     long_factor: tuple[float, ...] = _feature(())
+    llama_4_scaling_beta: float = _feature(0.0)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,7 +76,7 @@ class Config:
         bos, eos, pad: token ids; ``eos`` may hold several.
         wide_query_key_norm: whether queries and keys go through an RMS norm over all heads together (OLMo-2).
         norms: whether the layer norms are applied to the input of attention and feed-forward, to their output before it
-            is added to the residual ("after", OLMo-2), or to both (Gemma).
+            is added to the residual ("after", OLMo-2), or to both (Gemma 2).
         norm_offset: whether norms multiply by 1 + weight (Gemma).
         activation: the feed-forward network's activation function.
         attention_soft_cap, logits_soft_cap: a number c that attention logits, or the logits of the vocabulary, are bent
@@ -228,6 +230,9 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
         raise ValueError(
             f"partial_rotary_factor is {rope.partial_rotary_factor} of {head_dim}; give a share of whole pairs."
         )
+    if rope.llama_4_scaling_beta < 0 or (rope.llama_4_scaling_beta and rope.original_positions < 1):
+        given = f"{rope.llama_4_scaling_beta} with original_positions {rope.original_positions}"
+        raise ValueError(f"llama_4_scaling_beta is {given}; give a number from 0, with the original length.")
     for name in ("short_factor", "long_factor") if rope.type == "longrope" else ():
         factors = getattr(rope, name)
         if len(factors) != rotated // 2 or min(factors, default=1) <= 0:

@@ -15,6 +15,8 @@ from models.config import MOST, Config, check_size
 from models.families import FAMILIES, Family, family_of_architecture
 from models.rope_fields import Raw, positions_of, positive, read_rope, rope_written
 
+# Fields that count outside a text_config, too, where a model also sees or hears.
+OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "transformers_weights")
 NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")  # null is no missing value there
 
 
@@ -33,6 +35,7 @@ class _Fields(TypedDict, total=False):
     hidden_activation: str | None
     mlp_bias: bool | None
     attention_bias: bool | None
+    attention_out_bias: bool | None
     tie_word_embeddings: bool | None
     rms_norm_eps: float
     max_position_embeddings: int | None
@@ -55,7 +58,7 @@ class _Fields(TypedDict, total=False):
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
     rope_local_base_freq: float | None
-    sliding_window_pattern: int | None
+    sliding_window_pattern: int | str | None
     use_bidirectional_attention: bool | None
     num_experts: int | None
     num_local_experts: int | None
@@ -70,7 +73,11 @@ class _Fields(TypedDict, total=False):
 
 
 def from_hugging_face(raw: Mapping[str, Any]) -> Config:
-    """Read a config.json of either transformers generation (``rope_theta``/``rope_scaling`` or ``rope_parameters``)."""
+    """Read a config.json of either transformers generation (``rope_theta``/``rope_scaling`` or ``rope_parameters``).
+
+    Of a model that also sees or hears, the language model's is read: see :func:`language_model`.
+    """
+    raw = language_model(raw)
     family = family_of(raw)
     called = raw.get("model_type") or family.architecture
     try:
@@ -172,17 +179,35 @@ def _check_activation(raw: Raw, activation: str) -> None:
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported.")
 
 
+def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the language model in a model that also sees or hears; any other as it is."""
+    around, inner = raw.get("model_type"), raw.get("text_config", raw)
+    named = inner.get("model_type") if isinstance(inner, Mapping) and inner is not raw else None
+    for name, family in FAMILIES.items():
+        if around in family.inside and named in (None, name, family.inside[around]) and isinstance(inner, Mapping):
+            tokens = {field: raw[field] for field in OUTSIDE if raw.get(field) is not None}
+            tied = inner.get("tie_word_embeddings") or raw.get("tie_word_embeddings")
+            tokens |= {} if tied is None else {"tie_word_embeddings": tied}
+            return {**inner, **tokens, "architectures": [family.architecture], "model_type": name}
+    return raw
+
+
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """Return the family that reads a config.json: that of its architecture, or else of its ``model_type``."""
+    """Return the family that reads a config.json: that of its architecture, or else of its ``model_type``.
+
+    A config.json may name the class without an output matrix (LlamaModel), or none; then its ``model_type`` counts.
+    """
     fields = {"architectures": raw.get("architectures")}
-    named = (check_types(fields, get_type_hints(_Fields))["architectures"] or ["(none)"])[0]
+    named = (check_types(fields, get_type_hints(_Fields))["architectures"] or [None])[0]
     known = {family.architecture: family for family in FAMILIES.values() if family.architecture is not None}
     if named in known:
         return known[named]
     name = raw.get("model_type")
     family = FAMILIES.find(name) if isinstance(name, str) else None
-    if family is None or family.architecture not in (None, named):
-        wrong = f"architecture {named} is not supported; supported are {', '.join(known)},"
+    stem = (family is not None and family.architecture or "").removesuffix("ForCausalLM")
+    if family is None or (family.architecture and named not in (None, stem + "Model", stem + "TextModel")):
+        given = f"architecture {named}" if named else f"a config.json without architectures, of model_type {shown(name)},"
+        wrong = f"{given} is not supported; supported are {', '.join(known)},"
         raise ValueError(f"{wrong} and those that models.register_family adds.")
     return family
 

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral, Qwen2 to Qwen3-MoE, OLMo-2, SmolLM3, Granite, Phi-3, Gemma 2 and 3 in one file.
+"""Llama, Mistral, Mixtral, Qwen2 to Qwen3-MoE, OLMo, SmolLM3, Granite, Phi-3, Gemma and their like in one file.
 
 Axes: B batch, T tokens, L layers, N query heads, K KV heads, G = N / K, D head dim, E model dim, F feed-forward,
 X experts, V vocabulary.
@@ -210,20 +210,22 @@ def embed(config: Config, embedding: Float[Array, "V E"], tokens: Int[Array, "B 
     return _times(embedding[tokens], config.embedding_multiplier)
 
 
-def rotation(
-    config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B"]
-) -> tuple[tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]], ...]:
+def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B"]) -> tuple[tuple[Array, ...], ...]:
     """Compute cosine and sine of each token's rotary angles, shared by all heads, for each rotary embedding.
 
-    Layers may have different ones: see :func:`rope_of_layer`.
+    Layers may have different ones: see :func:`rope_of_layer`. Each is [B, T, 1, D / 2]; a third array, [B, T, 1, 1], is
+    the factor of the queries where a rotary embedding has one (``Rope.llama_4_scaling_beta``).
     """
 
-    def waves(rope: Rope) -> tuple[Array, Array]:
+    def waves(rope: Rope) -> tuple[Array, ...]:
         frequency, amplitude = rope_frequencies(rope, config.head_dim, lengths)  # [B or 1, D / 2]
         angle = jnp.maximum(position, 0)[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, T, D / 2]
         factor = amplitude if rope.partial_rotary_factor == 1 else jnp.where(frequency > 0, amplitude, 1)[:, None, None]
         cos, sin = (factor * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))
-        return cos, sin
+        if not rope.llama_4_scaling_beta:
+            return cos, sin
+        stretches = (jnp.maximum(position, 0) // rope.original_positions)[..., None, None].astype(frequency.dtype)
+        return cos, sin, 1 + rope.llama_4_scaling_beta * jnp.log1p(stretches)
 
     return tuple(map(waves, config.distinct_ropes))
 
@@ -269,7 +271,7 @@ def run_layer[Carry, Output](
     config: Config,
     weights: dict[str, Array],
     x: Float[Array, "B T E"],
-    waves: tuple[Array, Array],
+    waves: tuple[Array, ...],
     attend: Callable[[Array, Array, Array], tuple[Array, Carry, Output]],
     shift: Float[Array, "B T E"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Carry, Output]:
@@ -277,7 +279,7 @@ def run_layer[Carry, Output](
 
     Args:
         weights: the layer's arrays by name.
-        waves: the layer's cosines and sines; see :func:`rotation`.
+        waves: the layer's entry of :func:`rotation`.
         shift: is added to the attention's output, behind W_O, so that a derivative may be taken with respect to it.
 
     Returns:
@@ -289,11 +291,15 @@ def run_layer[Carry, Output](
 
 @partial(jax.jit, static_argnums=0)
 def _before_attention(
-    config: Config, weights: dict[str, Array], x: Float[Array, "B T E"], waves: tuple[Array, Array]
+    config: Config, weights: dict[str, Array], x: Float[Array, "B T E"], waves: tuple[Array, ...]
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
     """Compute rotated queries and keys, and values."""
     query, key, value = _project(config, weights, attention_input(config, weights, x))
-    return rotate(query, *waves), rotate(key, *waves), value
+    cos, sin, *factor = waves
+    query = rotate(query, cos, sin)
+    if factor:
+        query = (query * factor[0]).astype(query.dtype)
+    return query, rotate(key, cos, sin), value
 
 
 @partial(jax.jit, static_argnums=0)

@@ -42,6 +42,8 @@ class Family(NamedTuple):
         architecture: transformers' class, which a config.json names; None for a family that is found by its
             ``model_type`` and saved as the one that its config names.
         gguf: how GGUF files store it; None if they do not.
+        inside: models that also see or hear, in which it is the language model: their ``model_type``, and the one that
+            their ``text_config`` names. Only the language model is read.
     """
 
     config: Callable[[Mapping[str, Any]], Config]
@@ -49,6 +51,7 @@ class Family(NamedTuple):
     fused: Mapping[str, Sequence[str]] = {}
     architecture: str | None = None
     gguf: Gguf | None = None
+    inside: Mapping[str, str] = {}
 
 
 def _family(name: str, family: Any) -> Family:
@@ -87,6 +90,7 @@ def register_family(
     fused: Mapping[str, Sequence[str]] | None = None,
     architecture: str | None = None,
     gguf: Gguf | None = None,
+    inside: Mapping[str, str] | None = None,
 ) -> None:
     """Register a model family, so that ``models.load`` reads folders whose config.json has this ``model_type``.
 
@@ -98,7 +102,7 @@ def register_family(
         config: returns the :class:`models.Config` of the object in a config.json.
         tensors: the tensors' names, by the parameters' names of ``models.parameters``, where they are not Llama's; {}
             stands for the layer.
-        fused, architecture, gguf: as in :class:`models.families.Family`. Without an ``architecture``,
+        fused, architecture, gguf, inside: as in :class:`models.families.Family`. Without an ``architecture``,
             ``models.save`` writes a folder of the architecture that the config names.
 
     Raises:
@@ -122,5 +126,5 @@ def register_family(
         >>> from_hugging_face(raw).hidden_size
         16
     """
-    family = Family(config, tensors or {}, fused or {}, architecture, gguf)
+    family = Family(config, tensors or {}, fused or {}, architecture, gguf, inside or {})
     FAMILIES.add(model_type, family, source=config.__module__)

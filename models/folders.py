@@ -19,7 +19,7 @@ from kvjax._src.checks import shown
 from models import published
 from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, refuse_pickle, refuse_pointer
 from models.config import Config
-from models.config_json import family_of, from_hugging_face
+from models.config_json import family_of, from_hugging_face, language_model
 from models.families import family_of_architecture
 from models.files import first_of
 from models.parameters import tensor_names
@@ -35,6 +35,10 @@ SHIPPED = {
 # Files that hold a model's weights, in the order in which transformers looks for them.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")  # in older checkpoints; the config says the same
+# What sees and hears beside a language model.
+OTHER_PARTS = re.compile(rf"(model\.)?(vision_tower|visual|multi_modal_projector)\..*|{IGNORED.pattern}")
+# What the names of a model's tensors begin with: by itself, without its output matrix, or in a model that also sees.
+PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "language_model.")
 
 
 def find_folder(path: str | Path) -> Path:
@@ -160,19 +164,39 @@ def open_folder(folder: Path) -> Checkpoint:
                     file, tuple(part.get_shape()), part.get_dtype(), functools.partial(_read_part, file, name)
                 )
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    family = family_of(read_object(folder / "config.json"))
+    raw = read_object(folder / "config.json")
+    own = language_model(raw)
+    family = family_of(own)
     names = tensor_names(config)
     if unknown := family.tensors.keys() - names.keys():
         raise ValueError(f"{folder}: its family names {', '.join(sorted(unknown))}, which are no parameters.")
     names |= family.tensors
+    fused = {**family_of_architecture(config.architecture).fused, **family.fused}
+    prefix = _prefix(tensors, names)
+    names = {name: _renamed(tensor, prefix, tensors) for name, tensor in names.items()}
+    fused = {_renamed(tensor, prefix, tensors): parts for tensor, parts in fused.items()}
     if config.tie_embeddings:
         config, tensors = _tied(folder, config, tensors, names)
-    fused = {**family_of_architecture(config.architecture).fused, **family.fused}
     try:
         tensors = arranged(tensors, config, names, fused)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return Checkpoint(folder, "config.json", config, tokenizer, tensors, names, IGNORED)
+    ignored = IGNORED if own is raw else OTHER_PARTS
+    return Checkpoint(folder, "config.json", config, tokenizer, tensors, names, ignored)
+
+
+def _prefix(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> str:
+    """Return what the names of a model's tensors begin with in a folder, in place of "model."."""
+    norm = names["norm"].removeprefix(PREFIXES[0])
+    return next((prefix for prefix in PREFIXES if prefix + norm in tensors), PREFIXES[0])
+
+
+def _renamed(tensor: str, prefix: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of a tensor in a folder; an output matrix may lie within the language model or outside."""
+    if tensor.startswith(PREFIXES[0]):
+        return prefix + tensor.removeprefix(PREFIXES[0])
+    inside = prefix.removesuffix(PREFIXES[0]) + tensor
+    return inside if inside in tensors else tensor
 
 
 def _tied(

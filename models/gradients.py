@@ -77,7 +77,7 @@ class _Layer(NamedTuple):
     """One layer, the cache that a block attends over there, and the block's positions."""
 
     weights: dict[str, Array]
-    waves: tuple[Array, Array]
+    waves: tuple[Array, ...]
     cache: KVCache | PagedCache
     position: Int[Array, "B T"]
     number: Any

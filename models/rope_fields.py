@@ -30,6 +30,7 @@ class RopeFields(TypedDict, total=False):
     mscale: float | None
     mscale_all_dim: float | None
     truncate: bool | None
+    llama_4_scaling_beta: float | None
 
 
 def positive(name: str, value: float | None, default: float = 1.0) -> float:

@@ -100,7 +100,7 @@ class Here(NamedTuple):
 
     position: Int[Array, "B T"]
     budgets: Any
-    waves: tuple[Array, Array]
+    waves: tuple[Array, ...]
     context: Context
 
 

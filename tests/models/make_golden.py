@@ -1,6 +1,7 @@
 """Makes tests/models/golden: tiny random models as transformers saves them, with the logits it computes.
 
-Run in an environment of its own, Python 3.11 with torch 2.13 (CPU) and transformers 5.2, from the repository's root:
+Run in an environment of its own, Python 3.11 with torch 2.13 (CPU) and transformers 5.2 (5.24 for those from gemma on: 5.2
+scales the rotary embedding of OLMo 3's layers with a window), from the repository's root:
 
     python tests/models/make_golden.py            # all of them
     python tests/models/make_golden.py granite    # only some
@@ -21,8 +22,12 @@ NAMES = """
 llama2 llama3 llama_tied llama_bias llama_linear llama_dynamic llama_llama3 llama_yarn llama_yarn_untruncated
 llama_yarn_attention_factor llama_yarn_mscale mistral mistral_full qwen2 qwen2_layer_types qwen2.5 qwen3 qwen3_sliding
 olmo2 olmo2_bias smollm3 smollm3_sliding granite phi3 phi4_mini qwen3_moe qwen3_moe_sliding mixtral gemma2 gemma3
-qwen3_moe_mixed
+qwen3_moe_mixed gemma gemma3_vision olmo3 ministral ministral3 mistral3_vision qwen3_vl exaone4 seed_oss
 """.split()
+# Those whose folders also have logits under recency: queries see what a budget of RECENT tokens leaves them, when the first
+# PROMPT tokens come in blocks and the others one by one.
+MASKED = NAMES[NAMES.index("gemma") :]
+RECENT, BLOCK, PROMPT = 12, 8, 32
 LENGTHS = {"llama_dynamic": (24, 64), "phi4_mini": (32, 48)}  # of the sequences, where they are not one of 48
 MODELS = {name: LENGTHS.get(name, (48,)) for name in NAMES}
 
@@ -98,6 +103,27 @@ def make_tokenizers() -> None:
         (GOLDEN / name / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
+def under_recency(model, config, tokens):
+    """The logits under a mask that shows each token the RECENT before its block, and those of its block up to itself."""
+    import torch
+
+    T = tokens.shape[1]
+    start = torch.tensor([t // BLOCK * BLOCK if t < PROMPT else t for t in range(T)])
+    at, seen = torch.arange(T), torch.arange(T)[None]
+    kept = (seen >= start[:, None] - RECENT) & (seen <= at[:, None])
+
+    def mask(window=None):
+        within = kept if window is None else kept & (seen > at[:, None] - window)
+        return torch.zeros(T, T).masked_fill(~within, torch.finfo(torch.float32).min)[None, None]
+
+    text, window = config.get_text_config(), getattr(config.get_text_config(), "sliding_window", None)
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        given = {"full_attention": mask(), "sliding_attention": mask(window)}
+    else:
+        given = mask(window)
+    return model(tokens, attention_mask=given).logits.float().numpy()
+
+
 def main(chosen: list[str]) -> None:
     import numpy as np
     import torch
@@ -110,7 +136,9 @@ def main(chosen: list[str]) -> None:
             continue
         torch.manual_seed(seed)
         config = transformers.AutoConfig.from_pretrained(GOLDEN / name)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+        kind = kinds["vision_config" in json.loads((GOLDEN / name / "config.json").read_text())]
+        model = kind.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if key.endswith("norm.weight"):
@@ -121,10 +149,12 @@ def main(chosen: list[str]) -> None:
         arrays = {}
         for row, length in enumerate(lengths):
             # A fresh model for each row: transformers' dynamic rope remembers the longest sequence that it has met.
-            fresh = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / name, attn_implementation="eager").eval()
-            tokens = torch.randint(0, config.vocab_size, (1, length))
+            fresh = kind.from_pretrained(GOLDEN / name, attn_implementation="eager").eval()
+            tokens = torch.randint(0, config.get_text_config().vocab_size, (1, length))
             with torch.no_grad():
                 arrays[f"logits_{row}"] = fresh(tokens).logits.float().numpy()
+                if name in MASKED:
+                    arrays[f"recency_{row}"] = under_recency(fresh, config, tokens)
             arrays[f"tokens_{row}"] = tokens.numpy().astype(np.int32)
         np.savez(GOLDEN / name / "golden.npz", **arrays)
         (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
