@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 from kvjax._src.checks import check_count, check_types, shown
 from models.config import MOST, Config, check_size
 from models.families import FAMILIES, Family, family_of_architecture
-from models.rope_fields import Raw, positions_of, positive, read_rope, rope_written
+from models.rope_fields import Raw, positions_of, positive, reached_by, read_rope, rope_written
 
 # Fields that count outside a text_config, too, where a model also sees or hears.
 OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "transformers_weights")
@@ -137,7 +137,8 @@ def config_of(raw: Raw, **fields: Any) -> Config:
         num_kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
         norm_epsilon=positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-        max_positions=positions_of(raw),
+        rope=(rope := fields["rope"] if "rope" in fields else read_rope(raw)),
+        max_positions=reached_by(rope, positions_of(raw)),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=biases,
         output_bias=biases,
@@ -146,7 +147,7 @@ def config_of(raw: Raw, **fields: Any) -> Config:
         pad=raw.get("pad_token_id"),
         source=dict(raw),
     )
-    return Config(**read | ({} if "rope" in fields else {"rope": read_rope(raw)}) | fields)
+    return Config(**read | fields)
 
 
 def _check(raw: Raw) -> None:
@@ -181,15 +182,22 @@ def _check_activation(raw: Raw, activation: str) -> None:
 
 def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config.json of the language model in a model that also sees or hears; any other as it is."""
-    around, inner = raw.get("model_type"), raw.get("text_config", raw)
-    named = inner.get("model_type") if isinstance(inner, Mapping) and inner is not raw else None
-    for name, family in FAMILIES.items():
-        if around in family.inside and named in (None, name, family.inside[around]) and isinstance(inner, Mapping):
-            tokens = {field: raw[field] for field in OUTSIDE if raw.get(field) is not None}
-            tied = inner.get("tie_word_embeddings") or raw.get("tie_word_embeddings")
-            tokens |= {} if tied is None else {"tie_word_embeddings": tied}
-            return {**inner, **tokens, "architectures": [family.architecture], "model_type": name}
-    return raw
+    around = raw.get("model_type")
+    known = {name: family for name, family in FAMILIES.items() if isinstance(around, str) and around in family.inside}
+    if not known:
+        return raw
+    inner = raw.get("text_config", raw)  # the first Qwen-VL have the fields of both side by side
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"text_config is {shown(inner)}; expected the object that describes the language model.")
+    given = None if inner is raw else inner.get("model_type")
+    for name, family in known.items():
+        if given in (None, name, family.inside[around]):
+            outside = {field: raw[field] for field in OUTSIDE if raw.get(field) is not None}
+            tied = inner.get("tie_word_embeddings") or raw.get("tie_word_embeddings")  # either, as in transformers
+            outside |= {} if tied is None else {"tie_word_embeddings": tied}
+            return {**inner, **outside, "architectures": [family.architecture], "model_type": name}
+    expected = " or ".join(family.inside[around] for family in known.values())
+    raise ValueError(f"text_config of a {around} has model_type {shown(given)}; expected {expected}.")
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
@@ -204,12 +212,13 @@ def family_of(raw: Mapping[str, Any]) -> Family:
         return known[named]
     name = raw.get("model_type")
     family = FAMILIES.find(name) if isinstance(name, str) else None
-    stem = (family is not None and family.architecture or "").removesuffix("ForCausalLM")
-    if family is None or (family.architecture and named not in (None, stem + "Model", stem + "TextModel")):
-        given = f"architecture {named}" if named else f"a config.json without architectures, of model_type {shown(name)},"
-        wrong = f"{given} is not supported; supported are {', '.join(known)},"
-        raise ValueError(f"{wrong} and those that models.register_family adds.")
-    return family
+    if family is not None:
+        stem = (family.architecture or "").removesuffix("ForCausalLM")
+        if not stem or named in (None, f"{stem}Model", f"{stem}TextModel"):
+            return family
+    given = f"architecture {named}" if named else f"model_type {shown(name)}, without architectures,"
+    wrong = f"{given} is not supported; supported are {', '.join(known)},"
+    raise ValueError(f"{wrong} and those that models.register_family adds.")
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:

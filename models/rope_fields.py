@@ -44,6 +44,11 @@ def positions_of(raw: Raw) -> int:
     return raw.get("max_position_embeddings") or 2048
 
 
+def reached_by(rope: Rope, positions: int) -> int:
+    """Return how many positions a model has: with YaRN its original ones, multiplied (Qwen's configs name these)."""
+    return max(positions, int(rope.original_positions * rope.factor)) if rope.type == "yarn" else positions
+
+
 def read_rope(raw: Raw, names: Mapping[str, str] = {}, partial: bool = False) -> Rope:
     """Read a rotary embedding; ``names`` are other names of its types, ``partial`` allows heads rotated in part."""
     max_positions = positions_of(raw)

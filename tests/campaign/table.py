@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvjax.allocation import ALLOCATIONS
-from models.families import FAMILIES
-from tests.campaign.cases import LINK_NAMES, Case, calibration, draw, from_json
+from tests.campaign.cases import FAMILIES, LINK_NAMES, Case, calibration, draw, from_json
 from tests.campaign.checking import Outcome
 from tests.campaign.ways import check
 

@@ -50,8 +50,12 @@ def test_every_score_link_and_allocation_is_drawn():
     assert links == LINK_NAMES
 
 
+# Made of parts that others have; their own golden files are compared with transformers.
+ALIKE = {"gemma", "olmo3", "ministral", "ministral3", "exaone4", "seed_oss"}
+
+
 def test_every_family_is_drawn_as_what_it_is():
-    assert set(FAMILIES) == set(families.FAMILIES)
+    assert set(FAMILIES) == set(families.FAMILIES) - ALIKE
     assert {next(draw(0, number)).family for number in range(200)} == set(FAMILIES)
     mixes = {case.dimensions()["dense"][0] for case in (next(draw(0, number)) for number in range(400))}
     assert mixes == {"none", "some", "all"}

@@ -1,7 +1,7 @@
 """Makes tests/models/golden: tiny random models as transformers saves them, with the logits it computes.
 
-Run in an environment of its own, Python 3.11 with torch 2.13 (CPU) and transformers 5.2 (5.24 for those from gemma on: 5.2
-scales the rotary embedding of OLMo 3's layers with a window), from the repository's root:
+Run in an environment of its own, Python 3.11 with torch 2.13 (CPU) and transformers 5.2 (for those from gemma on 5.24,
+as 5.2 scales the rotary embedding of OLMo 3's layers with a window), from the repository's root:
 
     python tests/models/make_golden.py            # all of them
     python tests/models/make_golden.py granite    # only some
@@ -24,8 +24,8 @@ llama_yarn_attention_factor llama_yarn_mscale mistral mistral_full qwen2 qwen2_l
 olmo2 olmo2_bias smollm3 smollm3_sliding granite phi3 phi4_mini qwen3_moe qwen3_moe_sliding mixtral gemma2 gemma3
 qwen3_moe_mixed gemma gemma3_vision olmo3 ministral ministral3 mistral3_vision qwen3_vl exaone4 seed_oss
 """.split()
-# Those whose folders also have logits under recency: queries see what a budget of RECENT tokens leaves them, when the first
-# PROMPT tokens come in blocks and the others one by one.
+# Those whose folders also have logits under recency: queries see what a budget of RECENT tokens leaves them, when the
+# first PROMPT tokens come in blocks and the others one by one.
 MASKED = NAMES[NAMES.index("gemma") :]
 RECENT, BLOCK, PROMPT = 12, 8, 32
 LENGTHS = {"llama_dynamic": (24, 64), "phi4_mini": (32, 48)}  # of the sequences, where they are not one of 48
@@ -104,7 +104,7 @@ def make_tokenizers() -> None:
 
 
 def under_recency(model, config, tokens):
-    """The logits under a mask that shows each token the RECENT before its block, and those of its block up to itself."""
+    """The logits under a mask that shows each token the RECENT before its block, and its block up to itself."""
     import torch
 
     T = tokens.shape[1]

@@ -19,6 +19,9 @@ MINIMAL = {
 }  # fmt: skip
 
 
+LENGTH = "original_max_position_embeddings"
+
+
 def of(family, **fields):
     return {"architectures": [f"{family}ForCausalLM"], **fields}
 
@@ -27,7 +30,75 @@ def read(**fields):
     return from_hugging_face(MINIMAL | fields)
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The families of the language models in others.
+INSIDE = {"gemma3_vision": "gemma3_text", "mistral3_vision": "mistral", "qwen3_vl": "qwen3"}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_the_language_model_of_a_model_that_sees_is_read_and_written(name):
+    raw = json.loads((GOLDEN / name / "config.json").read_text())
+    config = from_hugging_face(raw | {"eos_token_id": [5, 6]})
+    assert config.architecture == INSIDE[name] and config.eos == (5, 6)  # as the whole model says
+    written = to_hugging_face(config)
+    assert "vision_config" not in written and written["model_type"] == INSIDE[name]
+    assert from_hugging_face(written) == config
+    named = raw["text_config"] | {"model_type": INSIDE[name]}
+    assert from_hugging_face(raw | {"text_config": named}) == from_hugging_face(raw)
+
+
+def test_a_language_model_within_another_is_refused_in_one_sentence():
+    raw = json.loads((GOLDEN / "gemma3_vision" / "config.json").read_text())
+    for changed, sentence in (
+        (
+            raw | {"text_config": raw["text_config"] | {"model_type": "llama"}},
+            "has model_type 'llama'; expected gemma3_tex",
+        ),
+        (raw | {"text_config": None}, "text_config is None; expected the object that describes the language model"),
+        (
+            raw | {"model_type": "llava"},
+            "architecture Gemma3ForConditionalGeneration is not supported; supported are Ll",
+        ),
+        (raw | {"quantization_config": {"bits": 4}}, "quantization_config is set, which is not supported"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            from_hugging_face(changed)
+
+
+def test_a_config_without_the_class_of_a_causal_model_is_read_by_its_model_type():
+    plain = {name: value for name, value in MINIMAL.items() if name != "architectures"} | {"model_type": "llama"}
+    for named in ({}, {"architectures": None}, {"architectures": []}, {"architectures": ["LlamaModel"]}):
+        assert from_hugging_face(plain | named) == read()
+    text = {"architectures": ["Gemma3TextModel"], "model_type": "gemma3_text"}
+    assert from_hugging_face(plain | text).architecture == "gemma3_text"
+    with pytest.raises(
+        ValueError, match="architecture LlamaForSequenceClassification is not supported; supported are Ll"
+    ):
+        from_hugging_face(plain | {"architectures": ["LlamaForSequenceClassification"]})
+    with pytest.raises(ValueError, match="model_type 'gpt2', without architectures, is not supported; sup"):
+        from_hugging_face(plain | {"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({"max_position_embeddings": 40_960, LENGTH: 32_768}, 131_072),  # Qwen3 as its card extends it
+        ({"max_position_embeddings": 32_768, LENGTH: 32_768}, 131_072),  # Qwen2.5
+        ({"max_position_embeddings": 32_768}, 131_072),  # as in transformers, the original length is the model's own
+        ({"max_position_embeddings": 262_144, LENGTH: 32_768}, 262_144),
+    ],
+)
+def test_yarn_multiplies_the_original_length_where_the_config_names_no_more(fields, positions):
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    config = read(rope_scaling=scaling, **fields)
+    assert config.max_positions == positions
+    assert from_hugging_face(to_hugging_face(dataclasses.replace(config, source=None))).max_positions == positions
+    assert (
+        read(rope_scaling=scaling | {"rope_type": "linear"}, **fields).max_positions
+        == fields["max_position_embeddings"]
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in INSIDE])
 def test_both_generations_read_the_same_and_what_was_read_is_written(name):
     new = json.loads((GOLDEN / name / "config.json").read_text())
     parameters = dict(new["rope_parameters"])
@@ -44,9 +115,6 @@ def test_both_generations_read_the_same_and_what_was_read_is_written(name):
     config = from_hugging_face(new)
     assert config == from_hugging_face(old)
     assert to_hugging_face(config).items() >= new.items()
-
-
-LENGTH = "original_max_position_embeddings"
 
 
 @pytest.mark.parametrize(

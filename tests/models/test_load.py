@@ -207,6 +207,39 @@ def test_an_output_matrix_alone_is_the_embedding_of_a_tied_model(folder):
     assert model.head is None and model.embedding[...].shape == (64, 32)
 
 
+@pytest.mark.parametrize("prefix", ["", "language_model.model.", "model.language_model.", "language_model."])
+@pytest.mark.parametrize("name", ["qwen3_sliding", "llama_tied", "phi3"])
+def test_tensors_are_found_as_those_of_a_base_model_and_of_one_that_sees(prefix, name, tmp_path):
+    folder = shutil.copytree(GOLDEN / name, tmp_path / "model")
+
+    def renamed(tensor):
+        if tensor == HEAD:  # it lies inside the language model, or outside
+            return prefix.removesuffix("model.") + HEAD
+        return prefix + tensor.removeprefix("model.")
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file({renamed(tensor): array for tensor, array in tensors.items()}, folder / "model.safetensors")
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    edit_config(folder, architectures=[architecture if prefix else architecture.replace("ForCausalLM", "Model")])
+    assert_same(load(folder)[0], load(GOLDEN / name)[0])
+
+
+def test_what_sees_beside_a_language_model_is_left_out_and_nothing_else(tmp_path):
+    folder = shutil.copytree(GOLDEN / "gemma3_vision", tmp_path / "model")
+    assert any(name.startswith("vision_tower.") for name in load_file(folder / "model.safetensors"))
+    model, _ = load(folder)
+    models.save(tmp_path / "saved", model)  # the language model alone
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+    assert_same(load(tmp_path / "saved")[0], model)
+    extra = {"language_model.model.layers.0.extra": np.ones(2, np.float32)}
+    edit_tensors(folder, lambda tensors: tensors.update(extra))
+    refused(
+        folder, ValueError, r"holds the tensor language_model\.model\.layers\.0\.extra, which its config\.json does"
+    )
+    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.0" in name])
+    refused(folder, ValueError, r"lacks the tensor language_model\.model\.layers\.0\.input_layernorm\.weight, which")
+
+
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", "float64"])
 def test_without_a_dtype_the_checkpoints_is_kept_and_with_one_weights_are_cast(folder, stored):
     edit_tensors(folder, lambda tensors: tensors.update({n: a.astype(stored) for n, a in tensors.items()}))
