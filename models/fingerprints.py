@@ -22,7 +22,8 @@ def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> 
     """Return digests of a model's config and weights, and of its tokenizer with special tokens and chat template."""
     found = {"config": digest(described(model.config)), "weights": weights_of(model)}
     if tokenizer is not None:
-        parts = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]
+        parts: list[Any] = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]
+        parts += [tokenizer.template_values] if tokenizer.template_values else []
         found["tokenizer"] = digest(parts)
     return found
 

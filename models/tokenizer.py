@@ -28,6 +28,7 @@ class Tokenizer:
         backend: the tokenizer itself.
         special_tokens: the texts of the special tokens by Hugging Face's names, such as {"bos_token": "<s>"}.
         chat_template: a Jinja template, or None.
+        template_values: what the template gets beside the messages; see :meth:`with_values`.
 
     Attributes:
         bos, eos, pad: the ids of the special tokens that begin a text, end one, and pad a row; None if there is none.
@@ -45,6 +46,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        template_values: Mapping[str, Any] | None = None,
     ):
         self.backend = backend
         # A tokenizer.json may have been saved with truncation and padding; a prompt must stay whole.
@@ -52,10 +54,28 @@ class Tokenizer:
         self.backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.template_values = dict(template_values or {})
 
     def plain(self) -> Tokenizer:
         """Return the same tokenizer without a chat template."""
         return Tokenizer(self.backend, self.special_tokens)
+
+    def with_values(self, **values: Any) -> Tokenizer:
+        """Return the same tokenizer, whose chat template gets these values wherever a conversation is rendered.
+
+        So :func:`models.ask` and the commands render with them, too. What there is to set is the template's own, such
+        as ``enable_thinking`` (Qwen3, SmolLM3), ``tools`` and ``documents``.
+
+        Example:
+            >>> import models
+            >>> backend = models.load("retriever")[1].backend
+            >>> form = "{{ messages[0].content }}{{ '' if enable_thinking else ' /no_think' }}"
+            >>> tokenizer = models.Tokenizer(backend, chat_template=form)
+            >>> brief = tokenizer.with_values(enable_thinking=False)
+            >>> brief.chat([{"role": "user", "content": "Hello"}])
+            'Hello /no_think'
+        """
+        return Tokenizer(self.backend, self.special_tokens, self.chat_template, self.template_values | values)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -173,12 +193,15 @@ class Tokenizer:
         """Return a decoder for ids that come one by one; see :class:`TextStream`."""
         return TextStream(self, skip_special_tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
         """Return a conversation as text in the model's format; encode it with ``add_special_tokens=False``.
 
         Args:
             messages: turns such as {"role": "user", "content": "Hello"}.
             add_generation_prompt: whether to end with the header of the assistant's next turn.
+            values: more that the template reads, as in transformers' ``apply_chat_template``: ``tools`` (a list of JSON
+                schemas), ``documents``, and what a family's template has of its own, such as ``enable_thinking``. They
+                come before those of :meth:`with_values`.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template rejects the messages.
@@ -193,9 +216,12 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; encode plain text instead.")
-        given = dict(messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, documents=None)
+        own = {"tools": None, "documents": None} | self.special_tokens | self.template_values | values
+        if isinstance(own["tools"], list | tuple) and any(map(callable, own["tools"])):
+            raise ValueError("tools has a function; give its JSON schema, an object.")
+        given = dict(messages=list(messages), add_generation_prompt=add_generation_prompt)
         try:
-            return _render(template=self.chat_template, values={**self.special_tokens, **given})
+            return _render(template=self.chat_template, values=own | given)
         except (TypeError, ValueError) as error:
             raise ValueError(f"the chat template rejected these messages: {error}") from None
 

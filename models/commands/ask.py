@@ -17,7 +17,16 @@ import models
 from models import commands, files, hosts
 from models.asking import BUDGET, POLICY, Answers, Watch, ask, checked
 from models.commands import distributed, provenance
-from models.commands.shared_flags import FLAGS, MESH, RUN, add_shared_flags, mesh_of, read_input, run_settings
+from models.commands.shared_flags import (
+    FLAGS,
+    MESH,
+    RUN,
+    add_shared_flags,
+    mesh_of,
+    read_input,
+    run_settings,
+    with_template_values,
+)
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.networks import load_networks, wanted_by
 
@@ -47,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     flags.add_argument("--save", metavar="FILE", help="write the compressed document into a file (default: no file)")
     budget = f"slots per head (512), or a ratio of the document (0.25) (default: {BUDGET}; none for 'full')"
-    add_shared_flags(flags, "policy", "budget", "when", "system", policy=POLICY, budget=dict(help=budget))
+    add_shared_flags(flags, "policy", "budget", "when", "system", "template", policy=POLICY, budget=dict(help=budget))
     flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
     add_shared_flags(flags, "networks", *RUN, *MESH, max_new_tokens=128)
     flags.add_argument("--json", action="store_true", help="print one JSON object (default: the answers)")
@@ -72,7 +81,7 @@ def _ask(flags: argparse.Namespace) -> None:
             raise ValueError(f"the document {flags.document} is empty; give some text.")
     files.check_outputs([flags.save])
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
-    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
+    tokenizer = with_template_values(flags, commands.check_tokenizer(flags.model, tokenizer))
     networks = load_networks(flags.networks, flags.model, model, [wanted_by(policy)], dtype=flags.dtype)
     screen, settings = Screen(), run_settings(flags)
     asker = tokenizer.plain() if flags.plain else tokenizer

@@ -24,7 +24,16 @@ from models import commands, files, hosts
 from models.batching import Engine
 from models.commands import distributed, provenance
 from models.commands.programs import make_room
-from models.commands.shared_flags import MESH, RUN, add_shared_flags, count, mesh_of, read_prompts, run_settings
+from models.commands.shared_flags import (
+    MESH,
+    RUN,
+    add_shared_flags,
+    count,
+    mesh_of,
+    read_prompts,
+    run_settings,
+    with_template_values,
+)
 from models.sampling import Sampling
 
 EXAMPLES = """examples:
@@ -63,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--out", type=Path, required=True, help="file of the answers, one JSON object per line")
     flags.add_argument("--rows", type=count, default=8, help="answers that are made at once")
-    add_shared_flags(flags, "model", "chat", "policy", "budget", "when", "evict_every", *RUN, *MESH)
+    add_shared_flags(flags, "model", "chat", "template", "policy", "budget", "when", "evict_every", *RUN, *MESH)
     flags.add_argument(
         "--longest-prompt",
         type=count,
@@ -85,7 +94,7 @@ def _run(flags: argparse.Namespace) -> None:
     when, evict_every = moments(policy, flags.when, flags.evict_every)
     budget = None if flags.budget is None else commands.parse_budget(flags.budget)
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
-    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
+    tokenizer = with_template_values(flags, commands.check_tokenizer(flags.model, tokenizer))
     policy = models.with_repeat_prompt(policy, tokenizer)
     chosen = run_settings(flags)
     run = dict(

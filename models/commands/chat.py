@@ -27,7 +27,7 @@ from kvjax._src.chains import policy_of
 from kvjax._src.quantise import check_dtypes
 from kvjax._src.split_cache import ModelCache
 from models import commands, hosts, selecting
-from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, count, run_settings
+from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, count, run_settings, with_template_values
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.load import published_sampling
 from models.prompts import kept_of
@@ -302,7 +302,7 @@ def parser() -> argparse.ArgumentParser:
         help="let an answer go on that says the same three times or more (default: it is ended)",
     )  # fmt: skip
     own = dict(max_new_tokens=512, temperature=None, repetition_penalty=None)
-    add_shared_flags(flags, "system", "evict_every", *RUN, **own)
+    add_shared_flags(flags, "system", "template", "evict_every", *RUN, **own)
     return flags
 
 
@@ -315,7 +315,7 @@ def _chat(flags: argparse.Namespace) -> None:
     policy, budget = _checked(flags)  # before the weights are read
     sampling = _sampling(flags)
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
-    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
+    tokenizer = with_template_values(flags, commands.check_tokenizer(flags.model, tokenizer))
     screen = Screen()
     if tokenizer.chat_template is None:
         if flags.system is not None:

@@ -33,6 +33,7 @@ from models.commands.shared_flags import (
     read_input,
     read_prompts,
     run_settings,
+    with_template_values,
 )
 from models.commands.terminal import sizes_in_words
 from models.networks import Network, load_networks, read_by, wanted_by
@@ -95,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     )
     budget = "slots per head (512), or a ratio of the prompt (0.25); with --select, the number or the share of tokens "
     budget += "that a step reads (default: none, for 'full')"
-    add_shared_flags(flags, "chat", "policy", "budget", "when", budget=dict(help=budget))
+    add_shared_flags(flags, "chat", "template", "policy", "budget", "when", budget=dict(help=budget))
     flags.add_argument(
         "--select",
         help="evict nothing, but read only some tokens in each step, by a source of importance: "
@@ -125,7 +126,7 @@ def _generate(flags: argparse.Namespace) -> None:
     else:
         requests = read_prompts(flags.prompts, PROMPT_FIELDS, functools.partial(_checked, flags))
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
-    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
+    tokenizer = with_template_values(flags, commands.check_tokenizer(flags.model, tokenizer))
     source = selecting.parse_select(flags.select)
     wanted = [wanted_by(policy_of(request.policy), source) for request in requests]
     networks = load_networks(flags.networks, flags.model, model, wanted, dtype=flags.dtype)

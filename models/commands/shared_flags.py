@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -59,6 +60,16 @@ def _cache_dtype(text: str) -> str:
         return str(check_dtypes(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+
+
+def _template_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as enable_thinking=false, not {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 # What argparse takes of each flag. A default in parentheses is that of a flag without a value.
@@ -127,6 +138,11 @@ FLAGS: dict[str, dict[str, Any]] = {
         "int8/bfloat16 (default: the model's)",
     ),
     "chat": dict(action="store_true", help="put prompts into the model's chat template (default: no)"),
+    "template": dict(
+        type=_template_value, action="append", metavar="NAME=VALUE",
+        help="a value that the chat template reads, such as enable_thinking=false; JSON or a text; give the flag once "
+        "for each (default: none)",
+    ),
     "system": dict(help="the text of the system message (default: that of the chat template)"),
     "batch": dict(type=count, default=16, help="samples answered at once"),
     "out": dict(type=Path, help="a folder for the records; a killed run is resumed there"),
@@ -172,6 +188,17 @@ def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that are arguments of :func:`models.stream`: those of an answer, without seed and dtype."""
     names = ("block", "evict_every", "max_new_tokens", *Sampling._fields, "cache_dtype")
     return {name: getattr(flags, name) for name in names if hasattr(flags, name)}
+
+
+def with_template_values(flags: argparse.Namespace, tokenizer: models.Tokenizer) -> models.Tokenizer:
+    """Return the tokenizer with the values of --template, after a check that a chat template will read them."""
+    if not flags.template:
+        return tokenizer
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{flags.model} has no chat template, so it takes no values; leave --template out.")
+    if not getattr(flags, "chat", True) or getattr(flags, "plain", False):
+        raise ValueError("--template is for prompts in the chat template, which is not used here; leave it out.")
+    return tokenizer.with_values(**dict(flags.template))
 
 
 def mesh_of(flags: argparse.Namespace) -> Mesh | None:

@@ -133,6 +133,28 @@ def test_of_a_tokenizer_s_twins_the_one_that_transformers_reads_is_read_and_the_
         assert Tokenizer.from_folder(folder).chat_template == (folder / "chat_template.jinja").read_text()
 
 
+THOUGHTFUL = """{%- if tools %}{% for tool in tools %}<tool>{{ tool | tojson }}</tool>{% endfor %}{% endif -%}
+{%- for document in documents or [] %}<doc>{{ document.text }}</doc>{% endfor -%}
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor -%}
+{%- if add_generation_prompt %}<assistant>
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
+
+
+def test_a_template_reads_tools_documents_and_values_of_its_own():
+    tokenizer, hello = with_template(THOUGHTFUL), [{"role": "user", "content": "Hi"}]
+    assert tokenizer.chat(hello) == tokenizer.chat(hello, enable_thinking=True) == "<user>Hi<assistant>"
+    assert tokenizer.chat(hello, enable_thinking=False) == "<user>Hi<assistant><think></think>"
+    told = tokenizer.chat(hello, False, tools=[{"name": "f"}], documents=[{"text": "A."}])
+    assert told == '<tool>{"name": "f"}</tool><doc>A.</doc><user>Hi'
+    brief = tokenizer.with_values(enable_thinking=False).with_values(documents=[{"text": "A."}])
+    assert brief.chat(hello) == "<doc>A.</doc><user>Hi<assistant><think></think>"
+    assert brief.chat(hello, enable_thinking=True, documents=None) == "<user>Hi<assistant>"
+    with pytest.raises(ValueError, match="tools has a function; give its JSON schema"):
+        tokenizer.chat(hello, tools=[len])
+    with pytest.raises(ValueError, match="rejected these messages"):
+        tokenizer.chat(hello, enable_thinking=object())
+
+
 def test_a_template_knows_the_date_and_may_loop_over_a_long_conversation():
     assert with_template("{{ strftime_now('%Y') }}").chat([]).isdigit()
     template = "{% for m in messages %}{{ 2 ** 3 * 2 }}{{ '-' * 3 }}{{ m.content }}{% endfor %}"

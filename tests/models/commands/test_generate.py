@@ -172,6 +172,18 @@ def test_many_prompts_stand_in_the_chat_template(folders, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == len(tokens)
 
 
+@pytest.mark.parametrize(("given", "said"), [("name=Ann", "Ann asks: what?"), ('name="4"', "4 asks: what?")])
+def test_a_chat_template_gets_values_from_the_command_line(given, said, folders, tmp_path, capsys):
+    folder = shutil.copytree(folders[1], tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ name }} asks: {{ messages[0].content }}")
+    asked = ["--prompts", prompts(tmp_path, [{"prompt": "what?"}]), *UNDER, "--template", given]
+    assert generate.main([str(folder), "--chat", *asked]) == 0
+    _, tokenizer = models.load("retriever")
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == len(tokenizer.encode(said, add_special_tokens=False))
+    assert generate.main([str(folder), *asked]) == 2
+    assert "--template is for prompts in the chat template" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

@@ -114,5 +114,5 @@ def test_a_tokenizer_counts_with_its_template_and_special_tokens():
         return fingerprints.fingerprints(a_model(), models.Tokenizer(backend, *rest))["tokenizer"]
 
     given = [({"a": 0, "b": 1},), ({"a": 1, "b": 0},), ({"a": 0, "b": 1}, {"bos_token": "b"})]
-    given += [({"a": 0, "b": 1}, {"bos_token": "b"}, "{{ messages }}")]
-    assert len({found(*arguments) for arguments in given}) == 4
+    given += [({"a": 0, "b": 1}, {"bos_token": "b"}, "{{ messages }}", values) for values in ({}, {"thinking": False})]
+    assert len({found(*arguments) for arguments in given}) == 5
