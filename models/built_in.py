@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from kvjax._src.checks import check_count, check_types
+from kvjax._src.checks import check_count, check_types, shown
 from models.config import NO_ROPE, Config, Rope
 from models.config_json import completed, config_of
 from models.families import Gguf, register_family
@@ -18,6 +18,7 @@ from models.rope_fields import Raw, RopeFields, positive, read_rope
 LAYER = "model.layers.{}."
 # Fields of several families, by llama.cpp's names.
 WINDOW = {"attention.sliding_window": "sliding_window"}
+WINDOWS = WINDOW | {"attention.sliding_window_pattern": "windowed"}
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 MROPE = {"mrope": "default"}  # in a text all three positions of a token are the same
 QWEN3_MOE_KEYS = EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
@@ -25,6 +26,16 @@ QWEN3_MOE_KEYS = EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size
 
 def _windows_of(types: Any, window: int | None) -> tuple[int | None, ...]:
     return tuple(window if type_ == "sliding_attention" else None for type_ in types)
+
+
+def _types_in_gguf(raw: Raw) -> Raw:
+    """Return the types of layers that a file names, one by one."""
+    windowed = raw.get("windowed")
+    if windowed is None:
+        return {}
+    if not isinstance(windowed, list) or len(windowed) != raw["num_hidden_layers"]:
+        raise ValueError(f"windowed is {shown(windowed)}; expected true or false for each layer.")
+    return {"layer_types": ["sliding_attention" if has else "full_attention" for has in windowed]}
 
 
 def _one_window(raw: Raw) -> tuple[int | None, ...]:
@@ -88,10 +99,19 @@ def _ministral3(raw: Raw) -> Config:
     return config_of(raw, sliding_windows=_one_window(raw), rope=rope, **biases)
 
 
+MINISTRAL3_KEYS = {"rope.scaling.yarn_log_multiplier": "mscale_all_dim", "attention.temperature_scale": "beta"}
+
+
+def _ministral3_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    own = {"mscale": 1.0, "mscale_all_dim": raw.get("mscale_all_dim"), "llama_4_scaling_beta": raw.get("beta")}
+    return {"rope_parameters": raw["rope_parameters"] | own}
+
+
 register_family(
     "ministral3",
     _ministral3,
     architecture="Ministral3ForCausalLM",
+    gguf=Gguf("mistral3", MINISTRAL3_KEYS, _ministral3_in_gguf, neighbours=True),
     inside={"mistral3": "ministral3"},
 )
 
@@ -198,8 +218,12 @@ register_family(
     "olmo2",
     lambda raw: config_of(completed(raw, "olmo2", rms_norm_eps=1e-5), norms="after", wide_query_key_norm=True),
     architecture="Olmo2ForCausalLM",
-    gguf=Gguf("olmo2"),
+    gguf=Gguf("olmo2", WINDOWS, lambda raw, tensors: _olmo3_in_gguf(raw) if raw.get("sliding_window") else {}),
 )
+
+
+def _olmo3_in_gguf(raw: Raw) -> Raw:
+    return {"architectures": ["Olmo3ForCausalLM"], **_types_in_gguf(raw)}  # an olmo2 with windows
 
 
 def _olmo3(raw: Raw) -> Config:
@@ -254,7 +278,14 @@ def _checked_pattern(pattern: Any) -> int:
     return check_count("sliding_window_pattern", pattern, 1, "it must be a number of layers")
 
 
-register_family("exaone4", _exaone4, architecture="Exaone4ForCausalLM")
+register_family(
+    "exaone4",
+    _exaone4,
+    architecture="Exaone4ForCausalLM",
+    gguf=Gguf(
+        "exaone4", WINDOWS, lambda raw, tensors: {"sliding_window": raw.get("sliding_window"), **_types_in_gguf(raw)}
+    ),
+)
 
 
 def _seed_oss(raw: Raw) -> Config:

@@ -182,8 +182,8 @@ def _check_activation(raw: Raw, activation: str) -> None:
 
 def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config.json of the language model in a model that also sees or hears; any other as it is."""
-    around = raw.get("model_type")
-    known = {name: family for name, family in FAMILIES.items() if isinstance(around, str) and around in family.inside}
+    around = str(raw.get("model_type"))
+    known = {name: family for name, family in FAMILIES.items() if around in family.inside}
     if not known:
         return raw
     inner = raw.get("text_config", raw)  # the first Qwen-VL have the fields of both side by side

@@ -22,6 +22,8 @@ from models.rotary import rope_frequencies
 FREQUENCY_FACTORS = "rope_freqs.weight"  # Llama 3.1's rope scaling, as a factor for each frequency
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # longrope's
 
+WINDOWED = "attention.sliding_window_pattern"  # says of each layer whether it has a window
+
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 # The keys that every architecture's files have, and the fields of a config.json that they become, or the names under
@@ -95,7 +97,8 @@ def family_in(metadata: Mapping[str, Any]) -> tuple[str, Gguf]:
 
 
 def _stored() -> dict[str, tuple[str, Gguf]]:
-    return {gguf.architecture: (name, gguf) for name, (*_, gguf) in FAMILIES.items() if gguf is not None}
+    found = {name: family.gguf for name, family in FAMILIES.items()}
+    return {gguf.architecture: (name, gguf) for name, gguf in found.items() if gguf is not None}
 
 
 def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Mapping[str, Tensor]) -> Config:
@@ -147,7 +150,7 @@ def _fields(metadata: Mapping[str, Any], prefix: str, keys: Mapping[str, str]) -
     for key, field in keys.items():
         if (value := metadata.get(prefix + key)) is None:
             continue
-        if isinstance(value, list) and value:  # one for each layer
+        if isinstance(value, list) and value and key != WINDOWED:  # one for each layer
             if any(other != value[0] for other in value):
                 raise ValueError(f"its key {prefix}{key} differs from layer to layer, which is not supported.")
             value = value[0]

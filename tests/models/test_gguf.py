@@ -76,7 +76,30 @@ CONFIGS = {
         ropes=(Rope(20_000.0),) * 5 + (None,),
     ),
 }  # fmt: skip
-LLAMA_CPP = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}  # architectures with other names
+CONFIGS |= {
+    "gemma": Config(
+        **SMALL, architecture="gemma", norm_offset=True, activation="gelu_tanh", tie_embeddings=True,
+        embedding_multiplier=8.0,
+    ),
+    "olmo3": Config(
+        **SMALL | {"rope": Rope(500_000.0, "yarn", 4.0, 32)}, architecture="olmo3", wide_query_key_norm=True,
+        norms="after", sliding_windows=(16, None), ropes=(Rope(500_000.0), None),
+    ),
+    "exaone4": Config(
+        **SMALL, architecture="exaone4", query_key_norm=True, norms="after", sliding_windows=(16, None),
+        ropes=(None, NO_ROPE),
+    ),
+    "exaone4_full": Config(**SMALL, architecture="exaone4", query_key_norm=True, norms="after", tie_embeddings=True),
+    "seed_oss": Config(**SMALL, architecture="seed_oss", attention_bias=True),
+    "ministral3": Config(
+        **SMALL | {"rope": Rope(
+            500_000.0, "yarn", 4.0, 32, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.25,
+        )},
+        architecture="ministral3",
+    ),
+}  # fmt: skip
+LLAMA_CPP = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+LLAMA_CPP |= {"ministral3": "mistral3"}  # architectures with other names
 
 
 @functools.cache
@@ -113,7 +136,13 @@ def tensors_of(config):
 
 def interleaved(name, tensor, config):
     """A head's rows as llama.cpp's Llama has them: element i beside element i + D / 2."""
-    neighbours = ("llama", "mixtral", "smollm3", "granite")  # llama.cpp rotates neighbouring elements of these
+    neighbours = (
+        "llama",
+        "mixtral",
+        "smollm3",
+        "granite",
+        "ministral3",
+    )  # llama.cpp rotates neighbouring elements of these
     if config.architecture not in neighbours or not any(part in name for part in ("attn_q.", "attn_k.")):
         return tensor
     half = config.head_dim // 2
@@ -146,7 +175,15 @@ def keys_of(config):
             "final_logit_softcapping": config.logits_soft_cap,
         },
         "gemma3_text": {"attention.sliding_window": 16, "rope.freq_base_swa": 20_000.0},
+        "ministral3": {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.25},
     }.get(config.architecture, {})  # fmt: skip
+    if config.architecture in ("olmo3", "exaone4") and any(config.sliding_windows):
+        own |= {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False]}
+    if config.rope.type == "yarn":
+        own |= {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": config.rope.factor,
+            "rope.scaling.original_context_length": config.rope.original_positions,
+        }  # fmt: skip
     return {
         "general.architecture": prefix, f"{prefix}.block_count": config.num_layers,
         f"{prefix}.context_length": config.max_positions, f"{prefix}.embedding_length": config.hidden_size,
@@ -205,6 +242,14 @@ def refused(file, *words, kind=ValueError):
     for word in words:
         assert word in said
     assert caught.value.__cause__ is None and (caught.value.__suppress_context__ or not caught.value.__context__)
+
+
+def test_a_file_that_says_of_other_layers_whether_they_have_a_window_is_refused(make):
+    key = "olmo2.attention.sliding_window_pattern"
+    refused(make("olmo3", {key: [True]}), "windowed is [True]; expected true or false for each layer.", key)
+    refused(make("olmo3", {key: 2}), "windowed is 2; expected true or false for each layer.", key)
+    file = make("olmo3", {key: None})  # every fourth layer has none
+    assert models.load(file)[0].config.sliding_windows == (16, 16)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
