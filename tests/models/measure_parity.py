@@ -72,7 +72,7 @@ def families() -> dict[str, Any]:
         model, _ = models.load(GOLDEN / name)
         (architecture,) = json.loads((GOLDEN / name / "config.json").read_text())["architectures"]
         config = {"Gemma3ForCausalLM": "Gemma3TextConfig"}.get(
-            architecture, architecture[: -len("ForCausalLM")] + "Config"
+            architecture, architecture.partition("For")[0] + "Config"
         )
         error = max(largest_difference(model, name, row) for row in range(len(lengths)))
         golden = np.load(GOLDEN / name / "golden.npz")

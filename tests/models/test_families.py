@@ -34,7 +34,8 @@ def test_blocks_over_a_cache_give_the_logits_of_transformers(name, run_by_layer)
     np.testing.assert_allclose(engine.logits_of(model, found), logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", first(1, sorted(MASKED, key=lambda name: name != "ministral3")))
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MASKED)
 def test_a_prompt_and_decode_give_the_logits_of_transformers_with_all_tokens_and_under_a_mask(name):
     model, _ = models.load(GOLDEN / name)
     arrays = np.load(GOLDEN / name / "golden.npz")
@@ -172,7 +173,16 @@ def largest_difference(model, name, row=0):
 
 
 # Each family's logits are compared with the reference's in tests/campaign; here, those that differ in kind.
-BY_DEFAULT = ("llama_yarn_mscale", "qwen3_sliding", "granite", "olmo2_bias", "qwen3_moe_mixed", "gemma3", "phi3")
+BY_DEFAULT = (
+    "llama_yarn_mscale",
+    "qwen3_sliding",
+    "granite",
+    "olmo2_bias",
+    "qwen3_moe_mixed",
+    "gemma3",
+    "phi3",
+    "ministral3",
+)
 ROWS = [(name, row) for name, lengths in MODELS.items() for row in range(len(lengths))]
 
 
