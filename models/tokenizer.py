@@ -69,7 +69,8 @@ class Tokenizer:
         Example:
             >>> import models
             >>> backend = models.load("retriever")[1].backend
-            >>> form = "{{ messages[0].content }}{{ '' if enable_thinking else ' /no_think' }}"
+            >>> form = "{{ messages[0].content }}"
+            >>> form += "{{ '' if enable_thinking else ' /no_think' }}"
             >>> tokenizer = models.Tokenizer(backend, chat_template=form)
             >>> brief = tokenizer.with_values(enable_thinking=False)
             >>> brief.chat([{"role": "user", "content": "Hello"}])
