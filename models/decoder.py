@@ -315,8 +315,8 @@ def _before_attention(
     cos, sin, *factor = waves
     if _by_kernels(x) and not (config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier):
         tokens = x.shape[:2]
-        angles = (jnp.broadcast_to(own, (*tokens, 1, own.shape[-1])).reshape(-1, own.shape[-1]) for own in (cos, sin))
-        heads = split_heads(_in_parts(y, weights["qkv"]), *angles, weights.get("qkv_bias"), dtype=x.dtype)
+        cos, sin = (jnp.broadcast_to(own, (*tokens, 1, own.shape[-1])).reshape(-1, own.shape[-1]) for own in (cos, sin))
+        heads = split_heads(_in_parts(y, weights["qkv"]), cos, sin, weights.get("qkv_bias"), dtype=x.dtype)
         query, key, value = (own.reshape(*tokens, *own.shape[1:]) for own in heads)
     else:
         query, key, value = _project(config, weights, y)
