@@ -16,10 +16,10 @@
 #
 # Eviction is final: a token that was evicted cannot be read again.
 # [TokenButler](https://arxiv.org/abs/2503.07518v1) (v1; v2 is another method) evicts nothing. A
-# small network reads the output of the first layer and predicts, for every later layer and head,
-# how much each token will matter to the current one. Each decode step then reads only the best part. In this
-# notebook we train one for the embedded model in a minute, on far less text than it needs. We
-# compare its predictions with other ways to choose, and decode with it.
+# small network reads the output of the first layer and predicts, for every later layer and
+# head, how much each token will matter to the current one. Each decode step then reads only
+# the best part. In this notebook we train one for the embedded model in a minute, on far less
+# text than it needs. We compare its predictions with other ways to choose, and decode with it.
 #
 # The first cell installs kvjax where it is missing: from the checkout that this notebook is
 # in, else from the wheel that the environment variable `KVJAX_WHEEL` names.
