@@ -15,6 +15,8 @@ LARGE = 2**20  # bytes from which an array is one of weights, keys or values
 SECONDS = 2e-6  # of a launch at least
 BANDWIDTH, PROCESSORS = 4.0e12, 132  # of an H200: bytes per second, multiprocessors
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that holds the updates; the first is what is updated
+# Kernels that read as many rows of an operand as another has: its number, and the other's; rows are on its second axis
+_ROWS_OF = {"kernel add_rms_norm": (1, 0), "kernel split_heads": (0, 1)}
 # What the lines below it, further in, are part of
 _HELD = ("kWhile", "kCommandBuffer", "kAsyncStart", "kDynamicSliceFusion", "kConditional")
 
@@ -89,10 +91,12 @@ def launches(text: str, sequence: str, names: str) -> list[Launch]:
         in_place = [int(x) for x in re.findall(r"\{\d*\}: \((\d+), \{\}\)", instruction.text)]
         operands = sum(_bytes(shapes.get(x, "")) for x in instruction.operands)
         operands -= 2 * sum(_bytes(shapes.get(instruction.operands[x], "")) for x in in_place)
+        what = "copy" if thunk == "kCopy" else _kind(instruction, fused)
+        if rows_of := _ROWS_OF.get(what):
+            operands -= _unread(*(shapes.get(instruction.operands[x], "") for x in rows_of))
         moved = _traffic(fused) if fused else operands + _bytes(instruction.shape)
         grid = re.search(r"(\S+) grid: \[(\d+), (\d+), (\d+)\].* shared_memory: (\d+)", rest)
         blocks = math.prod(map(int, grid.groups()[1:4])) if grid else None
-        what = "copy" if thunk == "kCopy" else _kind(instruction, fused)
         launch = Launch(what, name, times, in_graph, blocks, moved)
         if what.startswith("kernel ") and grid:
             launch = launch._replace(by="Triton", code=grid[1], shared=int(grid[5]))
@@ -133,6 +137,12 @@ def _fused(computations: dict[str, list[_Instruction]], instruction: _Instructio
     while own[-1].opcode.startswith("fusion") and (called := re.search(r"calls=%?([\w.\-]+)", own[-1].text)):
         own = computations[called[1]]
     return own if own[-1] is not instruction else []
+
+
+def _unread(array: str, other: str) -> int:
+    """Return the bytes of an array beyond the rows that another has: on its second axis, and on the other's first."""
+    held, read = (int(re.findall(r"\d+", shape.partition("[")[2])[axis]) for shape, axis in ((array, 1), (other, 0)))
+    return _bytes(array) * (held - read) // held
 
 
 def _bytes(shape: str) -> int:
