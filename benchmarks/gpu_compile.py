@@ -53,11 +53,12 @@ PER_LAYER = ("sliding_windows", "ropes", "dense_sizes")
 MORE = 2  # layers by which a program has more of a kind than the smallest one, which has two in all, or one of each
 PACKAGE = Path(kernels_pallas.__file__).parent
 LEGEND = """Compiled for an H100, not timed. A launch is a program of its own: a kernel, a fusion, a copy, a library's
-call; a loop's launches count once per turn. Launches to least us are a layer's, the mean of all where layers differ.
-MiB: what the launches read and write if each reads once what it needs. weights moved: MiB of large arrays that are only
-copied or converted. least: the launches at 2 us, and the MiB at 4.0 TB/s, less where a launch has fewer blocks than the
-chip has multiprocessors. step: all layers, the embedding and the head. On a device XLA also tries cuBLAS for each
-product, and may copy a layer's weights for it, and sorts by CUB, in fewer launches."""
+call; a loop's launches count once per turn, and of a conditional those of its shortest branch. Launches to least us
+are a layer's, the mean of all where layers differ. MiB: what the launches read and write if each reads once what it
+needs. weights moved: MiB of large arrays that are only copied or converted. least: the launches at 2 us, and the MiB
+at 4.0 TB/s, less where a launch has fewer blocks than the chip has multiprocessors. step: all layers, the embedding
+and the head. On a device XLA also tries cuBLAS for each product, and may copy a layer's weights for it, and sorts by
+CUB, in fewer launches."""
 KERNELS_LEGEND = """Each line is the worst of so many kernels of that name: the one of which the fewest blocks fit on a
 multiprocessor at once (blocks), by registers, threads and shared memory. alone: an operation in a program of its own,
 in all its cases. spilled: bytes stored and loaded because registers did not suffice. shared: KiB of a block. barriers,

@@ -63,7 +63,7 @@ def launches(text: str, sequence: str, names: str) -> list[Launch]:
     of_number = {int(number): name for name, number in re.findall(r'annotation: "([^"]+)"\s+thunk_id: (\d+)', names)}
     found: list[Launch] = []
     inside: list[tuple[int, str, int]] = []  # (indentation, kind, turns) of what the line is part of
-    for line in sequence.splitlines():
+    for line in _by_shortest_branch(sequence.splitlines()):
         parts = re.match(r"(\s*)(\d+): (k\w+)\s+(?:\[.*?\])?\s*(.*)", line)
         if parts is None:  # the computations of a loop's condition, and of its body, begin in the first column
             inside = [held for held in inside if held[1] != "condition"]
@@ -106,6 +106,30 @@ def launches(text: str, sequence: str, names: str) -> list[Launch]:
             launch = launch._replace(by="Mosaic", code=known[1])
         found.append(launch)
     return found
+
+
+def _by_shortest_branch(lines: Sequence[str]) -> list[str]:
+    """Return the lines with the shortest branch alone of each conditional: the others are for what is rare."""
+    found: list[str] = []
+    rest = list(lines)
+    while rest:
+        found.append(rest.pop(0))
+        if ": kConditional" not in found[-1]:
+            continue
+        depth = _depth(found[-1])
+        branches: list[list[str]] = []
+        while rest and _depth(rest[0]) > depth:
+            line = rest.pop(0)
+            if re.fullmatch(r"\s*\w*branch\w*:\s*", line):
+                branches.append([])
+            elif branches:
+                branches[-1].append(line)
+        found += min(map(_by_shortest_branch, branches), key=len, default=[])
+    return found
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def weights_moved(found: Sequence[Launch]) -> int:

@@ -358,7 +358,7 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, context) -> Float[Array
     B, T, N, D = layer.query.shape
     K = N if policy.heads == "query" else layer.key.shape[1]
     cache = kvjax.KVCache.init(
-        batch=B, kv_heads=K, slots=T, head_dim=D, dtype=layer.key.dtype, state=policy.init(B, K, N // K, T, D),
+        batch=B, kv_heads=K, slots=T, head_dim=D, dtype=layer.key.dtype, state=policy.state(B, K, N // K, T, D),
         positions=policy.positions,
     )  # fmt: skip
 

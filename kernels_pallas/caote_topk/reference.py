@@ -59,9 +59,8 @@ def shares(scores: Float[Array, "*batch S"], counts: Bool[Array, "*#batch S"]) -
     scale = jnp.where(largest > 2.0**64, 2.0**-64, 1).astype(scores.dtype)
     scores, largest = scale * scores, scale * largest
     is_most = scores == largest  # apart, as beside a share near 1 small ones would be lost one by one
-    total = largest * jnp.sum(is_most, axis=-1, keepdims=True) + jnp.sum(
-        jnp.where(is_most, 0, scores), axis=-1, keepdims=True
-    )
+    equal = jnp.sum(is_most, axis=-1, keepdims=True, dtype=scores.dtype)
+    total = largest * equal + jnp.sum(jnp.where(is_most, 0, scores), axis=-1, keepdims=True)
     return scores / jnp.where(total > 0, total, 1)
 
 

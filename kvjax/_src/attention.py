@@ -228,7 +228,7 @@ def _observe(
     """Observe a block on one device."""
     needs = Needs() if policy is None else policy.needs
     block, context = prepared(cache, block, context)
-    block, held = held_before(cache, cache.state, block, needs, context)
+    held = held_before(cache, cache.state, block, needs, context)
     cache = inserted(cache, block, context, promises_room(policy, budget, context))
     out, columns, block, here = attend_heads(cache, block, needs, context)
     if policy is None:

@@ -44,7 +44,7 @@ def observe_pages(
     """
     needs = Needs() if policy is None else policy.needs
     block, context = prepared(cache, block, context)
-    block, held = held_before(cache, own_layer(cache, context).state, block, needs, context)
+    held = held_before(cache, own_layer(cache, context).state, block, needs, context)
     query, key, value, position = block
     (B, T, N, _), K, layer = query.shape, cache.heads_shape[-1], layer_index(cache, context)
     shares = shares_of(cache, budget)

@@ -19,7 +19,7 @@ from kvjax._src.cache import KVCache, floats_of, up_to, within
 from kvjax._src.compact_positions import next_index, turn_to_index, turn_to_rank
 from kvjax._src.eviction import Budget, Evidence
 from kvjax._src.observation import Context, Needs, Observation, Weights
-from kvjax._src.order import Held, by_position, by_rank, ranks
+from kvjax._src.order import Held, by_position, continued, ranks
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy, join_heads, mark_protected, scores_of_weights, update_scores
 from kvjax._src.projection import part_of
@@ -62,19 +62,17 @@ def prepared(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -
 
 def held_before(
     cache: KVCache | PagedCache, state: Any, block: LayerBlock, needs: Needs, context: Context
-) -> tuple[LayerBlock, Held | None]:
-    """Return what a decode step continues of a policy's order, None where it sorts; and the block, NaN if it cannot.
+) -> Held | None:
+    """Return what a decode step continues of a policy's order, None where it sorts.
 
     ``state`` is the policy's, as the cache of the layer has it before the block.
     """
     if not needs.order or block.position.shape[1] > 1 or context.excess != 1:
-        return block, None
+        return None
     here = own_layer(cache, context)
     next_position = jnp.maximum(here.next_position, jnp.max(block.position, axis=1) + 1)
     here = choosable(dataclasses.replace(here, state=state, next_position=next_position), context)
-    held = Held.of(here.state.rank, here.position, shifts=context.sliding_window is not None)
-    lost = jnp.any(held.wrong, axis=1)[..., None, None]
-    return block._replace(query=jnp.where(lost, jnp.nan, block.query)), held
+    return Held.of(here.state.rank, here.position, shifts=context.sliding_window is not None)
 
 
 def _turned(cache: KVCache | PagedCache, block: LayerBlock, context: Context) -> LayerBlock:
@@ -206,7 +204,7 @@ def ask(
     columns = jax.tree.map(lambda column: column.reshape(B, K, -1, *column.shape[2:]), columns)
     order, kept = None, here.state
     if policy.needs.order:
-        order = by_position(here.position) if held is None else by_rank(held, kept.rank, here.position)
+        order = by_position(here.position) if held is None else continued(held, kept.rank, here.position)
         kept = kept.others
     window, remembered = kept if observed(policy.needs.statistics) else (None, kept)
     if window is not None:

@@ -120,9 +120,7 @@ class Context:
             default True for a block of one token.
         filled: a promise that slots from this one on are free, so that attention skips them.
         excess: a promise that no head will hold more than ``budget + excess`` tokens, for which there is room; see
-            :func:`kvjax.evict`. With 1, a block of one token also promises that this policy has evicted before it, and
-            that no other token has come in since; a row of which that is not true is NaN where the policy reads the
-            tokens' order.
+            :func:`kvjax.evict`. With 1, a policy that reads the tokens' order continues that of the step before.
         slots: the most slots per head of any layer, where this one may have fewer for its window: a row loses nothing,
             and its observation window goes on, only if its budget is above these; see :func:`kvjax.evict`.
         implementation: of attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and

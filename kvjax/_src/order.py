@@ -9,6 +9,7 @@ newest may have been taken back. Blocks of several tokens sort.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -51,7 +52,8 @@ class Ranked:
 class Held(NamedTuple):
     """Hold what the ranks of each head are before a decode step's token comes in: ``first`` and on, but for a ``gap``.
 
-    The gap is behind them where none is missing. Heads are ``wrong`` where more are, or a token has no rank.
+    The gap is behind them where none is missing. Heads are ``wrong`` where more are, or a token has no rank: then the
+    slots are sorted.
     """
 
     first: Int[Array, "B K 1"]
@@ -68,7 +70,8 @@ class Held(NamedTuple):
         def over(reduce: Any, x: Array) -> Int[Array, "B K 1"]:
             return reduce(x, axis=-1, keepdims=True)
 
-        count, total, last = over(jnp.sum, jnp.minimum(held, 1)), over(jnp.sum, held), over(jnp.max, held)
+        add = functools.partial(jnp.sum, dtype=jnp.int32)
+        count, total, last = over(add, jnp.minimum(held, 1)), over(add, held), over(jnp.max, held)
         first = over(jnp.min, jnp.where(held > 0, held, most)) if shifts else jnp.ones_like(count)
         # The sum of the next ``count + 1`` numbers, modulo 2**32: of two numbers in a row it halves the even one.
         whole = first * (count + 1) + ((count + 1) >> 1) * (count | 1)
@@ -77,16 +80,20 @@ class Held(NamedTuple):
 
 def by_position(position: Int[Array, "B K S"]) -> Order:
     """Sort the slots by position, the free ones last."""
-    slot = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)
+    slot = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1).astype(jnp.int32)
     return Order(slot, _inverse(slot, jnp.zeros_like(position)))
 
 
-def by_rank(held: Held, rank: Int[Array, "B K S"], position: Int[Array, "B K S"]) -> Order:
+def continued(held: Held, rank: Int[Array, "B K S"], position: Int[Array, "B K S"]) -> Order:
+    """Continue the order of a step before, whose ranks these are, or sort the slots where some head's are wrong."""
+    return jax.lax.cond(jnp.any(held.wrong), lambda: by_position(position), lambda: _by_rank(held, rank, position))
+
+
+def _by_rank(held: Held, rank: Int[Array, "B K S"], position: Int[Array, "B K S"]) -> Order:
     """Order slots by ranks that are not wrong; the token that has come in is the newest."""
     S, live = rank.shape[-1], position >= 0
-    rank = jnp.where(rank > 0, rank - (held.first - 1) - (rank > held.gap), held.tokens + 1)
+    rank = jnp.where(rank > 0, rank - (held.first - 1) - (rank > held.gap).astype(jnp.int32), held.tokens + 1)
     free = jnp.where(live, S, jax.lax.broadcasted_iota(jnp.int32, rank.shape, 2))
-    rank = jnp.where(held.wrong, 0, rank)  # in the next step, too
     # Without a barrier all that reads these ranks would compute them from the old ones, which they are to overwrite.
     rank, free = jax.lax.optimization_barrier((jnp.where(live, rank, S + 1), free))
     place = rank - 1
@@ -114,7 +121,7 @@ def renewed(cache: AnyKind, state: Any, rank: Int[Array, "*slots"] | None, after
         known, head = (after >= 0) & (rank > 0), cache.heads()[..., None]
         stays = jnp.zeros((math.prod(cache.heads_shape), most), jnp.int32)
         stays = stays.at[head, jnp.where(known, rank, most)].set(1, mode="drop", unique_indices=True)
-        rank = jnp.where(known, jnp.cumsum(stays, axis=-1)[head, rank], 0)
+        rank = jnp.where(known, jnp.cumsum(stays, axis=-1, dtype=jnp.int32)[head, rank], 0)
     return map_parts(lambda part: dataclasses.replace(part, rank=rank), state, Ranked)
 
 

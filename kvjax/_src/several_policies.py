@@ -99,10 +99,8 @@ def _observe_each(
 ) -> tuple[Float[Array, "B T N D"], KVCache, tuple[Evidence, ...]]:
     """Observe a block on one device."""
     block, context = prepared(cache, block, context)
-    each = []
-    for policy, state in zip(policies, cache.state, strict=True):
-        block, held = held_before(cache, state, block, policy.needs, context)
-        each.append(held)
+    stated = zip(policies, cache.state, strict=True)
+    each = [held_before(cache, state, block, policy.needs, context) for policy, state in stated]
     cache = inserted(cache, block, context)
     together: dict[Any, Needs] = {}
     largest = max(policy.needs.window for policy in policies)

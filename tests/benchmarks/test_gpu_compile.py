@@ -108,6 +108,20 @@ def test_what_a_kernel_updates_in_place_is_not_moved():
     assert [x.moved for x in launches.launches(text, sequence, names)] == [4 * (8 + 4)]
 
 
+def test_of_a_conditional_the_shortest_branch_counts():
+    sequence = """000: kCommandBuffer [source | sink]
+    001: kConditional [source | next=009 (1)]
+      false_branch:
+        002: kCopy [source | sink] kCopy
+        003: kCopy [source | sink] kCopy
+      true_branch:
+        004: kCopy [source | sink] kCopy
+    009: kCopy [prev=001 (1) | sink] kCopy
+"""
+    names = "\n".join(f'annotation: "copy.{n}" thunk_id: {n}' for n in (2, 3, 4, 9))
+    assert [x.name for x in launches.launches("", sequence, names)] == ["copy.4", "copy.9"]
+
+
 def test_rows_that_a_kernel_does_not_read_are_not_moved():
     text = """ENTRY %main (x: bf16[1,64], parts: f32[4,8,64], w: bf16[64]) -> (bf16[1,64], bf16[1,64]) {
   %x = bf16[1,64]{1,0} parameter(0)

@@ -1,6 +1,5 @@
 """Claims: contrasts that differ in one link, verdicts between floor and ceiling, equivalence, and their number."""
 
-
 import numpy as np
 import pytest
 

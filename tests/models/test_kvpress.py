@@ -234,7 +234,7 @@ def test_values_are_shared_as_in_kvpress_where_its_draws_are_their_mean():
 
 def test_norms_of_projected_values_are_those_of_kvpress():
     _, cache = observed(made(CASES["criticalkv", 40]))
-    norms = np.stack([own.state[1][1] for own in cache.layers])  # beside the window
+    norms = np.stack([own.state.others[1][1] for own in cache.layers])  # beside the window
     np.testing.assert_allclose(norms[:, 0], fixture()["output_norms"], rtol=2**-12)
 
 

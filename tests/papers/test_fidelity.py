@@ -112,7 +112,7 @@ def test_a_policy_is_compared_with_those_that_its_paper_compares(laprox, attenti
         ("LaProx", "does not", pytest.approx(-0.05)),
         ("LaProx", "holds", pytest.approx(0.05)),
     ]
-    assert rows[0]["layers"] == ["holds", "within noise"]
+    assert rows[0]["layers"] == ["holds", "not shown"]
 
 
 @matrix
