@@ -144,7 +144,7 @@ def test_of_equal_tokens_in_many_programs_the_oldest_leaves(monkeypatch):
 
 
 @every
-@pytest.mark.parametrize("scale", first(1, [2.0**126, 2.0**-120, 3.0]))
+@pytest.mark.parametrize("scale", first(1, [2.0**126, 2.0**-90, 3.0]))
 def test_weights_need_no_sum_of_one_however_large_or_small_they_are(name, scale):
     """As sums of attention have none; beyond 2^127 their sum overflows."""
     given = case(10, D=5, S=40)
