@@ -124,7 +124,8 @@ def _by_shortest_branch(lines: Sequence[str]) -> list[str]:
                 branches.append([])
             elif branches:
                 branches[-1].append(line)
-        found += min(map(_by_shortest_branch, branches), key=len, default=[])
+        each = sorted((_by_shortest_branch(branch) for branch in branches), key=len)
+        found += each[0] if each else []
     return found
 
 

@@ -11,15 +11,15 @@ from kernels_pallas.mse_logits.api import mse_logits
 from kernels_pallas.paged_attention.api import paged_attention
 from kernels_pallas.select_attention.api import select_attention
 from kernels_pallas.split_heads.api import split_heads
-from kernels_pallas.split_heads.reference import Heads
+from kernels_pallas.split_heads.reference import QueryKeyValue
 
 __all__ = [
     "ONLY_REFERENCE",
     "STATISTICS",
     "ColumnStatistics",
-    "Heads",
     "Inserted",
     "Kept",
+    "QueryKeyValue",
     "add_rms_norm",
     "cache_attention",
     "caote_topk",

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.dispatch import Implementation, dispatch
-from kernels_pallas.split_heads.reference import Heads
+from kernels_pallas.split_heads.reference import QueryKeyValue
 
 
 def split_heads(
@@ -18,7 +18,7 @@ def split_heads(
     *,
     dtype: DTypeLike,
     implementation: Implementation = "auto",
-) -> Heads:
+) -> QueryKeyValue:
     """Split a product into queries, keys and values, and rotate queries and keys: element i with element i + D / 2.
 
     Args:

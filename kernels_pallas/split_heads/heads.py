@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxtyping import Array
 
-from kernels_pallas.split_heads.reference import Heads
+from kernels_pallas.split_heads.reference import QueryKeyValue
 
 
-def on_heads(kernel: Callable[..., tuple[Array, ...]], *arrays: Array | None, **options: Any) -> Heads:
+def on_heads(kernel: Callable[..., tuple[Array, ...]], *arrays: Array | None, **options: Any) -> QueryKeyValue:
     """Run a kernel; see :func:`kernels_pallas.split_heads.api.split_heads`."""
-    return Heads(*kernel(*arrays, **options))
+    return QueryKeyValue(*kernel(*arrays, **options))

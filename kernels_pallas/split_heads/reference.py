@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.add_rms_norm.reference import whole
 
 
-class Heads(NamedTuple):
+class QueryKeyValue(NamedTuple):
     """Queries, keys and values of each token."""
 
     query: Float[Array, "rows N D"]
@@ -25,13 +25,13 @@ def split_heads(
     bias: Float[Array, "K heads D"] | None,
     *,
     dtype: str,
-) -> Heads:
+) -> QueryKeyValue:
     """See :func:`kernels_pallas.split_heads.api.split_heads`."""
     made = whole(parts[:, : len(cos)], dtype)
     if bias is not None:
         made = made + bias[None]
     turned = rotated(made[:, :, :-1], cos[:, None, None], sin[:, None, None])
-    return Heads(turned[:, :, :-1].reshape(len(cos), -1, made.shape[-1]), turned[:, :, -1], made[:, :, -1])
+    return QueryKeyValue(turned[:, :, :-1].reshape(len(cos), -1, made.shape[-1]), turned[:, :, -1], made[:, :, -1])
 
 
 def rotated(
