@@ -42,6 +42,7 @@ def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
     assert said and said in printed and json.loads(again.read_text()) == data
 
 
+@pytest.mark.matrix
 def test_a_study_of_several_runs_makes_what_each_of_them_answers(tmp_path):
     settings, tasks, _ = SMALL.split("\n\n")
     file, out, figures = tmp_path / "small.toml", tmp_path / "run", tmp_path / "small.json"
