@@ -113,7 +113,7 @@ def lowered_case(case: kernels.Case, chip: Any) -> jax.stages.Lowered:
 
 
 class Compiled(NamedTuple):
-    """What a compiled program launches, its Pallas kernels, and the bytes of its temporary arrays."""
+    """Hold what a compiled program launches, its Pallas kernels, and the bytes of its temporary arrays."""
 
     launches: list[Launch]
     kernels: list[Kernel]

@@ -1,4 +1,4 @@
-"""What a kernel is in a GPU's machine code: registers, spills, shared memory, barriers, and how many blocks fit.
+"""Read what a kernel is in a GPU's machine code: registers, spills, shared memory, barriers, and how many blocks fit.
 
 XLA writes the PTX of Triton's kernels, and CUDA's ptxas tells what becomes of it. Mosaic compiles its own kernels, each
 once in a process, and prints both if asked to.

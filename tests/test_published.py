@@ -11,7 +11,7 @@ from papers import remake
 
 
 def planned(content):
-    """How many samples of each task a sweep answers, by model, length, policy, budget, moment and question."""
+    """Count the samples of each task that a sweep answers, by model, length, policy, budget, moment and question."""
     found = {}
     for part in sweep.plan(content):
         flags, options = part.flags, content["tasks"][part.flags.name]

@@ -1,4 +1,4 @@
-"""What PTX and ptxas say of kernels, and how many blocks of one fit on a multiprocessor."""
+"""Read what PTX and ptxas say of kernels, and count how many blocks of one fit on a multiprocessor."""
 
 from hypothesis import given
 from hypothesis import strategies as st

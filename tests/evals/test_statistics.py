@@ -32,11 +32,10 @@ def test_an_interval_holds_just_the_bounds_that_are_not_rejected_and_the_mean(mo
     values = np.array([own[: min(map(len, models))] for own in models])
     mean, low, high = statistics.paired_interval(values)
     assert -1 <= low <= mean <= high <= 1
-    for bound in np.linspace(-1, 1, 21):
-        for side, end in ((values, low), (-values, -high)):
-            chance = statistics.chance_above(side, bound)
-            assert chance > 0.0249 or bound <= end + 1e-9
-            assert chance < 0.0251 or bound >= end - 1e-9
+    bounds = np.linspace(-1, 1, 21)
+    for side, end in ((values, low), (-values, -high)):
+        assert all(statistics.chance_above(side, bound) > 0.0249 for bound in bounds[bounds > end + 1e-9])
+        assert all(statistics.chance_above(side, bound) < 0.0251 for bound in bounds[bounds < end - 1e-9])
 
 
 @given(differences, st.floats(-1, 1), st.floats(-1, 1))
@@ -81,7 +80,7 @@ def chances(values, bound):
 
 
 def verdicts(above, below):
-    """Which samples are called better or worse, not worse or worse than by the margin, and as good.
+    """Return which samples are called better or worse, not worse or worse than by the margin, and as good.
 
     ``above`` and ``below`` return the p-values that a mean, or that with the other sign, is a bound or less.
     """

@@ -76,7 +76,7 @@ def test_a_step_continues_the_order(seed, shifts, new):
     held = np.arange(S) < live.sum(axis=-1, keepdims=True)
     np.testing.assert_array_equal(np.asarray(found.slot)[held], np.asarray(expected.slot)[held])
     rest = np.where(held, S, np.asarray(found.slot))
-    assert not np.take_along_axis(np.pad(live, ((0, 0), (0, 0), (0, 1))), rest, axis=-1).any()  # free, or none
+    assert not np.take_along_axis(np.pad(live, ((0, 0), (0, 0), (0, 1))), rest, axis=-1).any()  # a free slot or S
 
 
 @settings(deadline=None)
