@@ -10,7 +10,7 @@ from models.commands.subcommands import run_one
 
 NAMES = (
     "accelerator", "cpu", "decode", "fixed_memory", "gpu_compile", "kernels", "memory", "peers", "prefill", "questions",
-    "report", "soak", "tpu_compile",
+    "report", "show", "soak", "tpu_compile",
 )  # fmt: skip
 BENCHMARKS: dict[str, Any] = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES}
 

@@ -8,7 +8,6 @@ float32, because a CPU's compiler turns bfloat16 into float32 copies.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -89,12 +88,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--block", type=count, default=128)
     flags.add_argument("--page-size", type=count, default=16)
     measure.add_json_flag(flags, "memory")
-    flags.add_argument("--page", type=Path, help="write the table as a Markdown page here")
 
 
 def command(flags: argparse.Namespace) -> None:
     """Compile, print the table, write JSON."""
-    files.check_outputs([flags.json, flags.page])
+    files.check_outputs([flags.json])
     shares = measure.shares("--shares", flags.shares)
     settings = [(policy, share) for share in shares for policy in commands.split_list(flags.policies)]
     sizes = {"prompt": flags.prompt, "block": flags.block, "page_size": flags.page_size}
@@ -102,9 +100,3 @@ def command(flags: argparse.Namespace) -> None:
     results = [compiled_bytes(policy, share=share, **sizes) for policy, share in bar]
     print(table(results), LEGEND, sep="\n")
     measure.write(flags, "memory", sizes, results, done=True)
-    if flags.page is not None:
-        size = f"{CONFIG.num_layers} layers, {CONFIG.num_kv_heads} KV heads of {CONFIG.head_dim}, float32, a prompt of"
-        text = f"# Bytes of a cache under each allocation\n\n{size} {flags.prompt:,} tokens, blocks of {flags.block}, "
-        text += f"pages of {flags.page_size}. Made by `python -m benchmarks memory`.\n\n"
-        text += f"{table(results).markdown()}\n\n{LEGEND}\n"
-        measure.write_page(flags.page, text)

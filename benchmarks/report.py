@@ -24,20 +24,30 @@ Document = dict[str, Any]
 
 INTRODUCTION = """# Performance
 
-A step on a GPU first, then what programs launch that were compiled for one, then CPUs, beside other libraries and
-beside floors, then all else. What is called compiled was not timed; every other number in ms was measured.
-`python -m benchmarks report` makes this page from benchmarks/results, where every file names its device, versions and
-commit, and has all figures. No TPU has been timed yet: [one command measures yours](how-to/measure-a-gpu.md).
+What a step, a prompt and a cache take: on a GPU, beside other libraries, and beside floors. Every number in ms was
+measured. `python -m benchmarks report` makes this page from benchmarks/results. Every file there names its device,
+versions and commit, and `python -m benchmarks show FILE` prints all of its tables. No TPU has been timed yet:
+[one command measures yours](how-to/measure-a-gpu.md).
 """
-GPU_LEGEND = """slots: places for tokens that a KV head has. floor: time to read the weights and the held keys and
-values once, at the copy bandwidth measured in the same run. share: of scoring and eviction, the time over that of a
-step that evicts nothing (none). streaming evicts by position, without scores."""
+GPU_LEGEND = """slots: places for tokens per KV head. floor: time to read the weights and the held keys and values
+once, at the copy bandwidth measured in the same run. share: of scoring and eviction, the time over that of a step that
+evicts nothing (none). streaming evicts by position, without scores."""
+PEERS_LEGEND = """held: tokens per KV head after the prompt. x: how many times as fast as kvpress, or as transformers
+with the full cache. peak: the most memory that the process held, with interpreter, libraries and weights (on a GPU:
+what was allocated there). same: how many of the answer's first tokens are those of kvpress or transformers. once does
+what kvpress does. by block is the default here: the cache never holds more than the budget and a block, and each new
+token evicts one, so other tokens are evicted and the answers part."""
 FLOORS = """
 ## Floors
 
 A floor is the time to read the bytes, or to compute the products, that are strictly needed, at the bandwidth and
 product rate measured in the same run on the same device.
 """
+# The sections of the page that join all files of a benchmark, and the one table of it that they show.
+SECTIONS = {
+    "fixed_memory": ("Prompts in fixed memory", "Fixed memory"),
+    "cpu": ("A decode step on a CPU", "A decode step"),
+}
 
 
 class Target(NamedTuple):
@@ -140,20 +150,26 @@ TARGETS = (
 
 def documents(folder: Path) -> list[Document]:
     """Read the results files of a folder, in a fixed order; ValueError for a file of another kind."""
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            document = json.loads(path.read_text())
-            importlib.import_module(f"benchmarks.{document['benchmark']}")
-            found += parts_of({"file": path.name, **document, "results": document["results"]})
-        except (json.JSONDecodeError, KeyError, TypeError, ImportError) as error:
-            raise ValueError(
-                f"{path} is no results file of a benchmark ({error}); make one with: python -m benchmarks NAME --json."
-            ) from None
+    found = [document for path in sorted(folder.glob("*.json")) for document in read(path)]
     if not found:
         raise ValueError(f"{folder} holds no results (*.json); make some with: python -m benchmarks NAME --json.")
     known = {name: place for place, name in enumerate(ORDER)}
     return sorted(found, key=lambda d: (known.get(d["benchmark"], len(known)), d["file"]))
+
+
+def read(path: Path) -> list[Document]:
+    """Read a results file, or the parts of one of `python -m benchmarks accelerator`; ValueError for any other file."""
+    try:
+        document = json.loads(path.read_text())
+        importlib.import_module(f"benchmarks.{document['benchmark']}")
+        return [
+            {"inside": path.name, **part}
+            for part in parts_of({"file": path.name, **document, "results": document["results"]})
+        ]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, ImportError) as error:
+        raise ValueError(
+            f"{path} is no results file of a benchmark ({error}); make one with: python -m benchmarks NAME --json."
+        ) from None
 
 
 def parts_of(document: Document) -> list[Document]:
@@ -171,16 +187,33 @@ def section(document: Document, told: set[str] | None = None) -> str:
 
     Legends in ``told`` are left out, and those that are not are added to it.
     """
-    told = set() if told is None else told
     module = importlib.import_module(f"benchmarks.{document['benchmark']}")
-    results = document["results"]
+    settings = document.get("settings", {})
+    heading = module.heading(settings) if hasattr(module, "heading") else document["file"].removesuffix(".json")
+    tables = _tables(module, document["results"])
+    return f"## {heading}\n\n{_made(module, document)}\n{_written(tables, set() if told is None else told)}"
+
+
+def joined(name: str, documents: Sequence[Document]) -> str:
+    """Return the page's section of a benchmark as Markdown: one table of all of its files together."""
+    title, chosen = SECTIONS[name]
+    module = importlib.import_module(f"benchmarks.{name}")
+    told = [f"{module.heading(d['settings'])}: " if hasattr(module, "heading") else "" for d in documents]
+    made = "\n".join(head + _made(module, document) for head, document in zip(told, documents, strict=True))
+    table, legend = _tables(module, [record for document in documents for record in document["results"]])[chosen]
+    return f"## {title}\n\n{made}\n\n{table.markdown()}\n\n{legend}\n"
+
+
+def _tables(module: Any, results: Sequence[Record]) -> dict[str, tuple[report.Table, str]]:
     if hasattr(module, "shown"):
         results = module.shown(results)
     if hasattr(module, "tables"):
-        tables = module.tables(results)
-    else:
-        title = str(module.__doc__).splitlines()[0].rstrip(".")
-        tables = {title: (module.table(results), getattr(module, "LEGEND", ""))}
+        return module.tables(results)
+    title = str(module.__doc__).splitlines()[0].rstrip(".")
+    return {title: (module.table(results), getattr(module, "LEGEND", ""))}
+
+
+def _made(module: Any, document: Document) -> str:
     settings = document.get("settings", {})
     made = f"`python -m benchmarks {document['benchmark']}` on " if hasattr(module, "command") else "On "
     made += _made_with(document)
@@ -190,12 +223,43 @@ def section(document: Document, told: set[str] | None = None) -> str:
         made += "{repetitions} repetitions of {calls} calls".format_map(settings)
     if settings.get("XLA_FLAGS"):
         made += f". XLA_FLAGS={settings['XLA_FLAGS']}"
-    heading = module.heading(settings) if hasattr(module, "heading") else document["file"].removesuffix(".json")
-    text = f"## {heading}\n\n{made}.\n"
+    return f"{made}."
+
+
+def _written(tables: dict[str, tuple[report.Table, str]], told: set[str]) -> str:
+    text = ""
     for title, (table, legend) in tables.items():
         text += f"\n### {title}\n\n{table.markdown()}\n" + (f"\n{legend}\n" if legend and legend not in told else "")
         told.add(legend)
     return text
+
+
+def beside(document: Document) -> str:
+    """Return the times beside other libraries as Markdown: prompt, token and memory in one table."""
+    settings = document["settings"]
+
+    def times(what: str, unit: float, form: str) -> report.Cell:
+        return lambda r: format(r[what]["milliseconds"] / unit, form)
+
+    def ratio(what: str) -> report.Cell:
+        return lambda r: "" if r[f"{what}_ratio"] is None else f"{r[f'{what}_ratio']:.2f}"
+
+    cells: list[tuple[str, report.Cell]] = [
+        ("side", "{side}"), ("held", "{held:,}"),
+        ("prompt, s", times("prefill", 1e3, ".2f")), ("x", ratio("prefill")),
+        ("token, ms", times("decode", 1, ".1f")), ("x", ratio("decode")),
+        ("peak MiB", lambda r: f"{r['peak_bytes'] / 2**20:,.0f}"),
+        ("same", lambda r: "" if r["same_tokens"] is None else f"{r['same_tokens']} of {r['tokens']}"),
+    ]  # fmt: skip
+    threads = max(settings["threads"])
+    table = report.table([r for r in document["results"] if r["threads"] == threads], cells, left=1)
+    what = settings.get("model") or f"random weights ({settings['shape']})"
+    made = f"{what}, a prompt of {settings['prompt']:,} tokens, `{settings['policy']}`, {settings['dtype']}, {threads} "
+    made += "threads; medians"
+    return (
+        f"## Beside other libraries\n\n{made} of runs that took turns: `python -m benchmarks peers` on "
+        f"{_made_with(document)}.\n\n{table.markdown()}\n\n{PEERS_LEGEND}\n"
+    )
 
 
 def _made_with(document: Document) -> str:
@@ -264,29 +328,37 @@ def targets(found: Sequence[Document], on: Sequence[str] = ("gpu", "cpu")) -> re
 
 def page(found: Sequence[Document], images: Sequence[str]) -> str:
     """Return the whole page in Markdown."""
-    told = set[str]()
-    old = [d for d in found if "replaced_by" in d]
-    of = {name: [d for d in found if d["benchmark"] == name and d not in old] for name in ("gpu_compile", "peers")}
+    newer = [d for d in found if "replaced_by" not in d]
+    of = {name: [d for d in newer if d["benchmark"] == name] for name in ("peers", *SECTIONS)}
     steps = [d for d in found if d["benchmark"] == "decode" and d["device"] != "cpu"]
-    newest = [d for d in steps if d not in old][:1]
+    newest = [d for d in steps if d in newer][:1]
     text = INTRODUCTION + "".join(map(on_gpu, newest))
     text += next(filter(None, map(against_full, steps)), "") if newest else ""
-    text += "".join(f"\n{section(d, told)}" for name in of for d in of[name]) + FLOORS
+    text += "".join(f"\n{beside(d)}" for d in of["peers"][:1])
+    text += "".join(f"\n{joined(name, of[name])}" for name in SECTIONS if of[name]) + FLOORS
     for name in images:
         title, caption, *_ = PICTURES[name]
         text += f"\n![{title}](images/performance-{name}.png)\n\n*{title}. {caption}*\n"
-    text += f"\n## Targets\n\n{targets(found).markdown()}\n"
-    shown = [*of["gpu_compile"], *of["peers"], *newest, *old]
-    text += "".join(f"\n{section(d, told)}" for d in found if d not in shown)
-    if old:
-        names = ", ".join(f"{d['file']} (jax {d['versions']['jax']}, commit {d['commit']})" for d in old)
-        text += f"\n## Older runs\n\nOnly in benchmarks/results, since newer ones take their place: {names}.\n"
-    return text
+    return f"{text}\n## Targets\n\n{targets(found).markdown()}\n{listed(found)}"
+
+
+def listed(found: Sequence[Document]) -> str:
+    """Return the list of all results files as Markdown."""
+    of_files: dict[str, Document] = {}
+    for document in found:
+        of_files.setdefault(str(document.get("inside", document["file"])), document)
+    lines = [
+        (file, d["benchmark"], _device(d), f"older than {d['replaced_by']}" if "replaced_by" in d else "")
+        for file, d in of_files.items()
+    ]
+    text = "\n## All figures\n\nTables of what is above, of kernels and launches, of programs compiled for GPUs and "
+    text += "TPUs, of a soak and of experiments: `python -m benchmarks show FILE`.\n\n"
+    return f"{text}{report.Table(('file', 'what', 'on', ''), lines, left=4).markdown()}\n"
 
 
 def draw_decode(document: Document, path: Path) -> None:
     """Draw the milliseconds of a decode step against the prompt's length, with and without eviction."""
-    figure, axis = report.pyplot().subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axis = report.pyplot().subplots(figsize=(6, 5.2), layout="constrained")
     records = [r for r in document["results"] if r.get("kind") == "decode" and "milliseconds" in r]
     lines: dict[tuple[Any, ...], list[Record]] = {}
     for r in records:
@@ -299,11 +371,11 @@ def draw_decode(document: Document, path: Path) -> None:
         kept = "full cache" if budget is None else f"{policy}, budget {budget:,}"
         style = "--" if budget is None else "-"
         times = [r["milliseconds"] for r in own]
-        axis.plot(prompts, times, style, color=colour, marker="o", label=f"{run}: {shape} x {batch}, {kept}")
+        axis.plot(prompts, times, style, color=colour, marker="o", label=f"{kept} ({run}, {shape} x {batch})")
         axis.plot(prompts, [r["floor_milliseconds"] for r in own], ":", color=colour, linewidth=1)
-    axis.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="ms of a decode step")
-    axis.set_title(f"{_device(document)}; dotted: floors", fontsize=9.5)
-    axis.legend(loc="best", fontsize=7.5, frameon=False)
+    axis.set(xscale="log", xlabel="tokens of the prompt", ylabel="ms of a decode step", ylim=(0, None))
+    axis.set_title(f"{_device(document)}; dotted: floors", fontsize=11)
+    figure.legend(loc="outside lower center", fontsize=9.5, frameon=False)
     axis.grid(alpha=0.2)
     report.save(figure, path)
 

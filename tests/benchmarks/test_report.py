@@ -63,44 +63,46 @@ def test_the_same_files_give_the_same_page(folders):
     first = (folders[1] / "performance.md").read_text()
     assert run(folders) == 0
     assert (folders[1] / "performance.md").read_text() == first
-    assert "| 4.00 | 4.40 | 1.10 | 2.3% |" in first and "NVIDIA H200" in first and "4,000.0 GB/s" in first
+    assert "| 4.00 | 4.40 | 1.10 | 2.3% |" in first and "NVIDIA H200" in first
+    assert "| kernels.json | kernels | NVIDIA H200 |  |" in first
     for name in ("decode", "kernels"):
         assert f"images/performance-{name}.png" in first
         assert (folders[1] / "images" / f"performance-{name}.png").stat().st_size > 10_000
 
 
-LAYER = {"launches": 20, "in_graphs": 20, "moved_bytes": 2**20, "weights_moved_bytes": 0, "least_seconds": 1e-5}
-SCORES = {
-    "name": "scores", "by": "Triton", "registers": 40, "spilled_bytes": 0, "shared_bytes": 1536, "threads": 128,
-    "barriers": 7, "shuffles": 5, "blocks": 12,
-}  # fmt: skip
-PROGRAM = {
-    "shape": "llama-3.1-8b", "batch": 1, "program": "decode", "policy": "tova", "layer": LAYER, "step": LAYER,
-    "temporary_bytes": 2**20, "kernels": [SCORES, SCORES | {"registers": 128, "blocks": 4}],
+SIDE = {
+    "side": "ours, once", "held": 256, "threads": 2, "peak_bytes": 2**30, "same_tokens": 33, "tokens": 33,
+    "prefill": {"milliseconds": 2638.0}, "prefill_ratio": 1.38, "decode": {"milliseconds": 23.7}, "decode_ratio": 1.82,
 }  # fmt: skip
 
 
-def test_the_page_opens_with_the_newest_steps_on_a_gpu_then_what_is_compiled_then_the_rest():
+def test_the_page_opens_with_the_newest_steps_on_a_gpu_then_peers_then_targets_then_all_files():
     older = [step("h2o+caote", 8192, 19.7), step("none", 131_072, 19.3, budget=None)]
-    compiled = document("gpu_compile", [PROGRAM], device="cpu")
-    compiled["settings"]["device"] = "H100"
+    peers = document("peers", [SIDE, SIDE | {"threads": 1, "held": 11}], device="cpu")
+    peers["settings"] |= {"model": "smollm2", "prompt": 2044, "policy": "snapkv", "dtype": "float32", "threads": [1, 2]}
     found = [
         document("decode", STEPS[:4]) | {"file": "new", "note": "Not timed since."},
         document("decode", older) | {"file": "old", "replaced_by": "new"},
         document("kernels", KERNELS, device="cpu") | {"file": "kernels"},
-        document("kernels", KERNELS, device="cpu") | {"file": "again"},
-        compiled | {"file": "gpu_compile"},
+        peers | {"file": "peers"},
     ]
     text = report.page(found, [])
     told = [
         "## A decode step on a GPU", "Not timed since.", "took 19.7 ms", "19.3 ms",
-        "eviction, at that time, saved memory, not time",
-        "## Compiled for a GPU that is not at hand (H100)", "| scores | Triton | decode | 2 | 128 | 0 | 1.5 | 128 | 7 ",
-        "## Targets", "## kernels", "## again", "Only in benchmarks/results", "old (jax",
+        "eviction, at that time, saved memory, not time", "## Beside other libraries", "smollm2, a prompt of 2,044",
+        "| ours, once | 256 | 2.64 | 1.38 | 23.7 | 1.82 | 1,024 | 33 of 33 |", "## Floors", "## Targets",
+        "## All figures", "| old | decode | NVIDIA H200 | older than new |", "| kernels | kernels | 2 CPU cores |",
     ]  # fmt: skip
     places = [text.index(one) for one in told]
-    assert places == sorted(places)
-    assert text.count("x reference: the reference's time") == 1  # a legend is not repeated
+    assert places == sorted(places) and "| 11 |" not in text
+
+
+def test_show_prints_the_tables_of_a_file(folders, capsys):
+    assert main(["show", str(folders[0] / "kernels.json")]) == 0
+    said = capsys.readouterr().out
+    assert "### Operations" in said and "4,000.0 GB/s" in said and "x reference" in said
+    assert main(["show", "gpu_compile.json", "gpu_compile.json"]) == 0  # of benchmarks/results
+    assert capsys.readouterr().out.count("A launch is a program of its own") == 1  # a legend is not repeated
 
 
 def test_each_run_has_lines_of_its_own():
