@@ -536,17 +536,14 @@ def methods(kind: str) -> str:
     """Make the table of scores or allocations: name, paper, equation, file, and scores in the study "once"."""
     found, data = studies.find("once"), read("once.json")
     cells = {q: study_panels.cells(found, data["results"], study_panels.Panel("base", q)) for q in ("known", "unknown")}
-    head = ("short name", "paper", "equation, or what it is", "file", "run as", "25%, known", "25%, unknown")
+    head = ("short name", "paper", "what it is", "file", "run as", "question known", "question later")
     lines = []
     for m in METHODS[kind]:
         there = "run" in m and all((full_name(m["run"]), 0.25) in cells[q] for q in cells)
-        scores = [f"{cells[q][full_name(m['run']), 0.25].scores.mean():.2f}" if there else "" for q in cells]
+        scores = [f"{cells[q][full_name(m['run']), 0.25].scores.mean():.0%}" if there else "" for q in cells]
         run = f"`{m['run']}`" if there else m.get("note", "")
         lines.append([f"`{m['name']}`", m["paper"], m["where"], f"`{m['file']}`", run, *scores])
-    full, floor = (" and ".join(f"{cells[q][key].scores.mean():.2f}" for q in cells) for key in FULL_AND_FLOOR)
-    known = "with the question known and unknown"
-    note = f"The full cache has {full} {known}, the newest tokens {floor} ([every figure](results/once.md))."
-    return f"{markdown(head, lines)}\n\n{note}"
+    return markdown(head, lines)
 
 
 def generations(file: str) -> str:
@@ -569,25 +566,21 @@ def generations(file: str) -> str:
     )
 
 
-FULL_AND_FLOOR = ("full", None), (RECENCY, 0.25)
-
-
 def evictions() -> str:
-    """Make the table of when each paper evicts, as the links declare it, and of the default here."""
-    head = ("short name", "prompt, published", "decode, published", "source", "decode here, by default")
-    lines = []
-    prompt = {"block": "after every block", "prompt": "once, when it is in"}
+    """Make the table of when papers evict, as the links declare it, and of the default here."""
+    prompt = {"block": "by block", "prompt": "once"}
     steps = {0: "never", 1: "at every step", 128: "every 128 steps"}
+    found: dict[tuple[str, str, str], list[str]] = {}
     for name, make in LINKS.items():
         link = make()
         if link.published is None or not str(link).startswith((name, "@")):  # another name of a link
             continue
-        own = f"`{name}`" if link.base else f"... `+{name}`"
         _, every = moments(link, "block", None) if link.base else ("", None)
-        here = "like the score before it" if every is None else steps.get(every, f"every {every} steps")
-        when = link.published
-        lines.append([own, prompt[when.prompt], steps[when.decode], when.source, here])
-    return markdown(head, lines)
+        here = "as the score before it" if every is None else steps.get(every, f"every {every} steps")
+        when = prompt[link.published.prompt], steps[link.published.decode], here
+        found.setdefault(when, []).append(f"`{name}`" if link.base else f"`+{name}`")
+    lines = [(", ".join(names), *when) for when, names in found.items()]
+    return markdown(("methods", "prompt, published", "decode, published", "decode here, by default"), lines)
 
 
 def kept_documents() -> str:
