@@ -439,30 +439,33 @@ METHODS, PRESSES, PAGES = entries("methods"), entries("kvpress"), entries("table
 
 
 def presses(kind: str) -> str:
-    """Make the table of kvpress' presses: the policy here, and how many kept sets are equal."""
+    """Make the table of kvpress' presses: the policy here, and how many kept sets are equal; then those not here."""
     data = read("parity.json")
-    several = any("compared" in press for press in PRESSES[kind])
-    lines = []
+    lines, missing = [], []
     for press in PRESSES[kind]:
+        note = press.get("note")
+        if "here" not in press:
+            missing.append(f"`{press['name']}`" + (f" ({note})" if note else ""))
+            continue
         names = press.get("compared", ())
         values = [f"values to {data['values'][name]:.0e}" for name in names if name in data["values"]]
         found = [data["tiny"][name] for name in names if name in data["tiny"]]
         sets, same = (sum(kept[count] for kept in found) for count in ("sets", "equal"))
         counted = [f"{same} of {sets}"] if found else []
-        here = "; ".join(filter(None, [press.get("here", "not here"), press.get("note")]))
-        lines.append([f"`{press['name']}`", here, *([", ".join([*values, *counted])] if several else [])])
-    return markdown(("press", "here", "same kept sets")[: 2 + several], lines)
+        here = "; ".join(filter(None, [press["here"], note]))
+        lines.append([f"`{press['name']}`", here, ", ".join([*values, *counted])])
+    table = markdown(("press", "here", "same kept sets"), lines)
+    return f"{table}\n\nNot here: {', '.join(missing)}." if missing else table
 
 
 DIFFERENT = {
-    "snapkv(kernel=7)+critical@adakv": "attention divides a layer's budget there, the rescored tokens do here",
-    "snapkv(kernel=7)@pyramid": "where a twentieth of the budget is less than the window, it is SnapKV there",
-    "snapkv(kernel=7)+chunks": "a layer's heads share whole chunks there, fewer tokens, as in `chunks(heads='layer')`",
-    "key_norm": "norms that differ by less than 2^-12 tie here, and the newest token stays",
-    "curdkv": "norms that differ by less than 2^-12 tie here, and the newest token stays",
-    "lagkv(lag=32)": "scores are ranks: of tokens with the same rank the newest stay here, and any there",
+    "snapkv(kernel=7)+critical@adakv": "attention divides a layer's budget there",
+    "snapkv(kernel=7)@pyramid": "for small budgets it is SnapKV there",
+    "snapkv(kernel=7)+chunks": "heads share whole chunks there, fewer tokens",
+    "key_norm": "nearly equal norms tie here",
+    "curdkv": "nearly equal norms tie here",
+    "lagkv(lag=32)": "of equal ranks the newest stay here, any there",
 }
-ROUNDING = "a token or two, whose scores differ by less than 2e-5 of themselves"
 
 
 def same_questions() -> str:
@@ -473,7 +476,7 @@ def same_questions() -> str:
              for form, models in found.forms.items() if form in ("base", "adapted")}  # fmt: skip
     lines = []
     for policy in data["results"][0]["answers"]:
-        line, alike = [f"`{policy}`"], True
+        line, answers, kept = [f"`{policy}`"], [], []
         for parts in forms.values():
             pairs = [
                 (theirs, ours_of[part["model"], part["question"], full_name(policy)][sample])
@@ -481,42 +484,19 @@ def same_questions() -> str:
                 for sample, theirs in zip(part["samples"], part["answers"][policy], strict=True)
                 if theirs != "-"
             ]
-            right = [sum(side == "1" for side in sides) for sides in zip(*pairs, strict=True)]
-            line += [f"{right[0]}, {right[1]}", f"{sum(a == b for a, b in pairs)} of {len(pairs)}"]
-            kept = [part["kept"][policy] for part in parts if policy in part["kept"]]
-            sets, same = (sum(of_part[count] for of_part in kept) for count in ("sets", "equal"))
-            share = sum(of_part["alike"] * of_part["sets"] for of_part in kept) / max(sets, 1)
-            unlike = "" if share > 0.9999 else f" ({share:.2%} alike)"
-            line.append(f"{same:,} of {sets:,}{unlike}" if kept else "")
-            alike = alike and same == sets
-        lines.append([*line, "" if alike else DIFFERENT.get(policy, ROUNDING)])
+            line.append(", ".join(f"{np.mean([side == '1' for side in own]):.0%}" for own in zip(*pairs, strict=True)))
+            answers += [a == b for a, b in pairs]
+            kept += [part["kept"][policy] for part in parts if policy in part["kept"]]
+        sets, same = (sum(of_part[count] for of_part in kept) for count in ("sets", "equal"))
+        share = sum(of_part["alike"] * of_part["sets"] for of_part in kept) / max(sets, 1)
+        unlike = "" if share > 0.9999 else f" ({share:.1%} alike)"
+        others = f"; {answers.count(False)} of {len(answers)} answers" if not all(answers) else ""
+        line.append(f"{same:,} of {sets:,}{unlike}" if kept else "")
+        lines.append([*line, ("" if same == sets else DIFFERENT.get(policy, "")) + others])
     (asked,) = {tuple(len(part["samples"]) for part in parts) for parts in forms.values()}
-    columns = [f"{form}: {what}" for form in forms for what in ("right there, here", "same answers", "same kept sets")]
-    head = ("policy", *columns, "where kept sets differ")
-    note = f"{min(asked)} texts, with {max(asked)} questions that come afterwards and {min(asked)} that are known."
+    head = ("policy", *(f"{form}: there, here" for form in forms), "same kept sets", "what differs")
+    note = f"{min(asked)} texts, with {max(asked)} questions that come later and {min(asked)} that are known."
     return f"{note}\n\n{markdown(head, lines)}"
-
-
-def peers() -> str:
-    """Make the table of times beside kvpress and transformers, from benchmarks/results/peers-smollm2.json."""
-    data = read("../../benchmarks/results/peers-smollm2.json")
-    head = ("threads", "budget", "side", "prompt, s", "x", "token, ms", "x", "peak, MiB", "same tokens")
-    lines = []
-    for r in data["results"]:
-        if "llama.cpp" in r["side"]:
-            continue
-        cells = [r["threads"], r["budget"] or "full", r["side"]]
-        for part, unit, form in (("prefill", 1e3, ".2f"), ("decode", 1, ".1f")):
-            ratio = r[f"{part}_ratio"]
-            cells += [format(r[part]["milliseconds"] / unit, form), "" if ratio is None else f"{ratio:.2f}"]
-        cells += [f"{r['peak_bytes'] / 2**20:,.0f}", f"{r['same_tokens']} of {r['tokens']}"]
-        lines.append(cells)
-    settings = data["settings"]
-    return (
-        f"SmolLM2-135M-Instruct (Q4_1), a prompt of {settings['prompt']:,} tokens, `snapkv`, {settings['dtype']}, "
-        f"{data['cores']} CPU cores; medians of {data['results'][0]['repetitions']} runs that took turns "
-        f"(`{data['command']}`).\n\n{markdown(head, lines)}"
-    )
 
 
 def families() -> str:
