@@ -265,9 +265,7 @@ def needles() -> str:
 
 
 NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o": "h2o, token by token", "quest": "quest, page 16",
-         "quest(page_size=4)": "quest, page 4", "two_levels": "two levels, 20% of the pages",
-         "two_levels(pages=0.4)": "two levels, 40% of the pages",
-         "two_levels(by='max')": "two levels, 20%, by the largest logit"}  # fmt: skip
+         "quest(page_size=4)": "quest, page 4"}  # fmt: skip
 
 
 def label(select: str) -> str:
@@ -280,24 +278,9 @@ def predictions(file: str) -> str:
     results = sorted(read(file)["results"], key=lambda r: -r["hit_rate"])
     lines = []
     for r in results:
-        form = "**{hit_rate:.3f}**" if r is results[0] else "{hit_rate:.3f}"
-        lines.append([label(r["select"]), *(f.format(**r) for f in (form, "{token_accuracy:.3f}", "{mass:.3f}"))])
-    return markdown(("source", "hit rate, all queries", "last query (the paper's accuracy)", "attention held"), lines)
-
-
-VARIANTS = {"mixed": "both texts, layer 0's output", "attention": "both texts, attention's input",
-            "prose": "the Bible alone", "code": "Python's documentation alone"}  # fmt: skip
-VARIED_ON = {"king-james-bible": "Bible, held out", "python-doc": "Python, held out", "debian-handbook": "handbook"}
-
-
-def variants(folder: str) -> str:
-    """Make the table of predictors by what they were trained on and what they read, on three texts."""
-    lines = []
-    form = "{hit_rate:.3f} [{hit_rate_interval[0]:.3f}, {hit_rate_interval[1]:.3f}], {token_accuracy:.3f}"
-    for name, title in VARIANTS.items():
-        found = (read(f"{folder}/{name}-{text}.json")["results"][0] for text in VARIED_ON)
-        lines.append([title, *map(form.format_map, found)])
-    return markdown(["trained on, reads", *VARIED_ON.values()], lines)
+        form = "**{hit_rate:.1%}**" if r is results[0] else "{hit_rate:.1%}"
+        lines.append([label(r["select"]), *(f.format(**r) for f in (form, "{token_accuracy:.1%}", "{mass:.1%}"))])
+    return markdown(("source", "hit rate, all queries", "hit rate, last query", "mass"), lines)
 
 
 def tuning() -> str:
@@ -333,19 +316,6 @@ def by_sparsity(results: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any
     return markdown(["selection", *(f"{share:.0%}" for share in shares)], lines)
 
 
-def compared(data: Mapping[str, Any], sparsity: float) -> str:
-    """Return the predictor less each other selection at a sparsity, with intervals."""
-    right = {
-        (r["select"], r["sparsity"]): np.array(r["correct"]) for r in data["results"] if r.get("task", "all") == "all"
-    }
-    told = []
-    for c in (c for c in data["comparisons"] if c["sparsity"] == sparsity):
-        other = None if c["against"] == "full" else sparsity
-        mean, low, high = statistics.paired_interval(right[c["select"], sparsity] - right[c["against"], other])
-        told.append(f"{label(c['against'])} {mean:+.2f} [{low:+.2f}, {high:+.2f}]")
-    return "; ".join(told)
-
-
 def perplexities(file: str) -> str:
     """Make the table of perplexity by sparsity."""
     data = read(file)
@@ -357,77 +327,18 @@ def perplexities(file: str) -> str:
     return f"{text}\n\n{by_sparsity(data['results'], lambda r: f'{r["increase"]:+.1%}', 'increase')}"
 
 
-def names(file: str, generated: str | None = None) -> str:
-    """Make the table of co-reference by sparsity, and compare the predictor with each other on the same samples."""
+def names(file: str) -> str:
+    """Make the table of co-reference by sparsity."""
     data = read(file)
-    cell = lambda r: f"{r['accuracy']:.2f} / {r['coverage']:.2f}"  # noqa: E731
+    cell = lambda r: f"{r['accuracy']:.0%} / {r['coverage']:.0%}"  # noqa: E731
     full = next(r for r in data["results"] if r["select"] == "full")
     lines = [r | {"worse": (-r["accuracy"], -r["coverage"])} for r in data["results"] if r["select"] != "full"]
     width = max((r["high"] - r["low"]) / 2 for r in data["results"])
-    text = (
-        f"[{Path(file).name}]({file}): {data['samples']} samples, teacher-forced; accuracy (whole name) / coverage "
-        f"(its tokens). All tokens: {cell(full)}.\n\n{by_sparsity(lines, cell, 'worse')}\n\n"
-        f"Half-widths of the 95% intervals are at most {width:.2f}. The predictor less each other, on the same samples "
-        f"at 50%: {compared(data, 0.5)}."
-    )
-    if generated is None:
-        return text
-    said = [f"{label(r['select'])} {r['accuracy']:.2f}" for r in read(generated)["results"]]
     return (
-        f"{text}\n\nGenerated instead of teacher-forced ([{generated}]({generated}), `--mode generate`, 50%; the "
-        f"prompt is dense under sources, and evicted from under policies): {', '.join(said)}."
+        f"[{Path(file).name}]({file}): {data['samples']} samples, teacher-forced; whole names / their tokens that are "
+        f"right. All tokens: {cell(full)}. Half-widths of the 95% intervals are at most {100 * width:.0f} points.\n\n"
+        + by_sparsity(lines, cell, "worse")
     )
-
-
-def choice_tasks(file: str) -> str:
-    """Make the table of choice tasks under selections, and compare the predictor with each other on all samples."""
-    data = read(file)
-    tasks = list(dict.fromkeys(r["task"] for r in data["results"]))
-    found: dict[Any, dict[str, dict[str, Any]]] = {}
-    for r in data["results"]:
-        found.setdefault((r["select"], r["sparsity"]), {})[r["task"]] = r
-    order = sorted(found.values(), key=lambda own: (own["all"]["sparsity"] or 0, -own["all"]["accuracy"]))
-    lines = []
-    for own in order:
-        whole = own["all"]
-        reads = "everything" if whole["sparsity"] is None else f"{label(whole['select'])}, {1 - whole['sparsity']:.0%}"
-        cells = [f"{own[task]['accuracy']:.2f}" for task in tasks]
-        lines.append([reads, *cells, f"[{whole['low']:.2f}, {whole['high']:.2f}]"])
-    sparsities = sorted({c["sparsity"] for c in data["comparisons"]})
-    sides = [f"- {sparsity:.0%} left out: {compared(data, sparsity)}" for sparsity in sparsities]
-    return (
-        f"[{Path(file).name}]({file}): {len(order[0]['all']['correct'])} samples of {data['settings']['chunk']} "
-        "tokens; by chance 0.25, of section 0.50.\n\n"
-        + markdown(["reads", *tasks, "95%, all"], lines)
-        + "\n\nThe predictor less each other, on the same samples:\n\n"
-        + "\n".join(sides)
-    )
-
-
-def decode_steps() -> str:
-    """Make the table of the time of decode steps that read what the predictor foresees."""
-    data = read("selection.json")
-    found: dict[tuple[str, float | None], dict[int, dict[str, Any]]] = {}
-    for line in data["results"]:
-        found.setdefault((line["step"], line["share"]), {})[line["context"]] = line
-    contexts = sorted(found["dense", None])
-    lines = []
-    for (step, share), own in found.items():
-        form = "{milliseconds:.1f} ms" + ("" if step == "dense" else " ({ratio:.2f})")
-        cells = [form.format_map(own[context]) for context in contexts]
-        reads = "all" if step == "dense" else "its own" if share is None else f"{share:.0%}"
-        lines.append([STEPS.get(step, step), reads, *cells])
-    bytes_of = [r for r in data["results"] if r["share"] == 0.5 and r["context"] == contexts[-1]]
-    counted = ", ".join(f"{STEPS[r['step']]} {r['bytes_ratio']:.2f}" for r in bytes_of)
-    return (
-        "`python -m papers selection` (docs/results/selection.json): one sequence, median of "
-        f"{data['results'][0]['repetitions']} steps in turns, over the dense step in brackets.\n\n"
-        + markdown(["step", "reads", *(f"{c:,} tokens" for c in contexts)], lines)
-        + f"\n\nBytes counted over the dense step's, at 50% of {contexts[-1]:,} tokens: {counted}."
-    )
-
-
-STEPS = {"predictor": "the predictor alone", "separate": "one set per query head", "max": "one set per KV head"}
 
 
 def entries(page: str) -> dict[str, Any]:
