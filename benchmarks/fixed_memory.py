@@ -99,7 +99,7 @@ def table(results: Sequence[dict[str, Any]]) -> report.Table:
 
     cells: list[tuple[str, report.Cell]] = [
         ("policy", "{policy}"),
-        ("evicts", lambda r: "" if r["policy"] == "full" else "each block" if r["when"] == "block" else "once"),
+        ("evicts", lambda r: "" if r["policy"] == "full" else "by block" if r["when"] == "block" else "once"),
         ("rows", "{rows}"),
         ("prompt", "{prompt:,}"),
         ("peak MiB", known("peak_bytes", lambda r: f"{r['peak_bytes'] / 2**20:.1f}")),

@@ -200,7 +200,12 @@ def joined(name: str, documents: Sequence[Document]) -> str:
     module = importlib.import_module(f"benchmarks.{name}")
     told = [f"{module.heading(d['settings'])}: " if hasattr(module, "heading") else "" for d in documents]
     made = "\n".join(head + _made(module, document) for head, document in zip(told, documents, strict=True))
-    table, legend = _tables(module, [record for document in documents for record in document["results"]])[chosen]
+    records = [record for document in documents for record in document["results"]]
+    table, legend = _tables(module, records)[chosen]
+    head, *lines = table.cells
+    place = head.index("policy")  # whose cells are code on a page
+    coded = [[*line[:place], f"`{line[place]}`", *line[place + 1 :]] for line in lines]
+    table = report.Table(head, coded, left=table.left, notes=table.notes)
     return f"## {title}\n\n{made}\n\n{table.markdown()}\n\n{legend}\n"
 
 
@@ -278,7 +283,7 @@ def on_gpu(document: Document) -> str:
         return "" if none is None or r["policy"] == "none" else f"{1 - none / r['milliseconds']:.1%}"
 
     cells: list[tuple[str, report.Cell]] = [
-        ("shape", "{shape}"), ("batch", "{batch}"), ("slots", "{slots:,}"), ("policy", "{policy}"),
+        ("shape", "{shape}"), ("batch", "{batch}"), ("slots", "{slots:,}"), ("policy", "`{policy}`"),
         ("floor ms", "{floor_milliseconds:.2f}"), ("step ms", "{milliseconds:.2f}"),
         ("times floor", lambda r: f"{r['milliseconds'] / r['floor_milliseconds']:.2f}"), ("share", share),
     ]  # fmt: skip
