@@ -16,7 +16,7 @@ import numpy as np
 
 from evals import report, statistics, studies
 from evals.claims import ELSEWHERE, FAILS, HOLDS, OPEN, Judgement
-from evals.study_panels import QUESTIONS, Cell, Panel, cells, panels, shown
+from evals.study_panels import QUESTIONS, Cell, Panel, cells, form_place, panels, shown
 
 PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
 DECIDED = (HOLDS, FAILS, ELSEWHERE)
@@ -153,7 +153,7 @@ def claims(study: studies.Study, judged: Sequence[tuple[str, Judgement]], chosen
     Args:
         chosen: the claims of that page, as :func:`_title` calls them.
     """
-    forms = [form for form, models in study.forms.items() if len(models) == 1]
+    forms = sorted((form for form, models in study.forms.items() if len(models) == 1), key=form_place)
     found: dict[str, dict[tuple[str, str], str]] = {}
     told: set[str] = set()
     for form, judgement in judged:

@@ -15,6 +15,12 @@ from evals import report, statistics, studies
 
 MARKERS = "osv^D"
 QUESTIONS = {"known": "question known", "unknown": "question later"}
+FORMS = ("base", "adapted")  # in this order, and with these colours, in all studies
+
+
+def form_place(form: str) -> int:
+    """Return the place of a form of the model among others."""
+    return FORMS.index(form) if form in FORMS else len(FORMS)
 
 
 class Cell(NamedTuple):
@@ -89,7 +95,8 @@ def shown(study: studies.Study, lines: studies.Lines) -> list[Panel]:
     """Return the panels of a picture: of forms of one model, without those in which few drawn policies were run."""
     of_one = [panel for panel in panels(study, lines) if len(study.forms[panel.form]) == 1]
     run = {panel: len({p for p, _ in cells(study, lines, panel)} & set(study.drawn)) for panel in of_one}
-    return [panel for panel, count in run.items() if 3 * count >= 2 * max(run.values())]
+    most = [panel for panel, count in run.items() if 3 * count >= 2 * max(run.values())]
+    return sorted(most, key=lambda panel: form_place(panel.form))
 
 
 def picture(study: studies.Study, lines: studies.Lines, path: Path) -> None:
@@ -179,7 +186,7 @@ def _by_policy(
     there = [policy for policy in study.drawn if policy != "full" and all(policy in found for found in own.values())]
     there.sort(key=lambda policy: sum(found[policy].scores.mean() for found in own.values()))
     for number, (form, found) in enumerate(own.items()):
-        colour, marker = report.colour(number), MARKERS[number]
+        colour, marker = report.colour(form_place(form)), MARKERS[form_place(form)]
         score, low, high = np.array([_percent(found[policy]) for policy in there]).T
         rows = np.arange(len(there)) + 0.12 * (2 * number - len(own) + 1)
         bars = axis.errorbar(
