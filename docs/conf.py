@@ -131,7 +131,7 @@ def fit_for_a_page(app, pagename, templatename, context, doctree):
         return re.sub(r"(?<=[,/])(?=.)|(?<=.)(?=[+@(])", "<wbr>", name[0])
 
     def cells(table):
-        whole = re.sub(r"[+-]?[\d.]+%? \[[+-]?[\d.]+, [+-]?[\d.]+\]|(?<=>)does not(?=<)", unbroken, table[0])
+        whole = re.sub(r"([+-]?[\d.]+%? )?\[[+-]?[\d.]+, [+-]?[\d.]+\]|(?<=>)does not(?=<)", unbroken, table[0])
         return re.sub(r'(?<=<span class="pre">)[^<]+', breakable, whole)
 
     def unbroken(text):

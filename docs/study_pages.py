@@ -1,7 +1,13 @@
-"""The Markdown of studies: a page of each with its scores and claims, and the table of all claims."""
+"""The parts of a study's page, its tables in CSV, and the table of all claims.
+
+A study's page is written by hand, but for its table of scores, its table of claims, and what made them. All policies
+and all claims are in two CSV files beside it.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,15 +15,11 @@ from typing import Any
 import numpy as np
 
 from evals import report, statistics, studies
-from evals.claims import HOLDS, NOISE, OPEN, Judgement
-from evals.study_panels import Panel, cells, panels
+from evals.claims import ELSEWHERE, FAILS, HOLDS, OPEN, Judgement
+from evals.study_panels import QUESTIONS, Cell, Panel, cells, form_place, panels, shown
 
 PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
-CLAIM = (
-    "A cell: the verdict ([how it is found](judging.md)), the difference with its 95% interval, and in brackets the "
-    "scores of both sides, then those of the newest tokens and of the full cache. *Alone*: what the claim would be if "
-    "it were its paper's only one."
-)
+DECIDED = (HOLDS, FAILS, ELSEWHERE)
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
@@ -25,97 +27,205 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, ["---"] * len(head), *lines))
 
 
-def page(study: studies.Study, data: Mapping[str, Any], judged: Sequence[tuple[str, Judgement]]) -> str:
-    """Return a study's page, beside which its picture stands.
+def made(study: studies.Study, data: Mapping[str, Any]) -> str:
+    """Return what a study's figures are from: its texts, models, files and command."""
+    forms = studies.forms(study, data["results"])
+    models = "; ".join(f"{form}: {', '.join(f'`{name}`' for name in names)}" for form, names in forms.items())
+    name = study.name
+    return (
+        f"{study.note} [Models](index.md#models-and-texts): {models}.\n\n"
+        f"Every policy: [{name}.csv]({name}.csv). Every claim: [{name}-claims.csv]({name}-claims.csv). Every answer, "
+        f"with machines and commits: [{name}.json]({name}.json), made by:\n\n"
+        f"    {data['command'].partition(' --out')[0]}"
+    )
+
+
+def scores(study: studies.Study, lines: studies.Lines) -> str:
+    """Return a table of the policies that a study draws, the best first: answers, intervals and bytes.
+
+    There is a column for each question, form of the model and budget, and a row for each policy and length.
+    """
+    drawn = shown(study, lines)
+    tables = {panel: cells(study, lines, panel) for panel in drawn}
+    budgets = sorted({budget for found in tables.values() for _, budget in found if budget is not None}, key=float)
+    columns = [
+        (panel._replace(length=None), budget)
+        for panel, found in tables.items()
+        for budget in budgets
+        if any(at == budget for _, at in found)
+    ]
+    asked = list(QUESTIONS)
+    columns = sorted(dict.fromkeys(columns), key=lambda column: asked.index(column[0].question))
+    several = [len({getattr(panel, name) for panel in drawn}) > 1 for name in ("question", "form", "length")]
+    several.append(len(budgets) > 1 or sum(several[:2]) == 0)
+    rows: list[list[str]] = []
+    for length in dict.fromkeys(panel.length for panel in drawn):
+        own = {panel._replace(length=None): found for panel, found in tables.items() if panel.length == length}
+        of_policy: dict[str, dict[tuple[Panel, Any], Cell]] = {}
+        for panel, found in own.items():
+            for (policy, budget), cell in sorted(found.items(), key=lambda item: float(item[0][1] or 0)):
+                of_policy.setdefault(policy, {})[panel, budget] = cell
+        means = {
+            policy: np.mean([cell.scores.mean() for cell in of_policy[policy].values()])
+            for policy in study.drawn
+            if policy in of_policy
+        }
+        for policy in sorted(means, key=lambda policy: (policy == "full", -means[policy])):
+            row = [f"{length:,}"] if several[2] else []
+            row.append(study.names.get(policy, policy) + f" `{policy}`" * (policy != "full"))
+            first = {panel: budget for panel, budget in reversed(columns)}
+            for panel, budget in columns:
+                at = None if policy == "full" else budget
+                there = (policy, at) in own.get(panel, {}) and (policy != "full" or budget == first[panel])
+                row.append(_score(own[panel], own[panel][policy, at], budget, policy) if there else "")
+            rows.append([*row, *_bytes(study, of_policy[policy])])
+    heads = [
+        ", ".join(
+            part
+            for part, told in (
+                (QUESTIONS[panel.question].removeprefix("question "), several[0]),
+                (panel.form, several[1]),
+                (_budget(budget), several[3]),
+            )
+            if told
+        )
+        for panel, budget in columns
+    ]
+    sizes = ["MiB kept", "MiB at most"] if study.evicts_once else ["MiB at most"]
+    head = [*(["tokens"] if several[2] else []), "policy", *heads, *sizes]
+    return f"{_caption(study, tables)}\n\n{markdown(head, rows)}"
+
+
+def _budget(budget: Any) -> str:
+    return f"{budget:.0%}" if isinstance(budget, float) else f"{budget} slots"
+
+
+def _score(found: Mapping[tuple[str, Any], Cell], cell: Cell, budget: Any, policy: str) -> str:
+    """Return a mean in percent with its interval, bold if within noise of the best policy under that budget."""
+    most = max(len(one.samples) for one in found.values())
+    mean, low, high = (f"{100 * value:.0f}" for value in statistics.mean_interval(cell.scores, 0, 1))
+    text = f"{mean}%"
+    if policy != "full":
+        # The best is one of those with the most samples.
+        own = [one for (_, at), one in found.items() if at == budget]
+        best = max(own, key=lambda one: (len(one.samples), one.scores.mean()))
+        less = cell.less(best)
+        text = f"**{text}**" if less.size and statistics.paired_interval(less)[2] >= 0 else text
+    few = f"<br>{len(cell.samples)} texts" if len(cell.samples) < most else ""
+    return f"{text}<br>[{low}, {high}]{few}"
+
+
+def _bytes(study: studies.Study, held: Mapping[tuple[Panel, Any], Cell]) -> list[str]:
+    """Return the MiB that a policy keeps and holds at most, one figure for each budget if they differ."""
+    by_budget: dict[Any, list[Cell]] = {}
+    for (_, budget), cell in held.items():
+        by_budget.setdefault(budget, []).append(cell)
+    sizes = [f"{np.mean([cell.size for cell in own]):.0f}" for own in by_budget.values()]
+    peaks = [f"{max(cell.peak for cell in own):.0f}" for own in by_budget.values()]
+    return [", ".join(dict.fromkeys(told)) for told in ([sizes, peaks] if study.evicts_once else [peaks])]
+
+
+def _caption(study: studies.Study, tables: Mapping[Panel, Mapping[tuple[str, Any], Cell]]) -> str:
+    """Return what the figures of :func:`scores` are, and of how many texts."""
+    counts: dict[str, int] = {}
+    for panel, found in tables.items():
+        name = f"{panel.form} model" if panel.length is None else f"of {panel.length:,} tokens"
+        counts[name] = max(len(cell.samples) for cell in found.values())
+    unit = "prompts" if "ruler" in study.content["tasks"] else "texts"
+    each = " and ".join(f"{count} {unit} ({name})" for name, count in counts.items())
+    texts = f"{next(iter(counts.values()))} {unit}" if len(set(counts.values())) == 1 else each
+    questions = {QUESTIONS[panel.question] for panel in tables}
+    asked = f" {questions.pop().capitalize()}." if len(questions) == 1 else ""
+    budgets = {budget for found in tables.values() for _, budget in found if budget is not None}
+    kept = f" {_budget(budgets.pop())} of the tokens are kept." if len(budgets) == 1 else ""
+    policies = len({policy for found in tables.values() for policy, _ in found if policy != "full"})
+    return (
+        f"Answers that are right, with 95% intervals over {texts}.{kept}{asked} Bold: within noise of the best of "
+        f"{policies} policies."
+    )
+
+
+def claims(study: studies.Study, judged: Sequence[tuple[str, Judgement]], chosen: Sequence[str]) -> str:
+    """Return a table of a study's claims: those of the page of claims, and those that are decided on a form.
+
+    A cell has the verdict and the difference in points, with its 95% interval.
 
     Args:
-        data: the content of its JSON file.
-        judged: its claims, each with the form of the model.
+        chosen: the claims of that page, as :func:`_title` calls them.
     """
-    lines = data["results"]
-    machines = "; ".join(map(_machine, data.get("environments", [data])))
-    forms = studies.forms(study, lines)
-    models = "; ".join(f"{form}: {', '.join(f'`{name}`' for name in names)}" for form, names in forms.items())
-    text = [
-        f"# {study.title}",
-        f"{study.note} Models: {models}. Made by `{data['command']}` on "
-        f"{machines}; every score is in [{study.name}.json]({study.name}.json).",
-        f"![Scores against the bytes of a prompt's cache]({study.name}.png)",
-        f"Means with 95% intervals over texts, and {'the bytes that one prompt keeps, with ' * study.evicts_once}the "
-        "most bytes that one prompt's cache took. Bold: within noise of the column's best, on the same texts.",
-    ]
+    forms = sorted((form for form, models in study.forms.items() if len(models) == 1), key=form_place)
+    found: dict[str, dict[tuple[str, str], str]] = {}
+    told: set[str] = set()
+    for form, judgement in judged:
+        if form not in forms:
+            continue
+        title, length = _title(judgement), judgement.where.get("length")
+        row = title if length is None else f"{title}, {length:,} tokens"
+        told |= {row} if judgement.verdict in DECIDED or title in chosen else set()
+        place = form, QUESTIONS[_question(study, judgement)].removeprefix("question ")
+        found.setdefault(row, {})[place] = _verdict_text(judgement)
+    there = {place for in_places in found.values() for place in in_places}
+    words = [question.removeprefix("question ") for question in QUESTIONS.values()]
+    places = [place for place in itertools.product(forms, words) if place in there]
+    rows = [[row, *(own.get(place, "") for place in places)] for row, own in found.items() if row in told]
+    rest = len(found) - len(rows)
+    more = f" Not decided, and in the CSV: {rest} more." if rest else ""
+    heads = [", ".join(place) for place in places]
+    note = (
+        "[The verdict](judging.md), and the difference in points with its 95% interval. Verdicts are corrected for a "
+        f"paper's number of claims, intervals are not.{more}"
+    )
+    return f"{note}\n\n{markdown(['claim', *heads], rows)}"
+
+
+def scores_csv(study: studies.Study, lines: studies.Lines) -> str:
+    """Return all policies of a study in CSV: answers in percent, with intervals and bytes."""
+    rows = []
     for panel in panels(study, lines):
-        text += [f"## {panel.title().capitalize()}", table(study, lines, panel)]
-    return "\n\n".join([*text, "## Claims", CLAIM, claim_table(study, judged)]) + "\n"
+        found = cells(study, lines, panel)
+        order = sorted(found.items(), key=lambda item: (float(item[0][1] or 2**31), -item[1].scores.mean()))
+        for (policy, budget), cell in order:
+            percent = (f"{100 * value:.1f}" for value in statistics.mean_interval(cell.scores, 0, 1))
+            increase = "" if cell.increase is None else f"{100 * cell.increase:.1f}"
+            sizes = f"{cell.size:.1f}", f"{cell.peak:.1f}"
+            place = panel.form, QUESTIONS[panel.question].removeprefix("question "), panel.length or ""
+            share = "" if budget is None else _budget(budget)
+            name = study.names.get(policy, "")
+            rows.append([*place, share, policy, name, *percent, len(cell.samples), *sizes, increase])
+    head = ("model", "question", "tokens", "budget", "policy", "name", "right %", "low", "high", "texts",
+            "MiB kept", "MiB at most", "perplexity +%")  # fmt: skip
+    return _csv(head, rows)
 
 
-def _machine(environment: Mapping[str, Any]) -> str:
-    """Return what answered, in words: the device and the commit."""
-    device = f"{environment['cores']} cores" if environment["device"] == "cpu" else environment["device"]
-    return f"{device}, commit {environment['commit']}"
+def claims_csv(study: studies.Study, judged: Sequence[tuple[str, Judgement]]) -> str:
+    """Return all judged claims of a study in CSV.
 
-
-def table(study: studies.Study, lines: studies.Lines, panel: Panel) -> str:
-    """Return a table of policies and budgets, the best first: score, its 95% interval, and the most bytes held."""
-    found = cells(study, lines, panel)
-    budgets = sorted({budget for _, budget in found if budget is not None}, key=float)
-    most = max(len(cell.samples) for cell in found.values())
-    # The best is one of those with the most samples.
-    best = {
-        budget: max((len(c.samples), c.scores.mean(), p) for (p, b), c in found.items() if b == budget)[2]
-        for budget in budgets
-    }
-    own = {p: [found[p, b].scores.mean() for b in budgets if (p, b) in found] for p, at in found if at is not None}
-    names = sorted(own, key=lambda p: (-len(own[p]), -np.mean(own[p])))  # what lacks a budget comes last
-
-    def told(policy: str, budget: Any) -> str:
-        if (policy, budget) not in found:
-            return ""
-        samples, scores, peak, kept, increase = cell = found[policy, budget]
-        mean, low, high = statistics.mean_interval(scores, 0, 1)
-        text = f"{mean:.2f}"
-        if budget is not None:
-            less = cell.less(found[best[budget], budget])
-            text = f"**{text}**" if less.size and statistics.paired_interval(less)[2] >= 0 else text
-        more = "" if increase is None else f", perplexity {increase:+.1%}"
-        more += f", {len(samples)} samples" if len(samples) < most else ""
-        size = f"{kept:.0f} of {peak:.0f}" if study.evicts_once else f"{peak:.0f}"
-        return f"{text} [{low:.2f}, {high:.2f}], {size} MiB{more}"
-
-    heads = [f"{budget:.0%}" if isinstance(budget, float) else f"{budget} slots" for budget in budgets]
-    rows = [[f"`{policy}`", *(told(policy, budget) for budget in budgets)] for policy in names]
-    if ("full", None) in found:
-        rows.append(["the full cache", told("full", None), *[""] * (len(budgets) - 1)])
-    return markdown(["policy", *heads], rows)
-
-
-def claim_table(study: studies.Study, judged: Sequence[tuple[str, Judgement]]) -> str:
-    """Return a table of a study's judged claims: a line per claim, by paper, a column per form.
-
-    A cell has a line for each place where the claim was judged.
+    *Alone* is what a claim would be if it were its paper's only one. Scores are those of both sides, of the newest
+    tokens and of the full cache.
     """
-    fixed = isinstance(study.content.get("when"), str)  # its name says it then
-    says: dict[tuple[str, str], str] = {}
-    texts: dict[tuple[str, str], list[int]] = {}
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    rows = []
     for form, judgement in judged:
         claim = judgement.claim
-        where = [_place(name, value) for name, value in judgement.where.items() if name != "when" or not fixed]
-        key = claim.paper, claim.text
-        says[key] = "; ".join(dict.fromkeys(filter(None, [says.get(key), claim.says, claim.elsewhere])))
-        texts.setdefault(key, []).append(judgement.samples)
-        found.setdefault(key, {}).setdefault(form, []).append(f"{', '.join(where)}: {_verdict_text(judgement)}")
-    forms = list(dict.fromkeys(form for own in found.values() for form in own))
-    papers = sorted({paper for paper, _ in found}, key=lambda paper: (paper not in PAPERS, paper == "ours", paper))
-    rows = []
-    for key, own in sorted(found.items(), key=lambda item: papers.index(item[0][0])):
-        several = " or ".join(map(str, sorted(set(texts[key]))))
-        rows.append([*key, says[key], several, *("<br>".join(own.get(form, [])) for form in forms)])
-    return markdown(("paper", "claim", "as published", "texts", *forms), rows)
+        where = ", ".join(_place(name, value) for name, value in judgement.where.items())
+        says = "; ".join(filter(None, (claim.says, claim.elsewhere)))
+        figures = (judgement.difference, judgement.low, judgement.high, *judgement.scores, judgement.floor,
+                   judgement.ceiling)  # fmt: skip
+        percent = ("" if figure is None else f"{100 * figure:.1f}" for figure in figures)
+        rows.append([claim.paper, claim.text, says, form, where, judgement.verdict, judgement.alone, *percent,
+                     judgement.samples])  # fmt: skip
+    head = ("paper", "claim", "as published", "model", "where", "verdict", "alone", "difference", "low", "high",
+            "right %", "other %", "newest tokens %", "full cache %", "texts")  # fmt: skip
+    return _csv(head, rows)
+
+
+def _csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    return text.getvalue()
 
 
 def claim_marks(judged: Iterable[tuple[studies.Study, Sequence[tuple[str, Judgement]]]], rows: Sequence[str]) -> str:
-    """Return a table of the marks of chosen claims, on each form of a model, the question known and unknown.
+    """Return a table of the marks of chosen claims, on each form of a model, the question known and later.
 
     A mark is that of the study with the most samples among those that decide the claim there, and leads to its page.
 
@@ -132,18 +242,19 @@ def claim_marks(judged: Iterable[tuple[studies.Study, Sequence[tuple[str, Judgem
             title = _title(judgement)
             says[title] = says.get(title) or judgement.claim.says
             rank = (judgement.verdict != OPEN, judgement.samples)
-            cells, place = found.setdefault(title, {}), (form, _question(study, judgement))
-            if place not in cells or rank > cells[place][0]:  # of equal ones the first
-                cells[place] = rank, f"[{MARKS.get(judgement.verdict, judgement.verdict)}]({study.name}.md)"
+            marks, place = found.setdefault(title, {}), (form, _question(study, judgement))
+            if place not in marks or rank > marks[place][0]:  # of equal ones the first
+                marks[place] = rank, f"[{MARKS.get(judgement.verdict, judgement.verdict)}]({study.name}.md)"
     if missing := [row for row in rows if row not in found]:
         raise ValueError(f"no study judges {'; '.join(missing)}; it has {'; '.join(found)}.")
-    places = list(itertools.product(("base", "adapted"), ("known", "unknown")))
+    places = list(itertools.product(("base", "adapted"), QUESTIONS))
     lines = []
     for row in rows:
-        cells = found[row]
-        most = max(samples for place, ((_, samples), _) in cells.items() if place in places)
-        lines.append([row, says[row] or "-", *(cells[place][1] if place in cells else "" for place in places), most])
-    return markdown(("claim", "the paper's figure", *map(", ".join, places), "samples"), lines)
+        marks = found[row]
+        most = max(samples for place, ((_, samples), _) in marks.items() if place in places)
+        lines.append([row, says[row] or "-", *(marks[place][1] if place in marks else "" for place in places), most])
+    heads = (f"{form}, {QUESTIONS[question].removeprefix('question ')}" for form, question in places)
+    return markdown(("claim", "the paper's figure", *heads, "samples"), lines)
 
 
 MARKS = {HOLDS: f"**{HOLDS}**"}
@@ -157,22 +268,25 @@ def _title(judgement: Judgement) -> str:
 
 def _question(study: studies.Study, judgement: Judgement) -> str:
     """Return what is known of the question where a claim was judged: its own, or the study's only one."""
+    if "question" in judgement.where:
+        return str(judgement.where["question"])
     questions = study.content["question"]
-    return str(judgement.where.get("question") or (questions if isinstance(questions, str) else questions[0]))
+    return str(questions if isinstance(questions, str) else questions[0])
 
 
 def _place(name: str, value: Any) -> str:
     """Return where a claim was judged, in words."""
     if name == "when":
         return report.MOMENTS[value]
-    return f"{value:.0%}" if isinstance(value, float) else str(value)
+    if name == "question":
+        return QUESTIONS[value]
+    return _budget(value) if name == "budget" else f"{value:,} tokens" if name == "length" else str(value)
 
 
 def _verdict_text(judgement: Judgement) -> str:
-    """Return a verdict with its figures; :data:`CLAIM` says what they are."""
-    verdict = f"**{judgement.verdict}**" if judgement.verdict == HOLDS else judgement.verdict
-    if judgement.verdict == NOISE != judgement.alone:
-        verdict += f" (alone: {judgement.alone})"
-    bounds = ", ".join("n/a" if bound is None else f"{bound:.2f}" for bound in (judgement.floor, judgement.ceiling))
-    both = ", ".join(f"{score:.2f}" for score in judgement.scores)
-    return f"{verdict}, {judgement.difference:+.2f} [{judgement.low:+.2f}, {judgement.high:+.2f}] ({both}; {bounds})"
+    """Return a verdict, and the difference in points with its interval where there was room for one."""
+    if judgement.verdict == OPEN:
+        return OPEN
+    points = [f"{round(100 * figure):+d}" for figure in (judgement.difference, judgement.low, judgement.high)]
+    verdict = MARKS.get(judgement.verdict, judgement.verdict)
+    return f"{verdict} {points[0]} [{points[1]}, {points[2]}]"

@@ -1,7 +1,7 @@
 """The tables of the pages, from results: run `python docs/tables.py` whenever results have changed.
 
 README.md and pages under docs report our results. This script writes what stands between `<!-- NAME -->` and
-`<!-- end of NAME -->` in them, and the pages of studies, from docs/results; none of it is typed by hand.
+`<!-- end of NAME -->` in them, and the tables of studies in CSV, from docs/results; none of it is typed by hand.
 `--check` only checks whether the pages are up to date.
 """
 
@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,23 @@ def judgements() -> dict[str, list[tuple[str, Any]]]:
     return {name: [next(decided) for _ in own] for name, own in each.items()}
 
 
-def study_of(name: str) -> str:
-    """Make a study's page."""
-    return study_pages.page(studies.find(name), read(f"{name}.json"), judgements()[name])
+def study_parts(name: str) -> dict[str, Callable[[], str]]:
+    """Return what makes the parts of a study's page."""
+    found, lines = studies.find(name), read(f"{name}.json")["results"]
+    return {
+        "scores": lambda: study_pages.scores(found, lines),
+        "claims": lambda: study_pages.claims(found, judgements()[name], PAGES["results/CLAIMS.md"]["claims"][1]),
+        "made": lambda: study_pages.made(found, read(f"{name}.json")),
+    }
+
+
+def study_files(name: str) -> dict[str, Callable[[], str]]:
+    """Return what makes a study's tables in CSV, by file."""
+    found, lines = studies.find(name), read(f"{name}.json")["results"]
+    return {
+        f"results/{name}.csv": lambda: study_pages.scores_csv(found, lines),
+        f"results/{name}-claims.csv": lambda: study_pages.claims_csv(found, judgements()[name]),
+    }
 
 
 def claim_marks(rows: Sequence[str]) -> str:
@@ -182,86 +196,9 @@ def selections(chosen: Sequence[str]) -> str:
     return f"{text}\n\n{markdown(['read', *heads], lines)}"
 
 
-FILTERS, HEADS = (f"file='docs/results/{REAL}/{name}.npy'" for name in ("q-filters", "heads"))
-CALIBRATED_POLICIES = {
-    "recency": RECENCY, "streaming": "streaming", "key_norm": "key_norm", "q_filters": f"q_filters({FILTERS})",
-    "snapkv, kernel 13": "snapkv(kernel=13)", "snapkv @adakv": "snapkv(kernel=13)@adakv",
-    "snapkv @duo": f"snapkv(kernel=13)@duo({HEADS},sinks=4,recent=0.25)",
-    "snapkv @headkv": f"snapkv(kernel=13)@headkv({HEADS})",
-    "snapkv + caote @headkv": f"snapkv(kernel=13)+caote@headkv({HEADS})",
-}  # fmt: skip
-
-
-def calibration() -> str:
-    """Make the table of needles on SmolLM2 under methods that measure the model, the best of each column bold."""
-    data = read(f"{REAL}/calibrated.json")
-    recall = {(r["policy"], r["share"], r["question"]): r["recall"] for r in data["results"]}
-    shares = sorted({share for _, share, _ in recall if share is not None})
-    settings = [(share, question) for question in ("known", "unknown") for share in shares]
-    most = {s: max(recall[policy, *s] for policy in CALIBRATED_POLICIES.values()) for s in settings}
-    lines = []
-    for name, policy in CALIBRATED_POLICIES.items():
-        found = [(recall[policy, *s], most[s]) for s in settings]
-        lines.append([name, *(f"**{x:.2f}**" if x == best else f"{x:.2f}" for x, best in found)])
-    table = markdown(["policy", *(f"{share:.0%}, {question}" for share, question in settings)], lines)
-    full = recall["full", None, "known"]
-    note = f"{data['samples']} prompts of {data['settings']['length']} tokens; the full cache has {full:.2f}."
-    return f"{table}\n\n{note}"
-
-
-def eight_bits() -> str:
-    """Make the table of recall and bytes on SmolLM2 by question, budget and dtype; "-" where none was run."""
-    data = read(f"{REAL}/eight-bits.json")
-    given = [r for r in data["results"] if r["cache_dtype"]]
-    cells: dict[Any, dict[str, str]] = {}
-    for r in sorted(given, key=lambda r: (r["question"], r["budget"] or float("inf"))):
-        own = cells.setdefault(f"{r['budget'] or 'all'}, {r['question']}", {})
-        own[r["cache_dtype"]] = f"{r['recall']:.2f}, {r['cache_bytes'] / 2**20:.2f} MiB"
-    dtypes = list(dict.fromkeys(r["cache_dtype"] for r in given))
-    lines = [[name, *(own.get(dtype, "-") for dtype in dtypes)] for name, own in cells.items()]
-    policy = next(r["policy"] for r in given if r["budget"])
-    note = f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."
-    return f"{markdown(['slots per head, question', *dtypes], lines)}\n\n{note}"
-
-
 def found_share(r: Mapping[str, Any]) -> float:
     """Return the share of the needles that were found; older files call it recall."""
     return r["score"] if "score" in r else r["recall"]
-
-
-def better_with_caote(comparisons: Iterable[Mapping[str, Any]]) -> set[tuple[str, Any, str]]:
-    """Return where a policy is better at every length than without CAOTE, by policy, budget and moment."""
-    verdicts: dict[Any, set[str]] = {}  # of each length; older files compare the lengths together
-    for c in comparisons:
-        if c["against"] == report.without_caote(c["policy"]):
-            verdicts.setdefault((c["policy"], c["budget"], c["when"]), set()).add(c["better"])
-    return {setting for setting, found in verdicts.items() if found == {"yes"}}
-
-
-def needles() -> str:
-    """Make the table of needles on the embedded model, bold where CAOTE is better than the same policy without it.
-
-    Shares are means over the lengths, and bold ones are better at each length.
-    """
-    data = read("needle.json")
-    protected = "+protect(recent=0.5)"
-    columns = {"recency": RECENCY} | {
-        "h2o": "h2o", "h2o + caote": "h2o+caote", "h2o, half protected": f"h2o{protected}",
-        "the same + caote": f"h2o+caote{protected}", "tova": "tova", "tova + caote": "tova+caote",
-        "snapkv": "snapkv", "snapkv + caote": "snapkv+caote",
-    }  # fmt: skip
-    of_lengths: dict[Any, list[float]] = {}
-    for r in data["results"]:
-        of_lengths.setdefault((r["policy"], r["budget"], r["when"]), []).append(found_share(r))
-    recall = {setting: sum(found) / len(found) for setting, found in of_lengths.items()}
-    better = better_with_caote(data["comparisons"])
-    lines = []
-    for when, named in (("block", "after every block"), ("prompt", "once after the prompt")):
-        for budget in sorted({b for _, b, w in recall if b is not None and w == when}):
-            keys = [(policy, budget, when) for policy in columns.values()]
-            cells = [f"**{recall[key]:.2f}**" if key in better else f"{recall[key]:.2f}" for key in keys]
-            lines.append([f"{budget}, {named}", *cells])
-    return markdown(["budget", *columns], lines)
 
 
 NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o": "h2o, token by token", "quest": "quest, page 16",
@@ -438,22 +375,19 @@ def methods(kind: str) -> str:
 
 
 def generations(file: str) -> str:
-    """Make the table of what a text's facts and results are worth behind its last token, and of its perplexity."""
+    """Make the table of what is still known of a text behind its last token, and of its perplexity."""
     data = read(file)
-    full = next(r for r in data["results"] if r["policy"] == "full")
-    head, lines = ("policy", "budget", "facts", "results", "of full, both", "perplexity", "MiB"), []
+    full, settings = next(r for r in data["results"] if r["policy"] == "full"), data["settings"]
+    asked = settings["samples"] * settings["facts"]
+    head, lines = ("policy", "slots", "facts", "results", "perplexity", "MiB"), []
     for r in sorted(data["results"], key=lambda r: (r["budget"] or 0, -r["score"], r.get("increase", 0))):
-        told = [f"{r['tasks'][task]['score']:.2f}" for task in ("facts", "results")]
-        share = "" if r is full else f"{r['score'] / full['score']:.2f}"
-        more = f"{r['perplexity']:.1f}" if r is full else f"{r['increase']:+.1%}"
-        cells = (f"`{r['policy']}`", f"{r['budget'] or 'all'}", *told, share, more, f"{r['cache_bytes'] / 2**20:.0f}")
-        lines.append(cells)
-    settings = data["settings"]
+        told = [f"{asked * r['tasks'][task]['score']:.0f} of {asked}" for task in ("facts", "results")]
+        more = f"{r['perplexity']:.1f}" if r is full else f"{r['increase']:+.0%}"
+        lines.append((f"`{r['policy']}`", r["budget"] or "all", *told, more, f"{r['cache_bytes'] / 2**20:.0f}"))
     return (
-        f"{settings['samples']} texts of {settings['lengths']} tokens, {settings['facts']} facts and as many results "
-        f"each, {settings['model']} (`{data['command']}`; every figure is in [{Path(file).name}](../results/{file})). "
-        "Perplexity is that of the full cache, and by how much it grows; so few texts have no interval. Bytes are "
-        f"those of one text's buffers.\n\n{markdown(head, lines)}"
+        f"{settings['samples']} texts of {int(settings['lengths']):,} tokens, {settings['model']} "
+        f"([{Path(file).name}](../results/{file})). Perplexity: the full cache's, and by how much it grows.\n\n"
+        f"{markdown(head, lines)}"
     )
 
 
@@ -527,6 +461,9 @@ def growth(r: Mapping[str, Any], full: Mapping[str, Any]) -> str:
 
 def parts_of(page: str) -> dict[str, Callable[[], str]]:
     """Return what makes the parts of a page: functions of this file, with the arguments that docs/tables.toml has."""
+    study = page.removeprefix("results/").removesuffix(".md")
+    if study in STUDIES:
+        return study_parts(study)
     listed = {name: entry if isinstance(entry, list) else [entry] for name, entry in PAGES[page].items()}
     return {name: functools.partial(globals()[function], *given) for name, (function, *given) in listed.items()}
 
@@ -552,8 +489,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(check: bool) -> None:
-    made = {page: functools.partial(page_text, page) for page in PAGES}
-    made |= {f"results/{name}.md": functools.partial(study_of, name) for name in STUDIES}
+    pages = (*PAGES, *(f"results/{name}.md" for name in STUDIES))
+    made: dict[str, Callable[[], str]] = {page: functools.partial(page_text, page) for page in pages}
+    for name in STUDIES:
+        made |= study_files(name)
     for page, make in made.items():
         text, path = make(), DOCS / page
         if path.exists() and text == path.read_text():

@@ -15,7 +15,7 @@ from models.commands import provenance
 
 Cell = str | Callable[[Any], str]
 CAOTE_LINKS = ("caote", "fast_caote")
-MOMENTS = {"block": "after every block", "prompt": "once", "published": "as published"}
+MOMENTS = {"block": "by block", "prompt": "once", "published": "as published"}
 READS = "select="  # a line's policy begins so where nothing is evicted, and a decode step reads a part
 PICTURES = (".png", ".svg", ".pdf")
 GREY = "#7d868f"  # text that reads on white and on black
@@ -192,7 +192,7 @@ def moment(group: tuple[str, str, Any]) -> str:
     if budget is None:
         return "full cache"
     unknown = ", question unknown" if question == "unknown" else ""
-    return f"budget {budget}, {'by block' if when == 'block' else MOMENTS[when]}{unknown}"
+    return f"budget {budget}, {MOMENTS[when]}{unknown}"
 
 
 LABELS: dict[str, Cell] = {
@@ -294,10 +294,10 @@ def plain(axis: Any, *, grid: str = "y") -> None:
         axis.spines[side].set_visible(False)
 
 
-def legend(figure: Any, handles: Mapping[str, Any], *, columns: int = 4) -> None:
+def legend(figure: Any, handles: Mapping[str, Any], *, columns: int = 4, size: int = 8) -> None:
     """Draw a figure's legend below its panels."""
     found = list(handles.values()), list(handles)
-    figure.legend(*found, loc="outside lower center", ncols=min(columns, len(handles)), fontsize=8, frameon=False)
+    figure.legend(*found, loc="outside lower center", ncols=min(columns, len(handles)), fontsize=size, frameon=False)
 
 
 def save(figure: Any, path: Path, *, dpi: int = 160) -> None:

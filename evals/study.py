@@ -67,7 +67,7 @@ def command(flags: argparse.Namespace) -> None:
         files.write_json(flags.json, content | {"claims": [_plain(form, judgement) for form, judgement in judged]})
         print(f"figures: {flags.json}")
     if flags.plot is not None:
-        study_panels.picture([(study, lines)], flags.plot)
+        study_panels.picture(study, lines, flags.plot)
         print(f"picture: {flags.plot}")
     for one in answered:
         one.check()

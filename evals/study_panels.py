@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,13 @@ from jaxtyping import Float
 from evals import report, statistics, studies
 
 MARKERS = "osv^D"
+QUESTIONS = {"known": "question known", "unknown": "question later"}
+FORMS = ("base", "adapted")  # in this order, and with these colours, in all studies
+
+
+def form_place(form: str) -> int:
+    """Return the place of a form of the model among others."""
+    return FORMS.index(form) if form in FORMS else len(FORMS)
 
 
 class Cell(NamedTuple):
@@ -46,7 +54,8 @@ class Panel(NamedTuple):
     def title(self) -> str:
         """Return what it shows, in words."""
         length = "" if self.length is None else f", {self.length:,} tokens"
-        return f"{self.form} model, question {self.question}{length}"
+        form = f"{self.form} model, " if self.form else ""
+        return f"{form}{QUESTIONS[self.question]}{length}"
 
 
 def cells(study: studies.Study, lines: studies.Lines, panel: Panel) -> dict[tuple[str, Any], Cell]:
@@ -82,79 +91,111 @@ def panels(study: studies.Study, lines: studies.Lines) -> list[Panel]:
     ]
 
 
-def picture(made: Sequence[tuple[studies.Study, studies.Lines]], path: Path) -> None:
-    """Draw what the policies that studies draw score against the bytes that a prompt holds at most, or keeps.
+def shown(study: studies.Study, lines: studies.Lines) -> list[Panel]:
+    """Return the panels of a picture: of forms of one model, without those in which few drawn policies were run."""
+    of_one = [panel for panel in panels(study, lines) if len(study.forms[panel.form]) == 1]
+    run = {panel: len({p for p, _ in cells(study, lines, panel)} & set(study.drawn)) for panel in of_one}
+    most = [panel for panel, count in run.items() if 3 * count >= 2 * max(run.values())]
+    return sorted(most, key=lambda panel: form_place(panel.form))
 
-    Where a study evicts once, all policies hold the prompt at most, and what they keep is drawn.
 
-    There is a panel for each study, form of the model, question and length, with 95% intervals, but for those with less
-    than half as many of the drawn policies as the fullest one. What ran on fewer texts than the panel's others has an
-    open marker: it is not to be compared by eye.
+def picture(study: studies.Study, lines: studies.Lines, path: Path) -> None:
+    """Draw what the policies that a study draws answer, with 95% intervals: one panel across, to be read on a phone.
+
+    Several budgets are drawn over the bytes that a prompt holds at most; where a study evicts once, all policies hold
+    the prompt at most, and what they keep is drawn. One budget is a row for each policy. What ran on fewer texts than
+    its panel's others has an open marker: it is not to be compared by eye.
     """
     plt = report.pyplot()
-    drawn = []
-    for study, lines in made:
-        run = {
-            panel: len({p for p, _ in cells(study, lines, panel)} & set(study.drawn)) for panel in panels(study, lines)
-        }
-        drawn += [(study, lines, panel) for panel, count in run.items() if 2 * count >= max(run.values())]
-    across = 2 if len(drawn) == 4 else min(3, len(drawn))
-    down = -(-len(drawn) // across)
-    size = (6.4 if across == 1 else 4.4 * across, 3.9 * down + 1)
-    figure, axes = plt.subplots(
-        down, across, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
-    called = [study.names.get(policy, policy) for study, _ in made for policy in study.drawn if policy != "full"]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(called))}
+    drawn = {panel: cells(study, lines, panel) for panel in shown(study, lines)}
+    several = len({budget for found in drawn.values() for _, budget in found if budget is not None}) > 1
+    groups: dict[Panel, list[Panel]] = {}
+    for panel in drawn:
+        groups.setdefault(panel if several else panel._replace(form=""), []).append(panel)
+    height = 2.6 if several else 0.6 + 0.32 * len(study.drawn)
+    size = 5.6, height * len(groups) + 1.4
+    figure, axes = plt.subplots(len(groups), figsize=size, sharex=True, squeeze=False, layout="constrained")
     handles: dict[str, Any] = {}
-    fewer = False
-    for (study, lines, panel), axis in zip(drawn, axes.flat, strict=False):
-        found = cells(study, lines, panel)
-        texts = max(len(cell.samples) for cell in found.values())
-        for policy in study.drawn:
-            name = study.names.get(policy, policy)
-            own = sorted(
-                (c.size if study.evicts_once else c.peak, *statistics.mean_interval(c.scores, 0, 1), len(c.samples))
-                for (p, _), c in found.items()
-                if p == policy
-            )
-            if not own:
-                continue
-            held, score, low, high, counts = (np.array(part) for part in zip(*own, strict=True))
-            if policy == "full":
-                axis.axhspan(low[0], high[0], color=report.GREY, alpha=0.12, linewidth=0)
-                line = axis.axhline(score[0], color=report.GREY, linestyle="--", linewidth=1)
-                bytes_of = "" if panel.length else f", {held[0]:.0f} MiB"  # they differ from length to length
-                handles.setdefault(name + bytes_of, line)
-                continue
-            number = numbers[name]
-            line = "-" if number < len(report.COLOURS) else ":"  # the second of a colour
-            bars = axis.errorbar(
-                held, score, [score - low, high - score], color=report.colour(number), fmt=MARKERS[number % 5] + line,
-                markersize=4.5, linewidth=1.4, elinewidth=0.8, capsize=2,
-            )  # fmt: skip
-            few = counts < texts
-            axis.plot(
-                held[few], score[few], MARKERS[number % 5], color=report.colour(number), markerfacecolor="white",
-                markersize=4.5, zorder=3,
-            )  # fmt: skip
-            fewer |= bool(few.any())
-            handles.setdefault(name, bars)
-        report.plain(axis)
-        moment = report.MOMENTS.get(str(study.content.get("when")), "")
-        title = f"{moment}, {panel.title()}"
-        axis.set_title(title.replace(" model, ", " model,\n") if panel.length else title, fontsize=9)
-        axis.set_ylim(-0.03, 1.03)
-    for axis in axes.flat[len(drawn) :]:
-        axis.set_visible(False)
-    lowest = slice(max(0, len(drawn) - across), len(drawn))  # the lowest panel of each column
-    for (study, *_), axis in zip(drawn[lowest], axes.flat[lowest], strict=True):
-        axis.tick_params(labelbottom=True)
-        most = "take behind the answer" if study.evicts_once else "take at most"
-        axis.set_xlabel(f"MiB that a prompt's keys and values {most}", fontsize=9)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("score", fontsize=9)
-    title = "; ".join(study.title for study, _ in made)
-    figure.suptitle(f"{title} (open markers: fewer texts)" if fewer else title, fontsize=11)
-    report.legend(figure, handles, columns=3)
+    for (group, own), axis in zip(groups.items(), axes[:, 0], strict=True):
+        report.plain(axis, grid="y" if several else "x")
+        axis.tick_params(labelsize=10, labelbottom=True)
+        axis.set_title(group.title(), fontsize=10)
+        if several:
+            _over_bytes(axis, study, drawn[group], handles)
+        else:
+            _by_policy(axis, study, {panel.form: drawn[panel] for panel in own}, handles)
+    fewer = {f"{len(cell.samples)} texts in place of {most}" for found in drawn.values()
+             for most in [_most(found)] for (policy, _), cell in found.items()
+             if policy in study.drawn and len(cell.samples) < most}  # fmt: skip
+    lines_of = [textwrap.fill(study.title, 52), *(f"open markers: {texts}" for texts in sorted(fewer))]
+    figure.suptitle("\n".join(lines_of), fontsize=11)
+    held = "behind the answer" if study.evicts_once else "at most"
+    label = f"MiB of a prompt's keys and values {held}" if several else "right answers, %"
+    axes[-1, 0].set_xlabel(label, fontsize=10)
+    report.legend(figure, handles, columns=2, size=10)
     report.save(figure, path)
+
+
+def _most(found: Mapping[tuple[str, Any], Cell]) -> int:
+    """Return the most texts that a policy of a panel was run on."""
+    return max(len(cell.samples) for cell in found.values())
+
+
+def _percent(cell: Cell) -> Float[np.ndarray, "3"]:
+    """Return a mean and the ends of its interval, in percent."""
+    return 100 * np.array(statistics.mean_interval(cell.scores, 0, 1))
+
+
+def _over_bytes(
+    axis: Any, study: studies.Study, found: Mapping[tuple[str, Any], Cell], handles: dict[str, Any]
+) -> None:
+    """Draw a line for each policy, its budgets over their bytes; the full cache is a dashed line."""
+    texts, number = _most(found), -1
+    for policy in study.drawn:
+        name = study.names.get(policy, policy)
+        number += policy != "full"
+        own = sorted((cell for (p, _), cell in found.items() if p == policy), key=lambda cell: cell.peak)
+        if not own:
+            continue
+        held = np.array([cell.size if study.evicts_once else cell.peak for cell in own])
+        score, low, high = np.array([_percent(cell) for cell in own]).T
+        if policy == "full":
+            axis.axhspan(low[0], high[0], color=report.GREY, alpha=0.12, linewidth=0)
+            handles[name] = axis.axhline(score[0], color=report.GREY, linestyle="--", linewidth=1)
+            continue
+        colour, marker = report.colour(number), MARKERS[number % 5]
+        bars = axis.errorbar(
+            held, score, [score - low, high - score], color=colour, fmt=f"{marker}-", markersize=5, linewidth=1.5,
+            elinewidth=0.8, capsize=2,
+        )  # fmt: skip
+        few = np.array([len(cell.samples) for cell in own]) < texts
+        axis.plot(held[few], score[few], marker, color=colour, markerfacecolor="white", markersize=5, zorder=3)
+        handles[name] = bars
+    axis.set_ylim(-3, 103)
+    axis.set_ylabel("right answers, %", fontsize=10)
+
+
+def _by_policy(
+    axis: Any, study: studies.Study, forms: Mapping[str, Mapping[tuple[str, Any], Cell]], handles: dict[str, Any]
+) -> None:
+    """Draw a row for each policy, a point in it for each form of the model; the full cache is a dashed line."""
+    own = {
+        form: {policy: cell for (policy, _), cell in found.items() if policy in study.drawn}
+        for form, found in forms.items()
+    }
+    there = [policy for policy in study.drawn if policy != "full" and all(policy in found for found in own.values())]
+    there.sort(key=lambda policy: sum(found[policy].scores.mean() for found in own.values()))
+    for number, (form, found) in enumerate(own.items()):
+        colour, marker = report.colour(form_place(form)), MARKERS[form_place(form)]
+        score, low, high = np.array([_percent(found[policy]) for policy in there]).T
+        rows = np.arange(len(there)) + 0.12 * (2 * number - len(own) + 1)
+        bars = axis.errorbar(
+            score, rows, xerr=[score - low, high - score], color=colour, fmt=marker, markersize=5, elinewidth=0.8,
+            capsize=2,
+        )  # fmt: skip
+        full = _percent(found["full"])
+        axis.axvspan(*full[1:], color=colour, alpha=0.08, linewidth=0)
+        line = axis.axvline(full[0], color=colour, linestyle="--", linewidth=1)
+        handles |= {f"{form} model": bars, f"{form}, full cache": line}
+    axis.set_yticks(range(len(there)), [study.names.get(policy, policy) for policy in there])
+    axis.set_xlim(-3, 103)

@@ -1,12 +1,15 @@
-"""The pages of studies, which docs/tables.py writes."""
+"""The parts of studies' pages, and their tables in CSV, which docs/tables.py writes."""
+
+import csv
+import io
 
 import pytest
 
 from docs import study_pages, tables
-from evals import studies, study, study_panels
+from evals import studies, study
 
 
-def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
+def test_parts_show_what_each_policy_scores_holds_and_claims(tmp_path):
     file = tmp_path / "small.toml"
     file.write_text(
         'title = "Small"\nnote = "Texts."\nforms = {base = ["m"], adapted = ["a", "b"]}\n'
@@ -26,21 +29,52 @@ def test_a_page_shows_what_each_policy_scores_holds_and_claims(tmp_path):
     read = studies.find(str(file))
     assert list(studies.forms(read, rows)) == ["base"]
     made = {"command": "python -m evals study", "cores": 2, "device": "cpu", "commit": "c"}
-    page = study_pages.page(read, {"results": rows, **made}, study.judge(read, rows))
-    lines = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
-    assert lines[0] == "| policy | 50% |"
-    assert lines[1].startswith("| `tova` | **0.88** [") and lines[1].endswith("], 4 MiB |")
-    assert lines[2].startswith("| `recency` | 0.06 [") and lines[2].endswith("], 3 MiB |")
-    assert lines[3] == "| the full cache | 1.00 [0.59, 1.00], 8 MiB |"
-    told = "| TOVA | TOVA is better than recency |  | 8 | unknown, after every block: **holds**, +0.81 ["
-    assert lines[-1].startswith(told) and lines[-1].endswith("] (0.88, 0.06; 0.06, 1.00) |")
-    assert "![Scores against the bytes of a prompt's cache](small.png)" in page and "on 2 cores, commit c;" in page
-    made["environments"] = [{"device": "NVIDIA H100", "commit": "d"}, {"device": "cpu", "cores": 8, "commit": "e"}]
-    page = study_pages.page(read, {"results": rows, **made}, study.judge(read, rows))
-    assert "on NVIDIA H100, commit d; 8 cores, commit e;" in page
+    judged = study.judge(read, rows)
+    lines = study_pages.scores(read, rows).splitlines()
+    said = "Answers that are right, with 95% intervals over 8 texts. 50% of the tokens are kept. Question later. "
+    assert lines[0] == f"{said}Bold: within noise of the best of 2 policies."
+    assert lines[2] == "| policy | 50% | MiB at most |"
+    assert lines[4].startswith("| TOVA `tova` | **88%**<br>[") and lines[4].endswith("] | 4 |")
+    assert lines[5].startswith("| recency `recency` | 6%<br>[") and lines[5].endswith("] | 3 |")
+    assert lines[6] == "| full | 100%<br>[59, 100] | 8 |"
+    told = study_pages.claims(read, judged, []).splitlines()
+    assert told[2] == "| claim | base, later |"
+    assert told[-1].startswith("| TOVA is better than recency | **holds** +81 [")
+    made = {"command": "python -m evals study small --out here", "results": rows}
+    text = study_pages.made(read, made)
+    assert (
+        "base: `m`" in text
+        and "[small.csv](small.csv)" in text
+        and text.endswith("\n\n    python -m evals study small")
+    )
     grown = [row | ({"increase": 0.025} if row["policy"] == "tova" else {}) for row in rows]
-    (panel,) = study_panels.panels(read, grown)
-    assert "], 4 MiB, perplexity +2.5% |" in study_pages.table(read, grown, panel)
+    table = list(csv.DictReader(io.StringIO(study_pages.scores_csv(read, grown))))
+    first = table[0]
+    assert (first["policy"], first["right %"], first["texts"], first["MiB at most"]) == ("tova", "87.5", "8", "4.0")
+    assert [row["perplexity +%"] for row in table] == ["2.5", "", ""]
+    (claim,) = csv.DictReader(io.StringIO(study_pages.claims_csv(read, judged)))
+    assert (claim["verdict"], claim["where"], claim["difference"]) == ("holds", "question later, by block", "81.2")
+    assert (claim["newest tokens %"], claim["full cache %"], claim["texts"]) == ("6.2", "100.0", "8")
+
+
+def test_a_page_says_where_fewer_texts_were_run_and_leaves_undecided_claims_to_the_csv():
+    read = studies.find("fixed-memory")
+    lines = tables.read("fixed-memory.json")["results"]
+    text = study_pages.scores(read, lines)
+    (kvgrad,) = (line for line in text.splitlines() if line.startswith("| KVgrad"))
+    assert kvgrad.count("<br>20 texts") == 5 and text.count("<br>20 texts") == 5
+    assert len([line for line in text.splitlines() if line.startswith("|")]) == 2 + len(read.drawn)
+    judged = tables.judgements()["fixed-memory"]
+    few, more = (study_pages.claims(read, judged, chosen) for chosen in ([], ["CAOTE improves H2O"]))
+    assert "CAOTE improves H2O" not in few and "| CAOTE improves H2O | undecided |" in more
+
+
+@pytest.mark.parametrize("name", tables.STUDIES)
+def test_a_study_shows_few_policies_and_its_page_asks_and_answers_first(name):
+    read = studies.find(name)
+    assert 3 <= len(read.drawn) <= 9 and set(read.drawn) <= set(read.names)
+    title, asked, answer = (tables.RESULTS / f"{name}.md").read_text().split("\n\n")[:3]
+    assert title.startswith("# ") and asked.startswith("**Asked:** ") and answer.startswith("**Answer:** ")
 
 
 def test_marks_are_of_the_study_with_the_most_samples_that_decides_a_claim(tmp_path):

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import runpy
 from pathlib import Path
 
 import numpy as np
@@ -35,13 +34,6 @@ def test_each_length_has_texts_of_its_own(retriever):
     first, second = (group.draw() for group in needle.make_groups(flags, retriever[0].config, retriever[1]))
     drawn = functools.partial(needle.draw, retriever[1], depths=2, samples=2, facts=4)
     assert first == drawn(256, seed=0) and second == drawn(320, seed=2_000)
-
-
-def test_the_page_marks_what_is_better_at_every_length():
-    better = runpy.run_path(str(Path(__file__).parents[2] / "docs/tables.py"), run_name="tables")["better_with_caote"]
-    compared = {"policy": "tova+caote", "against": "tova", "budget": 8, "when": "block"}
-    yes, no = ({**compared, "better": verdict} for verdict in ("yes", "within noise"))
-    assert better([yes, yes]) == {("tova+caote", 8, "block")} and not better([yes, no])
 
 
 def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with_the_exact_form():

@@ -122,3 +122,29 @@ def test_a_study_is_judged_by_its_texts_and_drawn_where_all_of_its_models_ran():
 def test_cells_are_compared_on_the_samples_that_both_have():
     cell = study_panels.Cell(["a", "b", "c"], np.array([[1.0, 0.5, 0.0]]), 1, 1)
     assert cell.less(study_panels.Cell(["c", "b"], np.array([[1.0, 0.25]]), 1, 1)).tolist() == [[0.25, -1.0]]
+
+
+def test_a_picture_has_forms_of_one_model_and_what_most_drawn_policies_ran_in(tmp_path):
+    read = studies.find("ruler-block")
+    settings = {
+        "question": "unknown",
+        "when": "block",
+        "evaluation": "ruler",
+        "peak_cache_bytes": 2**20,
+        "cache_bytes": 2**20,
+    }
+    lines = [
+        {"model": "smollm2-answers", "policy": policy, "budget": None if policy == "full" else 0.25, "length": length,
+         "scores": {"vt": "1101"}} | settings
+        for policy in read.drawn
+        for length in (1024, 2048)
+        if policy == "full" or length == 1024
+    ]  # fmt: skip
+    assert study_panels.shown(read, lines) == [study_panels.Panel("adapted", "unknown", 1024)]
+    two = read._replace(forms={"adapted": ["smollm2-answers"], "both": ["smollm2-answers"] * 2})
+    assert {panel.form for panel in study_panels.shown(two, lines)} == {"adapted"}
+    one, several = tmp_path / "one.png", tmp_path / "several.png"
+    study_panels.picture(read, lines, one)
+    wider = [line | {"budget": 0.5, "peak_cache_bytes": 2**21} for line in lines if line["policy"] != "full"]
+    study_panels.picture(read, [*lines, *wider], several)
+    assert min(path.stat().st_size for path in (one, several)) > 10_000
