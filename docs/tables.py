@@ -507,20 +507,22 @@ def methods(kind: str) -> str:
 
 
 def generations(file: str) -> str:
-    """Make the table of what is recalled of a text behind its last token, and of the text's perplexity."""
+    """Make the table of what a text's facts and results are worth behind its last token, and of its perplexity."""
     data = read(file)
     full = next(r for r in data["results"] if r["policy"] == "full")
-    head, lines = ("policy", "facts", "results", "perplexity", "held"), []
-    for r in sorted(data["results"], key=lambda r: (r is not full, -r["score"], r.get("increase", 0))):
-        told = [f"{r['tasks'][task]['score']:.0%}" for task in ("facts", "results")]
-        more = f"{r['perplexity']:.1f}" if r is full else f"{r['increase']:+.0%}"
-        size = f"{r['cache_bytes'] / 2**20:.0f} MiB"
-        lines.append((f"`{r['policy']}`", *told, more, size))
+    head, lines = ("policy", "budget", "facts", "results", "of full, both", "perplexity", "MiB"), []
+    for r in sorted(data["results"], key=lambda r: (r["budget"] or 0, -r["score"], r.get("increase", 0))):
+        told = [f"{r['tasks'][task]['score']:.2f}" for task in ("facts", "results")]
+        share = "" if r is full else f"{r['score'] / full['score']:.2f}"
+        more = f"{r['perplexity']:.1f}" if r is full else f"{r['increase']:+.1%}"
+        cells = (f"`{r['policy']}`", f"{r['budget'] or 'all'}", *told, share, more, f"{r['cache_bytes'] / 2**20:.0f}")
+        lines.append(cells)
     settings = data["settings"]
     return (
         f"{settings['samples']} texts of {settings['lengths']} tokens, {settings['facts']} facts and as many results "
-        f"each, {settings['model']}, {settings['budgets']} slots ([{Path(file).name}](../results/{file}) has the command and every figure; "
-        f"so few texts have no interval).\n\n{markdown(head, lines)}"
+        f"each, {settings['model']} (`{data['command']}`; every figure is in [{Path(file).name}](../results/{file})). "
+        "Perplexity is that of the full cache, and by how much it grows; so few texts have no interval. Bytes are "
+        f"those of one text's buffers.\n\n{markdown(head, lines)}"
     )
 
 
