@@ -31,10 +31,11 @@ LOST = {
 
 
 def prose(page: Path) -> str:
-    """Return a page's text without its code, commands, addresses and comments."""
+    """Return a page's text without code, commands, policies' names in tables, addresses and comments."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->|^    .*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+", "", text)
+    text = re.sub(r"(?<=\|) *[a-z_0-9]+(?:[+@(][^|\s]*)? *(?=\|)", "", text)  # a cell of a policy's name alone
     return re.sub(r"\s+", " ", text)
 
 
