@@ -25,14 +25,12 @@ sys.path.insert(0, str(DOCS.parent))
 
 from docs import study_pages  # noqa: E402
 from docs.study_pages import markdown  # noqa: E402
-from evals import claims, report, statistics, studies, study, study_panels  # noqa: E402
+from evals import report, statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
 from kvjax._src.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
 from models import commands, files  # noqa: E402
 
-MORE = 1.1  # times the bytes of the full cache, from which a policy saves no memory
-SHOWN = 3  # policies that a line names beside the best one
 STUDIES = ("once", "pooling", "budgets", "long", "fixed-memory", "slots", "ruler", "ruler-block", "beyond")
 REAL = "smollm2"  # the folder of results on a real model that belong to no study
 
@@ -74,60 +72,42 @@ def claim_marks(rows: Sequence[str]) -> str:
     return study_pages.claim_marks([(studies.find(name), own) for name, own in judgements().items()], rows)
 
 
-def choice(name: str, question: str) -> str:
-    """Make a table of a study: each budget's best policy, those within noise of it, recency, and the full cache.
-
-    Where the best policy holds far more than the full cache, the best of the others follows.
-    """
-    found, data = studies.find(name), read(f"{name}.json")
-    lines, fulls = [], {}
-    for panel in study_panels.panels(found, data["results"]):
-        if panel.question != question:
-            continue
-        form, cells = panel.form, study_panels.cells(found, data["results"], panel)
-        full = fulls[form] = cells["full", None]
-        for budget in sorted({budget for _, budget in cells if budget is not None}):
-            own = {policy: cell for (policy, at), cell in cells.items() if at == budget}
-            best, line = best_of(own, full, f"{form}, {budget:.0%}")
-            lines.append(line)
-            if own[best].peak > MORE * full.peak:
-                fits = {policy: cell for policy, cell in own.items() if cell.peak <= MORE * full.peak}
-                lines.append(best_of(fits, full, f"{form}, {budget:.0%}")[1])
-    scores = ", ".join(f"{full.scores.mean():.2f} ({form})" for form, full in fulls.items())
-    texts = next(iter(fulls.values())).scores.shape[1]
-    text = f"From [{name}](../results/{name}.md): {texts} texts; the full cache has {scores}. {found.note}"
-    head = ("model, budget", "best", "score, 95%", "recency", "as full", "held at most", "within noise")
-    return f"{text}\n\n{markdown(head, lines)}"
+# The policies that pages name, as files record them: before 0.3.0, and since.
+NAMED = {
+    "`gate`": ("zap+protect(sinks=4,recent=0.02)@model(normalise=False)", "gate"),
+    "`repeat`": ("kvzip@model(normalise=False)", "kvzip"),
+    "`window`": ("snapkv(kernel=7)+chunks", "chunkkv(kernel=7)", "window"),
+    "newest tokens": (RECENCY,),
+}
+CHOICES = (
+    ("fixed-memory", "unknown", 0.1, ("`gate`", "`repeat`")),
+    ("fixed-memory", "unknown", 0.25, ("`gate`", "`repeat`", "newest tokens")),
+    ("once", "known", 0.25, ("`window`", "`repeat`")),
+)
+SPOKEN = {"unknown": "later", "known": "known", "block": "by block", "prompt": "once"}
 
 
-def best_of(own: Mapping[str, study_panels.Cell], full: study_panels.Cell, where: str) -> tuple[str, tuple[str, ...]]:
-    """Return the best of the policies with the most samples under a budget, and its line of such a table."""
-    most = max(len(cell.samples) for cell in own.values())
-    own = {policy: cell for policy, cell in own.items() if len(cell.samples) == most or policy == RECENCY}
-    # Among equals the simplest comes first.
-    ranked = sorted(own.items(), key=lambda item: (-item[1].scores.mean(), "@" in item[0], len(item[0])))
-    ranked = [item for item in ranked if item[0] != RECENCY]
-    best, cell = ranked[0]
-    mean, low, high = statistics.mean_interval(cell.scores, 0, 1)
-    others = [f"`{policy}`" for policy, other in ranked[1:] if within_noise(other, cell)]
-    more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-    line = (
-        where, f"**`{best}`**", f"{mean:.2f} [{low:.2f}, {high:.2f}]",
-        f"{own[RECENCY].scores.mean():.2f}", as_full(cell, full),
-        f"{cell.peak:.0f} of {full.peak:.0f} MiB", ", ".join(others[:SHOWN]) + more or "none",
-    )  # fmt: skip
-    return best, line
+def choices() -> str:
+    """Make the table of the policies to choose from: questions answered by both forms of the model, and bytes held."""
+    forms = ("base", "adapted")
+    head = ("question", "evicts", "budget", "policy", *(f"{form} model" for form in forms), "held at most")
+    lines = []
+    for name, question, budget, policies in CHOICES:
+        found, data = studies.find(name), read(f"{name}.json")
+        each = [study_panels.cells(found, data["results"], study_panels.Panel(form, question)) for form in forms]
+        if not lines:
+            lines.append(("", "never", "all", "full cache", *answered([cells["full", None] for cells in each])))
+        place = (SPOKEN[question], SPOKEN[found.content["when"]], f"{budget:.0%}")
+        for policy in policies:
+            recorded = next(name for name in NAMED[policy] if (name, budget) in each[0])
+            lines.append((*place, policy, *answered([cells[recorded, budget] for cells in each])))
+    return markdown(head, lines)
 
 
-def within_noise(cell: study_panels.Cell, best: study_panels.Cell) -> bool:
-    """Return whether ``best`` is not clearly better than ``cell`` on the same samples."""
-    return statistics.paired_interval(best.less(cell))[1] <= 0
-
-
-def as_full(cell: study_panels.Cell, full: study_panels.Cell) -> str:
-    """Return whether a cell is not worse than the full cache by more than the margin of claims, on the same samples."""
-    _, low, high = statistics.paired_interval(cell.less(full))
-    return "yes" if low > -claims.MARGIN else "no" if high < -claims.MARGIN else "not shown"
+def answered(cells: Sequence[study_panels.Cell]) -> list[str]:
+    """Return the share of questions that each form answers, and the most bytes that a prompt's cache took."""
+    most = max(cell.peak for cell in cells)
+    return [*(f"{cell.scores.mean():.0%}" for cell in cells), f"{most:.0f} MiB"]
 
 
 README_LINES = (
@@ -173,29 +153,6 @@ def share(cell: study_panels.Cell, most: float) -> str:
     return f"{text} [{low:.2f}, {high:.2f}]"
 
 
-def selections(chosen: Sequence[str]) -> str:
-    """Make the table of some selections without eviction: perplexity and co-reference by the tokens left out."""
-    perplexity, coref = read("perplexity.json")["results"], read("coref.json")["results"]
-    shares = sorted({r["sparsity"] for r in perplexity if r["sparsity"]} & {r["sparsity"] for r in coref})
-    heads = [f"{what}, {1 - share:.0%} read" for what in ("perplexity", "co-reference") for share in shares]
-    lines = []
-    for name in chosen:
-        both = [[r for r in results if r["select"].split("(")[0] == name] for results in (perplexity, coref)]
-        labels = dict.fromkeys(f"`{r['select']}`" for own in both for r in own)
-        cells = [
-            next((format(r[field], form) for r in own if r["sparsity"] == share), "")
-            for own, field, form in zip(both, ("increase", "accuracy"), ("+.1%", ".2f"), strict=True)
-            for share in shares
-        ]
-        lines.append([", then ".join(labels), *cells])
-    full = next(r["accuracy"] for r in coref if r["select"] == "full")
-    text = (
-        "From [perplexity.json](../results/perplexity.json) (increase over all tokens) and "
-        f"[coref.json](../results/coref.json) (names found; all tokens: {full:.2f})."
-    )
-    return f"{text}\n\n{markdown(['read', *heads], lines)}"
-
-
 def found_share(r: Mapping[str, Any]) -> float:
     """Return the share of the needles that were found; older files call it recall."""
     return r["score"] if "score" in r else r["recall"]
@@ -226,12 +183,12 @@ def tuning() -> str:
     losses = {title: read(f"{REAL}/{name}.json") for title, name in runs.items()}
     first = losses["trained under the policy"]
     policy, share = first["settings"]["policy"], first["settings"]["budget"]
-    head = ["", *(f"{what}, {of}" for what in ("loss", "found") for of in ("full cache", f"`{policy}`, {share:g}"))]
+    head = ["", *(f"{what}, {of}" for what in ("loss", "found") for of in ("full cache", f"{share:.0%}"))]
 
     def found(file: str) -> list[str]:
         data = read(f"{REAL}/{file}.json")
         rates = [next(r for r in data["results"] if r["question"] == "known" and fits(r)) for fits in (whole, evicted)]
-        return [f"{found_share(r):.2f} [{r['low']:.2f}, {r['high']:.2f}]" for r in rates]
+        return [f"{found_share(r):.0%} [{r['low']:.0%}, {r['high']:.0%}]" for r in rates]
 
     whole = lambda r: r["policy"] == "full"  # noqa: E731
     evicted = lambda r: r["policy"] == policy and r["budget"] in (share, round(share * 512))  # noqa: E731
@@ -406,26 +363,6 @@ def evictions() -> str:
         found.setdefault(when, []).append(f"`{name}`" if link.base else f"`+{name}`")
     lines = [(", ".join(names), *when) for when, names in found.items()]
     return markdown(("methods", "prompt, published", "decode, published", "decode here, by default"), lines)
-
-
-def kept_documents() -> str:
-    """Make the table of what keeping a compressed document saves, from benchmarks/results/questions.json."""
-    data = read("../../benchmarks/results/questions.json")
-    settings, results = data["settings"], data["results"]
-    ways = {"scratch": "each from scratch", "kept": "on a kept cache", "at once": "at once, `repeat`"}
-    head = ("cache", "questions", "seconds for all", "cache of a row, MiB", "in a file, MiB", "right")
-    lines = []
-    for r in results:
-        budget = "full" if r["budget"] is None else f"`{r['policy']}`, {r['budget']:,}"
-        sizes = (r["milliseconds"] / 1000, r["cache_bytes"] / 2**20, r["file_bytes"] / 2**20)
-        lines.append([budget, ways[r["way"]], *(f"{size:.1f}" for size in sizes), r["right"]])
-    same = all(r["same_as_scratch"] for r in results)
-    return (
-        f"{settings['questions']} questions on one document of {settings['document']:,} tokens, answers of "
-        f"{settings['new_tokens']} tokens, {settings['model']} in float32 on {data['cores']} CPU cores, programs "
-        f"compiled before (`{data['command']}`). The answers {'are' if same else 'are not all'} those from scratch, "
-        "token by token. The questions are not known when the document is compressed.\n\n" + markdown(head, lines)
-    )
 
 
 def roundings(file: str) -> str:
