@@ -24,7 +24,7 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks papers tests notebooks docs/conf.py docs/study_pages.py docs/tables.py
+SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks papers tests notebooks docs/conf.py docs/readme_picture.py docs/study_pages.py docs/tables.py
 
 .PHONY: help setup tpu smollm2 test test-matrix test-all test-nightly mutants check lint format types docs notebooks results wheel demo clean
 

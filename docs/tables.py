@@ -1,6 +1,6 @@
 """The tables of the pages, from results: run `python docs/tables.py` whenever results have changed.
 
-README.md and pages under docs report our results. This script writes what stands between `<!-- NAME -->` and
+Pages under docs report our results. This script writes what stands between `<!-- NAME -->` and
 `<!-- end of NAME -->` in them, and the tables of studies in CSV, from docs/results; none of it is typed by hand.
 `--check` only checks whether the pages are up to date.
 """
@@ -110,47 +110,6 @@ def answered(cells: Sequence[study_panels.Cell]) -> list[str]:
     return [*(f"{cell.scores.mean():.0%}" for cell in cells), f"{most:.0f} MiB"]
 
 
-README_LINES = (
-    ("fixed-memory", "base", "unknown", 0.25), ("fixed-memory", "adapted", "unknown", 0.25),
-    ("fixed-memory", "adapted", "unknown", 0.1), ("once", "adapted", "unknown", 0.25),
-    ("once", "base", "known", 0.25), ("once", "adapted", "known", 0.25),
-)  # fmt: skip
-README_COLUMNS = {
-    "newest tokens": ("recency",), "SnapKV": ("snapkv(kernel=7)", "snapkv"),
-    "SnapKV + CAOTE": ("snapkv(kernel=7)+caote", "snapkv+caote"), "LaProx": ("laprox(kernel=7)@model",),
-    "KVzip": ("kvzip@model(normalise=False)",), "KVgrad": ("kvgrad@model(normalise=False)",),
-    "the gate": ("zap+protect(sinks=4,recent=0.02)@model(normalise=False)",),
-}  # fmt: skip
-
-
-def readme() -> str:
-    """Make README's table: a line per study, question and budget, a column per method, and the bytes held at most."""
-    heads = ("model, question, evicted, budget", "full cache", *README_COLUMNS, "held at most")
-    lines = []
-    for name, form, question, budget in README_LINES:
-        found, data = studies.find(name), read(f"{name}.json")
-        cells = study_panels.cells(found, data["results"], study_panels.Panel(form, question))
-        if not cells:
-            continue
-        full = cells["full", None]
-        cells = {key: cell for key, cell in cells.items() if len(cell.samples) == len(full.samples)}
-        of_columns = ([cells.get((full_name(name), budget)) for name in names] for names in README_COLUMNS.values())
-        own = [next(filter(None, found), None) for found in of_columns]
-        most = max(cell.scores.mean() for cell in own if cell is not None)
-        held = [cell.peak for cell in own if cell is not None]
-        between = " to ".join(dict.fromkeys(f"{most:.0f}" for most in (min(held), max(held))))
-        when = report.MOMENTS[found.content["when"]]
-        line = [f"{form}, {question}, {when}, {budget:.0%}", share(full, 0)]
-        line += ["-" if cell is None else share(cell, most) for cell in own]
-        lines.append([*line, f"{between} of {full.peak:.0f} MiB"])
-    return markdown(heads, lines)
-
-
-def share(cell: study_panels.Cell, most: float) -> str:
-    """Return a mean score with its interval, bold if it is ``most``."""
-    mean, low, high = statistics.mean_interval(cell.scores, 0, 1)
-    text = f"**{mean:.2f}**" if mean == most else f"{mean:.2f}"
-    return f"{text} [{low:.2f}, {high:.2f}]"
 
 
 def found_share(r: Mapping[str, Any]) -> float:
