@@ -9,6 +9,7 @@ import pytest
 
 import models
 from evals import generation, prose, ruler_tasks, tasks
+from evals import questions as free
 from papers.__main__ import main
 from papers.answers import questions
 from train import answers
@@ -89,6 +90,11 @@ def wordings_of_evaluations(tokenizer):
     return set().union(*map(masked, texts)) - filler
 
 
+def unnamed(text):
+    """A template without its names and articles."""
+    return re.sub(r"\b(the|a|an) ", "", re.sub(r"\{\w+\}", "_", text.lower()))
+
+
 def test_no_key_attribute_or_wording_of_an_evaluation_is_learned(tokenizer):
     assert not {*questions.ADJECTIVES, *questions.NOUNS, *questions.ATTRIBUTES} & {
         *prose.ADJECTIVES, *prose.NOUNS, *prose.ATTRIBUTES
@@ -96,6 +102,11 @@ def test_no_key_attribute_or_wording_of_an_evaluation_is_learned(tokenizer):
     drafts = [make(np.random.default_rng(seed)) for make, _ in questions.FAMILIES.values() for seed in range(100)]
     made = masked("\n".join(text for hidden, asked in drafts for text in (*hidden, *itertools.chain(*asked))))
     judged = wordings_of_evaluations(tokenizer)
+    texts = [text for form in free.FORMS.values() for part in form.values() if isinstance(part, list) for text in part]
+    own = [text for form in questions.CONTENT["told"] for text in (form["stated"], *form["asked"], form["answer"])]
+    assert not {*map(unnamed, texts)} & {*map(unnamed, own)}
+    names = {word for name in ("person", "town") for word in re.findall(r"\w+", " ".join(free.WORDS[name]))}
+    assert not names & {word for name in ("person", "town") for word in questions.WORDS[name]}
     assert {"the A of K is 0.", "question: what is the A of K?", "answer: the A of K is"} <= judged
     assert made & judged == set()
 
