@@ -17,8 +17,8 @@ from kvjax._src.registry import Registry
 
 # Those of this package, in the order of the help, and the modules of those that are not named like theirs.
 NAMES = (
-    "needle", "ruler", "longbench", "infinitebench", "booksum", "generation", "mathematics", "lm_eval", "regret",
-    "perplexity", "sweep", "study", "report", "view",
+    "needle", "questions", "ruler", "longbench", "infinitebench", "booksum", "generation", "mathematics", "lm_eval",
+    "regret", "perplexity", "sweep", "study", "report", "view",
 )  # fmt: skip
 MODULES = {"lm_eval": "evals.harness", "report": "evals.page"}
 PARTS = ("__doc__", "EXAMPLES", "add_flags", "command")

@@ -129,7 +129,7 @@ def ask(
         >>> found.answers
         [' 4719']
     """
-    form = _Form.of(tokenizer, system)
+    form = Form.of(tokenizer, system)
     tails = [form.question(text) for text in _listed(questions)]
     begun, peak = time.monotonic(), 0
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
@@ -209,7 +209,7 @@ def checked(
     return policy, checked_budget(policy, BUDGET if budget is None else budget, block)
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """Cuts messages as a chat template would; ``before`` is None where there is none."""
 
     tokenizer: Tokenizer
@@ -218,7 +218,7 @@ class _Form(NamedTuple):
     after: str = ""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, system: str | None) -> _Form:
+    def of(cls, tokenizer: Tokenizer, system: str | None) -> Form:
         """Find the text around a message, by the tokenizer's chat template."""
         if tokenizer.chat_template is None:
             if system is not None:

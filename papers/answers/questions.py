@@ -3,8 +3,9 @@
 ``python -m papers questions --tokenizer smollm2 --rows 2400 --out qa.jsonl`` writes JSON lines of {"prompt",
 "answer", "family", "more"}, which `python -m train.finetune --data` reads: a text, and questions about it one after the
 other, at most one for 64 tokens. A row is a pure function of the seed and its number. The families are facts in several
-wordings, lists of keys, chains of variables, counts, quotations and, with ``--text``, continuations of a text of one's
-own. The sentences around them are the part of :mod:`evals.prose` that no evaluation uses.
+wordings, lists of keys, chains of variables, counts, quotations, what people ask a text in a chat and, with ``--text``,
+continuations of a text of one's own. The sentences around them are the part of :mod:`evals.prose` that no evaluation
+uses; neither do evaluations use a word of the keys, an attribute, or a wording of what is made here.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 import models
-from evals import command_line, prose, sweep, tasks
+from evals import command_line, prose, sweep
+from evals.tasks import pick
 from models import commands, files
 from models.commands.shared_flags import add_shared_flags, count
 from models.load import describe
@@ -29,6 +32,9 @@ from models.load import describe
 CONTENT = sweep.read(Path(__file__).with_suffix(".toml"))
 WORDINGS = [(wording["stated"], wording["asked"]) for wording in CONTENT["wordings"]]
 EVENTS = CONTENT["events"]
+ADJECTIVES, NOUNS, ATTRIBUTES = (CONTENT[name].split() for name in ("adjectives", "nouns", "attributes"))
+WORDS = {name: words.split() for name, words in CONTENT["words"].items() if name != "reasons"}
+WORDS |= {"reason": CONTENT["words"]["reasons"], "adjective": ADJECTIVES, "noun": NOUNS}
 COUNTS = "no one two three four five six seven eight nine".split()
 SENTENCE = re.compile(r"[A-Z][^.?!\n]{40,160}[.?!](?=\s)")
 
@@ -51,20 +57,59 @@ TOKENS = 64  # of a row for each of its questions
 
 
 def facts(rng: np.random.Generator) -> Draft:
-    """State facts in one wording, and ask for them."""
-    stated: list[tasks.Fact] = []
-    for _ in range(int(rng.integers(2, 11))):
-        stated.append(tasks.random_fact(rng, stated, alike=0.3))
+    """State facts in one wording, and ask for them; some keys share a word, and some have two attributes."""
+    stated: dict[tuple[str, str], str] = {}
+    wanted, values = int(rng.integers(2, 11)), rng.permutation(10_000)
+    while len(stated) < wanted:
+        attribute, first, second = (pick(rng, words) for words in (ATTRIBUTES, ADJECTIVES, NOUNS))
+        if stated and rng.random() < 0.3:
+            other, key = list(stated)[int(rng.integers(len(stated)))]
+            one, two = key.split()
+            attribute, first, second = ((other, one, second), (other, first, two), (attribute, one, two))[
+                int(rng.integers(3))
+            ]
+        stated.setdefault((attribute, f"{first} {second}"), f"{values[len(stated)]:04d}")
     said, asks = WORDINGS[int(rng.integers(len(WORDINGS)))]
-    sentences = [said.format(**fact._asdict()) for fact in stated]
-    asked = [(asks.format(**fact._asdict()), fact.value) for fact in stated]
-    return [s[:1].upper() + s[1:] for s in sentences], asked
+    each = [dict(attribute=attribute, key=key, value=value) for (attribute, key), value in stated.items()]
+    sentences = [said.format(**fact) for fact in each]
+    return [s[:1].upper() + s[1:] for s in sentences], [(asks.format(**fact), fact["value"]) for fact in each]
+
+
+def told(rng: np.random.Generator) -> Draft:
+    """State what happened, and ask as people do; answers are whole sentences. One question is about nothing stated."""
+    sentences, asked, seen = list[str](), list[Turn](), set[tuple[str, ...]]()
+    wanted = int(rng.integers(4, 11))
+    while len(asked) <= wanted:
+        form = CONTENT["told"][int(rng.integers(len(CONTENT["told"])))]
+        names = {name for _, name, _, _ in Formatter().parse(form["stated"]) if name}
+        chosen = {name: _word(rng, name) for name in sorted(names)}
+        apart = (form["stated"], *(chosen[name] for name in form["unique"]))
+        if apart in seen or len(set(chosen.values())) < len(chosen):
+            continue
+        seen.add(apart)
+        answer = CONTENT["unstated"]
+        if len(sentences) < wanted:
+            sentences.append(form["stated"].format(**chosen))
+            answer = form["answer"].format(**chosen)
+        asked.append((pick(rng, form["asked"]).format(**chosen), answer[:1].upper() + answer[1:]))
+    return sentences, asked
+
+
+def _word(rng: np.random.Generator, name: str) -> str:
+    """Draw what stands in the place of a name, such as "noun2": a word, a year or an amount."""
+    match name.rstrip("2345"):
+        case "year":
+            return str(int(rng.integers(1600, 2000)))
+        case "amount":
+            return str(int(rng.integers(12, 990)))
+        case kind:
+            return pick(rng, WORDS[kind])
 
 
 def keys(rng: np.random.Generator) -> Draft:
     """List keys with values, and ask for the values."""
-    count, mark = int(rng.integers(6, 25)), tasks.pick(rng, (": ", " = ", " -> "))
-    words = [f"{a}-{n}" for a, n in zip(rng.permutation(prose.ADJECTIVES), rng.permutation(prose.NOUNS), strict=False)]
+    count, mark = int(rng.integers(6, 25)), pick(rng, (": ", " = ", " -> "))
+    words = [f"{a}-{n}" for a, n in zip(rng.permutation(ADJECTIVES), rng.permutation(NOUNS), strict=False)]
     values = [str(value) for value in rng.permutation(90_000)[:count] + 10_000]
     pairs = list(zip(words, values, strict=False))
     listed = "\n".join(f"{key}{mark}{value}" for key, value in pairs)
@@ -99,9 +144,9 @@ def counts(rng: np.random.Generator) -> Draft:
 def quotations(rng: np.random.Generator) -> Draft:
     """Hide sentences about keys, and ask for them word by word."""
     said = ("{} was last seen near the {}.", "Nobody asked {} about the {}.", "They gave {} a {} and went home.")
-    firsts, seconds = rng.permutation(prose.ADJECTIVES)[:4], rng.permutation(prose.NOUNS)
+    firsts, seconds = rng.permutation(ADJECTIVES)[:4], rng.permutation(NOUNS)
     named = [f"the {first} {second}" for first, second in zip(firsts, seconds, strict=False)]
-    hidden = [tasks.pick(rng, said).format(name, thing) for name, thing in zip(named, seconds[4:], strict=False)]
+    hidden = [pick(rng, said).format(name, thing) for name, thing in zip(named, seconds[4:], strict=False)]
     hidden = [sentence[:1].upper() + sentence[1:] for sentence in hidden]
     asked = [(f"Quote the sentence about {name}.\nQuotation:", said) for name, said in zip(named, hidden, strict=True)]
     return hidden, asked
@@ -109,11 +154,12 @@ def quotations(rng: np.random.Generator) -> Draft:
 
 # Each family, and its share of the rows.
 FAMILIES: dict[str, tuple[Callable[[np.random.Generator], Draft], float]] = {
-    "facts": (facts, 0.4),
-    "keys": (keys, 0.2),
-    "chains": (chains, 0.15),
+    "facts": (facts, 0.3),
+    "keys": (keys, 0.15),
+    "chains": (chains, 0.1),
     "counts": (counts, 0.1),
-    "quotations": (quotations, 0.15),
+    "quotations": (quotations, 0.1),
+    "told": (told, 0.25),
 }
 
 
@@ -134,7 +180,7 @@ def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, senten
         hidden, possible = draft(rng)
         asked = [possible[i] for i in rng.permutation(len(possible))[: max(1, length // TOKENS)]]
         places, filler = np.sort(rng.random(len(hidden))), list[str]()
-        room = length - _size(tokenizer, _text(hidden, filler, places), asked)
+        room = length - _size(tokenizer, _text(hidden, filler, places), asked, family)
         if room < 0:
             continue
         for sentence in prose.draw(rng, "train"):
@@ -142,19 +188,36 @@ def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, senten
             if room < 0:
                 break
             filler.append(sentence)
-        return _row(_text(hidden, filler, places), asked, family)
+        return _row(tokenizer, _text(hidden, filler, places), asked, family)
     raise ValueError(f"the length {length} holds no question of the family {family!r}; give at least 256 tokens.")
 
 
-def _row(text: str, asked: Sequence[Turn], family: str) -> Row:
-    """Return a text and what is asked about it as a row."""
+def _row(tokenizer: models.Tokenizer, text: str, asked: Sequence[Turn], family: str) -> Row:
+    """Return a text and what is asked about it as a row: in the model's chat template where people ask."""
+    if family == "told" and tokenizer.chat_template is not None:
+        return _chat(tokenizer, text, asked)
     (first, answer), *more = asked
     return Row(f"{text}\n{first}", f" {answer}", family, [(f"\n{other}", f" {answer}") for other, answer in more])
 
 
-def _size(tokenizer: models.Tokenizer, text: str, asked: Sequence[Turn]) -> int:
+def _chat(tokenizer: models.Tokenizer, text: str, asked: Sequence[Turn]) -> Row:
+    """Return a row whose questions are turns of a chat; the text and the first one are one message."""
+    messages, turns, before = list[dict[str, str]](), list[Turn](), ""
+    for question, answer in asked:
+        content = question if messages else f"{text}\n\n{question}"
+        messages.append({"role": "user", "content": content})
+        prompt = tokenizer.chat(messages)
+        ends = "" if len(turns) == len(asked) - 1 else tokenizer.special_tokens["eos_token"]  # training adds the last
+        turns.append((prompt[len(before) :], f"{answer}{ends}"))
+        before = f"{prompt}{answer}{ends}"
+        messages.append({"role": "assistant", "content": answer})
+    (prompt, answer), *more = turns
+    return Row(prompt, answer, "told", more)
+
+
+def _size(tokenizer: models.Tokenizer, text: str, asked: Sequence[Turn], family: str) -> int:
     """Count the tokens of a row: those of its prompts and answers, and the end token."""
-    row = _row(text, asked, "")
+    row = _row(tokenizer, text, asked, family)
     rest = (tokenizer.continuation(part) for part in (row.answer, *itertools.chain(*row.more)))
     return len(tokenizer.encode(row.prompt)) + sum(map(len, rest)) + 1
 
@@ -174,13 +237,13 @@ def _continuation(rng: np.random.Generator, tokenizer: models.Tokenizer, length:
     turn = lambda said: (asks.format(" ".join(said.split()[:5])), " ".join(said.split()[5:10]))  # noqa: E731
     for sentence in itertools.islice(itertools.cycle(sentences), start, start + len(sentences)):
         asked = [turn(said) for said in [*held, sentence][:: max(1, (len(held) + 1) // most)][:most]]
-        if _size(tokenizer, " ".join([*held, sentence]), asked) > length:
+        if _size(tokenizer, " ".join([*held, sentence]), asked, "continuations") > length:
             break
         held.append(sentence)
     if not held:
         raise ValueError(f"the length {length} holds no sentence with its question; give at least 256 tokens.")
     asked = [turn(said) for said in held[:: max(1, len(held) // most)][:most]]
-    return _row(" ".join(held), [asked[i] for i in rng.permutation(len(asked))], "continuations")
+    return _row(tokenizer, " ".join(held), [asked[i] for i in rng.permutation(len(asked))], "continuations")
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

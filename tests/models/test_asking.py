@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 import models
-from models.asking import _Form
+from models.asking import Form
 from models.commands import ask
 from models.states import without_room
 from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, spaced, tokenizer_of
@@ -117,7 +117,7 @@ def test_a_document_of_two_tokens_keeps_what_the_default_policy_protects(model, 
 )
 def test_document_and_question_are_the_text_of_the_template(template, system, made):
     tokenizer = made(template)
-    form = _Form.of(tokenizer, system)
+    form = Form.of(tokenizer, system)
     tokens = form.document(" A text.\n") + form.question("Why? ")
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": "A text.\n\nWhy?"})
