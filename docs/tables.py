@@ -25,7 +25,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from docs import study_pages  # noqa: E402
 from docs.study_pages import markdown  # noqa: E402
-from evals import report, statistics, studies, study, study_panels  # noqa: E402
+from evals import statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
 from kvjax._src.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
@@ -108,8 +108,6 @@ def answered(cells: Sequence[study_panels.Cell]) -> list[str]:
     """Return the share of questions that each form answers, and the most bytes that a prompt's cache took."""
     most = max(cell.peak for cell in cells)
     return [*(f"{cell.scores.mean():.0%}" for cell in cells), f"{most:.0f} MiB"]
-
-
 
 
 def found_share(r: Mapping[str, Any]) -> float:
