@@ -34,12 +34,12 @@ from models.files import to_json, write_files
 from models.folders import find_folder
 from models.parameters import known_dtype
 from models.published import PUBLISHED
-from models.scorer import Scorer, ScorerConfig
+from models.published_gates import read_gate
+from models.scorer import SIZES, Scorer, ScorerConfig
 from models.tokenizer import read_object
 
 # Fields of a model's config that do not affect what its attention reads.
 INDIFFERENT = {"bos", "eos", "pad", "max_positions"}
-SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads")
 
 Network = Butler | Scorer
 Networks = Network | Sequence[Network] | None
@@ -191,15 +191,16 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     """Read a network of a model.
 
     Args:
-        folder: a folder that a trainer or :func:`save_network` wrote.
+        folder: a folder that a trainer or :func:`save_network` wrote; or a published gate, KVzap's (linear or with a
+            hidden layer) as transformers saves it, or Fast KVzip's as safetensors (``models/published_gates.py``).
         model: the model that the network is for, in any dtype.
         dtype: the dtype that TokenButler's predictor computes in; by default the model's. bfloat16 halves what a step
             reads of its weights, keys and values. A scorer keeps its file's.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the network is of another model (the message names what differs), a file is damaged, or the folder
-            has several networks.
+        ValueError: the network is of another model (the message names what differs; published gates say only their
+            sizes), a file is damaged or pickled, or the folder has several networks.
 
     Example:
         >>> import models
@@ -210,14 +211,26 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     """
     folder = Path(folder)
     names = [name for name in NETWORKS if (folder / files_of(name)[1]).is_file()]
-    if not names:
-        raise FileNotFoundError(f"{folder} holds no network; give a folder that models.save_network wrote.")
     if len(names) > 1:
         raise ValueError(f"{folder} has several networks: {', '.join(names)}; give each a folder of its own.")
-    (name,) = names
+    published = None if names else read_gate(folder, model.config)
+    if not names and published is None:
+        raise FileNotFoundError(f"{folder} holds no network; give a folder that models.save_network wrote.")
+    name, config, tensors = _read_own(folder, names[0], model) if published is None else published
+    if wrong := sorted(own for own, tensor in tensors.items() if not np.isfinite(tensor.astype(float)).all()):
+        place = folder if published else folder / files_of(name)[0]
+        raise ValueError(f"{place} holds NaN or infinite numbers in {', '.join(wrong)}; train or copy it again.")
     wanted = None
     if name == "butler":
         wanted = model.embedding[...].dtype if dtype is None else known_dtype(dtype)
+    parameters = {own: jax.device_put(tensor.astype(wanted or tensor.dtype)) for own, tensor in tensors.items()}
+    return NETWORKS[name](config, parameters)
+
+
+def _read_own(
+    folder: Path, name: str, model: Decoder
+) -> tuple[str, ButlerConfig | ScorerConfig, dict[str, np.ndarray]]:
+    """Return the name, the config and the parameters of a network that :func:`save_network` wrote for a model."""
     weights_file, config_file = files_of(name)
     if not (folder / weights_file).is_file():
         raise FileNotFoundError(f"{folder} has no {weights_file}; give a folder that models.save_network wrote.")
@@ -225,13 +238,11 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     try:
         config, made_for = _config_of(name, about[name], model.config), about["model"]
         theirs, their_weights, their_name = made_for["config"], made_for["weights"], made_for["name"]
-        listed = sorted(theirs)
+        differing = _differing(model.config, theirs)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / config_file} describes no {name} ({error}); train or copy it again.") from None
-    ours = _described(model.config)
-    differing = [field for field in sorted({*ours, *listed}) if ours.get(field) != theirs.get(field)]
     if differing:
-        pairs = ", ".join(f"{field} {theirs.get(field)} there and {ours.get(field)} here" for field in differing)
+        pairs = ", ".join(f"{field} {there} there and {here} here" for field, (there, here) in differing.items())
         raise ValueError(f"{folder} holds a {name} of another model, {their_name}: {pairs}; train one for this model.")
     if their_weights != fingerprint(model)["weights"]:
         raise ValueError(
@@ -248,12 +259,7 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
         raise ValueError(
             f"{folder / weights_file} does not fit its {config_file} in {', '.join(wrong)}; copy both again."
         )
-    if wrong := sorted(own for own, tensor in tensors.items() if not np.isfinite(tensor.astype(float)).all()):
-        raise ValueError(
-            f"{folder / weights_file} holds NaN or infinite numbers in {', '.join(wrong)}; train or copy it again."
-        )
-    parameters = {own: jax.device_put(tensor.astype(wanted or tensor.dtype)) for own, tensor in tensors.items()}
-    return NETWORKS[name](config, parameters)
+    return name, config, tensors
 
 
 def _config_of(name: str, fields: dict[str, Any], model: Config) -> ButlerConfig | ScorerConfig:
@@ -318,6 +324,13 @@ def load_networks(
 def fingerprint(model: Decoder) -> dict[str, Any]:
     """Return what identifies a model, for JSON: its config, and a hash of some of its weights."""
     return {"config": _described(model.config), "weights": fingerprints.weights_of(model)}
+
+
+def _differing(config: Config, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which a described config differs from a model's: what they are there and here."""
+    ours = _described(config)
+    pairs = {field: (theirs.get(field), ours.get(field)) for field in sorted({*ours, *theirs})}
+    return {field: (there, here) for field, (there, here) in pairs.items() if here != there}
 
 
 def _described(config: Config) -> dict[str, Any]:
