@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ from models.decoder import Decoder
 from models.files import to_json, write_files
 from models.folders import find_folder
 from models.parameters import known_dtype
-from models.published import PUBLISHED
 from models.published_gates import read_gate
 from models.scorer import SIZES, Scorer, ScorerConfig
 from models.tokenizer import read_object
@@ -81,9 +80,9 @@ def read_by(networks: Networks, policy: Policy | None, source: Source | None = N
 
 
 def network_of(
-    networks: Networks, config: Config, policy: Policy | None, source: Source | None = None
+    networks: Networks, model: Decoder, policy: Policy | None, source: Source | None = None
 ) -> Network | None:
-    """Return the network that a run reads, None if it reads none.
+    """Return the network that a run reads, None if it reads none; one that ships for the model need not be given.
 
     Raises:
         ValueError: none was given that the run needs, or several were; nothing reads what was given; or the network is
@@ -99,6 +98,8 @@ def network_of(
             "does, such as 'zap', or leave networks out."
         )
     fitting = read_by(given, policy, source)
+    if not fitting and (folder := shipped(model, *names_for(wanted))):
+        return cast(Network, load_network(folder, model))
     asks = f"select={source.name!r}" if source is not None else f"the policy {policy.name if policy else None!r}"
     if len(fitting) != 1:
         what = f"a network that predicts {' and '.join(sorted(wanted))}"
@@ -111,7 +112,7 @@ def network_of(
         )
     (network,) = fitting
     sizes = [size for size in SIZES if hasattr(network.config, size)]
-    theirs, ours = ([getattr(shape, size) for size in sizes] for shape in (network.config, config))
+    theirs, ours = ([getattr(shape, size) for size in sizes] for shape in (network.config, model.config))
     if theirs != ours:
         raise ValueError(
             f"the {network.name} is of another model, with {', '.join(sizes)} = {theirs}; this one has {ours}. Train "
@@ -272,6 +273,39 @@ def _config_of(name: str, fields: dict[str, Any], model: Config) -> ButlerConfig
     return ScorerConfig(**fields)
 
 
+def shipped(model: Decoder, *names: str) -> Path | None:
+    """Return the folder of a network that ships with kvjax for a model, None without one, or where weights are traced.
+
+    It is found by the fingerprint in its files, wherever the model came from.
+
+    Args:
+        names: "butler", "gate" or "scorer", the first one that ships; all by default.
+
+    Example:
+        >>> import models
+        >>> from models.networks import shipped
+        >>> model, _ = models.load("retriever")
+        >>> shipped(model).name, shipped(model, "gate"), shipped(models.Decoder.tiny())
+        ('butler', None, None)
+    """
+    fitting = [network for network in _all_shipped() if not _differing(model.config, network[2]["config"])]
+    if not fitting or not is_known(*jax.tree.leaves(model)):
+        return None
+    weights = fingerprints.weights_of(model)
+    for wanted in names or tuple(NETWORKS):
+        for name, folder, made_for in fitting:
+            if name == wanted and made_for["weights"] == weights:
+                return folder
+    return None
+
+
+@functools.cache
+def _all_shipped() -> list[tuple[str, Path, dict[str, Any]]]:
+    """Return the name, the folder and the described model of each network in this package."""
+    found = sorted((name, file) for name in NETWORKS for file in Path(__file__).parent.rglob(files_of(name)[1]))
+    return [(name, file.parent, read_object(file)["model"]) for name, file in found]
+
+
 def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike | None = None) -> Any:
     """Load a network from a folder of its name in a model's own folder, or the one that ships with kvjax for it.
 
@@ -290,17 +324,16 @@ def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike 
         >>> sorted(models.own_network("retriever", model).predicts)
         ['key', 'query']
     """
-    shipped = Path(__file__).parent / str(path)  # those of "smollm2", whose weights are elsewhere
-    place = shipped if path in PUBLISHED else find_folder(path)
-    names = names or tuple(NETWORKS)
+    place, names = find_folder(path), names or tuple(NETWORKS)
     check_names("network", names, NETWORKS)
-    for name in names:
-        if (place / name / files_of(name)[1]).is_file():
-            return load_network(place / name, model, dtype=dtype)
-    raise ValueError(
-        f"{path} has no folder {' or '.join(names)} with a network; train one with "
-        f"{_trainers(names)}, and name its folder (--networks, or models.load_network)."
-    )
+    own = (place / name for name in names if (place / name / files_of(name)[1]).is_file())
+    folder = next(own, None) or shipped(model, *names)
+    if folder is None:
+        raise ValueError(
+            f"{path} has no folder {' or '.join(names)} with a network; train one with "
+            f"{_trainers(names)}, and name its folder (--networks, or models.load_network)."
+        )
+    return load_network(folder, model, dtype=dtype)
 
 
 def load_networks(
