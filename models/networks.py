@@ -26,7 +26,7 @@ from safetensors.numpy import save as to_safetensors
 from kvjax import Policy
 from kvjax._src.checks import check_names, is_known, shown
 from kvjax.sources import Source
-from models import fingerprints
+from models import fingerprints, hub
 from models.butler import Butler, ButlerConfig
 from models.config import Config, described
 from models.decoder import Decoder
@@ -193,7 +193,8 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
 
     Args:
         folder: a folder that a trainer or :func:`save_network` wrote; or a published gate, KVzap's (linear or with a
-            hidden layer) as transformers saves it, or Fast KVzip's as safetensors (``models/published_gates.py``).
+            hidden layer) as transformers saves it, or Fast KVzip's as safetensors (``models/published_gates.py``); or
+            a name on the Hugging Face hub.
         model: the model that the network is for, in any dtype.
         dtype: the dtype that TokenButler's predictor computes in; by default the model's. bfloat16 halves what a step
             reads of its weights, keys and values. A scorer keeps its file's.
@@ -210,6 +211,8 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
         ...
         FileNotFoundError: no/such/folder holds no network; give a folder that models.save_network wrote.
     """
+    if not Path(folder).is_dir() and hub.NAME.fullmatch(str(folder)):
+        folder = hub.find(str(folder))
     folder = Path(folder)
     names = [name for name in NETWORKS if (folder / files_of(name)[1]).is_file()]
     if len(names) > 1:

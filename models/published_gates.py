@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -67,13 +66,14 @@ def read_gate(folder: Path, model: Config) -> tuple[str, ScorerConfig, dict[str,
 
 def _checked(file: Path, found: Mapping[str, tuple[int, ...]], names: Mapping[str, str], model: Config) -> ScorerConfig:
     """Return the config of a gate for a model, whose file must have every tensor of it, and no other."""
-    sizes = [getattr(model, size) for size in SIZES]
-    hidden, sinks, kind = 0, 1, "scorer"
+    sizes = {size: getattr(model, size) for size in SIZES}
+    hidden, sinks = 0, 1
+    kind: Kind = "scorer"
     if names is PERCEPTRON:
         hidden = _size(found, names["input_bias"], -1)
     elif names is GATE:
         hidden, sinks, kind = _size(found, names["query_norm"], -1), _size(found, names["sinks"], -2), "gate"
-    config = ScorerConfig(*sizes, hidden, cast(Kind, kind), sinks)
+    config = ScorerConfig(**sizes, hidden=hidden, kind=kind, sinks=sinks)
     expected = {
         name.format(layer): _stored(own, config.shapes[own][1:])
         for own, name in names.items()
@@ -83,7 +83,8 @@ def _checked(file: Path, found: Mapping[str, tuple[int, ...]], names: Mapping[st
         if found.get(name) != expected.get(name):
             raise ValueError(
                 f"{file} is a gate of another model, or damaged: it has {_said(name, found)}, and one of this model, "
-                f"with {', '.join(SIZES)} = {sizes}, has {_said(name, expected)}; give one that was trained for it."
+                f"with {', '.join(SIZES)} = {list(sizes.values())}, has "
+                f"{_said(name, expected)}; give one that was trained for it."
             )
     return config
 

@@ -85,8 +85,8 @@ class ScorerConfig:
             4
         """
         published = 16 if kind == "gate" else math.ceil(model.hidden_size / 8)
-        sizes = (getattr(model, size) for size in SIZES)
-        return cls(*sizes, published if hidden is None else hidden, kind)
+        sizes = {size: getattr(model, size) for size in SIZES}
+        return cls(**sizes, hidden=published if hidden is None else hidden, kind=kind)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

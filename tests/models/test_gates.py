@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
+from models import hub
 from models.published_gates import CONVERT
 from tests.models import make_gates
 from tests.models.make_gates import FILE, GATES, KEPT
@@ -125,3 +126,8 @@ def test_a_pickle_is_not_read_but_its_conversion_is_named(tmp_path):
 def test_a_model_is_no_gate():
     with pytest.raises(FileNotFoundError, match="holds no network"):
         models.load_network(GATES.parent, model())
+
+
+def test_a_gate_is_found_by_its_name_on_the_hub(monkeypatch):
+    monkeypatch.setattr(hub, "find", {"some-org/gate": GATES / "kvzap-mlp"}.get)
+    assert models.load_network("some-org/gate", model()).config.hidden == 6
