@@ -171,7 +171,7 @@ def _checked(model, tokens, selection, sparsity, networks) -> tuple[Array, Selec
         raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a query does not read, in [0, 1).")
     selection = parse_selection(selection) if isinstance(selection, str) else selection
     read = read_by(networks, selection.policy, selection.source)
-    network = network_of(read, model.config, selection.policy, selection.source)
+    network = network_of(read, model, selection.policy, selection.source)
     if network is not None and not isinstance(network, Butler):
         raise ValueError(
             f"{selection.name!r} reads the {network.name} in each layer, but what is simulated reads only a network "

@@ -111,6 +111,7 @@ class Engine:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about these prompts
             run, sizes = plan_run(model, prompt, self._options)
+        self._options = dataclasses.replace(self._options, networks=run.network)  # found once
         plan = run.plan
         if plan.mesh is not None and plan.mesh.shape["data"] > 1:
             raise ValueError("the model is on a mesh that splits rows, but prompts are fed one by one; use data=1.")

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax._src.checks import shown
-from models import published
+from models import hub, published
 from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, refuse_pickle, refuse_pointer
 from models.config import Config
 from models.config_json import family_of, from_hugging_face, language_model
@@ -61,32 +61,10 @@ def find(path: str | Path, revision: str | None = None) -> Path:
             return folder
         refuse_pickle(folder)
         raise ValueError(f"{path} is a file; give the folder that holds it, with config.json beside the weights.")
-    if isinstance(path, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", path):
-        return _download(path, revision)
+    if isinstance(path, str) and hub.NAME.fullmatch(path):
+        return hub.find(path, revision)
     wrong = f"there is no folder {path}; give a model's folder, a GGUF file, 'retriever', 'smollm2', 'smollm2-answers',"
     raise FileNotFoundError(f"{wrong} or a hub name such as Qwen/Qwen3-0.6B.")
-
-
-def _download(name: str, revision: str | None) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise FileNotFoundError(f"there is no folder {name}; to download it, pip install huggingface_hub.") from None
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=["*.json", "*.safetensors", "*.jinja"],
-                # Second copies of the weights, in their authors' layout.
-                ignore_patterns=["original/*", "consolidated*"],
-            )
-        )
-    except Exception as error:  # the hub's, the HTTP client's and the disk's errors have no common base
-        reason = " ".join(str(error).split()).partition(". ")[0][:200].rstrip(".")
-        at = f" at revision {revision}" if revision else ""
-        said = f"there is no folder {name}, and downloading it from the Hugging Face hub{at} failed"
-        raise FileNotFoundError(f"{said} ({type(error).__name__}: {reason}); check the name and the network.") from None
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +26,19 @@ from safetensors.numpy import save as to_safetensors
 from kvjax import Policy
 from kvjax._src.checks import check_names, is_known, shown
 from kvjax.sources import Source
-from models import fingerprints
+from models import fingerprints, hub
 from models.butler import Butler, ButlerConfig
 from models.config import Config, described
 from models.decoder import Decoder
 from models.files import to_json, write_files
 from models.folders import find_folder
 from models.parameters import known_dtype
-from models.published import PUBLISHED
-from models.scorer import Scorer, ScorerConfig
+from models.published_gates import read_gate
+from models.scorer import SIZES, Scorer, ScorerConfig
 from models.tokenizer import read_object
 
 # Fields of a model's config that do not affect what its attention reads.
 INDIFFERENT = {"bos", "eos", "pad", "max_positions"}
-SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads")
 
 Network = Butler | Scorer
 Networks = Network | Sequence[Network] | None
@@ -81,9 +80,9 @@ def read_by(networks: Networks, policy: Policy | None, source: Source | None = N
 
 
 def network_of(
-    networks: Networks, config: Config, policy: Policy | None, source: Source | None = None
+    networks: Networks, model: Decoder, policy: Policy | None, source: Source | None = None
 ) -> Network | None:
-    """Return the network that a run reads, None if it reads none.
+    """Return the network that a run reads, None if it reads none; one that ships for the model need not be given.
 
     Raises:
         ValueError: none was given that the run needs, or several were; nothing reads what was given; or the network is
@@ -99,6 +98,8 @@ def network_of(
             "does, such as 'zap', or leave networks out."
         )
     fitting = read_by(given, policy, source)
+    if not fitting and (folder := shipped(model, *names_for(wanted))):
+        return cast(Network, load_network(folder, model))
     asks = f"select={source.name!r}" if source is not None else f"the policy {policy.name if policy else None!r}"
     if len(fitting) != 1:
         what = f"a network that predicts {' and '.join(sorted(wanted))}"
@@ -111,7 +112,7 @@ def network_of(
         )
     (network,) = fitting
     sizes = [size for size in SIZES if hasattr(network.config, size)]
-    theirs, ours = ([getattr(shape, size) for size in sizes] for shape in (network.config, config))
+    theirs, ours = ([getattr(shape, size) for size in sizes] for shape in (network.config, model.config))
     if theirs != ours:
         raise ValueError(
             f"the {network.name} is of another model, with {', '.join(sizes)} = {theirs}; this one has {ours}. Train "
@@ -191,15 +192,17 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     """Read a network of a model.
 
     Args:
-        folder: a folder that a trainer or :func:`save_network` wrote.
+        folder: a folder that a trainer or :func:`save_network` wrote; or a published gate, KVzap's (linear or with a
+            hidden layer) as transformers saves it, or Fast KVzip's as safetensors (``models/published_gates.py``); or
+            a name on the Hugging Face hub.
         model: the model that the network is for, in any dtype.
         dtype: the dtype that TokenButler's predictor computes in; by default the model's. bfloat16 halves what a step
             reads of its weights, keys and values. A scorer keeps its file's.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the network is of another model (the message names what differs), a file is damaged, or the folder
-            has several networks.
+        ValueError: the network is of another model (the message names what differs; published gates say only their
+            sizes), a file is damaged or pickled, or the folder has several networks.
 
     Example:
         >>> import models
@@ -208,16 +211,30 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
         ...
         FileNotFoundError: no/such/folder holds no network; give a folder that models.save_network wrote.
     """
+    if not Path(folder).is_dir() and hub.NAME.fullmatch(str(folder)):
+        folder = hub.find(str(folder))
     folder = Path(folder)
     names = [name for name in NETWORKS if (folder / files_of(name)[1]).is_file()]
-    if not names:
-        raise FileNotFoundError(f"{folder} holds no network; give a folder that models.save_network wrote.")
     if len(names) > 1:
         raise ValueError(f"{folder} has several networks: {', '.join(names)}; give each a folder of its own.")
-    (name,) = names
+    published = None if names else read_gate(folder, model.config)
+    if not names and published is None:
+        raise FileNotFoundError(f"{folder} holds no network; give a folder that models.save_network wrote.")
+    name, config, tensors = _read_own(folder, names[0], model) if published is None else published
+    if wrong := sorted(own for own, tensor in tensors.items() if not np.isfinite(tensor.astype(float)).all()):
+        place = folder if published else folder / files_of(name)[0]
+        raise ValueError(f"{place} holds NaN or infinite numbers in {', '.join(wrong)}; train or copy it again.")
     wanted = None
     if name == "butler":
         wanted = model.embedding[...].dtype if dtype is None else known_dtype(dtype)
+    parameters = {own: jax.device_put(tensor.astype(wanted or tensor.dtype)) for own, tensor in tensors.items()}
+    return NETWORKS[name](config, parameters)
+
+
+def _read_own(
+    folder: Path, name: str, model: Decoder
+) -> tuple[str, ButlerConfig | ScorerConfig, dict[str, np.ndarray]]:
+    """Return the name, the config and the parameters of a network that :func:`save_network` wrote for a model."""
     weights_file, config_file = files_of(name)
     if not (folder / weights_file).is_file():
         raise FileNotFoundError(f"{folder} has no {weights_file}; give a folder that models.save_network wrote.")
@@ -225,13 +242,11 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     try:
         config, made_for = _config_of(name, about[name], model.config), about["model"]
         theirs, their_weights, their_name = made_for["config"], made_for["weights"], made_for["name"]
-        listed = sorted(theirs)
+        differing = _differing(model.config, theirs)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / config_file} describes no {name} ({error}); train or copy it again.") from None
-    ours = _described(model.config)
-    differing = [field for field in sorted({*ours, *listed}) if ours.get(field) != theirs.get(field)]
     if differing:
-        pairs = ", ".join(f"{field} {theirs.get(field)} there and {ours.get(field)} here" for field in differing)
+        pairs = ", ".join(f"{field} {there} there and {here} here" for field, (there, here) in differing.items())
         raise ValueError(f"{folder} holds a {name} of another model, {their_name}: {pairs}; train one for this model.")
     if their_weights != fingerprint(model)["weights"]:
         raise ValueError(
@@ -248,12 +263,7 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
         raise ValueError(
             f"{folder / weights_file} does not fit its {config_file} in {', '.join(wrong)}; copy both again."
         )
-    if wrong := sorted(own for own, tensor in tensors.items() if not np.isfinite(tensor.astype(float)).all()):
-        raise ValueError(
-            f"{folder / weights_file} holds NaN or infinite numbers in {', '.join(wrong)}; train or copy it again."
-        )
-    parameters = {own: jax.device_put(tensor.astype(wanted or tensor.dtype)) for own, tensor in tensors.items()}
-    return NETWORKS[name](config, parameters)
+    return name, config, tensors
 
 
 def _config_of(name: str, fields: dict[str, Any], model: Config) -> ButlerConfig | ScorerConfig:
@@ -264,6 +274,39 @@ def _config_of(name: str, fields: dict[str, Any], model: Config) -> ButlerConfig
     if "dim" in fields:
         fields["hidden"] = fields.pop("dim")
     return ScorerConfig(**fields)
+
+
+def shipped(model: Decoder, *names: str) -> Path | None:
+    """Return the folder of a network that ships with kvjax for a model, None without one, or where weights are traced.
+
+    It is found by the fingerprint in its files, wherever the model came from.
+
+    Args:
+        names: "butler", "gate" or "scorer", the first one that ships; all by default.
+
+    Example:
+        >>> import models
+        >>> from models.networks import shipped
+        >>> model, _ = models.load("retriever")
+        >>> shipped(model).name, shipped(model, "gate"), shipped(models.Decoder.tiny())
+        ('butler', None, None)
+    """
+    fitting = [network for network in _all_shipped() if not _differing(model.config, network[2]["config"])]
+    if not fitting or not is_known(*jax.tree.leaves(model)):
+        return None
+    weights = fingerprints.weights_of(model)
+    for wanted in names or tuple(NETWORKS):
+        for name, folder, made_for in fitting:
+            if name == wanted and made_for["weights"] == weights:
+                return folder
+    return None
+
+
+@functools.cache
+def _all_shipped() -> list[tuple[str, Path, dict[str, Any]]]:
+    """Return the name, the folder and the described model of each network in this package."""
+    found = sorted((name, file) for name in NETWORKS for file in Path(__file__).parent.rglob(files_of(name)[1]))
+    return [(name, file.parent, read_object(file)["model"]) for name, file in found]
 
 
 def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike | None = None) -> Any:
@@ -284,17 +327,16 @@ def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike 
         >>> sorted(models.own_network("retriever", model).predicts)
         ['key', 'query']
     """
-    shipped = Path(__file__).parent / str(path)  # those of "smollm2", whose weights are elsewhere
-    place = shipped if path in PUBLISHED else find_folder(path)
-    names = names or tuple(NETWORKS)
+    place, names = find_folder(path), names or tuple(NETWORKS)
     check_names("network", names, NETWORKS)
-    for name in names:
-        if (place / name / files_of(name)[1]).is_file():
-            return load_network(place / name, model, dtype=dtype)
-    raise ValueError(
-        f"{path} has no folder {' or '.join(names)} with a network; train one with "
-        f"{_trainers(names)}, and name its folder (--networks, or models.load_network)."
-    )
+    own = (place / name for name in names if (place / name / files_of(name)[1]).is_file())
+    folder = next(own, None) or shipped(model, *names)
+    if folder is None:
+        raise ValueError(
+            f"{path} has no folder {' or '.join(names)} with a network; train one with "
+            f"{_trainers(names)}, and name its folder (--networks, or models.load_network)."
+        )
+    return load_network(folder, model, dtype=dtype)
 
 
 def load_networks(
@@ -318,6 +360,13 @@ def load_networks(
 def fingerprint(model: Decoder) -> dict[str, Any]:
     """Return what identifies a model, for JSON: its config, and a hash of some of its weights."""
     return {"config": _described(model.config), "weights": fingerprints.weights_of(model)}
+
+
+def _differing(config: Config, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which a described config differs from a model's: what they are there and here."""
+    ours = _described(config)
+    pairs = {field: (theirs.get(field), ours.get(field)) for field in sorted({*ours, *theirs})}
+    return {field: (there, here) for field, (there, here) in pairs.items() if here != there}
 
 
 def _described(config: Config) -> dict[str, Any]:

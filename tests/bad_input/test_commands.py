@@ -1,5 +1,6 @@
 """Command lines that cannot work: exit code 2 and one sentence, nothing written, nothing good touched."""
 
+import json
 import os
 import shlex
 import shutil
@@ -53,6 +54,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, left_out in (("untold", ["tokenizer*", "butler"]), ("lonely", ["butler"])):
         ignored = shutil.ignore_patterns("log.jsonl", "RECIPE.md", *left_out)
         shutil.copytree(Path(models.__file__).parent / "retriever", folder / name, ignore=ignored)
+    config = folder / "lonely" / "config.json"  # another model, for which nothing ships
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
     return folder
 
 

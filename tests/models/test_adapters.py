@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
-from models import adapters, folders
+from models import adapters, hub
 from models.config import Rope
 from models.load import load, published_sampling
 from models.parameters import split_weights
@@ -149,7 +149,7 @@ def test_the_base_model_is_that_of_the_revision_or_of_the_same_folder(tmp_path, 
     for folder in (tmp_path / "apart", base):
         adapters.save(folder, config, matrices(config), base="some-org/model", scale=1.0)
     edit(tmp_path / "apart", revision="v2")
-    monkeypatch.setattr(folders, "_download", lambda *given: asked.append(given) or GOLDEN / "llama3")
+    monkeypatch.setattr(hub, "find", lambda *given: asked.append(given) or GOLDEN / "llama3")
     outside, inside = (load(folder)[0] for folder in (tmp_path / "apart", base))
     assert asked == [("some-org/model", "v2")]
     np.testing.assert_array_equal(inside.layers[0].qkv[...], outside.layers[0].qkv[...])

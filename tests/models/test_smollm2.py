@@ -1,20 +1,24 @@
 """A real model, SmolLM2-135M-Instruct out of a GGUF file, answers as in transformers (golden file: make_smollm2.py)."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+import kvjax
 import models
 from evals import answering, needle, simulator, tasks
 from evals.answering import Aids, Feed
 from evals.run_settings import Setting
 from models import published
+from models.networks import network_of, shipped
 from models.parameters import split_weights
 from tests.models.make_smollm2 import GOLDEN
 from tests.tiers import first, nightly
 
+PACKAGE = Path(models.__file__).parent
 EXPECTED = json.loads(GOLDEN.read_text())
 
 
@@ -75,6 +79,13 @@ def test_its_adapters_change_the_projections_of_attention_alone(smollm2, seed):
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {f"layers.{name}" for name in ("query", "key", "value", "output")}
     assert all(np.abs(after[name] - before[name]).max() < 1 for name in changed)
+
+
+def test_its_gate_and_that_of_its_adapter_are_found_without_their_names(smollm2):
+    adapted, _ = models.load("smollm2-answers", dtype="float32")
+    found = [shipped(model, "gate").relative_to(PACKAGE) for model in (smollm2[0], adapted)]
+    assert list(map(str, found)) == ["smollm2/gate", "smollm2/answers/1/gate"]
+    assert network_of(None, smollm2[0], kvjax.parse("zap")).config.hidden == 16
 
 
 @pytest.mark.nightly  # of 7 s; the shipped predictor's share is in docs/results
