@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import decode, measure
 from evals import report
+from kvjax._src.former_names import renamed_document
 from models import files
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -143,7 +144,7 @@ def documents(folder: Path) -> list[Document]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            document = json.loads(path.read_text())
+            document = renamed_document(json.loads(path.read_text()))
             importlib.import_module(f"benchmarks.{document['benchmark']}")
             found += parts_of({"file": path.name, **document, "results": document["results"]})
         except (json.JSONDecodeError, KeyError, TypeError, ImportError) as error:

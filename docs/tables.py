@@ -27,6 +27,7 @@ from docs import study_pages  # noqa: E402
 from docs.study_pages import markdown  # noqa: E402
 from evals import claims, report, statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
+from kvjax._src import former_names  # noqa: E402
 from kvjax._src.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
 from models import commands, files  # noqa: E402
@@ -39,7 +40,7 @@ REAL = "smollm2"  # the folder of results on a real model that belong to no stud
 
 def read(name: str) -> dict[str, Any]:
     """Read a file of docs/results."""
-    return json.loads((RESULTS / name).read_text())
+    return former_names.renamed_document(json.loads((RESULTS / name).read_text()))
 
 
 @functools.cache
@@ -123,9 +124,9 @@ README_LINES = (
 )  # fmt: skip
 README_COLUMNS = {
     "newest tokens": ("recency",), "SnapKV": ("snapkv(kernel=7)", "snapkv"),
-    "SnapKV + CAOTE": ("snapkv(kernel=7)+caote", "snapkv+caote"), "LaProx": ("laprox(kernel=7)@model",),
-    "KVzip": ("kvzip@model(normalise=False)",), "KVgrad": ("kvgrad@model(normalise=False)",),
-    "the gate": ("zap+protect(sinks=4,recent=0.02)@model(normalise=False)",),
+    "SnapKV + CAOTE": ("snapkv(kernel=7)+caote", "snapkv+caote"), "LaProx": ("laprox",),
+    "KVzip": ("kvzip",), "KVgrad": ("kvgrad",),
+    "the gate": ("gate",),
 }  # fmt: skip
 
 
@@ -244,10 +245,10 @@ def needles() -> str:
     Shares are means over the lengths, and bold ones are better at each length.
     """
     data = read("needle.json")
-    protected = "+protect(recent=0.5)"
+    alone = "+protect(recent=0)"
     columns = {"recency": RECENCY} | {
-        "h2o": "h2o", "h2o + caote": "h2o+caote", "h2o, half protected": f"h2o{protected}",
-        "the same + caote": f"h2o+caote{protected}", "tova": "tova", "tova + caote": "tova+caote",
+        "h2o": "h2o", "h2o + caote": "h2o+caote", "h2o, none protected": f"h2o{alone}",
+        "the same + caote": f"h2o+caote{alone}", "tova": "tova", "tova + caote": "tova+caote",
         "snapkv": "snapkv", "snapkv + caote": "snapkv+caote",
     }  # fmt: skip
     of_lengths: dict[Any, list[float]] = {}
@@ -264,8 +265,9 @@ def needles() -> str:
     return markdown(["budget", *columns], lines)
 
 
-NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o": "h2o, token by token", "quest": "quest, page 16",
-         "quest(page_size=4)": "quest, page 4", "two_levels": "two levels, 20% of the pages",
+NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o+protect(recent=0)": "H2O's sums, token by token",
+         "quest": "quest, page 16", "quest(page_size=4)": "quest, page 4",
+         "two_levels": "two levels, 20% of the pages",
          "two_levels(pages=0.4)": "two levels, 40% of the pages",
          "two_levels(by='max')": "two levels, 20%, by the largest logit"}  # fmt: skip
 
