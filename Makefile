@@ -4,7 +4,7 @@
 # The demo: a table, a picture and a JSON file. It writes to demo/. `make demo MODEL=smollm2` runs a real model instead
 # of the embedded one, on fewer samples; MODEL may be whatever models.load takes.
 MODEL = retriever
-POLICIES = full,streaming,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),tova,tova+caote,snapkv_tuned,snapkv_tuned+caote
+POLICIES = full,streaming,h2o,h2o+caote,tova,tova+caote,snapkv(kernel=13),snapkv(kernel=13)+caote
 ifeq ($(MODEL),retriever)
 DEMO = --budgets 40,128 --when prompt --depths 5 --samples 5 --batch 5
 DEMO_SAYS = The embedded model, 850 answers on prompts of up to 1,024 tokens: about a minute on two cores.

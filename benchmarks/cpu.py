@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import models
 from benchmarks import decode, kernels, measure, prefill, steps
 from evals import report
+from kvjax._src.former_names import renamed_document
 from models import files, fingerprints
 
 POLICY = "h2o+caote"
@@ -46,7 +47,7 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[report.Table, s
 def older(path: Path) -> list[dict[str, Any]]:
     """Read the records of an older results file; ValueError for any other file."""
     try:
-        document = json.loads(path.read_text())
+        document = renamed_document(json.loads(path.read_text()))
         records = document["results"]
         if document["benchmark"] != "cpu" or not all("name" in record for record in records):
             raise KeyError

@@ -33,7 +33,7 @@ from models.prompts import check_prompt
 LEGEND = """peak MiB: what the compiled prefill takes beside the weights and the prompt. cache MiB: the largest cache of
 the run that was timed. tokens / s: of the prompt, in one run. full / this: seconds of a full cache over those of the
 line, for the same prompt."""
-POLICIES = "full,recency,snapkv,kvzip,kvzip@model(normalise=False,cap=8)"
+POLICIES = "full,recency,snapkv,kvzip@uniform,repeat"
 
 
 def peak_bytes(model: models.Decoder, prompt: tuple[int, int], options: models.Options) -> int:

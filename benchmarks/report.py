@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import decode, measure
 from evals import report
+from kvjax._src.former_names import renamed_document
 from models import files
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -160,7 +161,7 @@ def documents(folder: Path) -> list[Document]:
 def read(path: Path) -> list[Document]:
     """Read a results file, or the parts of one of `python -m benchmarks accelerator`; ValueError for any other file."""
     try:
-        document = json.loads(path.read_text())
+        document = renamed_document(json.loads(path.read_text()))
         importlib.import_module(f"benchmarks.{document['benchmark']}")
         return [
             {"inside": path.name, **part}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,16 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+from docs import tables  # noqa: E402
 from evals import report  # noqa: E402
 
-RESULTS, PICTURE = DOCS / "results" / "slots.json", DOCS / "images" / "memory.png"
-GATE, NEWEST = "zap+protect(sinks=4,recent=0.02)@model(normalise=False)", "recency"
+PICTURE = DOCS / "images" / "memory.png"
 # What a line shows, its colour, and where its labels stand: above the points (1) or below (-1).
 SERIES = (
     ("full cache", ("full", None), report.COLOURS[1], 1),
-    ("the gate, 1,024 slots", (GATE, 1024), report.COLOURS[2], 1),
-    ("the gate, 512 slots", (GATE, 512), report.COLOURS[0], 1),
-    ("newest tokens, 512 slots", (NEWEST, 512), report.GREY, -1),
+    ("the gate, 1,024 slots", ("gate", 1024), report.COLOURS[2], 1),
+    ("the gate, 512 slots", ("gate", 512), report.COLOURS[0], 1),
+    ("newest tokens, 512 slots", ("recency", 512), report.GREY, -1),
 )
 
 
@@ -31,7 +30,7 @@ def points(results: list[dict[str, Any]], policy: str, budget: int | None) -> li
 
 def draw(path: Path) -> None:
     """Draw peak memory over prompt length, with the share of the questions that were answered at each point."""
-    results, plt = json.loads(RESULTS.read_text())["results"], report.pyplot()
+    results, plt = tables.read("slots.json")["results"], report.pyplot()
     figure, axes = plt.subplots(figsize=(6, 4.5), layout="constrained")
     for name, (policy, budget), colour, side in SERIES:
         lengths, peaks, scores = zip(*points(results, policy, budget), strict=True)

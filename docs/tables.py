@@ -27,6 +27,7 @@ from docs import study_pages  # noqa: E402
 from docs.study_pages import markdown  # noqa: E402
 from evals import statistics, studies, study, study_panels  # noqa: E402
 from evals.run_settings import RECENCY, full_name  # noqa: E402
+from kvjax._src import former_names  # noqa: E402
 from kvjax._src.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
 from models import commands, files  # noqa: E402
@@ -37,7 +38,7 @@ REAL = "smollm2"  # the folder of results on a real model that belong to no stud
 
 def read(name: str) -> dict[str, Any]:
     """Read a file of docs/results."""
-    return json.loads((RESULTS / name).read_text())
+    return former_names.renamed_document(json.loads((RESULTS / name).read_text()))
 
 
 @functools.cache
@@ -72,13 +73,8 @@ def claim_marks(rows: Sequence[str]) -> str:
     return study_pages.claim_marks([(studies.find(name), own) for name, own in judgements().items()], rows)
 
 
-# The policies that pages name, as files record them: before 0.3.0, and since.
-NAMED = {
-    "`gate`": ("zap+protect(sinks=4,recent=0.02)@model(normalise=False)", "gate"),
-    "`repeat`": ("kvzip@model(normalise=False)", "kvzip"),
-    "`window`": ("snapkv(kernel=7)+chunks", "chunkkv(kernel=7)", "window"),
-    "newest tokens": (RECENCY,),
-}
+# The policies that pages name, as files record them.
+NAMED = {"`gate`": "gate", "`repeat`": "kvzip", "`window`": "snapkv(kernel=7)+chunks", "newest tokens": RECENCY}
 CHOICES = (
     ("fixed-memory", "unknown", 0.1, ("`gate`", "`repeat`")),
     ("fixed-memory", "unknown", 0.25, ("`gate`", "`repeat`", "newest tokens")),
@@ -99,8 +95,7 @@ def choices() -> str:
             lines.append(("", "never", "all", "full cache", *answered([cells["full", None] for cells in each])))
         place = (SPOKEN[question], SPOKEN[found.content["when"]], f"{budget:.0%}")
         for policy in policies:
-            recorded = next(name for name in NAMED[policy] if (name, budget) in each[0])
-            lines.append((*place, policy, *answered([cells[recorded, budget] for cells in each])))
+            lines.append((*place, policy, *answered([cells[NAMED[policy], budget] for cells in each])))
     return markdown(head, lines)
 
 

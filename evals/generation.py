@@ -35,7 +35,7 @@ EXAMPLES = """examples:
   python -m evals generation --lengths 400 --budgets 128 --samples 2 --policies full,tova
 """
 TITLE = "Facts and results of a generation, asked at its end"
-POLICIES = "full,h2o+protect(recent=0.5),tova,snapkv,rkv,kvzip@model(normalise=False)"
+POLICIES = "full,h2o,tova,snapkv,rkv,kvzip"
 TASKS = ("facts", "results")
 
 

@@ -28,7 +28,7 @@ LENGTHS = PublishedFile(
     f"{_CONFIG}/dataset2maxlen.json", "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022"
 )
 EXAMPLES = """examples:
-  python -m evals longbench --data LongBench/data --tasks qasper,trec,lcc --policies full,laprox@model --budgets 128
+  python -m evals longbench --data LongBench/data --tasks qasper,trec,lcc --policies full,laprox --budgets 128
   python -m evals longbench --model path/to/Mistral-7B-Instruct --chat --data hub --prompts official --out runs
 """
 

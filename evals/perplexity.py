@@ -53,7 +53,7 @@ from models import commands
 from models.commands.programs import make_room
 from models.commands.shared_flags import MESH, add_shared_flags, count
 
-SELECT = f"oracle,{PREDICTOR},quest,h2o,snapkv,streaming"
+SELECT = f"oracle,{PREDICTOR},quest,h2o+protect(recent=0),snapkv,streaming"
 EXAMPLES = """examples:
   python -m evals perplexity --select oracle,quest,h2o,snapkv,streaming --sparsity 0,0.1,...,0.7 --plot out.png
   python -m evals perplexity --policies h2o,h2o+caote,snapkv,snapkv+caote --budgets 64,128,256 --block 32 --plot out.png

@@ -43,6 +43,7 @@ from evals import (
     view,
 )
 from kvjax._src.chains import policy_of
+from kvjax._src.former_names import renamed_document
 from models import commands, files
 from models.commands.programs import make_room
 from models.commands.shared_flags import add_shared_flags, at_least, count
@@ -50,7 +51,7 @@ from models.decoder import output_of_heads
 
 BEST = "best"
 AFTER = 16  # future tokens of an exact case
-POLICIES = "h2o+protect(recent=0.5),tova,snapkv,snapkv+caote,laprox@model,key_norm"
+POLICIES = "h2o,tova,snapkv,snapkv+caote,laprox,key_norm"
 EXAMPLES = """examples:
   python -m evals regret --policies snapkv,snapkv+caote --budget 0.25 --samples 4 --plot regret.png
   python -m evals regret --model smollm2 --recall docs/results/once.json --out runs/regret --json regret.json
@@ -362,7 +363,7 @@ def _correlations(lines: Sequence[dict[str, Any]], recall: Mapping[tuple[str, st
 def read_recall(path: Path, model: str, budget: float) -> dict[tuple[str, str], float]:
     """Read the recall of a study's JSON file for one model and budget, by question and policy, or raise ValueError."""
     try:
-        lines = json.loads(files.read_text(path, "study's JSON"))["results"]
+        lines = renamed_document(json.loads(files.read_text(path, "study's JSON")))["results"]
         found = {
             (r["question"], run_settings.full_name(r["policy"])): float(r["score"])
             for r in lines

@@ -210,8 +210,8 @@ IF_SEVERAL = ("model", "evaluation", "length")
 def without_caote(policy: str) -> str:
     """Return a policy without its CAOTE links; its allocation is kept.
 
-    >>> without_caote("h2o+caote(norm=1)+protect(recent=0.5)@layer")
-    'h2o+protect(recent=0.5)@layer'
+    >>> without_caote("h2o+caote(norm=1)+protect(sinks=4)@layer")
+    'h2o+protect(sinks=4)@layer'
     """
     return re.sub(rf"\+({'|'.join(CAOTE_LINKS)})(\([^()]*\))?(?=[+@]|$)", "", policy)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvjax._src.former_names import is_former, renamed_document, version_of
 from models import files, hosts
 from models.commands import provenance
 
@@ -111,7 +112,9 @@ class Results:
         if folder is not None:
             files.check_folder(folder)
         if folder is not None and (folder / HEADER).exists():
-            header = read_header(folder)
+            header = _header_of(folder)
+            if is_former(version_of(header)):
+                raise ValueError(f"{folder} is of a kvjax that gave policies other names; name another folder.")
             _check_same(folder, header, self._wanted)
             return header | self._wanted
         if folder is not None and folder.exists() and any(file.name[0] != "." for file in folder.iterdir()):
@@ -128,7 +131,7 @@ class Results:
         header = self.check()  # again: a run that held the lock until now may have written to it
         self.records, whole = _read(folder / SAMPLES)
         self._file.truncate(whole)
-        if header != read_header(folder):
+        if header != _header_of(folder):
             files.write_json(folder / HEADER, header)
         self._header, self.fingerprints = header, header.get("fingerprints", [])
         self.environments = header["environments"]
@@ -140,7 +143,15 @@ class Results:
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """Read the header of a folder of results; ValueError where there is none, or it is damaged."""
+    """Read the header of a folder of results, with today's names of policies.
+
+    Raises:
+        ValueError: there is no header, or it is damaged.
+    """
+    return dict(renamed_document(_header_of(folder)))
+
+
+def _header_of(folder: Path) -> dict[str, Any]:
     path = Path(folder) / HEADER
     if not path.is_file():
         raise ValueError(f"{folder} is no folder of results: it has no {HEADER}; name one that --out or sweep made.")
@@ -156,9 +167,13 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Read the records of a folder, without a last line that was cut off; ValueError if another is damaged."""
+    """Read the records of a folder, without a last line that was cut off; ValueError if another is damaged.
+
+    Policies that a kvjax before 0.3.0 named have the names of today, as in :func:`read_header`.
+    """
     path = Path(folder) / SAMPLES
-    return _read(path)[0] if path.exists() else []
+    records = _read(path)[0] if path.exists() else []
+    return list(renamed_document(records, version_of(_header_of(folder)))) if records else []
 
 
 def fingerprint(path: Path) -> str | None:

@@ -19,7 +19,7 @@ from models import commands, selecting
 from models.networks import wanted_by
 
 RECENCY = "recency"
-POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
+POLICIES = ("full", "h2o", "h2o+caote", "snapkv", "snapkv+caote")
 Question = Literal["known", "unknown"]
 KNOWN_OR_NOT = ("known", "unknown")
 
@@ -173,6 +173,6 @@ def _allocated(policies: Sequence[str], allocations: Sequence[str]) -> list[str]
     names = [str(parse_allocation(name).name) for name in allocations]
     found = []
     for policy in policies:
-        whole = [policy] if "@" in policy else [policy if n == "uniform" else f"{policy}@{n}" for n in names]
+        whole = [policy] if "@" in policy else [f"{policy}@{n}" for n in names]
         found += [str(kvjax.parse(name)) for name in whole]
     return list(dict.fromkeys(found))

@@ -136,8 +136,8 @@ def parse_selection(name: str, *, page_size: int = 16) -> Selection:
             raise ValueError(f"{str(error).rstrip('.')}; other selections are {others}.") from None
     if not policy.allocation.one_layer:
         raise ValueError(
-            f"{policy.name!r} lets layers compete, but here each layer is run by itself, token by token; give another "
-            "allocation, or none."
+            f"{policy.name!r} lets layers compete, but here each layer is run by itself, token by token; write "
+            f"{policy.chain_name}@uniform."
         )
     return Selection(policy.name, policy=policy)
 

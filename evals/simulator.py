@@ -160,10 +160,11 @@ def _asked(layer, queries):
 
 
 def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
-    """Return the policy that also keeps the first ``sinks`` tokens."""
-    if not sinks:
+    """Return the policy that also keeps the first ``sinks`` tokens, if it keeps fewer, and no share of the budget."""
+    own = policy.protection.sinks or 0
+    if isinstance(own, float) or own >= sinks:
         return policy
-    return kvjax.chain(*(policy.links or (policy,)), kvjax.protect(sinks=sinks)) @ policy.allocation
+    return kvjax.chain(policy, kvjax.protect(sinks=sinks))
 
 
 def _checked(model, tokens, selection, sparsity, networks) -> tuple[Array, Selection, Butler | None]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import claims, report, results, studies, study_panels, sweep
+from kvjax._src.former_names import renamed_document
 from models import files
 from models.commands import provenance
 from models.commands.shared_flags import HOSTS, add_shared_flags
@@ -100,7 +101,7 @@ def _unique(found: Iterable[dict[str, Any]], names: Sequence[str] | None = None)
 def _content(path: Path) -> dict[str, Any]:
     """Read a study's JSON file; ValueError where it is no such file."""
     try:
-        content = json.loads(files.read_text(path, "study's JSON"))
+        content = renamed_document(json.loads(files.read_text(path, "study's JSON")))
         next(iter(studies.scores_of(content["results"])), None)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{path} is no JSON file of a study; name one that `python -m evals study` wrote.") from None

@@ -34,7 +34,7 @@ TEMPLATE = Path(__file__).with_name("view.html")
 NEVER = 0xFFFF
 EXAMPLES = """examples:
   python -m evals view --html view.html
-  python -m evals view --prompt-file book.txt --question "Who baked?" --policies "snapkv,laprox@model" --budget 0.2
+  python -m evals view --prompt-file book.txt --question "Who baked?" --policies "snapkv,laprox" --budget 0.2
 """
 
 

@@ -16,6 +16,7 @@ from kvjax._src.eviction_error import score
 from kvjax._src.insertion import insert, rewind
 from kvjax._src.layer_caches import LayerCaches
 from kvjax._src.matching import match_attention
+from kvjax._src.methods import adakv, chunkkv, criticalkv, d2o, pyramidkv, simlayerkv
 from kvjax._src.new_caches import Memory, empty_cache, memory, repeat
 from kvjax._src.observation import Context, Needs, Observation, Prediction, Weights
 from kvjax._src.paged import PagedCache, pack, pages_for
@@ -42,7 +43,6 @@ from kvjax._src.scores import (
     recency,
     sage,
     snapkv,
-    snapkv_tuned,
     streaming,
     tova,
     zap,
@@ -57,7 +57,7 @@ from kvjax._src.transforms import cam, chunks, critical, match, merge, normalise
 from kvjax.allocation import Allocation
 from kvjax.sources import Source, parse_source
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Allocation",
     "Context",
@@ -82,6 +82,7 @@ __all__ = [
     "Source",
     "SplitCache",
     "Weights",
+    "adakv",
     "allocation",
     "attend",
     "base_score",
@@ -93,10 +94,13 @@ __all__ = [
     "chain",
     "check_block",
     "check_budget",
+    "chunkkv",
     "chunks",
     "compact",
     "critical",
+    "criticalkv",
     "curdkv",
+    "d2o",
     "dapq",
     "dequantise",
     "dropkv",
@@ -138,6 +142,7 @@ __all__ = [
     "positions",
     "protect",
     "protected",
+    "pyramidkv",
     "q_filters",
     "quantise",
     "random",
@@ -153,8 +158,8 @@ __all__ = [
     "score",
     "select",
     "selected_mask",
+    "simlayerkv",
     "snapkv",
-    "snapkv_tuned",
     "sources",
     "straight_through",
     "streaming",

@@ -263,7 +263,7 @@ def model(*, normalise: bool = True, cap: int | float | None = None) -> Allocati
 
     Example:
         >>> import kvjax
-        >>> kvjax.parse("laprox@model").allocation.scope
+        >>> kvjax.parse("snapkv@model").allocation.scope
         'model'
     """
     _check_cap("model", cap)
@@ -326,8 +326,8 @@ def cake(
 
     Example:
         >>> import kvjax
-        >>> str(kvjax.parse("cake@cake"))
-        'cake@cake'
+        >>> str(kvjax.parse("snapkv@cake"))
+        'snapkv@cake'
     """
     if window is not None:
         check_count("cake: window", window, 2, "a variance needs at least 2 queries")
@@ -409,8 +409,8 @@ def lava(*, cap: int | float | None = CAP) -> Allocation:
 
     Example:
         >>> import kvjax
-        >>> str(kvjax.parse("lava@lava"))
-        'lava@lava'
+        >>> str(kvjax.parse("snapkv@lava"))
+        'snapkv@lava'
     """
     _check_cap("lava", cap)
 

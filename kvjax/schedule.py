@@ -177,7 +177,7 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
         if policy.published is None:
             raise ValueError(f"no paper says when {policy.name!r} evicts; give when='block' or when='prompt'.")
         return policy.published.prompt, policy.published.decode if evict_every is None else evict_every
-    usual = policy.needs.window if observed(policy.needs.statistics) else 1
+    usual = policy.reads.window if observed(policy.reads.statistics) else 1
     if policy.published is not None and policy.published.decode > 1:
         usual = policy.published.decode
     if wanted is not None:

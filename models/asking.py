@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -21,6 +22,7 @@ from kvjax._src.split_cache import ModelCache
 from models import selecting
 from models.decoder import Decoder
 from models.driver import OnBlock
+from models.networks import Networks, own_folder, several, shipped
 from models.options import AskSettings, Options, options_of
 from models.prompts import kept_of
 from models.sampling import Draws
@@ -29,8 +31,9 @@ from models.sizing import checked_budget
 from models.states import without_room
 from models.tokenizer import Tokenizer
 
-# What answers like the full cache where no question is known (docs/results/fixed-memory.json).
-POLICY, BUDGET = "kvzip@model(normalise=False,cap=8)", 0.25
+# What answers like the full cache where no question is known (docs/results/fixed-memory.json): AUTO stands for the gate
+# of a model that has one, for POLICY otherwise.
+AUTO, GATE, POLICY, BUDGET = "auto", "gate", "repeat", 0.25
 OPTIONS = Options(max_new_tokens=128)
 BETWEEN = "\n\n"  # the document and a question
 MARK = "kvjaxtextstandshere"  # a placeholder that shows what a template puts around a message
@@ -51,6 +54,7 @@ class Answers(NamedTuple):
         answer_seconds: for each question, likewise.
         seen: which tokens of the vocabulary the document has, [1, V], as :class:`Draws` takes them; None if that is not
             known.
+        policy: the name of the policy by which the document was compressed, None if a cache was given.
     """
 
     answers: list[str]
@@ -62,6 +66,7 @@ class Answers(NamedTuple):
     seconds: float
     answer_seconds: list[float]
     seen: np.ndarray | None = None
+    policy: str | None = None
 
 
 class Watch(NamedTuple):
@@ -101,9 +106,10 @@ def ask(
             without being read; what concerns the cache then changes nothing.
         questions: one question or several; none at all to read the document only.
         options, settings: what to keep, and how to answer; see :class:`Options`. By default at most 128 tokens of an
-            answer, and, where neither names a policy, one that answers as the full cache does with a quarter of it, and
-            reads each block of the document twice (docs/how-to/choose-a-policy.md). A policy without a budget keeps a
-            quarter; of a short document a share is at least what the policy protects. "full" keeps all.
+            answer. The policy is "auto" where neither names one: ``gate`` if a gate is given or ships for the model,
+            else ``repeat``, which reads each block of the document twice (docs/how-to/choose-a-policy.md). A policy
+            without a budget keeps a quarter; of a short document a share is at least what the policy protects. "full"
+            keeps all.
         system: the text of the system message; by default that of the template, if it has one.
             A tokenizer without a template (:meth:`models.Tokenizer.plain`) leaves the template out.
         key: draws the tokens of the answers where the temperature is above 0; :class:`Draws` says with it what a cache
@@ -134,9 +140,11 @@ def ask(
     begun, peak = time.monotonic(), 0
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
     key, given = key if isinstance(key, Draws) else Draws(key)
-    seen = None if given is None else np.asarray(given)
+    seen, name = None if given is None else np.asarray(given), None
     if isinstance(document, str):
-        policy, budget = checked(options.policy, options.budget, options.block)
+        asked = automatic(model, options.networks, POLICY) if is_automatic(options.policy) else options.policy
+        policy, budget = checked(asked, options.budget, options.block)
+        name = "full" if policy is None else policy.name
         policy, tokens = models.with_repeat_prompt(policy, tokenizer), form.document(document)
         if policy is not None and isinstance(budget, float):
             share = math.ceil(budget * len(tokens))
@@ -166,7 +174,7 @@ def ask(
         took.append(time.monotonic() - begun)
     read = int(kept.start[0])
     full = full_cache_bytes(model, read, kept.dtypes)
-    return Answers(answers, cache, read, cache.nbytes, full, max(peak, cache.nbytes), seconds, took, seen)
+    return Answers(answers, cache, read, cache.nbytes, full, max(peak, cache.nbytes), seconds, took, seen, name)
 
 
 def _listed(questions: str | Iterable[str]) -> list[str]:
@@ -197,11 +205,32 @@ def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock
     return without_room(cache), max(*sizes, cache.nbytes)
 
 
+def is_automatic(policy: Policy | str | None) -> bool:
+    """Return whether a policy is left to :func:`automatic`."""
+    return policy is None or policy == AUTO
+
+
+def automatic(
+    model: Decoder, networks: Networks, otherwise: str, gate: str = GATE, path: str | Path | None = None
+) -> str:
+    """Return the policy of a gate if one is given, ships for the model, or is in the folder of its path, or the other.
+
+    Example:
+        >>> from models.asking import automatic
+        >>> automatic(models.Decoder.tiny(), None, "repeat")
+        'repeat'
+    """
+    if any("score" in network.predicts for network in several(networks)):
+        return gate
+    found = shipped(model, "gate") if path is None else own_folder(path, model, "gate")
+    return otherwise if found is None else gate
+
+
 def checked(
     policy: Policy | str | None, budget: int | float | None, block: int
 ) -> tuple[Policy | None, int | float | None]:
-    """Return a document's policy and budget, after all checks that need no document; None stands for the default."""
-    policy = policy_of(POLICY if policy is None else policy)
+    """Return a document's policy and budget, after all checks that need no document."""
+    policy = policy_of(POLICY if is_automatic(policy) else policy)
     if policy is None:
         check_policy_given(policy, budget)
         return None, None

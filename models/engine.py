@@ -236,7 +236,7 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> tuple[Outp
     Example:
         >>> import models
         >>> model = models.Decoder.tiny()
-        >>> [own.gram.shape for own in models.output_projection(model, "laprox@model")]
+        >>> [own.gram.shape for own in models.output_projection(model, "laprox")]
         [(2, 2, 8, 8), (2, 2, 8, 8)]
     """
     policy = policy_of(policy)

@@ -327,16 +327,22 @@ def own_network(path: str | Path, model: Decoder, *names: str, dtype: DTypeLike 
         >>> sorted(models.own_network("retriever", model).predicts)
         ['key', 'query']
     """
-    place, names = find_folder(path), names or tuple(NETWORKS)
+    names = names or tuple(NETWORKS)
     check_names("network", names, NETWORKS)
-    own = (place / name for name in names if (place / name / files_of(name)[1]).is_file())
-    folder = next(own, None) or shipped(model, *names)
+    folder = own_folder(path, model, *names)
     if folder is None:
         raise ValueError(
             f"{path} has no folder {' or '.join(names)} with a network; train one with "
             f"{_trainers(names)}, and name its folder (--networks, or models.load_network)."
         )
     return load_network(folder, model, dtype=dtype)
+
+
+def own_folder(path: str | Path, model: Decoder, *names: str) -> Path | None:
+    """Return the folder of the network that :func:`own_network` loads, None if there is none."""
+    place = find_folder(path)
+    own = (place / name for name in names if (place / name / files_of(name)[1]).is_file())
+    return next(own, None) or shipped(model, *names)
 
 
 def load_networks(

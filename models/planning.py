@@ -265,11 +265,10 @@ def _warn_of_sums(policy: Policy, budget: int) -> None:
     """Warn, unless recent tokens stay, that an answer's leave first, as sums over all queries never fall."""
     if policy.protected(budget)[1]:
         return
-    chain = f"{policy.chain_name}+protect(recent=0.5)"
     warnings.warn(
         f"{policy.name!r} sums attention over all queries, which new tokens have had little of: in decode each leaves "
         "before the old ones, and what the model has just written is not kept. Keep half for the newest tokens, as "
-        f"H2O's authors do: {policy.name.replace(policy.chain_name, chain, 1)!r}.",
+        "H2O does: end the chain with '+protect(recent=0.5)'.",
         skip_file_prefixes=_HERE,
     )
 

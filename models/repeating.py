@@ -23,7 +23,7 @@ def with_repeat_prompt(policy: Policy | str | None, tokenizer: Tokenizer) -> Pol
     Example:
         >>> import models
         >>> _, tokenizer = models.load("retriever")
-        >>> policy = models.with_repeat_prompt("kvzip@model", tokenizer)
+        >>> policy = models.with_repeat_prompt("kvzip", tokenizer)
         >>> tokenizer.decode(policy.needs.reconstruction.prompt.first)
         '\\n\\nRepeat the previous context exactly.'
     """

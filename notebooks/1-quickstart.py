@@ -81,9 +81,9 @@ print(tokenizer.decode(out.tokens[0].tolist()))
 # That run used the full cache. With longer text a budget makes a difference. The sample below
 # hides the code that it asks for among seven other facts and prose. Each head may keep 96 of
 # 512 tokens. `snapkv` keeps the tokens to which the end of the prompt attends, and some of
-# their neighbours; `snapkv_tuned` is the same with the number of neighbours that did best on
-# prompts like these. `caote` changes the order by how much the attention output would change
-# if a token were lost.
+# their neighbours; `snapkv(kernel=13)` takes the number of neighbours that did best on prompts
+# like these. `caote` changes the order by how much the attention output would change if a token
+# were lost.
 
 # %%
 sample = tasks.needle(3, tokenizer, 512, depth=0.35, facts=8)
@@ -107,8 +107,8 @@ def answer(policy, budget, **settings):
 settings = {
     "full cache": ("full", None, "block"),
     "first four and newest": ("streaming", 96, "block"),
-    "snapkv_tuned+caote, after every block": ("snapkv_tuned+caote", 96, "block"),
-    "snapkv_tuned+caote, once": ("snapkv_tuned+caote", 96, "prompt"),
+    "snapkv(kernel=13)+caote, after every block": ("snapkv(kernel=13)+caote", 96, "block"),
+    "snapkv(kernel=13)+caote, once": ("snapkv(kernel=13)+caote", 96, "prompt"),
 }
 caches = {}
 print(f"\nThe right answer is {sample.answer}.\n")
@@ -185,7 +185,7 @@ def shaded(name):
     return HTML(f'<p style="line-height:1.7">{text}</p>')
 
 
-shaded("snapkv_tuned+caote, once")
+shaded("snapkv(kernel=13)+caote, once")
 
 # %% [markdown]
 # `python -m evals view --html view.html` makes a page of this, with a slider over blocks and
@@ -231,12 +231,12 @@ counted = kvjax.memory(
     kv_heads=config.num_kv_heads,
     query_heads=config.num_heads,
     head_dim=config.head_dim,
-    policy="snapkv_tuned+caote",
+    policy="snapkv(kernel=13)+caote",
     budget=96,
     block=64,
     dtype="float32",
 )
-taken = caches["snapkv_tuned+caote, after every block"].nbytes
+taken = caches["snapkv(kernel=13)+caote, after every block"].nbytes
 print(f"counted {counted.total:,} bytes, taken {taken:,}")
 assert counted.total == taken
 
@@ -251,7 +251,7 @@ for text in ("The river was calm. " * 20, "The old judge walked home. " * 60):
     steps = models.stream(
         model,
         [tokens],
-        policy="h2o+caote+protect(recent=0.5)",
+        policy="h2o+caote",
         budget=96,
         block=64,
         max_new_tokens=4,

@@ -247,7 +247,7 @@ for one, other in (
 # %% [markdown]
 # "yes" and "no" are differences beyond 95% noise. The new score gains where neighbours share
 # it, and again by `caote`. With the same five neighbours it is ahead of SnapKV's mean on these
-# prompts; `snapkv_tuned`, which has more neighbours, was chosen on such prompts. One
+# prompts; `snapkv(kernel=13)`, which has more neighbours, was chosen on such prompts. One
 # small model and one task give a hint, not a result: `python -m evals ruler`, `longbench` and
 # `perplexity` run any policy with a short name on more.
 #

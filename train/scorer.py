@@ -42,7 +42,6 @@ from jaxtyping import Array, Float, Int
 import kvjax
 import models
 from kvjax import OutputProjection, Policy, RepeatPrompt
-from kvjax._src.policy import UNIFORM
 from kvjax._src.reconstruction import NO_WORDS, Repeated
 from models import commands, hosts
 from models.config import Config
@@ -105,12 +104,12 @@ def policy_of_target(target: str, prompt: RepeatPrompt = NO_WORDS) -> Policy:
         policy = kvjax.parse(target)
     except ValueError as error:
         raise ValueError(f"--target expects kvzip or kvgrad: {error}") from None
-    if policy.allocation is not UNIFORM or not isinstance(policy.init(1, 1, 1, 1, 1), Repeated):
+    if policy.inherited is not None or not isinstance(policy.init(1, 1, 1, 1, 1), Repeated):
         raise ValueError(
             f"--target is {target!r}; expected a score of a text that is repeated, kvzip or kvgrad, with no link or "
             "allocation behind it."
         )
-    return asking(policy, prompt)
+    return asking(policy @ "uniform", prompt)  # all tokens are scored, and none is evicted
 
 
 def scores_of(

@@ -38,7 +38,10 @@ from kvjax._src.policy import Policy
 from kvjax._src.policy_checks import check_measured, check_policy, check_shapes, checked_budget
 from kvjax._src.split_cache import Cache
 
-_TOGETHER = "{!r} cannot evict from one layer of a {} cache of {} layers: kvjax.observe all, then evict once."
+_TOGETHER = (
+    "{!r} cannot evict from one layer of a {} cache of {} layers: take '{}@uniform' and a cache made for it, or "
+    "kvjax.observe all layers and evict once, as in docs/how-to/your-own-model.md."
+)
 
 
 def attend(
@@ -98,7 +101,7 @@ def attend(
     if isinstance(cache, LayerCaches):
         number, given, policy = check_layer(cache, context.layer), (query, key, value, position), policy_of(policy)
         if policy is not None and budget is not None and not policy.allocation.one_layer:
-            raise ValueError(_TOGETHER.format(policy.name, "plain", len(cache.layers)))
+            raise ValueError(_TOGETHER.format(policy.name, "plain", len(cache.layers), policy.chain_name))
         own: Any
         context = dataclasses.replace(context, slots=cache.num_slots)
         out, own = attend(cache.layers[number], *given, policy=policy, budget=budget, context=context)
@@ -106,7 +109,7 @@ def attend(
     query, key, value = check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, context)
     if policy is not None and budget is not None and len(cache.heads_shape) == 3:
-        raise ValueError(_TOGETHER.format(policy.name, "paged", cache.heads_shape[0]))
+        raise ValueError(_TOGETHER.format(policy.name, "paged", cache.heads_shape[0], policy.chain_name))
     if policy is not None and policy.repeats and budget is not None and context.reconstructed is None:
         raise ValueError(f"{policy.name!r} scores while the text is repeated; run models.prefill.")
     block = _checked(cache, query, key, value, position, policy, context)
@@ -226,7 +229,7 @@ def _observe(
     cache: Any, policy: Policy | None, block: LayerBlock, budget: Budget | None, context: Context
 ) -> tuple[Float[Array, "B T N D"], Any, Evidence | None]:
     """Observe a block on one device."""
-    needs = Needs() if policy is None else policy.needs
+    needs = Needs() if policy is None else policy.reads
     block, context = prepared(cache, block, context)
     held = held_before(cache, cache.state, block, needs, context)
     cache = inserted(cache, block, context, promises_room(policy, budget, context))

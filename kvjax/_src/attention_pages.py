@@ -42,7 +42,7 @@ def observe_pages(
 
     What else a policy reads of the pages is copied one head at a time. So are keys that are turned before attention.
     """
-    needs = Needs() if policy is None else policy.needs
+    needs = Needs() if policy is None else policy.reads
     block, context = prepared(cache, block, context)
     held = held_before(cache, own_layer(cache, context).state, block, needs, context)
     query, key, value, position = block

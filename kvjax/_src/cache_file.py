@@ -32,6 +32,7 @@ from kvjax._src.capacity import CacheSpec
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import check_share_or_tokens, check_types, is_known, shown
 from kvjax._src.files import replacing
+from kvjax._src.former_names import former_structure, renamed_document
 from kvjax._src.layer_caches import LayerCaches
 from kvjax._src.new_caches import checked_blank, memory
 from kvjax._src.policy import Policy
@@ -172,10 +173,14 @@ def load_cache(
     for name, array in arrays.items():
         if dtypes.get(_LAYER.sub("", name)) == FLOAT8.name:
             arrays[name] = array.view(FLOAT8)
+    written, info = info["policy"], _renamed(info)
     _check_given(path, given, info)
     made_for = policy_of(policy) if policy is not None else _named_policy(path, info["policy"])
     arrays = _with_ranks(arrays, made_for)
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
+    if written != info["policy"]:  # the same leaves in the same order, but links of the chain may have come or gone
+        former = _expected(f"{path}", arrays, info, policy_of(former_structure(written)), info["query_heads"])
+        arrays = dict(zip(expected.arrays, (_require(arrays, name, f"{path}") for name in former.arrays), strict=True))
     _check_arrays(f"{path}", arrays, expected)
     cache = jax.tree.unflatten(expected.structure, [arrays[name] for name in expected.arrays])
     return jax.tree.map(jnp.array, cache.caches if isinstance(cache, _Layers) else cache)
@@ -210,9 +215,15 @@ def cache_info(path: str | Path) -> dict[str, Any]:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     with path.open("rb") as read:
         header = int.from_bytes(read.read(8), "little")
+    info = _renamed(info)
     known = {name: info[name] for name in _FIELDS} | {name: info.get(name, []) for name in _MAY_LACK}
     sizes = {"cache_bytes": path.stat().st_size - 8 - header, "full_cache_bytes": _full_bytes(f"{path}", info, shapes)}
     return known | sizes
+
+
+def _renamed(info: dict[str, Any]) -> dict[str, Any]:
+    """Return a file's metadata with the name that its policy has today."""
+    return info if info["policy"] is None else renamed_document(info, info["kvjax"])
 
 
 def _full_bytes(whose: str, info: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> int:

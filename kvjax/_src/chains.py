@@ -11,8 +11,10 @@ from typing import Any
 
 from kernels_pallas.cache_attention.api import check_statistics
 from kvjax._src.checks import check_count
+from kvjax._src.former_names import without_tuned
 from kvjax._src.observation import Needs, Observation, Weights
 from kvjax._src.policy import (
+    UNPROTECTED,
     Marked,
     Moments,
     Policy,
@@ -21,11 +23,12 @@ from kvjax._src.policy import (
     Scores,
     allocated,
     as_scores,
+    check_allocation,
     unmarked,
     update_link,
 )
 from kvjax._src.short_names import called, makers, read, registered
-from kvjax.allocation import ALLOCATIONS
+from kvjax.allocation import ALLOCATIONS, UNIFORM, Allocation
 
 
 def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
@@ -50,7 +53,8 @@ def base_score(
     *,
     statistics: tuple[str, ...] = (),
     window: int = 0,
-    protection: Protection | None = None,
+    protection: Protection = UNPROTECTED,
+    allocation: Allocation = UNIFORM,
     needs: Needs = Needs(),
     nonnegative: bool = True,
     published: Moments | None = None,
@@ -65,6 +69,7 @@ def base_score(
             memory, and no kernel computes them.
         window: the observation window of the "window_" statistics.
         protection: the tokens that it always keeps.
+        allocation: how its paper divides the slots among the heads.
         needs: what else it reads, such as parts of the layer's output projection.
         nonnegative: whether the scores are never below 0, so that ``caote`` may follow.
         published: when its paper evicts.
@@ -80,20 +85,26 @@ def base_score(
     """
     least = int(any(statistic.startswith("window_") for statistic in statistics))
     check_count(f"{name}: window", window, least, f"give the number of queries that observe, from {least}")
-    return Policy(
+    policy = Policy(
         name=name,
         init=no_state,
         update=lambda _, state, observation: (score(observation), state),
         needs=needs | Needs(check_statistics(statistics, window), window),
-        protections=() if protection is None else (protection,),
+        protection=protection,
         base=True,
         nonnegative=nonnegative,
+        allocation=allocation,
         published=published,
     )
+    check_allocation(policy)
+    return policy
 
 
 def chain(*links: Policy) -> Policy:
     """Chain a base score and links that change its scores; the same links give the same object, as in :func:`parse`.
+
+    The chain has the allocation of the base score, until ``@`` gives it another. Of a chain among the links, its own
+    links are taken.
 
     Raises:
         ValueError: if the first link is not a base score or another one is, two observation windows differ, or
@@ -101,13 +112,24 @@ def chain(*links: Policy) -> Policy:
 
     Example:
         >>> import kvjax
-        >>> str(kvjax.chain(kvjax.h2o(), kvjax.protect(recent=0.5)))
-        'h2o+protect(recent=0.5)'
+        >>> str(kvjax.chain(kvjax.h2o(), kvjax.protect(recent=0.25)))
+        'h2o+protect(recent=0.25)'
+        >>> kvjax.chain(kvjax.kvzip(), kvjax.caote()).allocation.name
+        'model(normalise=False)'
     """
     if wrong := [link for link in links if not isinstance(link, Policy)]:
         given = repr(wrong[0]) if isinstance(wrong[0], str) else f"a {type(wrong[0]).__name__}"
         raise ValueError(f"{given} is no link of a policy; write chain(kvjax.h2o(), kvjax.caote()), or parse a name.")
-    return _chain(links)
+    policy = _chained(links)
+    check_allocation(policy)
+    return policy
+
+
+def _chained(links: tuple[Policy, ...]) -> Policy:
+    """Chain links, of which the first one's allocation is not checked: another may take its place."""
+    each = tuple(own for link in links for own in link.links or (allocated(link, link.inherited or link.allocation),))
+    policy = _chain(each)
+    return allocated(policy, links[0].allocation) if links[0].inherited else policy
 
 
 @functools.cache
@@ -169,13 +191,14 @@ def _chain(links: tuple[Policy, ...]) -> Policy:
         init=init,
         update=update,
         needs=needs,
-        protections=sum((link.protections for link in links), ()),
+        protection=functools.reduce(Protection.replaced_by, (link.protection for link in links)),
         links=links,
         base=True,
         nonnegative=any(link.nonnegative for link in links),
         cumulative=any(link.cumulative for link in links),
         published=next((link.published for link in reversed(links) if link.published is not None), None),
         merging=mergings[0] if mergings else None,
+        allocation=links[0].allocation,
         **chosen,
     )
 
@@ -213,7 +236,7 @@ def parse(name: str) -> Policy:
         >>> str(kvjax.parse("snapkv(window=16) + fast_caote @ layer"))
         'snapkv(window=16)+fast_caote@layer'
     """
-    tree: Any = read(name, "policy", _HOW)
+    tree: Any = read(without_tuned(name) if isinstance(name, str) else name, "policy", _HOW)
     parts, allocation = [], None
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.MatMult):  # one link, or a chain in parentheses
         tree, allocation = tree.left, called(tree.right, ALLOCATIONS, name, _HOW)
@@ -225,8 +248,10 @@ def parse(name: str) -> Policy:
     if allocation is None and isinstance(last, ast.BinOp) and isinstance(last.op, ast.MatMult):
         parts[0], allocation = last.left, called(last.right, ALLOCATIONS, name, _HOW)
     links = [called(part, LINKS, name, _HOW) for part in reversed(parts)]
-    policy = chain(*links) if len(links) > 1 or not links[0].base else links[0]
-    return policy if allocation is None else allocated(policy, allocation)
+    policy = _chained(tuple(links)) if len(links) > 1 or not links[0].base else links[0]
+    policy = policy if allocation is None else allocated(policy, allocation)
+    check_allocation(policy)
+    return policy
 
 
 def policy_of(policy: Policy | str | None) -> Policy | None:

@@ -53,7 +53,7 @@ class Evidence:
         >>> layer = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4)
         >>> cache = kvjax.LayerCaches((layer, layer, layer))
         >>> kvjax.Evidence.of_layers(
-        ...     cache, kvjax.parse("laprox@model").allocation
+        ...     cache, kvjax.parse("laprox").allocation
         ... ).scores.shape
         (3, 1, 2, 4)
     """

@@ -206,9 +206,9 @@ def ask(
     if policy.needs.order:
         order = by_position(here.position) if held is None else continued(held, kept.rank, here.position)
         kept = kept.others
-    window, remembered = kept if observed(policy.needs.statistics) else (None, kept)
+    window, remembered = kept if observed(policy.reads.statistics) else (None, kept)
     if window is not None:
-        columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.needs.window))
+        columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.reads.window))
     if context.sliding_window is not None:
         budget = jnp.minimum(budget, context.sliding_window)
     if frees(context):  # what a block took back sees was seen by its queries, copies too

@@ -34,15 +34,28 @@ Scores = Float[Array, "B K _ S"]  # the third axis is G, or 1 where a link has j
 
 
 class Protection(NamedTuple):
-    """The tokens that always stay: the first ``sinks`` and the last ``recent``; a float is a share of the budget."""
+    """The tokens that always stay: the first ``sinks`` and the last ``recent``; a float is a share of the budget.
 
-    sinks: int | float = 0
-    recent: int | float = 0
+    None leaves what the links before it protect: nothing, if they do not. ``least`` of the last tokens stay where
+    ``recent`` is a share that has fewer.
+    """
+
+    sinks: int | float | None = None
+    recent: int | float | None = None
+    least: int = 0
 
     def counts(self, budget: Any) -> tuple[Any, Any]:
         """Return both as numbers of tokens under a budget (an int, or an array of one per row); round shares down."""
-        sinks, recent = (x if isinstance(x, int) else share_of(x, budget) for x in map(plain, self))
-        return sinks, recent
+        sinks, recent = (x if isinstance(x, int) else share_of(x, budget) for x in (plain(x or 0) for x in self[:2]))
+        return sinks, _larger(recent, self.least) if self.least else recent
+
+    def replaced_by(self, later: Protection) -> Protection:
+        """Return the protection of a chain that has another link behind this one."""
+        sinks = self.sinks if later.sinks is None else later.sinks
+        return Protection(sinks, *(self[1:] if later.recent is None else later[1:]))
+
+
+UNPROTECTED = Protection()
 
 
 class Marked(NamedTuple):
@@ -81,8 +94,8 @@ class Policy:
         update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``. A link may
             return :class:`kvjax.Marked` scores. The last link may return :class:`kvjax.Weights`, from which
             an eviction computes CAOTE's scores.
-        needs: what it reads of an observation.
-        protections: the tokens that always stay.
+        needs: what its links read of an observation; see ``reads``.
+        protection: the tokens that always stay.
         links: the links of a chain; () for a single link.
         base: whether it makes scores rather than changing them.
         nonnegative: whether its scores are never negative, as caote needs them. A link that changes scores may leave
@@ -93,6 +106,7 @@ class Policy:
         heads: which heads share one set of tokens: each query "group", all of a "layer", or each "query" head alone.
         positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
         allocation: how many slots each head gets.
+        inherited: the allocation that the name has without an ``@``; None where that is ``allocation``.
         published: when its paper evicts, None without a paper; a chain takes it from the last link that has one.
         merging: how the values of evicted tokens are folded into those that stay; None for not at all.
         measured: the layers and KV heads of the model that a link's numbers were measured on; None for any model.
@@ -102,7 +116,7 @@ class Policy:
     init: Callable[[int, int, int, int, int], PyTree]
     update: Callable[[Scores, PyTree, Observation], tuple[Scores | Weights | Marked, PyTree]]
     needs: Needs = Needs()
-    protections: tuple[Protection, ...] = ()
+    protection: Protection = UNPROTECTED
     links: tuple[Policy, ...] = ()
     base: bool = False
     nonnegative: bool = False
@@ -111,6 +125,7 @@ class Policy:
     heads: Heads = "group"
     positions: Positions = "absolute"
     allocation: Allocation = UNIFORM
+    inherited: Allocation | None = None
     published: Moments | None = None
     merging: Merging | None = None
     measured: tuple[int, int] | None = None
@@ -125,16 +140,19 @@ class Policy:
         queries, and beside the ranks of the tokens if it reads their order.
         """
         state = self.init(B, K, G, S, D)
-        names = observed(self.needs.statistics)
+        names = observed(self.reads.statistics)
         if names:
             state = Window.init(names, B, K, G, S), state
         return Ranked(jnp.zeros((B, K, S), jnp.int32), state) if self.needs.order else state
 
     def protected(self, budget: Any) -> tuple[Any, Any]:
         """Return how many first and last tokens always stay under a budget; see :func:`kvjax.protected`."""
-        each = [protection.counts(budget) for protection in self.protections]
-        sinks, recent = (functools.reduce(_larger, counts) for counts in zip((0, 0), *each, strict=True))
-        return sinks, recent
+        return self.protection.counts(budget)
+
+    @property
+    def reads(self) -> Needs:
+        """Return what it reads of an observation: what its links need, and what its allocation measures."""
+        return _reads(self.name, self.needs, self.allocation)
 
     @property
     def repeats(self) -> Reconstruction | None:
@@ -144,12 +162,14 @@ class Policy:
 
     @property
     def chain_name(self) -> str:
-        """Return the name without the allocation."""
-        return self.name.removesuffix(f"@{self.allocation.name}")
+        """Return the name without the allocation that replaces the inherited one."""
+        return self.name if self.inherited is None else self.name.removesuffix(f"@{self.allocation.name}")
 
     def __matmul__(self, allocation: Allocation | str) -> Policy:
-        """Return the policy with another allocation, as ``@`` in a short name."""
-        return allocated(self, parse_allocation(allocation))
+        """Return the policy with another allocation in place of its own, as ``@`` in a short name."""
+        policy = allocated(self, parse_allocation(allocation))
+        check_allocation(policy)
+        return policy
 
 
 def fits_biases(policy: Policy | None) -> bool:
@@ -159,26 +179,42 @@ def fits_biases(policy: Policy | None) -> bool:
 
 @functools.cache
 def allocated(policy: Policy, allocation: Allocation) -> Policy:
-    """Return the policy with an allocation, as ``policy @ allocation`` and a short name's ``@`` make it."""
-    plain = policy.chain_name
-    name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"
+    """Return the policy with an allocation, as ``policy @ allocation`` and a short name's ``@`` make it.
+
+    It is named only where it is not the one that the policy has from its base score.
+    """
+    if allocation.name == policy.allocation.name:
+        return policy
+    plain, inherited = policy.chain_name, policy.inherited or policy.allocation
+    if allocation.name == inherited.name:
+        return dataclasses.replace(policy, name=plain, allocation=inherited, inherited=None)
+    name = f"{plain}@{allocation.name}"
+    return dataclasses.replace(policy, name=name, allocation=allocation, inherited=inherited)
+
+
+def check_allocation(policy: Policy) -> None:
+    """Check that an allocation can divide the slots of a policy's chain, whose scores and attention it reads."""
+    name, plain, allocation, needs = policy.name, policy.chain_name, policy.allocation, policy.needs
     if not allocation.even and policy.heads == "layer":
         raise ValueError(f"{name!r}: {allocation.name!r} gives heads different numbers; take heads='group'.")
     if allocation.needs_nonnegative and not policy.nonnegative:
         sums = f"{allocation.name!r} divides scores by their sum, but those of {plain!r} may be negative"
         raise ValueError(f"{name!r}: {sums}; put 'normalise' between.")
-    needs = policy.needs
     repeated = needs.reconstruction is not None and not needs.reconstruction.pseudo
     if allocation.statistics and (repeated or needs.errors is not None):
         raise ValueError(f"{name!r}: {allocation.name!r} measures attention that {plain!r} lacks; take another.")
-    if allocation.statistics:
-        window = (allocation.window or needs.window or 32) if observed(allocation.statistics) else 0
-        own = Needs(allocation.statistics, window)
-        try:
-            needs = needs | own
-        except ValueError as error:
-            raise ValueError(f"{name!r}: {error}") from None
-    return dataclasses.replace(policy, name=name, allocation=allocation, needs=needs)
+    _reads(name, needs, allocation)
+
+
+@functools.cache
+def _reads(name: str, needs: Needs, allocation: Allocation) -> Needs:
+    if not allocation.statistics:
+        return needs
+    window = (allocation.window or needs.window or 32) if observed(allocation.statistics) else 0
+    try:
+        return needs | Needs(allocation.statistics, window)
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
 
 
 def update_scores(

@@ -50,9 +50,9 @@ def check_block(policy: Policy | str | None, block: int) -> None:
 smaller window=16.
     """
     policy, block = policy_of(policy), check_count("block", block, 1, "a block has at least 1 token")
-    if policy is not None and policy.needs.window > block:
-        given = f"{policy.name!r} observes the last {policy.needs.window} queries, but a block has {block}"
-        raise ValueError(f"{given}: give a block of at least {policy.needs.window}, or a smaller window={block}.")
+    if policy is not None and policy.reads.window > block:
+        given = f"{policy.name!r} observes the last {policy.reads.window} queries, but a block has {block}"
+        raise ValueError(f"{given}: give a block of at least {policy.reads.window}, or a smaller window={block}.")
 
 
 def check_policy_given(policy: Policy | None, budget: Any) -> None:
@@ -96,7 +96,7 @@ or protect fewer.
 @functools.cache
 def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
     """Check that each link's state has an entry per slot or head, that the statistics exist, and no score is NaN."""
-    check_statistics(policy.needs.statistics, policy.needs.window)
+    check_statistics(policy.reads.statistics, policy.reads.window)
     sizes = B, K, G, S, head_dim = (K + 1, K, G, K + 2, head_dim)  # no two of B, K, S alike
 
     def check(link: Policy, leaf: Any) -> None:
@@ -119,10 +119,10 @@ def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
 
     What such a block lacks (W_O, rotations, predictions, repeated text) makes a policy pass untried.
     """
-    needs = dataclasses.replace(policy.needs, statistics=frozenset(), window=0, over="mean", queries=False, order=False)
+    needs = dataclasses.replace(policy.reads, statistics=frozenset(), window=0, over="mean", queries=False, order=False)
     if needs not in (Needs(), Needs(errors="value")) or policy.positions != "absolute":
         return
-    T = max(policy.needs.window, 4)
+    T = max(policy.reads.window, 4)
     drawn = np.random.default_rng(0).normal(size=(1, T, K * (G + 2), head_dim)).astype(np.float32)
     reference = Context(implementation="reference")
 
@@ -132,7 +132,7 @@ def _check_scores(policy: Policy, head_dim: int, K: int, G: int) -> None:
         query, key, value = jnp.split(drawn, [K * G, K * (G + 1)], axis=2)
         block = LayerBlock(query, key, value, jnp.arange(T)[None])
         cache = cache.insert(key, value, block.position)
-        _, columns, block, here = attend_heads(cache, block, policy.needs, reference)
+        _, columns, block, here = attend_heads(cache, block, policy.reads, reference)
         evidence, _ = ask(policy, here, block, columns, jnp.arange(K), jnp.full(1, T), reference)
         scores: Any = with_scores(evidence, here).scores
         return jnp.isnan(scores) & here.live
@@ -206,7 +206,7 @@ def checked_budget(
     if not known:  # else insert checks the cache's contents
         check_fits(cache, T, position)
     check_policy_given(policy, budget)
-    if policy is not None and policy.needs.errors == "output":
+    if policy is not None and policy.reads.errors == "output":
         N, K = query.shape[2], cache.heads_shape[-1]
         check_projection(part_of(context.projection, "factor"), True, (K, N // K, query.shape[3]))
     if policy is None or budget is None:

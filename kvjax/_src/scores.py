@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
 from kernels_pallas import cache_attention
+from kvjax import allocation
 from kvjax._src.cache import HeadState, nth_true
 from kvjax._src.chains import base_score, chain, no_state, parse, register
 from kvjax._src.checks import check_count
@@ -30,11 +31,11 @@ _LARGEST_LOG = 80.0  # whose exponential, and its inverse, are far from overflow
 
 @register
 def h2o(*, accumulate: bool = True) -> Policy:
-    """Score a token by the attention that it has received, summed over queries (H2O, arXiv 2306.14048).
+    """Keep the newest tokens, and those that received most attention, summed over queries (H2O, arXiv 2306.14048).
 
-    Its authors' code gives half of the slots to these heavy hitters and half to the newest tokens, each a tenth of the
-    prompt: ``h2o+protect(recent=0.5)``. Without such protection the cache freezes in decode: sums of old tokens never
-    fall, so each new token leaves before them, and none of an answer's last tokens is kept. A run warns of it.
+    Half of the slots are for the newest tokens and half for these heavy hitters, as in its authors' code, which gives
+    each a tenth of the prompt. Without the newest ones, ``h2o+protect(recent=0)``, the cache freezes in decode: sums of
+    old tokens never fall, so each new token leaves before them. A run warns of it.
 
     Args:
         accumulate: sum over all queries so far, as in the paper and its authors' code; False sums over the current
@@ -46,8 +47,9 @@ def h2o(*, accumulate: bool = True) -> Policy:
         frozenset({'sum'})
     """
     published = Moments("block", 1, "arXiv 2306.14048: at every step the least heavy token leaves")
+    half = Protection(recent=0.5)
     if not accumulate:
-        return base_score("h2o", lambda o: o.columns.sum, statistics=("sum",), published=published)
+        return base_score("h2o", lambda o: o.columns.sum, statistics=("sum",), protection=half, published=published)
 
     # One array per query head of the group: with the group as last axis a TPU would pad each slot to 128 numbers.
     def init(B: int, K: int, G: int, S: int, D: int) -> tuple[Array, ...]:
@@ -57,8 +59,17 @@ def h2o(*, accumulate: bool = True) -> Policy:
         state = tuple(sums + o.columns.sum[:, :, g] for g, sums in enumerate(state))
         return jnp.stack(state, axis=2), state
 
-    needs = Needs(frozenset({"sum"}))
-    return Policy("h2o", init, update, needs, base=True, nonnegative=True, cumulative=True, published=published)
+    return Policy(
+        "h2o",
+        init,
+        update,
+        Needs(frozenset({"sum"})),
+        protection=half,
+        base=True,
+        nonnegative=True,
+        cumulative=True,
+        published=published,
+    )
 
 
 @register
@@ -94,7 +105,12 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
 
     The window's own tokens stay. The paper pools by "max": window 16 and kernel 5 for needles (sections 5.1.1 and 5.2),
     32 and 7 for LongBench (5.3), 64 and 13 for Command-R (5.4); "avg" made no great difference (5.2). The defaults are
-    those of its authors' code; kvpress has 64, 5 and "avg". See also :func:`snapkv_tuned`.
+    those of its authors' code; kvpress has 64, 5 and "avg".
+
+    On this library's needles a wider kernel is better: among 1, 5, 7 and 13, ``snapkv(kernel=13)`` was chosen for
+    SmolLM2-135M-Instruct, on texts of 512 tokens of seed 0 (docs/results/smollm2/window.json): it answers 0.69 with a
+    quarter of the cache, the published width 0.23; on RULER 0.11 against 0.08
+    (docs/results/smollm2/ruler-pooling.json). Compare methods at settings that none of them was tuned for.
 
     Args:
         window: how many of the last queries observe; decode steps are joined until there are as many.
@@ -103,8 +119,8 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
 
     Example:
         >>> import kvjax
-        >>> kvjax.snapkv(window=16).protections
-        (Protection(sinks=0, recent=16),)
+        >>> kvjax.snapkv(window=16).protected(64)
+        (0, 16)
     """
     check_kernel("snapkv", kernel)
     return base_score(
@@ -116,26 +132,6 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
         protection=Protection(recent=window),
         published=Moments("prompt", 0, "arXiv 2404.14469: compresses the prompt, before generation"),
     )
-
-
-@register
-def snapkv_tuned(*, window: int = 32) -> Policy:
-    """Score like :func:`kvjax.snapkv`, pooled over 13 neighbours: what this library chose on its own needles.
-
-    The width was chosen among 1, 5, 7 and 13 for SmolLM2-135M-Instruct, on needles of 512 tokens of seed 0
-    (docs/results/smollm2/window.json): there it answers 0.69 with a quarter of the cache, the published width 0.23; on
-    RULER 0.11 against 0.08 (docs/results/smollm2/ruler-pooling.json). Compare methods at settings that none of them was
-    tuned for.
-
-    Args:
-        window: how many of the last queries observe; decode steps are joined until there are as many.
-
-    Example:
-        >>> import kvjax
-        >>> str(kvjax.parse("snapkv_tuned+caote"))
-        'snapkv(kernel=13)+caote'
-    """
-    return snapkv(window=window, kernel=13)
 
 
 @register
@@ -202,8 +198,8 @@ def dapq(
     Example:
         >>> import kvjax
         >>> policy = kvjax.parse("dapq(window=16)+caote@adakv")
-        >>> policy.needs.reconstruction.pseudo, policy.protections
-        (16, (Protection(sinks=0, recent=16),))
+        >>> policy.needs.reconstruction.pseudo, policy.protected(64)
+        (16, (0, 16))
     """
     check_kernel("dapq", kernel)
     return base_score(
@@ -321,7 +317,7 @@ def sage(*, heads: Literal["group", "query"] = "group") -> Policy:
         init,
         update,
         Needs(frozenset({"last"})),
-        protections=(Protection(sinks=0.25, recent=0.25), Protection(recent=1)),
+        protection=Protection(sinks=0.25, recent=0.25, least=1),
         base=True,
         nonnegative=True,
         heads=heads,
@@ -340,13 +336,15 @@ def laprox(
     gqa: Literal["group", "joint", "heads"] = "group",
     pooled: Literal["product", "attention"] = "product",
 ) -> Policy:
-    """Score a token by what it adds to the layer's output: attention times projected value (LaProx, arXiv 2605.07234).
+    """Let the model's tokens compete by what they add to a layer's output: attention times ``|v W_O|`` (LaProx).
+
+    The paper is arXiv 2605.07234.
 
     The score is the 2-norm of the token's column of attention over the last queries times that of ``v W_O`` (eq. 9),
-    pooled over neighbours. The window's own tokens stay, and are left out of the pooling. Its authors give the whole
-    model one budget: ``laprox@model``. Window 32 and average pooling of 7 are the paper's (appendix A; table 7 compares
-    windows), "output" is its equation. It takes a group's mean attention; how the group's blocks of W_O count together,
-    and what is pooled, it leaves open: ``gqa`` and ``pooled`` offer both readings.
+    pooled over neighbours. The window's own tokens stay, and are left out of the pooling. The whole model has one
+    budget (algorithm 2); ``laprox@uniform`` has one for each head. Window 32 and average pooling of 7 are the paper's
+    (appendix A; table 7 compares windows), "output" is its equation. It takes a group's mean attention; how the group's
+    blocks of W_O count together, and what is pooled, it leaves open: ``gqa`` and ``pooled`` offer both readings.
 
     Args:
         window: how many of the last queries observe; decode steps are joined until there are as many.
@@ -384,6 +382,7 @@ def laprox(
         statistics=("window_square" if gqa == "heads" else "window_group_square",),
         window=window,
         protection=Protection(recent=window),
+        allocation=allocation.model(),
         needs=Needs(projections=frozenset(projected), order=True),
         published=Moments("prompt", 0, "arXiv 2605.07234, appendix: once after the prefilling phase"),
     )
@@ -394,7 +393,8 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
     """Score a token by the last queries' mean attention and by how much it changes (CAKE, arXiv 2503.12491).
 
     The score is ``mean + gamma * variance`` over the window's queries, pooled over neighbours; the window's own tokens
-    stay. Its authors also weight the layers: ``cake@cake``. Window 32, average pooling of 5 and gamma 200 are those of
+    stay. Layers get slots by how spread and how changeable their attention is (:func:`kvjax.allocation.cake`);
+    ``cake@uniform`` leaves that out. Window 32, average pooling of 5 and gamma 200 are those of
     its authors' code.
 
     Args:
@@ -422,6 +422,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
         window=window,
         needs=Needs(order=True),
         protection=Protection(recent=window),
+        allocation=allocation.cake(),
         published=Moments("prompt", 0, "arXiv 2503.12491: while the prompt is prefilled"),
     )
 
@@ -431,8 +432,9 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
     """Score a token by the last queries' mean attention times the head's largest value (LAVa, arXiv 2509.09754).
 
     The mean is pooled by its maximum over neighbours and multiplied by the largest ``|v|_1`` of the head's tokens, one
-    number per head; of the group's query heads, the largest product counts. The window's own tokens stay. Its authors
-    let heads and layers compete: ``lava@lava``. Window 32 and a kernel of 7 are those of their code on LongBench.
+    number per head; of the group's query heads, the largest product counts. The window's own tokens stay. The heads of
+    a layer compete, and layers get slots by the entropy of their scores (:func:`kvjax.allocation.lava`);
+    ``lava@uniform`` leaves that out. Window 32 and a kernel of 7 are those of its authors' code on LongBench.
 
     Args:
         window: how many of the last queries observe; decode steps are joined until there are as many.
@@ -441,7 +443,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
     Example:
         >>> import kvjax
         >>> str(kvjax.parse("lava(window=16)@lava"))
-        'lava(window=16)@lava'
+        'lava(window=16)'
     """
     check_kernel("lava", kernel)
 
@@ -458,6 +460,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         window=window,
         needs=Needs(order=True),
         protection=Protection(recent=window),
+        allocation=allocation.lava(),
         published=Moments("prompt", 0, "arXiv 2509.09754: while the prompt is prefilled"),
     )
 
@@ -486,8 +489,8 @@ def expected_attention(
     Example:
         >>> import kvjax
         >>> policy = kvjax.parse("expected_attention(future=128)")
-        >>> policy.needs.rotary, policy.protections
-        (True, (Protection(sinks=4, recent=0),))
+        >>> policy.needs.rotary, policy.protected(64)
+        (True, (4, 0))
     """
     check_count("expected_attention: future", future, 1, "give a number of coming positions, an int from 1")
     check_count("expected_attention: sinks", sinks, 0, "give a number of first tokens, an int from 0")
@@ -520,7 +523,7 @@ def expected_attention(
         "expected_attention",
         init,
         update,
-        protections=(Protection(sinks=sinks),),
+        protection=Protection(sinks=sinks),
         published=Moments("prompt", 0, "arXiv 2510.00636, as in kvpress: the prompt is compressed, before generation"),
         needs=Needs(rotary=True),
         base=True,
@@ -534,9 +537,9 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
 
     The model is asked to repeat the prompt, ``chunk`` tokens at a time. A token's score is the largest weight that a
     query of the group gives it while its chunk is repeated, in attention over the chunk, the first ``sinks`` tokens and
-    the repeated ones (section 3). So the score depends on no question. The authors let all heads of the model compete,
-    ``kvzip@model(normalise=False)``, or those of a layer, ``kvzip@layer``. The model is asked in words with
-    :func:`models.with_repeat_prompt`.
+    the repeated ones (section 3). So the score depends on no question. All heads of the model compete by these scores
+    as they are, as in the paper; ``kvzip@layer`` lets those of a layer compete, which its authors also offer, and
+    ``kvzip@uniform`` none. The model is asked in words with :func:`models.with_repeat_prompt`.
 
     As published (``when="prompt"``), the whole prompt is held, then repeated and evicted from once. With
     ``when="block"`` each block is repeated as soon as it has come in, then its copies are taken back and the policy
@@ -555,9 +558,9 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
 
     Example:
         >>> import kvjax
-        >>> policy = kvjax.parse("kvzip(chunk=512)@model")
-        >>> policy.needs.reconstruction.chunk, policy.protections
-        (512, (Protection(sinks=4, recent=0),))
+        >>> policy = kvjax.parse("kvzip(chunk=512)@layer")
+        >>> policy.needs.reconstruction.chunk, policy.protected(64)
+        (512, (4, 0))
     """
     check_count("kvzip: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
     check_protected("kvzip", sinks=sinks)
@@ -584,7 +587,8 @@ def kvgrad(
     tokens is differentiated with respect to each layer's attention output. A token's score is the largest, over these
     tokens and the group's heads, of its weight times ``|v W_O|`` times the length of the gradient (openreview
     cg1wTCJjjk, as in kvpress, pull request 279, from where all defaults are). It bounds the change of the loss, to
-    first order, if the token's part of the sum were gone. It costs a forward and a backward pass per part beside KVzip.
+    first order, if the token's part of the sum were gone. All heads of the model compete, as for KVzip. It costs a
+    forward and a backward pass per part beside KVzip.
 
     Args:
         chunk: how many tokens are repeated at a time, at most a block with ``when="block"``.
@@ -602,7 +606,7 @@ def kvgrad(
 
     Example:
         >>> import kvjax
-        >>> policy = kvjax.parse("kvgrad(chunk=256)@model(normalise=False)")
+        >>> policy = kvjax.parse("kvgrad(chunk=256)")
         >>> policy.needs.reconstruction.loss, policy.needs.projections
         ('hidden', frozenset({'gram'}))
     """
@@ -681,16 +685,17 @@ def zap() -> Policy:
     The network reads the input of the layer's attention, and predicts the logarithm of an expensive score per KV head,
     such as KVzip's, which it was trained on (``models.load_network``). The score is the exponential of the prediction.
     It is computed once, when the token enters, rounded as in :func:`kvjax.key_norm`, and kept with its slot, in the
-    prompt as in decode. The authors always keep the newest tokens: ``zap+protect(recent=128)``; those of Fast KVzip
-    (arXiv 2601.17668), whose network is a ``models.Scorer`` of the kind "gate", the first four, too, and share one
-    budget in the model.
+    prompt as in decode. All heads of the model compete, as in Fast KVzip (arXiv 2601.17668), whose network is a
+    ``models.Scorer`` of the kind "gate", and which always keeps the first four tokens and 2% of the budget for the
+    newest: the policy ``gate``. KVzap keeps what scores enough and the newest tokens:
+    ``zap+protect(recent=128)@threshold(least=x)``.
 
     Raises:
         ValueError: when it runs without a prediction for the block.
 
     Example:
         >>> import kvjax
-        >>> kvjax.parse("zap+caote@model").needs.predicted
+        >>> kvjax.parse("zap+caote").needs.predicted
         frozenset({'score'})
     """
 
@@ -712,6 +717,7 @@ def zap() -> Policy:
         Needs(predicted=frozenset({"score"})),
         base=True,
         nonnegative=True,
+        allocation=allocation.model(normalise=False),
         published=Moments("block", 1, "arXiv 2601.07891: while the prompt is prefilled, and in decode"),
     )
 
@@ -792,9 +798,10 @@ def _while_repeating(name: str, seen: Callable[[Observation], Scores], needs: Ne
         init,
         update,
         needs,
-        protections=(Protection(sinks=wanted.sinks),),
+        protection=Protection(sinks=wanted.sinks),
         base=True,
         nonnegative=True,
+        allocation=allocation.model(normalise=False),
         published=published,
     )
 

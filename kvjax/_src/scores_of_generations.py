@@ -48,8 +48,8 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
     Example:
         >>> import kvjax
         >>> policy = kvjax.parse("rkv(window=16)")
-        >>> policy.protections, policy.published.decode
-        ((Protection(sinks=0, recent=16),), 128)
+        >>> policy.protected(64), policy.published.decode
+        ((0, 16), 128)
     """
     check_kernel("rkv", kernel)
     check_count("rkv: window", window, 1, "give the number of queries that observe, an int from 1")
@@ -71,7 +71,7 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
         init,
         update,
         Needs(queries=True, order=True),
-        protections=(Protection(recent=window),),
+        protection=Protection(recent=window),
         base=True,
         published=Moments("prompt", 128, "arXiv 2505.24133: when the prompt is in, then when a buffer of 128 is full"),
     )

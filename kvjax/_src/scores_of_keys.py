@@ -134,8 +134,8 @@ def curdkv(
 
     Example:
         >>> import kvjax
-        >>> kvjax.curdkv(leverage="value").protections
-        (Protection(sinks=4, recent=0),)
+        >>> kvjax.curdkv(leverage="value").protected(64)
+        (4, 0)
     """
     check_protected("curdkv", sinks=sinks)
     if local_window is not None:
@@ -179,8 +179,8 @@ def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Pol
 
     Example:
         >>> import kvjax
-        >>> kvjax.lagkv(lag=64).protections
-        (Protection(sinks=4, recent=64),)
+        >>> kvjax.lagkv(lag=64).protected(128)
+        (4, 64)
     """
     check_count("lagkv: sinks", sinks, 0, "give a number of first tokens, an int from 0")
     check_count("lagkv: lag", lag, 2, "give the tokens of a partition, an int from 2")

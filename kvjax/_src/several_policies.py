@@ -100,13 +100,13 @@ def _observe_each(
     """Observe a block on one device."""
     block, context = prepared(cache, block, context)
     stated = zip(policies, cache.state, strict=True)
-    each = [held_before(cache, state, block, policy.needs, context) for policy, state in stated]
+    each = [held_before(cache, state, block, policy.reads, context) for policy, state in stated]
     cache = inserted(cache, block, context)
     together: dict[Any, Needs] = {}
-    largest = max(policy.needs.window for policy in policies)
+    largest = max(policy.reads.window for policy in policies)
     for policy in policies:  # a policy that observes no window joins any
         kind = _observed(policy, largest)
-        together[kind] = together.get(kind, Needs()) | policy.needs
+        together[kind] = together.get(kind, Needs()) | policy.reads
     seen = {kind: attend_heads(cache, block, needs, context) for kind, needs in together.items()}
     said, states, heads = [], [], cache.first_head + jnp.arange(cache.heads_shape[-1])
     for policy, state, budget, held in zip(policies, cache.state, budgets, each, strict=True):
@@ -120,4 +120,4 @@ def _observe_each(
 
 def _observed(policy: Policy, largest: int) -> tuple[int, str | None]:
     """Return what tells the statistics of some policies from those of others: their window, and what they are of."""
-    return policy.needs.window or largest, policy.needs.errors
+    return policy.reads.window or largest, policy.reads.errors

@@ -35,7 +35,7 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
             thing: Any = make(**arguments)
             if not issubclass(type(thing), made):
                 raise ValueError(f"{name} returned {shown(thing)}; expected a {made.__name__}.")
-            if thing.name != name:  # another maker made and named it: snapkv_tuned() is a snapkv(kernel=13)
+            if thing.name != name:  # another maker made and named it: streaming(sinks=0) is recency
                 return thing
             return dataclasses.replace(thing, name=written(make, **arguments))
 
@@ -49,7 +49,8 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
             if reads and given.get("file") is not None:
                 given["content"] = checked_content(name, given["file"], given.get("content"))
                 given = signature.bind(**given).arguments  # in the order of the signature, as names have them
-            return named(**given)
+            defaults = signature.parameters
+            return named(**{key: value for key, value in given.items() if value != defaults[key].default})
 
         # A partial, in which doctest looks for examples, as it does in a cached function.
         return functools.update_wrapper(functools.partial(checked), make)

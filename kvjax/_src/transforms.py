@@ -88,20 +88,21 @@ def chunks(*, size: int = 20, heads: Literal["group", "layer"] = "group") -> Pol
 
 
 @register
-def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
-    """Keep the first ``sinks`` and the last ``recent`` tokens, whatever they score.
+def protect(*, sinks: int | float | None = None, recent: int | float | None = None) -> Policy:
+    """Keep the first ``sinks`` and the last ``recent`` tokens, whatever they score, in place of those kept before.
 
     Args:
-        sinks: a number of tokens (int), or a share of the budget (float in [0, 1]).
+        sinks: a number of tokens (int), or a share of the budget (float in [0, 1]). None leaves what the links before
+            this one protect; 0 takes it away.
         recent: likewise.
 
     Example:
         >>> import kvjax
-        >>> kvjax.protect(sinks=4, recent=0.5).protections[0].counts(64)
-        (4, 32)
+        >>> kvjax.protected("h2o+protect(sinks=4)", 64), kvjax.protected("h2o+protect(recent=0)", 64)
+        ((4, 32), (0, 0))
     """
-    check_protected("protect", sinks=sinks, recent=recent)
-    return Policy("protect", no_state, unchanged, protections=(Protection(sinks, recent),))
+    check_protected("protect", **{what: x for what, x in (("sinks", sinks), ("recent", recent)) if x is not None})
+    return Policy("protect", no_state, unchanged, protection=Protection(sinks, recent))
 
 
 @register

@@ -15,7 +15,7 @@ import numpy as np
 import kvjax
 import models
 from models import commands, files, hosts
-from models.asking import BUDGET, POLICY, Answers, Watch, ask, checked
+from models.asking import AUTO, BUDGET, POLICY, Answers, Watch, ask, automatic, checked, is_automatic
 from models.commands import distributed, provenance
 from models.commands.shared_flags import (
     FLAGS,
@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     flags.add_argument("--save", metavar="FILE", help="write the compressed document into a file (default: no file)")
     budget = f"slots per head (512), or a ratio of the document (0.25) (default: {BUDGET}; none for 'full')"
-    add_shared_flags(flags, "policy", "budget", "when", "system", "template", policy=POLICY, budget=dict(help=budget))
+    what = f"what to keep; 'auto' is gate for a model that has one, else {POLICY}; 'full' keeps all tokens"
+    helps: dict[str, Any] = dict(policy=dict(default=AUTO, help=what), budget=dict(help=budget))
+    add_shared_flags(flags, "policy", "budget", "when", "system", "template", **helps)
     flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
     add_shared_flags(flags, "networks", *RUN, *MESH, max_new_tokens=128)
     flags.add_argument("--json", action="store_true", help="print one JSON object (default: the answers)")
@@ -82,7 +84,11 @@ def _ask(flags: argparse.Namespace) -> None:
     files.check_outputs([flags.save])
     model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = with_template_values(flags, commands.check_tokenizer(flags.model, tokenizer))
-    networks = load_networks(flags.networks, flags.model, model, [wanted_by(policy)], dtype=flags.dtype)
+    networks = load_networks(flags.networks, flags.model, model, dtype=flags.dtype)
+    if flags.load is None and is_automatic(flags.policy):
+        policy, budget = checked(automatic(model, networks, POLICY, path=flags.model), budget, flags.block)
+    if not any(wanted_by(policy) <= network.predicts for network in networks):
+        networks += load_networks(None, flags.model, model, [wanted_by(policy)], dtype=flags.dtype)
     screen, settings = Screen(), run_settings(flags)
     asker = tokenizer.plain() if flags.plain else tokenizer
     of_read: dict[str, Any] = dict(policy=policy or "full", budget=budget, when=flags.when, networks=networks)

@@ -27,18 +27,21 @@ from kvjax._src.chains import policy_of
 from kvjax._src.quantise import check_dtypes
 from kvjax._src.split_cache import ModelCache
 from models import commands, hosts, selecting
+from models.asking import automatic, is_automatic
 from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, count, run_settings, with_template_values
 from models.commands.terminal import Screen, policy_in_words, sizes_in_words
 from models.load import published_sampling
+from models.networks import load_networks, wanted_by
 from models.prompts import kept_of
 from models.sampling import Draws, Repetition, Sampling
 from models.sizes import full_cache_bytes
 from models.sizing import checked_budget
 
-POLICY, BUDGET = "snapkv+caote", 1024
+POLICY, BUDGET = "window", 1024  # or AUTO's
+GATE = "gate@model(normalise=False,cap=8)"  # with a cap, as a conversation has no end
 EXAMPLES = """examples:
   python -m models.chat smollm2 --policy snapkv+caote --budget 1024
-  python -m models.chat path/to/Qwen3-0.6B --policy "h2o+protect(sinks=4,recent=0.5)" --budget 512 --temperature 0.7
+  python -m models.chat path/to/Qwen3-0.6B --policy "h2o+protect(sinks=4)" --budget 512 --temperature 0.7
   python -m models.chat smollm2 --load talk.cache
 
 in the conversation:
@@ -291,7 +294,11 @@ def parser() -> argparse.ArgumentParser:
         "kvjax-chat", "models.chat", description="Chats in the terminal; its memory does not grow.", examples=EXAMPLES
     )
     flags.add_argument("model", help=FLAGS["model"]["help"])
-    flags.add_argument("--policy", help=f"what to keep; 'full' keeps all, so memory grows (default: {POLICY})")
+    flags.add_argument(
+        "--policy",
+        help=f"what to keep; 'auto' is gate for a model that has one, else {POLICY}; 'full' keeps all, so memory grows "
+        "(default: auto)",
+    )
     flags.add_argument("--budget", type=count, help=f"tokens that each head keeps (default: {BUDGET}; none for 'full')")
     flags.add_argument(
         "--load", metavar="FILE",
@@ -315,6 +322,10 @@ def _chat(flags: argparse.Namespace) -> None:
     policy, budget = _checked(flags)  # before the weights are read
     sampling = _sampling(flags)
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
+    if is_automatic(flags.policy) and flags.load is None:
+        policy = kvjax.parse(automatic(model, None, POLICY, GATE, flags.model))
+        budget = checked_budget(policy, budget, flags.block)
+    networks = load_networks(None, flags.model, model, [wanted_by(policy)], dtype=flags.dtype)
     tokenizer = with_template_values(flags, commands.check_tokenizer(flags.model, tokenizer))
     screen = Screen()
     if tokenizer.chat_template is None:
@@ -323,7 +334,7 @@ def _chat(flags: argparse.Namespace) -> None:
         screen.say("this model has no chat template: it continues your text as it is.")
     talk = Conversation(
         model, tokenizer, policy=policy, budget=budget, seed=flags.seed, system=flags.system,
-        may_repeat=flags.may_repeat, **run_settings(flags) | sampling._asdict(),
+        may_repeat=flags.may_repeat, networks=networks or None, **run_settings(flags) | sampling._asdict(),
     )  # fmt: skip
     screen.say(f"{flags.model} · {policy_in_words(policy, budget)} · {_sampling_in_words(sampling)}")
     if flags.load is not None:
@@ -385,7 +396,7 @@ def _sampling_in_words(sampling: Sampling) -> str:
 def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | float | None]:
     """Return the policy and the budget of the flags, else of the file to load, else the default ones."""
     said: dict[str, Any] = {} if flags.load is None else kvjax.cache_info(flags.load)
-    policy = policy_of(flags.policy if flags.policy is not None else said.get("policy") or POLICY)
+    policy = policy_of(said.get("policy") or POLICY if is_automatic(flags.policy) else flags.policy)
     if policy is None:
         if flags.budget is not None:
             raise ValueError(f"'full' keeps all, but a budget of {flags.budget} was given; leave one of them out.")

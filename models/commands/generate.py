@@ -41,8 +41,8 @@ from models.sizes import full_cache_bytes
 from models.sizing import checked_budget
 
 EXAMPLES = """examples:
-  python -m models.generate retriever --prompt-file book.txt --policy "h2o+caote+protect(recent=0.5)" --budget 512
-  python -m models.generate retriever --prompt-file book.txt --policy laprox@model --budget 0.2 --when prompt
+  python -m models.generate retriever --prompt-file book.txt --policy "h2o+caote" --budget 512
+  python -m models.generate retriever --prompt-file book.txt --policy laprox --budget 0.2 --when prompt
   python -m models.generate retriever --prompt-file book.txt --select "quest(page_size=16)" --budget 256 --sinks 4
   python -m models.generate path/to/model --prompt-file book.txt --policy zap+caote --networks scorer/ --budget 512
   python -m models.generate path/to/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?" --dtype bfloat16

@@ -32,15 +32,15 @@ from models.commands.shared_flags import add_shared_flags, count
 from models.decoder import frequencies, output_of_heads, rope_of_layer
 
 POLICIES = (
-    "h2o+protect(recent=0.5)",
-    "h2o+caote+protect(recent=0.5)",
+    "h2o",
+    "h2o+caote",
     "snapkv(window=8,kernel=7)",
     "snapkv(window=8,kernel=7)+caote",
-    "laprox(window=8)@model",
+    "laprox(window=8)",
 )
 EXAMPLES = """examples:
   python -m papers fidelity --policies "h2o,h2o+caote,snapkv,snapkv+caote" --budgets 128 --plot layers.png
-  python -m papers fidelity --policies "laprox@model" --budgets 0.1 --heads heads.png --json fidelity.json
+  python -m papers fidelity --policies "laprox" --budgets 0.1 --heads heads.png --json fidelity.json
 """
 MEASURES = ("error", "cosine", "output_error", "output_cosine")
 

@@ -44,7 +44,7 @@ from papers.predictor.beside import Panel
 from papers.predictor.coref_task import CorefSample
 
 Mode = Literal["teacher", "generate"]
-SELECT = f"full,oracle,{PREDICTOR},quest,h2o,streaming,random"
+SELECT = f"full,oracle,{PREDICTOR},quest,h2o+protect(recent=0),streaming,random"
 PAGE_SIZE = 4
 EXAMPLES = """examples:
   python -m papers coref --select full,oracle,quest,h2o,streaming,random --sparsity 0.5

@@ -28,7 +28,7 @@ from papers.choices.tasks import Sample
 from papers.predictor import beside
 from papers.predictor.beside import Panel
 
-SELECT = f"full,oracle,{PREDICTOR},quest,h2o,snapkv,streaming,random"
+SELECT = f"full,oracle,{PREDICTOR},quest,h2o+protect(recent=0),snapkv,streaming,random"
 
 
 def measure(

@@ -60,7 +60,8 @@ POLICIES = 300  # are drawn until one is found that is wanted
 BIASED = ("llama", "qwen3", "olmo2", "granite")
 
 # One maker is another name of SnapKV, and writes itself so.
-LINK_NAMES = {str(make()).partition("(")[0] for make in LINKS.values()}
+# Methods are made of links under other names.
+LINK_NAMES = {str(make()).partition("(")[0] for make in LINKS.values() if make.__module__ != "kvjax._src.methods"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Case:
 
     @property
     def allocation(self) -> str:
-        return self.policy.partition("@")[2] or "uniform"
+        return self.policy.partition("@")[2] or PUBLISHED.get(self.base, "uniform")
 
     @property
     def config(self) -> Config:
@@ -172,7 +173,7 @@ class Case:
             "ragged": [str(len(set(self.lengths)) > 1)],
             "question": ["none" if self.question is None else "some 0" if 0 in self.question else "every row"],
             "budget": [type(self.budget).__name__ + (" over a prompt" if over else "")],
-            "page_size": [str(self.page_size) if "@" in self.policy else "no pages"],
+            "page_size": [str(self.page_size) if self.allocation != "uniform" else "no pages"],
             "entry": [self.entry],
             "way": [self.way.removesuffix(AT_ONCE).split(":")[0] or "plain"],
             "mesh": ["none" if self.mesh is None else "x".join(map(str, self.mesh))],
@@ -323,6 +324,9 @@ def draw(
         )
 
 
+# How a name without an allocation divides the slots.
+PUBLISHED = dict.fromkeys(("kvzip", "kvgrad", "zap"), "model(normalise=False)")
+PUBLISHED |= {"laprox": "model", "cake": "cake", "lava": "lava"}
 OF_QUERIES = ("h2o", "tova", "snapkv", "dropkv", "dapq", "finch", "sage", "lava", "kvzip")  # may read their errors
 
 
@@ -444,7 +448,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     if nonnegative:
         allocations["lava"] = dict(cap=caps)
     if one_set or d.maybe(0.4):
-        return chain
+        return f"{chain}@uniform" if name in PUBLISHED and d.maybe(0.5) else chain
     of_query_heads = "heads='query'" in base  # which a file of KV heads does not fit
     which = d.one(*[name for name in allocations if not of_query_heads or name not in ("headkv", "duo")])
     allocation = d.link(which, **allocations[which])  # type: ignore[arg-type]
@@ -509,12 +513,13 @@ def smaller(case: Case) -> Iterator[Case]:
 
     rows, questions = range(len(case.lengths)), case.question
     chain, at, allocation = case.policy.partition("@")
+    even = f"{chain}@uniform" if case.base in PUBLISHED else chain
     links, entries = case.links, ("prefill", "prefill all", "generate", "stream")
     key, value = case.dtypes
     simpler: dict[str, Any] = dict(
         way=("", case.way.removesuffix(AT_ONCE)), mesh=(None,), question=(None,),
         cache_dtype=[x for x in (None, f"{key}/float32", f"float32/{value}") if x != "float32/float32"],
-        policy=(chain, f"{chain}@{allocation.split('(')[0]}" if allocation else chain),
+        policy=(even, f"{chain}@{allocation.split('(')[0]}" if allocation else even),
         windows=((),), dense=((),), rope=("default",), family=("llama",), tied=(False,), bias=(False,), end=((),),
         page_size=(16,), kv_heads=range(1, case.kv_heads), group=range(1, case.group),
         entry=entries[: entries.index(case.entry)], new=below(case.new, 1, 2, case.new - 1), evict_every=(1,),

@@ -366,7 +366,7 @@ def dtypes(case: Case, dtype: str) -> Outcome:
 
 def _begins_windows(policy: str) -> bool:
     """Return whether layers that exchange slots observe windows, which begin anew behind each eviction."""
-    return "@" in policy and reference.policy(policy).window > 1
+    return Case(policy=policy).allocation != "uniform" and reference.policy(policy).window > 1
 
 
 def _goes_on(case: Case) -> bool:

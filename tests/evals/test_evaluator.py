@@ -183,7 +183,7 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
 
 
 @pytest.mark.parametrize(
-    "asked", first(1, [[("full", None, "prompt"), ("kvzip", 40, "prompt")], [("tova", 40, "block")]])
+    "asked", first(1, [[("full", None, "prompt"), ("kvzip@uniform", 40, "prompt")], [("tova", 40, "block")]])
 )
 def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alone(tiny, asked):
     model, tokenizer, _ = tiny  # whose answers are others with any token more or less
@@ -199,8 +199,8 @@ def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alo
                     tokens[way, setting, first_row + row] = answer.tolist()
                 assert batch.peak_cache_bytes >= batch.cache_bytes
                 peaks[setting.policy] = batch.peak_cache_bytes
-    if "kvzip" in peaks:  # the copies of the text are held, too, and none of the question
-        assert 1.5 < peaks["kvzip"] / peaks["full"] < 2
+    if "kvzip@uniform" in peaks:  # the copies of the text are held, too, and none of the question
+        assert 1.5 < peaks["kvzip@uniform"] / peaks["full"] < 2
     for setting in settings:
         assert {row for way, of, row in tokens if (way, of) == ("together", setting)} == set(range(4))
         for row in range(2):

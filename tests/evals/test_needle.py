@@ -42,9 +42,9 @@ def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with
 
     rows = report.compare(
         [
-            result("h2o+protect(recent=0.5)", [0] * 40),
-            result("h2o+caote+protect(recent=0.5)", [1] * 40),
-            result("h2o+caote(group='mean')+protect(recent=0.5)", [1] * 40),
+            result("h2o", [0] * 40),
+            result("h2o+caote", [1] * 40),
+            result("h2o+caote(group='mean')", [1] * 40),
             result("tova+fast_caote", [1] * 40),
             result("snapkv@layer", [1] * 40),
             result("snapkv+caote(target='output')@layer", [0] * 40),
@@ -53,9 +53,9 @@ def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with
         lambda found: found["correct"],
     )
     assert [(row["policy"], row["against"], row["better"]) for row in rows] == [
-        ("h2o+caote+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes"),
-        ("h2o+caote(group='mean')+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes"),
-        ("h2o+caote(group='mean')+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "within noise"),
+        ("h2o+caote", "h2o", "yes"),
+        ("h2o+caote(group='mean')", "h2o", "yes"),
+        ("h2o+caote(group='mean')", "h2o+caote", "within noise"),
         ("snapkv+caote(target='output')@layer", "snapkv@layer", "no"),
     ]
 

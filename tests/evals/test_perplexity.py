@@ -155,5 +155,5 @@ def test_policies_have_a_table_of_their_own(tiny_folder, text_file, run_eval):
 def test_a_scorer_is_read_and_named_in_the_figures(tiny, tiny_folder, text_file, tmp_path, run_eval):
     models.save_network(tmp_path, reference.scorer(tiny[0].config), tiny[0], "tiny")
     flags = ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24", "--networks", str(tmp_path)]
-    flags += ["--policies", "zap", "--budgets", "8", "--block", "8", "--sequences", "1"]
+    flags += ["--policies", "zap@uniform", "--budgets", "8", "--block", "8", "--sequences", "1"]
     assert "scorer" in run_eval("perplexity", *flags)[0]["fingerprints"]

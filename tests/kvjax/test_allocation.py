@@ -266,7 +266,7 @@ def test_a_head_may_hold_what_the_page_table_was_made_for(cap):
 )
 def test_cake_observes_the_policys_window_or_its_own(name, window):
     policy = kvjax.parse(name)
-    assert policy.needs.window == window and {"window_log", "window_variance"} <= policy.needs.statistics
+    assert policy.reads.window == window and {"window_log", "window_variance"} <= policy.reads.statistics
     kvjax.check_block(policy, window)
     with pytest.raises(ValueError, match=rf"observes the last {window} queries, but a block has {window - 1}"):
         kvjax.check_block(policy, window - 1)
@@ -290,7 +290,7 @@ def test_a_layer_is_lazy_by_the_last_querys_attention_to_first_and_last_tokens()
         near = (position[b] >= 0) & ((position[b] < 3) | (position[b] >= following[b] - 3))  # of a budget of 6
         expected = np.where(np.repeat(near, blocks.G, axis=0), block.rows(b)[:, -1], 0).sum()
         np.testing.assert_allclose(attention[b], expected / blocks.N, rtol=1e-5)
-    assert (kvjax.h2o() @ "simlayer").needs.window == 0  # a single query judges
+    assert (kvjax.h2o() @ "simlayer").reads.window == 0  # a single query judges
 
 
 def test_d2o_measures_the_variance_of_what_the_windows_queries_give_the_tokens():
@@ -303,7 +303,7 @@ def test_d2o_measures_the_variance_of_what_the_windows_queries_give_the_tokens()
         grouped = np.reshape(variance, (-1, blocks.G))
         expected = [grouped.min(axis=1), grouped.mean(axis=1), grouped.max(axis=1)]
         np.testing.assert_allclose(measured[b].T, expected, rtol=1e-5)
-    assert kvjax.parse("h2o@d2o").needs.window == 32
+    assert kvjax.parse("h2o@d2o").reads.window == 32
 
 
 def test_lava_does_not_share_out_by_the_rounding_of_an_entropy():

@@ -389,3 +389,26 @@ def test_a_damaged_file_is_refused_in_a_sentence_or_holds_the_same(path, data):
         assert "\n" not in str(error) and str(error).startswith(str(path))
     else:
         assert_same(loaded, cache)
+
+
+@pytest.mark.parametrize(
+    ("former", "today"),
+    [
+        ("h2o", "h2o+protect(recent=0)"),
+        ("h2o+protect(recent=0.5)", "h2o"),
+        ("h2o+protect(recent=0.5)+caote@layer", "h2o+caote@layer"),
+    ],
+)
+def test_a_file_from_before_names_stood_for_methods_is_of_the_policy_that_it_was(path, monkeypatch, former, today):
+    """Its state has the links that it had, of which one may be gone."""
+    cache = filled(former)
+    monkeypatch.setattr(kvjax, "__version__", "0.2.0")
+    kvjax.save_cache(path, cache, policy=former)
+    monkeypatch.undo()
+    assert kvjax.cache_info(path)["policy"] == today
+    loaded = kvjax.load_cache(path, policy=today)
+    assert jax.tree.structure(loaded.state) == jax.tree.structure(filled(today).state)
+    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(one, other)
+    if former != today:
+        assert "was saved with the policy" in refused(kvjax.load_cache, path, policy=former)

@@ -9,13 +9,13 @@ import kvjax
 import models
 from tests.models import tiny
 
-POLICIES = ["h2o+critical", "keydiff@layer", "h2o@pyramid", "sage(heads='query')", "kvzip+match"]
+POLICIES = ["h2o+critical", "keydiff@layer", "h2o@pyramid", "sage(heads='query')", "kvzip+match@uniform"]
 SHAPE = dict(layers=3, kv_heads=2, head_dim=8, query_heads=4)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("policy", "windows"), [("laprox(window=4)@model", (None, None, None)), ("h2o@pyramid", (12, None, 24))]
+    ("policy", "windows"), [("laprox(window=4)", (None, None, None)), ("h2o@pyramid", (12, None, 24))]
 )
 def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, windows):
     """And a layer with a sliding window takes no slots beyond it."""

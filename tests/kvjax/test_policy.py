@@ -13,7 +13,7 @@ from tests.kvjax import blocks
 
 CHAINS = """
 h2o h2o(accumulate=False) snapkv(window=2,kernel=3)+fast_caote tova(heads='group')+caote(norm=1,group='mean')
-key_norm+normalise+caote random(seed=7)+pool(kernel=3) h2o+caote+protect(sinks=1,recent=0.5)
+key_norm+normalise+caote random(seed=7)+pool(kernel=3) h2o+caote+protect(sinks=1)
 """.split()
 
 
@@ -60,7 +60,7 @@ def test_a_chain_joins_what_its_links_declare():
     assert (
         policy.needs.statistics == {"window_mean"} and policy.needs.window == 2 and policy.base and policy.nonnegative
     )
-    assert [tuple(p) for p in policy.protections] == [(0, 2), (4, 0)]
+    assert policy.protection == kvjax.Protection(sinks=4, recent=2)
     assert policy.heads == "group" and kvjax.parse("tova+caote").heads == "layer"
 
 

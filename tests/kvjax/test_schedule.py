@@ -40,7 +40,7 @@ def test_a_part_is_asked_for_by_words_and_by_the_tokens_before_it():
 def test_a_block_is_repeated_part_by_part_and_the_last_part_evicts():
     text = Text.of(np.stack([ROW, ROW]), lengths=np.array([6, 6]))
     one_fits = np.array([True, False]), np.zeros(2, bool)
-    assert fed(schedule(text, kvjax.parse("kvzip(chunk=2)"), block=4, exact=True, overflows=one_fits)) == [
+    assert fed(schedule(text, kvjax.parse("kvzip(chunk=2)@uniform"), block=4, exact=True, overflows=one_fits)) == [
         [
             ([10, 11], 0, None, False),
             ([10, 11], 2, [0, 2, 2], True),
@@ -60,11 +60,11 @@ QUESTION = ([5, 6], 14, None, False)
 def test_after_a_later_turn_its_tokens_and_those_that_were_left_are_repeated():
     """At once, with a gradient for each part, or block by block."""
     again = [([8, 9, 1, 2], 14, [8, 12, 14], False), ([8, 9, 1, 2, 3, 4], 14, [12, 14, 14], True)]
-    at_once = schedule(LATER, kvjax.parse("kvzip(chunk=4)"), block=8, when="prompt", exact=True)
+    at_once = schedule(LATER, kvjax.parse("kvzip(chunk=4)@uniform"), block=8, when="prompt", exact=True)
     assert fed(at_once) == [[([1, 2, 3, 4], 10, None, False), *again], [QUESTION]]
-    whole_parts = schedule(LATER, kvjax.parse("kvgrad(chunk=4)"), block=2, when="prompt", exact=True)
+    whole_parts = schedule(LATER, kvjax.parse("kvgrad(chunk=4)@uniform"), block=2, when="prompt", exact=True)
     assert fed(whole_parts) == [[([1, 2], 10, None, False), ([3, 4], 12, None, False), *again], [QUESTION]]
-    by_block = schedule(LATER, kvjax.parse("kvzip(chunk=4)"), block=8, exact=True)
+    by_block = schedule(LATER, kvjax.parse("kvzip(chunk=4)@uniform"), block=8, exact=True)
     assert fed(by_block) == [
         [([8, 9], 10, [8, 10, 10], True), ([1, 2, 3, 4], 10, None, False), ([1, 2, 3, 4], 14, [10, 14, 14], True)],
         [QUESTION],
@@ -73,7 +73,7 @@ def test_after_a_later_turn_its_tokens_and_those_that_were_left_are_repeated():
 
 def test_what_is_left_is_repeated_behind_the_question_where_only_the_answer_overflows():
     overflows = np.array([False]), np.array([True])
-    plan = schedule(LATER, kvjax.parse("kvzip(chunk=4)"), block=8, exact=True, overflows=overflows)
+    plan = schedule(LATER, kvjax.parse("kvzip(chunk=4)@uniform"), block=8, exact=True, overflows=overflows)
     assert fed(plan) == [
         [([1, 2, 3, 4], 10, None, False)],
         [
@@ -108,7 +108,7 @@ def test_a_copied_answer_is_the_part_before_its_end_and_an_idle_row_has_none():
     assert parts.tolist() == [[10, 12, 12], [0, 0, NEVER]]
 
 
-@pytest.mark.parametrize(("name", "every"), [("kvzip", 64), ("full", 0), ("dapq", 0)])
+@pytest.mark.parametrize(("name", "every"), [("kvzip@uniform", 64), ("full", 0), ("dapq", 0)])
 def test_decode_waits_as_long_as_a_repetition_takes(name, every):
     assert moments(kvjax._src.chains.policy_of(name), "block", None)[1] == every
 

@@ -26,10 +26,11 @@ tova+caote snapkv(window=2,kernel=5) snapkv(window=3,kernel=3,pooling='max') sna
 finch(window=3) streaming(sinks=3) random(seed=7) key_norm key_norm+normalise+caote(norm='inf')
 key_norm+pool(kernel=3,pooling='max') h2o+caote h2o+caote(group='mean',norm=1) h2o+fast_caote(norm='inf')
 h2o+caote(target='output') h2o+fast_caote(target='output',cross=False) h2o+chunks(size=5)+protect(sinks=3,recent=2)
-h2o+chunks(size=4,heads='layer') h2o+protect(sinks=0.25,recent=0.5) h2o+protect(recent=1.0)
-h2o+protect(sinks=3,recent=1)+protect(sinks=1,recent=2) sage laprox(window=3)
-laprox(window=2,kernel=3,target='value',gqa='heads',pooled='attention') laprox(window=2,kernel=3,gqa='joint')
-laprox(window=2,kernel=3,target='attention') cake(window=3) cake(window=9,kernel=1) lava(window=2,kernel=3) keydiff
+h2o+chunks(size=4,heads='layer') h2o+protect(sinks=0.25) h2o+protect(recent=1.0)
+h2o+protect(sinks=3,recent=1)+protect(sinks=1,recent=2) sage laprox(window=3)@uniform
+laprox(window=2,kernel=3,target='value',gqa='heads',pooled='attention')@uniform
+laprox(window=2,kernel=3,gqa='joint')@uniform laprox(window=2,kernel=3,target='attention')@uniform
+cake(window=3)@uniform cake(window=9,kernel=1)@uniform lava(window=2,kernel=3)@uniform keydiff
 expected_attention(future=8,sinks=1) expected_attention(future=1,covariance=False,value_norm=False)
 curdkv(sinks=1,leverage='mean',local_window=3) lagkv(sinks=1,lag=2) rkv(window=3,kernel=3,importance=0.3)
 tova(heads='group')+critical(epsilon=0.1)+protect(sinks=2,recent=1)
@@ -238,7 +239,7 @@ def test_where_all_heads_keep_the_same_tokens_a_mark_is_that_of_all_heads():
 
 def test_a_share_is_of_each_rows_own_budget():
     block = blocks.make(19, next_position=(12, 12))
-    result = scores("h2o+protect(recent=0.5)", block.observation._replace(budget=np.int32([4, 10])))
+    result = scores("h2o", block.observation._replace(budget=np.int32([4, 10])))
     position = np.asarray(block.observation.position)
     np.testing.assert_array_equal(result == np.inf, position >= np.array([10, 7])[:, None, None])
 

@@ -28,7 +28,7 @@ from tests.models.make_kvpress import Press, make_press
 ANSWERS = Path(__file__).parents[2] / "docs" / "results" / "kvpress-answers.json"
 # The policy of the study, and the press.
 PRESSES: dict[str, Press] = json.loads((Path(__file__).parent / "golden/smollm2/presses.json").read_text())
-REPEATS = "kvzip@model(normalise=False)"  # KVzipPress feeds a prompt again, so that only a sixth of the texts have it
+REPEATS = "kvzip"  # KVzipPress feeds a prompt again, so that only a sixth of the texts have it
 THIRDS, SIXTHS, BATCH = 3, 6, 6
 FINCH = 32  # the window that our finch has by default
 

@@ -12,9 +12,11 @@ import pytest
 
 import kvjax
 import models
+from models import asking
 from models.asking import Form
 from models.commands import ask
 from models.states import without_room
+from tests.models import reference
 from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, spaced, tokenizer_of
 from tests.models.tiny import held, run
 from tests.tiers import first, nightly
@@ -86,19 +88,36 @@ def test_equal_questions_draw_answers_of_their_own_and_one_key_the_same_ones(mod
     assert one == same and one[0] != one[1]
 
 
-@pytest.mark.parametrize("given", [{}, dict(options=models.Options(budget=0.5)), dict(options=models.Options("full"))])
-def test_options_without_a_policy_keep_the_default_one(model, monkeypatch, given):
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, ("repeat", 0.25)),
+        (dict(policy="auto", budget=40), ("repeat", 40)),
+        (dict(options=models.Options(budget=0.5)), ("repeat", 0.5)),
+        (dict(options=models.Options("full")), (None, None)),
+        (dict(networks=reference.scorer(CONFIG)), ("gate", 0.25)),
+    ],
+)
+def test_a_policy_that_is_not_named_is_that_of_a_gate_if_there_is_one(model, monkeypatch, given, kept):
     read = []
 
     def stream(model, tokens, *, options, **settings):
-        read.append((options.policy and options.policy.name.split("(")[0], options.budget))
+        read.append((options.policy and options.policy.name, options.budget))
         raise EOFError
 
     monkeypatch.setattr(models, "stream", stream)
     with pytest.raises(EOFError):
         models.ask(model, tokenizer_of(CHATML), DOCUMENT, QUESTIONS, **given)
-    options = given.get("options", models.Options())
-    assert read == [(None, None) if options.policy else ("kvzip@model", options.budget or 0.25)]
+    assert read == [kept]
+
+
+def test_a_gate_in_the_model_s_folder_or_one_that_ships_for_it_is_taken(model, monkeypatch, tmp_path):
+    (tmp_path / "gate").mkdir()
+    (tmp_path / "gate" / "gate.json").write_text("{}")
+    assert asking.automatic(model, None, "window", path=tmp_path) == "gate"
+    assert asking.automatic(model, None, "window", path=tmp_path / "gate") == "window"
+    monkeypatch.setattr(asking, "shipped", lambda model, name: tmp_path if name == "gate" else None)
+    assert asking.automatic(model, None, "repeat") == "gate"
 
 
 @pytest.mark.parametrize("given", [{}, dict(budget=0.25)])  # what the command gives by default
@@ -106,7 +125,7 @@ def test_a_document_of_two_tokens_keeps_what_the_default_policy_protects(model, 
     tokenizer = tokenizer_of(None)
     text = tokenizer.decode(tokenizer.encode(DOCUMENT)[:2])
     found = models.ask(model, tokenizer, text, [], block=16, **given)
-    assert found.document_tokens == len(tokenizer.encode(text)) <= 12
+    assert found.document_tokens == len(tokenizer.encode(text)) <= 12 and found.policy == "repeat"
     assert (found.cache.num_live == found.document_tokens).all()
 
 

@@ -124,7 +124,7 @@ def test_a_loop_that_was_left_goes_on_where_it_was_and_a_cancelled_request_is_si
 
 def test_what_a_request_made_is_repeated_at_each_of_its_evictions(run_by_layer):
     """In the engine and in a stream, of several evictions in one answer."""
-    settings = dict(policy="kvzip(chunk=4)", budget=14, block=8, evict_every=3)
+    settings = dict(policy="kvzip(chunk=4)@uniform", budget=14, block=8, evict_every=3)
     prompts = tiny.TOKENS[:2, :20]
     expected = [run(prompt, new_tokens=12, **settings).tokens for prompt in prompts]
     batch = models.Engine(decoder(), rows=2, max_new_tokens=12, **settings)

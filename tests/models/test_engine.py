@@ -109,7 +109,7 @@ BY_LAYERS = {
     "turned keys, left windows": dict(policy="tova+positions(kind='compact')", config=tiny.SLIDING),
     "a predictor's": dict(policy="butler+caote", question=ASKED),
     "once, a question": dict(policy=tiny.WINDOW, when="prompt", evict_every=3, question=ASKED),
-    "through the output, of all heads": dict(policy="laprox(window=4)@model", evict_every=0, question=ASKED),
+    "through the output, of all heads": dict(policy="laprox(window=4)", evict_every=0, question=ASKED),
 }
 
 
@@ -191,7 +191,7 @@ def test_a_threshold_begins_a_new_window_whatever_the_budget():
     tiny.assert_keeps(cache, 0, expected)
 
 
-@pytest.mark.parametrize("policy", first(2, ["h2o+caote", "kvzip(sinks=2)", "rkv(window=4)@adakv"]))
+@pytest.mark.parametrize("policy", first(2, ["h2o+caote", "kvzip(sinks=2)@uniform", "rkv(window=4)@adakv"]))
 def test_what_one_program_has_made_is_made_again_by_layers(policy, run_by_layer):
     settings = dict(policy=policy, evict_every=4, **SETTINGS)
     prompt = TOKENS[:2, :20]

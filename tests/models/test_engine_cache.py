@@ -21,7 +21,7 @@ from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
 from tests.tiers import first, nightly
 
 NEW, ASKED = 9, tiny.lengths_of(tiny.QUESTIONS)
-POLICIES = (tiny.UNEVEN, "sage(heads='query')", "streaming+positions", "laprox(window=4)@model")
+POLICIES = (tiny.UNEVEN, "sage(heads='query')", "streaming+positions", "laprox(window=4)")
 
 
 def assert_is_from_scratch(out, documents, **settings):
@@ -124,7 +124,7 @@ def test_questions_after_questions_stay_within_the_budget(run_by_layer):
 
 def test_what_a_run_knows_of_its_cache_is_that_of_each_row_and_of_a_layer_that_sees_all():
     config = tiny.config(num_layers=3, sliding_windows=(20, None, 30))
-    empty = tiny.empty("kvzip", config, batch=2)
+    empty = tiny.empty("kvzip@uniform", config, batch=2)
     rng = np.random.default_rng(0)
     position = np.where(rng.random(empty.position.shape) < 0.5, np.arange(empty.position.shape[-1]), -1)
     token = rng.integers(0, 64, position.shape)

@@ -94,7 +94,7 @@ def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy,
 
 @pytest.mark.matrix
 def test_heads_that_compete_over_a_mesh_keep_the_tokens_of_the_reference_in_the_next_turn_too():
-    settings = dict(policy="laprox(window=4)@model", **SETTINGS)
+    settings = dict(policy="laprox(window=4)", **SETTINGS)
     first_turn = models.prefill(on_mesh(), TOKENS[:, :20], **settings)
     cache, logits = models.prefill(on_mesh(), TOKENS[:, 20:28], cache=first_turn.cache, **settings)
     assert isinstance(cache, kvjax.SplitCache) and cache.parts.key.sharding.spec == P("data", "tensor")

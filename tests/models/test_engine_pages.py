@@ -64,7 +64,7 @@ WITH_COPIES = (25, 87, 28)  # 19 for a block and the copies of its tokens beside
         [
             ("h2o+caote", SLOTS),
             ("snapkv(window=4)", SLOTS),
-            ("kvzip(chunk=3)", WITH_COPIES),
+            ("kvzip(chunk=3)@uniform", WITH_COPIES),
             ("expected_attention", SLOTS),
         ],
     ),
@@ -84,7 +84,7 @@ def test_layers_keep_their_slots_through_prompt_and_answer_and_what_the_referenc
         tiny.assert_keeps(cache, row, run(TOKENS[row, :length], CONFIG, new_tokens=12, **settings))
 
 
-@pytest.mark.parametrize(("policy", "copies"), first(1, [("kvzip(chunk=9)", 8 + 9), ("h2o+caote", 0)]))
+@pytest.mark.parametrize(("policy", "copies"), first(1, [("kvzip(chunk=9)@uniform", 8 + 9), ("h2o+caote", 0)]))
 def test_a_prompt_that_is_evicted_from_once_takes_a_window_and_a_block_where_there_is_a_window(policy, copies):
     settings = dict(policy=policy, budget=12, block=8, when="prompt")
     given = check_prompt(model(), TOKENS[:1], None, None)
@@ -155,14 +155,18 @@ def test_a_sink_that_left_the_window_protects_nothing(policy, window, kept, kind
         assert np.sort(position[position >= 0]).tolist() == list(range(max(0, end - kept), end))
 
 
-@pytest.mark.parametrize(("policy", "held"), first(1, [("h2o", 2), (None, 6), ("kvzip(sinks=0)", 4)]))
+@pytest.mark.parametrize(("policy", "held"), first(1, [("h2o", 2), (None, 6), ("kvzip(sinks=0)@uniform", 4)]))
 def test_a_full_cache_and_a_block_that_is_taken_back_free_nothing(policy, held):
     sizes = dict(layers=None, kv_heads=1, query_heads=1, head_dim=4, budget=9, block=1, windows=None)
     cache, rows = tiny.empty(policy, **sizes), np.ones((1, 2, 1, 4), np.float32)
     observe = jax.jit(functools.partial(kvjax.observe, policy=policy))
     usual = kvjax.Context(sliding_window=3)
     part = kvjax.Reconstructed(*(np.array([x], np.int32) for x in (0, 2, 4)))
-    for context in (usual, usual, usual if policy != "kvzip(sinks=0)" else kvjax.Context(None, 3, reconstructed=part)):
+    for context in (
+        usual,
+        usual,
+        usual if policy != "kvzip(sinks=0)@uniform" else kvjax.Context(None, 3, reconstructed=part),
+    ):
         _, cache, _ = observe(cache, rows, rows, rows, context=context)
     assert (np.asarray(cache.position) >= 0).sum() == held
 

@@ -23,14 +23,14 @@ from tests.tiers import first
 
 RAISED = "zap+protect(sinks=4,recent=2)"  # kvpress takes 2% of the prompt as recent
 POLICIES = {
-    ("kvzap-mlp", "head"): "zap",
-    ("fast-kvzip", "all"): "zap",
-    ("fast-kvzip", "model"): f"{RAISED}@model(normalise=False)",
-    ("kvzap-linear", "head"): "zap",
+    ("kvzap-mlp", "head"): "zap@uniform",
+    ("fast-kvzip", "all"): "zap@uniform",
+    ("fast-kvzip", "model"): RAISED,
+    ("kvzap-linear", "head"): "zap@uniform",
     ("kvzap-mlp", "threshold"): "zap+protect(recent=16)@threshold(least={})",
     ("fast-kvzip", "layer"): f"{RAISED}@layer(cap=None)",
-    ("kvzap-linear", "all"): "zap",
-    ("kvzap-mlp", "all"): "zap",
+    ("kvzap-linear", "all"): "zap@uniform",
+    ("kvzap-mlp", "all"): "zap@uniform",
 }
 
 

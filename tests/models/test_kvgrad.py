@@ -27,7 +27,7 @@ from tests.models.tiny import CONFIG, decoder, weights
 def test_scores_are_those_of_kvpress():
     tokens = fixture(GRADIENT)["tokens"][None]
     settings = dict(budget=1.0, block=16, when="prompt")  # a part is one block, whatever the blocks
-    cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvgrad", GRADIENT), **settings)
+    cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvgrad@uniform", GRADIENT), **settings)
     scores = in_order(cache, slots_of(cache, lambda own: own.state.score), tokens.shape[1], np.nan)[:, 0]
     np.testing.assert_allclose(scores, fixture(GRADIENT)["scores"], rtol=1e-4, atol=1e-6)
 
@@ -125,17 +125,17 @@ def scores_of(name, seen):
 def test_it_is_kvzip_where_all_lengths_are_one():
     turn = np.float32([[0.6, 0.8], [-0.8, 0.6]])[None, None]
     seen = seen_of(kvjax.Context(gradient=np.float32([[[1, 0], [0.6, 0.8]]]), projection=_projection(turn)))
-    np.testing.assert_allclose(scores_of("kvgrad", seen), scores_of("kvzip", seen), rtol=1e-6)
+    np.testing.assert_allclose(scores_of("kvgrad@uniform", seen), scores_of("kvzip@uniform", seen), rtol=1e-6)
 
 
 def test_a_change_has_a_direction_that_lengths_have_not():
     """Only the first query's loss feels values, only along the first axis, and W_O doubles them."""
     double = 2 * np.eye(2, dtype=np.float32)[None, None]
     seen = seen_of(kvjax.Context(gradient=np.float32([[[3, 0], [0, 0]]]), projection=_projection(double)))
-    np.testing.assert_allclose(scores_of("kvgrad", seen), [0.7 * 3 * 2, 0.1 * 3 * 2, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(scores_of("kvgrad@uniform", seen), [0.7 * 3 * 2, 0.1 * 3 * 2, 0, 0], rtol=1e-6)
     x = 0.7 * 1 + 0.2 * 0.6  # the output along the axis, with that of the copies
     change = [0.7 / 0.3 * abs(x - 1), 0.1 / 0.9 * x]
-    found = scores_of("kvgrad(measure='change')", seen)
+    found = scores_of("kvgrad(measure='change')@uniform", seen)
     np.testing.assert_allclose(found, [3 * 2 * change[0], 3 * 2 * change[1], 0, 0], rtol=1e-5)
 
 
@@ -145,7 +145,8 @@ def _projection(weight):
 
 
 @pytest.mark.parametrize(
-    "name", ["kvgrad(sinks=0,measure='change')", "kvgrad(sinks=0)", "kvzip(sinks=0)", "dapq(window=2)"]
+    "name",
+    ["kvgrad(sinks=0,measure='change')@uniform", "kvgrad(sinks=0)@uniform", "kvzip(sinks=0)@uniform", "dapq(window=2)"],
 )
 def test_a_window_that_no_position_reaches_changes_no_score(name):
     """Layers without a window have such a one in a model with windows, and copies weigh in the output there, too."""

@@ -21,7 +21,7 @@ from tests.models.tiny import SLIDING, assert_keeps, decoder, positions, run
 from tests.tiers import first
 
 # KVzip compares the scores of layers as they are, and a head may hold any number of tokens.
-COMPETE = {"model": "kvzip@model(normalise=False,cap=None)", "layer": "kvzip@layer(cap=None)"}
+COMPETE = {"model": "kvzip", "layer": "kvzip@layer(cap=None)"}
 
 
 @functools.cache
@@ -69,7 +69,9 @@ def kept(cache, T):
 @pytest.mark.parametrize("block", first(1, [16, 128]))
 def test_scores_are_those_of_kvpress(block):
     tokens = fixture()["tokens"][None]
-    cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvzip"), budget=1.0, block=block, when="prompt")
+    cache, _ = models.prefill(
+        kvpress_model(), tokens, policy=asking("kvzip@uniform"), budget=1.0, block=block, when="prompt"
+    )
     scores = in_order(cache, slots_of(cache, lambda own: own.state.score), tokens.shape[1], np.nan)[:, 0]
     np.testing.assert_allclose(scores, fixture()["scores"], rtol=2e-5, atol=1e-7)
 
@@ -130,9 +132,9 @@ def test_a_second_turn_repeats_its_own_tokens():
 
 
 BY_BLOCK = """
-kvzip(chunk=4) kvzip(visible='cache')+caote(per='query')@layer kvzip@model(normalise=False,cap=None) kvgrad(chunk=4)
-kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer kvgrad@model(normalise=False)
-kvgrad(measure='change')
+kvzip(chunk=4)@uniform kvzip(visible='cache')+caote(per='query')@layer kvzip
+kvgrad(chunk=4)@uniform kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer kvgrad
+kvgrad(measure='change')@uniform
 """.split()
 
 
@@ -159,7 +161,7 @@ def test_a_prompt_of_one_block_is_scored_as_published():
     np.testing.assert_array_equal(*(kept(cache, 8) for cache in caches))
 
 
-FITS = dict(policy="kvzip", budget=20, block=8)
+FITS = dict(policy="kvzip@uniform", budget=20, block=8)
 
 
 def pending(cache):
@@ -184,7 +186,9 @@ def test_an_answer_is_to_be_repeated_by_the_next_turn():
 
 
 @pytest.mark.parametrize(
-    ("policy", "slots"), [("kvzip", 16), ("kvzip@model(normalise=False,cap=4.0)", 4 * 16)], ids=["even", "one budget"]
+    ("policy", "slots"),
+    [("kvzip@uniform", 16), ("kvzip@model(normalise=False,cap=4.0)", 4 * 16)],
+    ids=["even", "one budget"],
 )
 def test_memory_does_not_grow_with_the_prompt(policy, slots):
     """Bytes of the compiled prefill, but for the prompt itself, which is an argument."""
@@ -203,10 +207,15 @@ def test_memory_does_not_grow_with_the_prompt(policy, slots):
 @pytest.mark.parametrize(
     ("policy", "block", "every", "slots"),
     [
-        ("kvzip", 8, 4, 16 + 8 + (8 + 8)),  # a block and its copies, behind eight tokens of the part before
-        ("kvzip", 2, 12, 16 + 12 + (8 + 12)),  # an answer's tokens and their copies
-        (repeating.asking(kvjax.parse("kvzip(chunk=16)"), WORDS), 8, 4, 16 + 8 + 4 + 8),  # with the words that ask
-        (repeating.asking(kvjax.parse("kvzip(chunk=5)"), WORDS), 8, 4, 16 + 8 + 4 + 5),
+        ("kvzip@uniform", 8, 4, 16 + 8 + (8 + 8)),  # a block and its copies, behind eight tokens of the part before
+        ("kvzip@uniform", 2, 12, 16 + 12 + (8 + 12)),  # an answer's tokens and their copies
+        (
+            repeating.asking(kvjax.parse("kvzip(chunk=16)@uniform"), WORDS),
+            8,
+            4,
+            16 + 8 + 4 + 8,
+        ),  # with the words that ask
+        (repeating.asking(kvjax.parse("kvzip(chunk=5)@uniform"), WORDS), 8, 4, 16 + 8 + 4 + 5),
     ],
 )
 def test_buffers_hold_what_comes_in_and_what_is_repeated_of_it(policy, block, every, slots):
@@ -217,7 +226,7 @@ def test_buffers_hold_what_comes_in_and_what_is_repeated_of_it(policy, block, ev
 
 @pytest.mark.parametrize(
     ("policy", "every", "slots"),
-    [("kvzip(chunk=3)", 4, (16 + 8 + 4 + 8 + 3, 44)), ("kvzip", 0, (16 + 8 + 8, 80))],
+    [("kvzip(chunk=3)@uniform", 4, (16 + 8 + 4 + 8 + 3, 44)), ("kvzip@uniform", 0, (16 + 8 + 8, 80))],
 )
 def test_a_prompt_is_held_with_the_copies_of_its_largest_part(policy, every, slots):
     """A row has 30 tokens before its question, and copies of 8 + 3 or 8 + 36: 41 and 74, rounded up.
@@ -236,13 +245,13 @@ def test_buffers_have_slots_for_copies_and_the_tokens_that_ask_for_them():
         given = engine.check_prompt(model, np.zeros((1, length), int), None, None)
         return engine.plan_run(model, given, models.Options(policy, budget, 8, evict_every=evict_every, reserve=4))[1]
 
-    name = "kvzip(chunk=4)"
+    name = "kvzip(chunk=4)@uniform"
     assert planned(200, name, 32, decoder()).slots == 16 + 32 + 12  # the budget, steps of an answer, and their copy
     assert (
         planned(20, name, 32, decoder(), 1.0).slots == 20 + 4 + 12
     )  # all tokens, if they are fewer, and the last copy
     held = (9 + 8 + 16, 16 + 8 + 16, 16 + 8 + 16)  # the layer of the smallest window has it, a block and its copies
-    assert planned(200, "kvzip", 0, decoder(SLIDING)).layer_slots == held
+    assert planned(200, "kvzip@uniform", 0, decoder(SLIDING)).layer_slots == held
     paged = planned(200, "kvzip@pyramid", 0, decoder(SLIDING))
     assert paged.pages >= kvjax.pages_for(2 * sum(held), 2 * 3, paged.page_size)
 
@@ -256,19 +265,19 @@ def test_the_copy_of_an_answer_follows_whole_words():
 
 def test_it_evicts_after_each_block_or_once_as_published():
     for when, expected in (("block", ("block", 64)), ("prompt", ("prompt", 0)), ("published", ("prompt", 0))):
-        assert moments(kvjax.parse("kvzip"), when, None) == expected
-    assert moments(kvjax.parse("kvzip"), "block", 1) == ("block", 1)
+        assert moments(kvjax.parse("kvzip@uniform"), when, None) == expected
+    assert moments(kvjax.parse("kvzip@uniform"), "block", 1) == ("block", 1)
 
 
 def test_the_words_are_asked_for_by_the_tokenizer():
     _, tokenizer = models.load("retriever")
-    policy = models.with_repeat_prompt("kvzip+caote", tokenizer)
-    assert policy is models.with_repeat_prompt("kvzip+caote", tokenizer)
+    policy = models.with_repeat_prompt("kvzip+caote@uniform", tokenizer)
+    assert policy is models.with_repeat_prompt("kvzip+caote@uniform", tokenizer)
     ask = policy.needs.reconstruction.prompt
     assert tokenizer.decode(ask.following) == repeating.FOLLOWING and tokenizer.decode(ask.suffix) == "\n"
     chat = "{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
     speaks = models.Tokenizer(tokenizer.backend, tokenizer.special_tokens, chat)
-    ask = models.with_repeat_prompt("kvzip", speaks).needs.reconstruction.prompt
+    ask = models.with_repeat_prompt("kvzip@uniform", speaks).needs.reconstruction.prompt
     assert tokenizer.decode(ask.suffix) == "</u><a>"
     assert models.with_repeat_prompt("h2o", tokenizer) is kvjax.parse("h2o")
 
@@ -365,7 +374,7 @@ def test_a_second_turn_is_observed_with_all_that_came_before():
 
 def test_cake_may_measure_the_pseudo_queries_and_no_words_are_asked():
     policy = kvjax.parse(f"{NAME}@cake")
-    assert policy.needs.window == N and "window_log" in policy.needs.statistics | policy.allocation.statistics
+    assert policy.reads.window == N and "window_log" in policy.reads.statistics
     _, tokenizer = models.load("retriever")
     assert models.with_repeat_prompt(policy, tokenizer) is policy
     for when in ("block", "prompt", "published"):

@@ -11,7 +11,7 @@ import models
 from tests.campaign.checking import held_of
 from tests.models.tiny import DOCUMENT, SETTINGS, assert_keeps, decoder, run
 
-NAME = "kvzip+match@model(normalise=False)"
+NAME = "kvzip+match"
 
 
 @functools.cache

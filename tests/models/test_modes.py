@@ -27,8 +27,8 @@ TOKENS = np.stack([np.random.default_rng(row).permutation(64)[:40] for row in ra
 SETTINGS = dict(lengths=np.array([40, 31]), budget=14, block=8, max_new_tokens=4)
 # the first by default: it has a window and an allocation; state and CAOTE are among the functions below
 POLICIES = """
-snapkv(window=4)@adakv h2o+caote+protect(sinks=2,recent=0.5) kvzip(chunk=16)+caote
-streaming(sinks=2)+positions(kind='compact') cake(window=4)+critical@cake expected_attention@pyramid butler+caote
+snapkv(window=4)@adakv h2o+caote+protect(sinks=2) kvzip(chunk=16)+caote@uniform
+streaming(sinks=2)+positions(kind='compact') cake(window=4)+critical expected_attention@pyramid butler+caote
 sage(heads='query')+pool dapq(window=4)+fast_caote+merge tova(heads='group')+caote(target='output')@model
 """.split()
 SOURCES = ["quest(page_size=4)", "butler", "oracle", "first_layer", "previous_layer", "random", "streaming"]

@@ -49,12 +49,12 @@ def test_the_network_is_its_definition(hidden):
 @pytest.mark.matrix
 def test_layer_by_layer_the_same_tokens_stay(run_by_layer):
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, None)
-    options = models.Options("zap", 10, 8, "block", 1, networks=scorer())
+    options = models.Options("zap@uniform", 10, 8, "block", 1, networks=scorer())
     run, sizes, prompt = engine.prepare(decoder(), given, options)
     state, _ = driver.feed_prompt(driver.Steps.of(run, sizes), prompt, None)
     run_by_layer(False)
     alone = models.prefill(
-        decoder(), TOKENS, lengths=LENGTHS, policy="zap", budget=10, block=8, networks=scorer()
+        decoder(), TOKENS, lengths=LENGTHS, policy="zap@uniform", budget=10, block=8, networks=scorer()
     ).cache
     np.testing.assert_array_equal(np.sort(state.cache.position), np.sort(alone.position))
 
@@ -133,7 +133,7 @@ def test_zap_reads_a_gate_in_16_bits():
     narrow = {name: getattr(gate(), name)[...].astype("bfloat16") for name in gate().config.shapes}
     own = models.Scorer(gate().config, narrow)
     with jax.numpy_dtype_promotion("strict"):
-        kept = models.prefill(decoder(), TOKENS[:1], policy="zap", budget=10, block=8, networks=[own]).cache
+        kept = models.prefill(decoder(), TOKENS[:1], policy="zap@uniform", budget=10, block=8, networks=[own]).cache
     assert kept.num_live.max() == 10
 
 
@@ -142,7 +142,7 @@ def test_zap_says_what_it_lacks():
 
     def attend(context):
         cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, state=kvjax.zap().init(1, 1, 1, 4, 2))
-        return kvjax.attend(cache, rows, rows, rows, policy="zap", budget=2, context=context)
+        return kvjax.attend(cache, rows, rows, rows, policy="zap@uniform", budget=2, context=context)
 
     wrong = kvjax.Context(predicted=kvjax.Prediction(score=np.ones((1, 2, 3), np.float32)))
     for context, said in (

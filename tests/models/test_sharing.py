@@ -54,7 +54,7 @@ def test_each_result_is_that_of_the_reference(asked_of_each, way, run_by_layer, 
 
 
 def test_what_is_fed_again_is_fed_once_for_all_that_observe_it(passes) -> None:
-    asked = (("kvzip(chunk=30)", 16), ("kvzip(chunk=30)", 24))
+    asked = (("kvzip(chunk=30)@uniform", 16), ("kvzip(chunk=30)@uniform", 24))
     each = models.prefill_each(decoder(), TOKENS, lengths=LENGTHS, policies=asked, block=BLOCK)
     for one, ours in zip(asked, each, strict=True):
         assert_is_the_references(ours, one, when="prompt")

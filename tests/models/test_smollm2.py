@@ -111,5 +111,5 @@ def test_its_gate_ships_with_the_package_and_keeps_what_is_asked_for_later(name,
         (found,) = answering.answers(model, samples, setting, new_tokens=5, feed=feed)
         return sum(needle.exact(row.tolist(), sample) for row, sample in zip(found.tokens, samples, strict=True))
 
-    zap = correct("zap+protect(sinks=4,recent=0.02)@model(normalise=False)", 0.25)
+    zap = correct("gate", 0.25)
     assert zap > max(correct("recency", 0.25), correct("full", None) - 3)

@@ -77,10 +77,10 @@ def test_a_prompt_that_fails_is_said_and_the_others_are_answered(folder, capsys)
 
 @pytest.mark.matrix
 def test_answers_are_those_of_the_cache_dtype_and_of_the_words_that_kvzip_repeats(folder):
-    settings = ["--policy", "kvzip(chunk=16)", "--budget", "12", "--when", "prompt", "--cache-dtype", "int8"]
+    settings = ["--policy", "kvzip(chunk=16)@uniform", "--budget", "12", "--when", "prompt", "--cache-dtype", "int8"]
     assert run(folder, *settings, "--block", "16", "--max-new-tokens", "3", out="kvzip.jsonl") == 0
     model, tokenizer = models.load("retriever")
-    policy = models.with_repeat_prompt("kvzip(chunk=16)", tokenizer)
+    policy = models.with_repeat_prompt("kvzip(chunk=16)@uniform", tokenizer)
     for answer, prompt in zip(parsed((folder / "kvzip.jsonl").read_bytes()), PROMPTS, strict=True):
         made = models.stream(
             model, [tokenizer.encode(prompt)], policy=policy, budget=12, when="prompt", cache_dtype="int8", block=16,

@@ -19,7 +19,7 @@ from models.commands import generate
     ("text", "parts"),
     [
         ("full,h2o", ["full", "h2o"]),
-        ("h2o+protect(sinks=4,recent=0.5), tova", ["h2o+protect(sinks=4,recent=0.5)", "tova"]),
+        ("h2o+protect(sinks=4), tova", ["h2o+protect(sinks=4)", "tova"]),
         (" , ", []),
     ],
 )

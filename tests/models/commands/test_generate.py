@@ -19,7 +19,7 @@ from tests.models.commands.test_chat import spaced
 
 PROMPT = "The code of amber falcon is 4719. It was a quiet day. Question: what is the code of amber falcon? Answer:"
 SMALL = ["--block", "16", "--max-new-tokens", "4"]
-UNDER = ["--policy", "h2o+caote+protect(recent=0.5)", "--budget", "16", *SMALL]  # one setting for most, compiled once
+UNDER = ["--policy", "h2o+caote", "--budget", "16", *SMALL]  # one setting for most, compiled once
 
 
 def streamed(model, tokens, **settings):
@@ -36,9 +36,7 @@ def test_text_or_json_have_the_tokens_of_stream(capsys):
     figures = json.loads(capsys.readouterr().out)
     model, tokenizer = models.load("retriever")
     tokens = tokenizer.encode(PROMPT)
-    steps = list(
-        models.stream(model, [tokens], policy="h2o+caote+protect(recent=0.5)", budget=16, block=16, max_new_tokens=4)
-    )
+    steps = list(models.stream(model, [tokens], policy="h2o+caote", budget=16, block=16, max_new_tokens=4))
     assert figures["tokens"] == [int(token[0]) for token, _ in steps]
     assert out.strip() == figures["text"].strip() == tokenizer.decode(figures["tokens"]).strip()
     assert (figures["prompt_tokens"], figures["cache_bytes"]) == (len(tokens), steps[-1][1].nbytes)

@@ -74,11 +74,12 @@ class Leaving(NamedTuple):
 
 class Link(NamedTuple):
     """``score`` is given the scores so far (None in front), and may also return which tokens surely stay; ``protects``
-    are numbers of first and last tokens.
+    are numbers of first and last tokens, of which the largest count; None leaves those of the links before.
     """
 
     score: Callable[[Scores, Seen], Scores | tuple[Scores, np.ndarray]] = lambda scores, seen: scores
-    protects: tuple[tuple[Amount, Amount], ...] = ()
+    protects: tuple[tuple[Amount | None, Amount | None], ...] = ()
+    allocation: tuple[str, dict[str, Any]] = ("uniform", {})  # of a base score, where the name has no other
     heads: str = "group"
     positions: str = "absolute"
     window: int = 0
@@ -141,8 +142,11 @@ class Policy(NamedTuple):
 
     def protected(self, budget: int) -> tuple[int, int]:
         """How many first and last tokens stay in any case."""
-        amounts = [pair for link in self.links for pair in link.protects] + [(0, 0)]
-        first, last = (max(_count(amount, budget) for amount in side) for side in zip(*amounts, strict=True))
+        first = last = 0
+        for link in self.links:
+            firsts, lasts = ([pair[side] for pair in link.protects if pair[side] is not None] for side in (0, 1))
+            first = max(_count(amount, budget) for amount in firsts) if firsts else first
+            last = max(_count(amount, budget) for amount in lasts) if lasts else last
         return first, last
 
     def scores(self, seen: Seen) -> np.ndarray:
@@ -197,7 +201,8 @@ def policy(name: str) -> Policy:
         tree = tree.left
     links.append(_called(tree))
     made = tuple(LINKS[link](**options) for link, options in reversed(links))
-    return Policy(made, *(_called(ast.parse(allocation.strip(), mode="eval").body) if allocation else ()))
+    own = _called(ast.parse(allocation.strip(), mode="eval").body) if allocation else made[0].allocation
+    return Policy(made, *own)
 
 
 def _called(node: ast.expr) -> tuple[str, dict[str, Any]]:
@@ -211,12 +216,15 @@ def _count(amount: Amount, budget: int) -> int:
     return amount if isinstance(amount, int) else round(amount * 10_000) * budget // 10_000
 
 
+ONE_BUDGET: tuple[str, dict[str, Any]] = ("model", {"normalise": False})
+
+
 # --- base scores -----------------------------------------------------------------------------------------------------
 
 
 def h2o(*, accumulate: bool = True) -> Link:
-    """Attention received from all queries so far, or from those of the block."""
-    return Link(lambda _, seen: seen.received if accumulate else seen.weights.sum(axis=2))
+    """Attention received from all queries so far, or from those of the block; half is for the newest tokens."""
+    return Link(lambda _, seen: seen.received if accumulate else seen.weights.sum(axis=2), ((0, 0.5),))
 
 
 def tova(*, heads: str = "layer") -> Link:
@@ -313,7 +321,7 @@ def laprox(
             return _pooled_before(column[:, None], seen, window, kernel, "avg") * length[:, None]
         return _pooled_before((column * length)[:, None], seen, window, kernel, "avg")
 
-    return Link(score, ((0, window),), window=window)
+    return Link(score, ((0, window),), window=window, allocation=("model", {}))
 
 
 def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Link:
@@ -324,7 +332,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Link:
         variance = rows.var(axis=2, ddof=1) if rows.shape[2] > 1 else 0
         return _pooled_before(rows.mean(axis=2) + gamma * variance, seen, window, kernel, "avg")
 
-    return Link(score, ((0, window),), window=window)
+    return Link(score, ((0, window),), window=window, allocation=("cake", {}))
 
 
 def lava(*, window: int = 32, kernel: int = 7) -> Link:
@@ -335,7 +343,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Link:
         observed = _pooled_before(seen.observed.mean(axis=2), seen, window, kernel, "max")
         return observed.max(axis=1, keepdims=True) * length[:, None, None]
 
-    return Link(score, ((0, window),), window=window)
+    return Link(score, ((0, window),), window=window, allocation=("lava", {}))
 
 
 def expected_attention(*, future: int = 512, sinks: int = 4, covariance: bool = True, value_norm: bool = True) -> Link:
@@ -392,7 +400,7 @@ def zap() -> Link:
         scores, seen.noise[:] = _to_12_bits(np.exp(seen.scored))
         return scores[:, None]
 
-    return Link(score)
+    return Link(score, allocation=ONE_BUDGET)
 
 
 def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part") -> Link:
@@ -403,7 +411,8 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part") -> Link:
         seen.noise[:] += seen.choices.small * seen.recited
         return seen.recited[:, None]
 
-    return Link(score, ((sinks, 0),), repeats=(chunk, sinks, visible, "weight", ""))
+    repeats = (chunk, sinks, visible, "weight", "")
+    return Link(score, ((sinks, 0),), repeats=repeats, allocation=ONE_BUDGET)
 
 
 def kvgrad(
@@ -415,7 +424,8 @@ def kvgrad(
         seen.noise[:] = seen.choices.small * seen.recited
         return seen.recited[:, None]
 
-    return Link(score, ((sinks, 0),), repeats=(chunk, sinks, visible, measure, loss))
+    repeats = (chunk, sinks, visible, measure, loss)
+    return Link(score, ((sinks, 0),), repeats=repeats, allocation=ONE_BUDGET)
 
 
 def keydiff() -> Link:
@@ -656,7 +666,7 @@ def chunks(*, size: int = 20, heads: str = "group") -> Link:
     return Link(score, heads=heads)
 
 
-def protect(*, sinks: Amount = 0, recent: Amount = 0) -> Link:
+def protect(*, sinks: Amount | None = None, recent: Amount | None = None) -> Link:
     return Link(protects=((sinks, recent),))
 
 
