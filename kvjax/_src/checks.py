@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 import types
@@ -22,6 +23,7 @@ __all__ = [
     "check_share_or_tokens",
     "check_tokens",
     "check_types",
+    "fields_given",
     "is_float",
     "is_known",
     "nearest",
@@ -111,6 +113,20 @@ def _fits(value: Any, annotation: Any) -> bool:
         return number and (annotation is int or abs(value) <= sys.float_info.max)
     checked = isinstance(annotation, type) and annotation.__module__ not in ("typing", "jaxtyping")
     return not checked or isinstance(value, annotation)
+
+
+def fields_given(made: Any) -> str:
+    """Return a dataclass as text, with only the fields that are not their defaults.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax._src.checks import fields_given
+        >>> fields_given(kvjax.Context(layer=2))
+        'Context(layer=2)'
+    """
+    values = {field.name: (getattr(made, field.name), field.default) for field in dataclasses.fields(made)}
+    given = (f"{name}={shown(value)}" for name, (value, default) in values.items() if value is not default)
+    return f"{type(made).__name__}({', '.join(given)})"
 
 
 def is_float(dtype: Any) -> bool:

@@ -39,7 +39,7 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
                 return thing
             return dataclasses.replace(thing, name=written(make, **arguments))
 
-        @functools.wraps(make)  # Sphinx asks what a partial holds for its module
+        @functools.wraps(make)
         def checked(*args: Any, **kwargs: Any) -> Any:
             try:
                 given = signature.bind(*args, **kwargs).arguments
@@ -51,8 +51,7 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
                 given = signature.bind(**given).arguments  # in the order of the signature, as names have them
             return named(**given)
 
-        # A partial, in which doctest looks for examples, as it does in a cached function.
-        return functools.update_wrapper(functools.partial(checked), make)
+        return checked
 
     return Registry(kind, group, prepare)
 
