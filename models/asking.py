@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -18,7 +19,7 @@ from kvjax import Policy
 from kvjax._src.chains import policy_of
 from kvjax._src.policy_checks import check_policy_given
 from kvjax._src.split_cache import ModelCache
-from models import selecting
+from models import files, selecting
 from models.decoder import Decoder
 from models.driver import OnBlock
 from models.options import AskSettings, Options, options_of
@@ -81,7 +82,7 @@ NO_WATCH = Watch()
 def ask(
     model: Decoder,
     tokenizer: Tokenizer,
-    document: str | ModelCache,
+    document: str | Path | ModelCache,
     questions: str | Sequence[str],
     *,
     options: Options | None = None,
@@ -97,7 +98,7 @@ def ask(
     a copy of the same cache, in which nothing more is evicted: it grows by the question and its answer.
 
     Args:
-        document: the text, or the ``cache`` of an earlier result (or of ``kvjax.load_cache``), which is asked again
+        document: the text, a ``pathlib.Path`` of a file that holds it, or the ``cache`` of an earlier result (or of ``kvjax.load_cache``), which is asked again
             without being read; what concerns the cache then changes nothing.
         questions: one question or several; none at all to read the document only.
         options, settings: what to keep, and how to answer; see :class:`Options`. By default at most 128 tokens of an
@@ -135,6 +136,8 @@ def ask(
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
     key, given = key if isinstance(key, Draws) else Draws(key)
     seen = None if given is None else np.asarray(given)
+    if isinstance(document, Path):
+        document = files.read_text(document, "document")
     if isinstance(document, str):
         policy, budget = checked(options.policy, options.budget, options.block)
         policy, tokens = models.with_repeat_prompt(policy, tokenizer), form.document(document)

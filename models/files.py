@@ -13,6 +13,14 @@ from typing import IO, Any
 from kvjax._src.files import first, locked, replacing
 
 LOCK_FILE = ".lock"
+# What files begin with that people take for text, and how to get their text.
+OTHER_FILES = {
+    b"%PDF": ("a PDF", "take its text out first: pdftotext FILE.pdf FILE.txt"),
+    b"PK\x03\x04": ("a zip file, as .docx, .odt and .epub are", "take its text out first: pandoc -t plain FILE -o FILE.txt"),
+    b"\x1f\x8b": ("gzip-compressed", "unpack it first: gunzip FILE.gz"),
+    b"\xff\xfe": ("UTF-16", "convert it first: iconv -f UTF-16 -t UTF-8 FILE > FILE.txt"),
+    b"\xfe\xff": ("UTF-16", "convert it first: iconv -f UTF-16 -t UTF-8 FILE > FILE.txt"),
+}
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -35,10 +43,17 @@ def read_text(path: str | Path, what: str) -> str:
 
 def decoded(content: bytes, name: str) -> str:
     """Decode what was read from ``name``, as UTF-8."""
+    for start, (kind, advice) in OTHER_FILES.items():
+        if content.startswith(start):
+            raise ValueError(f"{name} is {kind}, not UTF-8 text; {advice}.")
     try:
-        return content.decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text (byte {error.start}); convert it first.") from None
+        advice = f"convert it first, such as iconv -f LATIN1 -t UTF-8 {name} > text.txt"
+        raise ValueError(f"{name} is not UTF-8 text (byte {error.start}); {advice}.") from None
+    if "\0" in text:
+        raise ValueError(f"{name} is a binary file: it has null bytes (byte {text.index(chr(0))}); give its text.")
+    return text
 
 
 def first_of(folder: Path, names: Sequence[str]) -> Path | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax._src.checks import shown
+from kvjax._src.checks import nearest, shown
 from models import published
 from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, refuse_pickle, refuse_pointer
 from models.config import Config
@@ -64,7 +64,8 @@ def find(path: str | Path, revision: str | None = None) -> Path:
     if isinstance(path, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", path):
         return _download(path, revision)
     wrong = f"there is no folder {path}; give a model's folder, a GGUF file, 'retriever', 'smollm2', 'smollm2-answers',"
-    raise FileNotFoundError(f"{wrong} or a hub name such as Qwen/Qwen3-0.6B.")
+    near = nearest(str(path), known=[*SHIPPED, *published.PUBLISHED])
+    raise FileNotFoundError(f"{wrong} or a hub name such as Qwen/Qwen3-0.6B.{near}")
 
 
 def _download(name: str, revision: str | None) -> Path:

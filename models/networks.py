@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,14 +224,14 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     about = read_object(folder / config_file)
     try:
         config, made_for = _config_of(name, about[name], model.config), about["model"]
-        theirs, their_weights, their_name = made_for["config"], made_for["weights"], made_for["name"]
-        listed = sorted(theirs)
+        theirs, their_weights, their_name = {**made_for["config"]}, made_for["weights"], made_for["name"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / config_file} describes no {name} ({error}); train or copy it again.") from None
     ours = _described(model.config)
-    differing = [field for field in sorted({*ours, *listed}) if ours.get(field) != theirs.get(field)]
+    differing = list(_differences(theirs, ours))
     if differing:
-        pairs = ", ".join(f"{field} {theirs.get(field)} there and {ours.get(field)} here" for field in differing)
+        pairs = ", ".join(f"{at} {shown(there)} there and {shown(here)} here" for at, there, here in differing[:3])
+        pairs += f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ValueError(f"{folder} holds a {name} of another model, {their_name}: {pairs}; train one for this model.")
     if their_weights != fingerprint(model)["weights"]:
         raise ValueError(
@@ -318,6 +318,16 @@ def load_networks(
 def fingerprint(model: Decoder) -> dict[str, Any]:
     """Return what identifies a model, for JSON: its config, and a hash of some of its weights."""
     return {"config": _described(model.config), "weights": fingerprints.weights_of(model)}
+
+
+def _differences(theirs: Any, ours: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield where two configs differ, such as "rope.theta", and what stands there in each."""
+    if not isinstance(theirs, dict) or not isinstance(ours, dict):
+        if theirs != ours:
+            yield at, theirs, ours
+        return
+    for field in sorted({*theirs, *ours}):
+        yield from _differences(theirs.get(field), ours.get(field), f"{at}.{field}".lstrip("."))
 
 
 def _described(config: Config) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, TypedDict, get_type_hints
 
 from kvjax import OutputProjection, Policy
-from kvjax._src.checks import check_count, nearest
+from kvjax._src.checks import check_count, check_share_or_tokens, nearest
 from kvjax._src.quantise import DtypesLike
 from kvjax.schedule import When
 from kvjax.sources import Source
@@ -25,7 +25,7 @@ COUNTS = {
 class Settings(TypedDict, total=False):
     """Fields of :class:`Options` as keyword arguments: those that every run has."""
 
-    budget: int | float | None
+    budget: int | float | str | None
     block: int
     when: When | None
     page_size: int
@@ -88,7 +88,8 @@ class Options:
 
     Args:
         policy: what to keep, a policy or its short name; None or "full" keeps all.
-        budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1]).
+        budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1], or a
+            text such as "25%").
         block: tokens per step.
         when: evict after every "block", or once after the "prompt" (the block then only bounds the activations); by
             default after the prompt in :func:`prefill_each`, else after every block.
@@ -154,6 +155,8 @@ class Options:
     end: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.budget, str):
+            object.__setattr__(self, "budget", check_share_or_tokens(self.budget))
         for name, (least, hint) in COUNTS.items():
             object.__setattr__(self, name, check_count(name, getattr(self, name), least, hint))
 

@@ -25,7 +25,7 @@ from kvjax._src.policy import (
     update_link,
 )
 from kvjax._src.short_names import called, makers, read, registered
-from kvjax.allocation import ALLOCATIONS
+from kvjax.allocation import ALLOCATIONS, Allocation
 
 
 def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
@@ -95,6 +95,8 @@ def base_score(
 def chain(*links: Policy) -> Policy:
     """Chain a base score and links that change its scores; the same links give the same object, as in :func:`parse`.
 
+    ``policy @ "adakv"`` is the policy with another allocation, which says how many slots each head gets.
+
     Raises:
         ValueError: if the first link is not a base score or another one is, two observation windows differ, or
             ``caote`` follows scores that can be negative.
@@ -103,8 +105,13 @@ def chain(*links: Policy) -> Policy:
         >>> import kvjax
         >>> str(kvjax.chain(kvjax.h2o(), kvjax.protect(recent=0.5)))
         'h2o+protect(recent=0.5)'
+        >>> str(kvjax.chain(kvjax.h2o(), kvjax.caote()) @ "adakv")
+        'h2o+caote@adakv'
     """
     if wrong := [link for link in links if not isinstance(link, Policy)]:
+        if isinstance(wrong[0], Allocation):
+            name = wrong[0].name
+            raise ValueError(f"{name!r} is an allocation, which comes behind the chain; write chain(...) @ {name!r}.")
         given = repr(wrong[0]) if isinstance(wrong[0], str) else f"a {type(wrong[0]).__name__}"
         raise ValueError(f"{given} is no link of a policy; write chain(kvjax.h2o(), kvjax.caote()), or parse a name.")
     return _chain(links)

@@ -24,7 +24,7 @@ SETTINGS = dict(block=16, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)+caote", "h2o@adakv"], rest=nightly))  # one is paged
-def test_each_answer_is_that_of_the_whole_prompt(model, policy):
+def test_each_answer_is_that_of_the_whole_prompt(model, tmp_path, policy):
     tokenizer, made = tokenizer_of(CHATML), dict(policy=policy, budget=48)
     found = models.ask(model, tokenizer, DOCUMENT, QUESTIONS, **made, **SETTINGS)
     assert found.cache_bytes == found.cache.nbytes < found.full_cache_bytes
@@ -37,6 +37,9 @@ def test_each_answer_is_that_of_the_whole_prompt(model, policy):
         settings = dict(question=len(parts[1]), evict_every=0, block=16, new_tokens=9, end=CONFIG.eos, **made)
         expected = run(parts[0] + parts[1], CONFIG, **settings).tokens
         assert answer == tokenizer.decode([token for token in expected if token not in CONFIG.eos])
+    (file := tmp_path / "document.txt").write_text(DOCUMENT)
+    of_file = models.ask(model, tokenizer, file, QUESTIONS[1], **made, **SETTINGS)
+    assert of_file.answers == found.answers[1:]
     again = models.ask(model, tokenizer, found.cache, QUESTIONS[1], **SETTINGS)
     assert again.answers == found.answers[1:] and (again.seconds, again.cache_bytes) == (0, found.cache_bytes)
 
