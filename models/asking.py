@@ -98,8 +98,9 @@ def ask(
     a copy of the same cache, in which nothing more is evicted: it grows by the question and its answer.
 
     Args:
-        document: the text, a ``pathlib.Path`` of a file that holds it, or the ``cache`` of an earlier result (or of ``kvjax.load_cache``), which is asked again
-            without being read; what concerns the cache then changes nothing.
+        document: the text, a ``pathlib.Path`` of a file that holds it, or the ``cache`` of an earlier result (or of
+            ``kvjax.load_cache``), which is asked again without being read; what concerns the cache then
+            changes nothing.
         questions: one question or several; none at all to read the document only.
         options, settings: what to keep, and how to answer; see :class:`Options`. By default at most 128 tokens of an
             answer, and, where neither names a policy, one that answers as the full cache does with a quarter of it, and
@@ -201,7 +202,7 @@ def _read(model: Decoder, tokens: list[int], options: Options, on_block: OnBlock
 
 
 def checked(
-    policy: Policy | str | None, budget: int | float | None, block: int
+    policy: Policy | str | None, budget: int | float | str | None, block: int
 ) -> tuple[Policy | None, int | float | None]:
     """Return a document's policy and budget, after all checks that need no document; None stands for the default."""
     policy = policy_of(POLICY if policy is None else policy)

@@ -16,7 +16,7 @@ LOCK_FILE = ".lock"
 # What files begin with that people take for text, and how to get their text.
 OTHER_FILES = {
     b"%PDF": ("a PDF", "take its text out first: pdftotext FILE.pdf FILE.txt"),
-    b"PK\x03\x04": ("a zip file, as .docx, .odt and .epub are", "take its text out first: pandoc -t plain FILE -o FILE.txt"),
+    b"PK\x03\x04": ("a zip file, as .docx and .epub are", "take its text out first: pandoc -t plain FILE -o FILE.txt"),
     b"\x1f\x8b": ("gzip-compressed", "unpack it first: gunzip FILE.gz"),
     b"\xff\xfe": ("UTF-16", "convert it first: iconv -f UTF-16 -t UTF-8 FILE > FILE.txt"),
     b"\xfe\xff": ("UTF-16", "convert it first: iconv -f UTF-16 -t UTF-8 FILE > FILE.txt"),

@@ -135,7 +135,7 @@ class Options:
     """
 
     policy: Policy | str | None = None
-    budget: int | float | None = None
+    budget: int | float | str | None = None
     block: int = 128
     when: When | None = None
     evict_every: int | None = None

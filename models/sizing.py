@@ -38,7 +38,7 @@ def budgets_of(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndar
     return budgets
 
 
-def checked_budget(policy: Policy, budget: int | float | None, block: int) -> int | float:
+def checked_budget(policy: Policy, budget: int | float | str | None, block: int) -> int | float:
     """Return a policy's budget as it can be checked without a prompt, which a share refers to; the block as well."""
     if budget is None:
         raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
