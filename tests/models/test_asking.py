@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import sys
+import warnings
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 import kvjax
 import models
+from models import asking
 from models.asking import _Form
 from models.commands import ask
 from models.states import without_room
@@ -171,3 +173,44 @@ def test_free_slots_are_taken_away_but_those_that_the_fullest_head_needs():
     layer = dataclasses.replace(layer, position=jax.numpy.asarray(position))
     small = without_room(kvjax.LayerCaches((layer,)))
     assert small.num_slots == 11 and [len(head) for head in held(small)[0]] == [3, 11]
+
+
+def test_questions_of_other_lengths_ask_for_no_program(model, compiled_steps):
+    tokenizer = tokenizer_of(CHATML)
+    made = dict(policy="snapkv(window=4)+caote", budget=48)
+    cache = models.ask(model, tokenizer, DOCUMENT * 4, [], **made, **SETTINGS).cache
+    settings, words = SETTINGS | dict(block=64), "Who went to the river when it was calm ?".split()
+    models.ask(model, tokenizer, cache, [words[0], " ".join(words)], **settings)  # of at most 32, and of more
+    lengths = {len(_Form.of(tokenizer, None).question(" ".join(words[:n]))) for n in range(1, len(words))}
+    assert len(lengths) > 4 and max(lengths) <= 64, lengths
+    before = compiled_steps()
+    for n in range(1, len(words)):
+        models.ask(model, tokenizer, cache, " ".join(words[:n]), **settings)
+    assert compiled_steps() == before
+
+
+def test_an_answer_that_repeats_itself_is_ended(model, monkeypatch):
+    class Third(list):
+        def add(self, token):
+            self.append(token)
+            return len(self) == 3
+
+    monkeypatch.setattr(asking, "Repetition", Third)
+    tokenizer, made = tokenizer_of(CHATML), dict(policy="full", end=(), **SETTINGS)
+    found = models.ask(model, tokenizer, DOCUMENT, QUESTIONS[0], **made)
+    whole = models.ask(model, tokenizer, DOCUMENT, QUESTIONS[0], may_repeat=True, **made)
+    assert (found.repeated, whole.repeated) == ((True,), (False,))
+    assert len(found.answers[0]) < len(whole.answers[0]) and whole.answers[0].startswith(found.answers[0])
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_keeps_too_little_or_takes_too_much_is_warned_of(model):
+    tokenizer, made = tokenizer_of(CHATML), dict(policy="keydiff", max_new_tokens=2, block=16)
+    with pytest.warns(UserWarning, match="a tenth of a document's tokens or less"):
+        models.ask(model, tokenizer, DOCUMENT, [], budget=0.1, **made)
+    with pytest.warns(UserWarning, match="more memory at once than one of all tokens"):
+        models.ask(model, tokenizer, DOCUMENT * 4, QUESTIONS, budget=0.9, **made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        models.ask(model, tokenizer, DOCUMENT * 4, QUESTIONS, budget=0.25, **made)
+        models.ask(model, tokenizer, DOCUMENT, QUESTIONS, policy="full", max_new_tokens=2, block=16)
