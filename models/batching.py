@@ -29,6 +29,7 @@ from models.driver import Choice, Steps, check_finite, choice_of, feed_blocks, n
 from models.options import EngineSettings, Options, RequestSettings, options_of
 from models.plan import Rows
 from models.planning import plan_run
+from models.progress import Progress
 from models.prompts import CheckedPrompt, check_prompt
 from models.sampling import Draws, Sampling
 from models.selecting import check_memory_is_kept
@@ -200,13 +201,27 @@ class Engine:
         """Tell whether no request and no token is left."""
         return not (self._waiting or self._unread or self._entering is not None or any(self._rows))
 
-    def run(self) -> Iterator[NewToken]:
-        """Yield tokens as they come until no request is left; a loop that was left goes on with the next token."""
-        while not self.idle:
-            if not self._unread:
-                self._unread.extend(self.step())
-            if self._unread:
-                yield self._unread.popleft()
+    def run(self, *, progress: bool = False) -> Iterator[NewToken]:
+        """Yield tokens as they come until no request is left; a loop that was left goes on with the next token.
+
+        With ``progress``, show how many requests have ended: a bar on a terminal, elsewhere a line every 30 s.
+        """
+        ended = 0
+        with Progress(quiet=not progress) as shown:
+            while not self.idle:
+                shown.at("answering", ended, ended + self._left, "request")
+                if not self._unread:
+                    self._unread.extend(self.step())
+                if self._unread:
+                    made = self._unread.popleft()
+                    ended += made.ended
+                    yield made
+
+    @property
+    def _left(self) -> int:
+        """Return the number of requests whose last token is still to be yielded."""
+        ended = sum(made.ended for made in self._unread)
+        return len(self._waiting) + (self._entering is not None) + sum(map(bool, self._rows)) + ended
 
     def step(self) -> list[NewToken]:
         """Feed one block of the oldest waiting prompt if a row is free, and make one token in each row in use."""

@@ -37,6 +37,7 @@ from models.driver import (
 )
 from models.options import AnswerSettings, Options, PromptSettings, options_of
 from models.planning import overflowing, plan_run
+from models.progress import Progress
 from models.prompts import CheckedPrompt, Prefilled, Tokens, cache_heads, check_prompt, kept_of
 from models.sampling import Draws
 from models.steps import DecodeState, Run
@@ -147,11 +148,12 @@ def generate(
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     key: Array | Draws | None = None,
+    progress: bool = False,
     **settings: Unpack[AnswerSettings],
 ) -> Generation:
     """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
 
-    This is one compiled program, except on a CPU (models/driver.py).
+    This is one compiled program, except on a CPU (models/driver.py), or with ``progress``.
 
     Args:
         tokens: prompts as :func:`prefill` takes them, or the result of :func:`prefill`: then only the answer is
@@ -160,6 +162,8 @@ def generate(
         cache, lengths, question: see :func:`prefill`. The last token of an answer is not in its cache: to continue from
             it, feed that token first.
         key: draws the tokens where the temperature is above 0. :class:`Draws` says with it what a cache has seen.
+        progress: show how far prompt and answer are: a bar on a terminal, elsewhere, as in a notebook, a line every
+            30 s. The host then feeds block by block and token by token, as :func:`stream` does.
 
     Example:
         >>> import models
@@ -178,8 +182,9 @@ def generate(
     run, sizes, prompt = prepare(model, given, options)
     choice, draws = choice_of(model, options, key, given)
     steps = Steps.of(run, sizes, draws.key)
-    if steps.layers is not None:
-        return _generate_by_layer(steps, prompt, cache, logits, choice, draws)
+    if steps.layers is not None or progress:
+        with Progress(quiet=not progress) as shown:
+            return _generate_from_host(steps, prompt, cache, logits, choice, draws, shown)
     state, out, count, finite = generate_at_once(run, sizes, prompt, cache, logits, draws, choice)
     check_finite(model, finite)
     return Generation(out, state.cache, count)
@@ -304,13 +309,24 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
     return schedule(given.text, run.plan.policy, block=options.block, exact=exact, **when)
 
 
-def _generate_by_layer(
-    steps: Steps, prompt: Schedule, cache: ModelCache | None, logits: Array | None, choice: Choice, draws: Draws
+def _generate_from_host(
+    steps: Steps,
+    prompt: Schedule,
+    cache: ModelCache | None,
+    logits: Array | None,
+    choice: Choice,
+    draws: Draws,
+    shown: Progress,
 ) -> Generation:
+    def note(done: int, total: int, _: ModelCache) -> None:
+        shown.at("reading", done, total, "token")
+
+    on_block = None if shown.quiet else note  # it waits for each block
     run = steps.run
     B, pad = run.rows.lengths.shape[0], pad_of(run)
     out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
-    for step, (token, state) in enumerate(tokens_of(steps, prompt, cache, logits, choice, draws)):
+    for step, (token, state) in enumerate(tokens_of(steps, prompt, cache, logits, choice, draws, on_block)):
+        shown.at("answering", step + 1, choice.most, "token")
         out[:, step] = np.where(token < 0, pad, token)
         count += token >= 0
         last = state

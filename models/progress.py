@@ -37,7 +37,7 @@ class Progress:
     """Shows how far long work is: a bar on a terminal, elsewhere a line every few seconds.
 
     Args:
-        every: seconds between two lines; the first one comes after as many.
+        every: seconds between two lines, 30 by default; the first one comes after as many.
         quiet: whether nothing is shown.
 
     Example:
@@ -46,8 +46,8 @@ class Progress:
         ...     progress.at("reading", 128, 1024, "token")
     """
 
-    def __init__(self, *, every: float = EVERY, quiet: bool = False):
-        self.every, self.quiet = every, quiet or not hosts.first()
+    def __init__(self, *, every: float | None = None, quiet: bool = False):
+        self.every, self.quiet = EVERY if every is None else every, quiet or not hosts.first()
         self.bar: tqdm | None = None
         self.doing, self.last = "", time.monotonic()
 
@@ -68,6 +68,7 @@ class Progress:
         if sys.stderr.isatty():
             if self.bar is None:
                 self.bar = progress_bar(unit, total=total, desc=doing, initial=done, leave=False)
+            self.bar.total = total
             self.bar.update(done - self.bar.n)
         elif now - self.last >= self.every:
             self.last = now
