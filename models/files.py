@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +67,24 @@ def first_of(folder: Path, names: Sequence[str]) -> Path | None:
             stacklevel=2,
         )
     return folder / found[0] if found else None
+
+
+def warn_of_unfinished(folder: Path) -> None:
+    """Warn if a folder is that of a training run that has not ended: what it holds is of its last checkpoint."""
+    run, checkpoints = folder / "run.json", folder / "checkpoints"
+    if not run.is_file() or not checkpoints.is_dir() or (folder / "summary.json").exists():
+        return
+    settings = (json_object(run.read_bytes()) or {}).get("settings", {})
+    try:
+        steps = f" of {math.ceil(settings['tokens'] / (settings['batch'] * settings['seq_len']))}"
+    except (KeyError, TypeError, ZeroDivisionError):
+        steps = ""
+    done = max((int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal()), default=0)
+    warnings.warn(
+        f"{folder} is of a training run that has not ended: it holds the checkpoint of step {done}{steps}; run the "
+        "same command again to finish it.",
+        stacklevel=3,
+    )
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:

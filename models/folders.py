@@ -21,7 +21,7 @@ from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, refuse_pickl
 from models.config import Config
 from models.config_json import family_of, from_hugging_face, language_model
 from models.families import family_of_architecture
-from models.files import first_of
+from models.files import first_of, warn_of_unfinished
 from models.parameters import tensor_names
 from models.tokenizer import Tokenizer, read_object
 
@@ -55,6 +55,7 @@ def find(path: str | Path, revision: str | None = None) -> Path:
         return published.find(str(path))
     folder = Path(os.path.expanduser(path))  # unlike Path.expanduser, this leaves an unknown user's name
     if folder.is_dir():
+        warn_of_unfinished(folder)
         return folder
     if folder.is_file():
         if folder.suffix.lower() == ".gguf":

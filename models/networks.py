@@ -30,7 +30,7 @@ from models import fingerprints
 from models.butler import Butler, ButlerConfig
 from models.config import Config, described
 from models.decoder import Decoder
-from models.files import to_json, write_files
+from models.files import to_json, warn_of_unfinished, write_files
 from models.folders import find_folder
 from models.parameters import known_dtype
 from models.published import PUBLISHED
@@ -215,6 +215,7 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     if len(names) > 1:
         raise ValueError(f"{folder} has several networks: {', '.join(names)}; give each a folder of its own.")
     (name,) = names
+    warn_of_unfinished(folder)
     wanted = None
     if name == "butler":
         wanted = model.embedding[...].dtype if dtype is None else known_dtype(dtype)
