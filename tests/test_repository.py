@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -245,3 +246,17 @@ def test_constraints_are_exact_versions_of_what_is_declared():
         if extra not in ("cuda", "data"):  # hundreds of megabytes that CI does not install
             declared |= {distribution(r) for r in requirements}
     assert declared - {"kvjax"} <= pinned, f"not pinned: {sorted(declared - {'kvjax'} - pinned)}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(("source", "installs"), [(ROOT, True), (ROOT / "elsewhere", False)])
+def test_make_installs_nothing_into_the_environment_of_another_checkout(tmp_path, source, installs):
+    (tmp_path / "bin").mkdir()
+    python, said = tmp_path / "bin" / "python", tmp_path / "said"
+    url = json.dumps({"url": f"file://{source}"})
+    python.write_text(f'#!/bin/sh\necho "$@" >> {said}\ncase "$*" in *direct_url*) echo \'{url}\';; esac\n')
+    python.chmod(0o755)
+    made = subprocess.run(["make", "setup", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert ("-m pip install" in said.read_text()) == installs
+    assert ("environment of another checkout" in made.stdout) != installs
