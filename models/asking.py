@@ -71,14 +71,16 @@ class Answers(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """Holds functions that :func:`ask` calls.
+    """Holds functions that :func:`ask` calls, and when it ends an answer.
 
     ``on_block`` is called while the document is read, as by :func:`models.stream`; ``on_text`` with each piece of an
-    answer, as it comes.
+    answer, as it comes. An answer that says the same three times or more is ended, as in ``python -m models.chat``,
+    unless ``may_repeat`` lets it go on.
     """
 
     on_block: OnBlock | None = None
     on_text: Callable[[str], None] | None = None
+    may_repeat: bool = False
 
 
 NO_WATCH = Watch()
@@ -95,8 +97,6 @@ def ask(
     system: str | None = None,
     key: Array | Draws | None = None,
     watch: Watch = NO_WATCH,
-    may_repeat: bool = False,
-    progress: bool = False,
     **settings: Unpack[AskSettings],
 ) -> Answers:
     """Read a document, compress it once, and answer each question from the cache that is kept.
@@ -120,11 +120,8 @@ def ask(
             A tokenizer without a template (:meth:`models.Tokenizer.plain`) leaves the template out.
         key: draws the tokens of the answers where the temperature is above 0; :class:`Draws` says with it what a cache
             has seen.
-        watch: functions that are called while the document is read, and with each piece of an answer.
-        may_repeat: let an answer go on that says the same three times or more; by default it is ended, as in
-            ``python -m models.chat``.
-        progress: show how far reading and answering are: a bar on a terminal, elsewhere, as in a notebook, a line
-            every 30 s.
+        watch: functions that are called while the document is read, and with each piece of an answer, and whether an
+            answer that repeats itself is ended.
 
     Raises:
         TypeError: a question is no text.
@@ -151,8 +148,9 @@ def ask(
     options = options_of("ask", AskSettings, OPTIONS if options is None else options, settings)
     key, given = key if isinstance(key, Draws) else Draws(key)
     seen = None if given is None else np.asarray(given)
-    on_text = (lambda piece: None) if watch.on_text is None else watch.on_text
-    with Progress(quiet=not progress) as shown:
+    shown = Progress(quiet=not options.progress)
+    options = dataclasses.replace(options, progress=False)  # what is read and answered shows nothing of its own
+    with shown:
         if isinstance(document, Path):
             document = files.read_text(document, "document")
         if isinstance(document, str):
@@ -172,7 +170,7 @@ def ask(
             def note(count: int, which: str = which) -> None:
                 shown.at(which, count, options.max_new_tokens, "token")
 
-            said, stopped, size = _answer(model, tokenizer, cache, tail, options, drawn, may_repeat, on_text, note)
+            said, stopped, size = _answer(model, tokenizer, cache, tail, options, drawn, watch, note)
             answers.append(said)
             repeated.append(stopped)
             took.append(time.monotonic() - begun)
@@ -243,8 +241,7 @@ def _answer(
     question: list[int],
     options: Options,
     draws: Draws,
-    may_repeat: bool,
-    on_text: Callable[[str], None],
+    watch: Watch,
     on_step: Callable[[int], None],
 ) -> tuple[str, bool, int]:
     """Answer one question in a copy of the cache.
@@ -252,7 +249,7 @@ def _answer(
     Returns:
         The answer, whether it was ended because it repeated itself, and the bytes of the copy.
     """
-    ends = model.config.eos if options.end is None else options.end
+    ends, on_text = model.config.eos if options.end is None else options.end, watch.on_text or (lambda piece: None)
     nothing_more = dataclasses.replace(options, policy=None, budget=None, networks=None, cache_dtype=None)
     pieces, again, said, repeated, size = tokenizer.stream(), Repetition(), "", False, 0
     steps = models.stream(model, [question], options=nothing_more, cache=cache, key=draws)
@@ -261,7 +258,7 @@ def _answer(
         said += piece
         on_text(piece)
         on_step(count)
-        repeated = not may_repeat and again.add(int(token[0]))
+        repeated = not watch.may_repeat and again.add(int(token[0]))
         if repeated:
             break
     rest = pieces.finish()

@@ -201,13 +201,13 @@ class Engine:
         """Tell whether no request and no token is left."""
         return not (self._waiting or self._unread or self._entering is not None or any(self._rows))
 
-    def run(self, *, progress: bool = False) -> Iterator[NewToken]:
+    def run(self) -> Iterator[NewToken]:
         """Yield tokens as they come until no request is left; a loop that was left goes on with the next token.
 
-        With ``progress``, show how many requests have ended: a bar on a terminal, elsewhere a line every 30 s.
+        The option ``progress`` shows how many requests have ended.
         """
         ended = 0
-        with Progress(quiet=not progress) as shown:
+        with Progress(quiet=not self._options.progress) as shown:
             while not self.idle:
                 shown.at("answering", ended, ended + self._left, "request")
                 if not self._unread:

@@ -148,7 +148,6 @@ def generate(
     lengths: Int[HostOrDevice, "B"] | None = None,
     question: int | Int[HostOrDevice, "B"] | None = None,
     key: Array | Draws | None = None,
-    progress: bool = False,
     **settings: Unpack[AnswerSettings],
 ) -> Generation:
     """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
@@ -162,8 +161,6 @@ def generate(
         cache, lengths, question: see :func:`prefill`. The last token of an answer is not in its cache: to continue from
             it, feed that token first.
         key: draws the tokens where the temperature is above 0. :class:`Draws` says with it what a cache has seen.
-        progress: show how far prompt and answer are: a bar on a terminal, elsewhere, as in a notebook, a line every
-            30 s. The host then feeds block by block and token by token, as :func:`stream` does.
 
     Example:
         >>> import models
@@ -182,9 +179,8 @@ def generate(
     run, sizes, prompt = prepare(model, given, options)
     choice, draws = choice_of(model, options, key, given)
     steps = Steps.of(run, sizes, draws.key)
-    if steps.layers is not None or progress:
-        with Progress(quiet=not progress) as shown:
-            return _generate_from_host(steps, prompt, cache, logits, choice, draws, shown)
+    if steps.layers is not None or options.progress:
+        return _collected(steps.run, choice, _shown(steps, prompt, cache, logits, choice, draws, options.progress))
     state, out, count, finite = generate_at_once(run, sizes, prompt, cache, logits, draws, choice)
     check_finite(model, finite)
     return Generation(out, state.cache, count)
@@ -229,7 +225,7 @@ def stream(
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
     choice, draws = choice_of(model, options, key, given)
-    made = tokens_of(Steps.of(run, sizes), prompt, cache, logits, choice, draws, on_block)
+    made = _shown(Steps.of(run, sizes), prompt, cache, logits, choice, draws, options.progress, on_block)
     return ((token, state.cache) for token, state in made)
 
 
@@ -309,24 +305,36 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
     return schedule(given.text, run.plan.policy, block=options.block, exact=exact, **when)
 
 
-def _generate_from_host(
+def _shown(
     steps: Steps,
     prompt: Schedule,
     cache: ModelCache | None,
     logits: Array | None,
     choice: Choice,
     draws: Draws,
-    shown: Progress,
-) -> Generation:
-    def note(done: int, total: int, _: ModelCache) -> None:
-        shown.at("reading", done, total, "token")
+    progress: bool,
+    on_block: OnBlock | None = None,
+) -> Iterator[tuple[np.ndarray, DecodeState]]:
+    """Yield what :func:`models.driver.tokens_of` does, and show how far it is if ``progress`` says so."""
+    with Progress(quiet=not progress) as shown:
 
-    on_block = None if shown.quiet else note  # it waits for each block
-    run = steps.run
+        def note(done: int, total: int, cached: ModelCache) -> None:
+            shown.at("reading", done, total, "token")
+            if on_block is not None:
+                on_block(done, total, cached)
+
+        # Without progress nobody need wait for a block.
+        made = tokens_of(steps, prompt, cache, logits, choice, draws, note if progress else on_block)
+        for step, token in enumerate(made, 1):
+            shown.at("answering", step, choice.most, "token")
+            yield token
+
+
+def _collected(run: Run, choice: Choice, made: Iterator[tuple[np.ndarray, DecodeState]]) -> Generation:
+    """Return the tokens of all steps as one answer."""
     B, pad = run.rows.lengths.shape[0], pad_of(run)
     out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
-    for step, (token, state) in enumerate(tokens_of(steps, prompt, cache, logits, choice, draws, on_block)):
-        shown.at("answering", step + 1, choice.most, "token")
+    for step, (token, state) in enumerate(made):
         out[:, step] = np.where(token < 0, pad, token)
         count += token >= 0
         last = state

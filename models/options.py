@@ -65,6 +65,8 @@ class RequestSettings(TypedDict, total=False):
 class AskSettings(Settings, PolicySettings, RequestSettings, total=False):
     """Likewise, of a document and its questions."""
 
+    progress: bool
+
 
 class EngineSettings(AskSettings, total=False):
     """Likewise, of requests that come and go."""
@@ -123,6 +125,8 @@ class Options:
             multiplies those below, before a choice (arXiv 1909.05858); 1 for none. It takes a byte per row and token of
             the vocabulary beside the cache. A call that continues from a cache needs :class:`Draws`.
         end: tokens that end a row; the config's by default, () for none.
+        progress: show how far prompts and answers are: a bar on a terminal, elsewhere, as in a notebook, a line every
+            30 s. :func:`generate` then feeds block by block and token by token from the host.
 
     Example:
         >>> import models
@@ -153,6 +157,7 @@ class Options:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     end: tuple[int, ...] | None = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, str):

@@ -122,10 +122,8 @@ def _ask(flags: argparse.Namespace) -> None:
                 screen.say(question.strip())
             write = None if flags.json else screen.write
             draws = models.Draws(key, found.seen)
-            answer = ask(
-                model, asker, found.cache, question, key=draws, watch=Watch(on_text=write), may_repeat=flags.may_repeat,
-                **shared,
-            )  # fmt: skip
+            watch = Watch(on_text=write, may_repeat=flags.may_repeat)
+            answer = ask(model, asker, found.cache, question, key=draws, watch=watch, **shared)
             if not flags.json:
                 screen.end()
                 if answer.repeated[0]:

@@ -198,7 +198,7 @@ def test_an_answer_that_repeats_itself_is_ended(model, monkeypatch):
     monkeypatch.setattr(asking, "Repetition", Third)
     tokenizer, made = tokenizer_of(CHATML), dict(policy="full", end=(), **SETTINGS)
     found = models.ask(model, tokenizer, DOCUMENT, QUESTIONS[0], **made)
-    whole = models.ask(model, tokenizer, DOCUMENT, QUESTIONS[0], may_repeat=True, **made)
+    whole = models.ask(model, tokenizer, DOCUMENT, QUESTIONS[0], watch=models.Watch(may_repeat=True), **made)
     assert (found.repeated, whole.repeated) == ((True,), (False,))
     assert len(found.answers[0]) < len(whole.answers[0]) and whole.answers[0].startswith(found.answers[0])
 

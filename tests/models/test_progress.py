@@ -45,8 +45,8 @@ def test_calls_in_python_say_how_far_they_are(capsys, monkeypatch):
     np.testing.assert_array_equal(quiet.tokens, shown.tokens)
     err = capsys.readouterr().err
     assert "[reading: " in err and f"[answering: 2 of {shown.tokens.shape[1]} tokens]" in err
-    engine = models.Engine(model, rows=1, **made)
+    engine = models.Engine(model, rows=1, progress=True, **made)
     for prompt in tiny.DOCUMENT[:1], tiny.DOCUMENT[:1, :20]:
         engine.submit(prompt[0])
-    assert [token.ended for token in engine.run(progress=True)].count(True) == 2
+    assert [token.ended for token in engine.run()].count(True) == 2
     assert "[answering: 1 of 2 requests]" in capsys.readouterr().err
