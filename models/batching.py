@@ -22,6 +22,7 @@ import kvjax
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import check_count
 from kvjax._src.split_cache import ModelCache
+from kvjax.allocation import CAP
 from kvjax.schedule import HostOrDevice, Phase, Text
 from models import engine, hosts
 from models.decoder import Decoder, check_decoder
@@ -108,7 +109,9 @@ class Engine:
             check_memory_is_kept(policy, "'snapkv+caote'")
         self._options = dataclasses.replace(asked, policy=policy, reserve=most)
         # Any prompts of this size: the plan says how large the rows are.
-        prompt = CheckedPrompt(Text.of(np.zeros((rows, longest), np.int32)))
+        # A budget in slots has the same rows for all prompts, those of one that is longer than any head's share.
+        least = int(CAP) * asked.budget + asked.block if isinstance(asked.budget, int) else 1
+        prompt = CheckedPrompt(Text.of(np.zeros((rows, max(longest, least)), np.int32)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about these prompts
             run, sizes = plan_run(model, prompt, self._options)
