@@ -95,11 +95,15 @@ clean:  ## remove .venv, caches, builds and demo/
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@python="$$(PYTHON='$(PYTHON)' .ci/find-python)" || exit 2; \
+	@from="$$($(PY) -c 'from importlib.metadata import distribution as of; print(of("kvjax").read_text("direct_url.json"))' 2>/dev/null)"; \
+	if [[ "$$from" == *'"file://'* && "$$from" != *"\"file://$(CURDIR)\""* ]]; then \
+	    echo '$(VENV) is the environment of another checkout; it is used as it is, and nothing is installed into it'; \
+	    exit 0; \
+	fi; \
+	python="$$(PYTHON='$(PYTHON)' .ci/find-python)" || exit 2; \
 	if ! $(PY) -m pip --version >/dev/null 2>&1 || ! $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
 	    echo "Making $(VENV) with $$python"; \
 	    "$$python" -m venv --clear $(VENV) || exit 2; \
-	fi
-	@echo 'Installing kvjax and its extras into $(VENV) (a few minutes the first time)'
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	@touch $@
+	fi; \
+	echo 'Installing kvjax and its extras into $(VENV) (a few minutes the first time)'; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]' && touch $@

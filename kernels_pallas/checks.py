@@ -50,10 +50,16 @@ def check_names(what: str, given: Any, known: Iterable[str]) -> None:
 
 
 def nearest(*names: Any, known: Iterable[str]) -> str:
-    """Ask, for an error message, whether the name nearest to a misspelt one was meant; return "" if none is near."""
-    known = list(known)
-    found = (difflib.get_close_matches(name, known, 1, cutoff=0.7) for name in names if isinstance(name, str))
-    return next((f" Did you mean {near[0]!r}?" for near in found if near), "")
+    """Ask, for an error message, whether the name nearest to a misspelt one was meant; return "" if none is near.
+
+    Example:
+        >>> from kernels_pallas.checks import nearest
+        >>> nearest("H20", known=["h2o", "tova"])
+        " Did you mean 'h2o'?"
+    """
+    lower = {name.lower(): name for name in known}
+    found = (difflib.get_close_matches(name.lower(), lower, 1, cutoff=0.6) for name in names if isinstance(name, str))
+    return next((f" Did you mean {lower[near[0]]!r}?" for near in found if near), "")
 
 
 def check_count(what: str, value: Any, least: int, hint: str) -> int:

@@ -152,6 +152,9 @@ class Allocation:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"Allocation({self.name!r})"
+
 
 CAP = 8.0  # times the mean budget: what a head holds at most, where an allocation has a cap by default
 ALLOCATIONS = makers("allocation", "kvjax.allocations", Allocation)

@@ -225,7 +225,7 @@ def schedule(
     wanted = None if policy is None else policy.needs.reconstruction
     size = block
     if text.start.any() and text.context.any():  # a turn is short: a large block would mostly be padding
-        size = min(block, power_of_two(int(text.context.max())))
+        size = turn_block(int(text.context.max()), block)
     context = _cut(text, np.zeros_like(text.context), text.context, size)
     first: list[Stage] = []
     again: list[Stage] = []
@@ -437,6 +437,17 @@ def question_room(questions: np.ndarray) -> int:
     """Return the slots for the longest question, rounded up to a power of two so that there are few compilations."""
     longest = int(questions.max())
     return power_of_two(longest) if longest else 0
+
+
+def turn_block(tokens: int, block: int) -> int:
+    """Return the block of a turn of so many tokens in a kept cache: a power of two from 32, so that few are compiled.
+
+    Example:
+        >>> from kvjax.schedule import turn_block
+        >>> [turn_block(tokens, block=128) for tokens in (5, 40, 300)]
+        [32, 64, 128]
+    """
+    return min(block, max(32, power_of_two(tokens)))
 
 
 def power_of_two(size: int) -> int:

@@ -93,6 +93,9 @@ class Source:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"Source({self.name!r})"
+
 
 SOURCES = makers("source", "kvjax.sources", Source)
 

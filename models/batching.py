@@ -22,6 +22,7 @@ import kvjax
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import check_count
 from kvjax._src.split_cache import ModelCache
+from kvjax.allocation import CAP
 from kvjax.schedule import HostOrDevice, Phase, Text
 from models import engine, hosts
 from models.decoder import Decoder, check_decoder
@@ -29,6 +30,7 @@ from models.driver import Choice, Steps, check_finite, choice_of, feed_blocks, n
 from models.options import EngineSettings, Options, RequestSettings, options_of
 from models.plan import Rows
 from models.planning import plan_run
+from models.progress import Progress
 from models.prompts import CheckedPrompt, check_prompt
 from models.sampling import Draws, Sampling
 from models.selecting import check_memory_is_kept
@@ -107,7 +109,9 @@ class Engine:
             check_memory_is_kept(policy, "'snapkv+caote'")
         self._options = dataclasses.replace(asked, policy=policy, reserve=most)
         # Any prompts of this size: the plan says how large the rows are.
-        prompt = CheckedPrompt(Text.of(np.zeros((rows, longest), np.int32)))
+        # A budget in slots has the same rows for all prompts, those of one that is longer than any head's share.
+        least = int(CAP) * asked.budget + asked.block if isinstance(asked.budget, int) else 1
+        prompt = CheckedPrompt(Text.of(np.zeros((rows, max(longest, least)), np.int32)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about these prompts
             run, sizes = plan_run(model, prompt, self._options)
@@ -202,12 +206,26 @@ class Engine:
         return not (self._waiting or self._unread or self._entering is not None or any(self._rows))
 
     def run(self) -> Iterator[NewToken]:
-        """Yield tokens as they come until no request is left; a loop that was left goes on with the next token."""
-        while not self.idle:
-            if not self._unread:
-                self._unread.extend(self.step())
-            if self._unread:
-                yield self._unread.popleft()
+        """Yield tokens as they come until no request is left; a loop that was left goes on with the next token.
+
+        The option ``progress`` shows how many requests have ended.
+        """
+        ended = 0
+        with Progress(quiet=not self._options.progress) as shown:
+            while not self.idle:
+                shown.at("answering", ended, ended + self._left, "request")
+                if not self._unread:
+                    self._unread.extend(self.step())
+                if self._unread:
+                    made = self._unread.popleft()
+                    ended += made.ended
+                    yield made
+
+    @property
+    def _left(self) -> int:
+        """Return the number of requests whose last token is still to be yielded."""
+        ended = sum(made.ended for made in self._unread)
+        return len(self._waiting) + (self._entering is not None) + sum(map(bool, self._rows)) + ended
 
     def step(self) -> list[NewToken]:
         """Feed one block of the oldest waiting prompt if a row is free, and make one token in each row in use."""

@@ -37,6 +37,7 @@ from models.driver import (
 )
 from models.options import AnswerSettings, Options, PromptSettings, options_of
 from models.planning import overflowing, plan_run
+from models.progress import Progress
 from models.prompts import CheckedPrompt, Prefilled, Tokens, cache_heads, check_prompt, kept_of
 from models.sampling import Draws
 from models.steps import DecodeState, Run
@@ -151,7 +152,7 @@ def generate(
 ) -> Generation:
     """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
 
-    This is one compiled program, except on a CPU (models/driver.py).
+    This is one compiled program, except on a CPU (models/driver.py), or with ``progress``.
 
     Args:
         tokens: prompts as :func:`prefill` takes them, or the result of :func:`prefill`: then only the answer is
@@ -178,8 +179,8 @@ def generate(
     run, sizes, prompt = prepare(model, given, options)
     choice, draws = choice_of(model, options, key, given)
     steps = Steps.of(run, sizes, draws.key)
-    if steps.layers is not None:
-        return _generate_by_layer(steps, prompt, cache, logits, choice, draws)
+    if steps.layers is not None or options.progress:
+        return _collected(steps.run, choice, _shown(steps, prompt, cache, logits, choice, draws, options.progress))
     state, out, count, finite = generate_at_once(run, sizes, prompt, cache, logits, draws, choice)
     check_finite(model, finite)
     return Generation(out, state.cache, count)
@@ -224,7 +225,7 @@ def stream(
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, sizes, prompt = prepare(model, given, options)
     choice, draws = choice_of(model, options, key, given)
-    made = tokens_of(Steps.of(run, sizes), prompt, cache, logits, choice, draws, on_block)
+    made = _shown(Steps.of(run, sizes), prompt, cache, logits, choice, draws, options.progress, on_block)
     return ((token, state.cache) for token, state in made)
 
 
@@ -304,13 +305,36 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
     return schedule(given.text, run.plan.policy, block=options.block, exact=exact, **when)
 
 
-def _generate_by_layer(
-    steps: Steps, prompt: Schedule, cache: ModelCache | None, logits: Array | None, choice: Choice, draws: Draws
-) -> Generation:
-    run = steps.run
+def _shown(
+    steps: Steps,
+    prompt: Schedule,
+    cache: ModelCache | None,
+    logits: Array | None,
+    choice: Choice,
+    draws: Draws,
+    progress: bool,
+    on_block: OnBlock | None = None,
+) -> Iterator[tuple[np.ndarray, DecodeState]]:
+    """Yield what :func:`models.driver.tokens_of` does, and show how far it is if ``progress`` says so."""
+    with Progress(quiet=not progress) as shown:
+
+        def note(done: int, total: int, cached: ModelCache) -> None:
+            shown.at("reading", done, total, "token")
+            if on_block is not None:
+                on_block(done, total, cached)
+
+        # Without progress nobody need wait for a block.
+        made = tokens_of(steps, prompt, cache, logits, choice, draws, note if progress else on_block)
+        for step, token in enumerate(made, 1):
+            shown.at("answering", step, choice.most, "token")
+            yield token
+
+
+def _collected(run: Run, choice: Choice, made: Iterator[tuple[np.ndarray, DecodeState]]) -> Generation:
+    """Return the tokens of all steps as one answer."""
     B, pad = run.rows.lengths.shape[0], pad_of(run)
     out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
-    for step, (token, state) in enumerate(tokens_of(steps, prompt, cache, logits, choice, draws)):
+    for step, (token, state) in enumerate(made):
         out[:, step] = np.where(token < 0, pad, token)
         count += token >= 0
         last = state

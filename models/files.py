@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,14 @@ from typing import IO, Any
 from kvjax._src.files import first, locked, replacing
 
 LOCK_FILE = ".lock"
+# What files begin with that people take for text, and how to get their text.
+OTHER_FILES = {
+    b"%PDF": ("a PDF", "take its text out first: pdftotext FILE.pdf FILE.txt"),
+    b"PK\x03\x04": ("a zip file, as .docx and .epub are", "take its text out first: pandoc -t plain FILE -o FILE.txt"),
+    b"\x1f\x8b": ("gzip-compressed", "unpack it first: gunzip FILE.gz"),
+    b"\xff\xfe": ("UTF-16", "convert it first: iconv -f UTF-16 -t UTF-8 FILE > FILE.txt"),
+    b"\xfe\xff": ("UTF-16", "convert it first: iconv -f UTF-16 -t UTF-8 FILE > FILE.txt"),
+}
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -35,10 +44,17 @@ def read_text(path: str | Path, what: str) -> str:
 
 def decoded(content: bytes, name: str) -> str:
     """Decode what was read from ``name``, as UTF-8."""
+    for start, (kind, advice) in OTHER_FILES.items():
+        if content.startswith(start):
+            raise ValueError(f"{name} is {kind}, not UTF-8 text; {advice}.")
     try:
-        return content.decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text (byte {error.start}); convert it first.") from None
+        advice = f"convert it first, such as iconv -f LATIN1 -t UTF-8 {name} > text.txt"
+        raise ValueError(f"{name} is not UTF-8 text (byte {error.start}); {advice}.") from None
+    if "\0" in text:
+        raise ValueError(f"{name} is a binary file: it has null bytes (byte {text.index(chr(0))}); give its text.")
+    return text
 
 
 def first_of(folder: Path, names: Sequence[str]) -> Path | None:
@@ -51,6 +67,24 @@ def first_of(folder: Path, names: Sequence[str]) -> Path | None:
             stacklevel=2,
         )
     return folder / found[0] if found else None
+
+
+def warn_of_unfinished(folder: Path) -> None:
+    """Warn if a folder is that of a training run that has not ended: what it holds is of its last checkpoint."""
+    run, checkpoints = folder / "run.json", folder / "checkpoints"
+    if not run.is_file() or not checkpoints.is_dir() or (folder / "summary.json").exists():
+        return
+    settings = (json_object(run.read_bytes()) or {}).get("settings", {})
+    try:
+        steps = f" of {math.ceil(settings['tokens'] / (settings['batch'] * settings['seq_len']))}"
+    except (KeyError, TypeError, ZeroDivisionError):
+        steps = ""
+    done = max((int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal()), default=0)
+    warnings.warn(
+        f"{folder} is of a training run that has not ended: it holds the checkpoint of step {done}{steps}; run the "
+        "same command again to finish it.",
+        stacklevel=3,
+    )
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax._src.checks import shown
+from kvjax._src.checks import nearest, shown
 from models import hub, published
 from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, refuse_pickle, refuse_pointer
 from models.config import Config
 from models.config_json import family_of, from_hugging_face, language_model
 from models.families import family_of_architecture
-from models.files import first_of
+from models.files import first_of, warn_of_unfinished
 from models.parameters import tensor_names
 from models.tokenizer import Tokenizer, read_object
 
@@ -55,6 +55,7 @@ def find(path: str | Path, revision: str | None = None) -> Path:
         return published.find(str(path))
     folder = Path(os.path.expanduser(path))  # unlike Path.expanduser, this leaves an unknown user's name
     if folder.is_dir():
+        warn_of_unfinished(folder)
         return folder
     if folder.is_file():
         if folder.suffix.lower() == ".gguf":
@@ -64,7 +65,8 @@ def find(path: str | Path, revision: str | None = None) -> Path:
     if isinstance(path, str) and hub.NAME.fullmatch(path):
         return hub.find(path, revision)
     wrong = f"there is no folder {path}; give a model's folder, a GGUF file, 'retriever', 'smollm2', 'smollm2-answers',"
-    raise FileNotFoundError(f"{wrong} or a hub name such as Qwen/Qwen3-0.6B.")
+    near = nearest(str(path), known=[*SHIPPED, *published.PUBLISHED])
+    raise FileNotFoundError(f"{wrong} or a hub name such as Qwen/Qwen3-0.6B.{near}")
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from models import fingerprints, hub
 from models.butler import Butler, ButlerConfig
 from models.config import Config, described
 from models.decoder import Decoder
-from models.files import to_json, write_files
+from models.files import to_json, warn_of_unfinished, write_files
 from models.folders import find_folder
 from models.parameters import known_dtype
 from models.published_gates import read_gate
@@ -220,6 +220,7 @@ def load_network(folder: str | Path, model: Decoder, *, dtype: DTypeLike | None 
     published = None if names else read_gate(folder, model.config)
     if not names and published is None:
         raise FileNotFoundError(f"{folder} holds no network; give a folder that models.save_network wrote.")
+    warn_of_unfinished(folder)
     name, config, tensors = _read_own(folder, names[0], model) if published is None else published
     if wrong := sorted(own for own, tensor in tensors.items() if not np.isfinite(tensor.astype(float)).all()):
         place = folder if published else folder / files_of(name)[0]
@@ -241,12 +242,14 @@ def _read_own(
     about = read_object(folder / config_file)
     try:
         config, made_for = _config_of(name, about[name], model.config), about["model"]
-        theirs, their_weights, their_name = made_for["config"], made_for["weights"], made_for["name"]
-        differing = _differing(model.config, theirs)
+        theirs, their_weights, their_name = {**made_for["config"]}, made_for["weights"], made_for["name"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / config_file} describes no {name} ({error}); train or copy it again.") from None
+    ours = _described(model.config)
+    differing = list(_differences(theirs, ours))
     if differing:
-        pairs = ", ".join(f"{field} {there} there and {here} here" for field, (there, here) in differing.items())
+        pairs = ", ".join(f"{at} {shown(there)} there and {shown(here)} here" for at, there, here in differing[:3])
+        pairs += f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ValueError(f"{folder} holds a {name} of another model, {their_name}: {pairs}; train one for this model.")
     if their_weights != fingerprint(model)["weights"]:
         raise ValueError(
@@ -368,11 +371,14 @@ def fingerprint(model: Decoder) -> dict[str, Any]:
     return {"config": _described(model.config), "weights": fingerprints.weights_of(model)}
 
 
-def _differing(config: Config, theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the fields in which a described config differs from a model's: what they are there and here."""
-    ours = _described(config)
-    pairs = {field: (theirs.get(field), ours.get(field)) for field in sorted({*ours, *theirs})}
-    return {field: (there, here) for field, (there, here) in pairs.items() if here != there}
+def _differences(theirs: Any, ours: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield where two configs differ, such as "rope.theta", and what stands there in each."""
+    if not isinstance(theirs, dict) or not isinstance(ours, dict):
+        if theirs != ours:
+            yield at, theirs, ours
+        return
+    for field in sorted({*theirs, *ours}):
+        yield from _differences(theirs.get(field), ours.get(field), f"{at}.{field}".lstrip("."))
 
 
 def _described(config: Config) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, TypedDict, get_type_hints
 
 from kvjax import OutputProjection, Policy
-from kvjax._src.checks import check_count, nearest
+from kvjax._src.checks import check_count, check_share_or_tokens, nearest
 from kvjax._src.quantise import DtypesLike
 from kvjax.schedule import When
 from kvjax.sources import Source
@@ -25,7 +25,7 @@ COUNTS = {
 class Settings(TypedDict, total=False):
     """Fields of :class:`Options` as keyword arguments: those that every run has."""
 
-    budget: int | float | None
+    budget: int | float | str | None
     block: int
     when: When | None
     page_size: int
@@ -65,6 +65,8 @@ class RequestSettings(TypedDict, total=False):
 class AskSettings(Settings, PolicySettings, RequestSettings, total=False):
     """Likewise, of a document and its questions."""
 
+    progress: bool
+
 
 class EngineSettings(AskSettings, total=False):
     """Likewise, of requests that come and go."""
@@ -88,7 +90,8 @@ class Options:
 
     Args:
         policy: what to keep, a policy or its short name; None or "full" keeps all.
-        budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1]).
+        budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1], or a
+            text such as "25%").
         block: tokens per step.
         when: evict after every "block", or once after the "prompt" (the block then only bounds the activations); by
             default after the prompt in :func:`prefill_each`, else after every block.
@@ -122,6 +125,8 @@ class Options:
             multiplies those below, before a choice (arXiv 1909.05858); 1 for none. It takes a byte per row and token of
             the vocabulary beside the cache. A call that continues from a cache needs :class:`Draws`.
         end: tokens that end a row; the config's by default, () for none.
+        progress: show how far prompts and answers are: a bar on a terminal, elsewhere, as in a notebook, a line every
+            30 s. :func:`generate` then feeds block by block and token by token from the host.
 
     Example:
         >>> import models
@@ -134,7 +139,7 @@ class Options:
     """
 
     policy: Policy | str | None = None
-    budget: int | float | None = None
+    budget: int | float | str | None = None
     block: int = 128
     when: When | None = None
     evict_every: int | None = None
@@ -152,8 +157,11 @@ class Options:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     end: tuple[int, ...] | None = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.budget, str):
+            object.__setattr__(self, "budget", check_share_or_tokens(self.budget))
         for name, (least, hint) in COUNTS.items():
             object.__setattr__(self, name, check_count(name, getattr(self, name), least, hint))
 

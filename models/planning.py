@@ -22,7 +22,7 @@ from kvjax._src.checks import is_known, plain
 from kvjax._src.policy import fits_biases
 from kvjax._src.policy_checks import check_measured, check_policy_given, check_state
 from kvjax._src.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
-from kvjax.schedule import When, moments
+from kvjax.schedule import When, moments, turn_block
 from models.butler import Butler
 from models.config import Config, Rope
 from models.decoder import Decoder
@@ -113,7 +113,11 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
     spec = dataclasses.replace(_spec(config, run.plan, prompt, options), layer_slots=(slots,) * config.num_layers)
     if run.plan.selection is not None:
         run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, memory_slots=slots))
-    return run, spec if kept is None else resized(spec, kept, held - kept.most, held)
+    if kept is None:
+        return run, spec
+    turn = prompt.text.tokens.shape[1]
+    size = turn_block(turn, options.block)  # turns of one number of blocks share their programs
+    return run, resized(spec, kept, -(-turn // size) * size + options.reserve, held)
 
 
 def overflowing(

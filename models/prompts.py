@@ -144,6 +144,8 @@ def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, H
     listed = isinstance(tokens, list | tuple) and lengths is None and all(np.ndim(row) == 1 for row in tokens)
     if listed and len({len(row) for row in tokens}) > 1:
         return _rows_of_a_list(tokens)
+    if isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(row, str) for row in tokens)):
+        raise ValueError("the prompt is a text; expected rows of tokens, such as [tokenizer.encode(text)].")
     try:
         return np.asarray(tokens), lengths
     except ValueError:

@@ -177,7 +177,12 @@ def check_memory_is_kept(policy: Policy, instead: str) -> None:
 
 
 def checked_selection(
-    select: Source | str | None, policy: Policy | None, budget: int | float | None, sinks: int, prompt: int, answer: int
+    select: Source | str | None,
+    policy: Policy | None,
+    budget: int | float | str | None,
+    sinks: int,
+    prompt: int,
+    answer: int,
 ) -> Selection | None:
     """Check a run's arguments for selection, and return the selection, None without ``select``.
 

@@ -13,7 +13,7 @@ from kvjax import Policy
 from kvjax._src.capacity import CacheSpec, most_held, rounded_up
 from kvjax._src.checks import check_share_or_tokens
 from kvjax.allocation import CAP
-from kvjax.schedule import power_of_two, question_room, words_of
+from kvjax.schedule import power_of_two, question_room, turn_block, words_of
 from models.options import Options
 from models.plan import Plan
 from models.prompts import CheckedPrompt, Kept
@@ -38,7 +38,7 @@ def budgets_of(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndar
     return budgets
 
 
-def checked_budget(policy: Policy, budget: int | float | None, block: int) -> int | float:
+def checked_budget(policy: Policy, budget: int | float | str | None, block: int) -> int | float:
     """Return a policy's budget as it can be checked without a prompt, which a share refers to; the block as well."""
     if budget is None:
         raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
@@ -58,7 +58,8 @@ def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, 
     """Return the spec with the slots and pages that a run needs.
 
     Budgets and whole prompts are rounded up (:func:`kvjax._src.capacity.rounded_up`). Under a budget in slots nothing
-    depends on the prompt, but the slots of a head that competes without a cap: it is read at that width.
+    depends on the prompt, but the slots of a head that competes without a cap, which is read at that width, and those
+    of a text that is shorter with its answer than the budget: it has as many as the next power of two.
     """
     policy, kept, text, fed = plan.policy, prompt.kept, prompt.text, prompt.fed
     assert policy is not None
@@ -73,7 +74,8 @@ def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, 
     all_tokens = prompt.most if fed else int(text.start.max())  # as many as one call for all would feed
     widest = policy.allocation.most(len(spec.windows), spec.kv_heads, largest)
     follows = isinstance(options.budget, float) or widest > CAP * largest
-    limit = rounded_up(all_tokens + options.reserve + max(copies, later)) if follows else math.inf
+    most = all_tokens + options.reserve + max(copies, later)
+    limit = rounded_up(most) if follows else power_of_two(most) if options.reserve else math.inf
     spec = spec.sized(held, room, step, limit)
     # What comes in before the first eviction: the whole prompt and its copies, a block, or what follows the prompt.
     entering, context = answer, int(text.context.max())
@@ -81,7 +83,7 @@ def sized(spec: CacheSpec, plan: Plan, prompt: CheckedPrompt, options: Options, 
     if whole and context:
         entering = text.tokens.shape[1] - int(text.questions.min()) + repeated
     elif fed and context:
-        entering = min(options.block, power_of_two(context)) + repeated
+        entering = turn_block(context, options.block) + repeated
     if kept is None:
         if not whole:
             return spec

@@ -13,7 +13,7 @@ import kvjax
 from kvjax import LayerCaches, PagedCache, SplitCache
 from kvjax._src.border import on_mesh
 from kvjax._src.cache import PARTS
-from kvjax._src.capacity import CacheSpec, rounded_up
+from kvjax._src.capacity import CacheSpec
 from kvjax._src.matching import without_samples
 from kvjax._src.new_caches import blank
 from kvjax._src.paged import trimmed
@@ -85,20 +85,20 @@ def _packed(cache: LayerCaches, plan: Plan, sizes: CacheSpec) -> PagedCache | Sp
 
 @functools.singledispatch
 def without_room(cache: ModelCache) -> ModelCache:
-    """Return a cache with no more slots, or pages, than its tokens need, rounded up to few sizes."""
+    """Return a cache with no more slots, or pages, than its tokens need."""
     return cache
 
 
 @without_room.register(PagedCache)
 def _without_pages(cache: PagedCache) -> PagedCache:
-    pages = rounded_up(len(cache.owner) - int(cache.num_free))
+    pages = len(cache.owner) - int(cache.num_free)
     return _trimmed(cache, pages) if pages < len(cache.owner) else cache
 
 
 @without_room.register(LayerCaches)
 def _without_slots(cache: LayerCaches) -> LayerCaches:
     held = np.max(hosts.fetched(cache.num_live), axis=(1, 2))
-    slots = tuple(min(rounded_up(max(int(n), 1)), own) for n, own in zip(held, cache.layer_slots, strict=True))
+    slots = tuple(max(int(n), 1) for n in held)
     return cache if slots == cache.layer_slots else cache.map(_compact, (slots, PARTS))
 
 

@@ -24,26 +24,47 @@
 # can look facts up, is in the package.
 #
 # The first cell installs kvjax where it is missing: from the checkout that this notebook is
-# in, else from the wheel that the environment variable `KVJAX_WHEEL` names.
+# in, else from the wheel that the environment variable `KVJAX_WHEEL` names (or a `git+` URL),
+# else from a wheel beside this notebook.
 
 # %%
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-extras = "plot"  # on a GPU "plot,cuda", on a TPU "plot,tpu"
+extras = "plot"  # and what this runtime needs: "cuda" on a GPU, "tpu" on a TPU
 needed = ["kvjax", "flax", "jaxtyping", "tokenizers", "matplotlib"]
 above = [Path.cwd(), *Path.cwd().parents]
 checkout = next((path for path in above if (path / "kvjax" / "__init__.py").is_file()), None)
 if checkout:
     sys.path.insert(0, str(checkout))  # pip's link to it is read by the next kernel only
+beside = max(map(str, Path.cwd().glob("kvjax-*.whl")), default=None)
+source = str(checkout or os.environ.get("KVJAX_WHEEL") or beside or "")
+
+
+class Missing(Exception):
+    def _render_traceback_(self):  # what a notebook shows of it: its sentence alone
+        return [str(self)]
+
+
 if all(map(importlib.util.find_spec, needed)):
     print("kvjax is installed" + (", from this checkout" if checkout else ""))
+elif not source:
+    raise Missing(
+        "kvjax is not here: put its wheel (kvjax-*.whl) beside this notebook, or name a wheel "
+        "or a git+ URL in KVJAX_WHEEL, and run this cell again."
+    )
 else:
-    source = checkout or os.environ.get("KVJAX_WHEEL", "kvjax")
-    options = ["--quiet", *(["-e"] if checkout else []), f"{source}[{extras}]"]
+    if shutil.which("nvidia-smi"):
+        extras += ",cuda"
+    elif any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*")):
+        extras += ",tpu"
+    of_url = f"kvjax[{extras}] @ {source}"  # pip names a thing at a URL, and not a file
+    named = of_url if "://" in source else f"{source}[{extras}]"
+    options = ["--quiet", *(["-e"] if checkout else []), named]
     subprocess.run([sys.executable, "-m", "pip", "install", *options], check=True)
     print(f"kvjax was installed from {source}")
 

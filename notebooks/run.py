@@ -19,7 +19,7 @@ from typing import Any
 import jupytext
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
@@ -98,6 +98,10 @@ def execute(source: Path, timeout: int) -> Any:
     )
     try:
         client.execute()
+    except CellTimeoutError:
+        raise ValueError(
+            f"{source.name}: a cell took more than {timeout} s; give it longer with --timeout."
+        ) from None
     except CellExecutionError as error:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
         raise ValueError(f"{source.name}: {plain}") from None

@@ -1,12 +1,14 @@
 """The code in the documents runs, from top to bottom, as a reader would paste it; what they cite is what is there."""
 
-import importlib
+import importlib.util
 import itertools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,22 +154,53 @@ def test_a_notebook_has_outputs_without_errors_links_that_lead_somewhere_and_one
     assert "KVJAX_WHEEL" in first and "device_kind" in second
 
 
-@pytest.mark.parametrize("place", ["checkout", "wheel", "index", "installed"])
+@pytest.mark.parametrize("place", ["checkout", "wheel", "url", "beside", "gpu", "nowhere", "installed"])
 @pytest.mark.parametrize("notebook", NOTEBOOKS[3:4], ids=lambda n: n.stem)
 def test_a_notebook_installs_from_its_checkout_or_else_from_the_wheel(notebook, place, tmp_path, capsys, monkeypatch):
+    named = {"beside": None, "nowhere": None, "url": "git+https://example.org/kvjax"}.get(place, "my.whl")
     monkeypatch.delenv("KVJAX_WHEEL", raising=False)
-    if place != "index":
-        monkeypatch.setenv("KVJAX_WHEEL", "my.whl")
+    if named is not None:
+        monkeypatch.setenv("KVJAX_WHEEL", named)
     monkeypatch.chdir(notebook.parent if place in ("checkout", "installed") else tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(shutil, "which", lambda name: "nvidia-smi" if place == "gpu" else None)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: tmp_path.iterdir() if "whl" in pattern else [])
     ran = []
     monkeypatch.setattr(subprocess, "run", lambda words, check: ran.append(words[1:]))
+    if place == "beside":
+        (tmp_path / "kvjax-0.2.0.whl").touch()
     if place != "installed":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-    exec("".join(cells(notebook, "code")[0]["source"]), {})
-    source = {"checkout": str(ROOT), "wheel": "my.whl", "index": "kvjax"}.get(place)
-    editable = ["-e"] if place == "checkout" else []
-    expected = ["-m", "pip", "install", "--quiet", *editable, f"{source}[train,plot]"]
+    cell = "".join(cells(notebook, "code")[0]["source"])
+    if place == "nowhere":
+        with pytest.raises(Exception, match="kvjax is not here: put its wheel") as caught:
+            exec(cell, {})
+        assert caught.value._render_traceback_() == [str(caught.value)]  # one sentence in a notebook
+        return
+    exec(cell, {})
+    source = {"checkout": str(ROOT), "beside": str(tmp_path / "kvjax-0.2.0.whl")}.get(place, named)
+    what = f"kvjax[train,plot] @ {named}" if place == "url" else f"{source}[train,plot{',cuda' * (place == 'gpu')}]"
+    expected = ["-m", "pip", "install", "--quiet", *(["-e"] if place == "checkout" else []), what]
     assert ran == ([] if place == "installed" else [expected])
     said = "is installed, from this checkout" if place == "installed" else f"was installed from {source}"
     assert capsys.readouterr().out == f"kvjax {said}\n"
+
+
+def test_the_first_cells_name_the_repository_that_the_package_names():
+    """Where there is none, they say that a wheel is needed."""
+    source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Source")
+    firsts = ["".join(cells(notebook, "code")[0]["source"]) for notebook in NOTEBOOKS]
+    assert source is None or all(f"git+{source}" in first for first in firsts)
+
+
+def test_a_notebook_that_takes_too_long_is_named_with_the_flag(monkeypatch):
+    spec = importlib.util.spec_from_file_location("notebooks_run", ROOT / "notebooks" / "run.py")
+    runner = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(runner)
+
+    def execute(client):
+        raise runner.CellTimeoutError("a cell timed out")
+
+    monkeypatch.setattr(runner.NotebookClient, "execute", execute)
+    with pytest.raises(ValueError, match=r"1-quickstart\.py: a cell took more than 7 s; give it longer with --timeout"):
+        runner.execute(NOTEBOOKS[0].with_suffix(".py"), 7)

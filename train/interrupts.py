@@ -1,4 +1,4 @@
-"""Ctrl-C in a training run: it never cuts a checkpoint in two, and the run says how it goes on."""
+"""Ctrl-C and SIGTERM in a training run: they never cut a checkpoint in two, and the run says how it goes on."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models import commands
+from models import commands, hosts
 
 
 class Interrupts:
-    """Ctrl-C while it is entered: KeyboardInterrupt, at once or at the end of what is :meth:`held` together.
+    """Ctrl-C or SIGTERM while it is entered: KeyboardInterrupt, at once or at the end of what is :meth:`held` together.
 
-    A second Ctrl-C does not wait.
+    A second one does not wait. Several processes are not asked to end by SIGTERM: it ends them at once
+    (models/commands/distributed.py).
     """
 
     def __init__(self) -> None:
         self.holding = self.waiting = False
 
     def __enter__(self) -> Interrupts:
-        self.before: Any = None
+        self.before: dict[signal.Signals, Any] = {}
         # A process in the background ignores Ctrl-C, and only the main thread may say what a signal does.
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-            self.before = signal.signal(signal.SIGINT, self._asked)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT,) if hosts.several() else (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self.before[number] = signal.signal(number, self._asked)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def _asked(self, *_: object) -> None:
         if not self.holding or self.waiting:

@@ -41,6 +41,8 @@ from train.meter import Meter
 from train.text import Corpus
 
 Parameters = dict[str, Array]
+MEASURING = "measuring held-out text"
+SAVE_SECONDS = 300.0  # between two checkpoints at most, however long a step takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Options:
         digests: fingerprints of the model, its tokenizer and the built-in prose; a run resumes only with the same ones.
         mesh: devices with axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
         resume: whether it starts from the newest whole checkpoint in its folder, if there is one.
-        save_every, keep: the steps between two checkpoints, and how many checkpoints are kept.
+        save_every, keep: the steps between two checkpoints, and how many checkpoints are kept. A run of one process
+            also writes one when five minutes have passed since the last.
         eval_every: the steps between two measurements on held-out text; 0 for the end only.
         log_every: the steps between two lines of the log.
         stop_after: the step at which to stop, to be resumed later.
@@ -243,7 +246,8 @@ def run(
         ValueError: the folder holds another run (the message says what differs) or one that is running, the mesh does
             not divide the batch, the loss is not finite, or the text cannot be read.
         OSError: a checkpoint cannot be written.
-        KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; the message has its path and the command that resumes.
+        KeyboardInterrupt: Ctrl-C or SIGTERM, after a checkpoint was saved; the message has its path and the command
+            that resumes.
     """
     mesh, resume, measure = options.mesh or one_device(), options.resume, options.measure
     if settings.batch % mesh.shape["data"]:
@@ -272,7 +276,7 @@ def run(
         meter = Meter(last, progress.step, options.progress_bar and first_process, options.say)
         stack.callback(meter.close)
         pending: list[tuple[Array, Array]] = []
-        started = logged = time.monotonic()
+        started = logged = written = time.monotonic()
         since, saved, before = progress.step, progress.step, progress.seconds
         reached = state, progress  # in one name, so that Ctrl-C never finds one without the other
 
@@ -301,7 +305,7 @@ def run(
 
         def save() -> None:
             """Write a checkpoint and what the trainer saves, if a step was done since the last one."""
-            nonlocal saved, logged
+            nonlocal saved, logged, written
             state, progress = reached
             if progress.step == saved:
                 return
@@ -310,6 +314,7 @@ def run(
                 trainer.save(jax.tree.map(hosts.fetched, state.parameters))
                 checkpoints.wait()
                 saved, logged = progress.step, time.monotonic()
+                written = logged
 
         batches = prefetch(_batches(corpus, settings, progress, last))
         try:
@@ -325,7 +330,9 @@ def run(
                 reached = state, Progress(progress.step + 1, position, before + time.monotonic() - started)
                 done, ends = progress.step + 1, progress.step + 1 == last
                 every = options.eval_every
-                saves = done % options.save_every == 0 or ends
+                # By the clock in one process only: several would have to agree on the time.
+                late = jax.process_count() == 1 and time.monotonic() - written >= SAVE_SECONDS
+                saves = done % options.save_every == 0 or ends or late
                 measures = bool(every) and (done % every == 0 or ends) and (measure or done < steps)
                 if done % options.log_every == 0 or saves or measures:
                     note()
@@ -335,16 +342,18 @@ def run(
                 if saves or measures:
                     meter.settle()
                 if measures:
-                    figures = trainer.measure(state.parameters)
+                    with meter.doing(MEASURING):
+                        figures = trainer.measure(state.parameters)
                     log.write(done, {f"held_out/{name}": value for name, value in figures.items()})
                     logged = time.monotonic()
             checkpoints.close()
             state, progress = reached
             parameters = jax.tree.map(hosts.fetched, state.parameters)
-            meter.close("measuring held-out text" if measure and progress.step == steps else "")
+            meter.close(MEASURING if measure and progress.step == steps else "")
             if progress.step < steps:
                 return parameters, None
-            found, headline = trainer.summarise(state.parameters) if measure else ({}, {})
+            with meter.doing(MEASURING):
+                found, headline = trainer.summarise(state.parameters) if measure else ({}, {})
         except KeyboardInterrupt:
             meter.close()
             if jax.process_count() == 1:  # the others are not interrupted, and saving needs them all

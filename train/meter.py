@@ -1,10 +1,15 @@
-"""Show the finished steps of a training run: as a bar on a terminal, else as a line every twenty seconds."""
+"""Show the finished steps of a training run: as a bar on a terminal, else as a line every twenty seconds.
+
+What takes long beside the steps, such as measuring, says so in lines of its own.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +18,8 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 AHEAD = 2  # steps that a device is given before the oldest of them must be done, so that it never waits for the host
-SECONDS = 20.0  # between two lines
+SECONDS = 20.0  # between two lines of steps
+WORKING = 20.0  # and of other work
 LINE = "step {n:,} of {total:,}{postfix}, {rate_inv_fmt}, {remaining} left"
 
 
@@ -41,6 +47,7 @@ class Meter:
 
     def __init__(self, total: int, done: int, show: bool, say: Callable[[str], None]):
         self.flight: collections.deque[Array] = collections.deque()
+        self.shown, self.say = show, say
         self.lines = None if sys.stderr.isatty() else Lines(say)
         look: dict[str, Any] = {"dynamic_ncols": True}
         if self.lines:
@@ -57,6 +64,24 @@ class Meter:
         """Wait for all steps that were started."""
         while self.flight:
             self._finish()
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Wrap long work that is no step, and say every twenty seconds that it goes on."""
+        ended = threading.Event()
+
+        def tell() -> None:
+            seconds = 0.0
+            while not ended.wait(WORKING):
+                seconds += WORKING
+                self.say(f"{what}, for {seconds:.0f} s so far")
+
+        if self.shown:
+            threading.Thread(target=tell, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     def close(self, text: str = "") -> None:
         """End the bar, and say what comes next, if anything."""

@@ -321,9 +321,13 @@ def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> 
                 raise ValueError(f"{file} holds no text; give a file with text.")
             place = {"file": index + 1, "offset": 0, "line": 0, "skipped": after["skipped"]}
 
+    start = {"file": 0, "offset": 0, "line": 0, "skipped": 0}
+    for file in files:  # else a run would find out hours later that its last file is none that it can read
+        read = _text_pieces(file, start) if _kind(file)[0] == ".txt" else _lines(file, start, field, skip_bad_lines, 0)
+        next((piece for piece in read if piece.text.strip()), None)
     name = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
     sizes = zlib.crc32(json.dumps([[file.name, file.stat().st_size] for file in files]).encode())
-    return Documents(f"{name} [{sizes:08x}]", {"file": 0, "offset": 0, "line": 0, "skipped": 0}, pieces)
+    return Documents(f"{name} [{sizes:08x}]", start, pieces)
 
 
 def open_file(file: Path) -> IO[bytes]:

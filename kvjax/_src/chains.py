@@ -103,8 +103,8 @@ def base_score(
 def chain(*links: Policy) -> Policy:
     """Chain a base score and links that change its scores; the same links give the same object, as in :func:`parse`.
 
-    The chain has the allocation of the base score, until ``@`` gives it another. Of a chain among the links, its own
-    links are taken.
+    The chain has the allocation of the base score, until ``policy @ "adakv"`` gives it another, which says how many slots
+    each head gets. Of a chain among the links, its own links are taken.
 
     Raises:
         ValueError: if the first link is not a base score or another one is, two observation windows differ, or
@@ -116,8 +116,13 @@ def chain(*links: Policy) -> Policy:
         'h2o+protect(recent=0.25)'
         >>> kvjax.chain(kvjax.kvzip(), kvjax.caote()).allocation.name
         'model(normalise=False)'
+        >>> str(kvjax.chain(kvjax.h2o(), kvjax.caote()) @ "adakv")
+        'h2o+caote@adakv'
     """
     if wrong := [link for link in links if not isinstance(link, Policy)]:
+        if isinstance(wrong[0], Allocation):
+            name = wrong[0].name
+            raise ValueError(f"{name!r} is an allocation, which comes behind the chain; write chain(...) @ {name!r}.")
         given = repr(wrong[0]) if isinstance(wrong[0], str) else f"a {type(wrong[0]).__name__}"
         raise ValueError(f"{given} is no link of a policy; write chain(kvjax.h2o(), kvjax.caote()), or parse a name.")
     policy = _chained(links)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import sys
 import types
@@ -22,6 +24,7 @@ __all__ = [
     "check_share_or_tokens",
     "check_tokens",
     "check_types",
+    "fields_given",
     "is_float",
     "is_known",
     "nearest",
@@ -55,18 +58,25 @@ def real_array(what: str, x: Any) -> Array:
 def check_share_or_tokens(budget: Any) -> int | float:
     """Return a budget as Python's own number: tokens (an int from 1), or a share of the prompt's (a float in (0, 1]).
 
+    A text such as "25%" is a share.
+
     Example:
         >>> from kvjax._src.checks import check_share_or_tokens
         >>> check_share_or_tokens(1.5)
         Traceback (most recent call last):
         ...
         ValueError: the budget is 1.5; expected tokens per head (an int from 1) or a share up to 1.0.
+        >>> check_share_or_tokens("25%")
+        0.25
     """
-    budget = plain(budget)
+    given, budget = budget, plain(budget)
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        with contextlib.suppress(ValueError):
+            budget = float(budget.strip()[:-1]) / 100
     number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if not number or not (1 <= budget <= MOST if isinstance(budget, int) else 0 < budget <= 1):
         raise ValueError(
-            f"the budget is {shown(budget)}; expected tokens per head (an int from 1) or a share up to 1.0."
+            f"the budget is {shown(given)}; expected tokens per head (an int from 1) or a share up to 1.0."
         )
     return budget
 
@@ -111,6 +121,20 @@ def _fits(value: Any, annotation: Any) -> bool:
         return number and (annotation is int or abs(value) <= sys.float_info.max)
     checked = isinstance(annotation, type) and annotation.__module__ not in ("typing", "jaxtyping")
     return not checked or isinstance(value, annotation)
+
+
+def fields_given(made: Any) -> str:
+    """Return a dataclass as text, with only the fields that are not their defaults.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax._src.checks import fields_given
+        >>> fields_given(kvjax.Context(layer=2))
+        'Context(layer=2)'
+    """
+    values = {field.name: (getattr(made, field.name), field.default) for field in dataclasses.fields(made)}
+    given = (f"{name}={shown(value)}" for name, (value, default) in values.items() if value is not default)
+    return f"{type(made).__name__}({', '.join(given)})"
 
 
 def is_float(dtype: Any) -> bool:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.dispatch import Implementation
+from kvjax._src.checks import fields_given
 from kvjax._src.order import Order, by_position
 from kvjax._src.projection import OutputProjection
 from kvjax._src.reconstruction import Reconstructed, Reconstruction
@@ -73,6 +74,8 @@ class Needs:
     order: bool = False
     predicted: frozenset[str] = frozenset()
     reconstruction: Reconstruction | None = None
+
+    __repr__ = fields_given
 
     @property
     def text_positions(self) -> bool:
@@ -147,6 +150,8 @@ class Context:
     excess: int | None = _static(None)
     slots: int | None = _static(None)
     implementation: Implementation = _static("auto")
+
+    __repr__ = fields_given
 
     def rotary(self, who: str) -> Float[Array, "rows half"]:
         """Return the frequencies, which somebody cannot do without."""

@@ -133,6 +133,9 @@ class Policy:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"Policy({self.name!r})"
+
     def state(self, B: int, K: int, G: int, S: int, D: int) -> PyTree:
         """Make the initial state, zeros, for a cache of B rows, K heads of G query heads, and S slots of D numbers.
 

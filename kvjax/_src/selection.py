@@ -136,6 +136,6 @@ def _checked(
         raise ValueError(f"query_position {query_position.shape} does not fit: expected {(B, *T)}, one per query.")
     sinks = check_count("sinks", sinks, 0, "give a number of first tokens, from 0")
     budget = plain(budget)
-    if not isinstance(budget, float):
+    if not isinstance(budget, float | str):
         return check_tokens(budget, *dict.fromkeys([(B,), (B, *T)])), sinks
     return check_share_or_tokens(budget), sinks

@@ -39,12 +39,15 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
                 return thing
             return dataclasses.replace(thing, name=written(make, **arguments))
 
-        @functools.wraps(make)  # Sphinx asks what a partial holds for its module
+        @functools.wraps(make)
         def checked(*args: Any, **kwargs: Any) -> Any:
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
-                raise TypeError(f"{name}() {error}") from None
+                known = list(signature.parameters)
+                wrong = [key for key in kwargs if key not in known]
+                takes = f"it takes {', '.join(known) or 'no arguments'}.{nearest(*wrong, known=known)}"
+                raise TypeError(f"{name}() {error}; {takes}") from None
             given = check_types(given, get_type_hints(make), name)  # before the cache: it may not be hashable
             if reads and given.get("file") is not None:
                 given["content"] = checked_content(name, given["file"], given.get("content"))
@@ -52,8 +55,7 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
             defaults = signature.parameters
             return named(**{key: value for key, value in given.items() if value != defaults[key].default})
 
-        # A partial, in which doctest looks for examples, as it does in a cached function.
-        return functools.update_wrapper(functools.partial(checked), make)
+        return checked
 
     return Registry(kind, group, prepare)
 
@@ -103,7 +105,7 @@ def called(node: ast.expr, registry: Registry[Callable[..., Any]], whole: str, h
     try:
         return make(**arguments)
     except TypeError as error:
-        raise ValueError(f"{whole!r}: {str(error).replace('()', '')}.") from None
+        raise ValueError(f"{whole!r}: {str(error).replace('()', '')}") from None
 
 
 def check_number(name: str, what: str, value: float, low: float, high: float, expected: str) -> None:

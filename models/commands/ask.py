@@ -27,11 +27,13 @@ from models.commands.shared_flags import (
     run_settings,
     with_template_values,
 )
-from models.commands.terminal import Screen, policy_in_words, sizes_in_words
+from models.commands.terminal import REPEATED, Screen, policy_in_words, sizes_in_words
 from models.networks import load_networks, wanted_by
+from models.progress import Progress
 
+EVERY = 5.0  # seconds between lines while the document is read, where there is no terminal
 EXAMPLES = """examples:
-  python -m models.ask smollm2 --document docs/examples/codes.txt --question "What is the code of amber falcon?"
+  python -m models.ask smollm2 --document docs/examples/document.txt --question "What is the code of amber falcon?"
   python -m models.ask smollm2 --document book.txt --save book.cache --question "Who?" --question "Where?"
   python -m models.ask smollm2 --load book.cache          # asks for questions, one per line
   python -m models.ask smollm2 --document book.txt --policy curdkv --budget 512 --json < questions.txt
@@ -60,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     helps: dict[str, Any] = dict(policy=dict(default=AUTO, help=what), budget=dict(help=budget))
     add_shared_flags(flags, "policy", "budget", "when", "system", "template", **helps)
     flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
-    add_shared_flags(flags, "networks", *RUN, *MESH, max_new_tokens=128)
+    add_shared_flags(flags, "networks", "may_repeat", *RUN, *MESH, max_new_tokens=128)
     flags.add_argument("--json", action="store_true", help="print one JSON object (default: the answers)")
     return flags
 
@@ -74,6 +76,8 @@ def _ask(flags: argparse.Namespace) -> None:
     distributed.join(flags)
     if flags.question is None and (flags.document == "-" or hosts.several()):
         raise ValueError("the questions cannot come from standard input here; give them with --question.")
+    if not all(question.strip() for question in flags.question or ()):
+        raise ValueError("a question is empty; give --question some text.")
     policy, budget, document = None, None, ""
     if flags.load is None:  # checked before the weights are read
         budget = None if flags.budget is None else commands.parse_budget(flags.budget)
@@ -99,8 +103,9 @@ def _ask(flags: argparse.Namespace) -> None:
         if flags.load is None:
             name = "full" if policy is None else policy.name
             screen.say(f"{flags.model} · {policy_in_words(name, budget)}")
-            show = lambda done, total, _: screen.note(f"reading: {done:,} of {total:,} tokens")  # noqa: E731
-            found = ask(model, asker, document, [], watch=Watch(on_block=show), **of_read, **shared)
+            with Progress(every=EVERY) as shown:
+                show = lambda done, total, _: shown.at("reading", done, total, "token")  # noqa: E731
+                found = ask(model, asker, document, [], watch=Watch(on_block=show), **of_read, **shared)
         else:
             info = kvjax.cache_info(flags.load)
             name, budget = info["policy"] or "full", info["budget"]
@@ -123,9 +128,12 @@ def _ask(flags: argparse.Namespace) -> None:
                 screen.say(question.strip())
             write = None if flags.json else screen.write
             draws = models.Draws(key, found.seen)
-            answer = ask(model, asker, found.cache, question, key=draws, watch=Watch(on_text=write), **shared)
+            watch = Watch(on_text=write, may_repeat=flags.may_repeat)
+            answer = ask(model, asker, found.cache, question, key=draws, watch=watch, **shared)
             if not flags.json:
                 screen.end()
+                if answer.repeated[0]:
+                    screen.say(REPEATED)
             peak = max(peak, answer.peak_cache_bytes)
             records.append({"question": question, "answer": answer.answers[0], "seconds": answer.answer_seconds[0]})
         found = found._replace(peak_cache_bytes=peak)

@@ -29,13 +29,14 @@ from kvjax._src.split_cache import ModelCache
 from models import commands, hosts, selecting
 from models.asking import automatic, is_automatic
 from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, count, run_settings, with_template_values
-from models.commands.terminal import Screen, policy_in_words, sizes_in_words
+from models.commands.terminal import REPEATED, Screen, policy_in_words, sizes_in_words
 from models.load import published_sampling
 from models.networks import load_networks, wanted_by
 from models.prompts import kept_of
 from models.sampling import Draws, Repetition, Sampling
 from models.sizes import full_cache_bytes
 from models.sizing import checked_budget
+from models.states import without_room
 
 POLICY, BUDGET = "window", 1024  # or AUTO's
 GATE = "gate@model(normalise=False,cap=8)"  # with a cap, as a conversation has no end
@@ -168,7 +169,7 @@ class Conversation:
                 break
         answer += (piece := pieces.finish())
         # The template itself ends an answer, so the end token is not fed; the last token of a stopped answer is.
-        now = now._replace(seen=frozenset(seen))
+        now = now._replace(cache=_at_rest(now.cache), seen=frozenset(seen))
         self.now = now._replace(pending=()) if last in end else now
         self.turn = [_message("user", text), _message("assistant", answer)]
         self.told = said + answer
@@ -304,12 +305,8 @@ def parser() -> argparse.ArgumentParser:
         "--load", metavar="FILE",
         help="continue a conversation that /save wrote, with its policy and budget (default: a new conversation)",
     )  # fmt: skip
-    flags.add_argument(
-        "--may-repeat", action="store_true",
-        help="let an answer go on that says the same three times or more (default: it is ended)",
-    )  # fmt: skip
     own = dict(max_new_tokens=512, temperature=None, repetition_penalty=None)
-    add_shared_flags(flags, "system", "template", "evict_every", *RUN, **own)
+    add_shared_flags(flags, "may_repeat", "system", "template", "evict_every", *RUN, **own)
     return flags
 
 
@@ -427,7 +424,7 @@ def _turn(talk: Conversation, text: str, screen: Screen) -> None:
         signal.signal(signal.SIGINT, before)
     screen.end()
     if talk.repeated:
-        screen.say("ended, as the answer repeated itself; --may-repeat lets it go on.")
+        screen.say(REPEATED)
     *times, _ = times  # the last piece is not a token, but the rest of the text
     rate = f" · {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
     screen.say(_status(talk) + rate)
@@ -453,6 +450,12 @@ def _command(talk: Conversation, line: str, screen: Screen) -> None:
         screen.say(f"{COMMANDS}; Ctrl-C ends an answer.")
     else:
         raise ValueError(f"unknown command {name[:60]}; expected {COMMANDS}. A space in front sends it as a message.")
+
+
+def _at_rest(cache: Any) -> Any:
+    """Return a cache without the room for an answer where that is most of it, as it is after a few words."""
+    small = without_room(cache)
+    return small if 2 * small.nbytes < cache.nbytes else cache
 
 
 def _message(role: str, content: str) -> dict[str, str]:

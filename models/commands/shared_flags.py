@@ -144,6 +144,9 @@ FLAGS: dict[str, dict[str, Any]] = {
         "for each (default: none)",
     ),
     "system": dict(help="the text of the system message (default: that of the chat template)"),
+    "may_repeat": dict(
+        action="store_true", help="let an answer go on that says the same three times or more (default: it is ended)"
+    ),
     "batch": dict(type=count, default=16, help="samples answered at once"),
     "out": dict(type=Path, help="a folder for the records; a killed run is resumed there"),
     "json": dict(type=Path, help="write all figures here"),

@@ -16,6 +16,7 @@ import jax
 
 from kvjax import Policy
 
+REPEATED = "ended, as the answer repeated itself; --may-repeat lets it go on."
 LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
 
 

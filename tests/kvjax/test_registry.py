@@ -1,11 +1,16 @@
 """Registries: what is built in, what a program adds, and what installed packages offer, each under one name."""
 
+import doctest
+import inspect
+import pydoc
 import sys
 from pathlib import Path
 
 import pytest
 
 import kvjax
+import models
+from kvjax import allocation, sources
 
 
 def installed(folder: Path, package: str, code: str, **groups: str) -> None:
@@ -28,6 +33,8 @@ def folder(tmp_path, monkeypatch):
 
 POLICY = """import jax.numpy as jnp
 import kvjax
+import models
+from kvjax import allocation, sources
 
 def {name}(*, power: float = 1.0):
     return kvjax.base_score("{name}", lambda o: jnp.sum(o.value**2, axis=-1)[:, :, None] ** power)
@@ -127,3 +134,30 @@ def test_a_program_may_register_a_name_again_but_not_take_another_module_s():
         kvjax.register(made("mine", "elsewhere"))
     with pytest.raises(ValueError, match=r"'h2o' is in kvjax and in cells"):
         kvjax.register(made("h2o", "cells"))
+
+
+def test_help_shows_the_arguments_of_every_public_function():
+    public = {f"{m.__name__}.{name}": getattr(m, name) for m in (kvjax, models) for name in m.__all__}
+    public |= {f"allocation.{name}": made for name, made in allocation.ALLOCATIONS.items()}
+    public |= {f"sources.{name}": made for name, made in sources.SOURCES.items()}
+    for name, shown in public.items():
+        if not inspect.ismodule(shown) and callable(shown):
+            text = pydoc.render_doc(shown, renderer=pydoc.plaintext)
+            assert inspect.getdoc(shown) and "functools.partial(<" not in text, name
+            if not isinstance(shown, type):
+                short = name.rpartition(".")[2]
+                assert text.splitlines()[2].startswith(f"{short}("), name
+                assert " at 0x" not in str(inspect.signature(shown)), name
+    assert list(inspect.signature(kvjax.snapkv).parameters) == ["window", "kernel", "pooling"]
+
+
+def test_doctest_finds_the_examples_of_every_maker():
+    for make in (kvjax.snapkv, kvjax.protect, allocation.adakv, sources.quest):
+        found = doctest.DocTestFinder().find(sys.modules[make.__module__])
+        assert any(test.examples and test.name.endswith(f".{make.__name__}") for test in found), make.__name__
+
+
+def test_what_prints_in_a_notebook_is_short():
+    given = [kvjax.Context(layer=2), allocation.adakv(cap=4.0), kvjax.parse("snapkv+caote"), sources.quest()]
+    assert repr(given) == "[Context(layer=2), Allocation('adakv(cap=4.0)'), Policy('snapkv+caote'), Source('quest')]"
+    assert repr(kvjax.Needs(rotary=True)) == "Needs(rotary=True)"

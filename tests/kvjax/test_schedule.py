@@ -93,11 +93,10 @@ def test_pseudo_tokens_see_all_that_came_before_and_their_policy_evicts_behind_a
 
 
 def test_a_later_turn_is_cut_by_its_longest_row():
-    text = Text(np.arange(18).reshape(2, 9), np.array([3, 9]), np.zeros(2, int), np.array([10, 20]))
-    ((stage,), _) = schedule(text, kvjax.parse("h2o"), block=64)
-    assert stage.steps[0].tokens.shape == (1, 2, 16)
-    ((stage,), _) = schedule(text._replace(lengths=np.array([3, 8])), kvjax.parse("h2o"), block=64)
-    assert stage.steps[0].tokens.shape == (1, 2, 8)
+    text = Text(np.arange(80).reshape(2, 40), np.array([3, 33]), np.zeros(2, int), np.array([10, 20]))
+    for longest, size in ((33, 64), (32, 32), (8, 32)):
+        ((stage,), _) = schedule(text._replace(lengths=np.array([3, longest])), kvjax.parse("h2o"), block=128)
+        assert stage.steps[0].tokens.shape == (1, 2, size)
 
 
 def test_a_copied_answer_is_the_part_before_its_end_and_an_idle_row_has_none():

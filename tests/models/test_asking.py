@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import sys
+import warnings
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ SETTINGS = dict(block=16, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)+caote", "h2o@adakv"], rest=nightly))  # one is paged
-def test_each_answer_is_that_of_the_whole_prompt(model, policy):
+def test_each_answer_is_that_of_the_whole_prompt(model, tmp_path, policy):
     tokenizer, made = tokenizer_of(CHATML), dict(policy=policy, budget=48)
     found = models.ask(model, tokenizer, DOCUMENT, QUESTIONS, **made, **SETTINGS)
     assert found.cache_bytes == found.cache.nbytes < found.full_cache_bytes
@@ -39,6 +40,9 @@ def test_each_answer_is_that_of_the_whole_prompt(model, policy):
         settings = dict(question=len(parts[1]), evict_every=0, block=16, new_tokens=9, end=CONFIG.eos, **made)
         expected = run(parts[0] + parts[1], CONFIG, **settings).tokens
         assert answer == tokenizer.decode([token for token in expected if token not in CONFIG.eos])
+    (file := tmp_path / "document.txt").write_text(DOCUMENT)
+    of_file = models.ask(model, tokenizer, file, QUESTIONS[1], **made, **SETTINGS)
+    assert of_file.answers == found.answers[1:]
     again = models.ask(model, tokenizer, found.cache, QUESTIONS[1], **SETTINGS)
     assert again.answers == found.answers[1:] and (again.seconds, again.cache_bytes) == (0, found.cache_bytes)
 
@@ -187,3 +191,44 @@ def test_free_slots_are_taken_away_but_those_that_the_fullest_head_needs():
     layer = dataclasses.replace(layer, position=jax.numpy.asarray(position))
     small = without_room(kvjax.LayerCaches((layer,)))
     assert small.num_slots == 11 and [len(head) for head in held(small)[0]] == [3, 11]
+
+
+def test_questions_of_other_lengths_ask_for_no_program(model, compiled_steps):
+    tokenizer = tokenizer_of(CHATML)
+    made = dict(policy="snapkv(window=4)+caote", budget=48)
+    cache = models.ask(model, tokenizer, DOCUMENT * 4, [], **made, **SETTINGS).cache
+    settings, words = SETTINGS | dict(block=64), "Who went to the river when it was calm ?".split()
+    models.ask(model, tokenizer, cache, [words[0], " ".join(words)], **settings)  # of at most 32, and of more
+    lengths = {len(Form.of(tokenizer, None).question(" ".join(words[:n]))) for n in range(1, len(words))}
+    assert len(lengths) > 4 and max(lengths) <= 64, lengths
+    before = compiled_steps()
+    for n in range(1, len(words)):
+        models.ask(model, tokenizer, cache, " ".join(words[:n]), **settings)
+    assert compiled_steps() == before
+
+
+def test_an_answer_that_repeats_itself_is_ended(model, monkeypatch):
+    class Third(list):
+        def add(self, token):
+            self.append(token)
+            return len(self) == 3
+
+    monkeypatch.setattr(asking, "Repetition", Third)
+    tokenizer, made = tokenizer_of(CHATML), dict(policy="full", end=(), **SETTINGS)
+    found = models.ask(model, tokenizer, DOCUMENT, QUESTIONS[0], **made)
+    whole = models.ask(model, tokenizer, DOCUMENT, QUESTIONS[0], watch=models.Watch(may_repeat=True), **made)
+    assert (found.repeated, whole.repeated) == ((True,), (False,))
+    assert len(found.answers[0]) < len(whole.answers[0]) and whole.answers[0].startswith(found.answers[0])
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_keeps_too_little_or_takes_too_much_is_warned_of(model):
+    tokenizer, made = tokenizer_of(CHATML), dict(policy="keydiff", max_new_tokens=2, block=16)
+    with pytest.warns(UserWarning, match="a tenth of a document's tokens or less"):
+        models.ask(model, tokenizer, DOCUMENT, [], budget=0.1, **made)
+    with pytest.warns(UserWarning, match="more memory at once than one of all tokens"):
+        models.ask(model, tokenizer, DOCUMENT * 4, QUESTIONS, budget=0.9, **made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        models.ask(model, tokenizer, DOCUMENT * 4, QUESTIONS, budget=0.25, **made)
+        models.ask(model, tokenizer, DOCUMENT, QUESTIONS, policy="full", max_new_tokens=2, block=16)

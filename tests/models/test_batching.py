@@ -148,3 +148,12 @@ def test_what_comes_and_goes_compiles_nothing_new():
     before = [program._cache_size() for program in programs]
     served(requests(12, seed=8), 2, **EVERY)
     assert [program._cache_size() for program in programs] == before
+
+
+@pytest.mark.parametrize("longest", [4, None])
+def test_a_budget_in_slots_takes_prompts_of_any_length_whatever_the_longest_is_said_to_be(longest):
+    engine = models.Engine(
+        tiny.decoder(), rows=1, policy="tova", longest_prompt=longest, max_new_tokens=2, **tiny.SETTINGS
+    )
+    assert engine.cache.num_slots == tiny.BUDGET + tiny.BLOCK
+    engine.submit(tiny.DOCUMENT[0])

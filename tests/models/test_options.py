@@ -13,7 +13,7 @@ import kvjax
 import models
 from kvjax._src.chains import LINKS
 from kvjax.schedule import moments
-from models import engine
+from models import commands, engine
 from models.options import AnswerSettings, AskSettings, EngineSettings, Options, PromptSettings
 from models.planning import overflowing, plan_run
 from models.prompts import check_prompt
@@ -193,3 +193,9 @@ def test_logits_that_are_not_finite_are_refused(number):
     broken = reference.decoder(CONFIG, weights | {"norm": np.full_like(weights["norm"], number)})
     with pytest.raises(ValueError, match=r"the model's logits are NaN or infinite: .* float32 is too narrow"):
         next(models.stream(broken, TOKENS, max_new_tokens=2))
+
+
+def test_a_share_may_be_a_percentage():
+    assert models.Options(budget="25%").budget == 0.25
+    assert models.Options(budget=" 12.5 %").budget == 0.125
+    assert commands.parse_budget("25%") == 0.25

@@ -67,8 +67,15 @@ def test_a_scorer_is_read_as_it_was_written(tmp_path):
     longer = dataclasses.replace(CONFIG, max_positions=2 * CONFIG.max_positions, eos=(3,))  # the same to attention
     assert models.load_network(tmp_path, decoder(longer)).name == "scorer"
     turned = dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, theta=5.0))
-    with pytest.raises(ValueError, match=r"holds a scorer of another model, a small one: rope .* there and .* here"):
+    with pytest.raises(ValueError, match=r"of another model, a small one: rope.theta .* there and 5.0 here; train one"):
         models.load_network(tmp_path, decoder(turned))
+    about = json.loads((tmp_path / "scorer.json").read_text())
+    about["model"]["config"] |= {"hidden_size": 1, "head_dim": 1, "num_heads": 1, "num_layers": 1}
+    (other_model := tmp_path / "other").mkdir()
+    (other_model / "scorer.json").write_text(json.dumps(about))
+    (other_model / "scorer.safetensors").write_bytes((tmp_path / "scorer.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=r"head_dim 1 there and .* here, hidden_size .*, num_heads .* and 1 more;"):
+        models.load_network(other_model, decoder())
     other = reference.decoder(CONFIG, reference.parameters(CONFIG, seed=5))
     with pytest.raises(ValueError, match="holds a scorer of another model, a small one, with this one's shape"):
         models.load_network(tmp_path, other)

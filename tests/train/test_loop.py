@@ -3,7 +3,9 @@
 import functools
 import itertools
 import json
+import queue
 import shutil
+import signal
 import threading
 
 import jax
@@ -13,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import models
-from models import commands, files
+from models import commands, files, folders
 from tests.bad_input.campaign import state_of
 from tests.models import reference
 from train import folder, interrupts, loop, meter
@@ -216,6 +218,44 @@ def test_ctrl_c_saves_what_was_learned_and_says_how_to_resume(tmp_path, whole, c
         )
     run(tmp_path)
     assert (tmp_path / "mean.txt").read_text() == (whole[0] / "mean.txt").read_text()
+
+
+def test_sigterm_is_ctrl_c(tmp_path):
+    compiled, _ = step_and_start(SETTINGS)
+
+    def step(model, state, rows, number):
+        if number == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return compiled(model, state, rows, number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="interrupted; the checkpoint of step 3 is"):
+        run(tmp_path, step=step)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_checkpoints_come_by_the_clock_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    run(tmp_path, save_every=1000, keep=100)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"1", "2", "3", "4", "5", "6"}
+
+
+def test_long_measuring_says_that_it_goes_on(monkeypatch):
+    monkeypatch.setattr(meter, "WORKING", 0.001)
+    said = queue.Queue()
+    with meter.Meter(2, 0, True, said.put).doing("measuring held-out text"):
+        assert said.get(timeout=60).startswith("step 0 of 2")
+        assert said.get(timeout=60).startswith("measuring held-out text, for ")
+    with meter.Meter(2, 0, False, said.put).doing("nothing that is shown"):
+        pass
+
+
+def test_what_is_loaded_before_the_end_of_its_run_says_so(tmp_path):
+    run(tmp_path, stop_after=4)
+    with pytest.warns(UserWarning, match="has not ended: it holds the checkpoint of step 4 of 6; run the same command"):
+        assert folders.find(tmp_path) == tmp_path
+    run(tmp_path)
+    folders.find(tmp_path)
 
 
 def test_ctrl_c_waits_for_a_checkpoint_and_a_second_one_does_not(ctrl_c):

@@ -179,3 +179,15 @@ def test_a_data_set_streams_and_resumes(tokenizer, monkeypatch):
     held_out = next(n for n in range(1, 60) if len(ids_of(tokenizer, TEXTS[:n])) >= 31)
     assert rows[0][0][1:].tolist() == ids_of(tokenizer, TEXTS[held_out:])[:31]
     assert np.array_equal(read(corpus, 1, rows[8][1])[0][0], rows[9][0])
+
+
+def test_the_first_line_of_every_file_is_read_before_a_run_begins(tokenizer, tmp_path):
+    good = write_lines(tmp_path / "a.jsonl", TEXTS)
+    for name, content, said in (
+        ("b.jsonl", b"\n{broken\n", r"b\.jsonl, line 2: this is not JSON"),
+        ("c.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("d.jsonl.gz", b"no gzip", "is cut short or damaged"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=said):
+            open_corpus([good, str(tmp_path / name)], tokenizer, 32, eval_rows=1)
