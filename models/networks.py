@@ -294,7 +294,8 @@ def shipped(model: Decoder, *names: str) -> Path | None:
         >>> shipped(model).name, shipped(model, "gate"), shipped(models.Decoder.tiny())
         ('butler', None, None)
     """
-    fitting = [network for network in _all_shipped() if not _differing(model.config, network[2]["config"])]
+    ours = _described(model.config)
+    fitting = [network for network in _all_shipped() if not any(_differences(network[2]["config"], ours))]
     if not fitting or not is_known(*jax.tree.leaves(model)):
         return None
     weights = fingerprints.weights_of(model)

@@ -103,8 +103,8 @@ def base_score(
 def chain(*links: Policy) -> Policy:
     """Chain a base score and links that change its scores; the same links give the same object, as in :func:`parse`.
 
-    The chain has the allocation of the base score, until ``policy @ "adakv"`` gives it another, which says how many slots
-    each head gets. Of a chain among the links, its own links are taken.
+    The chain has the allocation of the base score, which says how many slots each head gets, until ``policy @ "adakv"``
+    gives it another. Of a chain among the links, its own links are taken.
 
     Raises:
         ValueError: if the first link is not a base score or another one is, two observation windows differ, or
