@@ -147,7 +147,9 @@ def names_in(architecture: str) -> Callable[[str], str]:
     llama, own = (gguf.get_tensor_name_map(number, 1).mapping for number in numbers)
 
     def renamed(tensor: str) -> str:
-        name, _, kind = tensor.replace(".experts.{}", ".experts").format(0).rpartition(".")
+        whole = tensor.replace(".experts.{}", ".experts").format(0)
+        whole += ".weight" if whole in own else ""  # a sink's name has no kind in Hugging Face's files
+        name, _, kind = whole.rpartition(".")
         _, theirs = own.get(name) or llama.get(name) or (None, name)
         # One tensor holds a layer's experts; here each of them is one.
         return f"{theirs}.{kind}".replace("blk.0.", "blk.{}.") + "[{}]" * (".experts." in tensor)
@@ -156,12 +158,12 @@ def names_in(architecture: str) -> Callable[[str], str]:
 
 
 def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace each tensor of a layer's experts, [X, F, E], by one for each expert."""
+    """Replace each tensor of a layer's experts, [X, F, E] or a bias [X, F], by one for each expert."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if len(tensor.shape) == 3 and name.endswith("_exps.weight"):
-            vectors = tensor.shape[1]
-            found |= {f"{name}[{x}]": part_from(tensor, x * vectors, tensor.shape[1:]) for x in range(tensor.shape[0])}
+        if (name.rpartition("_exps.")[2], len(tensor.shape)) in (("weight", 3), ("bias", 2)):
+            X, vectors, *_ = tensor.shape if len(tensor.shape) == 3 else (tensor.shape[0], 1)
+            found |= {f"{name}[{x}]": part_from(tensor, x * vectors, tensor.shape[1:]) for x in range(X)}
         else:
             found[name] = tensor
     return found

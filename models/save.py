@@ -18,6 +18,7 @@ from models.config_json import to_hugging_face
 from models.decoder import Decoder
 from models.families import family_of_architecture
 from models.files import to_json, write_files
+from models.joined_experts import put_together
 from models.parameters import PARAMETERS, ROTATED, head_order, split_weights, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
 
@@ -88,7 +89,7 @@ def _tensors(model: Decoder, architecture: str) -> dict[str, np.ndarray]:
         for layer in range(model.config.num_layers):
             held = [tensors.pop(PARAMETERS[part].tensor.format(layer)) for part in parts]
             tensors[template.format(layer)] = np.concatenate(held)
-    return tensors
+    return put_together(tensors) if family_of_architecture(architecture).joined_experts else tensors
 
 
 def _tokenizer_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
