@@ -161,12 +161,19 @@ def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Replace each tensor of a layer's experts, [X, F, E] or a bias [X, F], by one for each expert."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if (name.rpartition("_exps.")[2], len(tensor.shape)) in (("weight", 3), ("bias", 2)):
-            X, vectors, *_ = tensor.shape if len(tensor.shape) == 3 else (tensor.shape[0], 1)
-            found |= {f"{name}[{x}]": part_from(tensor, x * vectors, tensor.shape[1:]) for x in range(X)}
+        if len(tensor.shape) == 3 and name.endswith("_exps.weight"):
+            vectors = tensor.shape[1]
+            found |= {f"{name}[{x}]": part_from(tensor, x * vectors, tensor.shape[1:]) for x in range(tensor.shape[0])}
+        elif name.endswith("_exps.bias"):
+            found |= {f"{name}[{x}]": _row(tensor, x) for x in range(tensor.shape[0])}
         else:
             found[name] = tensor
     return found
+
+
+def _row(tensor: Tensor, x: int) -> Tensor:
+    """Return a row of a matrix as a tensor."""
+    return tensor._replace(shape=tensor.shape[1:], read=lambda window: tensor.read((slice(x, x + 1), *window))[0])
 
 
 def _in_halves(tensors: Mapping[str, Tensor], names: Mapping[str, str], config: Config) -> dict[str, Tensor]:

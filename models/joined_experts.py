@@ -65,8 +65,9 @@ def put_together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         experts = range(1 + max(int(x) for x, *_ in arrays))
         for part, halves in _HALVES.items():
             for kind, ending in (("weight", ""), ("bias", "_bias")):
-                each = (np.stack([arrays[str(x), own, kind].T for own in halves], axis=-1) for x in experts)
-                found[f"{stem}.{part}_proj{ending}"] = np.stack([x.reshape(*x.shape[:-2], -1) for x in each])
+                each = [np.stack([arrays[str(x), own, kind].T for own in halves], axis=-1) for x in experts]
+                joined = np.stack([x.reshape(*x.shape[:-2], -1) for x in each])
+                found[f"{stem}.{part}_proj{ending}"] = np.ascontiguousarray(joined)
     return found
 
 

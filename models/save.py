@@ -51,6 +51,8 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
     folder = Path(folder)
     config = to_hugging_face(model.config)
     tensors = _tensors(model, config["model_type"])
+    if family_of_architecture(config["model_type"]).joined_experts:
+        tensors = put_together(tensors)
     config = {name: value for name, value in config.items() if name not in ("dtype", "transformers_weights")}
     config["torch_dtype"] = str(tensors["model.norm.weight"].dtype)
     files = {
@@ -89,7 +91,7 @@ def _tensors(model: Decoder, architecture: str) -> dict[str, np.ndarray]:
         for layer in range(model.config.num_layers):
             held = [tensors.pop(PARAMETERS[part].tensor.format(layer)) for part in parts]
             tensors[template.format(layer)] = np.concatenate(held)
-    return put_together(tensors) if family_of_architecture(architecture).joined_experts else tensors
+    return tensors
 
 
 def _tokenizer_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
