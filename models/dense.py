@@ -28,8 +28,8 @@ def attention(
 
     def of_device(query: Array, *others: Any) -> Array:
         how: Any = dict(soft_cap=soft_cap, implementation=implementation_for("auto", query))
-        *others, sliding_window, sink_logits = others
-        return cache_attention(query, *others, sliding_window=sliding_window, sink_logits=sink_logits, **how)[0]
+        *block, sliding_window, sink_logits = others
+        return cache_attention(query, *block, sliding_window=sliding_window, sink_logits=sink_logits, **how)[0]
 
     own = (query, OF_TOKENS), (key, OF_HEADS), (value, OF_HEADS), (key_position, OF_HEADS), (query_position, OF_ROWS)
     return split(of_device, *own, (sliding_window, SAME), (sink_logits, OF_QUERY_HEADS), outputs=OF_TOKENS)

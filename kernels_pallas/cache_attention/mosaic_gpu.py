@@ -136,7 +136,8 @@ def of_heads(
     sinks = (
         None if sinks is None else jnp.tile(jnp.repeat(start_of(sinks), T, axis=1), (B, 1))
     )  # [H, R], which XLA adds
-    out, peak, total = of_parts(*(x[:, :, :R] for x in (acc, peak, total)), sinks)
+    acc, peak, total = (x[:, :, :R] for x in (acc, peak, total))
+    out, peak, total = of_parts(acc, peak, total, sinks)
     out = out.astype(query.dtype).reshape(B, K, G, T, D)
     if not names:
         return (out,)
