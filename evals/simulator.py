@@ -149,8 +149,12 @@ def attention_logits(
 
     The logits are those that the model's softmax reads, with its soft cap. ``queries`` are positions; one of -1 sees
     nothing.
-    """
 
+    Raises:
+        ValueError: if the model has sinks, whose logits are of no token.
+    """
+    if model.config.attention_sinks:
+        raise ValueError("the model's sinks take a share of its attention that logits do not show; take another model.")
     return _run(model, jnp.asarray(tokens), None, None, (_asked,), (jnp.asarray(queries),))[1]
 
 
