@@ -149,8 +149,12 @@ def attention_logits(
 
     The logits are those that the model's softmax reads, with its soft cap. ``queries`` are positions; one of -1 sees
     nothing.
-    """
 
+    Raises:
+        ValueError: if the model has sinks, whose logits are of no token.
+    """
+    if model.config.attention_sinks:
+        raise ValueError("the model's sinks take a share of its attention that logits do not show; take another model.")
     return _run(model, jnp.asarray(tokens), None, None, (_asked,), (jnp.asarray(queries),))[1]
 
 
@@ -236,7 +240,9 @@ class _Layer:
         """Attend to the tokens whose logit is above -inf; the output is 0 for queries that read nothing."""
         B, N, T = logits.shape
         K = self.key.shape[1]
-        weights = _softmax(logits).reshape(B, K, N // K, T).astype(self.value.dtype)
+        if (sinks := self.context.sink_logits) is not None:
+            logits = jnp.concatenate([logits, jnp.broadcast_to(sinks[:, None], (B, N, 1)).astype(logits.dtype)], axis=2)
+        weights = _softmax(logits)[..., :T].reshape(B, K, N // K, T).astype(self.value.dtype)
         out = jnp.einsum("bkgt,bktd->bkgd", weights, self.value, preferred_element_type=logits.dtype)
         return out.reshape(B, N, -1).astype(self.query.dtype)
 
@@ -268,7 +274,8 @@ def _run(model, tokens, network, source, of_layer, given=(), beside=None, first=
         own: dict[str, Any] = {} if beside is None else beside(number)
         window: Any = None if sliding_window is None else np.int32(sliding_window)
         layer: Any = np.int32(number)
-        context = kvjax.Context(layer, window, predicted=foreseen, soft_cap=config.attention_soft_cap, **own)
+        own |= dict(soft_cap=config.attention_soft_cap, sink_logits=model.sink_logits(number))
+        context = kvjax.Context(layer, window, predicted=foreseen, **own)
         asking = other if foreseen is None else foreseen
         if first is not None and number == 0:
             out, output = _one_layer(first, None, context, (query, key, value), None, ())

@@ -35,6 +35,11 @@ def given_beside(
     return [x for x in arrays if x is not None], Beside(*(x is not None for x in arrays))
 
 
+def in_sets(of_heads: Array | None, sets: int) -> Array | None:
+    """Return one number per query head, if there are any, by the heads that a kernel takes together, [sets, each]."""
+    return None if of_heads is None else of_heads.reshape(sets, -1)
+
+
 def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Give a kernel the reference's derivative with respect to all its floating-point arguments.
 

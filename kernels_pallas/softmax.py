@@ -56,18 +56,26 @@ def product(a: Array, b: Array, dims: tuple[tuple[int], tuple[int]]) -> Array:
 
 
 def exponentials(
-    logits: Float[Array, "B K G T S"], visible: Bool[Array, "B K #G #T S"]
+    logits: Float[Array, "B K G T S"],
+    visible: Bool[Array, "B K #G #T S"],
+    sink_logits: Float[Array, "N"] | None = None,
 ) -> tuple[Float[Array, "B K G T S"], Float[Array, "B K G T 1"]]:
     """Compute exp(logit - peak) of each query, 0 where not visible, and the query's sum, 1 for one that sees nothing.
 
     Their quotient is the query's weights. The callers divide, for it costs less to divide what is computed from
-    weights than the weights.
+    weights than the weights. A sink is in the sum alone.
     """
     # Without the barriers XLA would compute the mask twice, for the peak and for exp, and exp once for each consumer.
     logits = jax.lax.optimization_barrier(jnp.where(visible, logits, -jnp.inf))
     peak = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jax.lax.optimization_barrier(jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0)))
+    if sink_logits is not None:
+        sinks = sink_logits.astype(logits.dtype).reshape(*logits.shape[1:3], 1, 1)
+        peak = jnp.maximum(peak, sinks)
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)
+    weights = jax.lax.optimization_barrier(jnp.exp(logits - peak))
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sink_logits is not None:
+        total = total + jnp.exp(sinks - peak)
     return weights, jnp.where(total == 0, 1, total)
 
 
@@ -95,10 +103,21 @@ def weighted_values(
 
 
 def of_parts(
-    acc: Float[Array, "H parts R D"], peak: Float[Array, "H parts R"], total: Float[Array, "H parts R"]
+    acc: Float[Array, "H parts R D"],
+    peak: Float[Array, "H parts R"],
+    total: Float[Array, "H parts R"],
+    sinks: Float[Array, "H R"] | None = None,
 ) -> tuple[Float[Array, "H R D"], Float[Array, "H R"], Float[Array, "H R"]]:
-    """Combine the parts of a softmax whose slots programs have shared out: its output, largest logit and sum."""
+    """Combine the parts of a softmax whose slots programs have shared out: its output, largest logit and sum.
+
+    ``sinks`` are logits that no part has counted; they join the sum.
+    """
     whole_peak = jnp.max(peak, axis=1)
+    if sinks is not None:
+        whole_peak = jnp.maximum(whole_peak, sinks)
     share = jnp.exp(peak - whole_peak[:, None])
-    whole_total = jnp.maximum(jnp.sum(share * total, axis=1), jnp.finfo(jnp.float32).tiny)
+    whole_total = jnp.sum(share * total, axis=1)
+    if sinks is not None:
+        whole_total = whole_total + jnp.exp(sinks - whole_peak)
+    whole_total = jnp.maximum(whole_total, jnp.finfo(jnp.float32).tiny)
     return jnp.sum(share[..., None] * acc, axis=1) / whole_total[..., None], whole_peak, whole_total

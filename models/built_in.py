@@ -296,6 +296,39 @@ def _seed_oss(raw: Raw) -> Config:
 register_family("seed_oss", _seed_oss, architecture="SeedOssForCausalLM", gguf=Gguf("seed_oss"))
 
 
+GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False)
+GPT_OSS: dict[str, Any] = dict(attention_sinks=True, expert_biases=True, activation="clamped_swiglu")
+
+
+def _gpt_oss(raw: Raw) -> Config:
+    quantised = raw.get("quantization_config") or {"quant_method": "mxfp4"}  # which is dequantised as it loads
+    for name, value, only in (
+        ("quant_method", quantised.get("quant_method"), "mxfp4"), ("swiglu_limit", raw.get("swiglu_limit", 7.0), 7.0)
+    ):  # fmt: skip
+        if value != only:
+            raise ValueError(f"{name} is {shown(value)}; only {only!r} is supported.")
+    raw = completed(
+        {name: value for name, value in raw.items() if name != "quantization_config"}, "gpt_oss", attention_bias=True,
+        head_dim=64, max_position_embeddings=131_072, norm_topk_prob=True, num_experts_per_tok=4, num_local_experts=128,
+        rms_norm_eps=1e-5, rope_parameters=GPT_OSS_ROPE, rope_theta=150_000.0, sliding_window=128,
+    )  # fmt: skip
+    return config_of(raw, sliding_windows=_pattern_windows(raw, 2), **GPT_OSS, **_experts(raw))
+
+
+register_family(
+    "gpt_oss",
+    _gpt_oss,
+    {"layers.router": LAYER + "mlp.router.weight", "layers.router_bias": LAYER + "mlp.router.bias"},
+    architecture="GptOssForCausalLM",
+    gguf=Gguf(
+        "gpt-oss",
+        WINDOW | QWEN3_MOE_KEYS,
+        lambda raw, tensors: {"rope_parameters": raw["rope_parameters"] | {"truncate": False}},
+    ),
+    joined_experts=True,
+)
+
+
 def _smollm3(raw: Raw) -> Config:
     raw = completed(raw, "smollm3", no_rope_layer_interval=4, rope_theta=2_000_000.0, tie_word_embeddings=True)
     rotated, interval, layers = raw.get("no_rope_layers"), raw["no_rope_layer_interval"], raw["num_hidden_layers"]

@@ -428,8 +428,8 @@ def butler_input(
     arrays = {path: arrays[path] for path in array_shapes(alone)}
 
     def attend(carry, layer, sliding_window, query, key, value):
-        out = attention_in_chunks(query, key, value, position, sliding_window, config.attention_soft_cap)
-        return out, carry, None
+        given = query, key, value, position, sliding_window, config.attention_soft_cap, model.sink_logits(layer)
+        return attention_in_chunks(*given), carry, None
 
     lengths = jnp.max(position, axis=1) + 1
     return Decoder(alone, arrays).run(tokens, position, lengths, attend, None)[0]

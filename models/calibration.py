@@ -158,7 +158,7 @@ def _of_layers(model: Decoder, tokens: Int[HostOrDevice, "B T"], measure: Measur
         position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
         def attend(carry, layer, sliding_window, query, key, value):
-            out = attend_densely(model.config, position, sliding_window, query, key, value)
+            out = attend_densely(model.config, position, sliding_window, query, key, value, model.sink_logits(layer))
             return out, carry, measure(layer, query, key)
 
         return model.run(tokens, position, jnp.full(tokens.shape[:1], tokens.shape[1]), attend, None)[2]

@@ -78,7 +78,7 @@ class Config:
         norms: whether the layer norms are applied to the input of attention and feed-forward, to their output before it
             is added to the residual ("after", OLMo-2), or to both (Gemma 2).
         norm_offset: whether norms multiply by 1 + weight (Gemma).
-        activation: the feed-forward network's activation function.
+        activation: the feed-forward network's activation function; "clamped_swiglu" is gpt-oss's gate as a whole.
         attention_soft_cap, logits_soft_cap: a number c that attention logits, or the logits of the vocabulary, are bent
             to: c tanh(x / c); None for no cap (Gemma 2).
         ropes: one entry per layer: a rotary embedding of its own, or None for ``rope``. () means None for every layer.
@@ -90,6 +90,9 @@ class Config:
         num_experts, experts_per_token: how many feed-forward networks of ``intermediate_size`` each layer has, and how
             many of them each token goes through; 0 for one that all tokens go through (Mixtral, Qwen3-MoE).
         normalise_experts: whether the weights of a token's experts are divided by their sum.
+        expert_biases: whether the router has a bias, and each projection of an expert (gpt-oss).
+        attention_sinks: whether each query head has a logit of its own that takes a share of the attention, and has no
+            value (gpt-oss).
         dense_sizes: one entry per layer of a model with experts: the size of the one feed-forward network that the
             layer has in their place, the same for all such layers, or None. () means None for every layer.
         source: the config.json that it was read from, which :func:`models.save` writes again; None without one. Configs
@@ -126,7 +129,7 @@ class Config:
     wide_query_key_norm: bool = _feature(False)
     norms: Literal["before", "after", "both"] = _feature("before")
     norm_offset: bool = _feature(False)
-    activation: Literal["silu", "gelu_tanh"] = _feature("silu")
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = _feature("silu")
     attention_soft_cap: float | None = _feature(None)
     logits_soft_cap: float | None = _feature(None)
     ropes: tuple[Rope | None, ...] = _feature(())
@@ -138,6 +141,8 @@ class Config:
     experts_per_token: int = _feature(0)
     normalise_experts: bool = _feature(False)
     dense_sizes: tuple[int | None, ...] = _feature(())
+    expert_biases: bool = _feature(False)
+    attention_sinks: bool = _feature(False)
     source: dict | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral, Qwen2 to Qwen3-MoE, OLMo, SmolLM3, Granite, Phi-3, Gemma and their like in one file.
+"""Llama, Mistral, Mixtral, Qwen2 to Qwen3-MoE, OLMo, SmolLM3, Granite, Phi-3, Gemma, gpt-oss and their like.
 
 Axes: B batch, T tokens, L layers, N query heads, K KV heads, G = N / K, D head dim, E model dim, F feed-forward,
 X experts, V vocabulary.
@@ -138,7 +138,8 @@ class Decoder(nnx.Module):
         position = jnp.broadcast_to(jnp.arange(T), tokens.shape)
 
         def attend(carry, layer, sliding_window, query, key, value):
-            return attend_densely(self.config, position, sliding_window, query, key, value), carry, None
+            block = query, key, value
+            return attend_densely(self.config, position, sliding_window, *block, self.sink_logits(layer)), carry, None
 
         hidden, _, _ = self.run(tokens, position, jnp.full(tokens.shape[:1], T), attend, None)
         return self.logits(hidden)
@@ -188,6 +189,10 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
         """Apply the last norm and the projection to the vocabulary, in float32."""
         return logits_from(self.config, self.ends(), hidden)
+
+    def sink_logits(self, layer: int) -> Float[Array, "N"] | None:
+        """Return the logits of a layer's sinks, one per query head; None for a model without."""
+        return self.layers[layer].arrays().get("sink_logits")
 
     def ends(self) -> dict[str, Array]:
         """Return the arrays by name that are in no layer: those that :func:`logits_from` reads."""
@@ -275,11 +280,12 @@ def attend_densely(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
+    sink_logits: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """Compute one layer's causal attention over whole sequences, with all weights at once."""
     key_position = jnp.broadcast_to(position[:, None], (key.shape[0], key.shape[2], key.shape[1]))
     key, value, cap = key.swapaxes(1, 2), value.swapaxes(1, 2), config.attention_soft_cap
-    return attention(query, key, value, key_position, position, sliding_window, cap)
+    return attention(query, key, value, key_position, position, sliding_window, cap, sink_logits)
 
 
 def run_layer[Carry, Output](
@@ -420,67 +426,80 @@ def _eight(rows: Float[Array, "R E"]) -> Float[Array, "rows E"]:
 def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     """Apply a layer's feed-forward network, or those experts that the router chooses for each token."""
     if "router" in weights:
-        return _experts(config, weights, x, _ACTIVATIONS[config.activation])
+        return _experts(config, weights, x)
     return _gate_up(config, weights, x) @ weights["down"]
 
 
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
+def _clamped_swiglu(gate: Array, up: Array) -> Array:
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+_GATES: dict[str, Callable[[Array, Array], Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate) * up,
+    "clamped_swiglu": _clamped_swiglu,
+}
 
 
 def _gate_up(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T F"]:
-    return _gated(jnp.einsum("bte,ecf->btcf", x, weights["gate_up"]), _ACTIVATIONS[config.activation])
+    return _gated(config, jnp.einsum("bte,ecf->btcf", x, weights["gate_up"]))
 
 
-def _gated(gate_up: Float[Array, "*rest 2 F"], activation: Callable[[Array], Array]) -> Float[Array, "*rest F"]:
-    return activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
+def _gated(config: Config, gate_up: Float[Array, "*rest 2 F"]) -> Float[Array, "*rest F"]:
+    return _GATES[config.activation](gate_up[..., 0, :], gate_up[..., 1, :])
 
 
-def _experts(
-    config: Config, weights: dict[str, Array], x: Float[Array, "B T E"], activation: Callable[[Array], Array]
-) -> Float[Array, "B T E"]:
+def _experts(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     """Apply those experts that the router chooses for each token.
 
     The tokens are sorted by expert, so that each expert's weights meet its own tokens in one ragged product. No token
     is dropped, and no expert is copied for a token.
     """
     logits = (x @ weights["router"]).astype(jnp.promote_types(x.dtype, jnp.float32))
+    if config.expert_biases:
+        logits = logits + weights["router_bias"].astype(logits.dtype)
     share, expert = jax.lax.top_k(jax.nn.softmax(logits), config.experts_per_token)  # [B, T, c]
     if config.normalise_experts:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
-    own = weights["expert_gate_up"], weights["expert_down"]
+    own = {name: array for name, array in weights.items() if name.startswith("expert_")}
     mesh = mesh_of(x, own)
     ways = expert_axes(mesh)
     if math.prod(mesh.shape[axis] for axis in ways) == 1:
-        return run_experts(x, share, expert, *own, activation=activation)
+        return _run_experts(config, own, x, share, expert)
 
-    def on_device(x: Array, share: Array, expert: Array, *own: Array) -> Array:
-        first = jax.lax.axis_index(ways) * own[0].shape[0]
+    def on_device(own: dict[str, Array], x: Array, share: Array, expert: Array) -> Array:
+        first = jax.lax.axis_index(ways) * own["expert_down"].shape[0]
         mine = (expert - first) % config.num_experts
-        return jax.lax.psum(run_experts(x, share, mine, *own, activation=activation), ways)
+        return jax.lax.psum(_run_experts(config, own, x, share, mine), ways)
 
     # Left to itself, XLA brings all experts to all devices of a TPU.
     whole = PartitionSpec("data" if x.shape[0] % mesh.shape.get("data", 1) == 0 else None)
-    specs = (whole,) * 3 + (PartitionSpec(ways),) * 2
-    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(x, share, expert, *own)
+    specs = (PartitionSpec(ways), whole, whole, whole)
+    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(own, x, share, expert)
 
 
-def run_experts(
+def _run_experts(
+    config: Config,
+    weights: dict[str, Array],
     x: Float[Array, "B T E"],
     share: Float[Array, "B T c"],
     expert: Int[Array, "B T c"],
-    gate_up: Float[Array, "X E 2 F"],
-    down: Float[Array, "X F E"],
-    *,
-    activation: Callable[[Array], Array] = jax.nn.silu,
 ) -> Float[Array, "B T E"]:
     """Sum the outputs of each token's experts, weighted by ``share``; experts from number X on are left out."""
+    gate_up, down = weights["expert_gate_up"], weights["expert_down"]
     tokens, c = x.reshape(-1, x.shape[-1]), expert.shape[-1]
     order = jnp.argsort(expert.reshape(-1))  # [B T c], those of an expert side by side
     X, E, _, F = gate_up.shape
     counts = jnp.bincount(expert.reshape(-1), length=X).astype(jnp.int32)  # [X]
-    made = jax.lax.ragged_dot(tokens[order // c], gate_up.reshape(X, E, 2 * F), counts)
-    made = _gated(made.reshape(-1, 2, F), activation)
-    made = jax.lax.ragged_dot(made, down, counts)[jnp.argsort(order)].reshape(*expert.shape, -1)  # [B, T, c, E]
+    made = jax.lax.ragged_dot(tokens[order // c], gate_up.reshape(X, E, 2 * F), counts).reshape(-1, 2, F)
+    if config.expert_biases:
+        own = expert.reshape(-1)[order]  # of each row
+        made = made + jnp.stack([weights[name][own] for name in ("expert_gate_bias", "expert_up_bias")], axis=1)
+    made = jax.lax.ragged_dot(_gated(config, made), down, counts)
+    if config.expert_biases:
+        made = made + weights["expert_down_bias"][own]
+    made = made[jnp.argsort(order)].reshape(*expert.shape, -1)  # [B, T, c, E]
     made = jnp.where((expert < X)[..., None], share[..., None] * made, 0)
     return jnp.sum(made, axis=2).astype(x.dtype)
 

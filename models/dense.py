@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
-from kvjax._src.border import OF_HEADS, OF_ROWS, OF_TOKENS, SAME, implementation_for, split
+from kvjax._src.border import OF_HEADS, OF_QUERY_HEADS, OF_ROWS, OF_TOKENS, SAME, implementation_for, split
 
 QUERIES_A_CHUNK = 512
 
@@ -22,15 +22,17 @@ def attention(
     query_position: Int[Array, "B T"],
     sliding_window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """Attend over keys and values in no cache, of whose rows and heads each device of a mesh has its own."""
 
     def of_device(query: Array, *others: Any) -> Array:
         how: Any = dict(soft_cap=soft_cap, implementation=implementation_for("auto", query))
-        return cache_attention(query, *others[:-1], sliding_window=others[-1], **how)[0]
+        *block, sliding_window, sink_logits = others
+        return cache_attention(query, *block, sliding_window=sliding_window, sink_logits=sink_logits, **how)[0]
 
     own = (query, OF_TOKENS), (key, OF_HEADS), (value, OF_HEADS), (key_position, OF_HEADS), (query_position, OF_ROWS)
-    return split(of_device, *own, (sliding_window, SAME), outputs=OF_TOKENS)
+    return split(of_device, *own, (sliding_window, SAME), (sink_logits, OF_QUERY_HEADS), outputs=OF_TOKENS)
 
 
 def attention_in_chunks(
@@ -40,6 +42,7 @@ def attention_in_chunks(
     position: Int[Array, "B T"],
     sliding_window: Int[Array, ""] | None = None,
     soft_cap: float | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """Compute causal attention of whole sequences without holding the weights of more than one chunk of queries.
 
@@ -52,7 +55,7 @@ def attention_in_chunks(
     @jax.checkpoint  # the backward pass computes a chunk's weights again
     def run(chunk):
         query, query_position = chunk
-        return attention(query, key, value, key_position, query_position, sliding_window, soft_cap)
+        return attention(query, key, value, key_position, query_position, sliding_window, soft_cap, sink_logits)
 
     if T <= QUERIES_A_CHUNK:
         return run((query, position))

@@ -42,6 +42,7 @@ class Family(NamedTuple):
         architecture: transformers' class, which a config.json names; None for a family that is found by its
             ``model_type`` and saved as the one that its config names.
         gguf: how GGUF files store it; None if they do not.
+        joined_experts: whether a layer's experts are stored together, as in :mod:`models.joined_experts`.
         inside: models that also see or hear, in which it is the language model: their ``model_type``, and the one that
             their ``text_config`` names. Only the language model is read.
     """
@@ -52,6 +53,7 @@ class Family(NamedTuple):
     architecture: str | None = None
     gguf: Gguf | None = None
     inside: Mapping[str, str] = {}
+    joined_experts: bool = False
 
 
 def _family(name: str, family: Any) -> Family:
@@ -91,6 +93,7 @@ def register_family(
     architecture: str | None = None,
     gguf: Gguf | None = None,
     inside: Mapping[str, str] | None = None,
+    joined_experts: bool = False,
 ) -> None:
     """Register a model family, so that ``models.load`` reads folders whose config.json has this ``model_type``.
 
@@ -102,8 +105,8 @@ def register_family(
         config: returns the :class:`models.Config` of the object in a config.json.
         tensors: the tensors' names, by the parameters' names of ``models.parameters``, where they are not Llama's; {}
             stands for the layer.
-        fused, architecture, gguf, inside: as in :class:`models.families.Family`. Without an ``architecture``,
-            ``models.save`` writes a folder of the architecture that the config names.
+        fused, architecture, gguf, inside, joined_experts: as in :class:`models.families.Family`. Without an
+            ``architecture``, ``models.save`` writes a folder of the architecture that the config names.
 
     Raises:
         ValueError: if another module or an installed package has the ``model_type``, or another family the
@@ -126,5 +129,5 @@ def register_family(
         >>> from_hugging_face(raw).hidden_size
         16
     """
-    family = Family(config, tensors or {}, fused or {}, architecture, gguf, inside or {})
+    family = Family(config, tensors or {}, fused or {}, architecture, gguf, inside or {}, joined_experts)
     FAMILIES.add(model_type, family, source=config.__module__)

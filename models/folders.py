@@ -22,6 +22,7 @@ from models.config import Config
 from models.config_json import family_of, from_hugging_face, language_model
 from models.families import family_of_architecture
 from models.files import first_of, warn_of_unfinished
+from models.joined_experts import taken_apart
 from models.parameters import tensor_names
 from models.tokenizer import Tokenizer, read_object
 
@@ -147,6 +148,10 @@ def open_folder(folder: Path) -> Checkpoint:
     raw = read_object(folder / "config.json")
     own = language_model(raw)
     family = family_of(own)
+    try:
+        tensors = taken_apart(tensors) if family.joined_experts else tensors
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     names = tensor_names(config)
     if unknown := family.tensors.keys() - names.keys():
         raise ValueError(f"{folder}: its family names {', '.join(sorted(unknown))}, which are no parameters.")

@@ -147,7 +147,9 @@ def names_in(architecture: str) -> Callable[[str], str]:
     llama, own = (gguf.get_tensor_name_map(number, 1).mapping for number in numbers)
 
     def renamed(tensor: str) -> str:
-        name, _, kind = tensor.replace(".experts.{}", ".experts").format(0).rpartition(".")
+        whole = tensor.replace(".experts.{}", ".experts").format(0)
+        whole += ".weight" if whole in own else ""  # a sink's name has no kind in Hugging Face's files
+        name, _, kind = whole.rpartition(".")
         _, theirs = own.get(name) or llama.get(name) or (None, name)
         # One tensor holds a layer's experts; here each of them is one.
         return f"{theirs}.{kind}".replace("blk.0.", "blk.{}.") + "[{}]" * (".experts." in tensor)
@@ -156,15 +158,22 @@ def names_in(architecture: str) -> Callable[[str], str]:
 
 
 def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace each tensor of a layer's experts, [X, F, E], by one for each expert."""
+    """Replace each tensor of a layer's experts, [X, F, E] or a bias [X, F], by one for each expert."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if len(tensor.shape) == 3 and name.endswith("_exps.weight"):
             vectors = tensor.shape[1]
             found |= {f"{name}[{x}]": part_from(tensor, x * vectors, tensor.shape[1:]) for x in range(tensor.shape[0])}
+        elif name.endswith("_exps.bias"):
+            found |= {f"{name}[{x}]": _row(tensor, x) for x in range(tensor.shape[0])}
         else:
             found[name] = tensor
     return found
+
+
+def _row(tensor: Tensor, x: int) -> Tensor:
+    """Return a row of a matrix as a tensor."""
+    return tensor._replace(shape=tensor.shape[1:], read=lambda window: tensor.read((slice(x, x + 1), *window))[0])
 
 
 def _in_halves(tensors: Mapping[str, Tensor], names: Mapping[str, str], config: Config) -> dict[str, Tensor]:

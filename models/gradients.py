@@ -101,7 +101,8 @@ def _forward(
 
     def attend(query, key, value):
         block = LayerBlock(query, stored(key, dtypes.key), stored(value, dtypes.value), layer.position)
-        return _attend_constant(config.attention_soft_cap, held, block, layer.window), None, None
+        sinks = None if (logits := weights.get("sink_logits")) is None else _of_rows(logits, block)
+        return _attend_constant(config.attention_soft_cap, held, block, layer.window, sinks), None, None
 
     return summed(run_layer(config, weights, x, layer.waves, attend, shift)[0])
 
@@ -159,7 +160,11 @@ def _cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_constant(
-    soft_cap: float | None, held: Pages, block: LayerBlock, window: Int[Array, ""] | None
+    soft_cap: float | None,
+    held: Pages,
+    block: LayerBlock,
+    window: Int[Array, ""] | None,
+    sinks: Float[Array, "BK R 1"] | None,
 ) -> Float[Array, "B T N D"]:
     """Attend over a layer that is a constant, and the block behind it, of which alone a derivative is taken.
 
@@ -171,8 +176,9 @@ def _attend_constant(
         soft_cap, window: see :func:`kernels_pallas.cache_attention`.
         held: the layer, without the block.
         block: with keys and values as they would be in the cache.
+        sinks: logits that each query's softmax begins with; see :func:`_of_rows`.
     """
-    return _attended(soft_cap, held, block, window)[0]
+    return _attended(soft_cap, held, block, window, sinks)[0]
 
 
 class _Slots(NamedTuple):
@@ -185,11 +191,15 @@ class _Slots(NamedTuple):
 
 
 def _attended(
-    soft_cap: float | None, held: Pages, block: LayerBlock, window: Int[Array, ""] | None
+    soft_cap: float | None,
+    held: Pages,
+    block: LayerBlock,
+    window: Int[Array, ""] | None,
+    sinks: Float[Array, "BK R 1"] | None,
 ) -> tuple[Float[Array, "B T N D"], tuple[Pages, LayerBlock, Array | None, Array, Array]]:
     """Return the output, and what the backward pass reads."""
 
-    def of_head(table, query, key, value, position):
+    def of_head(table, query, key, value, position, *sinks):
         def with_slots(softmax, slots):
             logits = _logits(soft_cap, window, position, slots, query, slots.key)
             # Without the barriers XLA would compute the logits, and exp, once for each of what reads them.
@@ -203,20 +213,21 @@ def _attended(
             return out, peak, kept * total + jnp.sum(weights, axis=1, keepdims=True)
 
         column = jnp.zeros((len(query), 1), wide)
-        softmax = with_slots((jnp.zeros(query.shape, wide), column - jnp.inf, column), _Slots(key, value, position))
+        peak, total = (sinks[0].astype(wide), column + 1) if sinks else (column - jnp.inf, column)
+        softmax = with_slots((jnp.zeros(query.shape, wide), peak, total), _Slots(key, value, position))
         out, peak, total = _over_pages(held, table, with_slots, softmax)
         nothing = total == 0  # for a query that is padding
         total = jnp.where(nothing, 1, total)
         return out / total, jnp.where(nothing, 0, peak) + jnp.log(total)
 
     wide = jnp.promote_types(block.query.dtype, jnp.float32)
-    out, exponent = _each_head(of_head, held, block)
+    out, exponent = _each_head(of_head, held, block, *([] if sinks is None else [sinks]))
     return _of_heads(out, block.query).astype(block.query.dtype), (held, block, window, out, exponent)
 
 
 def _derivative(
     soft_cap: float | None, kept: tuple[Pages, LayerBlock, Array | None, Array, Array], above: Float[Array, "B T N D"]
-) -> tuple[None, LayerBlock, None]:
+) -> tuple[None, LayerBlock, None, None]:
     """Return the derivative with respect to the block's queries, keys and values, from that of the output."""
     held, block, window, out, exponent = kept
 
@@ -238,7 +249,7 @@ def _derivative(
     K = block.key.shape[2]
     found = _each_head(of_head, held, block, out, exponent, _by_head(above.astype(out.dtype), K))
     query, key, value = (_of_heads(x, like).astype(like.dtype) for x, like in zip(found, block[:3], strict=True))
-    return None, LayerBlock(query, key, value, None), None  # type: ignore[arg-type]  # positions have no derivative
+    return None, LayerBlock(query, key, value, None), None, None  # type: ignore[arg-type]  # positions have none
 
 
 _attend_constant.defvjp(_attended, _derivative)
@@ -292,6 +303,12 @@ def _by_head(x: Float[Array, "B T heads D"], K: int) -> Float[Array, "BK R D"]:
     """Return the part of each KV head, with the tokens of each of its query heads behind one another."""
     B, T, heads, D = x.shape
     return x.reshape(B, T, K, heads // K, D).transpose(0, 2, 3, 1, 4).reshape(B * K, -1, D)
+
+
+def _of_rows(of_heads: Float[Array, "N"], block: LayerBlock) -> Float[Array, "BK R 1"]:
+    """Return a number per query head for each of the queries that :func:`_by_head` returns."""
+    B, T, N, _ = block.query.shape
+    return _by_head(jnp.broadcast_to(of_heads[:, None], (B, T, N, 1)), block.key.shape[2])
 
 
 def _of_heads(x: Float[Array, "BK R D"], like: Float[Array, "B T heads D"]) -> Float[Array, "B T heads D"]:

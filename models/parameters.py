@@ -68,8 +68,13 @@ def _has_experts(config: Config) -> bool:
     return config.num_experts > 0 and not all(config.dense_sizes or (None,))
 
 
+def _has_expert_biases(config: Config) -> bool:
+    return config.expert_biases and _has_experts(config)
+
+
 _has_biases, _has_norms = operator.attrgetter("attention_bias"), operator.attrgetter("query_key_norm")
 _has_wide_norms, _has_output_bias = operator.attrgetter("wide_query_key_norm"), operator.attrgetter("output_bias")
+_has_sinks = operator.attrgetter("attention_sinks")
 _LAYER = "model.layers.{}."
 _EXPERT = _LAYER + "mlp.experts.{}."
 PARAMETERS: dict[str, Parameter] = {
@@ -99,6 +104,11 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.expert_gate": Parameter("Lx X E F", _EXPERT + "gate_proj.weight", "F E", _has_experts),
     "layers.expert_up": Parameter("Lx X E F", _EXPERT + "up_proj.weight", "F E", _has_experts),
     "layers.expert_down": Parameter("Lx X F E", _EXPERT + "down_proj.weight", "E F", _has_experts),
+    "layers.router_bias": Parameter("Lx X", _LAYER + "mlp.gate.bias", "X", _has_expert_biases),
+    "layers.expert_gate_bias": Parameter("Lx X F", _EXPERT + "gate_proj.bias", "F", _has_expert_biases),
+    "layers.expert_up_bias": Parameter("Lx X F", _EXPERT + "up_proj.bias", "F", _has_expert_biases),
+    "layers.expert_down_bias": Parameter("Lx X E", _EXPERT + "down_proj.bias", "E", _has_expert_biases),
+    "layers.sink_logits": Parameter("L N", _LAYER + "self_attn.sinks", "N", _has_sinks),
 }
 ROTATED = ("layers.query", "layers.key")
 # The arrays that hold several parameters: their axes, and the parameters, side by side along the axis before the last.

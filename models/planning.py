@@ -214,8 +214,13 @@ def _check_fitted(config: Config, plan: Plan, again: bool) -> None:
     name, link = policy.name, policy.merging.name
     if plan.several is not None:
         raise ValueError(f"{name!r}: {link!r} fits the heads of one device, but the model is on a mesh; leave it out.")
-    if any(config.sliding_windows) or config.attention_soft_cap is not None:
-        what = "sliding windows" if any(config.sliding_windows) else "a cap of its attention logits"
+    kinds = {
+        "sliding windows": any(config.sliding_windows),
+        "a cap of its attention logits": config.attention_soft_cap is not None,
+        "attention sinks": config.attention_sinks,
+    }
+    if any(kinds.values()):
+        what = next(kind for kind, has in kinds.items() if has)
         raise ValueError(f"{name!r}: {link!r} fits attention over all tokens, but this model has {what}; leave it out.")
     if again:
         raise ValueError(

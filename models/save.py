@@ -18,6 +18,7 @@ from models.config_json import to_hugging_face
 from models.decoder import Decoder
 from models.families import family_of_architecture
 from models.files import to_json, write_files
+from models.joined_experts import put_together
 from models.parameters import PARAMETERS, ROTATED, head_order, split_weights, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
 
@@ -50,6 +51,8 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
     folder = Path(folder)
     config = to_hugging_face(model.config)
     tensors = _tensors(model, config["model_type"])
+    if family_of_architecture(config["model_type"]).joined_experts:
+        tensors = put_together(tensors)
     config = {name: value for name, value in config.items() if name not in ("dtype", "transformers_weights")}
     config["torch_dtype"] = str(tensors["model.norm.weight"].dtype)
     files = {

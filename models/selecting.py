@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kernels_pallas import select_attention
 from kvjax import Context, KVCache, Policy, Prediction, sources
-from kvjax._src.border import OF_HEADS, OF_TOKENS, enter, implementation_for
+from kvjax._src.border import OF_HEADS, OF_QUERY_HEADS, OF_TOKENS, enter, implementation_for
 from kvjax._src.cache import floats_of
 from kvjax._src.checks import check_count, check_share_or_tokens
 from kvjax._src.layer import LayerBlock
@@ -99,7 +99,7 @@ def attend(
     if context.compressed and carry.behind_first:
         cache = kvjax.insert(cache, key, value, position)
         slots = _chosen(selection, cache, memory, carry, query, position, context)
-        out = _attend_chosen(cache, query, slots, context.soft_cap)
+        out = _attend_chosen(cache, query, slots, context)
     else:
         dense = dataclasses.replace(context, predicted=None)  # which the source alone reads
         out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=dense)
@@ -114,15 +114,16 @@ def attend(
 
 
 def _attend_chosen(
-    cache: KVCache, query: Float[Array, "B 1 N D"], slots: Int[Array, "B N M"], soft_cap: float | None
+    cache: KVCache, query: Float[Array, "B 1 N D"], slots: Int[Array, "B N M"], context: Context
 ) -> Float[Array, "B 1 N D"]:
     """Attend over the chosen slots, on a mesh each device over those of its own heads."""
 
-    def of_device(own: KVCache, query: Array, slots: Array) -> Array:
-        how: Any = dict(soft_cap=soft_cap, implementation=implementation_for("auto", own))
+    def of_device(own: KVCache, query: Array, slots: Array, sinks: Array | None) -> Array:
+        how: Any = dict(soft_cap=context.soft_cap, sink_logits=sinks, implementation=implementation_for("auto", own))
         return select_attention(query, **own.entries, slots=slots, **how)
 
-    return enter(cache, of_device, (query, OF_TOKENS), (slots, OF_HEADS), outputs=OF_TOKENS)
+    given = (query, OF_TOKENS), (slots, OF_HEADS), (context.sink_logits, OF_QUERY_HEADS)
+    return enter(cache, of_device, *given, outputs=OF_TOKENS)
 
 
 def _chosen(

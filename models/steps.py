@@ -218,6 +218,7 @@ def layer_step(
     network: Network | None,
 ) -> tuple[Hidden, LayerCarry]:
     """Run one layer on a block, with what :func:`at_layer` returns for the layer."""
+    here = here._replace(context=dataclasses.replace(here.context, sink_logits=weights.get("sink_logits")))
     if network is not None:
         layer: Any = here.context.layer
         carry = selecting.predicted(network, carry, layer, attention_input(config, weights, x))

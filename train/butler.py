@@ -101,7 +101,8 @@ def loss_of(
     predict = functools.partial(butler, dropout_key=dropout_key)
 
     def attend(predicted, layer, sliding_window, query, key, value):
-        out = attention_in_chunks(query, key, value, position, sliding_window, model.config.attention_soft_cap)
+        cap, sinks = model.config.attention_soft_cap, model.sink_logits(layer)
+        out = attention_in_chunks(query, key, value, position, sliding_window, cap, sinks)
         own = jax.tree.map(lambda x: x[jnp.maximum(layer - 1, 0)], predicted)
         return out, predicted, mse_logits(query, key, own.query, own.key, causal=causal)
 

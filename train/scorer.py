@@ -166,7 +166,8 @@ def run_layers(
     position = jnp.broadcast_to(jnp.arange(T), (B, T))
 
     def attend(x, layer, sliding_window, query, key, value):
-        out = attention_in_chunks(query, key, value, position, sliding_window, model.config.attention_soft_cap)
+        cap, sinks = model.config.attention_soft_cap, model.sink_logits(layer)
+        out = attention_in_chunks(query, key, value, position, sliding_window, cap, sinks)
         return out, x, of_layer(layer, x, jax.lax.stop_gradient(score[layer]))
 
     def before_attention(_, layer, x):

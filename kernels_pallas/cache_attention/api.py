@@ -25,6 +25,7 @@ def cache_attention(
     key_scale: Float[Array, "B K S"] | None = None,
     value_scale: Float[Array, "B K S"] | None = None,
     bias: Float[Array, "B K S"] | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
     statistics: Iterable[str] = (),
     window: int = 0,
     errors: bool = False,
@@ -46,6 +47,9 @@ def cache_attention(
         key_scale, value_scale: by which each key or value of eight bits is multiplied, shaped like them without D; None
             for floats.
         bias: a float per slot that is added to its logits, after scale and cap; None for none.
+        sink_logits: a logit per query head that is in the softmax of each of its queries, but has no key and no value:
+            the slots' weights, in the output and in all statistics, add up to 1 less its share (gpt-oss); None for
+            none. Scale, cap and bias do not apply to it.
         statistics: names from ``STATISTICS``, or from ``ONLY_REFERENCE``, which only the reference computes; see
             :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
@@ -84,6 +88,7 @@ def cache_attention(
         given = f"positions {key_position.shape} and {query_position.shape}"
         raise ValueError(f"{given} do not fit: expected {slots} for the slots and {(B, T)} for the queries.")
     check_bias(bias, key.shape[:-1])
+    check_sinks(sink_logits, N)
     check_projection(projection, errors, (key.shape[1], N // key.shape[1], D))
     return cache_attention_unchecked(
         query,
@@ -102,6 +107,7 @@ def cache_attention(
         key_scale=key_scale,
         value_scale=value_scale,
         bias=bias,
+        sink_logits=sink_logits,
         implementation=implementation,
     )
 
@@ -151,3 +157,9 @@ def check_bias(bias: Any, slots: tuple[int, ...]) -> None:
     """Check that there is one float of bias for each slot."""
     if bias is not None and bias.shape != slots:
         raise ValueError(f"the bias is {bias.shape}, but the slots are {slots}: give one float per slot.")
+
+
+def check_sinks(sink_logits: Any, heads: int) -> None:
+    """Check that there is one logit of a sink for each query head."""
+    if sink_logits is not None and sink_logits.shape != (heads,):
+        raise ValueError(f"sink_logits are {sink_logits.shape}; expected {(heads,)}, one logit per query head.")

@@ -36,6 +36,7 @@ from kernels_pallas.cache_attention.queries import (
     first_entering,
     of_weights,
     squared_changes,
+    start_of,
     told_apart,
 )
 from kernels_pallas.dispatch import compute_capability
@@ -134,6 +135,7 @@ def attend_heads(
     errors: bool,
     scale: float,
     soft_cap: float | None,
+    sinks: Float[Array, "K G"] | None,
     interpret: bool,
     name: str,
 ) -> tuple[Array, ...]:
@@ -168,11 +170,21 @@ def attend_heads(
         return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
 
     span = [] if window is None else [span_of(window)]
+    starts = [] if sinks is None else [sinks]
     of_queries = pl.BlockSpec((None, T, None, G, D), lambda h, *_: (h // K, 0, h % K, 0, 0))
     finishes = T == 1 and not errors
     one_query = finishes and bool(names)  # its logits take no more memory than the statistics, which follow from them
     out, *softmax = pl.pallas_call(
-        functools.partial(_attend, beside=beside, steps=steps, tiles=tiles, whole=whole, errors=errors, **options),
+        functools.partial(
+            _attend,
+            beside=beside,
+            steps=steps,
+            tiles=tiles,
+            whole=whole,
+            errors=errors,
+            has_sinks=sinks is not None,
+            **options,
+        ),
         out_shape=[
             *(
                 [
@@ -197,6 +209,7 @@ def attend_heads(
             *storage.where,
             *[storage.numbers] * len(floats),
             *[pl.BlockSpec((1,), lambda *_: (0,))] * len(span),
+            *[pl.BlockSpec((None, G), lambda h, *_: (h % K, 0))] * len(starts),
         ],
         out_specs=[
             *(
@@ -212,7 +225,7 @@ def attend_heads(
         compiler_params=tiles.params,
         interpret=interpret,
         name=f"{name}_attention",
-    )(query, about[:, :, POSITION], key, value, position, *where, *floats, *span)
+    )(query, about[:, :, POSITION], key, value, position, *where, *floats, *span, *starts)
     if finishes:
         asked = tuple(dict.fromkeys(told_apart(name) for name in names))
         sizes = [1 if name == OF_GROUP else G for name in asked]
@@ -350,11 +363,11 @@ def _power(unit, logits, shift, *, is_nvidia):
 
 def _attend(
     query, own_positions, key, value, positions, *refs,
-    storage, beside, errors, whole, steps, tiles, width, scale, soft_cap, unit, power, has_window,
+    storage, beside, errors, whole, steps, tiles, width, scale, soft_cap, unit, power, has_window, has_sinks,
 ):  # fmt: skip
     where, floats, refs = _split(refs, len(storage.where), sum(beside))
     key_scales, value_scales, biases = beside.split(floats)
-    span, (out, *refs), _ = _split(refs, int(has_window), len(refs))
+    span, sinks, (out, *refs) = _split(refs, int(has_window), int(has_sinks))
     like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (T, G, D), S = query.shape, storage.slots
     row = pl.program_id(1) * tiles.queries + jax.lax.broadcasted_iota(jnp.int32, (tiles.queries,), 0)
@@ -365,6 +378,11 @@ def _attend(
     first = pl.program_id(2) * steps
     if storage.end is not None:
         steps = jnp.clip(pl.cdiv(storage.end(where), tiles.slots) - first, 0, steps)
+
+    start = [jnp.full((tiles.queries,), number, jnp.float32) for number in (_LEAST, 0)]
+    for ref in sinks:  # the first of the programs of some queries begins with their sink: a token of no value
+        begins, sink = pl.program_id(2) == 0, start_of(triton.load(ref.at[g])) * (_LOG2_E / unit)
+        start = [jnp.where(begins, sink, start[0]), jnp.where(begins, 1.0, start[1])]
 
     def walk(masks):
         """Go over the slots; with ``masks`` the values of free ones do not matter, whatever they are."""
@@ -396,8 +414,7 @@ def _attend(
             acc = shrink[:, None] * acc + product(weights.astype(v.dtype), v, ((1,), (0,)))
             return now, total, acc
 
-        vectors = [jnp.full((tiles.queries,), number, jnp.float32) for number in (_LEAST, 0)]
-        return jax.lax.fori_loop(0, steps, step, (*vectors, jnp.zeros((tiles.queries, width), jnp.float32)))
+        return jax.lax.fori_loop(0, steps, step, (*start, jnp.zeros((tiles.queries, width), jnp.float32)))
 
     peak, total, acc = walk(masks=False)
     if jnp.issubdtype(value.dtype, jnp.floating):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.queries import describe, queries_entering
 from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
-from kernels_pallas.prepare import Beside, given_beside
+from kernels_pallas.prepare import Beside, given_beside, in_sets
 
 _FAR = 2**31 - 1
 
@@ -55,6 +55,7 @@ def in_groups(
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
     soft_cap: float | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on queries grouped by KV head.
 
@@ -63,8 +64,8 @@ def in_groups(
 
     Args:
         kernel: ``(query [B, K, G, T, D], about, sliding_window, *arrays, beside=, names=, errors=, scale=,
-            soft_cap=)`` returns the output, shaped like the queries, and each statistic in ``names`` as ``[B, K, heads,
-            S]``. With ``errors`` its output does not matter.
+            soft_cap=, sinks=)``, with the sinks' logits [K, G] or None, returns the output, shaped like the queries,
+            and each statistic in ``names`` as ``[B, K, heads, S]``. With ``errors`` its output does not matter.
         arrays: all other inputs. The last ones are those that are ``beside`` keys and values.
         query_scale: not read, as no kernel computes the statistic that reads it.
     """
@@ -78,7 +79,7 @@ def in_groups(
         query.reshape(B, T, kv_heads, N // kv_heads, D).transpose(0, 2, 3, 1, 4),
         describe(query_position, window),
     )
-    options = dict(beside=beside, scale=scale, soft_cap=soft_cap)
+    options = dict(beside=beside, scale=scale, soft_cap=soft_cap, sinks=in_sets(sink_logits, kv_heads))
 
     def run(query: Array, about: Array, names: tuple[str, ...], errors: bool) -> tuple[Array, ...]:
         return kernel(query, about, sliding_window, *arrays, names=names, errors=errors, **options)

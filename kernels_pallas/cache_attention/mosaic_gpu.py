@@ -31,6 +31,7 @@ from kernels_pallas.cache_attention.queries import (
     by_head,
     first_entering,
     of_one_query,
+    start_of,
 )
 from kernels_pallas.dispatch import compute_capability
 from kernels_pallas.eight_bits import unread, unread_on_gpu
@@ -85,7 +86,9 @@ def slower(*_: Any, **__: Any) -> str:
     return "by their machine code the Triton kernels are faster on an H100 or H200"
 
 
-def of_heads(query, about, window, key, value, key_position, *, beside, names, errors, scale, soft_cap, interpret):
+def of_heads(
+    query, about, window, key, value, key_position, *, beside, names, errors, scale, soft_cap, sinks, interpret
+):
     del beside, errors  # no scales, biases or errors: all are refused
     B, K, S, D = key.shape
     G, T = query.shape[2:4]
@@ -130,7 +133,11 @@ def of_heads(query, about, window, key, value, key_position, *, beside, names, e
         key,
         value,
     )
-    out, peak, total = of_parts(*(x[:, :, :R] for x in (acc, peak, total)))
+    sinks = (
+        None if sinks is None else jnp.tile(jnp.repeat(start_of(sinks), T, axis=1), (B, 1))
+    )  # [H, R], which XLA adds
+    acc, peak, total = (x[:, :, :R] for x in (acc, peak, total))
+    out, peak, total = of_parts(acc, peak, total, sinks)
     out = out.astype(query.dtype).reshape(B, K, G, T, D)
     if not names:
         return (out,)

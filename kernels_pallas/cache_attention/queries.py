@@ -16,6 +16,14 @@ OF_GROUP = "window_group_square"  # the statistic that is one number for all hea
 UNSEEN = -1e30  # the logit of a slot that a query does not see
 
 
+def start_of(sinks: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return sinks' logits as a kernel's online softmax begins with them, as the largest logit of a sum of 1.
+
+    None is -inf, nor so low that another one's exponential could be lost beside it.
+    """
+    return jnp.maximum(sinks.astype(jnp.float32), -1e20)
+
+
 def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 3"]:
     """Return each query's position, whether it is the last valid one, and its place in the observation window.
 

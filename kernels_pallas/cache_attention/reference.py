@@ -78,6 +78,7 @@ def cache_attention(
     key_scale: Float[Array, "B K S"] | None = None,
     value_scale: Float[Array, "B K S"] | None = None,
     bias: Float[Array, "B K S"] | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
     live = key_position >= 0
@@ -85,7 +86,7 @@ def cache_attention(
     logits = scaled(grouped_logits(query, key, key_scale), scale, soft_cap)
     if bias is not None:
         logits = logits + bias[:, :, None, None].astype(logits.dtype)
-    weights, total = exponentials(logits, visible[:, :, None])
+    weights, total = exponentials(logits, visible[:, :, None], sink_logits)
     out = weighted_values(weights, total, value, live, value_scale).astype(query.dtype)
     if not statistics:
         return out, ColumnStatistics()

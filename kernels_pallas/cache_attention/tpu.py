@@ -28,6 +28,7 @@ from kernels_pallas.cache_attention.queries import (
     first_entering,
     of_one_query,
     squared_changes,
+    start_of,
     terms,
     with_term,
 )
@@ -92,6 +93,7 @@ def attend_heads(
     errors: bool,
     scale: float,
     soft_cap: float | None,
+    sinks: Float[Array, "K G"] | None,
     interpret: Any,
     name: str,
 ) -> tuple[Array, ...]:
@@ -115,6 +117,7 @@ def attend_heads(
     key_position = jnp.pad(key_position, more, constant_values=-1)[:, :, None]
     floats = tuple(jnp.pad(x, more)[:, :, None] for x in floats)
     key_scales, value_scales, biases = beside.split(floats)
+    starts = [] if sinks is None else [jnp.repeat(start_of(sinks), per_head, axis=1)[..., None]]
 
     def specs(order):
         """Return the specs of all inputs; ``order`` sorts a program's indices to (b, k, query block, chunk, *where)."""
@@ -135,7 +138,7 @@ def attend_heads(
     # The logits of one query take no more memory than the statistics, which follow from them.
     one_query = T == 1 and bool(names) and not errors
     out, softmax, *logits = pl.pallas_call(
-        functools.partial(_attend, beside=beside, errors=errors, **options),
+        functools.partial(_attend, beside=beside, errors=errors, has_sinks=sinks is not None, **options),
         out_shape=[
             # Errors are small differences of outputs.
             jax.ShapeDtypeStruct(query.shape, jnp.float32 if errors else query.dtype),
@@ -150,6 +153,7 @@ def attend_heads(
                 q_spec,
                 about_spec,
                 *[position_spec] * (1 + len(floats)),
+                *[pl.BlockSpec((None, queries, 1), lambda b, k, *_: (k, 0, 0))] * len(starts),
                 *slot_specs * 2,
             ],
             out_specs=[
@@ -172,7 +176,7 @@ def attend_heads(
         ),
         interpret=interpret,
         name=f"{name}_attention",
-    )(*where, span, query, about, key_position, *floats, *[key] * pieces, *[value] * pieces)
+    )(*where, span, query, about, key_position, *floats, *starts, *[key] * pieces, *[value] * pieces)
 
     columns: tuple[Array, ...] = ()
     if one_query:
@@ -259,6 +263,13 @@ def _column(row):
     return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
+def begin(sinks, peak, total, acc):
+    """Begin an online softmax: with the queries' sinks [queries, 1], tokens of no value, or with nothing."""
+    peak[...] = jnp.broadcast_to(sinks[0][...], peak.shape) if sinks else jnp.full_like(peak, UNSEEN)
+    total[...] = jnp.full_like(total, len(sinks))
+    acc[...] = jnp.zeros_like(acc)
+
+
 def add_weighted(logits, visible, v, value_scales, peak, total, acc):
     """Add the values of a chunk, [slots, D] without NaN, to an online softmax over the slots that are visible."""
     before = peak[:, :1]
@@ -273,9 +284,10 @@ def add_weighted(logits, visible, v, value_scales, peak, total, acc):
     peak[...] = jnp.broadcast_to(now, peak.shape)
 
 
-def _attend(*refs, errors, storage, scalars, beside, per_head, scale, soft_cap):
+def _attend(*refs, errors, has_sinks, storage, scalars, beside, per_head, scale, soft_cap):
     where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
     floats, others = others[: sum(beside)], others[sum(beside) :]
+    sinks, others = others[: int(has_sinks)], others[int(has_sinks) :]
     key_scales, value_scales, biases = beside.split(floats)
     pieces = len(storage.blocks)
     keys, values, others = others[:pieces], others[pieces : 2 * pieces], others[2 * pieces :]
@@ -284,9 +296,7 @@ def _attend(*refs, errors, storage, scalars, beside, per_head, scale, soft_cap):
 
     @pl.when(c == 0)
     def reset():
-        peak[...] = jnp.full_like(peak, UNSEEN)
-        total[...] = jnp.zeros_like(total)
-        acc[...] = jnp.zeros_like(acc)
+        begin(sinks, peak, total, acc)
 
     if storage.holds is not None:
         for ref in logits_out:

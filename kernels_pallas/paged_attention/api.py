@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.cache_attention.api import check_bias, check_projection, check_statistics
+from kernels_pallas.cache_attention.api import check_bias, check_projection, check_sinks, check_statistics
 from kernels_pallas.cache_attention.reference import ColumnStatistics
 from kernels_pallas.checks import check_soft_cap
 from kernels_pallas.dispatch import Implementation, check_scale, dispatch
@@ -26,6 +26,7 @@ def paged_attention(
     key_scale: Float[Array, "P page"] | None = None,
     value_scale: Float[Array, "P page"] | None = None,
     bias: Float[Array, "P page"] | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
     statistics: Iterable[str] = (),
     window: int = 0,
     errors: bool = False,
@@ -80,6 +81,7 @@ def paged_attention(
             "multiple of K; take one layer's table."
         )
     check_bias(bias, position.shape)
+    check_sinks(sink_logits, N)
     check_projection(projection, errors, (table.shape[1], N // table.shape[1], D))
     if query_position.shape != (B, T):
         raise ValueError(f"query positions {query_position.shape} do not fit: expected {(B, T)}.")
@@ -101,5 +103,6 @@ def paged_attention(
         key_scale=key_scale,
         value_scale=value_scale,
         bias=bias,
+        sink_logits=sink_logits,
         implementation=implementation,
     )

@@ -34,6 +34,7 @@ def paged_attention(
     key_scale: Float[Array, "P page"] | None = None,
     value_scale: Float[Array, "P page"] | None = None,
     bias: Float[Array, "P page"] | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.paged_attention.api.paged_attention`."""
@@ -41,6 +42,7 @@ def paged_attention(
     K, M = table.shape[1:]
     page = position.shape[1]
     grouped = query.reshape(B, T, K, N // K, D)
+    sinks = None if sink_logits is None else sink_logits.reshape(K, N // K)
     widths = [M]
     while -(-widths[-1] // 2) * page >= NARROWEST:
         widths.append(-(-widths[-1] // 2))
@@ -63,6 +65,7 @@ def paged_attention(
             key_scale=None if key_scale is None else laid_out(key_scale, pages),
             value_scale=None if value_scale is None else laid_out(value_scale, pages),
             bias=None if bias is None else laid_out(bias, pages),
+            sink_logits=None if sinks is None else jax.lax.dynamic_index_in_dim(sinks, head, keepdims=False),
             **options,
         )
         beyond = (M - width) * page

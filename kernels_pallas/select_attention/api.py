@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.cache_attention.api import check_keys_and_values
+from kernels_pallas.cache_attention.api import check_keys_and_values, check_sinks
 from kernels_pallas.checks import check_soft_cap
 from kernels_pallas.dispatch import Implementation, dispatch
 
@@ -17,6 +17,7 @@ def select_attention(
     *,
     key_scale: Float[Array, "B K S"] | None = None,
     value_scale: Float[Array, "B K S"] | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     implementation: Implementation = "auto",
@@ -53,6 +54,7 @@ def select_attention(
     """
     B, _, N, D = query.shape
     check_keys_and_values(query, key, value, key_scale, value_scale)
+    check_sinks(sink_logits, N)
     if slots.ndim != 3 or slots.shape[0] != B or slots.shape[1] not in (N, key.shape[1]) or not slots.shape[2]:
         raise ValueError(
             f"slots {slots.shape} do not fit: expected [B, H, M] with B {B}, H {N}, one set per query head, or "
@@ -68,5 +70,6 @@ def select_attention(
         soft_cap=check_soft_cap(soft_cap),
         key_scale=key_scale,
         value_scale=value_scale,
+        sink_logits=sink_logits,
         implementation=implementation,
     )

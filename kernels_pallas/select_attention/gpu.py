@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from kernels_pallas.cache_attention.queries import start_of
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.softmax import product, scaled
 
@@ -37,7 +38,7 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | N
     return None
 
 
-def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, interpret):
+def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, sinks, interpret):
     B, K, each, T, G, D = query.shape
     S, M = key.shape[2], slots.shape[-1]
     H, R = B * K * each, T * G
@@ -77,16 +78,21 @@ def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, interpr
         interpret=interpret,
         name="select_attention",
     )(query.reshape(H, R, D), key, value, slots.reshape(H, M), *scales)
+    starts = [] if sinks is None else [sinks]
     out = pl.pallas_call(
         functools.partial(_combine, width=width),
         out_shape=jax.ShapeDtypeStruct((H, R, D), query.dtype),
         grid=(H, R),
-        in_specs=[of_head(parts, R, D), of_head(parts, R), of_head(parts, R)],
+        in_specs=[
+            of_head(parts, R, D),
+            *[of_head(parts, R)] * 2,
+            *[pl.BlockSpec((None, G), lambda h, *_: (h % (K * each), 0))] * len(starts),
+        ],
         out_specs=of_head(R, D),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="select_combine",
-    )(*sums)
+    )(*sums, *starts)
     return (out.reshape(query.shape),)
 
 
@@ -134,7 +140,8 @@ def _attend(query, key, value, slots, *refs, beside, steps, step, queries, width
     triton.store(totals.at[row], total, mask=row < R)
 
 
-def _combine(sums, peaks, totals, out, *, width):
+def _combine(sums, peaks, totals, *refs, width):
+    *sinks, out = refs
     parts, _, D = sums.shape
     row = pl.program_id(1)
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
@@ -154,6 +161,8 @@ def _combine(sums, peaks, totals, out, *, width):
         return now, shrink * total + jnp.sum(share * weight), acc
 
     start = jnp.float32(_UNSEEN), jnp.float32(0), jnp.zeros((width,), jnp.float32)
+    for ref in sinks:  # the head's, a token of no value
+        start = start_of(ref[jax.lax.rem(row, jnp.int32(ref.shape[0]))]), jnp.float32(1), start[2]
     _, total, acc = jax.lax.fori_loop(0, pl.cdiv(parts, PARTS), add, start)
     column = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
     result = (acc / jnp.maximum(total, _TINY)).astype(out.dtype)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.prepare import given_beside
+from kernels_pallas.prepare import given_beside, in_sets
 
 
 def on_heads(
@@ -21,6 +21,7 @@ def on_heads(
     soft_cap: float | None = None,
     key_scale: Float[Array, "B K S"] | None = None,
     value_scale: Float[Array, "B K S"] | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """Run a kernel; see :func:`kernels_pallas.select_attention`."""
     B, T, N, D = query.shape
@@ -28,5 +29,6 @@ def on_heads(
     grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
     scales, beside = given_beside(key_scale, value_scale)
     chosen = slots.astype(jnp.int32).reshape(B, K, H // K, M)
-    (out,) = kernel(grouped, key, value, chosen, *scales, beside=beside, scale=scale, soft_cap=soft_cap)
+    options = dict(beside=beside, scale=scale, soft_cap=soft_cap, sinks=in_sets(sink_logits, H))
+    (out,) = kernel(grouped, key, value, chosen, *scales, **options)
     return out.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, D)

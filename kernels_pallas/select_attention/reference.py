@@ -19,6 +19,7 @@ def select_attention(
     soft_cap: float | None = None,
     key_scale: Float[Array, "B K S"] | None = None,
     value_scale: Float[Array, "B K S"] | None = None,
+    sink_logits: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """See :func:`kernels_pallas.select_attention.api.select_attention`."""
     live = slots >= 0
@@ -26,9 +27,8 @@ def select_attention(
     key_scale, value_scale = (
         s if s is None else _gathered(s[..., None], slots)[..., 0] for s in (key_scale, value_scale)
     )
-    weights, total = exponentials(
-        scaled(grouped_logits(query, key, key_scale), scale, soft_cap), live[:, :, None, None]
-    )
+    logits = scaled(grouped_logits(query, key, key_scale), scale, soft_cap)
+    weights, total = exponentials(logits, live[:, :, None, None], sink_logits)
     return weighted_values(weights, total, value, live, value_scale).astype(query.dtype)
 
 

@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from kernels_pallas.cache_attention.queries import UNSEEN
-from kernels_pallas.cache_attention.tpu import add_weighted
+from kernels_pallas.cache_attention.queries import UNSEEN, start_of
+from kernels_pallas.cache_attention.tpu import add_weighted, begin
 from kernels_pallas.eight_bits import unread, widened
 from kernels_pallas.softmax import product, scaled
 
@@ -51,7 +51,7 @@ def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str |
     return None
 
 
-def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, interpret):
+def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, sinks, interpret):
     B, K, sets, T, G, D = query.shape
     S, R, itemsize = key.shape[2], sets * T * G, max(key.dtype.itemsize, value.dtype.itemsize)
     most = min(SLOTS, CELLS // R, BYTES // (pl.cdiv(D, 128) * 128 * itemsize)) // 128 * 128
@@ -69,6 +69,9 @@ def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, interpr
     of_queries = pl.BlockSpec((None, None, R, D), lambda b, k, c, here: (b, k, 0, 0))
     of_slots = pl.BlockSpec((None, None, size, D), lambda b, k, c, here: (b, k, here[(b * K + k) * chunks + c], 0))
     of_scales = pl.BlockSpec((None, None, 1, size), lambda b, k, c, here: (b, k, 0, here[(b * K + k) * chunks + c]))
+    starts = []
+    if sinks is not None:
+        starts = [jnp.broadcast_to(start_of(sinks).reshape(K, sets, 1, G), (K, sets, T, G)).reshape(K, R, 1)]
     out = pl.pallas_call(
         functools.partial(_attend, beside=beside, size=size, scale=scale, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct((B, K, R, D), query.dtype),
@@ -84,6 +87,7 @@ def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, interpr
                 of_slots,
                 pl.BlockSpec((None, None, sets, blocks, 1, LISTED), lambda b, k, c, here: (b, k, 0, 0, 0, 0)),
                 *[of_scales] * len(scales),
+                *[pl.BlockSpec((None, R, 1), lambda b, k, c, here: (k, 0, 0))] * len(starts),
             ],
             out_specs=of_queries,
             scratch_shapes=[
@@ -111,6 +115,7 @@ def of_heads(query, key, value, slots, *scales, beside, scale, soft_cap, interpr
         value,
         slots.reshape(B, K, sets, blocks, 1, LISTED),
         *[x[:, :, None] for x in scales],
+        *starts,
     )
     return (out.reshape(query.shape),)
 
@@ -148,15 +153,14 @@ def _mask(slots, first, last, origin, size):
 
 def _attend(here, start, query, key, value, slots, *refs, beside, size, scale, soft_cap):
     *scales, out, peak, total, acc = refs
+    scales, sinks = scales[: sum(beside)], scales[sum(beside) :]
     key_scales, value_scales, _ = beside.split(scales)
     c = pl.program_id(2)
     R, sets = query.shape[0], start.shape[0]
 
     @pl.when(c == 0)
     def reset():
-        peak[...] = jnp.full_like(peak, UNSEEN)
-        total[...] = jnp.zeros_like(total)
-        acc[...] = jnp.zeros_like(acc)
+        begin(sinks, peak, total, acc)
 
     chosen = start[0, c + 1] > start[0, c]
     for n in range(1, sets):

@@ -73,7 +73,10 @@ def observe_pages(
         own_columns: ColumnStatistics
         here, mine = cache.layer(layer, head), block._replace(query=heads_of(query, 2, head))
         own = dataclasses.replace(
-            context, projection=heads_of(context.projection, 0, head), predicted=heads_of(context.predicted, 2, head)
+            context,
+            projection=heads_of(context.projection, 0, head),
+            predicted=heads_of(context.predicted, 2, head),
+            sink_logits=heads_of(context.sink_logits, 0, head),
         )
         if turned:
             out, own_columns, mine, here = attend_heads(here, mine, needs, own)

@@ -24,6 +24,7 @@ ROWS, HEADS = "data", "tensor"
 OF_ROWS: Any = PartitionSpec(ROWS)  # [B, ...]
 OF_HEADS: Any = PartitionSpec(ROWS, HEADS)  # [B, K, ...]
 OF_TOKENS: Any = PartitionSpec(ROWS, None, HEADS)  # [B, T, K, ...]
+OF_QUERY_HEADS: Any = PartitionSpec(HEADS)  # [N, ...]
 SAME: Any = PartitionSpec()  # on all devices
 
 

@@ -13,7 +13,7 @@ from kvjax._src.eviction_error import score as eviction_error
 from kvjax._src.observation import Needs, Observation, Weights
 from kvjax._src.policy import Moments, Policy, Scores
 from kvjax._src.projection import OutputProjection, part_of
-from kvjax._src.transforms import normalised
+from kvjax._src.transforms import beside_sinks
 
 Target = Literal["value", "output"]
 PUBLISHED = Moments("block", 1, "arXiv 2504.14051, section 2: after each block of the prompt and each new token")
@@ -31,8 +31,9 @@ def caote(
 ) -> Policy:
     """Score a token by how its eviction changes the attention output (CAOTE over any score, arXiv 2504.14051, eq. 20).
 
-    The preceding non-negative scores, normalised to sum to 1 over the live slots, take the place of attention weights.
-    So a head has one output and one error, however many queries its scores are made of.
+    The preceding non-negative scores, normalised to sum to 1 over the live slots, take the place of attention weights;
+    in a model with sinks, to what these leave the tokens. So a head has one output and one error, however many queries
+    its scores are made of.
 
     With ``per="query"`` each query that the base score observes has its own output x and its own error,
     ``a / (1 - a) |x - v|`` for its weight a. The base score reads their squares where it reads weights else, and the
@@ -92,7 +93,10 @@ def _caote(
     if target == "output":
         return _behind_output(name, fast, cross)
 
-    def update(scores: Scores, state: Any, o: Observation) -> tuple[Weights, Any]:
+    def update(scores: Scores, state: Any, o: Observation) -> tuple[Weights | Scores, Any]:
+        if o.left is not None:  # the fused operation takes weights that add up to 1
+            given: Any = dict(fast=fast, norm=norm, group=group, mask=o.live)
+            return eviction_error(beside_sinks(scores, o), o.value, **given)[:, :, None], state
         return Weights(scores, fast, norm, group), state  # normalised where they are read, which saves a pass
 
     return _link(name, update, Needs())
@@ -108,7 +112,7 @@ def _behind_output(name: str, fast: bool, cross: bool) -> Policy:
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
         # W_O tells the heads of a group apart, even where their scores do not.
-        weights, G = normalised(scores, o), o.query.shape[2] // o.position.shape[1]
+        weights, G = beside_sinks(scores, o), o.query.shape[2] // o.position.shape[1]
         weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
         behind = OutputProjection(**{kind: part_of(o.context.projection, kind)})
         given: Any = dict(fast=fast, group="exact", mask=o.live, cross=cross, projection=behind)

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.cache_attention.api import cache_attention_unchecked
-from kvjax._src.border import HEADS, OF_ROWS, OF_TOKENS, SAME, axes_of_budget, implementation_for
+from kvjax._src.border import OF_QUERY_HEADS, OF_ROWS, OF_TOKENS, SAME, axes_of_budget, implementation_for
 from kvjax._src.cache import KVCache, floats_of, up_to, within
 from kvjax._src.compact_positions import next_index, turn_to_index, turn_to_rank
 from kvjax._src.eviction import Budget, Evidence
@@ -41,8 +40,8 @@ def entering(block: LayerBlock, budget: Any, context: Context) -> tuple[tuple[An
     """Return what enters a layer, each with how a mesh splits it; see :func:`kvjax._src.border.enter`."""
     of_text = context.frequency is None or context.frequency.shape[0] == 1  # one row of frequencies for all
     axes: Any = dict(
-        layer=SAME, sliding_window=SAME, frequency=SAME if of_text else OF_ROWS, projection=PartitionSpec(HEADS),
-        predicted=OF_TOKENS, reconstructed=OF_ROWS, tokens=OF_ROWS, gradient=OF_ROWS,
+        layer=SAME, sliding_window=SAME, frequency=SAME if of_text else OF_ROWS, projection=OF_QUERY_HEADS,
+        predicted=OF_TOKENS, reconstructed=OF_ROWS, tokens=OF_ROWS, gradient=OF_ROWS, sink_logits=OF_QUERY_HEADS,
     )  # fmt: skip
     own = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}
     of_block: Any = LayerBlock(OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_ROWS)
@@ -183,6 +182,7 @@ def attention_options(cache: KVCache | PagedCache, needs: Needs, context: Contex
         sliding_window=context.sliding_window,
         scale=cache.head_dim**-0.5 if context.scale is None else context.scale,
         soft_cap=context.soft_cap,
+        sink_logits=context.sink_logits,
         implementation=implementation_for(context.implementation, cache),
     )
 
@@ -215,8 +215,9 @@ def ask(
         columns = _of_live(here, columns)
     of_cache = here.key, here.value, here.position, here.next_position
     observation = Observation(
-        columns, block.query, block.position, *of_cache, budget, head=head, context=context, order=order
-    )
+        columns, block.query, block.position, *of_cache, budget, head=head, context=context, order=order,
+        left=None if context.sink_logits is None or policy.needs.errors is not None else _left(columns, entered),
+    )  # fmt: skip
     # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.
     state, observation = jax.lax.stop_gradient((remembered, mark_protected(policy, observation)))
     scores, stays, new = update_scores(policy, state, observation)
@@ -238,6 +239,17 @@ def ask(
         merging=policy.merging,
     )
     return evidence, state
+
+
+def _left(columns: ColumnStatistics, queries: Int[Array, "B"]) -> Float[Array, "B K G 1"] | None:
+    """Return the share of the queries' attention that slots get in the mean, by a statistic that adds weights up."""
+    means = columns.window_mean, columns.last, columns.sum
+    mean = next((column for column in means if column is not None), None)
+    if mean is None:
+        return None
+    several, queries = mean is columns.sum, queries[:, None, None, None]
+    left = jnp.sum(mean, axis=3, keepdims=True) / (jnp.maximum(queries, 1) if several else 1)
+    return jnp.where(queries > 0, jnp.minimum(left, 1), 1)
 
 
 def _of_live(here: KVCache, columns: ColumnStatistics) -> ColumnStatistics:

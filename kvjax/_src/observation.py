@@ -119,6 +119,8 @@ class Context:
             attention output, behind W_O, or its length for each token; see ``loss`` of :class:`kvjax.Reconstruction`.
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c); None for no cap.
+        sink_logits: a logit per query head that takes a share of its attention and has no value (gpt-oss); the tokens'
+            weights, in the output and in all statistics, are what it leaves them.
         compressed: whether the context was compressed before this block, as in decode or when a question follows; by
             default True for a block of one token.
         filled: a promise that slots from this one on are free, so that attention skips them.
@@ -143,6 +145,7 @@ class Context:
     reconstructed: Reconstructed | None = None
     tokens: Int[Array, "B T"] | None = None
     gradient: Float[Array, "B T _"] | None = None
+    sink_logits: Float[Array, "N"] | None = None
     scale: float | None = _static(None)
     soft_cap: float | None = _static(None)
     compressed: bool | None = _static(None)
@@ -173,6 +176,8 @@ class Observation(NamedTuple):
     for padding; ``position`` is -1 where a slot is free; ``budget`` has one number per row. ``protected`` are the slots
     that stay whatever they score. ``head`` has the numbers of these KV heads (None for all of the layer). ``context``
     is what the layer provides. ``order`` is that of the slots by position, where a link needs it (:meth:`ordered`).
+    ``left`` is the share of the queries' attention that a model's sinks leave to the tokens, in the mean; None without
+    sinks, or without a statistic that says so.
     """
 
     columns: ColumnStatistics
@@ -187,6 +192,7 @@ class Observation(NamedTuple):
     head: Int[Array, "K"] | None = None
     context: Context = Context(layer=0)
     order: Order | None = None
+    left: Float[Array, "B K G 1"] | None = None
 
     @property
     def ordered(self) -> Order:

@@ -230,7 +230,7 @@ def match(*, queries: int = 1024) -> Policy:
         queries: how many sample queries of each query head are used, at most, evenly chosen among those of the tokens.
 
     Raises:
-        ValueError: when it runs in a layer with a sliding window or a cap of its logits.
+        ValueError: when it runs in a layer with a sliding window, a cap of its logits or sinks.
 
     Example:
         >>> import kvjax
@@ -244,8 +244,8 @@ def match(*, queries: int = 1024) -> Policy:
 
     def update(scores: Scores, state: Queries, o: Observation) -> tuple[Scores, Queries]:
         c = o.context
-        if c.sliding_window is not None or c.soft_cap is not None:
-            raise ValueError("'match' does not fit layers with a sliding window or a soft cap; leave the link out.")
+        if c.sliding_window is not None or c.soft_cap is not None or c.sink_logits is not None:
+            raise ValueError("'match' does not fit layers with a sliding window, a soft cap or sinks; leave it out.")
         if state.spent:
             return scores, state
         at, part = o.query_position, c.reconstructed
@@ -279,6 +279,14 @@ def positions(*, kind: Positions = "compact") -> Policy:
 def normalised(scores: Scores, o: Observation) -> Scores:
     """Divide scores by their sum over the live slots; free slots get 0."""
     return shares(scores, o.live[:, :, None])
+
+
+def beside_sinks(scores: Scores, o: Observation) -> Scores:
+    """Divide scores as :func:`normalised` does, then multiply them by what the model's sinks leave to the tokens."""
+    weights = normalised(scores, o)
+    if o.left is None:
+        return weights
+    return weights * (o.left if weights.shape[2] > 1 else jnp.mean(o.left, axis=2, keepdims=True)).astype(weights.dtype)
 
 
 def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:

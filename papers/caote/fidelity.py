@@ -71,7 +71,11 @@ def outputs(
     def attend(cache, layer, sliding_window, query, key, value):
         own = None if frequency is None else rope_of_layer(config, layer, frequency)
         context = kvjax.Context(
-            layer=layer, sliding_window=sliding_window, frequency=own, soft_cap=config.attention_soft_cap
+            layer=layer,
+            sliding_window=sliding_window,
+            frequency=own,
+            soft_cap=config.attention_soft_cap,
+            sink_logits=model.sink_logits(layer),
         )
         out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=context)
         return out, cache, out

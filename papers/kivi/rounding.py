@@ -136,6 +136,8 @@ def _log_probabilities(
     model: models.Decoder, tokens: Int[Array, "1 T"], of_key: Rounding, of_value: Rounding
 ) -> Float[Array, "T-1 V"]:
     T = tokens.shape[1]
+    if model.config.attention_sinks:
+        raise ValueError("attention over rounded keys has no sinks, which this model has; take another model.")
 
     def attend(carry, layer, sliding_window, query, key, value):
         cap = model.config.attention_soft_cap

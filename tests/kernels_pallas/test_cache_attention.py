@@ -23,6 +23,14 @@ class Case(NamedTuple):
     query_position: np.ndarray
 
 
+def sinks_of(given, seed: int = 0) -> np.ndarray:
+    """A sink's logit for each query head: none, small beside the others, one of them, nearly all of the weight."""
+    kinds = np.array([-np.inf, -2, 0.5, 9], np.float32)
+    return np.random.default_rng(seed).permutation(np.resize(kinds, max(given.query.shape[2], 4)))[
+        : given.query.shape[2]
+    ]
+
+
 def case(seed: int, B: int = 2, T: int = 4, N: int = 4, K: int = 2, S: int = 9, D: int = 5) -> Case:
     """Slots in any order, some free; queries at the end of what was written, some of them padding."""
     rng = np.random.default_rng(seed)
@@ -41,8 +49,9 @@ def compiled(**options):
 
 
 def attention(case: Case, **options):
-    """The output and a dictionary of the statistics; a sliding window that is an array is traced."""
-    traced = {name: options.pop(name) for name, value in [*options.items()] if isinstance(value, np.integer)}
+    """The output and a dictionary of the statistics; a sliding window that is an array is traced, as sinks are."""
+    kinds = np.integer, np.ndarray
+    traced = {name: options.pop(name) for name, value in [*options.items()] if isinstance(value, kinds)}
     out, columns = compiled(**options)(*case, **traced)
     return np.asarray(out), {name: np.asarray(getattr(columns, name)) for name in options.get("statistics", STATISTICS)}
 
@@ -79,6 +88,37 @@ def check_definition(
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
 def test_output_and_statistics_are_those_of_the_definition(seed):
     check(case(seed))
+
+
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+def test_a_sink_takes_its_share_of_each_querys_weight(seed):
+    given = case(seed)
+    check(given, sink_logits=sinks_of(given, seed))
+
+
+def test_with_all_weight_in_the_sink_or_none_the_output_is_0_or_as_without_one():
+    given = case(2)
+    (all_of_it, none), without = (
+        (attention(given, sink_logits=np.full(4, x, np.float32)) for x in (1e4, -np.inf)),
+        attention(given),
+    )
+    jax.tree.map(np.testing.assert_array_equal, none, without)
+    assert all((array == 0).all() for array in jax.tree.leaves(all_of_it))
+
+
+def test_a_sink_has_a_gradient():
+    given = case(8)
+    sinks = np.array([0.5, -1, 0, 2], np.float32)
+
+    @jax.jit
+    def loss(sinks):
+        return (cache_attention(*given, sink_logits=sinks)[0] ** 2).sum()
+
+    of_sinks, step = np.asarray(jax.grad(loss)(sinks)), np.float32(0.05)
+    near = [
+        (loss(sinks + step * unit) - loss(sinks - step * unit)) / (2 * step) for unit in np.eye(4, dtype=np.float32)
+    ]
+    np.testing.assert_allclose(of_sinks, near, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.parametrize("sizes", [dict(T=1), dict(B=3, T=5, N=6, K=3, S=17, D=11)], ids=str)

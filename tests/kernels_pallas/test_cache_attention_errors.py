@@ -23,11 +23,15 @@ POSITION = np.array([[[3, 0, -1, 1, 2, 5, 6]]])
 sharpness = pytest.mark.parametrize("sharp", RTOL)  # 15: one token has nearly all of the weight
 
 
-def without(query, key, value, seen, gone):
-    """The outputs [G, T, D] of attention over the slots that are seen, but for one; 0 where nothing is."""
+def without(query, key, value, seen, sinks, gone):
+    """The outputs [G, T, D] of attention over the slots that are seen, but for one; 0 where nothing is.
+
+    A head's sink is a token that all its queries see, of value 0; -1e300 stands for none.
+    """
     logits = np.where(seen & (np.arange(S) != gone), query @ key.T / np.sqrt(D), -1e300)
+    logits = np.concatenate([logits, np.broadcast_to(np.reshape(sinks, (G, 1, 1)), (*logits.shape[:2], 1))], axis=-1)
     weights = np.where(logits > -1e300, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
-    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300) @ value
+    return (weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300))[..., :-1] @ value
 
 
 def made(sharp: int, eight_bits: bool):
@@ -42,11 +46,11 @@ def made(sharp: int, eight_bits: bool):
     return query * sharp, rows, key, value
 
 
-def changes(query, key, value) -> np.ndarray:
+def changes(query, key, value, sinks=(-1e300,) * G) -> np.ndarray:
     """The definition: [G, T, S, D], of the queries that are no padding."""
     seen = (POSITION[0, 0] >= 0) & (POSITION[0, 0] <= AT[0, 1:, None])
     each = (x.astype(np.float64) for x in (query[0, 1:].swapaxes(0, 1), key[0, 0], value[0, 0]))
-    run = functools.partial(without, *each, seen)
+    run = functools.partial(without, *each, seen, sinks)
     out = run(-1)
     return np.stack([out - run(slot) for slot in range(S)], axis=2)
 
@@ -55,12 +59,14 @@ def changes(query, key, value) -> np.ndarray:
 @sharpness
 @pytest.mark.parametrize("eight_bits", [False, True])
 def test_they_are_changes_of_the_output_when_a_token_is_taken_away(eight_bits, sharp, name):
+    """With numbers of eight bits, of heads with sinks, of which one is small beside sharp logits."""
     query, rows, key, value = made(sharp, eight_bits)
+    sinks = dict(sink_logits=np.array([0.5, 2 * sharp], np.float32)) if eight_bits else {}
     options = dict(statistics=frozenset(NAMES), window=2, errors=True, sliding_window=None, scale=D**-0.5)
     run = targets.compiled_run("cache_attention", name, **options)
-    found = run(query, **rows, key_position=POSITION, query_position=AT)[1]
+    found = run(query, **rows, key_position=POSITION, query_position=AT, **sinks)[1]
     squares = np.zeros((1, G, T, S))
-    squares[0, :, 1:] = (changes(query, key, value) ** 2).sum(axis=-1)
+    squares[0, :, 1:] = (changes(query, key, value, *sinks.values()) ** 2).sum(axis=-1)
     for name, expected in column_statistics(squares, AT >= 0, 2, 1).items():
         if name in NAMES:
             np.testing.assert_allclose(getattr(found, name), expected, rtol=RTOL[sharp], atol=1e-5, err_msg=name)

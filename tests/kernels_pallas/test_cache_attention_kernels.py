@@ -13,7 +13,7 @@ from kernels_pallas import STATISTICS, cache_attention
 from kernels_pallas.cache_attention import tpu
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
-from tests.kernels_pallas.test_cache_attention import Case, case, check_definition
+from tests.kernels_pallas.test_cache_attention import Case, case, check_definition, sinks_of
 from tests.tiers import first, matrix, nightly
 
 NUMBERS = ("query", "key", "value")
@@ -37,8 +37,9 @@ def check(
         fed = given._replace(key=np.where(free, np.nan, given.key), value=np.where(free, np.inf, given.value))
     if traced:
         more["sliding_window"] = options.pop("sliding_window")
-    if "bias" in options:
-        more["bias"] = span["bias"] = options.pop("bias")
+    for which in ("bias", "sink_logits"):
+        if which in options:
+            more[which] = span[which] = options.pop(which)
     out, columns = compiled(name, **options)(*fed, **more)
     named = {name: options[name] for name in ("scale", "window")} | {"names": options["statistics"]}
     half = given.query.dtype != np.float32
@@ -67,6 +68,23 @@ def test_any_size_is_accepted_and_logits_are_bent_to_the_soft_cap_and_get_their_
     bias = np.random.default_rng(2).normal(size=given.key_position.shape).astype(np.float32)
     bias[given.key_position < 0] = np.nan
     check(name, given._replace(query=10 * given.query) if options else given, window=3, bias=bias, **options)
+
+
+@both
+@pytest.mark.parametrize("T", first(1, [1, 5]))
+def test_a_sink_takes_its_share_of_each_querys_weight(name, T, monkeypatch):
+    """Of a query whose slots several programs share, and of a block with padding; one head sees nothing."""
+    monkeypatch.setattr(tpu, "SLOTS", 128)
+    given = case(4, B=2, T=T, N=8, K=2, S=300, D=8)
+    given.query_position[1, 1:3] = -1
+    given.key_position[0, 1] = -1
+    check(name, given, stale=True, sink_logits=sinks_of(given))
+
+
+@both
+def test_a_block_large_enough_to_have_its_output_from_one_program_has_sinks(name):
+    given = case(6, B=1, T=40, N=4, K=1, S=40, D=8)
+    check(name, given, sink_logits=sinks_of(given), window=7, sliding_window=9, soft_cap=1.5)
 
 
 @both
@@ -171,6 +189,14 @@ def attend(names, span, **options):
 @platforms
 def test_auto_lowers_to_the_kernels(platform, sizes, names, span):
     assert kernels_in(platform, attend(names, span), *shapes(*sizes)) == kernels_of(platform, sizes, names)
+
+
+@platforms
+@pytest.mark.parametrize("T", [1, 128])
+def test_kernels_with_sinks_lower(platform, T):
+    sizes, sinks = (1, T, 64, 8, 8320, 64, "bfloat16"), jax.ShapeDtypeStruct((64,), "bfloat16")
+    run = lambda sinks, *arrays: attend(("last",), 128, sink_logits=sinks)(*arrays)  # noqa: E731
+    assert kernels_in(platform, run, sinks, *shapes(*sizes)) == kernels_of(platform, sizes, ("last",))
 
 
 @platforms

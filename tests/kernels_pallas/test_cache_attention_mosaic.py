@@ -13,7 +13,7 @@ from kernels_pallas import STATISTICS, cache_attention
 from kernels_pallas.cache_attention import mosaic_gpu
 from kernels_pallas.dispatch import Kernel
 from tests.kernels_pallas.targets import check_attention_here, lowered, needs, on_device
-from tests.kernels_pallas.test_cache_attention import Case, case, check_definition
+from tests.kernels_pallas.test_cache_attention import Case, case, check_definition, sinks_of
 from tests.kernels_pallas.test_cache_attention_kernels import options_of, shapes
 from tests.tiers import first, matrix
 
@@ -31,10 +31,11 @@ def rounded(given: Case, dtype: str) -> Case:
 def check(given: Case, run=RUN, **options) -> None:
     """Compare the output and all statistics with those of the definition in float64."""
     options = options_of(given, **options)
-    out, columns = jax.jit(functools.partial(run, **options))(*given)
+    sinks = {name: options.pop(name) for name in ("sink_logits",) if name in options}
+    out, columns = jax.jit(functools.partial(run, **options))(*given, **sinks)
     assert out.dtype == given.query.dtype
     named = {name: options[name] for name in ("scale", "window", "sliding_window", "soft_cap") if name in options}
-    check_definition((out, columns), given, rtol=1e-4, atol=5e-6, half=True, **named)
+    check_definition((out, columns), given, rtol=1e-4, atol=5e-6, half=True, **named, **sinks)
 
 
 interpreted = functools.partial(RUN, interpret=plgpu.InterpretGPUParams(detect_races=True))
@@ -46,13 +47,13 @@ def test_a_block_with_all_statistics(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "STAGES", 2)
     given = case(3, B=1, T=130, N=2, K=1, S=136, D=64)
     given.query_position[0, 5:20] = -1
-    check(rounded(given, "bfloat16"), interpreted, window=90, sliding_window=100)
+    check(rounded(given, "bfloat16"), interpreted, window=90, sliding_window=100, sink_logits=sinks_of(given))
 
 
 def test_a_step_of_decode_whose_slots_are_split(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "STAGES", 1)
     given = rounded(case(5, B=1, T=1, N=3, K=1, S=136, D=128), "float16")
-    check(given, interpreted, soft_cap=1.5)
+    check(given, interpreted, soft_cap=1.5, sink_logits=sinks_of(given))
 
 
 @matrix

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import STATISTICS, paged_attention
-from tests.kernels_pallas.test_cache_attention import Case, case, check_definition
+from tests.kernels_pallas.test_cache_attention import Case, case, check_definition, sinks_of
 
 
 class Paged(NamedTuple):
@@ -87,6 +87,11 @@ def test_a_slot_has_its_place_by_the_order_of_the_heads_pages():
         blocks = column.reshape(*column.shape[:2], -1, 3)[:, :, ::-1]
         np.testing.assert_allclose(getattr(reversed_columns, name), blocks.reshape(column.shape), rtol=1e-5, atol=1e-6)
     assert (np.asarray(columns.sum)[np.repeat(held.key_position < 0, 2, axis=1)] == 0).all()
+
+
+def test_a_sink_takes_its_share_of_each_querys_weight():
+    pages, held = paged(case(4, S=24, T=3), 8)
+    check_definition(compiled()(*pages, sink_logits=sinks_of(held)), held, sink_logits=sinks_of(held))
 
 
 def test_options_mean_what_they_mean_for_slots():

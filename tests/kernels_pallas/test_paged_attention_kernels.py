@@ -11,7 +11,7 @@ from kernels_pallas import STATISTICS, paged_attention
 from kernels_pallas.paged_attention import tpu
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
-from tests.kernels_pallas.test_cache_attention import case, check_definition
+from tests.kernels_pallas.test_cache_attention import case, check_definition, sinks_of
 from tests.kernels_pallas.test_cache_attention_kernels import kernels_of, options_of
 from tests.kernels_pallas.test_paged_attention import paged
 from tests.tiers import first, matrix, nightly
@@ -28,7 +28,7 @@ def few_pages(monkeypatch):
 
 def check(
     name: str, sizes: dict, page: int, *, counts=None, seed: int = 0, change=lambda given: given, holes=(),
-    biased: bool = False, **options
+    biased: bool = False, sinks: bool = False, **options
 ):  # fmt: skip
     """Compare with the definition; ``holes`` are pages of the table that are taken away, wherever they stand."""
     tolerance = {key: options.pop(key) for key in ("rtol", "atol", "half") if key in options}
@@ -39,7 +39,10 @@ def check(
     names = options["statistics"]
     pool = np.random.default_rng(seed).normal(size=pages.position.shape).astype(np.float32)
     bias = dict(bias=pool[pages.table].reshape(held.key_position.shape)) if biased else {}
-    result = compiled(name, **options)(*pages, **(dict(bias=pool) if biased else {}))
+    given = dict(bias=pool) if biased else {}
+    if sinks:
+        given["sink_logits"] = bias["sink_logits"] = sinks_of(held)
+    result = compiled(name, **options)(*pages, **given)
     assert result[0].dtype == pages.query.dtype
     assert {which for which in STATISTICS if getattr(result[1], which) is not None} == set(names)
     named = {"scale": options["scale"], "window": options["window"]}
@@ -54,6 +57,12 @@ BLOCK = dict(B=2, T=3, N=6, K=3, S=192, D=8)
 @both
 def test_heads_own_all_pages_some_or_none(name):
     check(name, BLOCK, 32, counts=np.array([[6, 0, 1], [3, 5, 0]]))
+
+
+@both
+@pytest.mark.parametrize("T", first(1, [1, 3]))
+def test_a_sink_takes_its_share_of_each_querys_weight(name, T):
+    check(name, BLOCK | dict(T=T), 32, counts=np.array([[6, 0, 1], [3, 5, 0]]), sinks=True)
 
 
 @both

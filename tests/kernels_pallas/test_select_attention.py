@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import select_attention
+from tests.kernels_pallas.test_cache_attention import sinks_of
 
 
 class Case(NamedTuple):
@@ -35,7 +36,9 @@ def case(
     return Case(*(x.astype(np.float32) for x in (query, key, value)), slots.astype(np.int32))
 
 
-def definition(query, key, value, slots, scale: float | None = None, soft_cap: float | None = None) -> np.ndarray:
+def definition(
+    query, key, value, slots, scale: float | None = None, soft_cap: float | None = None, sink_logits=None
+) -> np.ndarray:
     """NumPy float64, one query of one head at a time."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     B, T, N, D = query.shape
@@ -47,8 +50,9 @@ def definition(query, key, value, slots, scale: float | None = None, soft_cap: f
             head = n // (N // key.shape[1])
             logits = key[b, head, rows] @ query[b, t, n] * (D**-0.5 if scale is None else scale)
             logits = logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
+            logits = logits if sink_logits is None else np.append(logits, np.float64(sink_logits[n]))
             weights = np.exp(logits - logits.max())
-            out[b, t, n] = weights / weights.sum() @ value[b, head, rows]
+            out[b, t, n] = (weights / weights.sum())[: len(rows)] @ value[b, head, rows]
     return out
 
 
@@ -58,7 +62,8 @@ def compiled(**options):
 
 
 def check(case: Case, *, tolerance: float = 2e-6, **options) -> None:
-    out = compiled(**options)(*case)
+    sinks = {name: options[name] for name in ("sink_logits",) if name in options}
+    out = compiled(**{name: option for name, option in options.items() if name not in sinks})(*case, **sinks)
     assert out.dtype == case.query.dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), definition(*case, **options), rtol=0, atol=tolerance)
 
@@ -66,6 +71,12 @@ def check(case: Case, *, tolerance: float = 2e-6, **options) -> None:
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
 def test_output_is_that_of_the_definition(seed):
     check(case(seed))
+
+
+@pytest.mark.parametrize("H", [2, 4])
+def test_a_sink_takes_its_share_of_each_querys_weight(H):
+    given = case(4, T=3, H=H)
+    check(given, sink_logits=sinks_of(given))
 
 
 @pytest.mark.parametrize("sizes", [dict(H=2, T=3), dict(N=6, K=1, H=6, D=7)], ids=str)

@@ -1,6 +1,7 @@
 """The kernels of attention over chosen slots: interpreted against NumPy float64, lowered, and compiled for a TPU."""
 
 import functools
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ from kernels_pallas import select_attention
 from kernels_pallas.select_attention import gpu, tpu
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
+from tests.kernels_pallas.test_cache_attention import sinks_of
 from tests.kernels_pallas.test_select_attention import Case, case, definition
 from tests.tiers import first, matrix, nightly
 
@@ -21,11 +23,12 @@ both = pytest.mark.parametrize("name", targets.INTERPRETED)
 compiled = functools.partial(targets.compiled_run, "select_attention")
 
 
-def run(name: str, given: Case, **options: float) -> np.ndarray:
-    return compiled(name, scale=given.query.shape[-1] ** -0.5, **options)(*given)
+def run(name: str, given: Case, **options: Any) -> np.ndarray:
+    sinks = {name: options.pop(name) for name in ("sink_logits",) if name in options}
+    return compiled(name, scale=given.query.shape[-1] ** -0.5, **options)(*given, **sinks)
 
 
-def check(name: str, given: Case, *, tolerance: float = 2e-6, **options: float) -> None:
+def check(name: str, given: Case, *, tolerance: float = 2e-6, **options: Any) -> None:
     out = run(name, given, **options)
     assert out.dtype == given.query.dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), definition(*given, **options), rtol=0, atol=tolerance)
@@ -36,6 +39,14 @@ def check(name: str, given: Case, *, tolerance: float = 2e-6, **options: float) 
 @hypothesis.settings(max_examples=2)
 def test_output_is_that_of_the_definition(name, seed):
     check(name, case(seed))
+
+
+@both
+@pytest.mark.parametrize("H", first(1, [4, 2]))
+def test_a_sink_takes_its_share_of_each_querys_weight(name, H, monkeypatch):
+    monkeypatch.setattr(tpu, "SLOTS", 128)
+    given = case(4, T=3, N=8, S=300, D=8, H=2 * H, M=200)
+    check(name, given, sink_logits=sinks_of(given))
 
 
 @both
@@ -101,6 +112,13 @@ every = pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS]), i
 @platforms
 def test_auto_lowers_to_the_kernels(platform, sizes):
     assert kernels_in(platform, select_attention, *shapes(*sizes)) == KERNELS_OF[platform]
+
+
+@platforms
+def test_kernels_with_sinks_lower(platform):
+    run = lambda sinks, *arrays: select_attention(*arrays, sink_logits=sinks)  # noqa: E731
+    given = shapes(1, 64, 8, 8192, 64, 64, 2052, "bfloat16")
+    assert kernels_in(platform, run, jax.ShapeDtypeStruct((64,), "bfloat16"), *given) == KERNELS_OF[platform]
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,12 @@ def attention_weights(
     soft_cap: float | None = None,
     sliding_window: int | None = None,
     bias: np.ndarray | None = None,
+    sink: float | None = None,
 ) -> np.ndarray:
-    """One query's weights over one head's slots: [D], [S, D], [S] -> [S]; all 0 where it sees nothing."""
+    """One query's weights over one head's slots: [D], [S, D], [S] -> [S]; all 0 where it sees nothing.
+
+    A sink is one more logit of the softmax, whose weight is dropped.
+    """
     visible = (key_position >= 0) & (key_position <= query_position) & (query_position >= 0)
     if sliding_window is not None:
         visible &= key_position > query_position - sliding_window
@@ -89,7 +93,8 @@ def attention_weights(
         logits = key[visible].astype(np.float64) @ query.astype(np.float64)
         logits = logits * (len(query) ** -0.5 if scale is None else scale)
         logits = logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
-        weights[visible] = softmax(logits if bias is None else logits + bias[visible])
+        logits = logits if bias is None else logits + bias[visible]
+        weights[visible] = softmax(logits if sink is None else np.append(logits, sink))[: visible.sum()]
     return weights
 
 
@@ -99,6 +104,7 @@ def block_weights(
     key_position: np.ndarray,
     query_position: np.ndarray,
     bias: np.ndarray | None = None,
+    sink_logits: np.ndarray | None = None,
     **options: object,
 ) -> np.ndarray:
     """Weights of a block: [B, T, N, D], [B, K, S, D], [B, K, S], [B, T] -> [B, N, T, S]."""
@@ -109,8 +115,9 @@ def block_weights(
         k = n // (N // K)
         own = None if bias is None else bias[b, k]
         weights[b, n, t] = attention_weights(
-            query[b, t, n], key[b, k], key_position[b, k], query_position[b, t], bias=own, **options
-        )
+            query[b, t, n], key[b, k], key_position[b, k], query_position[b, t], bias=own,
+            sink=None if sink_logits is None else sink_logits[n], **options,
+        )  # fmt: skip
     return weights
 
 

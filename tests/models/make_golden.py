@@ -23,6 +23,7 @@ llama2 llama3 llama_tied llama_bias llama_linear llama_dynamic llama_llama3 llam
 llama_yarn_attention_factor llama_yarn_mscale mistral mistral_full qwen2 qwen2_layer_types qwen2.5 qwen3 qwen3_sliding
 olmo2 olmo2_bias smollm3 smollm3_sliding granite phi3 phi4_mini qwen3_moe qwen3_moe_sliding mixtral gemma2 gemma3
 qwen3_moe_mixed gemma gemma3_vision olmo3 ministral ministral3 mistral3_vision qwen3_vl exaone4 seed_oss
+gpt_oss
 """.split()
 # Those whose folders also have logits under recency: queries see what a budget of RECENT tokens leaves them, when the
 # first PROMPT tokens come in blocks and the others one by one.
@@ -145,6 +146,10 @@ def main(chosen: list[str]) -> None:
                     parameter.uniform_(0.5, 1.5)
                 elif key.endswith("bias"):
                     parameter.normal_(0, 0.5)
+                elif key.endswith("sinks"):
+                    parameter.normal_(0, 2)
+                elif name == "gpt_oss" and key.endswith("gate_up_proj"):
+                    parameter.normal_(0, 1)  # beyond the limits of its gate
         model.save_pretrained(GOLDEN / name)
         arrays = {}
         for row, length in enumerate(lengths):

@@ -96,6 +96,11 @@ EXPERTS = models.parse_mesh("expert=2,tensor=2")
     [
         ("mixtral", models.parse_mesh("data=1,tensor=2"), dict(expert_gate_up=(2, 2, 16, 2, 12))),
         ("mixtral", EXPERTS, dict(expert_gate_up=(2, 1, 16, 2, 12))),
+        pytest.param(
+            "gpt_oss", EXPERTS,
+            dict(expert_gate_up=(2, 1, 16, 2, 12), expert_up_bias=(2, 1, 12), router_bias=(2, 1), sink_logits=(2, 2)),
+            marks=pytest.mark.matrix,
+        ),
         (
             "qwen3_moe_mixed", EXPERTS,
             dict(
@@ -118,16 +123,19 @@ def test_experts_on_several_devices_give_the_logits_of_one(name, mesh, held):
 
 
 def test_attention_in_chunks_is_that_of_all_queries(monkeypatch):
-    """Of two rows, whose second one is padded, with a window: each query's softmax by itself."""
+    """Of two rows, whose second one is padded, with a window and sinks: each query's softmax by itself."""
     monkeypatch.setattr(dense, "QUERIES_A_CHUNK", 4)
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 10, 2, 8), *[(2, 10, 1, 8)] * 2))
     position = np.array([np.arange(10), [*range(7), -1, -1, -1]])
-    found = np.asarray(jax.jit(dense.attention_in_chunks, static_argnums=5)(query, key, value, position, 3, 2.0))
+    sinks = np.array([0.5, -1], np.float32)
+    run = jax.jit(dense.attention_in_chunks, static_argnums=5)
+    found = np.asarray(run(query, key, value, position, 3, 2.0, sinks))
     for row, t in zip(*np.nonzero(position >= 0), strict=True):
         seen = slice(max(0, t - 2), t + 1)
         for head in range(2):
-            weights = reference.softmax(2 * np.tanh(key[row, seen, 0] @ query[row, t, head] / 8**0.5 / 2))
+            logits = 2 * np.tanh(key[row, seen, 0] @ query[row, t, head] / 8**0.5 / 2)
+            weights = reference.softmax(np.append(logits, sinks[head]))[:-1]
             np.testing.assert_allclose(found[row, t, head], weights @ value[row, seen, 0], atol=1e-5)
 
 
@@ -182,6 +190,7 @@ BY_DEFAULT = (
     "gemma3",
     "phi3",
     "ministral3",
+    "gpt_oss",
 )
 ROWS = [(name, row) for name, lengths in MODELS.items() for row in range(len(lengths))]
 

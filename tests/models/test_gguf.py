@@ -97,9 +97,14 @@ CONFIGS |= {
         )},
         architecture="ministral3",
     ),
+    "gpt_oss": Config(
+        **SMALL | {"rope": Rope(500_000.0, "yarn", 4.0, 32, truncate=False)}, architecture="gpt_oss",
+        sliding_windows=(16, None), attention_bias=True, output_bias=True, attention_sinks=True, num_experts=4,
+        experts_per_token=2, normalise_experts=True, expert_biases=True, activation="clamped_swiglu",
+    ),
 }  # fmt: skip
 LLAMA_CPP = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "olmo3": "olmo2"}
-LLAMA_CPP |= {"ministral3": "mistral3"}  # architectures with other names
+LLAMA_CPP |= {"ministral3": "mistral3", "gpt_oss": "gpt-oss"}  # architectures with other names
 
 
 @functools.cache
@@ -175,6 +180,10 @@ def keys_of(config):
             "final_logit_softcapping": config.logits_soft_cap,
         },
         "gemma3_text": {"attention.sliding_window": 16, "rope.freq_base_swa": 20_000.0},
+        "gpt_oss": {
+            "expert_count": config.num_experts, "expert_used_count": config.experts_per_token,
+            "expert_feed_forward_length": config.intermediate_size, "attention.sliding_window": 16,
+        },
         "ministral3": {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.25},
     }.get(config.architecture, {})  # fmt: skip
     if config.architecture in ("olmo3", "exaone4") and any(config.sliding_windows):
@@ -283,6 +292,14 @@ def test_model_is_the_one_it_was_written_from(name, make):
         (
             "gemma2",
             {"layers.feed_norm": "blk.{}.ffn_norm.weight", "layers.feed_post_norm": "blk.{}.post_ffw_norm.weight"},
+        ),
+        (
+            "gpt_oss",
+            {
+                "layers.sink_logits": "blk.{}.attn_sinks.weight", "layers.router_bias": "blk.{}.ffn_gate_inp.bias",
+                "layers.expert_up_bias": "blk.{}.ffn_up_exps.bias[{}]",
+                "layers.feed_norm": "blk.{}.post_attention_norm.weight",
+            },
         ),
         (
             "qwen3moe_mixed",
