@@ -169,9 +169,8 @@ def command(
     short: Mapping[str, str] | None = None,
     answer: Callable[..., None] | None = None,
     picture: Callable[[Sequence[Mapping[str, Any]], Path], None] | None = None,
-    more: Callable[[Sequence[Mapping[str, Any]]], str] = lambda records: "",
-) -> None:
-    """Run an evaluation made of tasks: check, answer samples, print the table, write JSON and picture.
+) -> Sequence[Mapping[str, Any]]:
+    """Run an evaluation made of tasks: check, answer samples, print the table, write JSON and picture; return records.
 
     With ``--out``, a killed run is resumed.
 
@@ -181,7 +180,6 @@ def command(
         short: the tasks' names in the table.
         answer: answers the groups in place of :func:`run`.
         picture: draws the records into a file; by default :func:`evals.summaries.task_map` draws their summary.
-        more: makes another table of the records.
     """
     settings = make_settings(flags)
     check(flags)
@@ -205,7 +203,7 @@ def command(
         remarks = [*notes(flags), *([] if together is None else [together])]
         lines, compared = summarise(store.records), compare(store.records, baseline(flags))
         told = report.task_table(lines, recency=RECENCY, short=short or {}, notes=remarks)
-        report.show(told, report.comparison_table(compared), more(store.records))
+        report.show(told, report.comparison_table(compared))
         figures = {
             **provenance.facts(flags.invocation, flags.seed, fingerprints),
             "evaluation": flags.name,
@@ -225,6 +223,7 @@ def command(
             else:
                 picture(store.records, flags.plot)
             print(f"picture: {flags.plot}")
+        return store.records
 
 
 def digests(

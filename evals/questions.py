@@ -58,8 +58,10 @@ def judge(answer: str, question: Question) -> str:
     Example:
         >>> from evals.questions import Question, judge
         >>> question = Question("how much", "How much was it?", answers=("1200",))
-        >>> judge("It was 1,200 pounds.", question), judge("The text does not say.", question)
-        ('right', 'none')
+        >>> judge("It was 1,200 pounds.", question)
+        'right'
+        >>> judge("The text does not say.", question)
+        'none'
     """
     said = f" {metrics.normalised(answer)} "
     has = lambda text: f" {metrics.normalised(text)} " in said  # noqa: E731
@@ -254,7 +256,8 @@ def judgements(records: Iterable[Mapping[str, Any]]) -> str:
 
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, read the documents, ask, print the tables, write JSON and picture."""
-    evaluator.command(flags, make_groups, title=TITLE, notes=_notes, check=check, more=judgements)
+    records = evaluator.command(flags, make_groups, title=TITLE, notes=_notes, check=check)
+    report.show("", judgements(records))
 
 
 def _notes(flags: argparse.Namespace) -> list[str]:

@@ -28,7 +28,7 @@ from kvjax._src.policy import (
     update_link,
 )
 from kvjax._src.short_names import called, makers, read, registered
-from kvjax.allocation import ALLOCATIONS, UNIFORM, Allocation
+from kvjax.allocation import ALLOCATIONS, Allocation
 
 
 def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
@@ -54,7 +54,6 @@ def base_score(
     statistics: tuple[str, ...] = (),
     window: int = 0,
     protection: Protection = UNPROTECTED,
-    allocation: Allocation = UNIFORM,
     needs: Needs = Needs(),
     nonnegative: bool = True,
     published: Moments | None = None,
@@ -69,7 +68,6 @@ def base_score(
             memory, and no kernel computes them.
         window: the observation window of the "window_" statistics.
         protection: the tokens that it always keeps.
-        allocation: how its paper divides the slots among the heads.
         needs: what else it reads, such as parts of the layer's output projection.
         nonnegative: whether the scores are never below 0, so that ``caote`` may follow.
         published: when its paper evicts.
@@ -85,7 +83,7 @@ def base_score(
     """
     least = int(any(statistic.startswith("window_") for statistic in statistics))
     check_count(f"{name}: window", window, least, f"give the number of queries that observe, from {least}")
-    policy = Policy(
+    return Policy(
         name=name,
         init=no_state,
         update=lambda _, state, observation: (score(observation), state),
@@ -93,9 +91,13 @@ def base_score(
         protection=protection,
         base=True,
         nonnegative=nonnegative,
-        allocation=allocation,
         published=published,
     )
+
+
+def inheriting(policy: Policy, allocation: Allocation) -> Policy:
+    """Return a base score with the allocation of its paper, which chains that begin with it have, too."""
+    policy = dataclasses.replace(policy, allocation=allocation)
     check_allocation(policy)
     return policy
 

@@ -32,8 +32,8 @@ def is_former(version: Any) -> bool:
     """Return whether a version of kvjax, as its files name it, wrote former names; True for a text that is no version.
 
     Example:
-        >>> is_former("0.2.0"), is_former("0.3.0"), is_former("not installed"), is_former(None)
-        (True, False, True, False)
+        >>> [is_former(version) for version in ("0.2.0", "0.3.0", "", None)]
+        [True, False, True, False]
     """
     if version is None:
         return False

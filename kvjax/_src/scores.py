@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, UInt
 from kernels_pallas import cache_attention
 from kvjax import allocation
 from kvjax._src.cache import HeadState, nth_true
-from kvjax._src.chains import base_score, chain, no_state, parse, register
+from kvjax._src.chains import base_score, chain, inheriting, no_state, parse, register
 from kvjax._src.checks import check_count
 from kvjax._src.observation import Needs, Observation
 from kvjax._src.policy import Moments, Policy, Protection, Scores, allocated
@@ -376,16 +376,16 @@ def laprox(
         return _pooled_before(column[:, :, None], o, window, kernel, "avg") * length[:, :, None]
 
     projected = {"output": {"factor" if gqa == "joint" else "gram"}}.get(target, ())
-    return base_score(
+    scored = base_score(
         "laprox",
         score,
         statistics=("window_square" if gqa == "heads" else "window_group_square",),
         window=window,
         protection=Protection(recent=window),
-        allocation=allocation.model(),
         needs=Needs(projections=frozenset(projected), order=True),
         published=Moments("prompt", 0, "arXiv 2605.07234, appendix: once after the prefilling phase"),
     )
+    return inheriting(scored, allocation.model())
 
 
 @register
@@ -415,16 +415,16 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
         observed = o.columns.window_mean + gamma * o.columns.window_variance
         return _pooled_before(observed, o, window, kernel, "avg")
 
-    return base_score(
+    scored = base_score(
         "cake",
         score,
         statistics=("window_mean", "window_variance"),
         window=window,
         needs=Needs(order=True),
         protection=Protection(recent=window),
-        allocation=allocation.cake(),
         published=Moments("prompt", 0, "arXiv 2503.12491: while the prompt is prefilled"),
     )
+    return inheriting(scored, allocation.cake())
 
 
 @register
@@ -453,16 +453,16 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         observed = _pooled_before(o.columns.window_mean, o, window, kernel, "max")
         return jnp.max(observed, axis=2, keepdims=True) * largest
 
-    return base_score(
+    scored = base_score(
         "lava",
         score,
         statistics=("window_mean",),
         window=window,
         needs=Needs(order=True),
         protection=Protection(recent=window),
-        allocation=allocation.lava(),
         published=Moments("prompt", 0, "arXiv 2509.09754: while the prompt is prefilled"),
     )
+    return inheriting(scored, allocation.lava())
 
 
 @register

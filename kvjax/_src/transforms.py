@@ -98,8 +98,10 @@ def protect(*, sinks: int | float | None = None, recent: int | float | None = No
 
     Example:
         >>> import kvjax
-        >>> kvjax.protected("h2o+protect(sinks=4)", 64), kvjax.protected("h2o+protect(recent=0)", 64)
-        ((4, 32), (0, 0))
+        >>> kvjax.protected("h2o+protect(sinks=4)", 64)
+        (4, 32)
+        >>> kvjax.protected("h2o+protect(recent=0)", 64)
+        (0, 0)
     """
     check_protected("protect", **{what: x for what, x in (("sinks", sinks), ("recent", recent)) if x is not None})
     return Policy("protect", no_state, unchanged, protection=Protection(sinks, recent))
