@@ -238,7 +238,7 @@ def _read(
     peak = max(*sizes, cache.nbytes)
     if options.policy is not None:
         _warn_of_peak(peak, full_cache_bytes(model, len(tokens) + options.block, kept_of(model, cache, None, 1).dtypes))
-    return without_room(cache), peak
+    return without_room(cache, int), peak  # kept for long, and made once
 
 
 def _answer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -13,7 +14,7 @@ import kvjax
 from kvjax import LayerCaches, PagedCache, SplitCache
 from kvjax._src.border import on_mesh
 from kvjax._src.cache import PARTS
-from kvjax._src.capacity import CacheSpec
+from kvjax._src.capacity import CacheSpec, rounded_up
 from kvjax._src.matching import without_samples
 from kvjax._src.new_caches import blank
 from kvjax._src.paged import trimmed
@@ -84,21 +85,21 @@ def _packed(cache: LayerCaches, plan: Plan, sizes: CacheSpec) -> PagedCache | Sp
 
 
 @functools.singledispatch
-def without_room(cache: ModelCache) -> ModelCache:
-    """Return a cache with no more slots, or pages, than its tokens need."""
+def without_room(cache: ModelCache, rounded: Callable[[int], int] = rounded_up) -> ModelCache:
+    """Return a cache with no more slots, or pages, than its tokens need, rounded up to few sizes (``int``: not)."""
     return cache
 
 
 @without_room.register(PagedCache)
-def _without_pages(cache: PagedCache) -> PagedCache:
-    pages = len(cache.owner) - int(cache.num_free)
+def _without_pages(cache: PagedCache, rounded: Callable[[int], int] = rounded_up) -> PagedCache:
+    pages = rounded(len(cache.owner) - int(cache.num_free))
     return _trimmed(cache, pages) if pages < len(cache.owner) else cache
 
 
 @without_room.register(LayerCaches)
-def _without_slots(cache: LayerCaches) -> LayerCaches:
+def _without_slots(cache: LayerCaches, rounded: Callable[[int], int] = rounded_up) -> LayerCaches:
     held = np.max(hosts.fetched(cache.num_live), axis=(1, 2))
-    slots = tuple(max(int(n), 1) for n in held)
+    slots = tuple(min(rounded(max(int(n), 1)), own) for n, own in zip(held, cache.layer_slots, strict=True))
     return cache if slots == cache.layer_slots else cache.map(_compact, (slots, PARTS))
 
 

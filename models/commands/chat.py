@@ -26,6 +26,7 @@ import models
 from kvjax._src.chains import policy_of
 from kvjax._src.quantise import check_dtypes
 from kvjax._src.split_cache import ModelCache
+from kvjax.schedule import power_of_two
 from models import commands, hosts, selecting
 from models.asking import automatic, is_automatic
 from models.commands.shared_flags import FLAGS, RUN, add_shared_flags, count, run_settings, with_template_values
@@ -454,7 +455,7 @@ def _command(talk: Conversation, line: str, screen: Screen) -> None:
 
 def _at_rest(cache: Any) -> Any:
     """Return a cache without the room for an answer where that is most of it, as it is after a few words."""
-    small = without_room(cache)
+    small = without_room(cache, power_of_two)  # few sizes, as each is compiled
     return small if 2 * small.nbytes < cache.nbytes else cache
 
 

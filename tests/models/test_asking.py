@@ -20,7 +20,7 @@ from models.states import without_room
 from tests.models import reference
 from tests.models.commands.test_chat import CHATML, CONFIG, LLAMA, SYSTEM_LAST, WITHOUT_THOUGHTS, spaced, tokenizer_of
 from tests.models.tiny import held, run
-from tests.tiers import first, nightly
+from tests.tiers import first, matrix, nightly
 
 DOCUMENT, QUESTIONS = "The river was calm. " * 6, ["Who?", "Where was it?"]
 SETTINGS = dict(block=16, max_new_tokens=9)
@@ -196,7 +196,7 @@ def test_free_slots_are_taken_away_but_those_that_the_fullest_head_needs():
 def test_questions_of_other_lengths_ask_for_no_program(model, compiled_steps):
     tokenizer = tokenizer_of(CHATML)
     made = dict(policy="snapkv(window=4)+caote", budget=48)
-    cache = models.ask(model, tokenizer, DOCUMENT * 4, [], **made, **SETTINGS).cache
+    cache = models.ask(model, tokenizer, DOCUMENT, [], **made, **SETTINGS).cache
     settings, words = SETTINGS | dict(block=64), "Who went to the river when it was calm ?".split()
     models.ask(model, tokenizer, cache, [words[0], " ".join(words)], **settings)  # of at most 32, and of more
     lengths = {len(Form.of(tokenizer, None).question(" ".join(words[:n]))) for n in range(1, len(words))}
@@ -207,6 +207,7 @@ def test_questions_of_other_lengths_ask_for_no_program(model, compiled_steps):
     assert compiled_steps() == before
 
 
+@matrix
 def test_an_answer_that_repeats_itself_is_ended(model, monkeypatch):
     class Third(list):
         def add(self, token):
@@ -221,6 +222,7 @@ def test_an_answer_that_repeats_itself_is_ended(model, monkeypatch):
     assert len(found.answers[0]) < len(whole.answers[0]) and whole.answers[0].startswith(found.answers[0])
 
 
+@matrix
 @pytest.mark.filterwarnings("default")
 def test_what_keeps_too_little_or_takes_too_much_is_warned_of(model):
     tokenizer, made = tokenizer_of(CHATML), dict(policy="keydiff", max_new_tokens=2, block=16)

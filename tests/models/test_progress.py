@@ -9,6 +9,7 @@ import models
 from models import progress
 from models.progress import Progress, progress_bar
 from tests.models import tiny
+from tests.tiers import matrix
 
 
 class Terminal(io.StringIO):
@@ -42,6 +43,7 @@ def test_a_terminal_has_a_bar_that_goes_away(monkeypatch):
     assert "[reading" not in screen.getvalue()
 
 
+@matrix
 def test_calls_in_python_say_how_far_they_are(capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0)
     model, made = tiny.decoder(), dict(policy="h2o+caote", **tiny.SETTINGS)
