@@ -28,7 +28,7 @@ from kvjax._src.policy import (
     update_link,
 )
 from kvjax._src.short_names import called, makers, read, registered
-from kvjax.allocation import ALLOCATIONS, Allocation
+from kvjax.allocation import ALLOCATIONS
 
 
 def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
@@ -93,13 +93,6 @@ def base_score(
         nonnegative=nonnegative,
         published=published,
     )
-
-
-def inheriting(policy: Policy, allocation: Allocation) -> Policy:
-    """Return a base score with the allocation of its paper, which chains that begin with it have, too."""
-    policy = dataclasses.replace(policy, allocation=allocation)
-    check_allocation(policy)
-    return policy
 
 
 def chain(*links: Policy) -> Policy:

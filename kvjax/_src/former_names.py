@@ -32,7 +32,7 @@ def is_former(version: Any) -> bool:
     """Return whether a version of kvjax, as its files name it, wrote former names; True for a text that is no version.
 
     Example:
-        >>> [is_former(version) for version in ("0.2.0", "0.3.0", "", None)]
+        >>> [is_former(x) for x in ("0.2.0", "0.3.0", "not installed", None)]
         [True, False, True, False]
     """
     if version is None:

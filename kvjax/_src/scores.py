@@ -6,6 +6,7 @@ links that change scores in transforms.py and caote.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, UInt
 from kernels_pallas import cache_attention
 from kvjax import allocation
 from kvjax._src.cache import HeadState, nth_true
-from kvjax._src.chains import base_score, chain, inheriting, no_state, parse, register
+from kvjax._src.chains import base_score, chain, no_state, parse, register
 from kvjax._src.checks import check_count
 from kvjax._src.observation import Needs, Observation
 from kvjax._src.policy import Moments, Policy, Protection, Scores, allocated
@@ -376,7 +377,7 @@ def laprox(
         return _pooled_before(column[:, :, None], o, window, kernel, "avg") * length[:, :, None]
 
     projected = {"output": {"factor" if gqa == "joint" else "gram"}}.get(target, ())
-    scored = base_score(
+    policy = base_score(
         "laprox",
         score,
         statistics=("window_square" if gqa == "heads" else "window_group_square",),
@@ -385,7 +386,7 @@ def laprox(
         needs=Needs(projections=frozenset(projected), order=True),
         published=Moments("prompt", 0, "arXiv 2605.07234, appendix: once after the prefilling phase"),
     )
-    return inheriting(scored, allocation.model())
+    return dataclasses.replace(policy, allocation=allocation.model())
 
 
 @register
@@ -415,7 +416,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
         observed = o.columns.window_mean + gamma * o.columns.window_variance
         return _pooled_before(observed, o, window, kernel, "avg")
 
-    scored = base_score(
+    policy = base_score(
         "cake",
         score,
         statistics=("window_mean", "window_variance"),
@@ -424,7 +425,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
         protection=Protection(recent=window),
         published=Moments("prompt", 0, "arXiv 2503.12491: while the prompt is prefilled"),
     )
-    return inheriting(scored, allocation.cake())
+    return dataclasses.replace(policy, allocation=allocation.cake())
 
 
 @register
@@ -453,7 +454,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         observed = _pooled_before(o.columns.window_mean, o, window, kernel, "max")
         return jnp.max(observed, axis=2, keepdims=True) * largest
 
-    scored = base_score(
+    policy = base_score(
         "lava",
         score,
         statistics=("window_mean",),
@@ -462,7 +463,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         protection=Protection(recent=window),
         published=Moments("prompt", 0, "arXiv 2509.09754: while the prompt is prefilled"),
     )
-    return inheriting(scored, allocation.lava())
+    return dataclasses.replace(policy, allocation=allocation.lava())
 
 
 @register

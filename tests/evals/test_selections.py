@@ -138,7 +138,7 @@ def rolling(window, kernel):
     first(
         3,
         [
-            ("h2o", "group", evicted(summed, 0.7, 2, group=N // K)),
+            ("h2o+protect(recent=0)", "group", evicted(summed, 0.7, 2, group=N // K)),
             ("rolling_snapkv(window=3,kernel=3)", "query", evicted(rolling(3, 3), 0.7, 2)),
             ("oracle_eviction", "query", evicted(now, 0.7, 2, before=False)),
             ("tova(heads='group')", "query", evicted(now, 0.7, 2)),

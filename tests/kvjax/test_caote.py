@@ -51,7 +51,7 @@ def test_in_pages_each_head_is_measured_through_its_own_groups_part_of_the_proje
     rng, found = np.random.default_rng(6), []
     given = [rng.normal(size=(B, 6, heads, D)).astype(np.float32) for heads in (N, K, K)]
     weight = rng.normal(size=(N, D, E)).astype(np.float32)
-    for policy in map(kvjax.parse, ("h2o+caote(target='output')", "h2o+caote(target='output')@layer")):
+    for policy in map(kvjax.parse, (f"h2o+caote(target='output')+protect(recent=0){a}" for a in ("", "@layer"))):
         cache = blocks.empty(policy, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=4, block=6, page_size=2)
         context = kvjax.Context(projection=blocks.project(weight, policy.needs.projections))
         _, cache, evidence = jax.jit(functools.partial(kvjax.observe, policy=policy))(cache, *given, context=context)

@@ -134,7 +134,7 @@ def test_what_a_run_knows_of_its_cache_is_that_of_each_row_and_of_a_layer_that_s
     cache = kvjax.LayerCaches(
         tuple(dataclasses.replace(own, position=at, state=new, next_position=following) for own, at, new in layers)
     )
-    kept = kept_of(tiny.decoder(config), jax.tree.map(jax.numpy.asarray, cache), kvjax.kvzip(), 2)
+    kept = kept_of(tiny.decoder(config), jax.tree.map(jax.numpy.asarray, cache), kvjax.kvzip() @ "uniform", 2)
     counts = (position >= 0).sum(-1)  # [L, B, K]
     assert kept.held.tolist() == [[*counts[:, row].ravel()] for row in range(2)]
     assert kept.start.tolist() == [40, 30] and kept.most == counts.max()

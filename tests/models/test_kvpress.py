@@ -45,7 +45,7 @@ PER_QUERY = kvjax.Policy(
     nonnegative=True,
 )
 ANY_BUDGET = {
-    "observed": kvjax.chain(kvjax.h2o(), PER_QUERY),
+    "observed": kvjax.chain(kvjax.h2o(), PER_QUERY, kvjax.protect(recent=0)),
     "tova": "tova+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
     "snapkv": "snapkv(window=16,kernel=5)",
     "knorm": "key_norm",

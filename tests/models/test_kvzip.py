@@ -165,7 +165,7 @@ FITS = dict(policy="kvzip@uniform", budget=20, block=8)
 
 
 def pending(cache):
-    return prompts.kept_of(decoder(), cache, kvjax.kvzip(), 2).pending
+    return prompts.kept_of(decoder(), cache, kvjax.kvzip() @ "uniform", 2).pending
 
 
 def test_what_fits_is_repeated_when_more_comes():

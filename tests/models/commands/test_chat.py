@@ -386,6 +386,8 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, caps
 
 
 def test_a_chat_warns_of_sums_that_never_fall(model):
-    talk = chat.Conversation(model, tokenizer_of(None), policy="h2o", budget=4, block=4, max_new_tokens=6)
-    with pytest.warns(UserWarning, match=r"'h2o' sums attention over all queries"):
+    talk = chat.Conversation(
+        model, tokenizer_of(None), policy="h2o+protect(recent=0)", budget=4, block=4, max_new_tokens=6
+    )
+    with pytest.warns(UserWarning, match=r"'h2o\+protect\(recent=0\)' sums attention over all queries"):
         list(talk.answer("Hello"))
