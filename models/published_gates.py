@@ -18,6 +18,7 @@ from models.checkpoint import PICKLES, read_dtype, refuse_pointer
 from models.config import Config
 from models.scorer import SIZES, Kind, ScorerConfig
 
+MODEL_TYPE = "kvzap"  # in a config.json that describes such a gate
 # The names of a layer's tensors, by those of a scorer's parameters.
 LINEAR = {"output": "layers.{}.weight", "output_bias": "layers.{}.bias"}
 PERCEPTRON = {
@@ -41,22 +42,28 @@ def read_gate(folder: Path, model: Config) -> tuple[str, ScorerConfig, dict[str,
     Raises:
         ValueError: the gate is of a model of other sizes, its file is damaged, or it is a pickle.
     """
-    file = min(folder.glob("*.safetensors"), default=None)
-    if file is None:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         _refuse_pickle(folder)
         return None
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{folder} has several files of weights: {names}; give each gate a folder of its own.")
+    (file,) = files
     refuse_pointer(file)
     try:
         with safe_open(file, framework="np") as held:
             found = {name: tuple(held.get_slice(name).get_shape()) for name in held.keys()}  # noqa: SIM118
-            names = next((own for own in (LINEAR, PERCEPTRON, GATE) if own[min(own)].format(0) in found), None)
-            if names is None:
+            of_layer = next((own for own in (LINEAR, PERCEPTRON, GATE) if own[min(own)].format(0) in found), None)
+            if of_layer is None:
                 return None
-            config = _checked(file, found, names, model)
+            config = _checked(file, found, of_layer, model)
             for name in found:
                 read_dtype(file, name, held.get_slice(name).get_dtype())
             parameters = {
-                own: np.stack([_read(own, held.get_tensor(names[own].format(layer)), shape) for layer in range(layers)])
+                own: np.stack(
+                    [_read(own, held.get_tensor(of_layer[own].format(layer)), shape) for layer in range(layers)]
+                )
                 for own, (layers, *shape) in config.shapes.items()
             }
             return config.kind, config, parameters

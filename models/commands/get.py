@@ -19,6 +19,8 @@ from models import commands, files, hub
 from models.checkpoint import PICKLES
 from models.folders import read_config
 from models.published import PUBLISHED, place
+from models.published_gates import MODEL_TYPE
+from models.tokenizer import read_object
 
 
 def fetch(name: str) -> bool:
@@ -46,7 +48,7 @@ def fetch(name: str) -> bool:
 
 
 def fetch_from_hub(name: str, file: str | None = None) -> Path:
-    """Download a model from the hub, or one GGUF file of it, after a check that it is one that is read.
+    """Download a model or KVzap's gate from the hub, or one GGUF file, after a check that it is one that is read.
 
     A download that was cut off goes on. :func:`models.load` finds the model by its name.
 
@@ -70,8 +72,10 @@ def fetch_from_hub(name: str, file: str | None = None) -> Path:
         do = "give another" if pickle is None else f"its weights are pickles ({pickle}), which can run code"
         do = f"give --file with one of {', '.join(ggufs)}" if ggufs else do
         raise ValueError(f"{name} has no model that is read: no config.json with safetensors; {do}.")
-    if "config.json" in held:
-        read_config(hub.fetch(name, file="config.json").parent)  # before what takes long
+    if "config.json" in held:  # looked at before what takes long
+        config = hub.fetch(name, file="config.json")
+        if read_object(config).get("model_type") != MODEL_TYPE:
+            read_config(config.parent)
     return hub.fetch(name)
 
 

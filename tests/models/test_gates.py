@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
-from models import hub
 from models.published_gates import CONVERT
 from tests.models import make_gates
 from tests.models.make_gates import FILE, GATES, KEPT
@@ -128,6 +127,8 @@ def test_a_model_is_no_gate():
         models.load_network(GATES.parent, model())
 
 
-def test_a_gate_is_found_by_its_name_on_the_hub(monkeypatch):
-    monkeypatch.setattr(hub, "find", {"some-org/gate": GATES / "kvzap-mlp"}.get)
-    assert models.load_network("some-org/gate", model()).config.hidden == 6
+def test_several_gates_have_folders_of_their_own(tmp_path):
+    for name in ("a.safetensors", "b.safetensors"):
+        shutil.copy(GATES / "kvzap-mlp" / "model.safetensors", tmp_path / name)
+    with pytest.raises(ValueError, match=r"several files of weights: a.safetensors, b.safetensors; give each gate"):
+        models.load_network(tmp_path, model())

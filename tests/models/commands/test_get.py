@@ -12,6 +12,7 @@ import models
 from models import hub, published
 from models.commands import get
 from tests.models.hub_server import serving
+from tests.models.make_gates import GATES
 from tests.models.make_golden import GOLDEN
 
 CONTENT = b"weights" * 1000
@@ -111,6 +112,7 @@ HUB = {
     "org/pickled": {"config.json": FILES["config.json"], "pytorch_model.bin": b""},
     "org/unknown": FILES | {"config.json": b'{"architectures": ["UnheardOfForCausalLM"], "model_type": "unheard_of"}'},
     "org/dataset": {"train.json": b"{}"},
+    "org/gate": {file.name: file.read_bytes() for file in (GATES / "kvzap-mlp").iterdir()},
 }
 
 
@@ -144,6 +146,11 @@ def test_without_a_network_what_was_fetched_is_found(server, monkeypatch):
     found = get.fetch_from_hub("org/tiny")
     monkeypatch.setattr(pytest.importorskip("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     assert hub.find("org/tiny") == found
+
+
+def test_a_gate_of_the_hub_is_fetched_and_found_by_its_name(server):
+    assert get.main(["org/gate"]) == 0
+    assert models.load_network("org/gate", models.load(GATES.parent)[0]).config.hidden == 6
 
 
 def test_a_download_that_breaks_off_goes_on(server):
