@@ -28,7 +28,7 @@ from kvjax._src.policy import (
     update_link,
 )
 from kvjax._src.short_names import called, makers, read, registered
-from kvjax.allocation import ALLOCATIONS
+from kvjax.allocation import ALLOCATIONS, Allocation
 
 
 def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
