@@ -26,7 +26,7 @@ from models.joined_experts import taken_apart
 from models.parameters import tensor_names
 from models.tokenizer import Tokenizer, read_object
 
-# Folders inside the package. The adapters of smollm2 differ in their seed.
+# Folders inside the package, or in that of smollm2's weights. The adapters of smollm2 differ in their seed.
 SHIPPED = {
     "retriever": "retriever",
     "smollm2-answers": "smollm2/answers/1",
@@ -51,7 +51,7 @@ def find_folder(path: str | Path) -> Path:
 def find(path: str | Path, revision: str | None = None) -> Path:
     """Return a model's folder, or its GGUF file."""
     if path in SHIPPED:
-        return Path(__file__).parent / SHIPPED[str(path)]
+        return published.shipped(SHIPPED[str(path)])
     if path in published.PUBLISHED:
         return published.find(str(path))
     folder = Path(os.path.expanduser(path))  # unlike Path.expanduser, this leaves an unknown user's name

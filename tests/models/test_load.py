@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import models
+from models import published
 from models.checkpoint import Tensor, in_order, part_from
 from models.config import Config
 from models.config_json import from_hugging_face
@@ -502,3 +503,15 @@ def test_a_built_in_family_is_registered_as_another_package_s_and_its_name_is_ta
     models.save(tmp_path / "saved", model)
     assert json.loads((tmp_path / "saved" / "config.json").read_text()).items() >= own.items()
     assert_same(models.load(tmp_path / "saved")[0], model)
+
+
+def test_what_ships_for_a_model_is_found_in_a_package_of_its_own(tmp_path, monkeypatch):
+    assert published.shipped("smollm2/gate") == Path(published.__file__).parent / "smollm2" / "gate"
+    monkeypatch.setattr(published, "__file__", str(tmp_path / "models" / "published.py"))
+    with pytest.raises(
+        FileNotFoundError, match="package kvjax-smollm2, which is not installed; run pip install ./models"
+    ):
+        published.shipped("smollm2/gate")
+    (tmp_path / "kvjax_smollm2" / "gate").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert published.shipped("smollm2/gate") == tmp_path / "kvjax_smollm2" / "gate"
