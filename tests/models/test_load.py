@@ -508,9 +508,7 @@ def test_a_built_in_family_is_registered_as_another_package_s_and_its_name_is_ta
 def test_what_ships_for_a_model_is_found_in_a_package_of_its_own(tmp_path, monkeypatch):
     assert published.shipped("smollm2/gate") == Path(published.__file__).parent / "smollm2" / "gate"
     monkeypatch.setattr(published, "__file__", str(tmp_path / "models" / "published.py"))
-    with pytest.raises(
-        FileNotFoundError, match="package kvjax-smollm2, which is not installed; run pip install ./models"
-    ):
+    with pytest.raises(FileNotFoundError, match="kvjax-smollm2, which is not installed; run pip"):
         published.shipped("smollm2/gate")
     (tmp_path / "kvjax_smollm2" / "gate").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
