@@ -93,36 +93,63 @@ class Keep:
         caches: Any,
         position: Int[Array, "B T"],
         inputs: Any,
+        last: bool = False,
     ) -> tuple[Any, Any]:
         """Feed tokens to a model in blocks, so that a prompt of any length takes the memory of one block.
 
+        As in :func:`models.prefill`, a row's last block is whole and its first one may not be. Blocks of padding alone
+        are left out.
+
         Args:
             feed: takes the caches and a block of the inputs, and returns the caches and what the model says of each
-                token, [B, m, ...].
+                token, a tree of arrays [B, m, ...].
             caches: :class:`LayerCache` of all layers, in any tree.
-            position: of the tokens, -1 for padding.
+            position: of the tokens, -1 for padding before or behind a row's tokens.
             inputs: a tree of arrays [B, T, ...].
+            last: whether to return what the model says of each row's last token alone.
 
         Returns:
-            The caches, and what the model says, [B, T, ...].
+            The caches, and what the model says, [B, T, ...], or [B, 1, ...] of the last tokens.
         """
-        (B, T), none = position.shape, position[:, :0]
+        (B, T), m, none = position.shape, self.block, position[:, :0]
 
-        def step(caches: Any, block: Any) -> tuple[Any, Any]:
-            caches, said = feed(at(caches, block[0]), block[1])
+        def step(caches: Any, position: Array, inputs: Any) -> tuple[Any, Any]:
+            caches, said = feed(at(caches, position), inputs)
             return at(caches, none), said
 
-        if T <= self.block:
-            return step(caches, (position, inputs))
-        count = -(-T // self.block)
+        if T == 1:
+            return step(caches, position, inputs)
+        behind = jnp.argmax(position[:, ::-1] >= 0, axis=1)[:, None]  # the padding behind each row's tokens
+        count = -(-T // m)
+        left = count * m - T
+
+        def shifted(x: Array, by: Array) -> Array:
+            place = (jnp.arange(T) + by) % T
+            return jnp.take_along_axis(x, place.reshape(B, T, *(1,) * (x.ndim - 2)), axis=1)
 
         def split(x: Array, fill: int = 0) -> Array:
-            rest = [(0, 0), (0, count * self.block - T)] + [(0, 0)] * (x.ndim - 2)
-            padded = jnp.pad(x, rest, constant_values=fill)
-            return jnp.moveaxis(padded.reshape(B, count, self.block, *x.shape[2:]), 1, 0)
+            rest = [(0, 0), (left, 0)] + [(0, 0)] * (x.ndim - 2)
+            return jnp.pad(shifted(x, -behind), rest, constant_values=fill).reshape(B, count, m, *x.shape[2:])
 
-        caches, said = jax.lax.scan(step, at(caches, none), (split(position, -1), jax.tree.map(split, inputs)))
-        return caches, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :T], said)
+        positions, blocks, caches = split(position, -1), jax.tree.map(split, inputs), at(caches, none)
+
+        def body(number: Array, carry: Any) -> Any:
+            caches, said = carry
+            own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False), (positions, blocks))
+            caches, new = step(caches, *own)
+            if last:
+                return caches, jax.tree.map(lambda x: x[:, -1:], new)
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=1)
+            return caches, jax.tree.map(lambda all, own: put(all, own), said, new)
+
+        shapes = jax.eval_shape(step, caches, positions[:, 0], jax.tree.map(lambda x: x[:, 0], blocks))[1]
+        kept = (1,) if last else (count, m)
+        said = jax.tree.map(lambda x: jnp.zeros((B, *kept, *x.shape[2:]), x.dtype), shapes)
+        first = jnp.argmax(jnp.any(positions >= 0, axis=(0, 2)))
+        caches, said = jax.lax.fori_loop(first, count, body, (caches, said))
+        if last:
+            return caches, said
+        return caches, jax.tree.map(lambda x: shifted(x.reshape(B, -1, *x.shape[3:])[:, left:], behind), said)
 
 
 @functools.partial(
@@ -149,13 +176,13 @@ class LayerCache:
     ) -> tuple[Float[Array, "B T N D"], LayerCache]:
         """Attend over the cache and the block, then evict; ``scale`` and ``soft_cap`` are those of the logits."""
         keep, every, decodes = self.keep, self.keep.every, self.position.shape[1] == 1
-        budget: Any = keep.budget
+        slots, budget = keep.budget + keep.block + every - 1, keep.budget
         if decodes and every > 1:  # a method that observes a window waits until it has as many queries
             full = jnp.max(self.cache.num_live, axis=1) + 1 >= keep.budget + every
-            budget = jnp.where(full, keep.budget, keep.budget + every)
+            budget = jnp.where(full, keep.budget, slots + 1)  # type: ignore[assignment]
         context = Context(
-            layer=self.number, sliding_window=self.window, scale=scale, soft_cap=soft_cap,
-            slots=keep.budget + keep.block + every - 1, excess=1 if decodes and every == 1 else None,
+            layer=self.number, sliding_window=self.window, scale=scale, soft_cap=soft_cap, slots=slots,
+            excess=1 if decodes and every == 1 else None,
         )  # fmt: skip
         out, cache = kvjax.attend(
             self.cache, query, key, value, self.position, policy=keep.policy, budget=budget, context=context

@@ -139,17 +139,13 @@ def _model(cls: Any) -> Any:
                 return super().__call__(*args, **given)
             if named.get("images") is not None:
                 raise ValueError("images see what follows them; under a budget, give text alone.")
-            T = tokens.shape[1]
-            left = -T % self.keep.block if T > self.keep.block else 0  # a prompt ends where its last block does
-            tokens = jnp.pad(tokens, ((0, 0), (left, 0)))
             position = real_positions(named["positions"], named["attention_mask"])
-            position = jnp.pad(position, ((0, 0), (left, 0)), constant_values=-1)
 
             def feed(caches: Any, tokens: Any) -> Any:
                 logits, caches = cls.__call__(self, tokens, caches["layer_0"].position, caches, None)
-                return caches, logits[:, -1:] if decode_only_last_token else logits
+                return caches, logits
 
-            caches, logits = self.keep.run(feed, cache, position, tokens)
-            return logits[:, -1:] if decode_only_last_token else logits[:, left:], caches
+            caches, logits = self.keep.run(feed, cache, position, tokens, last=decode_only_last_token)
+            return logits, caches
 
     return UnderBudget
