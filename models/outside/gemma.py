@@ -189,15 +189,22 @@ def _under_budget(cls: Any) -> Any:
             given = dict(zip(names, map(arrays_of, caches), strict=True))  # gemma checks that a cache is of arrays
 
             def attention(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-                if not isinstance(context.module, before.Attention | four.Attention) or context.method_name != "__call__":
+                if (
+                    not isinstance(context.module, before.Attention | four.Attention)
+                    or context.method_name != "__call__"
+                ):
                     return call(*args, **kwargs)
                 own = jax.tree.unflatten(trees[names.index(context.module.path[0])], args[2].values())
                 out, own = attend(context.module, args[0], own)
                 return arrays_of(own), out
 
             with linen.intercept_methods(attention):
-                out = cls.apply(model, variables, tokens, positions=caches[0].position, cache=given, attention_mask=None)
-            made = [jax.tree.unflatten(*own) for own in zip(trees, map(dict.values, map(out.cache.get, names)), strict=True)]
+                out = cls.apply(
+                    model, variables, tokens, positions=caches[0].position, cache=given, attention_mask=None
+                )
+            made = [
+                jax.tree.unflatten(*own) for own in zip(trees, map(dict.values, map(out.cache.get, names)), strict=True)
+            ]
             return tuple(made), None if prompt else out.logits
 
         return model.keep.run(feed, caches, position, tokens)

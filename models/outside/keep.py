@@ -135,7 +135,9 @@ class Keep:
 
         def body(number: Array, carry: Any) -> Any:
             caches, said = carry
-            own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False), (positions, blocks))
+            own = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False), (positions, blocks)
+            )
             caches, new = step(caches, *own)
             if last:
                 return caches, jax.tree.map(lambda x: x[:, -1:], new)

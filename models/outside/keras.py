@@ -47,9 +47,13 @@ def under_budget(causal_lm: Any, *, policy: Policy | str, budget: int, block: in
     if keras.config.backend() != "jax":
         raise ValueError(f"Keras runs on {keras.config.backend()}; set KERAS_BACKEND=jax before it is imported.")
     wanted = {f"CausalLM.{name}": getattr(causal_lm, name, None) for name in ("_build_cache", "call_with_cache")}
-    has_not_moved("keras-hub", TRIED, wanted | {f"{_DOOR}.vllm_context_scope": getattr(_door(), "vllm_context_scope", None)})
+    has_not_moved(
+        "keras-hub", TRIED, wanted | {f"{_DOOR}.vllm_context_scope": getattr(_door(), "vllm_context_scope", None)}
+    )
     if not sizes_of(causal_lm):
-        raise ValueError(f"keras-hub cannot hand over the attention of {type(causal_lm).__name__}; try a Llama or Gemma 3.")
+        raise ValueError(
+            f"keras-hub cannot hand over the attention of {type(causal_lm).__name__}; try a Llama or Gemma 3."
+        )
     own = type(causal_lm)(backbone=causal_lm.backbone, preprocessor=causal_lm.preprocessor)
     own.__class__, own.keep = _causal_lm(type(causal_lm)), keep
     if hasattr(causal_lm, "sampler"):
@@ -133,7 +137,9 @@ def _causal_lm(cls: Any) -> Any:
 
             return None, self.keep.run(feed, caches, position, token_ids)[0]
 
-        def call_with_cache(self, token_ids: Any, cache: Any, cache_update_index: Any, *others: Any, **named: Any) -> Any:
+        def call_with_cache(
+            self, token_ids: Any, cache: Any, cache_update_index: Any, *others: Any, **named: Any
+        ) -> Any:
             """Feed a token per row, and return the logits, the hidden states and the cache."""
             position = jnp.full(token_ids.shape, cache_update_index, jnp.int32)
 

@@ -1,8 +1,8 @@
 """One tiny decoder, as ours and as other packages' models, and what each of them said of the same prompts.
 
 ``python -m tests.models.outside.tiny PACKAGE`` runs the package, from an environment that has it, and writes what it
-said to recorded.json. A package has an environment of its own: ``pip install gemma==4.0.1``, or ``google-tunix==0.1.7``,
-or ``keras-hub==0.32.0``, then ``pip install --no-deps -e .``.
+said to recorded.json. A package has an environment of its own: ``pip install gemma==4.0.1``, or
+``google-tunix==0.1.7``, or ``keras-hub==0.32.0``, then ``pip install --no-deps -e .``.
 """
 
 import json
