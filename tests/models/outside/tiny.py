@@ -155,7 +155,7 @@ def tunix_tokens(model: Any, prompts: list[str], size: int = 128, **how: Any) ->
     from tunix.generate.sampler import CacheConfig, Sampler
 
     sampler = Sampler(model, Words(), CacheConfig(size, 2, 2, 16))
-    out = sampler(prompts, NEW, max_prompt_length=LENGTH, eos_tokens=[500], **how)
+    out = sampler(prompts, NEW, max_prompt_length=LENGTH, eos_tokens=[500], forbidden_tokens=[0], **how)
     return [row.tolist() for row in out.tokens]
 
 
