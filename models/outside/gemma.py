@@ -41,10 +41,9 @@ def under_budget(model: Any, *, policy: Policy | str, budget: int, block: int = 
         >>> # model = under_budget(gm.nn.Gemma3_4B(), policy="h2o+caote", budget=2048)
         >>> # sampler = gm.text.ChatSampler(model=model, params=params)
     """
-    keep, fields = Keep.of(policy, budget, block), {f.name for f in dataclasses.fields(model) if f.init}
-    _check(model)
-    own = {name: getattr(model, name) for name in fields - {"parent", "name"}}
-    return _under_budget(type(model))(**own, keep=keep)
+    keep, kind = Keep.of(policy, budget, block), _check(model)
+    names = {field.name for field in dataclasses.fields(model) if field.init} - {"parent", "name"}
+    return _under_budget(kind)(**{name: getattr(model, name) for name in names}, keep=keep)
 
 
 def attend(module: Any, x: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
@@ -138,16 +137,17 @@ class _Written:
         return Slots(part.caches, self.whole.room)
 
 
-def _check(model: Any) -> None:
-    """Check that a model is one of those that can be given another cache, in a version that has them."""
+def _check(model: Any) -> Any:
+    """Return the class of a model, after a check that it can be given another cache."""
     modules = {name: importlib.import_module(name) for name in ("gemma.gm.nn._modules", "gemma.gm.nn.gemma4._modules")}
     wanted = {f"{name}.Attention": getattr(module, "Attention", None) for name, module in modules.items()}
     rope = getattr(importlib.import_module("gemma.gm.math._positional_embeddings"), "apply_rope", None)
     has_not_moved("gemma", TRIED, wanted | {"gemma.gm.math._positional_embeddings.apply_rope": rope})
-    if not hasattr(model, "config") or "gemma3n" in type(model).__mro__[-3].__module__ + type(model).__module__:
+    if not hasattr(model, "config") or any("gemma3n" in cls.__module__ for cls in type(model).__mro__):
         raise ValueError(f"the model is a {type(model).__name__}; expected a Gemma 2, 3 or 4 of gemma.gm.nn.")
     if getattr(model.config, "kv_cache_sharing_config", None) is not None:
         raise ValueError(f"layers of {type(model).__name__} share keys and values; give a model without such layers.")
+    return type(model)
 
 
 @functools.cache

@@ -81,7 +81,7 @@ class Keep:
         """Make the empty cache of each layer, of ``budget + block`` slots per head."""
         room, made = self.block + self.every - 1, []
         for number, own in enumerate(layers):
-            sizes = dict(kv_heads=own.kv_heads, query_heads=own.query_heads, head_dim=own.head_dim, batch=batch)
+            sizes: Any = dict(kv_heads=own.kv_heads, query_heads=own.query_heads, head_dim=own.head_dim, batch=batch)
             given: Any = dict(budget=self.budget, block=room, windows=(own.window,), dtype=jnp.dtype(dtype).name)
             cache = kvjax.empty_cache(self.policy, **given, **sizes)
             made.append(LayerCache(cache, jnp.zeros((batch, 0), jnp.int32), number, self, own.window))

@@ -55,7 +55,7 @@ def under_budget(causal_lm: Any, *, policy: Policy | str, budget: int, block: in
             f"keras-hub cannot hand over the attention of {type(causal_lm).__name__}; try a Llama or Gemma 3."
         )
     own = type(causal_lm)(backbone=causal_lm.backbone, preprocessor=causal_lm.preprocessor)
-    own.__class__, own.keep = _causal_lm(type(causal_lm)), keep
+    own.__class__, own.keep = _causal_lm(own.__class__), keep
     if hasattr(causal_lm, "sampler"):
         own.compile(sampler=causal_lm.sampler)
     return own

@@ -50,10 +50,10 @@ def under_budget(model: Any, *, policy: Policy | str, budget: int, block: int = 
     output = [getattr(own, "o_proj", None) or getattr(own, "attn_vec_einsum", None) for own in attention]
     wanted = {"apply_rope": rope, "layers[...].attn.o_proj": None if None in output else True}
     has_not_moved("google-tunix", TRIED, {f"{module.__name__}.{name}": found for name, found in wanted.items()})
-    own = nnx.merge(*nnx.split(model))
-    own.__class__, own.keep = _model(type(own)), keep
+    own: Any = nnx.merge(*nnx.split(model))
     for layer in own.layers:
-        layer.attn.__class__ = _attention(type(layer.attn))
+        layer.attn.__class__ = _attention(layer.attn.__class__)
+    own.__class__, own.keep = _model(own.__class__), keep
     return own
 
 

@@ -82,6 +82,7 @@ def test_gemma_chats_for_longer_than_its_budget():
 def test_gemma_4_and_what_is_refused():
     need("gemma")
     from gemma import gm
+    from gemma.gm.nn.gemma3n._transformer import Gemma3nTransformer as Transformer3n
     from gemma.gm.nn.gemma4 import _config, _modules, _transformer
 
     model, _ = tiny.gemma_model()
@@ -90,6 +91,7 @@ def test_gemma_4_and_what_is_refused():
         num_embed=128, embed_dim=64, hidden_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, attention_types=kinds,
         final_logit_softcap=30.0, use_post_attn_norm=True, use_post_ffw_norm=True, sliding_window_size=24,
         global_key_size=32, num_global_kv_heads=1, k_eq_v_global=True, global_rope_proportion=0.25,
+        local_rope_proportion=1.0,
     )  # fmt: skip
     four = _transformer.Transformer(config=shape, tokens="tokens", dtype=jnp.float32)
     params = four.init(jax.random.key(0), jnp.ones((1, 4), jnp.int32))["params"]
@@ -102,7 +104,7 @@ def test_gemma_4_and_what_is_refused():
     with pytest.raises(ValueError, match="share keys and values"):
         gemma.under_budget(gm.nn.Gemma4_E2B(), **HOW)
     with pytest.raises(ValueError, match="expected a Gemma 2, 3 or 4"):
-        gemma.under_budget(gm.nn.Gemma3nE4B() if hasattr(gm.nn, "Gemma3nE4B") else gm.nn.gemma3n.Gemma3n_E4B(), **HOW)
+        gemma.under_budget(Transformer3n(config=None, tokens="tokens"), **HOW)
     budgeted = gemma.under_budget(model, **HOW)
     cache = budgeted.init_cache(batch_size=1, dtype=jnp.float32, cache_length=8)
     with pytest.raises(ValueError, match="give text alone"):
@@ -160,7 +162,7 @@ def test_a_rollout_of_tunix_longer_than_its_memory():
     assert not np.array_equal(sampler(tiny.texts(), 200, max_prompt_length=LENGTH, eos_tokens=[500]).tokens, first)
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Qwen", "Qwen3", "Gemma", "Gemma3"])
+@pytest.mark.parametrize("name", ["Mistral", "Qwen", "Qwen3", "Gemma", "Gemma3", "GPT2"])
 def test_other_models_of_keras_hub(name: str):
     """Rows of two lengths."""
     hub = need("keras-hub")
@@ -173,6 +175,9 @@ def test_other_models_of_keras_hub(name: str):
         sizes["sliding_window"] = 24
     if name == "Gemma3":
         sizes |= dict(image_size=None, sliding_window_size=24, use_query_key_norm=True, vision_encoder=None)
+    if name == "GPT2":
+        sizes = dict(vocabulary_size=128, num_layers=2, num_heads=4, hidden_dim=64, intermediate_dim=64)
+        sizes["max_sequence_length"] = 128
     backbone = getattr(hub.models, f"{name}Backbone")(**sizes)
     drawn = [jax.random.normal(jax.random.key(i), w.shape) / 3 for i, w in enumerate(backbone.get_weights())]
     backbone.set_weights([np.array(own) for own in drawn])

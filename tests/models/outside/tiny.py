@@ -189,7 +189,11 @@ def keras_tokens(model: Any, lengths: tuple[int, int] = (LENGTH, LENGTH)) -> lis
     """The tokens that generate of keras-hub makes after prompts of these lengths."""
     mask = np.arange(LENGTH + NEW) < np.array(lengths)[:, None]
     tokens = np.where(mask, np.pad(PROMPTS, ((0, 0), (0, NEW))), 0)
-    out = model.generate(dict(token_ids=tokens, padding_mask=mask.astype(np.int32)), stop_token_ids=None)
+    inputs = dict(token_ids=tokens, padding_mask=mask.astype(np.int32))
+    if "Gemma3" in str(type(model).__mro__):  # needs a preprocessor otherwise
+        out = model.make_generate_function()(inputs, stop_token_ids=None)
+    else:
+        out = model.generate(inputs, stop_token_ids=None)
     return np.asarray(out["token_ids"])[:, LENGTH:].tolist()
 
 
