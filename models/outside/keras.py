@@ -38,7 +38,7 @@ def under_budget(causal_lm: Any, *, policy: Policy | str, budget: int, block: in
         RuntimeError: if the package is a version in which what is replaced has another name.
 
     Example:
-        >>> # lm = under_budget(LlamaCausalLM.from_preset(...), policy="h2o+caote", budget=2048)
+        >>> # lm = under_budget(causal_lm, policy="h2o+caote", budget=2048)
         >>> # lm.generate("...", max_length=100_000)
     """
     import keras
@@ -83,9 +83,9 @@ def run(
     B, T = tokens.shape
     door = _door()
 
-    def handed(cache, query, key, value, scale, head_dim, heads, kv_heads, sliding_window=None, soft_cap=None):
+    def handed(cache: Any, query: Any, key: Any, value: Any, scale: Any, head_dim: int, *heads: int, **how: Any) -> Any:
         query, key, value = (x.reshape(B, T, -1, head_dim) for x in (query, key, value))
-        out, cache = attend(cache, query, key, value, float(scale), sliding_window, soft_cap)
+        out, cache = attend(cache, query, key, value, float(scale), how.get("sliding_window"), how.get("soft_cap"))
         return cache, out.reshape(B * T, -1).astype(query.dtype)
 
     with door.vllm_context_scope(paged_attention_func=handed, positions=position.reshape(-1), kv_caches=caches):
