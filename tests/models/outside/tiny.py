@@ -190,7 +190,7 @@ def keras_tokens(model: Any, lengths: tuple[int, int] = (LENGTH, LENGTH)) -> lis
     mask = np.arange(LENGTH + NEW) < np.array(lengths)[:, None]
     tokens = np.where(mask, np.pad(PROMPTS, ((0, 0), (0, NEW))), 0)
     inputs = dict(token_ids=tokens, padding_mask=mask.astype(np.int32))
-    if "Gemma3" in str(type(model).__mro__):  # needs a preprocessor otherwise
+    if "Gemma3" in str(type(model).__mro__):  # whose generate needs a preprocessor
         out = model.make_generate_function()(inputs, stop_token_ids=None)
     else:
         out = model.generate(inputs, stop_token_ids=None)
