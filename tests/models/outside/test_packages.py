@@ -1,0 +1,197 @@
+"""The packages themselves, each where it is installed; tests/models/outside/tiny.py says how."""
+
+import json
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from models.outside import gemma, keras, tunix
+from models.outside.keep import nbytes
+from tests.models.outside import tiny
+from tests.models.outside.tiny import ALL, BLOCK, BUDGET, LENGTH, POLICIES, VERSIONS
+
+pytestmark = [
+    pytest.mark.nightly,  # needs another package, in an environment of its own
+    pytest.mark.filterwarnings("ignore"),
+]
+os.environ.setdefault("KERAS_BACKEND", "jax")
+HOW: Any = dict(policy="h2o+caote", budget=BUDGET, block=BLOCK)
+WHOLE: Any = dict(policy="h2o+caote", budget=ALL, block=BLOCK)
+IMPORTS = {"gemma": "gemma", "google-tunix": "tunix", "keras-hub": "keras_hub"}
+
+
+@pytest.fixture(autouse=True)
+def _jaxtyping_is_as_the_packages_know_it(monkeypatch):
+    monkeypatch.setattr(jaxtyping, "Array", jax.Array)  # kauldron, which gemma needs, takes no union
+
+
+def need(package: str) -> Any:
+    reason = f"{package} is not installed: pip install {package}=={VERSIONS[package]}, in an environment of its own"
+    return pytest.importorskip(IMPORTS[package], reason=reason)
+
+
+@pytest.mark.parametrize("package", VERSIONS)
+def test_tokens(package: str):
+    """A budget that holds everything gives the package's own tokens, and a smaller one those that were recorded."""
+    need(package)
+    recorded = json.loads(tiny.RECORDED.read_text())[package]["tokens"]
+    assert tiny.said(package, None, 0) == tiny.said(package, "h2o+caote", ALL) == recorded["full"]
+    for policy in POLICIES[package]:
+        assert tiny.said(package, policy, BUDGET) == recorded[policy]
+
+
+def test_gemma_rows_of_two_lengths_and_bytes():
+    need("gemma")
+    model, params = tiny.gemma_model()
+    prompts = [tiny.texts()[0], tiny.texts()[1][:80]]
+    length = 4096
+    full, before = tiny.gemma_tokens(model, params, prompts, length)
+    same, _ = tiny.gemma_tokens(gemma.under_budget(model, **WHOLE), params, prompts, length)
+    _, after = tiny.gemma_tokens(gemma.under_budget(model, **HOW), params, prompts, length)
+    assert same == full
+    slots = [own.cache.num_slots for own in after.cache["layer_0"]["k"].caches]
+    assert slots == [BUDGET + BLOCK] * 2 and nbytes(before.cache) > 90 * nbytes(after.cache)
+
+
+def test_gemma_chats_for_longer_than_its_budget():
+    """Three turns, in which no head ever holds more than the budget; the second goes on from the first's cache."""
+    need("gemma")
+    model, params = tiny.gemma_model()
+    model = gemma.under_budget(model, **HOW)
+    from gemma import gm
+
+    class Numbers(tiny.Words):
+        FORMAT, special_tokens = gm.testing.DummyTokenizer().FORMAT, gm.testing.DummyTokenizer.special_tokens
+
+    how: Any = dict(tokenizer=Numbers(), cache_length=512, max_out_length=12, pad_length=None)
+    sampler = gm.text.Sampler(model=model, params=params, **how)
+    state, seen = None, 0
+    for text in tiny.texts() * 2:
+        out = sampler.sample(text, last_state=state, return_state=True)
+        state, seen = out.state, seen + LENGTH
+        caches = state.cache["layer_0"]["k"].caches
+        assert all(int(own.cache.num_live.max()) <= BUDGET for own in caches)
+        assert int(caches[0].cache.next_position[0]) >= seen
+
+
+def test_gemma_4_and_what_is_refused():
+    need("gemma")
+    from gemma import gm
+    from gemma.gm.nn.gemma3n._transformer import Gemma3nTransformer as Transformer3n
+    from gemma.gm.nn.gemma4 import _config, _modules, _transformer
+
+    model, _ = tiny.gemma_model()
+    kinds = (_modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLOBAL)
+    shape = _config.TransformerConfig(
+        num_embed=128, embed_dim=64, hidden_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, attention_types=kinds,
+        final_logit_softcap=30.0, use_post_attn_norm=True, use_post_ffw_norm=True, sliding_window_size=24,
+        global_key_size=32, num_global_kv_heads=1, k_eq_v_global=True, global_rope_proportion=0.25,
+        local_rope_proportion=1.0,
+    )  # fmt: skip
+    four = _transformer.Transformer(config=shape, tokens="tokens", dtype=jnp.float32)
+    params = four.init(jax.random.key(0), jnp.ones((1, 4), jnp.int32))["params"]
+    drawn = iter(range(100))
+    params = jax.tree.map(lambda x: jax.random.normal(jax.random.key(next(drawn)), x.shape) / 3, params)
+    full, _ = tiny.gemma_tokens(four, params, tiny.texts())
+    assert tiny.gemma_tokens(gemma.under_budget(four, **WHOLE), params, tiny.texts())[0] == full
+    _, state = tiny.gemma_tokens(gemma.under_budget(four, **HOW), params, tiny.texts())
+    assert [own.cache.key.shape for own in state.cache["layer_0"]["k"].caches] == [(2, 2, 40, 16), (2, 1, 40, 32)]
+    with pytest.raises(ValueError, match="share keys and values"):
+        gemma.under_budget(gm.nn.Gemma4_E2B(), **HOW)
+    with pytest.raises(ValueError, match="expected a Gemma 2, 3 or 4"):
+        gemma.under_budget(Transformer3n(config=None, tokens="tokens"), **HOW)
+    budgeted = gemma.under_budget(model, **HOW)
+    cache = budgeted.init_cache(batch_size=1, dtype=jnp.float32, cache_length=8)
+    with pytest.raises(ValueError, match="give text alone"):
+        budgeted.apply({}, jnp.ones((1, 4), jnp.int32), cache=cache, positions=None, images=np.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Gemma3"])
+def test_other_models_of_tunix(name: str):
+    """Rows of two lengths, with padding before them."""
+    need("google-tunix")
+    import importlib
+
+    from flax import nnx
+    from tunix.generate.sampler import CacheConfig, Sampler
+
+    module = importlib.import_module(f"tunix.models.{name.lower()}.model")
+    sizes = dict(num_layers=2, embed_dim=64, hidden_dim=64, num_heads=4, head_dim=16, num_kv_heads=2)
+    sizes |= (
+        dict(num_embed=128, sliding_window_size=24, param_dtype=jnp.float32)
+        if name == "Gemma3"
+        else dict(vocab_size=128, rope_theta=10_000, norm_eps=1e-6)
+    )
+    graph, state = nnx.split(getattr(module, name)(module.ModelConfig(**sizes), rngs=nnx.Rngs(0)))
+    leaves, tree = jax.tree.flatten(state)
+    drawn = [jax.random.normal(jax.random.key(i), x.shape) / (1 if x.ndim == 1 else 3) for i, x in enumerate(leaves)]
+    model = nnx.merge(graph, jax.tree.unflatten(tree, drawn))
+    prompts = [tiny.texts()[0], tiny.texts()[1][:80]]
+    full = tiny.tunix_tokens(model, prompts)
+    own = tunix.under_budget(model, **WHOLE)
+    assert tiny.tunix_tokens(own, prompts, size=10**6) == full
+    assert jax.tree.structure(nnx.state(own)) == jax.tree.structure(nnx.state(model))
+    if name != "Gemma3":  # the others' num_embed is the width of the model, and their logits do not fit
+        return
+    for echo in (False, True):
+        how: Any = dict(max_prompt_length=LENGTH, eos_tokens=[500], return_logits=True, echo=echo)
+        samplers = (Sampler(one, tiny.Words(), CacheConfig(128, 2, 2, 16)) for one in (model, own))
+        want, got = (sampler(tiny.texts(), 4, **how).logits for sampler in samplers)
+        np.testing.assert_allclose(np.array(got)[:, -4:], np.array(want)[:, -4:], atol=1e-3)
+
+
+def test_a_rollout_of_tunix_longer_than_its_memory():
+    """New weights go in as before, and the cache does not grow with its size."""
+    need("google-tunix")
+    from flax import nnx
+    from tunix.generate.sampler import CacheConfig, Sampler
+
+    model = tiny.tunix_model()
+    own = tunix.under_budget(model, **HOW)
+    sampler = Sampler(own, tiny.Words(), CacheConfig(10**6, 2, 2, 16))
+    first = sampler(tiny.texts(), 200, max_prompt_length=LENGTH, eos_tokens=[500]).tokens
+    assert [len(row) for row in first] == [200, 200]
+    own_bytes = nbytes(own.init_cache(2, 10**6, jnp.float32))
+    assert own_bytes < 2 * 2 * 2 * 2 * 16 * 4 * (BUDGET + BLOCK) * 1.2
+    sampler.transformer_state = jax.tree.map(lambda x: x * 1.5, nnx.variables(model))
+    assert not np.array_equal(sampler(tiny.texts(), 200, max_prompt_length=LENGTH, eos_tokens=[500]).tokens, first)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Qwen", "Qwen3", "Gemma", "Gemma3", "GPT2"])
+def test_other_models_of_keras_hub(name: str):
+    """Rows of two lengths."""
+    hub = need("keras-hub")
+    sizes: Any = dict(
+        vocabulary_size=128, num_layers=2, num_query_heads=4, num_key_value_heads=2, hidden_dim=64, intermediate_dim=64
+    )
+    if name in ("Qwen3", "Gemma", "Gemma3"):
+        sizes["head_dim"] = 16
+    if name == "Mistral":
+        sizes["sliding_window"] = 24
+    if name == "Gemma3":
+        sizes |= dict(image_size=None, sliding_window_size=24, use_query_key_norm=True, vision_encoder=None)
+    if name == "GPT2":
+        sizes = dict(vocabulary_size=128, num_layers=2, num_heads=4, hidden_dim=64, intermediate_dim=64)
+        sizes["max_sequence_length"] = 128
+    backbone = getattr(hub.models, f"{name}Backbone")(**sizes)
+    drawn = [jax.random.normal(jax.random.key(i), w.shape) / 3 for i, w in enumerate(backbone.get_weights())]
+    backbone.set_weights([np.array(own) for own in drawn])
+    model = getattr(hub.models, f"{name}CausalLM")(backbone=backbone, preprocessor=None)
+    model.compile(sampler="greedy")
+    full = tiny.keras_tokens(model, (LENGTH, 50))
+    assert tiny.keras_tokens(keras.under_budget(model, **WHOLE), (LENGTH, 50)) == full
+
+
+def test_bytes_and_refusals_of_keras_hub():
+    hub = need("keras-hub")
+    own = keras.under_budget(tiny.keras_model(), **HOW)
+    caches = own.keep.caches(keras.sizes_of(own), batch=1, dtype="float32")
+    assert [cache.cache.num_slots for cache in caches] == [BUDGET + BLOCK] * 2
+    backbone = hub.models.Phi3Backbone(128, 2, 64, 64, 4, 2)
+    with pytest.raises(ValueError, match="keras-hub cannot hand over the attention of Phi3CausalLM"):
+        keras.under_budget(hub.models.Phi3CausalLM(backbone=backbone), **HOW)
