@@ -71,7 +71,7 @@ def test_a_window_is_observed_before_decode_evicts():
     ("policy", "budget", "sentence"),
     [
         ("h2o@model", 24, "'h2o@model' lets heads compete for slots, which a decoder of another package does not"),
-        ("kvzip", 24, "has the model repeat its text"),
+        ("kvzip@uniform", 24, "has the model repeat its text"),
         ("expected_attention", 24, "reads rotary frequencies"),
         ("snapkv(window=32)", 64, "observes the last 32 queries, but a block has 16"),
         ("snapkv(window=16)", 8, "the budget is 8 tokens, but"),

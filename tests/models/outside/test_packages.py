@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 os.environ.setdefault("KERAS_BACKEND", "jax")
-HOW: Any = dict(policy="h2o+caote", budget=BUDGET, block=BLOCK)
-WHOLE: Any = dict(policy="h2o+caote", budget=ALL, block=BLOCK)
+HOW: Any = dict(policy="h2o+caote+protect(recent=0)", budget=BUDGET, block=BLOCK)
+WHOLE: Any = dict(policy="h2o+caote+protect(recent=0)", budget=ALL, block=BLOCK)
 IMPORTS = {"gemma": "gemma", "google-tunix": "tunix", "keras-hub": "keras_hub"}
 
 
@@ -40,7 +40,7 @@ def test_tokens(package: str):
     """A budget that holds everything gives the package's own tokens, and a smaller one those that were recorded."""
     need(package)
     recorded = json.loads(tiny.RECORDED.read_text())[package]["tokens"]
-    assert tiny.said(package, None, 0) == tiny.said(package, "h2o+caote", ALL) == recorded["full"]
+    assert tiny.said(package, None, 0) == tiny.said(package, "h2o+caote+protect(recent=0)", ALL) == recorded["full"]
     for policy in POLICIES[package]:
         assert tiny.said(package, policy, BUDGET) == recorded[policy]
 

@@ -197,7 +197,8 @@ def keras_tokens(model: Any, lengths: tuple[int, int] = (LENGTH, LENGTH)) -> lis
     return np.asarray(out["token_ids"])[:, LENGTH:].tolist()
 
 
-POLICIES = {"gemma": ["h2o+caote", "tova"], "google-tunix": ["h2o+caote", "tova", "snapkv(window=8)"]}
+H2O = "h2o+caote+protect(recent=0)"
+POLICIES = {"gemma": [H2O, "tova"], "google-tunix": [H2O, "tova", "snapkv(window=8)"]}
 POLICIES["keras-hub"] = POLICIES["gemma"]
 
 
