@@ -158,7 +158,7 @@ ALLOCATIONS = [
     ("layer", {"cap": None}),
     ("adakv", {"safeguard": 0.5, "cap": None}),
     ("model", {"cap": None}),
-    ("cake@uniform", {"cap": None}),
+    ("cake", {"cap": None}),
 ]
 
 
@@ -222,7 +222,7 @@ def test_whatever_is_put_in_and_evicted_no_token_and_no_page_is_lost_or_shared(s
             name, options = ALLOCATIONS[which]
             if not block[b]:
                 assert stays == set(map(contests.place, tokens))
-            elif name not in ("pyramid", "cake@uniform") or even(held, b):
+            elif name not in ("pyramid", "cake") or even(held, b):
                 contests.check(name, options, row, stays)
         held = {head: {p: age for p, age in tokens.items() if p in kept[head]} for head, tokens in held.items()}
         check_content(cache, held)
