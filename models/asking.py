@@ -37,6 +37,7 @@ from models.tokenizer import Tokenizer
 # of a model that has one, for POLICY otherwise.
 AUTO, GATE, POLICY, BUDGET = "auto", "gate", "repeat", 0.25
 OPTIONS = Options(max_new_tokens=128)
+UNNOTICED = 2**20  # bytes of caches, more or less, that nobody is warned of
 FEW = 0.1  # the largest share of which a warning says that little is answered from it
 BETWEEN = "\n\n"  # the document and a question
 MARK = "kvjaxtextstandshere"  # a placeholder that shows what a template puts around a message
@@ -275,8 +276,8 @@ def _answer(
 
 
 def _warn_of_peak(peak: int, full: int) -> None:
-    """Warn if caches took more at once than one of all tokens would."""
-    if peak > full:
+    """Warn if caches took clearly more at once than one of all tokens would."""
+    if peak > full + UNNOTICED:
         warnings.warn(
             "caches took more memory at once than one of all tokens would (an answer is made in a copy of what is "
             "kept); give a smaller budget, when='block', or policy='full'.",

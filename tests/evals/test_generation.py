@@ -11,6 +11,7 @@ from evals.__main__ import main
 from evals.run_settings import Setting
 from tests.models import reference
 from tests.models.tiny import decoder, run
+from tests.tiers import matrix
 
 
 def test_facts_and_results_lie_in_the_first_half_and_are_asked_at_the_end(retriever):
@@ -56,6 +57,7 @@ def test_a_full_budget_predicts_a_text_as_the_full_cache_does():
     assert (abs(tight - full) > 1e-4).all()
 
 
+@matrix
 def test_the_command_asks_about_a_text_that_it_has_read_once(tmp_path, capsys):
     arguments = "generation --lengths 200 --facts 1 --samples 2 --batch 2 --budgets 64 --policies full,tova --block 32"
     arguments += f" --out {tmp_path / 'out'} --json {tmp_path / 'out.json'}"

@@ -8,11 +8,13 @@ import pytest
 
 from evals import best_tokens, regret, run_settings, statistics
 from evals.__main__ import main
+from tests.tiers import matrix
 
 FLAGS = "regret --length 160 --facts 2 --samples 2 --layers 2 --policies tova,sage(heads='query') --budget 40"
 FLAGS += " --block 64 --question unknown --exact 6 --nodes 0"
 
 
+@matrix
 def test_a_policy_is_measured_against_the_best_and_a_finished_run_is_read_again(run_eval, tiny_folder, tmp_path):
     flags = [*FLAGS.split(), "--model", str(tiny_folder), "--out", str(tmp_path / "runs")]
     found, told = run_eval(*flags)

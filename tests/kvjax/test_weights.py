@@ -10,7 +10,7 @@ import kvjax
 
 B, K, G, T, D = 2, 2, 2, 5, 8
 SUMMED = kvjax.base_score("summed", lambda o: o.columns.weights.sum(3), statistics=("weights",))
-PLAIN = kvjax.h2o(accumulate=False)
+PLAIN = kvjax.parse("h2o(accumulate=False)+protect(recent=0)")
 CAPPED = {"sliding_window": 7, "soft_cap": 2.0, "scale": 0.7}
 PLACES = {
     "plain": ({}, {}, ""),

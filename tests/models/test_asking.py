@@ -224,7 +224,8 @@ def test_an_answer_that_repeats_itself_is_ended(model, monkeypatch):
 
 @matrix
 @pytest.mark.filterwarnings("default")
-def test_what_keeps_too_little_or_takes_too_much_is_warned_of(model):
+def test_what_keeps_too_little_or_takes_too_much_is_warned_of(model, monkeypatch):
+    monkeypatch.setattr(asking, "UNNOTICED", 0)
     tokenizer, made = tokenizer_of(CHATML), dict(policy="keydiff", max_new_tokens=2, block=16)
     with pytest.warns(UserWarning, match="a tenth of a document's tokens or less"):
         models.ask(model, tokenizer, DOCUMENT, [], budget=0.1, **made)

@@ -63,7 +63,7 @@ def test_the_loss_falls_and_the_folder_loads(model, tmp_path, kind, size):
     found = measure(model, whole, corpus().held_out, 0.3, trainer.policy_of_target("kvzip", PROMPT))
     assert summary["layers"]["hit_rate"] == found["hit_rate"].round(6).tolist()
     generated = models.generate(
-        model, corpus().held_out, policy="zap", budget=6, block=8, networks=loaded, max_new_tokens=2
+        model, corpus().held_out, policy="zap@uniform", budget=6, block=8, networks=loaded, max_new_tokens=2
     )
     assert generated.cache.num_live.max() == 6
 
