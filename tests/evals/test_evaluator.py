@@ -183,7 +183,7 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
 
 
 @pytest.mark.parametrize(
-    "asked", first(1, [[("full", None, "prompt"), ("kvzip@uniform", 40, "prompt")], [("tova", 40, "block")]])
+    "asked", first(1, [[("tova", 40, "block")], [("full", None, "prompt"), ("kvzip@uniform", 40, "prompt")]])
 )
 def test_questions_about_one_text_share_its_reading_and_are_answered_as_each_alone(tiny, asked):
     model, tokenizer, _ = tiny  # whose answers are others with any token more or less

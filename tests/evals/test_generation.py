@@ -43,6 +43,7 @@ def test_facts_and_results_are_groups_of_the_same_texts(retriever):
         assert one.tokens[: one.context_end] == other.tokens[: other.context_end]
 
 
+@matrix
 def test_a_full_budget_predicts_a_text_as_the_full_cache_does():
     texts = [np.random.default_rng(row).integers(0, 256, 60 - row).tolist() for row in range(2)]
     feed = answering.Feed(block=8)

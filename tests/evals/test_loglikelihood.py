@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from evals import loglikelihood, simulator
-from tests.tiers import first
+from tests.tiers import first, matrix
 
 BATCH, LENGTH = 3, 21
 
@@ -46,6 +46,7 @@ def test_the_memory_of_a_long_text_is_bounded(tiny):
     assert program.memory_analysis().temp_size_in_bytes < 12 * a_part  # all logits are 512 parts
 
 
+@matrix
 def test_a_reference_is_itself_without_divergence_and_has_to_be_of_the_same_sequences(tiny, tokens):
     model, rows = tiny[0], [row[: 11 + 2 * i].tolist() for i, row in enumerate(np.zeros((2, 20), np.int32) + 5)]
     kept = loglikelihood.predict(model, rows, block=8, batch=1, keep_hidden=True)

@@ -8,7 +8,7 @@ import models
 from models import batching, steps
 from tests.models import tiny
 from tests.models.tiny import CONFIG, SETTINGS, STATE, VOCABULARY, WINDOW, decoder, run
-from tests.tiers import first, nightly
+from tests.tiers import first, matrix, nightly
 
 WINDOWED = dict(policy=WINDOW, **SETTINGS)
 EVERY = dict(policy=STATE, **SETTINGS)
@@ -122,6 +122,7 @@ def test_a_loop_that_was_left_goes_on_where_it_was_and_a_cancelled_request_is_si
     assert [made.count(handle) for handle in handles] == [8, 2, 8]
 
 
+@matrix
 def test_what_a_request_made_is_repeated_at_each_of_its_evictions(run_by_layer):
     """In the engine and in a stream, of several evictions in one answer."""
     settings = dict(policy="kvzip(chunk=4)@uniform", budget=14, block=8, evict_every=3)

@@ -17,7 +17,7 @@ from models.options import Options
 from models.prompts import check_prompt
 from tests.models import tiny
 from tests.models.tiny import LONG, decoder, run
-from tests.tiers import first
+from tests.tiers import first, matrix
 
 WINDOWS = (6, None, 9)
 CONFIG = tiny.config(num_layers=3, sliding_windows=WINDOWS)  # narrower than the budgets
@@ -94,6 +94,7 @@ def test_a_prompt_that_is_evicted_from_once_takes_a_window_and_a_block_where_the
     tiny.assert_keeps(out.cache, 0, run(TOKENS[0], CONFIG, **settings))
 
 
+@matrix
 def test_a_turn_frees_what_a_full_cache_held_behind_the_window():
     """A layer's first block comes in beside all that it held, more than its window and a block."""
     whole = models.prefill(model(), TOKENS[:1, :24], block=8)

@@ -22,6 +22,7 @@ from tests.models.make_kvzip import GRADIENT
 from tests.models.reference import gradients
 from tests.models.test_kvzip import LENGTHS, OF_A_LOSS, TOKENS, asking, fixture, in_order, kept, kvpress_model, slots_of
 from tests.models.tiny import CONFIG, decoder, weights
+from tests.tiers import matrix
 
 
 def test_scores_are_those_of_kvpress():
@@ -72,6 +73,7 @@ def gradient(loss, cache):
         return np.asarray(run(decoder(), wanted, cache, *arrays, Dtypes("float32", "float32")))
 
 
+@matrix
 def test_a_slot_with_a_bias_far_below_0_is_none_to_the_gradient():
     cache, _ = models.prefill(decoder(), TOKENS[:1, :12], block=12)
 
