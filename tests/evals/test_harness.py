@@ -197,6 +197,7 @@ def local_tasks_alone(monkeypatch):
 
 
 @pytest.mark.usefixtures("local_tasks_alone")
+@matrix
 def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkeypatch):
     records = [
         {"text": TEXT, "choices": ["4719", "2650", "1111"], "label": 0},

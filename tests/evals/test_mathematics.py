@@ -10,6 +10,7 @@ from evals import judge, mathematics
 from evals.__main__ import main
 from evals.results import read_records
 from models import limited
+from tests.tiers import matrix
 
 # Each line: two answers that are equal.
 SAME = [line.split(" == ") for line in Path(__file__).with_name("equal_answers.txt").read_text().splitlines()]
@@ -65,6 +66,7 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged(monkeypat
     impatient.close()
 
 
+@matrix
 def test_the_command_draws_answers_and_a_killed_run_goes_on(tmp_path, capsys):
     problems = [{"problem": "What is 1 + 1?", "answer": "2"}, {"question": "What is 7 - 7?", "answer": 0}]
     (tmp_path / "aime.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))

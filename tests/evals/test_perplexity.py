@@ -43,6 +43,7 @@ def dense(tiny):
     return chunks, logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
 
 
+@matrix
 def test_the_loss_is_the_mean_over_the_tokens_that_count(tiny, dense):
     model, (chunks, told) = tiny[0], dense
     losses = -np.take_along_axis(told[:, :-1], chunks[:, 1:, None], axis=-1)[..., 0]

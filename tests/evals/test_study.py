@@ -9,6 +9,7 @@ import pytest
 from evals import claims, studies, study, study_panels
 from evals.__main__ import main
 from tests.evals.test_sweep import SMALL
+from tests.tiers import matrix
 
 CLAIMS = Path(__file__).with_name("claims.toml").read_text()
 
@@ -24,6 +25,7 @@ def test_each_study_runs_what_its_claims_compare(path):
     assert set(read.names) <= run | {"caote", "match"}
 
 
+@matrix
 def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
     settings, tasks, _ = SMALL.split("\n\n")
     file, out, figures = tmp_path / "small.toml", tmp_path / "run", tmp_path / "small.json"
