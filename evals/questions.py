@@ -15,13 +15,12 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from string import Formatter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import models
-from evals import command_line, evaluator, metrics, prose, report, sweep
+from evals import command_line, evaluator, metrics, prose, report, sweep, tasks
 from evals.evaluator import Answer, Group, TextSample
 from models import asking, commands, files, fingerprints
 from models.commands.shared_flags import add_shared_flags, count
@@ -34,7 +33,10 @@ EXAMPLES = """examples:
 TITLE = "Freely asked questions"
 CONTENT = sweep.read(Path(__file__).with_suffix(".toml"))
 FORMS = {form["name"]: form for form in CONTENT["forms"]}
-WORDS = {name: re.split(r"[|\n]", words.strip()) for name, words in CONTENT["words"].items()}
+WORDS: dict[str, Sequence[str] | range] = {
+    name: re.split(r"[|\n]", words.strip()) for name, words in CONTENT["words"].items()
+}
+WORDS |= {"year": range(1750, 1990), "count": range(21, 999)}
 ABSENT = "not there"
 NEW_TOKENS = 48
 SENTENCE = re.compile(r"[A-Z][^.?!\n]{40,200}[.?!](?=\s)")
@@ -80,45 +82,21 @@ def draw(seed: int, facts: int) -> tuple[list[tuple[str, float]], list[Question]
     The last question is about what the text does not say. No fact contradicts another one.
     """
     rng = np.random.default_rng(seed)
-    stated, questions, seen = list[tuple[str, float]](), list[Question](), set[tuple[str, ...]]()
+    stated, questions, seen = list[tuple[str, float]](), list[Question](), set[Any]()
     # Every form comes before one comes again.
     order = [name for _ in range(facts) for name in rng.permutation([name for name in FORMS if name != ABSENT])]
     for name in itertools.chain(order[:facts], [ABSENT]):
         form = FORMS[name]
-        while True:
-            chosen = {field: _word(rng, field) for field in _fields(form)}
-            apart = (name, *(chosen[field] for field in form["unique"]))
-            if apart not in seen and len({*chosen.values()}) == len(chosen):
-                break
-        seen.add(apart)
+        chosen = tasks.filling(rng, form, WORDS, seen)
         fill = lambda texts, chosen=chosen: tuple(text.format(**chosen) for text in texts)  # noqa: E731
         first, second = np.sort(rng.random(2))
         if "later" in form:
-            stated.append((_one(rng, fill(form["later"])), float(second)))
+            stated.append((tasks.pick(rng, fill(form["later"])), float(second)))
         if "stated" in form:
-            stated.append((_one(rng, fill(form["stated"])), float(first)))
+            stated.append((tasks.pick(rng, fill(form["stated"])), float(first)))
         judged = {part: fill(form.get(part, ())) for part in ("answers", "all", "never")}
-        questions.append(Question(name, _one(rng, fill(form["asked"])), **judged))
+        questions.append(Question(name, tasks.pick(rng, fill(form["asked"])), **judged))
     return stated, questions
-
-
-def _fields(form: Mapping[str, Any]) -> list[str]:
-    texts = "".join(text for part in form.values() if isinstance(part, list) for text in part)
-    return sorted({field for _, field, _, _ in Formatter().parse(texts) if field})
-
-
-def _word(rng: np.random.Generator, field: str) -> str:
-    match field.rstrip("23"):
-        case "year":
-            return str(int(rng.integers(1750, 1990)))
-        case "count":
-            return str(int(rng.integers(21, 999)))
-        case kind:
-            return _one(rng, WORDS[kind])
-
-
-def _one(rng: np.random.Generator, texts: Sequence[str]) -> str:
-    return texts[int(rng.integers(len(texts)))]
 
 
 def document(

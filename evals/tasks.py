@@ -7,7 +7,8 @@ sentences in :mod:`evals.prose`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from string import Formatter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -202,9 +203,29 @@ def needles(
     ]
 
 
-def pick(rng: np.random.Generator, items: Sequence[str]) -> str:
-    """Draw one of some texts."""
+def pick[Item](rng: np.random.Generator, items: Sequence[Item]) -> Item:
+    """Draw one of some texts or numbers."""
     return items[int(rng.integers(len(items)))]
+
+
+def filling(
+    rng: np.random.Generator, form: Mapping[str, Any], words: Mapping[str, Sequence[str] | range], seen: set[Any]
+) -> dict[str, str]:
+    """Draw what the names in braces of a form's templates stand for, all different.
+
+    Args:
+        form: its texts, alone or in lists; ``form["unique"]`` are the names that tell its facts apart.
+        words: what is drawn from for each name; "noun2" is another one of "noun".
+        seen: what was drawn for facts before, which this one is none of; it is added.
+    """
+    texts = "".join("".join(part) for part in form.values())
+    names = sorted({name for _, name, _, _ in Formatter().parse(texts) if name})
+    while True:
+        chosen = {name: str(pick(rng, words[name.rstrip("23")])) for name in names}
+        apart = (texts, *(chosen[name] for name in form["unique"]))
+        if apart not in seen and len({*chosen.values()}) == len(chosen):
+            seen.add(apart)
+            return chosen
 
 
 def _of(fact: Fact) -> str:

@@ -186,11 +186,11 @@ def test_a_notebook_installs_from_its_checkout_or_else_from_the_wheel(notebook, 
     assert capsys.readouterr().out == f"kvjax {said}\n"
 
 
-def test_the_first_cells_name_the_repository_that_the_package_names():
-    """Where there is none, they say that a wheel is needed."""
-    source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Source")
+def test_the_first_cells_name_the_repository_that_the_package_names_and_no_other():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
     firsts = ["".join(cells(notebook, "code")[0]["source"]) for notebook in NOTEBOOKS]
-    assert source is None or all(f"git+{source}" in first for first in firsts)
+    expected = [url for name, url in urls.items() if name == "Source"]
+    assert all(re.findall(r"git\+(https?://[^\s\"']+)", first) == expected for first in firsts)
 
 
 def test_a_notebook_that_takes_too_long_is_named_with_the_flag(monkeypatch):

@@ -1,4 +1,4 @@
-"""What a decoder of another package is given: caches under a budget, and attention over them.
+"""Gives a decoder of another package its caches under a budget, and attention over them.
 
 A package's model is written for a cache of all tokens. An adapter swaps two things: what makes the cache, for
 :meth:`Keep.caches`, and what attends in a layer, for :meth:`LayerCache.attend`. It reads public names of kvjax alone.

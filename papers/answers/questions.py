@@ -16,15 +16,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from string import Formatter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 import models
 from evals import command_line, prose, sweep
-from evals.tasks import pick
+from evals.tasks import filling, pick
 from models import commands, files
 from models.commands.shared_flags import add_shared_flags, count
 from models.load import describe
@@ -33,8 +32,11 @@ CONTENT = sweep.read(Path(__file__).with_suffix(".toml"))
 WORDINGS = [(wording["stated"], wording["asked"]) for wording in CONTENT["wordings"]]
 EVENTS = CONTENT["events"]
 ADJECTIVES, NOUNS, ATTRIBUTES = (CONTENT[name].split() for name in ("adjectives", "nouns", "attributes"))
-WORDS = {name: words.split() for name, words in CONTENT["words"].items() if name != "reasons"}
+WORDS: dict[str, Sequence[str] | range] = {
+    name: words.split() for name, words in CONTENT["words"].items() if name != "reasons"
+}
 WORDS |= {"reason": CONTENT["words"]["reasons"], "adjective": ADJECTIVES, "noun": NOUNS}
+WORDS |= {"year": range(1600, 2000), "amount": range(12, 990)}
 COUNTS = "no one two three four five six seven eight nine".split()
 SENTENCE = re.compile(r"[A-Z][^.?!\n]{40,160}[.?!](?=\s)")
 
@@ -77,33 +79,17 @@ def facts(rng: np.random.Generator) -> Draft:
 
 def told(rng: np.random.Generator) -> Draft:
     """State what happened, and ask as people do; answers are whole sentences. One question is about nothing stated."""
-    sentences, asked, seen = list[str](), list[Turn](), set[tuple[str, ...]]()
+    sentences, asked, seen = list[str](), list[Turn](), set[Any]()
     wanted = int(rng.integers(4, 11))
     while len(asked) <= wanted:
         form = CONTENT["told"][int(rng.integers(len(CONTENT["told"])))]
-        names = {name for _, name, _, _ in Formatter().parse(form["stated"]) if name}
-        chosen = {name: _word(rng, name) for name in sorted(names)}
-        apart = (form["stated"], *(chosen[name] for name in form["unique"]))
-        if apart in seen or len(set(chosen.values())) < len(chosen):
-            continue
-        seen.add(apart)
+        chosen = filling(rng, form, WORDS, seen)
         answer = CONTENT["unstated"]
         if len(sentences) < wanted:
             sentences.append(form["stated"].format(**chosen))
             answer = form["answer"].format(**chosen)
         asked.append((pick(rng, form["asked"]).format(**chosen), answer[:1].upper() + answer[1:]))
     return sentences, asked
-
-
-def _word(rng: np.random.Generator, name: str) -> str:
-    """Draw what stands in the place of a name, such as "noun2": a word, a year or an amount."""
-    match name.rstrip("2345"):
-        case "year":
-            return str(int(rng.integers(1600, 2000)))
-        case "amount":
-            return str(int(rng.integers(12, 990)))
-        case kind:
-            return pick(rng, WORDS[kind])
 
 
 def keys(rng: np.random.Generator) -> Draft:

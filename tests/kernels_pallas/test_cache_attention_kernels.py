@@ -73,7 +73,7 @@ def test_any_size_is_accepted_and_logits_are_bent_to_the_soft_cap_and_get_their_
 @both
 @pytest.mark.parametrize("T", first(1, [1, 5]))
 def test_a_sink_takes_its_share_of_each_querys_weight(name, T, monkeypatch):
-    """Of a query whose slots several programs share, and of a block with padding; one head sees nothing."""
+    """Try a query whose slots several programs share, and a block with padding; one head sees nothing."""
     monkeypatch.setattr(tpu, "SLOTS", 128)
     given = case(4, B=2, T=T, N=8, K=2, S=300, D=8)
     given.query_position[1, 1:3] = -1

@@ -1,4 +1,4 @@
-"""What names stand for: a paper's method with its allocation and protection, its parts, and what kvjax wrote before."""
+"""Test what names stand for: a paper's method, its parts, and what kvjax wrote before."""
 
 import itertools
 import re
@@ -167,7 +167,7 @@ def test_a_former_name_and_its_translation_keep_the_same(base, links, allocation
     if base == "tova":
         allocation = ""
     policy = kvjax.parse(renamed("+".join([base, *links]) + allocation))
-    assert policy.allocation.name == (allocation.removeprefix("@") or "uniform")
+    assert policy.allocation.name == {"": "uniform"}.get(allocation, allocation.removeprefix("@"))
     each = [FORMERLY_PROTECTED[base]]
     each += [kvjax.protected(f"random+{link}", 256) for link in links if link.startswith("protect")]
     assert policy.protected(256) == tuple(map(max, zip(*each, strict=True)))
@@ -200,4 +200,5 @@ def test_every_name_in_the_tables_of_the_docs_is_one():
     names += [entry["here"].strip("`") for kind in presses.values() for entry in kind if "here" in entry]
     for name in names:
         if not re.search(r"^\.\.\.|file=|=n\b|kvjax\.|models\.|when=|evict_every=", name):
-            assert str(kvjax.parse(name)) == name or "kernel=" in name or "window=" in name
+            policy = kvjax.parse(name)
+            assert kvjax.parse(str(policy)) is policy

@@ -123,7 +123,7 @@ def test_experts_on_several_devices_give_the_logits_of_one(name, mesh, held):
 
 
 def test_attention_in_chunks_is_that_of_all_queries(monkeypatch):
-    """Of two rows, whose second one is padded, with a window and sinks: each query's softmax by itself."""
+    """Compute each query's softmax by itself, for two rows, the second one padded, with a window and sinks."""
     monkeypatch.setattr(dense, "QUERIES_A_CHUNK", 4)
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 10, 2, 8), *[(2, 10, 1, 8)] * 2))

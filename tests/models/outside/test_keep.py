@@ -1,4 +1,4 @@
-"""What the adapters share, and what the packages said under it, without the packages."""
+"""Test what the adapters share against what the packages said, without the packages."""
 
 import json
 from types import SimpleNamespace
