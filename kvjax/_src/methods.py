@@ -136,7 +136,8 @@ def d2o(*, similarity: float = 0.0) -> Policy:
         >>> kvjax.d2o().allocation.name, kvjax.d2o().merging is not None
         ('d2o', True)
     """
-    return _method("d2o", chain(h2o(), merge(similarity=similarity)) @ allocation.d2o())
+    published = Moments("prompt", 1, "arXiv 2406.13035, its authors' code: once behind the prompt, then at every step")
+    return _method("d2o", chain(h2o(), merge(similarity=similarity)) @ allocation.d2o(), published)
 
 
 @register

@@ -47,7 +47,7 @@ AT_ONCE = "snapkv snapkv@adakv snapkv@pyramid snapkv+critical laprox cake lava e
 AT_ONCE += " lagkv finch kvzip+pool@uniform"
 # docs/methods.md has the sources
 PUBLISHED = dict.fromkeys(AT_EVERY_BLOCK.split(), ("block", 1)) | dict.fromkeys(AT_ONCE.split(), ("prompt", 0))
-PUBLISHED["sage"] = ("prompt", 1)
+PUBLISHED |= dict.fromkeys(("sage", "d2o"), ("prompt", 1))
 PUBLISHED["rkv"] = ("prompt", 128)
 USUAL = {"h2o+caote": 1, "snapkv": 32, "snapkv(window=8)+caote@adakv": 8, "h2o@cake": 32, "h2o@cake(window=5)": 5}
 USUAL["rkv"] = 128
