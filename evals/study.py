@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evals import claims, report, results, studies, study_panels, sweep
-from kvjax._src.former_names import renamed_document
+from kvjax._src.former_names import TODAY, renamed_document
 from models import files
 from models.commands import provenance
 from models.commands.shared_flags import HOSTS, add_shared_flags
@@ -65,7 +65,8 @@ def command(flags: argparse.Namespace) -> None:
     judged = judge(study, lines)
     print(table(decide(judged)))
     if flags.json is not None:
-        files.write_json(flags.json, content | {"claims": [_plain(form, judgement) for form, judgement in judged]})
+        plain = [_plain(form, judgement) for form, judgement in judged]
+        files.write_json(flags.json, content | TODAY | {"claims": plain})
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         study_panels.picture(study, lines, flags.plot)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 RENAMED = (0, 3, 0)  # the first version whose names are today's
+TODAY = {"names": ".".join(map(str, RENAMED))}  # what a file says whose names are today's, whatever versions made it
 INHERITED = {
     "kvzip": "model(normalise=False)",
     "kvgrad": "model(normalise=False)",
@@ -112,9 +113,13 @@ def _warn() -> None:
 
 
 def version_of(content: Any) -> Any:
-    """Return the version of kvjax that wrote JSON's content, the former one of several; None where it names none."""
+    """Return the version of kvjax whose names JSON's content has: that of its ``names``, else a former one of those
+    that made it, else the first; None where it names none.
+    """
     if not isinstance(content, Mapping):
         return None
+    if isinstance(content.get("names"), str):
+        return content["names"]
     made = [content, *content.get("environments", [])]
     versions = [one["versions"].get("kvjax") for one in made if isinstance(one.get("versions"), Mapping)]
     return next((version for version in versions if is_former(version)), versions[0] if versions else None)

@@ -44,6 +44,22 @@ def test_the_command_runs_judges_and_judges_again(tmp_path, capsys):
     assert said and said in printed and json.loads(again.read_text()) == data
 
 
+def test_former_names_are_translated_once(tmp_path):
+    file, figures = tmp_path / "small.toml", tmp_path / "small.json"
+    file.write_text(
+        'title = "Small"\nforms = {base = ["retriever"]}\npolicies = ["kvzip"]\nbudgets = [8]\n[tasks.needle]\n'
+    )
+    (line,) = lines_of(kvzip=(("01",), 1))
+    former = {
+        "environments": [{"versions": {"kvjax": "0.2.0"}}],
+        "results": [line | {"policy": "kvzip@model(normalise=False)"}],
+    }
+    figures.write_text(json.dumps(former))
+    for _ in range(2):
+        assert main(["study", str(file), "--judge", str(figures), "--json", str(figures)]) == 0
+        assert [line["policy"] for line in json.loads(figures.read_text())["results"]] == ["kvzip"]
+
+
 @pytest.mark.matrix
 def test_a_study_of_several_runs_makes_what_each_of_them_answers(tmp_path):
     settings, tasks, _ = SMALL.split("\n\n")
