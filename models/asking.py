@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+import kvjax
 import models
 from kvjax import Policy
 from kvjax._src.chains import policy_of
@@ -55,7 +56,7 @@ class Answers(NamedTuple):
         peak_cache_bytes: the most that caches took at once: while the document was read, or as a question was answered
             in a copy beside the kept cache.
         seconds: to read and compress the document, with compilation; 0 if a cache was given.
-        answer_seconds: for each question, likewise.
+        answer_seconds: for each question, likewise; of questions that were answered at once, each one's share.
         seen: which tokens of the vocabulary the document has, [1, V], as :class:`Draws` takes them; None if that is not
             known.
         policy: the name of the policy by which the document was compressed, None if a cache was given.
@@ -79,8 +80,8 @@ class Watch(NamedTuple):
     """Holds functions that :func:`ask` calls, and when it ends an answer.
 
     ``on_block`` is called while the document is read, as by :func:`models.stream`; ``on_text`` with each piece of an
-    answer, as it comes. An answer that says the same three times or more is ended, as in ``python -m models.chat``,
-    unless ``may_repeat`` lets it go on.
+    answer, as it comes, or with each whole answer where several are made at once. An answer that says the same three
+    times or more is ended, as in ``python -m models.chat``, unless ``may_repeat`` lets it go on.
     """
 
     on_block: OnBlock | None = None
@@ -121,7 +122,8 @@ def ask(
             asked freely, as here, fewer are answered than with the full cache: of 48, SmolLM2-135M adapted to look
             facts up answers 28 under ``gate`` with a quarter, 35 under ``repeat``, and 40 with the full cache. A policy
             without a budget keeps a quarter; of a short document a share is at least what the policy protects. "full"
-            keeps all.
+            keeps all. ``batch`` questions are answered at once, which takes as many copies of the cache, twice while
+            they are made.
         system: the text of the system message; by default that of the template, if it has one.
             A tokenizer without a template (:meth:`models.Tokenizer.plain`) leaves the template out.
         key: draws the tokens of the answers where the temperature is above 0; :class:`Draws` says with it what a cache
@@ -170,17 +172,20 @@ def ask(
             cache, seconds = document, 0.0
         kept = kept_of(model, cache, None, 1)
         answers, took, repeated = [], [], []
-        for number, tail in enumerate(tails):
-            begun, which = time.monotonic(), f"answering question {number + 1} of {len(tails)}"
-            drawn = Draws(None if key is None else jax.random.fold_in(key, number), seen)
+        for first in range(0, len(tails), options.batch):
+            group, begun = tails[first : first + options.batch], time.monotonic()
+            last = first + len(group)
+            which = f"answering question{f's {first + 1} to' * (len(group) > 1)} {last} of {len(tails)}"
+            of_rows = None if seen is None else np.repeat(seen, len(group), axis=0)
+            drawn = Draws(None if key is None else jax.random.fold_in(key, first), of_rows)
 
             def note(count: int, which: str = which) -> None:
                 shown.at(which, count, options.max_new_tokens, "token")
 
-            said, stopped, size = _answer(model, tokenizer, cache, tail, options, drawn, watch, note)
-            answers.append(said)
-            repeated.append(stopped)
-            took.append(time.monotonic() - begun)
+            said, stopped, size = _answer(model, tokenizer, cache, group, options, drawn, watch, note)
+            answers += said
+            repeated += stopped
+            took += [(time.monotonic() - begun) / len(group)] * len(group)
             peak = max(peak, cache.nbytes + size)
     read = int(kept.start[0])
     if tails and (kept.held < read).any():
@@ -246,33 +251,47 @@ def _answer(
     model: Decoder,
     tokenizer: Tokenizer,
     cache: ModelCache,
-    question: list[int],
+    questions: list[list[int]],
     options: Options,
     draws: Draws,
     watch: Watch,
     on_step: Callable[[int], None],
-) -> tuple[str, bool, int]:
-    """Answer one question in a copy of the cache.
+) -> tuple[list[str], list[bool], int]:
+    """Answer questions at once, each in a copy of the cache.
 
     Returns:
-        The answer, whether it was ended because it repeated itself, and the bytes of the copy.
+        The answers, which were ended because they repeated themselves, and the bytes of all copies.
     """
     ends, on_text = model.config.eos if options.end is None else options.end, watch.on_text or (lambda piece: None)
     nothing_more = dataclasses.replace(options, policy=None, budget=None, networks=None, cache_dtype=None)
-    pieces, again, said, repeated, size = tokenizer.stream(), Repetition(), "", False, 0
-    steps = models.stream(model, [question], options=nothing_more, cache=cache, key=draws)
-    for count, (token, grown) in enumerate(steps, 1):
-        size, piece = max(size, grown.nbytes), "" if token[0] in ends else pieces.add(token[0])
-        said += piece
-        on_text(piece)
+    one, rows = len(questions) == 1, range(len(questions))
+    copies = cache if one else _copied(cache, len(questions))
+    pieces, again = [tokenizer.stream() for _ in rows], [Repetition() for _ in rows]
+    said, ended, repeated, size = ["" for _ in rows], [False for _ in rows], [False for _ in rows], 0
+    for count, (tokens, grown) in enumerate(
+        models.stream(model, questions, options=nothing_more, cache=copies, key=draws), 1
+    ):
+        size = max(size, grown.nbytes)
+        for row in (row for row in rows if not ended[row]):
+            token = int(tokens[row])
+            piece = "" if token in ends else pieces[row].add(token)
+            said[row] += piece
+            if one:
+                on_text(piece)
+            repeated[row] = not watch.may_repeat and again[row].add(token)
+            ended[row] = repeated[row] or token in ends
         on_step(count)
-        repeated = not watch.may_repeat and again.add(int(token[0]))
-        if repeated:
+        if all(ended):
             break
-    rest = pieces.finish()
-    if rest:
-        on_text(rest)
-    return said + rest, repeated, size
+    for row in rows:
+        rest = pieces[row].finish()
+        said[row] += rest
+        if told := rest if one else said[row]:
+            on_text(told)
+    return said, repeated, size + (0 if one else copies.nbytes)
+
+
+_copied = jax.jit(kvjax.repeat, static_argnums=1)
 
 
 def _warn_of_peak(peak: int, full: int) -> None:

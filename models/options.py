@@ -19,6 +19,7 @@ COUNTS = {
     "page_size": (1, "a page has at least 1 slot"),
     "reserve": (0, "give a number of slots, from 0"),
     "max_new_tokens": (1, "ask for at least 1"),
+    "batch": (1, "give the number of questions that are answered at once, from 1"),
 }
 
 
@@ -66,11 +67,13 @@ class AskSettings(Settings, PolicySettings, RequestSettings, total=False):
     """Likewise, of a document and its questions."""
 
     progress: bool
+    batch: int
 
 
-class EngineSettings(AskSettings, total=False):
+class EngineSettings(Settings, PolicySettings, RequestSettings, total=False):
     """Likewise, of requests that come and go."""
 
+    progress: bool
     evict_every: int | None
 
 
@@ -127,6 +130,7 @@ class Options:
         end: tokens that end a row; the config's by default, () for none.
         progress: show how far prompts and answers are: a bar on a terminal, elsewhere, as in a notebook, a line every
             30 s. :func:`generate` then feeds block by block and token by token from the host.
+        batch: how many questions :func:`ask` answers at once, each in a copy of the cache.
 
     Example:
         >>> import models
@@ -158,6 +162,7 @@ class Options:
     repetition_penalty: float = 1.0
     end: tuple[int, ...] | None = None
     progress: bool = False
+    batch: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, str):

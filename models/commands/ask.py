@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import warnings
@@ -62,7 +63,8 @@ def parser() -> argparse.ArgumentParser:
     helps: dict[str, Any] = dict(policy=dict(default=AUTO, help=what), budget=dict(help=budget))
     add_shared_flags(flags, "policy", "budget", "when", "system", "template", **helps)
     flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
-    add_shared_flags(flags, "networks", "may_repeat", *RUN, *MESH, max_new_tokens=128)
+    at_once = dict(default=1, help="questions answered at once, each in a copy of the cache")
+    add_shared_flags(flags, "networks", "may_repeat", "batch", *RUN, *MESH, max_new_tokens=128, batch=at_once)
     flags.add_argument("--json", action="store_true", help="print one JSON object (default: the answers)")
     return flags
 
@@ -122,20 +124,25 @@ def _ask(flags: argparse.Namespace) -> None:
         screen.say(f"{found.document_tokens:,} tokens{read} · cache {_sizes(found)}")
         records: list[dict[str, Any]] = []
         peak = found.peak_cache_bytes
-        for number, question in enumerate(_questions(flags)):
-            key = jax.random.fold_in(jax.random.key(flags.seed), number)
-            if flags.question is not None and not flags.json:
-                screen.say(question.strip())
-            write = None if flags.json else screen.write
+        at_once = 1 if flags.question is None and sys.stdin.isatty() else flags.batch
+        for group in itertools.batched(_questions(flags), at_once):
+            key = jax.random.fold_in(jax.random.key(flags.seed), len(records))
+            one, told = len(group) == 1, not flags.json
+            if one and told and flags.question is not None:
+                screen.say(group[0].strip())
+            watch = Watch(on_text=screen.write if one and told else None, may_repeat=flags.may_repeat)
             draws = models.Draws(key, found.seen)
-            watch = Watch(on_text=write, may_repeat=flags.may_repeat)
-            answer = ask(model, asker, found.cache, question, key=draws, watch=watch, **shared)
-            if not flags.json:
-                screen.end()
-                if answer.repeated[0]:
+            answered = ask(model, asker, found.cache, group, key=draws, watch=watch, batch=len(group), **shared)
+            peak = max(peak, answered.peak_cache_bytes)
+            for at, (question, answer) in enumerate(zip(group, answered.answers, strict=True)):
+                if told and not one:
+                    screen.say(question.strip())
+                    screen.write(answer)
+                if told:
+                    screen.end()
+                if told and answered.repeated[at]:
                     screen.say(REPEATED)
-            peak = max(peak, answer.peak_cache_bytes)
-            records.append({"question": question, "answer": answer.answers[0], "seconds": answer.answer_seconds[0]})
+                records.append({"question": question, "answer": answer, "seconds": answered.answer_seconds[at]})
         found = found._replace(peak_cache_bytes=peak)
     if flags.json:
         digests = provenance.of_run(model, tokenizer)

@@ -45,6 +45,12 @@ def test_each_answer_is_that_of_the_whole_prompt(model, tmp_path, policy):
     assert of_file.answers == found.answers[1:]
     again = models.ask(model, tokenizer, found.cache, QUESTIONS[1], **SETTINGS)
     assert again.answers == found.answers[1:] and (again.seconds, again.cache_bytes) == (0, found.cache_bytes)
+    said: list[str] = []
+    at_once = models.ask(
+        model, tokenizer, found.cache, QUESTIONS, batch=2, watch=models.Watch(on_text=said.append), **SETTINGS
+    )
+    assert at_once.answers == found.answers == said and at_once.repeated == found.repeated
+    assert at_once.peak_cache_bytes > 5 * found.cache_bytes  # what is kept, its copies, and where they grow
 
 
 def test_a_repetition_penalty_counts_the_document_too(model):
@@ -161,10 +167,10 @@ def test_a_command_asks_a_file_and_what_it_saved(tmp_path, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert out.split() == ["4719", "0382"]
     assert "retriever · keydiff, keeps 24 tokens per head" in err and "2 answers in" in err
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{asked[1]}\n\n"))
-    assert ask.main(["retriever", "--load", str(kept), "--json", *made]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{asked[1]}\n\n{asked[0]}\n"))
+    assert ask.main(["retriever", "--load", str(kept), "--json", "--batch", "2", *made]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert [record["answer"].strip() for record in figures["answers"]] == ["0382"]
+    assert [record["answer"].strip() for record in figures["answers"]] == ["0382", "4719"]
     info = kvjax.cache_info(kept)
     assert (figures["policy"], figures["budget"], figures["document_tokens"]) == ("keydiff", 24, info["tokens"][0])
     assert {name: figures[name] for name in ("cache_bytes", "full_cache_bytes")} == {
