@@ -222,6 +222,9 @@ def layer_step(
     if network is not None:
         layer: Any = here.context.layer
         carry = selecting.predicted(network, carry, layer, attention_input(config, weights, x))
+    if here.context.reconstructed is not None and plan.repeats is not None and plan.repeats.input_length:
+        length = jnp.linalg.norm(attention_input(config, weights, x).astype(jnp.float32), axis=-1)
+        here = here._replace(context=dataclasses.replace(here.context, input_length=length))
 
     def attend_here(query, key, value):
         return *attend(plan, phase, here, carry, LayerBlock(query, key, value, here.position)), None

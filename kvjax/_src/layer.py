@@ -41,7 +41,8 @@ def entering(block: LayerBlock, budget: Any, context: Context) -> tuple[tuple[An
     of_text = context.frequency is None or context.frequency.shape[0] == 1  # one row of frequencies for all
     axes: Any = dict(
         layer=SAME, sliding_window=SAME, frequency=SAME if of_text else OF_ROWS, projection=OF_QUERY_HEADS,
-        predicted=OF_TOKENS, reconstructed=OF_ROWS, tokens=OF_ROWS, gradient=OF_ROWS, sink_logits=OF_QUERY_HEADS,
+        predicted=OF_TOKENS, reconstructed=OF_ROWS, tokens=OF_ROWS, gradient=OF_ROWS, input_length=OF_ROWS,
+        sink_logits=OF_QUERY_HEADS,
     )  # fmt: skip
     own = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}
     of_block: Any = LayerBlock(OF_TOKENS, OF_TOKENS, OF_TOKENS, OF_ROWS)
@@ -170,7 +171,7 @@ def attended(
 
 def attention_options(cache: KVCache | PagedCache, needs: Needs, context: Context) -> dict[str, Any]:
     """Return the arguments that attention over slots and attention over pages share."""
-    statistics, gradient = needs.statistics | observed(needs.statistics), context.gradient
+    statistics = needs.statistics | observed(needs.statistics)
     if needs.reconstruction is not None and context.reconstructed is not None:
         statistics |= needs.reconstruction.statistics
     return dict(
@@ -178,13 +179,22 @@ def attention_options(cache: KVCache | PagedCache, needs: Needs, context: Contex
         window=needs.window,
         errors=needs.errors is not None,
         projection=part_of(context.projection, "factor") if needs.errors == "output" else None,
-        query_scale=None if gradient is None else jnp.linalg.norm(gradient.astype(jnp.float32), axis=-1),
+        query_scale=_query_scale(context),
         sliding_window=context.sliding_window,
         scale=cache.head_dim**-0.5 if context.scale is None else context.scale,
         soft_cap=context.soft_cap,
         sink_logits=context.sink_logits,
         implementation=implementation_for(context.implementation, cache),
     )
+
+
+def _query_scale(context: Context) -> Float[Array, "B T"] | None:
+    """Return what each query's weights are multiplied by in the statistic "scaled_max"; None for nothing."""
+    if context.gradient is not None:
+        return jnp.linalg.norm(context.gradient.astype(jnp.float32), axis=-1)
+    if context.input_length is not None:
+        return 1 / jnp.maximum(context.input_length.astype(jnp.float32), jnp.finfo(jnp.float32).tiny)
+    return None
 
 
 def ask(

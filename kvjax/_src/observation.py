@@ -117,6 +117,8 @@ class Context:
         tokens: the ids of the block's tokens, for a policy that has the model repeat them (:func:`kvjax.kvzip`).
         gradient: for a block that repeats a part of the prompt, the derivative of a loss with respect to the layer's
             attention output, behind W_O, or its length for each token; see ``loss`` of :class:`kvjax.Reconstruction`.
+        input_length: the length of what the layer's queries, keys and values are made of, for each token of the block,
+            where a score divides by it; see ``input_length`` of :class:`kvjax.Reconstruction`.
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c); None for no cap.
         sink_logits: a logit per query head that takes a share of its attention and has no value (gpt-oss); the tokens'
@@ -145,6 +147,7 @@ class Context:
     reconstructed: Reconstructed | None = None
     tokens: Int[Array, "B T"] | None = None
     gradient: Float[Array, "B T _"] | None = None
+    input_length: Float[Array, "B T"] | None = None
     sink_logits: Float[Array, "N"] | None = None
     scale: float | None = _static(None)
     soft_cap: float | None = _static(None)

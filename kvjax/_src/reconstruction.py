@@ -44,6 +44,9 @@ class Reconstruction:
     ``Context.gradient``: whole if its ``statistics`` are the "weights", else its length for each token. A part is then
     fed as one block, however long the blocks of the text are.
 
+    For KVzip+, ``input_length`` asks for ``Context.input_length``, by which each query's weights are divided in the
+    statistic "scaled_max".
+
     For DapQ, where ``pseudo`` is not 0, the prompt's ``tokens``, that many of its last or first ones, are fed once in
     place of the answer to come. They see the whole prompt, and a score reads its own statistics of them.
     """
@@ -56,6 +59,7 @@ class Reconstruction:
     pseudo: int = 0
     tokens: Literal["last", "first"] = "last"
     loss: Literal["hidden", "tokens"] | None = None
+    input_length: bool = False
 
 
 @jax.tree_util.register_dataclass

@@ -533,7 +533,9 @@ def expected_attention(
 
 
 @register
-def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"] = "part") -> Policy:
+def kvzip(
+    *, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"] = "part", normalise: bool = False
+) -> Policy:
     """Score a token by the attention that it gets when the model repeats its prompt (KVzip, arXiv 2505.23416).
 
     The model is asked to repeat the prompt, ``chunk`` tokens at a time. A token's score is the largest weight that a
@@ -553,9 +555,13 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
             in kvpress.
         sinks: how many first tokens always stay, and are seen with every chunk; 4 as in kvpress.
         visible: whether the weights are of attention over the "part" that is repeated, or over the whole "cache".
+        normalise: whether a weight is multiplied by ``|v W_O|`` and divided by the length of the input of the query's
+            layer, before the largest counts: KVzip+, by which the small networks of KVzap are trained
+            (arXiv 2601.07891; ``kvzip_plus_normalization`` in kvpress).
 
     Raises:
-        ValueError: when :func:`kvjax.attend` is to evict after a block that repeats nothing.
+        ValueError: when :func:`kvjax.attend` is to evict after a block that repeats nothing; or when a normalised score
+            runs without the input's length, or without the layer's output projection.
 
     Example:
         >>> import kvjax
@@ -565,12 +571,23 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
     """
     check_count("kvzip: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
     check_protected("kvzip", sinks=sinks)
-    return _while_repeating(
-        "kvzip",
-        lambda o: jnp.max(o.columns.max, axis=2),
-        Needs(reconstruction=Reconstruction(chunk, sinks, visible, frozenset({"max"}))),
-        Moments("prompt", 0, "arXiv 2505.23416: once after the prompt, which the model repeats"),
-    )
+    published = Moments("prompt", 0, "arXiv 2505.23416: once after the prompt, which the model repeats")
+    if not normalise:
+        needs = Needs(reconstruction=Reconstruction(chunk, sinks, visible, frozenset({"max"})))
+        return _while_repeating("kvzip", lambda o: jnp.max(o.columns.max, axis=2), needs, published)
+
+    def seen(o: Observation) -> Float[Array, "B K S"]:
+        if o.context.input_length is None:
+            raise ValueError(
+                "kvzip(normalise=True) divides by the length of the layer's input: run it with models.prefill, or give "
+                "Context(input_length=)."
+            )
+        # An answer's part may be longer than a chunk, but is one block.
+        most = max(chunk, o.query.shape[1])
+        return _largest_part(o, part_of(o.context.projection, "gram", "kvzip(normalise=True)"), most)
+
+    repeated = Reconstruction(chunk, sinks, visible, frozenset({"scaled_max"}), input_length=True)
+    return _while_repeating("kvzip", seen, Needs(projections=frozenset({"gram"}), reconstruction=repeated), published)
 
 
 @register
@@ -808,15 +825,20 @@ def _while_repeating(name: str, seen: Callable[[Observation], Scores], needs: Ne
 
 
 def _felt_at_most(o: Observation) -> Float[Array, "B K S"]:
-    """Return the largest product of a weight, the length of the query's gradient, and that of ``v W_O``.
-
-    It is 0 but for the tokens of the part that is repeated, of which a block has at most T.
-    """
+    """Return the largest product of a weight, the length of the query's gradient, and that of ``v W_O``."""
     _, gram = _of_gradient(o, "gram")
+    return _largest_part(o, gram, o.query.shape[1])  # a part is one block
+
+
+def _largest_part(o: Observation, gram: Float[Array, "K G D D"], most: int) -> Float[Array, "B K S"]:
+    """Return the largest product of a weight, the query's scale, and the length of ``v W_O``.
+
+    It is 0 but for the tokens of the part that is repeated, ``most`` of them at the most.
+    """
     part = o.context.reconstructed
     assert part is not None
     inside = (o.position >= part.start[:, None, None]) & (o.position < part.stop[:, None, None])
-    order = jnp.arange(1, o.query.shape[1] + 1)
+    order = jnp.arange(1, min(most, inside.shape[2]) + 1)
     slot = nth_true(inside, jnp.broadcast_to(order, (*inside.shape[:2], len(order))))  # [B, K, T], S for none
     value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0).astype(jnp.float32)
     largest = jnp.take_along_axis(o.columns.scaled_max, slot[:, :, None], axis=3, mode="fill", fill_value=0)

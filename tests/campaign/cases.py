@@ -358,7 +358,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
         ),
         "butler": {},
         "zap": {},
-        "kvzip": dict(chunk=(2, 5, 16), sinks=(0, 1, 2), visible=("part", "cache")),
+        "kvzip": dict(chunk=(2, 5, 16), sinks=(0, 1, 2), visible=("part", "cache"), normalise=(True,)),
         "kvgrad": dict(
             chunk=(2, 5, 16),
             sinks=(0, 1, 2),
@@ -418,7 +418,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
             case "critical":
                 links.append(d.link("critical", safe=(0.0, 0.25, 0.7, 1.0), epsilon=(0.0, 0.01)))
             case "caote":
-                links.append(_caote(d, name))
+                links.append(_caote(d, "" if "normalise" in base else name))
             case "protect":
                 links.append(d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7))
     if d.maybe(0.15) and name not in ("expected_attention", "kvgrad", "rkv", "triattention"):

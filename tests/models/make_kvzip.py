@@ -1,8 +1,8 @@
-"""Makes kvzip.npz and kvgrad.npz in tests/models/kvpress, and golden/smollm2/kvzip.npz: two presses' scores.
+"""Makes kvzip.npz, kvzip_plus.npz and kvgrad.npz in tests/models/kvpress, and golden/smollm2/kvzip.npz: scores.
 
 Run in make_kvpress.py's environment with gguf installed beside kvpress, from the repository's root:
 
-    python -m tests.models.make_kvzip          the first two files, for the tiny random Llama in tests/models/kvpress
+    python -m tests.models.make_kvzip          the first three files, for the tiny random Llama in tests/models/kvpress
     python -m tests.models.make_kvzip FILE     the last one; FILE is what `python -m models.get smollm2` fetched
 
 Each file gets
@@ -24,11 +24,11 @@ import numpy as np
 
 from tests.models.make_kvpress import FOLDER, read_gguf, versions
 
-TINY, GRADIENT = FOLDER / "kvzip.npz", FOLDER / "kvgrad.npz"
+TINY, PLUS, GRADIENT = FOLDER / "kvzip.npz", FOLDER / "kvzip_plus.npz", FOLDER / "kvgrad.npz"
 REAL, TEXT = Path(__file__).parent / "golden/smollm2/kvzip.npz", Path(__file__).parents[2] / "evals" / "haystack.txt"
 SINKS = 4
-CHUNK = {TINY: 45, GRADIENT: 45, REAL: 150}  # three parts of 120 and of 400 tokens
-KEPT = {TINY: (40, 64), GRADIENT: (40,), REAL: (100, 200)}
+CHUNK = {TINY: 45, PLUS: 45, GRADIENT: 45, REAL: 150}  # three parts of 120 and of 400 tokens
+KEPT = {TINY: (40, 64), PLUS: (40,), GRADIENT: (40,), REAL: (100, 200)}
 WORDS = {
     "\n\nRepeat the previous context exactly.": [3, 5, 7],
     "\n\nRepeat the part of the previous context exactly, starting with": [11, 13],
@@ -59,6 +59,8 @@ def press_of(file: Path, tokenizer: Any, **settings: Any) -> Any:
             return tokenizer
 
     kvzip_press.AutoTokenizer = Loader
+    if file == PLUS:
+        settings["kvzip_plus_normalization"] = True
     kind = kvgrad_press.KVgradPress if file == GRADIENT else kvzip_press.KVzipPress
     press = kind(n_sink=SINKS, chunk_size=CHUNK[file], **settings)
     compress = press.compress_post
@@ -117,7 +119,7 @@ def main(arguments: list[str]) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, attn_implementation="sdpa").eval()
         with np.load(FOLDER / "kept.npz") as fixture:
             tokens = torch.tensor(fixture["tokens"])[None].long()
-        for file in (TINY, GRADIENT):
+        for file in (TINY, PLUS, GRADIENT):
             write(file, model, tokens, Words(), "float32")
         return
     file = Path(arguments[0])

@@ -18,7 +18,7 @@ import kvjax
 import models
 from tests.models import test_kvpress, test_kvzip
 from tests.models.make_golden import GOLDEN, MODELS
-from tests.models.make_kvzip import GRADIENT, KEPT, TINY
+from tests.models.make_kvzip import GRADIENT, KEPT, PLUS, TINY
 from tests.models.make_smollm2_answers import overlap
 from tests.models.test_families import largest_difference
 
@@ -53,8 +53,9 @@ def tiny() -> dict[str, Any]:
     sets = itertools.product(test_kvzip.COMPETE, KEPT[TINY])
     parts["kvzip"] = [compared(*test_kvzip.kept_sets(*given)) for given in sets]
     parts["decoding"] = [compared(*test_kvpress.decoded(press)) for press in test_kvpress.DECODING]
-    asked = [(scope, *KEPT[GRADIENT], GRADIENT) for scope in test_kvzip.COMPETE]
-    parts["kvgrad"] = [compared(*test_kvzip.kept_sets(*given)) for given in asked]
+    for press, file in (("kvzip_plus", PLUS), ("kvgrad", GRADIENT)):
+        asked = [(scope, *KEPT[file], file) for scope in test_kvzip.COMPETE]
+        parts[press] = [compared(*test_kvzip.kept_sets(*given)) for given in asked]
     return {press: added(*some) for press, some in parts.items()}
 
 

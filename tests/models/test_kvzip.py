@@ -16,12 +16,13 @@ from models import driver, engine, prompts, published, repeating
 from models.planning import plan_run
 from tests.models.commands.test_chat import spaced
 from tests.models.make_kvpress import FOLDER
-from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT, REAL, TINY
+from tests.models.make_kvzip import CHUNK, GRADIENT, KEPT, PLUS, REAL, TINY
 from tests.models.tiny import SLIDING, assert_keeps, decoder, positions, run
 from tests.tiers import first
 
 # KVzip compares the scores of layers as they are, and a head may hold any number of tokens.
 COMPETE = {"model": "kvzip", "layer": "kvzip@layer(cap=None)"}
+SCORE = {TINY: "kvzip", PLUS: "kvzip(normalise=True)", GRADIENT: "kvgrad"}
 
 
 @functools.cache
@@ -38,7 +39,7 @@ def kvpress_model():
 def asking(name, file=TINY):
     """The policy with the fixture's chunks and words."""
     words = (tuple(fixture(file)[part].tolist()) for part in ("first", "following", "suffix"))
-    name = re.sub("^(kvzip|kvgrad)", rf"\1(chunk={CHUNK[file]})", name)
+    name = re.sub(r"^(kvzip|kvgrad)(?:\((.*?)\))?", rf"\1(chunk={CHUNK[file]},\2)", name)
     return repeating.asking(kvjax.parse(name), kvjax.RepeatPrompt(*words))
 
 
@@ -66,19 +67,17 @@ def kept(cache, T):
     return in_order(cache, np.ones_like(alike(positions(cache), -1), bool), T, False)
 
 
-@pytest.mark.parametrize("block", first(1, [16, 128]))
-def test_scores_are_those_of_kvpress(block):
-    tokens = fixture()["tokens"][None]
-    cache, _ = models.prefill(
-        kvpress_model(), tokens, policy=asking("kvzip@uniform"), budget=1.0, block=block, when="prompt"
-    )
+@pytest.mark.parametrize(("file", "block"), first(1, [(TINY, 16), (PLUS, 16), (TINY, 128), (PLUS, 128)]))
+def test_scores_are_those_of_kvpress(file, block):
+    tokens, policy = fixture(file)["tokens"][None], asking(f"{SCORE[file]}@uniform", file)
+    cache, _ = models.prefill(kvpress_model(), tokens, policy=policy, budget=1.0, block=block, when="prompt")
     scores = in_order(cache, slots_of(cache, lambda own: own.state.score), tokens.shape[1], np.nan)[:, 0]
-    np.testing.assert_allclose(scores, fixture()["scores"], rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(scores, fixture(file)["scores"], rtol=2e-5, atol=1e-7)
 
 
 def kept_sets(scope, budget, file=TINY, model=None, block=48):
     """Those of ours and of kvpress, [L, K, T]."""
-    golden, name = fixture(file), COMPETE[scope].replace("kvzip", "kvgrad" if file == GRADIENT else "kvzip")
+    golden, name = fixture(file), COMPETE[scope].replace("kvzip", SCORE[file])
     settings = dict(policy=asking(name, file), budget=budget, block=block, when="prompt")
     cache, _ = models.prefill(model or kvpress_model(), golden["tokens"][None], **settings)
     bits = np.unpackbits(golden[f"{scope}/{budget}"], axis=-1, count=len(golden["tokens"]))
@@ -86,7 +85,7 @@ def kept_sets(scope, budget, file=TINY, model=None, block=48):
 
 
 # What a layer's heads keep by KVzip follows from the scores that are compared above.
-SETS = [("model", TINY), ("model", GRADIENT), ("layer", GRADIENT)]
+SETS = [("model", TINY), ("model", PLUS), ("model", GRADIENT), ("layer", GRADIENT)]
 
 
 @pytest.mark.matrix
@@ -132,7 +131,7 @@ def test_a_second_turn_repeats_its_own_tokens():
 
 
 BY_BLOCK = """
-kvzip(chunk=4)@uniform kvzip(visible='cache')+caote(per='query')@layer kvzip
+kvzip(chunk=4)@uniform kvzip(chunk=4,normalise=True)@uniform kvzip(visible='cache')+caote(per='query')@layer kvzip
 kvgrad(chunk=4)@uniform kvgrad(visible='cache',measure='change',loss='tokens')+caote@layer kvgrad
 kvgrad(measure='change')@uniform
 """.split()

@@ -369,7 +369,8 @@ class _Model:
         The attention is that over the part, the first ``sinks`` tokens and the repeated ones: of the weights over all
         tokens, these are divided by their sum. Or it is that over all tokens. Those before ``first`` stand before no
         part. By the derivative of a ``loss`` it may be the largest product of attention, of the length that a value has
-        behind W_O, and of that of the derivative ("norms"), or the largest "change" of the loss.
+        behind W_O, and of that of the derivative ("norms"), or the largest "change" of the loss; or in place of the
+        derivative's length stands the inverse of that of the layer's "input".
         """
         P = self.length
         for start, stop in parts:
@@ -387,12 +388,16 @@ class _Model:
                 if self.errors is not None:
                     shares, off = other.changes(layer, shares)
                     self.rounding[layer][:, part] = off
-                if felt is not None:
-                    value, d = other.value[layer][:, : other.length], felt[layer]
-                    behind = np.einsum("kpd,kgde->kgpe", value, self.output(layer))
+                behind = np.einsum("kpd,kgde->kgpe", other.value[layer][:, : other.length], self.output(layer))
+                length = np.linalg.norm(behind, axis=-1)[:, :, None]
+                if measure == "input":
+                    x = other.inputs[layer]
+                    y = x if self.config.norms == "after" else self.norm(x, self.of_layer(layer)["attention_norm"])
+                    shares = shares / np.linalg.norm(y, axis=-1)[:, None] * length
+                elif felt is not None:
+                    d = felt[layer]
                     if measure == "norms":
-                        lengths = np.linalg.norm(d, axis=-1)[:, None], np.linalg.norm(behind, axis=-1)[:, :, None]
-                        shares = shares * lengths[0] * lengths[1]
+                        shares = shares * np.linalg.norm(d, axis=-1)[:, None] * length
                     else:
                         along = np.einsum("te,kgpe->kgtp", d, behind)
                         moved = (shares * along).sum(axis=-1, keepdims=True) - along

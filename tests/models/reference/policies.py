@@ -403,15 +403,15 @@ def zap() -> Link:
     return Link(score, allocation=ONE_BUDGET)
 
 
-def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part") -> Link:
-    """The largest attention while the model repeats its prompt."""
+def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part", normalise: bool = False) -> Link:
+    """The largest attention while the model repeats its prompt, or by which lengths it is normalised."""
 
     def score(_: Scores, seen: Seen) -> Scores:
         # Equal tokens score equally if a sliding window hides what differs before them, but not in float32.
         seen.noise[:] += seen.choices.small * seen.recited
         return seen.recited[:, None]
 
-    repeats = (chunk, sinks, visible, "weight", "")
+    repeats = (chunk, sinks, visible, "input" if normalise else "weight", "")
     return Link(score, ((sinks, 0),), repeats=repeats, allocation=ONE_BUDGET)
 
 
