@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from kvjax._src.checks import check_count, check_types, shown
-from models.config import NO_ROPE, Config, Rope
+from models.config import NO_ROPE, Config, Latent, Rope, Routing
 from models.config_json import completed, config_of
 from models.families import Gguf, register_family
 from models.rope_fields import Raw, RopeFields, positive, read_rope
+from models.rotary import yarn_scale
 
 LAYER = "model.layers.{}."
 # Fields of several families, by llama.cpp's names.
@@ -480,3 +481,85 @@ register_family(
     gguf=Gguf("gemma3", WINDOW | LOGITS_CAP | {"rope.freq_base_swa": "rope_local_base_freq"}, _attention_scalar(62)),
     inside={"gemma3": "gemma3_text"},
 )
+
+
+# Sizes that DeepSeek-V2, V3 and GLM-4.7-Flash have where their files leave them out.
+LATENT = dict(
+    kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    first_k_dense_replace=0, n_group=1, topk_group=1, rope_interleave=True,
+)  # fmt: skip
+
+
+def _latent(raw: Raw, name: str, routing: Routing, only: dict[str, Any], **defaults: Any) -> Config:
+    """Return the Config of a model with latent attention and experts; ``only`` are values that fields must have."""
+    if raw.get("quantization_config"):
+        raise ValueError("quantization_config is set; convert the weights to bfloat16 first, which alone are read.")
+    raw = completed(raw, name, **LATENT | defaults)
+    for field, value in (only | {"num_key_value_heads": raw["num_attention_heads"], "moe_layer_freq": 1}).items():
+        if raw.get(field, value) not in (None, value):
+            raise ValueError(f"{field} is {shown(raw[field])}; only {value!r} is supported for {name}.")
+    biases, rope = bool(raw.get("attention_bias", False)), read_rope(raw)
+    own = Latent(
+        raw["kv_lora_rank"], raw["qk_rope_head_dim"], raw["qk_nope_head_dim"], raw["v_head_dim"],
+        raw["q_lora_rank"] or 0, biases, raw["rope_interleave"],
+    )  # fmt: skip
+    scale = 1.0 if rope.type == "default" or not rope.mscale_all_dim else yarn_scale(rope, rope.mscale_all_dim)
+    layers, types = range(raw["num_hidden_layers"]), raw.get("mlp_layer_types")
+    if types is not None and len(types) != len(layers):
+        raise ValueError(f"mlp_layer_types has {len(types)} entries; expected one for each of {len(layers)} layers.")
+    first = raw["first_k_dense_replace"]
+    dense = [layer < first if types is None else types[layer] == "dense" for layer in layers]
+    multiplier = positive("routed_scaling_factor", raw.get("routed_scaling_factor"))
+    return config_of(
+        raw,
+        latent=own,
+        num_kv_heads=1,
+        head_dim=own.head_dim,
+        rope=dataclasses.replace(rope, partial_rotary_factor=own.rotated / own.head_dim),
+        attention_multiplier=(own.plain + own.rotated) ** -0.5 * scale**2,
+        attention_bias=False,
+        **_experts({**raw, "num_experts": raw["n_routed_experts"]}),
+        intermediate_size=raw["moe_intermediate_size"],
+        dense_sizes=tuple(raw["intermediate_size"] if is_dense else None for is_dense in dense),
+        shared_size=raw["moe_intermediate_size"] * raw["n_shared_experts"],
+        routing=dataclasses.replace(routing, multiplier=multiplier),
+    )
+
+
+def _deepseek_v2(raw: Raw) -> Config:
+    if (method := raw.get("topk_method") or "greedy") not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method is {shown(method)}; expected 'greedy' or 'group_limited_greedy'.")
+    grouped = method == "group_limited_greedy"
+    return _latent(
+        raw, "deepseek_v2", _groups(raw, "softmax") if grouped else Routing(),
+        {"scoring_func": "softmax", "norm_topk_prob": False, "rope_interleave": True},
+        moe_intermediate_size=1407, n_routed_experts=64, n_shared_experts=2,
+    )  # fmt: skip
+
+
+def _groups(raw: Raw, scores: Literal["softmax", "sigmoid"]) -> Routing:
+    return Routing(scores, raw.get("n_group") or 1, raw.get("topk_group") or 1)
+
+
+V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def _deepseek_v3(raw: Raw) -> Config:
+    groups = _groups({"n_group": 8, "topk_group": 4} | dict(raw), "sigmoid")
+    return _latent(
+        raw, "deepseek_v3", groups, V3, first_k_dense_replace=3, moe_intermediate_size=2048, n_routed_experts=256,
+        n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8, routed_scaling_factor=2.5,
+    )  # fmt: skip
+
+
+def _glm4_moe_lite(raw: Raw) -> Config:
+    return _latent(
+        raw, "glm4_moe_lite", _groups(raw, "sigmoid"), V3, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256,
+        first_k_dense_replace=1, moe_intermediate_size=1536, n_routed_experts=64, n_shared_experts=1,
+        norm_topk_prob=True, num_experts_per_tok=4, rms_norm_eps=1e-5, routed_scaling_factor=1.8,
+    )  # fmt: skip
+
+
+register_family("deepseek_v2", _deepseek_v2, architecture="DeepseekV2ForCausalLM")
+register_family("deepseek_v3", _deepseek_v3, architecture="DeepseekV3ForCausalLM")  # Kimi K2, too
+register_family("glm4_moe_lite", _glm4_moe_lite, architecture="Glm4MoeLiteForCausalLM")

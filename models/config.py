@@ -8,12 +8,13 @@ from typing import Any, Literal
 from kvjax._src.checks import check_count, check_fields
 
 MOST, MOST_LAYERS = 2**31 - 1, 10_000  # MOST: the largest int32
+FEATURE = {"feature": True}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def _feature(default: Any) -> Any:
     """Declare a field for something that most families lack; :func:`described` leaves it out at its default."""
-    return dataclasses.field(default=default, metadata={"feature": True})
+    return dataclasses.field(default=default, metadata=FEATURE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +56,73 @@ class Rope:
 
     def rotated(self, head_dim: int) -> int:
         """Return how many of a head's elements are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
+        return int(head_dim * self.partial_rotary_factor + 1e-6)  # 64 / 576 of 576 are 64
 
 
 NO_ROPE = Rope(partial_rotary_factor=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1); see :mod:`models.latent`.
+
+    Args:
+        size: the numbers of the latent that all heads' keys and values are made of (``kv_lora_rank``).
+        rotated: the numbers of the one rotated key beside it, and of each query's rotated part (``qk_rope_head_dim``).
+        plain: the numbers of a query head that are not rotated (``qk_nope_head_dim``).
+        value: the numbers of a head's value, before the output projection (``v_head_dim``).
+        query: the numbers that queries are compressed to, with a norm; 0 for none (``q_lora_rank``).
+        bias: whether the projections to the latent, and to the compressed query, have biases.
+        neighbours: whether a checkpoint rotates neighbouring elements (``rope_interleave``), not two halves.
+    """
+
+    size: int
+    rotated: int
+    plain: int
+    value: int
+    query: int = 0
+    bias: bool = False
+    neighbours: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, least in dict(size=1, rotated=1, plain=1, value=1, query=0).items():
+            check_size(name, getattr(self, name))
+            check_count(f"the latent's {name}", getattr(self, name), least, f"give an integer from {least}")
+        if self.size % 2 or self.rotated % 2:
+            raise ValueError(f"the latent has {self.size} and {self.rotated} rotated numbers; give even sizes.")
+
+    @property
+    def head_dim(self) -> int:
+        """Return the numbers of the one key that all query heads share."""
+        return self.size + self.rotated
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen, where it is not by the largest softmax of all (DeepSeek-V2, DeepSeek-V3).
+
+    Args:
+        scores: "softmax" over all experts, or the "sigmoid" of each, to which a bias of each expert is added for the
+            choice alone (arXiv 2412.19437, eqs. 12 to 16).
+        groups: the number of groups of neighbouring experts.
+        groups_per_token: the groups that a token's experts are chosen from: those of the largest score (softmax), or of
+            the largest sum of two (sigmoid).
+        multiplier: a factor of the chosen experts' weights.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    groups_per_token: int = 1
+    multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_count("the groups of experts", self.groups, 1, "give at least 1")
+        if not 1 <= self.groups_per_token <= self.groups:
+            raise ValueError(
+                f"{self.groups_per_token} groups of experts per token were given; there are {self.groups}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +159,11 @@ class Config:
             value (gpt-oss).
         dense_sizes: one entry per layer of a model with experts: the size of the one feed-forward network that the
             layer has in their place, the same for all such layers, or None. () means None for every layer.
+        shared_size: the size of one more feed-forward network in layers with experts, which all tokens go through; 0
+            for none.
+        routing: how a token's experts are chosen.
+        latent: the sizes of multi-head latent attention, None for attention with a key and a value of each KV head.
+            Such a model has one KV head, whose key is the latent and the rotated key beside it.
         source: the config.json that it was read from, which :func:`models.save` writes again; None without one. Configs
             that differ in nothing else are equal.
 
@@ -143,12 +212,15 @@ class Config:
     dense_sizes: tuple[int | None, ...] = _feature(())
     expert_biases: bool = _feature(False)
     attention_sinks: bool = _feature(False)
+    shared_size: int = _feature(0)
+    routing: Routing = dataclasses.field(default=Routing(), metadata=FEATURE)
+    latent: Latent | None = dataclasses.field(default=None, metadata=FEATURE)
     source: dict | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
-        for name in ("num_layers", *counts, "head_dim", "max_positions", "num_experts"):
+        for name in ("num_layers", *counts, "head_dim", "max_positions", "num_experts", "shared_size"):
             check_size(name, getattr(self, name))
         for name in counts:
             check_count(name, getattr(self, name), 1, "give a positive integer")
@@ -174,6 +246,29 @@ class Config:
                 raise ValueError(f"{given} {name} were given for {self.num_layers} layers; give one each, or None.")
         if self.dense_sizes:
             self._check_dense_sizes()
+        if self.num_experts:
+            self._check_routing()
+        if self.latent is not None:
+            self._check_latent(self.latent)
+
+    def _check_routing(self) -> None:
+        X, groups = self.num_experts, self.routing.groups
+        if X % groups or (groups > 1 and X // groups < 2):
+            raise ValueError(f"{X} experts do not make {groups} groups of at least two; give a divisor.")
+        if self.experts_per_token > (most := X // groups * self.routing.groups_per_token):
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}, but a token's groups have {most} experts."
+            )
+
+    def _check_latent(self, latent: Latent) -> None:
+        wanted = dict(num_kv_heads=1, head_dim=latent.head_dim, attention_bias=False, ropes=())
+        for name, value in wanted.items():
+            if (given := getattr(self, name)) != value:
+                raise ValueError(f"{name} is {given!r}; expected {value!r} with latent attention.")
+        if self.query_key_norm or self.wide_query_key_norm or self.attention_sinks:
+            raise ValueError("latent attention has norms of its own, and no sinks; leave query_key_norm and such out.")
+        if self.rope.rotated(self.head_dim) != latent.rotated:
+            raise ValueError(f"partial_rotary_factor is {self.rope.partial_rotary_factor}; give rotated / head_dim.")
 
     def _check_dense_sizes(self) -> None:
         if not self.num_experts:
@@ -203,6 +298,11 @@ class Config:
         return tuple(layer for layer, size in enumerate(dense_sizes) if self.num_experts and size is None)
 
     @property
+    def value_dim(self) -> int:
+        """Return the numbers of each query head that the output projection multiplies."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
     def dense_size(self) -> int:
         """Return the size of the one feed-forward network of layers without experts."""
         return next((size for size in self.dense_sizes if size is not None), self.intermediate_size)
@@ -217,7 +317,7 @@ def described(config: Config) -> dict[str, Any]:
     def fields(made: Any) -> dict[str, Any]:
         named = {field.name: (field, getattr(made, field.name)) for field in dataclasses.fields(made)}
         return {
-            name: fields(value) if isinstance(value, Rope) else value
+            name: fields(value) if dataclasses.is_dataclass(value) else value
             for name, (field, value) in named.items()
             if field.compare and (not field.metadata or value != field.default)
         }

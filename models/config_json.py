@@ -17,11 +17,12 @@ from models.rope_fields import Raw, positions_of, positive, reached_by, read_rop
 
 # Fields that count outside a text_config, too, where a model also sees or hears.
 OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "transformers_weights")
-NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")  # null is no missing value there
+# Where null is no missing value.
+NULLABLE = ("q_lora_rank", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
 
 
 class _Fields(TypedDict, total=False):
-    """The fields read from a config.json. ``null`` means a missing field, except in ``sliding_window``."""
+    """The fields read from a config.json. ``null`` means a missing field, except in ``NULLABLE``."""
 
     architectures: list[str] | None
     vocab_size: int | None
@@ -65,6 +66,23 @@ class _Fields(TypedDict, total=False):
     num_experts_per_tok: int | None
     moe_intermediate_size: int | None
     norm_topk_prob: bool | None
+    kv_lora_rank: int | None
+    q_lora_rank: int | None
+    qk_nope_head_dim: int | None
+    qk_rope_head_dim: int | None
+    v_head_dim: int | None
+    rope_interleave: bool | None
+    n_routed_experts: int | None
+    n_shared_experts: int | None
+    first_k_dense_replace: int | None
+    moe_layer_freq: int | None
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None
+    n_group: int | None
+    topk_group: int | None
+    topk_method: str | None
+    scoring_func: str | None
+    routed_scaling_factor: float | None
+    num_nextn_predict_layers: int | None
     decoder_sparse_step: int | None
     mlp_only_layers: list[int] | None
     bos_token_id: int | None

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral, Qwen2 to Qwen3-MoE, OLMo, SmolLM3, Granite, Phi-3, Gemma, gpt-oss and their like.
+"""Llama, Mistral, Mixtral, Qwen2 to Qwen3-MoE, OLMo, SmolLM3, Granite, Phi-3, Gemma, gpt-oss, DeepSeek and their like.
 
 Axes: B batch, T tokens, L layers, N query heads, K KV heads, G = N / K, D head dim, E model dim, F feed-forward,
 X experts, V vocabulary.
@@ -27,6 +27,7 @@ from kvjax import rotate
 from kvjax._src.border import implementation_for, mesh_of
 from models.config import Config, Rope
 from models.dense import attention
+from models.latent import absorbed_output, project, values_of
 from models.parameters import (
     array_shapes,
     check_rngs,
@@ -214,8 +215,10 @@ def logits_from(config: Config, ends: dict[str, Array], hidden: Float[Array, "*r
 
 
 def output_of_heads(model: Decoder) -> list[Float[Array, "N D E"]]:
-    """Return each query head's rows of W_O, for each layer."""
+    """Return each query head's rows of W_O, for each layer; of latent attention, what stands behind the latents."""
     config = model.config
+    if config.latent is not None:
+        return [absorbed_output(config, layer.latent_heads[...], layer.output[...]) for layer in model.layers]
     return [layer.output[...].reshape(config.num_heads, config.head_dim, -1) for layer in model.layers]
 
 
@@ -319,7 +322,8 @@ def _before_attention(
     """Return the layer's input, and compute rotated queries and keys, and values."""
     x, y = _summed_and_normed(config, x, None if config.norms == "after" else weights["attention_norm"])
     cos, sin, *factor = waves
-    if _by_kernels(x) and not (config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier):
+    others = config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier or config.latent
+    if _by_kernels(x) and not others:
         tokens = x.shape[:2]
         cos, sin = (jnp.broadcast_to(own, (*tokens, 1, own.shape[-1])).reshape(-1, own.shape[-1]) for own in (cos, sin))
         heads = split_heads(_in_parts(y, weights["qkv"]), cos, sin, weights.get("qkv_bias"), dtype=x.dtype)
@@ -341,6 +345,8 @@ def _behind_attention(
     shift: Float[Array, "B T E"] | None,
 ) -> Hidden:
     """Add what a layer makes of its attention's output to its input: W_O, then the feed-forward."""
+    if config.latent is not None:
+        out = values_of(config, weights, out)
     few = _by_kernels(x)
     bare = few and config.norms == "before" and config.residual_multiplier == 1  # only the product is added
 
@@ -363,7 +369,7 @@ def _behind_attention(
         between = added(x, out, "attention_post_norm")
     x, y = _summed_and_normed(config, between, None if config.norms == "after" else weights["feed_norm"])
     if bare and "router" not in weights:
-        return Unsummed(x, _in_parts(_gate_up(config, weights, y), weights["down"]))
+        return Unsummed(x, _in_parts(_gate_up(config, weights["gate_up"], y), weights["down"]))
     return added(x, feed_forward(config, weights, y), "feed_post_norm")
 
 
@@ -424,10 +430,13 @@ def _eight(rows: Float[Array, "R E"]) -> Float[Array, "rows E"]:
 
 
 def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Apply a layer's feed-forward network, or those experts that the router chooses for each token."""
-    if "router" in weights:
-        return _experts(config, weights, x)
-    return _gate_up(config, weights, x) @ weights["down"]
+    """Apply a layer's feed-forward network, or those experts that the router chooses for each token, and the shared."""
+    if "router" not in weights:
+        return _gate_up(config, weights["gate_up"], x) @ weights["down"]
+    made = _experts(config, weights, x)
+    if "shared_down" in weights:
+        made = made + _gate_up(config, weights["shared_gate_up"], x) @ weights["shared_down"]
+    return made
 
 
 def _clamped_swiglu(gate: Array, up: Array) -> Array:
@@ -442,8 +451,8 @@ _GATES: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-def _gate_up(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T F"]:
-    return _gated(config, jnp.einsum("bte,ecf->btcf", x, weights["gate_up"]))
+def _gate_up(config: Config, weight: Float[Array, "E 2 F"], x: Float[Array, "B T E"]) -> Float[Array, "B T F"]:
+    return _gated(config, jnp.einsum("bte,ecf->btcf", x, weight))
 
 
 def _gated(config: Config, gate_up: Float[Array, "*rest 2 F"]) -> Float[Array, "*rest F"]:
@@ -459,9 +468,7 @@ def _experts(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]
     logits = (x @ weights["router"]).astype(jnp.promote_types(x.dtype, jnp.float32))
     if config.expert_biases:
         logits = logits + weights["router_bias"].astype(logits.dtype)
-    share, expert = jax.lax.top_k(jax.nn.softmax(logits), config.experts_per_token)  # [B, T, c]
-    if config.normalise_experts:
-        share = share / jnp.sum(share, axis=-1, keepdims=True)
+    share, expert = _chosen(config, logits, weights.get("choice_bias"))
     own = {name: array for name, array in weights.items() if name.startswith("expert_")}
     mesh = mesh_of(x, own)
     ways = expert_axes(mesh)
@@ -477,6 +484,26 @@ def _experts(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]
     whole = PartitionSpec("data" if x.shape[0] % mesh.shape.get("data", 1) == 0 else None)
     specs = (PartitionSpec(ways), whole, whole, whole)
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(own, x, share, expert)
+
+
+def _chosen(
+    config: Config, logits: Float[Array, "B T X"], choice_bias: Float[Array, "X"] | None
+) -> tuple[Float[Array, "B T c"], Int[Array, "B T c"]]:
+    """Return the weights and the numbers of each token's experts; see :class:`models.config.Routing`."""
+    how, X = config.routing, config.num_experts
+    scores = jax.nn.softmax(logits) if how.scores == "softmax" else jax.nn.sigmoid(logits)
+    ranked = scores if choice_bias is None else scores + along_last(choice_bias.astype(scores.dtype), scores)
+    if how.groups > 1:
+        of_groups = ranked.reshape(*ranked.shape[:2], how.groups, -1)
+        best = jnp.sum(jax.lax.top_k(of_groups, 1 if how.scores == "softmax" else 2)[0], axis=-1)
+        groups = jax.lax.top_k(best, how.groups_per_token)[1]  # [B, T, groups_per_token]
+        inside = jnp.any(jnp.arange(X)[:, None] // (X // how.groups) == groups[:, :, None], axis=-1)
+        ranked = jnp.where(inside, ranked, -jnp.inf)
+    ranked, expert = jax.lax.top_k(ranked, config.experts_per_token)  # [B, T, c]
+    share = ranked if choice_bias is None else jnp.take_along_axis(scores, expert, axis=-1)
+    if config.normalise_experts:
+        share = share / jnp.sum(share, axis=-1, keepdims=True)
+    return _times(share, how.multiplier), expert
 
 
 def _run_experts(
@@ -519,6 +546,8 @@ def along_last(array: Float[Array, "*last"], x: Float[Array, "*rest"]) -> Float[
 
 def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
     """Compute queries [B, T, N, D], keys and values [B, T, K, D], before rotation."""
+    if config.latent is not None:
+        return project(config, weights, x)
     made = jnp.einsum("bte,ekhd->btkhd", x, weights["qkv"])
     if config.attention_bias:
         made = made + along_last(weights["qkv_bias"], made)

@@ -44,10 +44,10 @@ def weights_of(model: decoder.Decoder) -> str:
     arrays, config = model.arrays(), model.config
     shapes = parameter_shapes(config)
     # Drawn with an axis of heads, as the array had when the first digests were written.
-    shapes["layers.output"] = (config.num_layers, config.num_heads, config.head_dim, config.hidden_size)
+    shapes["layers.output"] = (config.num_layers, config.num_heads, config.value_dim, config.hidden_size)
     places = _places(shapes)
     layer, head, row, column = places["layers.output"]
-    places["layers.output"] = layer, head * config.head_dim + row, column
+    places["layers.output"] = layer, head * config.value_dim + row, column
     layers, found, within = {}, {}, {}
     for name, place in places.items():
         array, rows = array_of(name), rows_of(config, name)

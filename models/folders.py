@@ -167,6 +167,9 @@ def open_folder(folder: Path) -> Checkpoint:
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     ignored = IGNORED if own is raw else OTHER_PARTS
+    if more := own.get("num_nextn_predict_layers"):  # they predict later tokens, as drafts
+        numbers = "|".join(map(str, range(config.num_layers, config.num_layers + more)))
+        ignored = re.compile(rf"{ignored.pattern}|{re.escape(prefix)}layers\.({numbers})\..*")
     return Checkpoint(folder, "config.json", config, tokenizer, tensors, names, ignored)
 
 

@@ -24,7 +24,8 @@ from jaxtyping import Array, Int
 from models.config import Config
 from models.families import family_of_architecture
 
-SPLIT = ("N", "ND", "K", "X", "F", "Fd", "V")  # the axes that a mesh splits: heads, experts, feed-forward, vocabulary
+# The axes that a mesh splits: heads, experts, feed-forward, vocabulary.
+SPLIT = ("N", "ND", "K", "X", "F", "Fd", "Fs", "V")
 LAYERS = ("L", "Lx", "Ld")  # the axes of all layers, of those with experts, and of those without
 
 
@@ -32,7 +33,10 @@ class Parameter(NamedTuple):
     """One parameter by its name in checkpoints; of all layers, stacked, where its axes begin with L.
 
     Axes are the letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the feed-forward
-    of those. ND are the numbers of all query heads, on one axis.
+    of those, Fs that of the shared experts. ND are the numbers of all query heads, on one axis.
+
+    Of latent attention, C is the latent, R the rotated key beside it, Q the compressed query; H are a query head's
+    numbers, plain and rotated, and U those that a head's plain key and its value have together.
     """
 
     axes: str
@@ -68,6 +72,26 @@ def _has_experts(config: Config) -> bool:
     return config.num_experts > 0 and not all(config.dense_sizes or (None,))
 
 
+def _has_shared(config: Config) -> bool:
+    return config.shared_size > 0 and _has_experts(config)
+
+
+def _is_plain(config: Config) -> bool:
+    return config.latent is None
+
+
+def _is_latent(config: Config) -> bool:
+    return config.latent is not None
+
+
+def _compresses_queries(config: Config) -> bool:
+    return config.latent is not None and config.latent.query > 0
+
+
+def _has_latent_bias(config: Config) -> bool:
+    return config.latent is not None and config.latent.bias
+
+
 def _has_expert_biases(config: Config) -> bool:
     return config.expert_biases and _has_experts(config)
 
@@ -76,14 +100,14 @@ _has_biases, _has_norms = operator.attrgetter("attention_bias"), operator.attrge
 _has_wide_norms, _has_output_bias = operator.attrgetter("wide_query_key_norm"), operator.attrgetter("output_bias")
 _has_sinks = operator.attrgetter("attention_sinks")
 _LAYER = "model.layers.{}."
-_EXPERT = _LAYER + "mlp.experts.{}."
+_EXPERT, _SHARED = _LAYER + "mlp.experts.{}.", _LAYER + "mlp.shared_experts."
 PARAMETERS: dict[str, Parameter] = {
     "embedding": Parameter("V E", "model.embed_tokens.weight", "V E"),
     "norm": Parameter("E", "model.norm.weight", "E"),
     "layers.attention_norm": Parameter("L E", _LAYER + "input_layernorm.weight", "E", _norms_before),
-    "layers.query": Parameter("L E N D", _LAYER + "self_attn.q_proj.weight", "N*D E"),
-    "layers.key": Parameter("L E K D", _LAYER + "self_attn.k_proj.weight", "K*D E"),
-    "layers.value": Parameter("L E K D", _LAYER + "self_attn.v_proj.weight", "K*D E"),
+    "layers.query": Parameter("L E N D", _LAYER + "self_attn.q_proj.weight", "N*D E", _is_plain),
+    "layers.key": Parameter("L E K D", _LAYER + "self_attn.k_proj.weight", "K*D E", _is_plain),
+    "layers.value": Parameter("L E K D", _LAYER + "self_attn.v_proj.weight", "K*D E", _is_plain),
     "layers.output": Parameter("L ND E", _LAYER + "self_attn.o_proj.weight", "E ND"),
     "layers.feed_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_before),
     "layers.gate": Parameter("Ld E Fd", _LAYER + "mlp.gate_proj.weight", "Fd E", _is_dense),
@@ -109,7 +133,29 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.expert_up_bias": Parameter("Lx X F", _EXPERT + "up_proj.bias", "F", _has_expert_biases),
     "layers.expert_down_bias": Parameter("Lx X E", _EXPERT + "down_proj.bias", "E", _has_expert_biases),
     "layers.sink_logits": Parameter("L N", _LAYER + "self_attn.sinks", "N", _has_sinks),
-}
+    "layers.choice_bias": Parameter(
+        "Lx X", _LAYER + "mlp.gate.e_score_correction_bias", "X",
+        lambda config: config.routing.scores == "sigmoid" and _has_experts(config),
+    ),
+    "layers.shared_gate": Parameter("Lx E Fs", _SHARED + "gate_proj.weight", "Fs E", _has_shared),
+    "layers.shared_up": Parameter("Lx E Fs", _SHARED + "up_proj.weight", "Fs E", _has_shared),
+    "layers.shared_down": Parameter("Lx Fs E", _SHARED + "down_proj.weight", "E Fs", _has_shared),
+    "layers.latent": Parameter("L E C+R", _LAYER + "self_attn.kv_a_proj_with_mqa.weight", "C+R E", _is_latent),
+    "layers.latent_bias": Parameter("L C+R", _LAYER + "self_attn.kv_a_proj_with_mqa.bias", "C+R", _has_latent_bias),
+    "layers.latent_norm": Parameter("L C", _LAYER + "self_attn.kv_a_layernorm.weight", "C", _is_latent),
+    "layers.latent_heads": Parameter("L C N U", _LAYER + "self_attn.kv_b_proj.weight", "N*U C", _is_latent),
+    "layers.latent_query": Parameter(
+        "L E N H", _LAYER + "self_attn.q_proj.weight", "N*H E",
+        lambda config: _is_latent(config) and not _compresses_queries(config),
+    ),
+    "layers.query_down": Parameter("L E Q", _LAYER + "self_attn.q_a_proj.weight", "Q E", _compresses_queries),
+    "layers.query_down_bias": Parameter(
+        "L Q", _LAYER + "self_attn.q_a_proj.bias", "Q",
+        lambda config: _compresses_queries(config) and _has_latent_bias(config),
+    ),
+    "layers.query_down_norm": Parameter("L Q", _LAYER + "self_attn.q_a_layernorm.weight", "Q", _compresses_queries),
+    "layers.query_up": Parameter("L Q N H", _LAYER + "self_attn.q_b_proj.weight", "N*H Q", _compresses_queries),
+}  # fmt: skip
 ROTATED = ("layers.query", "layers.key")
 # The arrays that hold several parameters: their axes, and the parameters, side by side along the axis before the last.
 # A KV group has its G queries, its key and its value together, so a mesh splits an array as it would its parameters.
@@ -118,6 +164,7 @@ JOINED: dict[str, tuple[str, tuple[str, ...]]] = {
     "layers.qkv_bias": ("L K G+2 D", ("layers.query_bias", "layers.key_bias", "layers.value_bias")),
     "layers.gate_up": ("Ld E 2 Fd", ("layers.gate", "layers.up")),
     "layers.expert_gate_up": ("Lx X E 2 F", ("layers.expert_gate", "layers.expert_up")),
+    "layers.shared_gate_up": ("Lx E 2 Fs", ("layers.shared_gate", "layers.shared_up")),
 }
 _ARRAY_OF = {name: array for array, (_, names) in JOINED.items() for name in names}
 
@@ -243,9 +290,12 @@ def _shapes(config: Config, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     sizes = dict(
         V=config.vocab_size, E=config.hidden_size, F=config.intermediate_size, L=config.num_layers,
         N=config.num_heads, K=config.num_kv_heads, D=config.head_dim, X=config.num_experts,
-        Ld=len(config.dense_layers), Lx=len(config.sparse_layers), Fd=config.dense_size,
+        Ld=len(config.dense_layers), Lx=len(config.sparse_layers), Fd=config.dense_size, Fs=config.shared_size,
     )  # fmt: skip
-    sizes |= {"2": 2, "G+2": config.num_heads // config.num_kv_heads + 2, "ND": config.num_heads * config.head_dim}
+    sizes |= {"2": 2, "G+2": config.num_heads // config.num_kv_heads + 2, "ND": config.num_heads * config.value_dim}
+    if (own := config.latent) is not None:
+        sizes |= {"C": own.size, "C+R": own.head_dim, "Q": own.query, "H": own.plain + own.rotated}
+        sizes["U"] = own.plain + own.value
     return {name: tuple(sizes[axis] for axis in axes_of(name)) for name in names}
 
 
@@ -301,7 +351,7 @@ def head_order(config: Config) -> Int[np.ndarray, "D"] | None:
     on have frequency 0. A checkpoint has the rotated elements first, as two halves, and then the others.
     """
     D, R = config.head_dim, config.rope.rotated(config.head_dim)
-    if R in (0, D):
+    if R in (0, D) or config.latent is not None:  # models.latent puts the elements in order
         return None
     pairs, others = np.arange(R).reshape(2, -1), np.arange(R, D).reshape(2, -1)
     return np.concatenate([pairs, others], axis=1).reshape(-1)

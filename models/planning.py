@@ -59,6 +59,9 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
         dtype, rounded_to = kept.dtypes, (None, None)
     network = network_of(options.networks, model, policy, None if selection is None else selection.source)
     check_measured(policy, config.num_layers, config.num_kv_heads)
+    if config.latent is not None and policy is not None and policy.heads == "query":
+        wrong = f"{policy.name!r} has a cache for each query head, but they share one latent per token;"
+        raise ValueError(f"{wrong} take heads='group'.")
     if not isinstance(options.projection, tuple | None) or isinstance(options.projection, OutputProjection):
         raise ValueError(f"projection is {options.projection!r}; expected what models.output_projection returns.")
     heads, positions = cache_heads(config, policy), "absolute" if policy is None else policy.positions

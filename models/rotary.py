@@ -76,15 +76,17 @@ def _yarn(rope: Rope, plain: Float[Array, "half"], lengths: Int[Array, "rows"]) 
     return (plain * (1 - stretched) + plain / rope.factor * stretched)[None], _yarn_amplitude(rope)
 
 
-def _yarn_amplitude(rope: Rope) -> float:
-    def scale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+def yarn_scale(rope: Rope, weight: float) -> float:
+    """Return YaRN's factor for a context that is ``rope.factor`` times as long."""
+    return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 
+
+def _yarn_amplitude(rope: Rope) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)
+        return yarn_scale(rope, rope.mscale) / yarn_scale(rope, rope.mscale_all_dim)
+    return yarn_scale(rope, 1.0)
 
 
 def _longrope_amplitude(rope: Rope) -> float:

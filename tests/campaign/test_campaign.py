@@ -50,9 +50,12 @@ def test_every_score_link_and_allocation_is_drawn():
     assert links == LINK_NAMES
 
 
-# Made of parts that others have, but for gpt-oss's sinks and gate, which the reference has not; their own golden files
-# are compared with transformers, and what policies see of sinks in tests/models/test_sinks.py.
-ALIKE = {"gemma", "olmo3", "ministral", "ministral3", "exaone4", "seed_oss", "gpt_oss"}
+# Made of parts that others have, but for gpt-oss's sinks and gate, which the reference has not, and latent attention;
+# their own golden files are compared with transformers, and policies in tests/models/test_sinks.py and test_latent.py.
+ALIKE = {
+    "gemma", "olmo3", "ministral", "ministral3", "exaone4", "seed_oss", "gpt_oss", "deepseek_v2", "deepseek_v3",
+    "glm4_moe_lite",
+}  # fmt: skip
 
 
 def test_every_family_is_drawn_as_what_it_is():

@@ -23,7 +23,7 @@ llama2 llama3 llama_tied llama_bias llama_linear llama_dynamic llama_llama3 llam
 llama_yarn_attention_factor llama_yarn_mscale mistral mistral_full qwen2 qwen2_layer_types qwen2.5 qwen3 qwen3_sliding
 olmo2 olmo2_bias smollm3 smollm3_sliding granite phi3 phi4_mini qwen3_moe qwen3_moe_sliding mixtral gemma2 gemma3
 qwen3_moe_mixed gemma gemma3_vision olmo3 ministral ministral3 mistral3_vision qwen3_vl exaone4 seed_oss
-gpt_oss
+gpt_oss deepseek_v2 deepseek_v2_lite deepseek_v3 deepseek_v3_bias glm4_moe_lite
 """.split()
 # Those whose folders also have logits under recency: queries see what a budget of RECENT tokens leaves them, when the
 # first PROMPT tokens come in blocks and the others one by one.
@@ -150,6 +150,9 @@ def main(chosen: list[str]) -> None:
                     parameter.normal_(0, 2)
                 elif name == "gpt_oss" and key.endswith("gate_up_proj"):
                     parameter.normal_(0, 1)  # beyond the limits of its gate
+            for key, buffer in model.named_buffers():
+                if key.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.2)
         model.save_pretrained(GOLDEN / name)
         arrays = {}
         for row, length in enumerate(lengths):

@@ -191,6 +191,8 @@ BY_DEFAULT = (
     "phi3",
     "ministral3",
     "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 ROWS = [(name, row) for name, lengths in MODELS.items() for row in range(len(lengths))]
 

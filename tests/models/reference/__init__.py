@@ -3,7 +3,7 @@
 Nothing here comes from kvjax, models or kernels_pallas, but for ``made``, which makes models to test with. The formulae
 are those of the papers and of docs/architecture.md. ``decoder`` runs, ``policies`` says what a short name means,
 ``predictor`` is TokenButler's, ``eight_bits`` rounds rows, ``choices`` notes how close each choice was; the allocations
-are those of tests/kvjax/contests.py.
+are those of tests/kvjax/contests.py. ``latent`` has multi-head latent attention in both its forms.
 """
 
 from tests.models.reference.choices import NEAR, SMALL, Choices, Near

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.kvjax import contests
-from tests.models.reference import gradients
+from tests.models.reference import gradients, latent
 from tests.models.reference.choices import LARGEST, NEAR, SMALL, Choices
 from tests.models.reference.eight_bits import rounded
 from tests.models.reference.policies import Leaving, Policy, Seen
@@ -166,7 +166,11 @@ class _Model:
     ):
         self.w = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
         output = self.w["layers.output"]
-        self.w["layers.output"] = output.reshape(len(output), config.num_heads, config.head_dim, -1)
+        self.w["layers.output"] = (
+            output.reshape(len(output), config.num_heads, config.head_dim, -1)
+            if config.latent is None
+            else latent.output(config, self.w)
+        )
         self.config, self.choices, self.held, self.butler = config, choices, held, butler
         self.scorer = scorer
         self.first = np.zeros((0, config.hidden_size))  # layer 0's output
@@ -220,7 +224,10 @@ class _Model:
             if self.scorer is not None:
                 own = y @ self.scorer["output"][layer] + self.scorer["output_bias"][layer]
                 self.scored[layer][:, at] = own.T
-            query, key, value = (np.einsum("te,ehd->htd", y, p[name]) for name in ("query", "key", "value"))
+            if config.latent is None:
+                query, key, value = (np.einsum("te,ehd->htd", y, p[name]) for name in ("query", "key", "value"))
+            else:
+                query, key, value = latent.project(config, p, y)
             if config.attention_bias:
                 query, key = query + p["query_bias"][:, None], key + p["key_bias"][:, None]
                 value = value + p["value_bias"][:, None]

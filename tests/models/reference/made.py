@@ -20,10 +20,13 @@ from tests.models.reference.rotary import inverse_frequencies
 def parameters(config: Config, seed: int = 0, sharpness: float = 1.5) -> dict[str, np.ndarray]:
     """Random float32 weights that make peaked attention, so that scores lie well apart."""
     random = np.random.default_rng(seed)
-    inputs = {"head": config.hidden_size, "layers.output": config.num_heads * config.head_dim}
+    inputs = {"head": config.hidden_size, "layers.output": config.num_heads * config.value_dim}
     of_hidden = ("query", "key", "value", "gate", "up", "router", "expert_gate", "expert_up")
     inputs |= {f"layers.{name}": config.hidden_size for name in of_hidden}
     inputs |= {"layers.down": config.dense_size, "layers.expert_down": config.intermediate_size}
+    if config.latent is not None:
+        inputs |= {f"layers.{name}": config.hidden_size for name in ("latent", "latent_query", "query_down")}
+        inputs |= {"layers.latent_heads": config.latent.size, "layers.query_up": config.latent.query}
     made = {}
     for name, shape in parameter_shapes(config).items():
         draw = random.normal(size=shape)

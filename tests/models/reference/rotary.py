@@ -22,7 +22,7 @@ def inverse_frequencies(rope: Any, D: int, length: int) -> tuple[np.ndarray, Any
     Where only a part of the elements is rotated, the pairs of the others have the angle 0.
     """
     if rope.partial_rotary_factor != 1:
-        part = int(D * rope.partial_rotary_factor)
+        part = round(D * rope.partial_rotary_factor)
         turned, factor = inverse_frequencies(dataclasses.replace(rope, partial_rotary_factor=1.0), part, length)
         rest = np.zeros((D - part) // 2)
         half = np.concatenate([np.full(part // 2, factor), rest + 1])
