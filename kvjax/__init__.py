@@ -16,7 +16,7 @@ from kvjax._src.eviction_error import score
 from kvjax._src.insertion import insert, rewind
 from kvjax._src.layer_caches import LayerCaches
 from kvjax._src.matching import match_attention
-from kvjax._src.methods import adakv, chunkkv, criticalkv, d2o, pyramidkv, simlayerkv
+from kvjax._src.methods import adakv, chunkkv, criticalkv, d2o, defensivekv, pyramidkv, simlayerkv
 from kvjax._src.new_caches import Memory, empty_cache, memory, repeat
 from kvjax._src.observation import Context, Needs, Observation, Prediction, Weights
 from kvjax._src.paged import PagedCache, pack, pages_for
@@ -49,6 +49,7 @@ from kvjax._src.scores import (
 )
 from kvjax._src.scores_of_generations import rkv, triattention
 from kvjax._src.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
+from kvjax._src.scores_of_last_queries import defensive, restkv
 from kvjax._src.selection import select, selected_mask
 from kvjax._src.several_policies import observe_each
 from kvjax._src.split_cache import SplitCache
@@ -102,6 +103,8 @@ __all__ = [
     "curdkv",
     "d2o",
     "dapq",
+    "defensive",
+    "defensivekv",
     "dequantise",
     "dropkv",
     "empty_cache",
@@ -149,6 +152,7 @@ __all__ = [
     "recency",
     "register",
     "repeat",
+    "restkv",
     "rewind",
     "rkv",
     "rotate",

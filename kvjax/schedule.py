@@ -27,7 +27,6 @@ from jaxtyping import Array, Bool, Int
 from kvjax._src.checks import check_count
 from kvjax._src.policy import Policy
 from kvjax._src.reconstruction import Reconstruction, RepeatPrompt
-from kvjax._src.window import observed
 
 When = Literal["block", "prompt", "published"]
 HostOrDevice = Array | np.ndarray
@@ -177,7 +176,7 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
         if policy.published is None:
             raise ValueError(f"no paper says when {policy.name!r} evicts; give when='block' or when='prompt'.")
         return policy.published.prompt, policy.published.decode if evict_every is None else evict_every
-    usual = policy.reads.window if observed(policy.reads.statistics) else 1
+    usual = policy.reads.window or 1
     if policy.published is not None and policy.published.decode > 1:
         usual = policy.published.decode
     if wanted is not None:

@@ -117,16 +117,18 @@ def scores_of(
 ) -> Float[Array, "L B T K"]:
     """Return the scores that a policy gives rows while the model repeats them, from 0 to 1.
 
-    KVzip's are weights of attention. Those that a loss feels (KVgrad) have its scale: a score s becomes s / (s + c),
-    where a tenth of the row's scores, of all layers and heads together, exceed c. That keeps their order, and tells
-    apart those next to c, where a budget of a tenth to a quarter divides them. A token that a layer's sliding window
-    hides from the repeated ones has 0. ``projection`` is :func:`models.output_projection`'s, computed anew by default.
+    KVzip's are weights of attention. Those that a loss feels (KVgrad) have its scale, and those of KVzip+ that of
+    values: a score s becomes s / (s + c), where a tenth of the row's scores, of all layers and heads together, exceed
+    c. That keeps their order, and tells apart those next to c, where a budget of a tenth to a quarter divides them. A
+    token that a layer's sliding window hides from the repeated ones has 0. ``projection`` is
+    :func:`models.output_projection`'s, computed anew by default.
     """
     (B, T), mesh = tokens.shape, mesh_of(model)
     ways = 1 if mesh is None else mesh.shape["data"]
     rows = np.resize(hosts.fetched(tokens), (-(-B // ways) * ways, T))  # some twice, so that they can be spread
     cache = models.prefill(model, rows, policy=policy, budget=T, when="prompt", projection=projection).cache
-    return _by_position(cache, B, T, _has_loss(policy))
+    wanted = policy.needs.reconstruction
+    return _by_position(cache, B, T, wanted is not None and (wanted.loss is not None or wanted.input_length))
 
 
 def _has_loss(policy: Policy) -> bool:

@@ -13,6 +13,7 @@ from kvjax import allocation
 from kvjax._src.chains import chain, register
 from kvjax._src.policy import Moments, Policy
 from kvjax._src.scores import h2o, kvzip, snapkv, zap
+from kvjax._src.scores_of_last_queries import defensive
 from kvjax._src.transforms import chunks, critical, merge, protect
 
 
@@ -93,6 +94,28 @@ def criticalkv(
     """
     scored = snapkv(window=window, kernel=kernel, pooling=pooling)
     return _method("criticalkv", chain(scored, critical(safe=safe)) @ allocation.adakv())
+
+
+@register
+def defensivekv(*, window: int = 32, kernel: int = 5, safe: float = 0.5) -> Policy:
+    """Let the worst case over the last queries choose, then ``|v W_O|``, per layer (DefensiveKV, arXiv 2510.13334).
+
+    It is ``defensive+critical@layer``; ``defensivekv@model(normalise=False)`` is Layer-DefensiveKV, in which all
+    layers compete. The authors' first stage keeps what holds nine tenths of a head's attention, and their second
+    divides a norm by the sum of all heads'; here both are those of :func:`kvjax.critical`.
+
+    Args:
+        window, kernel: see :func:`kvjax.defensive`.
+        safe: see :func:`kvjax.critical`.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.parse("defensivekv(window=16)").allocation.name
+        'layer'
+    """
+    published = Moments("prompt", 0, "arXiv 2510.13334, its authors' code: compresses the prompt, before generation")
+    scored = chain(defensive(window=window, kernel=kernel), critical(safe=safe))
+    return _method("defensivekv", scored @ allocation.layer(), published)
 
 
 @register

@@ -56,13 +56,13 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
     check_number("rkv", "importance", importance, 0, 1, "a share in [0, 1]")
     check_number("rkv", "threshold", threshold, 0, 1, "a cosine in [0, 1]")
 
-    def init(B: int, K: int, G: int, S: int, D: int) -> _Queries:
-        return _Queries(
+    def init(B: int, K: int, G: int, S: int, D: int) -> LastQueries:
+        return LastQueries(
             HeadState(jnp.zeros((B, K, window, G, D), jnp.float32)), HeadState(jnp.zeros((B, K, window), jnp.int32))
         )
 
-    def update(_: Scores, state: _Queries, o: Observation) -> tuple[Scores, _Queries]:
-        state = _with_last(state, o)
+    def update(_: Scores, state: LastQueries, o: Observation) -> tuple[Scores, LastQueries]:
+        state = with_last(state, o)
         attended = pooled(_attended(state, o, window)[:, :, None], o, kernel, "max")
         return importance * attended - (1 - importance) * _repeated(o, threshold)[:, :, None], state
 
@@ -145,14 +145,14 @@ def triattention(*, file: str | None = None, content: str | None = None, future:
     return dataclasses.replace(scored, init=init, measured=None if centres is None else centres.shape[:2])
 
 
-class _Queries(NamedTuple):
+class LastQueries(NamedTuple):
     """A head's last queries, rotated, and their positions from 1; 0 where there is none yet."""
 
     query: HeadState  # [B, K, window, G, D]
     place: HeadState  # [B, K, window]
 
 
-def _with_last(state: _Queries, o: Observation) -> _Queries:
+def with_last(state: LastQueries, o: Observation) -> LastQueries:
     """Return the last queries of a head behind a block; those of tokens that were taken back leave."""
     B, T = o.query_position.shape
     _, K, window, G, D = state.query.value.shape
@@ -164,10 +164,10 @@ def _with_last(state: _Queries, o: Observation) -> _Queries:
     query = jnp.concatenate([state.query.value, new], axis=2)
     place, chosen = jax.lax.top_k(place, window)
     query = jnp.take_along_axis(query, chosen[..., None, None], axis=2)
-    return _Queries(HeadState(query), HeadState(place))
+    return LastQueries(HeadState(query), HeadState(place))
 
 
-def _attended(state: _Queries, o: Observation, window: int) -> Float[Array, "B K S"]:
+def _attended(state: LastQueries, o: Observation, window: int) -> Float[Array, "B K S"]:
     """Return the mean attention of the last queries to the tokens before them; 0 for the window's own tokens."""
     query, place = state.query.value, state.place.value
     key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)

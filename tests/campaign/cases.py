@@ -327,6 +327,7 @@ def draw(
 # How a name without an allocation divides the slots.
 PUBLISHED = dict.fromkeys(("kvzip", "kvgrad", "zap"), "model(normalise=False)")
 PUBLISHED |= {"laprox": "model", "cake": "cake", "lava": "lava"}
+OF_A_WINDOW = ("snapkv", "dropkv", "dapq", "finch", "laprox", "cake", "lava", "rkv", "restkv", "defensive")
 OF_QUERIES = ("h2o", "tova", "snapkv", "dropkv", "dapq", "finch", "sage", "lava", "kvzip")  # may read their errors
 
 
@@ -372,6 +373,8 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
         "curdkv": dict(sinks=(0, 1, 0.25), leverage=("mean", "key", "value"), local_window=(1, 2, 3, None)),
         "lagkv": dict(sinks=(0, 1, 2), cross_scoring=(True,)),
         "random": dict(seed=(1, 7)),
+        "restkv": dict(kernel=kernel, alpha=(0.1, 1.0), per=("query",)),
+        "defensive": dict(kernel=kernel),
         "rkv": dict(kernel=kernel, importance=(0.0, 0.5, 1.0), threshold=(0.2, 0.9)),
         "triattention": {},
     }
@@ -388,9 +391,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
     one_set = base == "tova"  # for all heads of a layer: heads cannot exchange slots
-    always = (
-        f"window={window}" if name in ("snapkv", "dropkv", "dapq", "finch", "laprox", "cake", "lava", "rkv") else ""
-    )
+    always = f"window={window}" if name in OF_A_WINDOW else ""
     if name == "triattention":
         always = f"file={calibration('centres', layers, kv_heads, group)!r},future={d.one(1, 8, 30)}"
     if name == "q_filters":
@@ -421,7 +422,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
                 links.append(_caote(d, "" if "normalise" in base else name))
             case "protect":
                 links.append(d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7))
-    if d.maybe(0.15) and name not in ("expected_attention", "kvgrad", "rkv", "triattention"):
+    if d.maybe(0.15) and name not in ("expected_attention", "kvgrad", "rkv", "restkv", "defensive", "triattention"):
         links.append(d.link("positions", kind=("compact", "index", "absolute")))
     merges = d.maybe(0.12)
     errors = name == "dropkv" or any("per='query'" in link for link in links)  # no link or allocation reads attention

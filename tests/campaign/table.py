@@ -26,7 +26,7 @@ HERE = "<folder>"  # of the campaign's calibration files, which differs from mac
 POLICIES = {
     "full": "full",
     "h2o": "sums",
-    **dict.fromkeys(("snapkv", "dropkv", "finch", "laprox", "cake", "lava", "rkv"), "a window"),
+    **dict.fromkeys(("snapkv", "dropkv", "finch", "laprox", "cake", "lava", "rkv", "restkv", "defensive"), "a window"),
     **dict.fromkeys(("tova", "sage"), "one query"),
     **dict.fromkeys(
         ("expected_attention", "keydiff", "key_norm", "q_filters", "curdkv", "lagkv", "triattention"), "keys"

@@ -248,10 +248,14 @@ def rewound(case: Case, _: str) -> Outcome:
 
 
 def _learns_nothing(policy: str) -> bool:
-    """Return whether an R-KV remembers of the text nothing but its last queries."""
+    """Return whether a policy remembers of the text nothing but its last queries."""
     case = Case(policy=policy)
     learning = {"critical", "cam", "match"} & {link.partition("(")[0] for link in case.links}
-    return case.base == "rkv" and not learning and case.allocation.partition("(")[0] not in ("cake", "d2o")
+    return (
+        case.base in ("rkv", "restkv", "defensive")
+        and not learning
+        and case.allocation.partition("(")[0] not in ("cake", "d2o")
+    )
 
 
 def _loaded(cache: Any, case: Case) -> Any:

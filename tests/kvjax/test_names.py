@@ -25,6 +25,7 @@ EVEN = sorted(name for name in ALLOCATIONS if name not in ("headkv", "duo"))  # 
 PUBLISHED = {
     **dict.fromkeys(("kvzip", "kvgrad", "zap", "gate"), "model(normalise=False)"),
     "laprox": "model", "cake": "cake", "lava": "lava", "criticalkv": "adakv", "adakv": "adakv",
+    "defensivekv": "layer",
     "pyramidkv": "pyramid", "d2o": "d2o", "simlayerkv": "simlayer", "repeat": "model(normalise=False,cap=8)",
 }  # fmt: skip
 
@@ -82,6 +83,7 @@ PARTS = {
     "pyramidkv(window=2,beta=4)": "snapkv(window=2)@pyramid(beta=4)",
     "adakv(window=2,kernel=3,safeguard=0.5)": "snapkv(window=2,kernel=3)@adakv(safeguard=0.5)",
     "criticalkv(window=2,kernel=3)+caote": "snapkv(window=2,kernel=3)+critical+caote@adakv",
+    "defensivekv(window=2,kernel=3,safe=0.25)": "defensive(window=2,kernel=3)+critical(safe=0.25)@layer",
     "chunkkv(window=2,kernel=3,size=2)": "snapkv(window=2,kernel=3)+chunks(size=2)",
     "d2o(similarity=0.5)": "h2o+merge(similarity=0.5)@d2o",
     "simlayerkv(window=2,recent=0.5)@uniform": "snapkv(window=2)",

@@ -33,7 +33,8 @@ laprox(window=2,kernel=3,gqa='joint')@uniform laprox(window=2,kernel=3,target='a
 cake(window=3)@uniform cake(window=9,kernel=1)@uniform lava(window=2,kernel=3)@uniform keydiff
 expected_attention(future=8,sinks=1) expected_attention(future=1,covariance=False,value_norm=False)
 curdkv(sinks=1,leverage='mean',local_window=3) lagkv(sinks=1,lag=2) rkv(window=3,kernel=3,importance=0.3)
-tova(heads='group')+critical(epsilon=0.1)+protect(sinks=2,recent=1)
+tova(heads='group')+critical(epsilon=0.1)+protect(sinks=2,recent=1) restkv(window=3,kernel=3,per='query')
+restkv(window=3,kernel=5,alpha=0.5) defensive(window=3,kernel=3)
 """.split()
 
 
@@ -141,11 +142,11 @@ def test_rkv_forgets_the_queries_of_tokens_that_were_taken_back():
     """Three of positions 4 to 6 are held; after a rewind to 5 one token comes in there, and another row is idle."""
     held = np.arange(B * K * 3 * G * D, dtype=np.float32).reshape(B, K, 3, G, D)
     places = np.broadcast_to(np.int32([7, 6, 5]), (B, K, 3))  # of 6, 5 and 4, counted from 1
-    state = scores_of_generations._Queries(kvjax.HeadState(held), kvjax.HeadState(places))
+    state = scores_of_generations.LastQueries(kvjax.HeadState(held), kvjax.HeadState(places))
     position = np.full((B, T), -1, np.int32)
     position[0, 0] = 5
     seen = blocks.make(34).observation._replace(query_position=position)
-    after = jax.jit(scores_of_generations._with_last)(state, seen)
+    after = jax.jit(scores_of_generations.with_last)(state, seen)
     assert after.place.value[0].tolist() == [[6, 5, 0]] * K
     new = np.asarray(seen.query)[0, 0].reshape(K, G, D)
     np.testing.assert_array_equal(after.query.value[0, :, :2], np.stack([new, held[0, :, 2]], axis=1))

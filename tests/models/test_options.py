@@ -44,13 +44,13 @@ def test_options_are_keyword_arguments_that_come_first():
 
 AT_EVERY_BLOCK = "h2o tova streaming h2o+caote tova+fast_caote snapkv+caote keydiff key_norm q_filters"
 AT_ONCE = "snapkv snapkv@adakv snapkv@pyramid snapkv+critical laprox cake lava expected_attention curdkv"
-AT_ONCE += " lagkv finch kvzip+pool@uniform"
+AT_ONCE += " lagkv finch kvzip+pool@uniform restkv defensivekv"
 # docs/methods.md has the sources
 PUBLISHED = dict.fromkeys(AT_EVERY_BLOCK.split(), ("block", 1)) | dict.fromkeys(AT_ONCE.split(), ("prompt", 0))
 PUBLISHED |= dict.fromkeys(("sage", "d2o"), ("prompt", 1))
 PUBLISHED["rkv"] = ("prompt", 128)
 USUAL = {"h2o+caote": 1, "snapkv": 32, "snapkv(window=8)+caote@adakv": 8, "h2o@cake": 32, "h2o@cake(window=5)": 5}
-USUAL["rkv"] = 128
+USUAL |= {"rkv": 128, "restkv(window=16)": 16}
 
 
 @pytest.mark.parametrize(("name", "expected"), PUBLISHED.items(), ids=PUBLISHED)

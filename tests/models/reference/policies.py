@@ -590,6 +590,66 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
     return Link(score, ((0, window),))
 
 
+def _last_rows(seen: Seen, window: int) -> np.ndarray:
+    """The attention of the last queries over the tokens that are left, [K, G, n, P]."""
+    _, P, D = seen.key.shape
+    last = seen.query[:, :, -window:]
+    own = np.arange(P - last.shape[2], P)
+    logits = np.einsum("kgnd,kpd->kgnp", rope(last, own, seen.frequency), seen.key) / D**0.5
+    logits = logits if seen.soft_cap is None else seen.soft_cap * np.tanh(logits / seen.soft_cap)
+    visible = (seen.kept[:, None] & (np.arange(P) <= own[:, None]))[:, None]
+    power = np.where(visible, np.exp(logits - np.where(visible, logits, -np.inf).max(axis=-1, keepdims=True)), 0)
+    total = power.sum(axis=-1, keepdims=True)
+    return power / np.where(total > 0, total, 1)  # a query may see none that its sliding window has left
+
+
+def restkv(*, window: int = 32, kernel: int = 5, alpha: float = 0.3, step: int = 2000, per: str = "window") -> Link:
+    """The change of the layer's output, of the queries' moving average or its moving average; pooled."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        rows, P = _last_rows(seen, window), seen.kept.shape[1]
+        assert step > P, "the pooling is of one width and moves nowhere"
+        n, before = rows.shape[2], seen.kept & (np.arange(P) < P - window)
+        shares = alpha * (1 - alpha) ** np.arange(n - 1.0, -1, -1)
+        shares[0] = (1 - alpha) ** (n - 1)
+        if per == "window":
+            rows = np.where(before[:, None], np.einsum("kgnp,n->kgp", rows, shares), 0)[:, :, None]
+            shares = np.ones(1)
+        behind = np.einsum("kpd,kgde->kgpe", seen.value, seen.output)
+        out = np.einsum("kgnp,kgpe->kgne", rows, behind)
+        rest = np.maximum(1 - rows, np.finfo(np.float32).eps)
+        lengths = np.linalg.norm(out, axis=-1)[..., None] + np.linalg.norm(behind, axis=-1)[:, :, None]
+        moved = rows / rest * np.linalg.norm(out[:, :, :, None] - behind[:, :, None], axis=-1)
+        moved, off = (np.einsum("kgnp,n->kgp", x, shares) for x in (moved, 1e-6 * rows / rest**2 * lengths))
+        result, seen.noise[:] = np.zeros(moved.shape), 0
+        for k, counted in enumerate(before):
+            there = np.flatnonzero(counted)
+            for index, p in enumerate(there):
+                near = there[np.clip(np.arange(index - kernel // 2, index + kernel // 2 + 1), 0, len(there) - 1)]
+                result[k, :, p] = moved[k][:, near].mean(axis=1)
+                seen.noise[k, p] = off[k][:, near].mean() + 1e-6 * result[k, :, p].mean()
+        return result
+
+    return Link(score, ((0, window),), window=window)
+
+
+def defensive(*, window: int = 32, kernel: int = 5) -> Link:
+    """The largest attention of a query to what is near a token, at least the mean of these."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        rows, (K, P) = _last_rows(seen, window), seen.kept.shape
+        before = (seen.kept & (np.arange(P) < P - window))[:, None]
+        rows = np.where(before, rows.reshape(K, -1, P), 0)
+        near = np.where(before, _pooled(rows, seen, kernel, "avg"), 0)
+        total, sums = (x.sum(axis=-1, keepdims=True) for x in (rows, near))
+        worst = (near / np.where(sums > 0, sums, 1) * total).max(axis=1)
+        mean = worst.sum(axis=-1, keepdims=True) / np.maximum(before.sum(axis=-1), 1)
+        seen.noise[:] = np.where(worst < (1 - 1e-5) * mean, 0, 2e-6 * worst)  # float32 has one number for all of them
+        return np.where(before, np.maximum(worst, mean)[:, None], 0)
+
+    return Link(score, ((0, window),), window=window)
+
+
 def triattention(*, file: str, future: int = 65536) -> Link:
     """The mean query's logit at positions to come, and lengths in place of what queries differ by, by deviations."""
 
@@ -848,8 +908,8 @@ LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
         h2o, tova, snapkv, dropkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap,
-        kvzip, kvgrad, recency, keydiff, key_norm, q_filters, curdkv, lagkv, rkv, triattention, random, normalise,
-        pool, chunks, protect, positions, merge, cam, match, critical, caote, fast_caote,
+        kvzip, kvgrad, recency, keydiff, key_norm, q_filters, curdkv, lagkv, rkv, restkv, defensive, triattention,
+        random, normalise, pool, chunks, protect, positions, merge, cam, match, critical, caote, fast_caote,
     )
 }  # fmt: skip
 
