@@ -284,7 +284,7 @@ def _over_pages[Carry](
         pages = jax.lax.dynamic_slice_in_dim(table, number * few, few)
         entries = jax.tree.map(lambda pool: laid_out(pool, pages), held.entries)
         position, end = slot_positions(held.position, pages), jnp.zeros(1, jnp.int32)
-        here = floats_of(KVCache(entries=entries, position=position, next_position=end))
+        here = floats_of(KVCache(entries=entries, position=position, next_position=end, rotated=held.rotated))
         key, value = (jnp.where(here.live[:, None], x, 0) for x in (here.key, here.value))  # 0 * NaN is NaN
         return step(carry, _Slots(key, value, here.position, here.bias))
 

@@ -20,7 +20,7 @@ from kvjax._src.capacity import CacheSpec, rounded_up, ways_of
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import is_known, plain
 from kvjax._src.policy import fits_biases
-from kvjax._src.policy_checks import check_measured, check_policy_given, check_state
+from kvjax._src.policy_checks import check_latents, check_measured, check_policy_given, check_state
 from kvjax._src.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.schedule import When, moments, turn_block
 from models.butler import Butler
@@ -59,9 +59,8 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
         dtype, rounded_to = kept.dtypes, (None, None)
     network = network_of(options.networks, model, policy, None if selection is None else selection.source)
     check_measured(policy, config.num_layers, config.num_kv_heads)
-    if config.latent is not None and policy is not None and policy.heads == "query":
-        wrong = f"{policy.name!r} has a cache for each query head, but they share one latent per token;"
-        raise ValueError(f"{wrong} take heads='group'.")
+    if config.latent is not None:
+        check_latents(policy, dtype)
     if not isinstance(options.projection, tuple | None) or isinstance(options.projection, OutputProjection):
         raise ValueError(f"projection is {options.projection!r}; expected what models.output_projection returns.")
     heads, positions = cache_heads(config, policy), "absolute" if policy is None else policy.positions
@@ -99,6 +98,7 @@ def _spec(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options) -
         len(prompt.text.lengths), plan.heads, config.head_dim, config.num_heads // plan.heads, config.num_layers,
         tuple(config.sliding_windows), plan.policy, plan.cache_dtype, plan.positions, plan.mesh,
         kept.page_size if kept is not None and kept.pages else options.page_size,
+        rotated=None if config.latent is None else config.latent.rotated,
     )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def _attend_chosen(
 
     def of_device(own: KVCache, query: Array, slots: Array, sinks: Array | None) -> Array:
         how: Any = dict(soft_cap=context.soft_cap, sink_logits=sinks, implementation=implementation_for("auto", own))
-        return select_attention(query, **own.entries, slots=slots, **how)
+        return select_attention(query, **own.attended(), slots=slots, **how)
 
     given = (query, OF_TOKENS), (slots, OF_HEADS), (context.sink_logits, OF_QUERY_HEADS)
     return enter(cache, of_device, *given, outputs=OF_TOKENS)

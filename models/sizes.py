@@ -15,4 +15,5 @@ def full_cache_bytes(model: Decoder, tokens: int, dtype: DtypesLike | None = Non
         return 0
     config, own = model.config, model.embedding[...].dtype
     sizes: Any = dict(layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+    sizes["rotated"] = None if config.latent is None else config.latent.rotated
     return kvjax.memory(**sizes, budget=tokens, block=0, dtype=own if dtype is None else dtype).total

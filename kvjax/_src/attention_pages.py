@@ -55,7 +55,9 @@ def observe_pages(
     if not turned:
         table = cache.layer_table(layer)
         given: Any = dict(table=table, query_position=position)
-        attention = functools.partial(paged_attention_unchecked, query, **cache.entries, **given)
+        attention = functools.partial(
+            paged_attention_unchecked, query, **cache.attended(needs.errors == "value"), **given
+        )
         out, columns = attended(lambda slots, **options: attention(position=slots, **options), cache, needs, context)
         if policy is None:
             return out, cache, None

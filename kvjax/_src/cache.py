@@ -5,6 +5,7 @@
       key, value   [B, K, S, D]   keys rotated at their absolute position; those of free slots are stale, never read.
       key_scale    [B, K, S]      float32, by which a key of eight bits is multiplied; only for keys of eight bits
       value_scale  [B, K, S]      likewise of the values, which may have another dtype
+                   A cache of latents has no values: they are the keys without their rotated part (Stored.value)
       bias         [B, K, S]      float32, added to the logits of a slot; only in a cache for a policy that fits one
                                   (kvjax/_src/matching.py). It is 0 when a token enters
     position       [B, K, S]      int32, the absolute position of the token in each slot, -1 where the slot is free
@@ -22,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -88,12 +89,15 @@ def part_of_kind[Part: Any](state: PyTree, kind: type[Part]) -> Part | None:
     return next((part for part in parts if isinstance(part, kind)), None)
 
 
-class Pages(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pages:
     """Hold a plain cache, or a layer of a paged one, as a page table of each head, and the pool of all pages."""
 
     entries: Entries
     position: Int[Array, "P page"]
     table: Int[Array, "B K M"]
+    rotated: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 class AnyKind:
@@ -173,6 +177,7 @@ class Stored(AnyKind):
     """Reads the entries of a plain or a paged cache."""
 
     entries: Entries
+    rotated: int | None  # of a cache of latents: how many numbers of a key are rotated, and no part of its value
 
     @property
     def key(self) -> Real[Array, "*slots D"]:
@@ -181,8 +186,8 @@ class Stored(AnyKind):
 
     @property
     def value(self) -> Real[Array, "*slots D"]:
-        """Return the values as they are stored."""
-        return self.entries["value"]
+        """Return the values as they are stored; of a cache of latents, the keys with 0 for their rotated part."""
+        return self.entries["value"] if self.rotated is None else latents(self.key, self.rotated)
 
     @property
     def key_scale(self) -> Float[Array, "*slots"] | None:
@@ -192,12 +197,22 @@ class Stored(AnyKind):
     @property
     def value_scale(self) -> Float[Array, "*slots"] | None:
         """Return the scales of values of eight bits, None where values are floats."""
-        return self.entries.get("value_scale")
+        return self.entries.get("value_scale" if self.rotated is None else "key_scale")
 
     @property
     def bias(self) -> Float[Array, "*slots"] | None:
         """Return what is added to the logits of each slot, None where nothing is."""
         return self.entries.get("bias")
+
+    def attended(self, exact: bool = False) -> Entries:
+        """Return the entries as attention takes them: of a cache of latents, with its keys for values.
+
+        Then nothing may read the rotated part of an output. With ``exact`` it is 0, at the price of a copy of the keys.
+        """
+        if self.rotated is None:
+            return self.entries
+        scale = {} if self.key_scale is None else {"value_scale": self.key_scale}
+        return self.entries | scale | {"value": self.value if exact else self.key}
 
     def with_bias(self) -> Any:
         """Return the cache with a float per slot that is added to its logits: 0, if it has none yet."""
@@ -243,6 +258,7 @@ class KVCache(Stored):
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
     axis: str | tuple[()] | None = dataclasses.field(default=None, metadata={"static": True})
+    rotated: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @staticmethod
     def init(
@@ -277,12 +293,23 @@ class KVCache(Stored):
 
     @classmethod
     def blank(
-        cls, shape: tuple[int, int, int], head_dim: int, dtypes: Dtypes, state: PyTree, positions: Positions
+        cls,
+        shape: tuple[int, int, int],
+        head_dim: int,
+        dtypes: Dtypes,
+        state: PyTree,
+        positions: Positions,
+        rotated: int | None = None,
     ) -> KVCache:
         """Make an empty cache with slots of a shape, ``(B, K, S)``, to which its state is known to fit."""
-        entries, position = empty_entries(shape, head_dim, dtypes), jnp.full(shape, -1, jnp.int32)
-        next_position = jnp.zeros(shape[0], jnp.int32)
-        return cls(entries=entries, position=position, next_position=next_position, state=state, positions=positions)
+        return cls(
+            entries=empty_entries(shape, head_dim, dtypes, rotated is None),
+            position=jnp.full(shape, -1, jnp.int32),
+            next_position=jnp.zeros(shape[0], jnp.int32),
+            state=state,
+            positions=positions,
+            rotated=rotated,
+        )
 
     @classmethod
     def of(
@@ -332,6 +359,8 @@ class KVCache(Stored):
         if T == 1:
             own, place = jax.tree.map(lambda x: x[:, :, 0], new), position[:, 0]
             held = self.entries, self.position, self.next_position
+            if self.rotated is not None:  # no kernel inserts keys alone
+                implementation = "reference"
             inserted = insert_token(*held, own, place, room=room, implementation=implementation)
             is_new = jax.lax.broadcasted_iota(jnp.int32, (B, K, S), 2) == inserted.slot[..., None]
 
@@ -380,7 +409,7 @@ class KVCache(Stored):
         page = math.gcd(self.num_slots, most)
         entries = jax.tree.map(lambda leaf: leaf.reshape(-1, page, *leaf.shape[3:]), self.entries)
         position = self.position.reshape(-1, page)
-        return Pages(entries, position, jnp.arange(len(position)).reshape(*self.heads_shape, -1))
+        return Pages(entries, position, jnp.arange(len(position)).reshape(*self.heads_shape, -1), self.rotated)
 
 
 @jax.jit
@@ -433,6 +462,8 @@ def as_stored(cache: Stored, key: Float[Array, "*slots D"], value: Float[Array, 
     """Return new tokens' keys and values as the cache stores them: what is to be written to each of its arrays."""
     stored: Entries = {}
     for (name, dtype), vectors in zip(dtypes_of(cache)._asdict().items(), (key, value), strict=True):
+        if name not in cache.entries:  # the values of latents
+            continue
         if is_quantised(dtype):
             stored[name], stored[f"{name}_scale"] = quantise(vectors, dtype)
         else:
@@ -442,16 +473,29 @@ def as_stored(cache: Stored, key: Float[Array, "*slots D"], value: Float[Array, 
     return stored
 
 
-def empty_entries(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Entries:
-    """Return the entries of an empty cache with slots of this shape."""
-    scaled = [name for name, dtype in dtypes._asdict().items() if is_quantised(dtype)]
-    scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name in scaled}
-    return scales | {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in dtypes._asdict().items()}
+def empty_entries(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes, values: bool = True) -> Entries:
+    """Return the entries of an empty cache with slots of this shape, without values in a cache of latents."""
+    own = {name: dtype for name, dtype in dtypes._asdict().items() if values or name == "key"}
+    scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name, dtype in own.items() if is_quantised(dtype)}
+    return scales | {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in own.items()}
+
+
+def latents(key: Real[Array, "*slots D"], rotated: int) -> Real[Array, "*slots D"]:
+    """Return keys with 0 for their rotated elements, the first half of ``rotated`` in each half of a key.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax._src.cache import latents
+        >>> latents(jnp.arange(1, 7), 2).tolist()
+        [0, 2, 3, 0, 5, 6]
+    """
+    half = jnp.arange(key.shape[-1]) % (key.shape[-1] // 2)
+    return jnp.where(half < rotated // 2, jnp.zeros((), key.dtype), key)
 
 
 def dtypes_of(cache: Stored) -> Dtypes:
     """Return the dtypes of a cache's keys and values."""
-    return Dtypes(cache.key.dtype.name, cache.value.dtype.name)
+    return Dtypes(cache.key.dtype.name, cache.entries.get("value", cache.key).dtype.name)
 
 
 def floats_of[Cache: Any](cache: Cache) -> Cache:
@@ -469,8 +513,8 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
         >>> str(cache.key.dtype), str(floats.key.dtype)
         ('int8', 'float32')
     """
-    scales = {"key": cache.key_scale, "value": cache.value_scale}
-    floats = {name: dequantise(cache.entries[name], x) for name, x in scales.items() if x is not None}
+    scales = {name.removesuffix("_scale"): x for name, x in cache.entries.items() if name.endswith("_scale")}
+    floats = {name: dequantise(cache.entries[name], x) for name, x in scales.items()}
     others = {name: array for name, array in cache.entries.items() if not name.endswith("_scale")}
     return dataclasses.replace(cache, entries=others | floats) if floats else cache
 

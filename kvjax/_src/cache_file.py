@@ -62,8 +62,8 @@ _FIELDS = {
 }
 _LAYER = re.compile(r"^layers\[\d+\]\.")
 _STATE = re.compile(r"^(layers\[\d+\]\.)?state(?=[.\[]|$)")
-# A file without these tokens is as files were before there were any.
-_MAY_LACK: dict[str, Any] = {"pending": list[int], "seen": list[int]}
+# A file without these tokens is as files were before there were any, and one without "rotated" is of no latents.
+_MAY_LACK: dict[str, Any] = {"pending": list[int], "seen": list[int], "rotated": int}
 
 
 def save_cache(
@@ -117,9 +117,9 @@ def _content(cache: Any, policy: Policy | str | None, made_with: dict[str, Any],
     """Return the content of a cache's file."""
     arrays = _arrays(cache)
     paged, layered = cache.paged, isinstance(cache, LayerCaches)
-    key, value, position = (
-        _require(arrays, f"layers[0].{name}" if layered else name, "the cache") for name in ("key", "value", "position")
-    )
+    one = cache.layers[0] if layered else cache
+    names = ("key", "key" if one.rotated is not None else "value", "position")
+    key, value, position = (_require(arrays, f"layers[0].{x}" if layered else x, "the cache") for x in names)
     next_position = _require(arrays, "next_position", "the cache")
     from kvjax import __version__
 
@@ -132,6 +132,8 @@ def _content(cache: Any, policy: Policy | str | None, made_with: dict[str, Any],
         "dtype": str(Dtypes(key.dtype.name, value.dtype.name)),
         "tokens": next_position.tolist(),
     }
+    if one.rotated is not None:
+        info["rotated"] = one.rotated
     expected_with = functools.partial(_expected, "the cache", arrays, info, policy_of(policy))
     info["query_heads"] = _query_heads(cache, arrays, made_with["policy"], expected_with)
     _check_arrays("the cache", arrays, expected_with(info["query_heads"]))
@@ -216,7 +218,7 @@ def cache_info(path: str | Path) -> dict[str, Any]:
     with path.open("rb") as read:
         header = int.from_bytes(read.read(8), "little")
     info = _renamed(info)
-    known = {name: info[name] for name in _FIELDS} | {name: info.get(name, []) for name in _MAY_LACK}
+    known = {name: info[name] for name in _FIELDS} | {name: info.get(name, []) for name in ("pending", "seen")}
     sizes = {"cache_bytes": path.stat().st_size - 8 - header, "full_cache_bytes": _full_bytes(f"{path}", info, shapes)}
     return known | sizes
 
@@ -233,6 +235,7 @@ def _full_bytes(whose: str, info: Mapping[str, Any], shapes: Mapping[str, tuple[
     *layers, _, kv_heads, _ = heads
     count = _layers_of(shapes) if first else layers[0] if layers else 1
     sizes: Any = dict(layers=count, kv_heads=kv_heads, head_dim=_require(shapes, f"{first}key", whose)[-1])
+    sizes["rotated"] = info.get("rotated")
     dtype = _dtypes(whose, info)
     return sum(memory(**sizes, budget=tokens, block=0, dtype=dtype).total for tokens in info["tokens"] if tokens)
 
@@ -382,6 +385,7 @@ def _expected(
     spec = CacheSpec(
         batch, kv_heads, key.shape[-1], query_heads, layers[0] if layers else None, policy=policy, dtype=dtypes,
         positions=described["positions"], page_size=page_size, layer_slots=tuple(slots), pages=pages,
+        rotated=described.get("rotated"),
     )  # fmt: skip
     tree: list[Any] = []
 

@@ -50,6 +50,7 @@ class CacheSpec:
     mesh: Mesh | AbstractMesh | None = None
     page_size: int = 1
     layer_slots: tuple[int, ...] = ()  # per head of each layer; of pages, one number: the most that a head may hold
+    rotated: int | None = None  # of a cache of latents, which has no values of its own; see :meth:`Stored.value`
     pages: int = 0  # of each device's pool, 0 for a plain cache
     prompt_slots: tuple[int, ...] = ()  # of the plain cache that first holds a whole prompt, () if there is none
 
@@ -149,6 +150,7 @@ class ModelSizes(TypedDict, total=False):
     layers: int | None
     batch: int
     windows: Windows | None
+    rotated: int | None
 
 
 def model_sizes(
@@ -159,13 +161,19 @@ def model_sizes(
     layers: int | None = None,
     batch: int = 1,
     windows: Windows | None = None,
+    rotated: int | None = None,
 ) -> CacheSpec:
     """Check :class:`ModelSizes`, and return a spec with them, without slots."""
     batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
     query_heads = kv_heads if query_heads is None else check_count("query_heads", query_heads, 1, "give at least 1")
     if query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple.")
-    return CacheSpec(batch, kv_heads, head_dim, query_heads // kv_heads, layers, check_windows(windows, layers or 1))
+    if rotated is not None:
+        check_count("rotated", rotated, 0, "give how many numbers of a latent's key are rotated, or None for values")
+        if rotated % 2 or head_dim % 2 or rotated >= head_dim:
+            raise ValueError(f"rotated is {rotated} of {head_dim} numbers; expected pairs, and fewer than all.")
+    group, windows = query_heads // kv_heads, check_windows(windows, layers or 1)
+    return CacheSpec(batch, kv_heads, head_dim, group, layers, windows, rotated=rotated)
 
 
 def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...]:

@@ -139,7 +139,9 @@ def attend_heads(
     if context.filled is not None and context.reconstructed is None:
         return *_attend_first(here, block, needs, context, context.filled), block, here
     given: Any = dict(query_position=block.position)
-    attention = functools.partial(cache_attention_unchecked, block.query, **here.entries, **given)
+    attention = functools.partial(
+        cache_attention_unchecked, block.query, **here.attended(needs.errors == "value"), **given
+    )
     out, columns = attended(lambda slots, **options: attention(key_position=slots, **options), here, needs, context)
     return out, columns, block, here
 
@@ -148,7 +150,8 @@ def _attend_first(
     here: KVCache, block: LayerBlock, needs: Needs, context: Context, filled: int
 ) -> tuple[Float[Array, "B T heads D"], ColumnStatistics]:
     """Attend over the first slots of a layer, where the others are free: their statistics are 0."""
-    entries, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (here.entries, here.position))
+    entries = here.attended(needs.errors == "value")
+    entries, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (entries, here.position))
     given: Any = dict(key_position=slot_position, query_position=block.position)
     out, columns = cache_attention_unchecked(block.query, **entries, **given, **attention_options(here, needs, context))
     spare = max(here.num_slots - filled, 0)

@@ -20,7 +20,7 @@ from kvjax._src.checks import check_count
 from kvjax._src.layer_caches import LayerCaches
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy, fits_biases
-from kvjax._src.policy_checks import check_block, check_budget, check_measured, check_state
+from kvjax._src.policy_checks import check_block, check_budget, check_latents, check_measured, check_state
 from kvjax._src.quantise import DtypesLike, check_dtypes
 from kvjax._src.split_cache import Cache, SplitCache
 
@@ -48,7 +48,10 @@ def empty_cache(
         sizes: ``kv_heads``, the heads of the model's keys and values, and ``head_dim``, the length of a key; besides,
             ``query_heads``, a multiple of ``kv_heads`` (as many by default), ``batch`` rows (1), ``layers`` of a model
             (None for a cache of one layer), and ``windows``, the layers' sliding windows, one entry per
-            layer, None for a layer that sees all positions.
+            layer, None for a layer that sees all positions. ``rotated`` makes a cache of latents (DeepSeek's
+            multi-head latent attention, see models/latent.py): it stores the keys alone and reads no values that are
+            inserted, for they are the keys without so many rotated numbers, the first half of them in each half of a
+            key. Of an attention output these numbers are to be left out.
 
     Returns:
         A :class:`kvjax.KVCache` of ``budget + block`` slots per head, at most ``window + block`` in a layer with a
@@ -240,6 +243,8 @@ def checked_blank(spec: CacheSpec) -> Cache | LayerCaches:
     check_heads(spec.batch, spec.kv_heads, spec.head_dim, spec.layers)
     check_count("slots", min(spec.layer_slots), 1, "a cache needs at least 1")
     check_measured(spec.policy, spec.layers, spec.kv_heads)
+    if spec.rotated is not None:
+        check_latents(spec.policy, spec.dtype)
     if spec.policy is not None:
         check_state(spec.policy, spec.head_dim, spec.kv_heads, spec.group)
     return blank(spec)
@@ -253,7 +258,7 @@ def blank(spec: CacheSpec) -> Cache | LayerCaches:
         return () if policy is None else policy.state(B, K, spec.group, S, spec.head_dim)
 
     if spec.pages:
-        names = ("batch", "kv_heads", "head_dim", "layers", "pages", "page_size", "dtype", "positions")
+        names = ("batch", "kv_heads", "head_dim", "layers", "pages", "page_size", "dtype", "positions", "rotated")
         given = {name: getattr(spec, name) for name in names} | dict(most=spec.slots, init_state=state)
         if mesh is None or mesh.size == 1:
             pages = PagedCache.init(**given)
@@ -264,7 +269,7 @@ def blank(spec: CacheSpec) -> Cache | LayerCaches:
 
     def layer(slots: int) -> KVCache:
         shape = spec.batch, spec.kv_heads, slots
-        cache = KVCache.blank(shape, spec.head_dim, spec.dtype, state(*shape), spec.positions)
+        cache = KVCache.blank(shape, spec.head_dim, spec.dtype, state(*shape), spec.positions, spec.rotated)
         return cache.with_bias() if biased else cache
 
     cache: Any = layer(spec.slots) if spec.layers is None else LayerCaches(tuple(map(layer, spec.layer_slots)))

@@ -85,6 +85,7 @@ class PagedCache(Stored):
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
     axis: str | tuple[()] | None = dataclasses.field(default=None, metadata={"static": True})
+    rotated: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def init(
@@ -96,6 +97,7 @@ class PagedCache(Stored):
         dtype: DtypesLike = jnp.float32,
         init_state: Callable[[int, int, int], PyTree] | None = None,
         positions: Positions = "absolute",
+        rotated: int | None = None,
         **heads: Any,
     ) -> PagedCache:
         """Make an empty cache.
@@ -106,6 +108,7 @@ class PagedCache(Stored):
             most: the most slots that one head can hold; it sets the width of the page table.
             init_state: ``init_state(B, K, S)``, a policy's ``state`` for one group size and head dim.
             dtype, positions: see :meth:`kvjax.KVCache.init`.
+            rotated: see :func:`kvjax.empty_cache`.
             heads: ``batch``, ``kv_heads``, ``head_dim`` and, for several of them, ``layers``; likewise.
 
         Raises:
@@ -131,7 +134,7 @@ class PagedCache(Stored):
             )
         table_shape = (*stack, batch, kv_heads, -(-most // page_size))
         return cls(
-            entries=empty_entries((pages, page_size), head_dim, dtypes),
+            entries=empty_entries((pages, page_size), head_dim, dtypes, rotated is None),
             position=jnp.full((pages, page_size), -1, jnp.int32),
             owner=jnp.full(pages, -1, jnp.int32),
             table=jnp.full(table_shape, -1, jnp.int32),
@@ -140,6 +143,7 @@ class PagedCache(Stored):
             next_position=jnp.zeros(batch, jnp.int32),
             state=state,
             positions=positions,
+            rotated=rotated,
         )
 
     @property
@@ -321,11 +325,12 @@ class PagedCache(Stored):
             next_position=self.next_position,
             state=map_state(of_slots, of_heads, self.state),
             positions=self.positions,
+            rotated=self.rotated,
         )
 
     def in_pages(self, layer: Int[Array, ""], most: int) -> Pages:
         """Return a layer's page table, and the pool, whose pages have the size that they have."""
-        return Pages(self.entries, self.position, self.table[layer])
+        return Pages(self.entries, self.position, self.table[layer], self.rotated)
 
     def layer_table(self, index: int | Int[Array, ""] | None) -> Int[Array, "B K M"]:
         """Return the pages of a layer's heads; ``index`` is None for a cache that does not stack layers."""
@@ -426,6 +431,7 @@ def pack(cache: KVCache | LayerCaches, *, pages: int, page_size: int, most: int)
             functools.partial(pooled, 0), lambda *parts: jnp.stack(parts).reshape(*heads, *parts[0].shape[2:]), *states
         ),
         positions=cache.positions,
+        rotated=layers[0].rotated,
     )
 
 

@@ -24,6 +24,7 @@ from kvjax._src.observation import Context, Needs
 from kvjax._src.paged import PagedCache, pages_for
 from kvjax._src.policy import Policy
 from kvjax._src.projection import part_of
+from kvjax._src.quantise import Dtypes
 from kvjax._src.split_cache import Cache
 
 
@@ -94,6 +95,18 @@ or protect fewer.
 
 
 @functools.cache
+def check_latents(policy: Policy | None, dtypes: Dtypes) -> None:
+    """Check that a policy, and the dtypes of keys and values, are such as a cache of latents can have."""
+    if dtypes.key != dtypes.value:
+        raise ValueError(f"keys and values are {dtypes}, but of latents they are the same numbers; give one dtype.")
+    if policy is not None and policy.heads == "query":
+        wrong = f"{policy.name!r} has a cache for each query head, but they share one latent per token;"
+        raise ValueError(f"{wrong} take heads='group'.")
+    if policy is not None and policy.merging is not None:
+        wrong = f"{policy.name!r} changes the values that stay, but a latent is its own key;"
+        raise ValueError(f"{wrong} take a policy that merges nothing.")
+
+
 def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
     """Check that each link's state has an entry per slot or head, that the statistics exist, and no score is NaN."""
     check_statistics(policy.reads.statistics, policy.reads.window)

@@ -175,6 +175,7 @@ ModelCache = LayerCaches | PagedCache | SplitCache  # the cache of all layers of
 @jax.jit  # as next_position
 def _layer(cache: SplitCache, index: Array | None) -> KVCache:
     others: Any = dict(position=OF_HEADS, next_position=OF_ROWS, state=OF_HEADS, positions=cache.positions)
+    others["rotated"] = cache.parts.rotated
     outputs = KVCache(entries=jax.tree.map(lambda leaf: OF_HEADS, cache.parts.entries), **others)
     return cache.read(lambda part, index: part.layer(index), (index, SAME), outputs=outputs)
 

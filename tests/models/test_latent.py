@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import kvjax
 import models
+from kvjax._src.capacity import CacheSpec
+from models import planning
 from models.config import Config, Latent, Rope, Routing
 from models.config_json import from_hugging_face
 from models.decoder import _chosen
@@ -57,6 +60,70 @@ def test_a_cache_of_latents_keeps_what_the_definition_does_and_attends_without_a
     fed = np.array([*TOKENS[:PROMPT], *found.tokens[:-1]])
     if "positions" not in policy:  # turned keys are at other places than the text's
         np.testing.assert_allclose(latent.logits(weights(), CONFIG, fed, found.seen), found.logits, atol=1e-9)
+
+
+@matrix
+def test_latents_in_eight_bits_are_values_as_they_are_rounded():
+    policy, given = "h2o+caote", dict(new_tokens=6, dtypes=("int8", "int8"), **SETTINGS)
+    found = reference.run(weights(), CONFIG, TOKENS[:PROMPT], policy=reference.policy(policy), **given)
+    settings = dict(policy=policy, max_new_tokens=6, end=(), cache_dtype="int8", **SETTINGS)
+    out = models.generate(model(), TOKENS[None, :PROMPT], **settings)
+    tiny.assert_keeps(out.cache, 0, found)
+    assert out.tokens[0].tolist() == found.tokens
+
+
+@matrix
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("kvgrad", {}), ("h2o+caote@model", {}), ("snapkv(window=4)+caote(per='query')@model", {}),
+        ("h2o+positions(kind='compact')@model", {}), (None, dict(select="oracle", budget=0.5)),
+    ],
+)  # fmt: skip
+def test_a_cache_that_also_stores_the_values_keeps_and_answers_the_same(policy, options, monkeypatch):
+    """Plain and in pages, while a text is repeated, and in selections."""
+    own, tokens = models.load(GOLDEN / "deepseek_v3")[0], TOKENS[None] % 64
+    settings = dict(budget=12, block=8, policy=policy, max_new_tokens=4, end=()) | options
+    settings = {name: value for name, value in settings.items() if value is not None}
+    alone = models.generate(own, tokens, **settings)
+    monkeypatch.setattr(planning, "CacheSpec", lambda *given, rotated, **named: CacheSpec(*given, **named))
+    both = models.generate(own, tokens, **settings)
+    assert alone.cache.arrays.rotated == 4 and both.cache.arrays.rotated is None
+    assert alone.tokens.tolist() == both.tokens.tolist()
+    np.testing.assert_array_equal(tiny.kept_tokens(alone.cache), tiny.kept_tokens(both.cache))
+    stored = [[leaf.size for leaf in jax.tree.leaves(x.cache.arrays.entries)] for x in (alone, both)]
+    assert len(stored[1]) == 2 * len(stored[0])
+
+
+def test_the_bytes_of_a_cache_of_latents_are_those_of_its_keys():
+    sizes = dict(kv_heads=1, query_heads=4, head_dim=12, budget=16, block=4, layers=2)
+    cache = kvjax.empty_cache("h2o", rotated=4, dtype="bfloat16", **sizes)
+    assert set(cache.layers[0].entries) == {"key"} and cache.layers[0].value.shape == (1, 1, 20, 12)
+    found = kvjax.memory("h2o", rotated=4, **sizes)
+    assert found.total == cache.nbytes and found.keys_values == 2 * 20 * 12 * 2
+    whole = models.sizes.full_cache_bytes(model(), 100)
+    assert whole == 100 * (12 * 4 + 4) + 4
+
+
+def test_a_file_holds_latents_alone(tmp_path):
+    cache, _ = models.prefill(model(), TOKENS[None, :PROMPT], policy="h2o+caote", **SETTINGS)
+    kvjax.save_cache(tmp_path / "cache", cache, policy="h2o+caote")
+    found = kvjax.load_cache(tmp_path / "cache")
+    assert tiny.bytes_of(found) == tiny.bytes_of(cache) and found.layers[0].rotated == SIZES.rotated
+    assert kvjax.cache_info(tmp_path / "cache")["full_cache_bytes"] == PROMPT * (12 * 4 + 4) + 4
+
+
+@matrix
+def test_rows_on_a_mesh_and_in_a_batch_keep_what_they_keep_alone():
+    mesh = models.parse_mesh("data=2")
+    settings = dict(policy="h2o@model", budget=12, block=8)
+    tokens = np.stack([TOKENS, TOKENS[::-1]]) % 64
+    split, _ = models.prefill(models.load(GOLDEN / "deepseek_v3", mesh=mesh)[0], tokens, **settings)
+    whole, _ = models.prefill(models.load(GOLDEN / "deepseek_v3")[0], tokens, **settings)
+    np.testing.assert_array_equal(tiny.kept_tokens(split), tiny.kept_tokens(whole))
+    row, _ = models.prefill(model(), TOKENS[None, :PROMPT], policy="h2o", **SETTINGS)
+    batch = jax.jit(kvjax.join)(kvjax.repeat(row, 2), 1, row)
+    assert tiny.held(batch, 1) == tiny.held(row)
 
 
 def test_output_projections_are_those_behind_the_latents():
@@ -111,9 +178,23 @@ def test_layers_that_predict_later_tokens_are_not_read(tmp_path):
         models.load(tmp_path)
 
 
-def test_a_cache_for_each_query_head_is_refused():
-    with pytest.raises(ValueError, match="share one latent per token; take heads='group'"):
-        models.prefill(model(), TOKENS[None], policy="sage(heads='query')", budget=16)
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (dict(policy="sage(heads='query')"), "they share one latent per token; take heads='group'"),
+        (dict(policy="h2o+merge"), "'h2o.merge' changes the values that stay, but a latent is its own key"),
+        (dict(policy="h2o", cache_dtype=("int8", "float32")), "of latents they are the same numbers; give one dtype"),
+    ],
+)
+def test_what_latents_cannot_have_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        models.prefill(model(), TOKENS[None], budget=16, **options)
+
+
+@pytest.mark.parametrize("rotated", [-2, 3, 12])
+def test_a_cache_of_latents_has_pairs_of_rotated_numbers(rotated):
+    with pytest.raises(ValueError, match=f"rotated is {rotated}"):
+        kvjax.empty_cache("h2o", kv_heads=1, head_dim=12, budget=4, rotated=rotated)
 
 
 @matrix

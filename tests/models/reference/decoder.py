@@ -247,7 +247,7 @@ class _Model:
             own = at[None] if self.positions == "absolute" else held + np.arange(m)
             place = self.place[layer][:, at] = np.broadcast_to(own if self.positions == "index" else at, key.shape[:2])
             key = self.stored("key", layer, at, rope(key, place, self.frequency[layer]))
-            value = self.stored("value", layer, at, value)
+            value = self.stored("value", layer, at, value) if config.latent is None else latent.value(config, key)
             self.query[layer][:, :, at], self.value[layer][:, at] = query, value
             self.plain_key[layer][:, at] = rope(key, -place, self.frequency[layer])
             self.alone[layer][:, at] = value

@@ -51,6 +51,12 @@ def project(config: Any, p: dict[str, np.ndarray], y: np.ndarray) -> tuple[np.nd
     return query, key, _placed(nothing, nothing, latent)[None]
 
 
+def value(config: Any, key: np.ndarray) -> np.ndarray:
+    """The latent's part of a stored key, with 0 for the rotated part."""
+    half = np.arange(key.shape[-1]) % (key.shape[-1] // 2)
+    return np.where(half < config.latent.rotated // 2, 0, key)
+
+
 def output(config: Any, parameters: dict[str, np.ndarray]) -> np.ndarray:
     """What stands behind the latents: W_UV W_O of each head, [L, N, D, E]."""
     own, found = config.latent, []
