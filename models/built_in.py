@@ -492,8 +492,6 @@ LATENT = dict(
 
 def _latent(raw: Raw, name: str, routing: Routing, only: dict[str, Any], **defaults: Any) -> Config:
     """Return the Config of a model with latent attention and experts; ``only`` are values that fields must have."""
-    if raw.get("quantization_config"):
-        raise ValueError("quantization_config is set; convert the weights to bfloat16 first, which alone are read.")
     raw = completed(raw, name, **LATENT | defaults)
     for field, value in (only | {"num_key_value_heads": raw["num_attention_heads"], "moe_layer_freq": 1}).items():
         if raw.get(field, value) not in (None, value):

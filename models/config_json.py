@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, get_type_hints
 
 from kvjax._src.checks import check_count, check_types, shown
+from models.block_scaled import block_of
 from models.config import MOST, Config, check_size
 from models.families import FAMILIES, Family, family_of_architecture
 from models.rope_fields import Raw, positions_of, positive, reached_by, read_rope, rope_written
@@ -179,7 +180,10 @@ def _check(raw: Raw) -> None:
         if raw.get(name) is not None:
             check_count(name, raw[name], 1, "it must be a positive integer")
             check_size(name, raw[name])
-    for name in ("quantization_config", "use_bidirectional_attention", "mlp_bias"):
+    if (quantised := raw.get("quantization_config")) and block_of(quantised) is None:
+        only = "only FP8 in blocks, and gpt-oss's MXFP4, are read"
+        raise ValueError(f"quantization_config is set, and {only}; convert the weights to bfloat16.")
+    for name in ("use_bidirectional_attention", "mlp_bias"):
         if raw.get(name):
             raise ValueError(f"{name} is set, which is not supported; load another model.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvjax._src.checks import nearest, shown
 from models import hub, published
+from models.block_scaled import FLOAT8, block_of, dequantised, read_part
 from models.checkpoint import DTYPES, Checkpoint, Tensor, arranged, refuse_pickle, refuse_pointer
 from models.config import Config
 from models.config_json import family_of, from_hugging_face, language_model
@@ -141,14 +142,16 @@ def open_folder(folder: Path) -> Checkpoint:
         with safe_open(file, framework="np") as held:
             for name in (name for name in files if files[name] == file):
                 part = held.get_slice(name)
-                tensors[name] = Tensor(
-                    file, tuple(part.get_shape()), part.get_dtype(), functools.partial(_read_part, file, name)
-                )
+                read = read_part if part.get_dtype() == FLOAT8 else _read_part
+                shape = tuple(part.get_shape())
+                tensors[name] = Tensor(file, shape, part.get_dtype(), functools.partial(read, file, name))
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     raw = read_object(folder / "config.json")
     own = language_model(raw)
     family = family_of(own)
     try:
+        if (block := block_of(own.get("quantization_config"))) is not None:
+            tensors = dequantised(tensors, block)
         tensors = taken_apart(tensors) if family.joined_experts else tensors
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None

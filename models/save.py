@@ -22,6 +22,7 @@ from models.joined_experts import put_together
 from models.parameters import PARAMETERS, ROTATED, head_order, split_weights, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
 
+OF_FILES = ("dtype", "transformers_weights", "quantization_config")  # fields that say how the weights were stored
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -53,7 +54,7 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
     tensors = _tensors(model, config["model_type"])
     if family_of_architecture(config["model_type"]).joined_experts:
         tensors = put_together(tensors)
-    config = {name: value for name, value in config.items() if name not in ("dtype", "transformers_weights")}
+    config = {name: value for name, value in config.items() if name not in OF_FILES}
     config["torch_dtype"] = str(tensors["model.norm.weight"].dtype)
     files = {
         "model.safetensors": to_safetensors(tensors, metadata={"format": "pt"}),

@@ -105,8 +105,15 @@ def test_the_bytes_of_a_cache_of_latents_are_those_of_its_keys():
     assert whole == 100 * (12 * 4 + 4) + 4
 
 
-def test_a_file_holds_latents_alone(tmp_path):
+def test_the_values_of_a_cache_are_latents_and_a_file_holds_them_once(tmp_path):
     cache, _ = models.prefill(model(), TOKENS[None, :PROMPT], policy="h2o+caote", **SETTINGS)
+    expected = reference.run(weights(), CONFIG, TOKENS[:PROMPT], policy=reference.policy("h2o+caote"), **SETTINGS)
+    (layer,) = cache.layers
+    live = np.asarray(layer.position)[0, 0] >= 0
+    value = np.asarray(jax.jit(lambda layer: layer.value)(layer))[0, 0]
+    at = np.asarray(layer.position)[0, 0, live]
+    np.testing.assert_allclose(value[live], expected.value[0, 0, at], atol=1e-5)
+    assert (value == 0).sum() >= live.sum() * SIZES.rotated
     kvjax.save_cache(tmp_path / "cache", cache, policy="h2o+caote")
     found = kvjax.load_cache(tmp_path / "cache")
     assert tiny.bytes_of(found) == tiny.bytes_of(cache) and found.layers[0].rotated == SIZES.rotated
@@ -138,7 +145,7 @@ RAW = {name: json.loads((GOLDEN / name / "config.json").read_text()) for name in
 @pytest.mark.parametrize(
     ("name", "fields", "sentence"),
     [
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "convert the weights to bfloat16 first"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "only FP8 in blocks, and gpt-oss's MXFP4"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc' is supported"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2; only 4 is supported"),
