@@ -14,7 +14,7 @@ from kvjax._src.chains import base_score, chain, no_state, parse, register
 from kvjax._src.eviction import Evidence, evict
 from kvjax._src.eviction_error import score
 from kvjax._src.insertion import insert, rewind
-from kvjax._src.layer_caches import LayerCaches
+from kvjax._src.layer_caches import LayerCaches, RowArray
 from kvjax._src.matching import match_attention
 from kvjax._src.methods import adakv, chunkkv, criticalkv, d2o, defensivekv, pyramidkv, simlayerkv
 from kvjax._src.new_caches import Memory, empty_cache, memory, repeat
@@ -80,6 +80,7 @@ __all__ = [
     "Reconstructed",
     "Reconstruction",
     "RepeatPrompt",
+    "RowArray",
     "Source",
     "SplitCache",
     "Weights",

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_type_hints
 
 from kvjax._src.checks import check_count, check_types, shown
-from models.config import NO_ROPE, Config, Latent, Rope, Routing
+from models.config import NO_ROPE, Config, DeltaNet, Latent, Rope, Routing
 from models.config_json import completed, config_of
-from models.families import Gguf, register_family
+from models.families import Fused, Gguf, HeadByHead, register_family
 from models.rope_fields import Raw, RopeFields, positive, read_rope
 from models.rotary import yarn_scale
 
@@ -192,12 +192,16 @@ def _qwen3_moe(raw: Raw) -> Config:
         raw, "qwen3_moe", moe_intermediate_size=768, num_experts_per_tok=8, num_local_experts=128, sliding_window=4096
     )
     windows = _one_window(raw) if raw.get("use_sliding_window", False) else ()
+    return config_of(raw, query_key_norm=True, sliding_windows=windows, **_sparse(raw))
+
+
+def _sparse(raw: Raw) -> dict[str, Any]:
+    """Return the experts of a model of which some layers may have one feed-forward network."""
     step, layers = raw.get("decoder_sparse_step"), range(raw["num_hidden_layers"])
     step = check_count("decoder_sparse_step", 1 if step is None else step, 1, "it must be a number of layers")
     dense = {layer for layer in layers if (layer + 1) % step} | set(raw.get("mlp_only_layers") or ())
     sizes = tuple(raw["intermediate_size"] if layer in dense else None for layer in layers)
-    found = dict(intermediate_size=raw["moe_intermediate_size"], dense_sizes=sizes)
-    return config_of(raw, query_key_norm=True, sliding_windows=windows, **_experts(raw), **found)
+    return dict(intermediate_size=raw["moe_intermediate_size"], dense_sizes=sizes, **_experts(raw))
 
 
 def _qwen3_moe_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
@@ -213,6 +217,98 @@ register_family(
     architecture="Qwen3MoeForCausalLM",
     gguf=Gguf("qwen3moe", QWEN3_MOE_KEYS, _qwen3_moe_in_gguf),
 )
+
+
+# The sizes of gated delta nets, in the order of DeltaNet's fields, and what Qwen3-Next has for them.
+DELTA_NET = dict(
+    linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+)  # fmt: skip
+GATED: dict[str, Any] = dict(attention_gate=True, norm_offset=True, query_key_norm=True)
+
+
+def _hybrid(raw: Raw, model_type: str, **defaults: Any) -> Config:
+    """Read a model of which some layers have a gated delta net in place of attention."""
+    kinds = raw.get("layer_types")
+    check_types({"layer_types": kinds}, {"layer_types": list[Literal["full_attention", "linear_attention"]] | None})
+    made = completed(
+        {**raw, "layer_types": None}, model_type, full_attention_interval=4, head_dim=256, partial_rotary_factor=0.25,
+        **DELTA_NET, **defaults,
+    )  # fmt: skip
+    for name, known in (("attn_output_gate", (None, True)), ("output_gate_type", (None, "swish", "silu"))):
+        if made.get(name) not in known:
+            raise ValueError(f"{name} is {shown(made[name])}; only {known[1]!r} is supported.")
+    layers, every = made["num_hidden_layers"], made["full_attention_interval"]
+    check_count("full_attention_interval", every, 1, "it must be a number of layers")
+    if kinds is None:
+        kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries; it must have one for each of {layers} layers.")
+    linear = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    net = DeltaNet(linear, *(made[name] for name in DELTA_NET)) if linear else None
+    experts = _sparse(made) if made.get("num_experts") else {}
+    if experts:
+        experts |= dict(shared_size=made["shared_expert_intermediate_size"], shared_router=True)
+    rope, source = read_rope(made, MROPE, partial=True), {**raw, "model_type": model_type}
+    return config_of(made, rope=rope, delta_net=net, source=source, **GATED, **experts)
+
+
+# Tensors that hold several parameters. In Qwen3-Next those of delta nets, too, hold them head by head.
+QUERY_GATE: dict[str, HeadByHead] = {
+    LAYER + f"self_attn.q_proj.{kind}": HeadByHead(
+        (f"layers.query{end}", f"layers.query_gate{end}"), lambda config: config.num_heads
+    )
+    for kind, end in (("weight", ""), ("bias", "_bias"))
+}
+DELTA_IN = LAYER + "linear_attn.in_proj_"
+DELTA_PARTS = tuple(f"layers.delta_{part}" for part in ("query", "key", "value", "gate", "rate", "decay"))
+
+
+def _key_heads(config: Config) -> int:
+    assert config.delta_net is not None
+    return config.delta_net.key_heads
+
+
+SHARED_EXPERT = {
+    f"layers.shared_{part}": LAYER + f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")
+}
+NEXT_SPARSE = dict(
+    decoder_sparse_step=1, moe_intermediate_size=512, norm_topk_prob=True, num_experts=512, num_experts_per_tok=10,
+    shared_expert_intermediate_size=512,
+)  # fmt: skip
+register_family(
+    "qwen3_next",
+    lambda raw: _hybrid(raw, "qwen3_next", **NEXT_SPARSE),
+    SHARED_EXPERT,
+    fused={
+        **QUERY_GATE,
+        DELTA_IN + "qkvz.weight": HeadByHead(DELTA_PARTS[:4], _key_heads),
+        DELTA_IN + "ba.weight": HeadByHead(DELTA_PARTS[4:], _key_heads),
+    },
+    architecture="Qwen3NextForCausalLM",
+)
+
+
+QWEN3_5: Fused = {**QUERY_GATE, DELTA_IN + "qkv.weight": DELTA_PARTS[:3]}
+register_family(
+    "qwen3_5_text",
+    lambda raw: _hybrid({**raw, "num_experts": None}, "qwen3_5_text"),
+    architecture="Qwen3_5ForCausalLM",
+    inside={"qwen3_5": "qwen3_5_text"},
+    fused=QWEN3_5,
+)
+register_family(
+    "qwen3_5_moe_text",
+    lambda raw: _hybrid(
+        {**raw, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True}, "qwen3_5_moe_text",
+        **NEXT_SPARSE | dict(intermediate_size=512, num_experts=256, num_experts_per_tok=8),
+    ),
+    tensors=SHARED_EXPERT,
+    architecture="Qwen3_5MoeForCausalLM",
+    inside={"qwen3_5_moe": "qwen3_5_moe_text"},
+    joined_experts="rows",
+    fused=QWEN3_5,
+)  # fmt: skip
 
 
 register_family(

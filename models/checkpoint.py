@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Int
 
 from models.config import Config
-from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes
+from models.families import Fused, parts_and_heads
+from models.parameters import ORDERED, PARAMETERS, head_order, layers_with, parameter_shapes
 from models.tokenizer import Tokenizer
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # those that are read
@@ -41,7 +42,10 @@ class Checkpoint(NamedTuple):
 
 
 def arranged(
-    tensors: Mapping[str, Tensor], config: Config, names: Mapping[str, str], fused: Mapping[str, Sequence[str]]
+    tensors: Mapping[str, Tensor],
+    config: Config,
+    names: Mapping[str, str],
+    fused: Fused,
 ) -> dict[str, Tensor]:
     """Return a checkpoint's tensors as the decoder has its parameters.
 
@@ -50,25 +54,31 @@ def arranged(
 
     Args:
         names: see :class:`Checkpoint`.
-        fused: the names of tensors that hold several parameters, one after the other, and the parameters.
+        fused: as in :class:`models.families.Family`.
     """
     found, shapes = dict(tensors), parameter_shapes(config)
-    for template, parts in fused.items():
-        stored = {part: file_shape(shapes[part][1:], PARAMETERS[part].groups) for part in parts}
-        for layer in range(min(config.num_layers, len(tensors))):
-            name, start = template.format(layer), 0
+    for template, together in fused.items():
+        parts, heads = parts_and_heads(together, config)
+        if not shapes.keys() >= set(parts):  # biases that this model lacks
+            continue
+        starts, stored = [0], {part: file_shape(shapes[part][1:], PARAMETERS[part].groups) for part in parts}
+        for count, *_ in stored.values():
+            starts.append(starts[-1] + count // heads)  # within a head's rows
+        for layer in layers_with(config, parts[0])[: len(tensors)]:
+            name = template.format(layer)
             if name not in found:
                 raise ValueError(f"it lacks the tensor {name}, which a model of this family has; is it complete?")
             whole = found.pop(name)
-            expected = (sum(shape[0] for shape in stored.values()), config.hidden_size)
+            expected = (heads * starts[-1], *stored[parts[0]][1:])
             if whole.shape != expected:
                 raise ValueError(f"{name} has shape {whole.shape}; its config requires {expected}.")
-            for part, shape in stored.items():
-                found[names[part].format(layer)] = part_from(whole, start, shape)
-                start += shape[0]
+            for (part, shape), *own in zip(stored.items(), starts[:-1], starts[1:], strict=True):
+                rows = np.arange(heads)[:, None] * starts[-1] + np.arange(*own)
+                one = heads == 1
+                found[names[part].format(layer)] = part_from(whole, own[0], shape) if one else rows_from(whole, rows)
     if (order := head_order(config)) is not None:
-        rotated = [names[name].format(layer) for name in ROTATED for layer in range(config.num_layers)]
-        found |= {name: in_order(found[name], order) for name in rotated if name in found}
+        ordered = [names[name].format(layer) for name in ORDERED for layer in layers_with(config, name)]
+        found |= {name: in_order(found[name], order) for name in ordered if name in found}
     return found
 
 
@@ -87,14 +97,19 @@ def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
     ``order`` says which element of the file each one is.
     """
     heads = tensor.shape[0] // len(order)
-    vectors = (np.arange(heads)[:, None] * len(order) + order).reshape(-1)
+    return rows_from(tensor, np.arange(heads)[:, None] * len(order) + order)
+
+
+def rows_from(tensor: Tensor, rows: Int[np.ndarray, "heads D"]) -> Tensor:
+    """Return some rows of a tensor, in an order of their own; those of a head lie near each other in the file."""
+    rows = rows.reshape(-1)
 
     def read(window: Window) -> np.ndarray:
-        wanted = vectors[window[0]]
+        wanted = rows[window[0]]
         first = int(wanted.min())
         return tensor.read((slice(first, int(wanted.max()) + 1), *window[1:]))[wanted - first]
 
-    return tensor._replace(read=read)
+    return tensor._replace(shape=(len(rows), *tensor.shape[1:]), read=read)
 
 
 def refuse_pointer(file: Path) -> None:

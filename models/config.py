@@ -126,6 +126,39 @@ class Routing:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets, which some layers have in place of attention (:mod:`models.delta_net`).
+
+    Args:
+        layers: the numbers of these layers.
+        key_heads, value_heads: how many heads queries and keys have, and values; each key serves as many values.
+        key_dim, value_dim: the length of a query and of a key, and of a value.
+        kernel: how many inputs the convolution over time sees, the newest included.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
+            check_size(name, getattr(self, name))
+            check_count(name, getattr(self, name), 1, "give a positive integer")
+        if self.value_heads % self.key_heads:
+            given = f"{self.value_heads} value heads were given for {self.key_heads} key heads"
+            raise ValueError(f"{given} of the gated delta nets; expected a multiple.")
+
+    @property
+    def channels(self) -> int:
+        """Return how many numbers of each token the convolution mixes over time: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The shape of a Llama-like decoder. Axes: L layers, N query heads, K KV heads, D head dim, E model dim.
 
@@ -157,6 +190,10 @@ class Config:
         expert_biases: whether the router has a bias, and each projection of an expert (gpt-oss).
         attention_sinks: whether each query head has a logit of its own that takes a share of the attention, and has no
             value (gpt-oss).
+        shared_router: whether each token weighs what the shared network makes of it by a sigmoid (Qwen3-Next).
+        attention_gate: whether the attention's output is multiplied by a sigmoid of its input (Qwen3-Next).
+        delta_net: the layers that have a gated delta net in place of attention, and so no KV cache; None for none
+            (Qwen3-Next).
         dense_sizes: one entry per layer of a model with experts: the size of the one feed-forward network that the
             layer has in their place, the same for all such layers, or None. () means None for every layer.
         shared_size: the size of one more feed-forward network in layers with experts, which all tokens go through; 0
@@ -215,6 +252,9 @@ class Config:
     shared_size: int = _feature(0)
     routing: Routing = dataclasses.field(default=Routing(), metadata=FEATURE)
     latent: Latent | None = dataclasses.field(default=None, metadata=FEATURE)
+    shared_router: bool = _feature(False)
+    attention_gate: bool = _feature(False)
+    delta_net: DeltaNet | None = dataclasses.field(default=None, metadata=FEATURE)
     source: dict | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -235,6 +275,7 @@ class Config:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even head_dim.")
         _check_rope(self.rope, self.head_dim)
         check_count("num_experts", self.num_experts, 0, "give the number of experts of each layer, 0 for none")
+        check_count("shared_size", self.shared_size, 0, "give a size, or 0 for no shared network")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token is {self.experts_per_token}; expected 1 to {self.num_experts}.")
         if not any(self.ropes):
@@ -250,6 +291,9 @@ class Config:
             self._check_routing()
         if self.latent is not None:
             self._check_latent(self.latent)
+        if self.recurrent_layers and not 0 < len(self.cached_layers) < self.num_layers:
+            wrong = f"the gated delta nets are layers {list(self.recurrent_layers)} of {self.num_layers};"
+            raise ValueError(f"{wrong} expected numbers of layers, and attention in at least one other.")
 
     def _check_routing(self) -> None:
         X, groups = self.num_experts, self.routing.groups
@@ -261,7 +305,8 @@ class Config:
             )
 
     def _check_latent(self, latent: Latent) -> None:
-        wanted = dict(num_kv_heads=1, head_dim=latent.head_dim, attention_bias=False, ropes=())
+        wanted: dict[str, Any] = dict(num_kv_heads=1, head_dim=latent.head_dim, attention_bias=False, ropes=())
+        wanted |= dict(attention_gate=False, delta_net=None)
         for name, value in wanted.items():
             if (given := getattr(self, name)) != value:
                 raise ValueError(f"{name} is {given!r}; expected {value!r} with latent attention.")
@@ -284,6 +329,21 @@ class Config:
     def distinct_ropes(self) -> tuple[Rope, ...]:
         """Return the rotary embeddings of all layers, each once; ``rope`` is the first."""
         return tuple(dict.fromkeys((self.rope, *(rope for rope in self.ropes if rope is not None))))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers that have a state of fixed size in place of a KV cache."""
+        return () if self.delta_net is None else self.delta_net.layers
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers with a KV cache, which are those with attention."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
+
+    @property
+    def cached_windows(self) -> tuple[int | None, ...]:
+        """Return the sliding windows of the layers with a KV cache; see ``sliding_windows``."""
+        return tuple(self.sliding_windows[layer] for layer in self.cached_layers)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

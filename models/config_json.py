@@ -62,6 +62,15 @@ class _Fields(TypedDict, total=False):
     rope_local_base_freq: float | None
     sliding_window_pattern: int | str | None
     use_bidirectional_attention: bool | None
+    linear_num_key_heads: int | None
+    linear_num_value_heads: int | None
+    linear_key_head_dim: int | None
+    linear_value_head_dim: int | None
+    linear_conv_kernel_dim: int | None
+    full_attention_interval: int | None
+    attn_output_gate: bool | None
+    output_gate_type: str | None
+    shared_expert_intermediate_size: int | None
     num_experts: int | None
     num_local_experts: int | None
     num_experts_per_tok: int | None

@@ -1,10 +1,11 @@
-"""Llama, Mistral, Mixtral, Qwen2 to Qwen3-MoE, OLMo, SmolLM3, Granite, Phi-3, Gemma, gpt-oss, DeepSeek and their like.
+"""Llama, Mistral, Mixtral, Qwen2 to Qwen3.5, OLMo, SmolLM3, Granite, Phi-3, Gemma, gpt-oss, DeepSeek and their like.
 
 Axes: B batch, T tokens, L layers, N query heads, K KV heads, G = N / K, D head dim, E model dim, F feed-forward,
 X experts, V vocabulary.
 Each layer has its own arrays, and a Python loop runs one after the other: called from the host, each part of a layer is
 a compiled function that all layers share; inside `jit` it is one program. Attention is an argument (`attend`): dense,
-over a cache, or any other that the caller passes.
+over a cache, or any other that the caller passes. A layer with a gated delta net has a state in place of a cache
+(:func:`run_recurrent`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kernels_pallas.add_rms_norm.reference import rms_norm, whole
 from kernels_pallas.dispatch import platform
 from kvjax import rotate
 from kvjax._src.border import implementation_for, mesh_of
+from models import delta_net
 from models.config import Config, Rope
 from models.dense import attention
 from models.latent import absorbed_output, project, values_of
@@ -165,18 +167,22 @@ class Decoder(nnx.Module):
             position: absolute positions, -1 for padding.
             lengths: the sequences' full lengths, which only the rope types dynamic and longrope read: all keys of a
                 sequence must be rotated by the same frequencies, whichever block they came in.
-            attend: called once per layer with rotated queries and keys; see ``Attend``.
+            attend: called once per layer with attention, with rotated queries and keys; see ``Attend``. Layers with
+                a gated delta net begin with an empty state, so the tokens are whole sequences.
             after_first: called with layer 0's output before the other layers run; it may change the carry.
-            before_attention: called once per layer, ``before_attention(carry, layer's number, input of the
-                attention)``, and returns the carry that ``attend`` gets.
+            before_attention: called once per layer with attention, ``before_attention(carry, layer's number, input of
+                the attention)``, and returns the carry that ``attend`` gets.
 
         Returns:
-            The hidden states before the last norm, the carry, and the layers' outputs stacked, [L, ...].
+            The hidden states before the last norm, the carry, and the outputs of layers with attention, stacked.
         """
         config, outputs = self.config, []
         x, waves = entered(config, self.embedding[...], tokens, position, lengths)
         for number, layer in enumerate(self.layers):
             weights, window = layer.arrays(), config.sliding_windows[number]
+            if number in config.recurrent_layers:
+                x, _ = run_recurrent(config, weights, x, position)
+                continue
             if before_attention is not None:
                 carry = before_attention(carry, number, attention_input(config, weights, x))
             here = rope_of_layer(config, number, waves)
@@ -215,11 +221,11 @@ def logits_from(config: Config, ends: dict[str, Array], hidden: Float[Array, "*r
 
 
 def output_of_heads(model: Decoder) -> list[Float[Array, "N D E"]]:
-    """Return each query head's rows of W_O, for each layer; of latent attention, what stands behind the latents."""
-    config = model.config
+    """Return each query head's rows of W_O, for each layer with attention; of latents, what stands behind them."""
+    config, layers = model.config, [model.layers[number] for number in model.config.cached_layers]
     if config.latent is not None:
-        return [absorbed_output(config, layer.latent_heads[...], layer.output[...]) for layer in model.layers]
-    return [layer.output[...].reshape(config.num_heads, config.head_dim, -1) for layer in model.layers]
+        return [absorbed_output(config, layer.latent_heads[...], layer.output[...]) for layer in layers]
+    return [layer.output[...].reshape(config.num_heads, config.head_dim, -1) for layer in layers]
 
 
 def check_decoder(model: object) -> None:
@@ -310,16 +316,39 @@ def run_layer[Carry, Output](
         The input of the next layer, then the carry and the output that ``attend`` returned. On a GPU the input may be
         :class:`Unsummed`; see :func:`summed`.
     """
-    x, query, key, value = _before_attention(config, weights, x, waves)
+    x, gate, query, key, value = _before_attention(config, weights, x, waves)
     out, carry, output = attend(query, key, value)
-    return _behind_attention(config, weights, x, out, shift), carry, output
+    return _behind_attention(config, weights, x, out, gate, shift), carry, output
+
+
+@partial(jax.jit, static_argnums=0)
+def run_recurrent(
+    config: Config,
+    weights: dict[str, Array],
+    x: Hidden,
+    position: Int[Array, "B T"],
+    state: delta_net.State | None = None,
+) -> tuple[Hidden, delta_net.State]:
+    """Run one layer with a gated delta net; return the input of the next layer, and the layer's state.
+
+    Args:
+        weights, x: see :func:`run_layer`.
+        position: -1 for padding.
+        state: that of the tokens before the block; None for none.
+    """
+    net = config.delta_net
+    assert net is not None
+    x, y = _summed_and_normed(config, x, weights["attention_norm"])
+    state = delta_net.empty_state(net, y.shape[0], y.dtype) if state is None else state
+    out, state = delta_net.mix(net, weights, y, position >= 0, state, config.norm_epsilon)
+    return _behind_attention(config, weights | {"output": weights["delta_output"]}, x, out), state
 
 
 @partial(jax.jit, static_argnums=0)
 def _before_attention(
     config: Config, weights: dict[str, Array], x: Hidden, waves: tuple[Array, ...]
-) -> tuple[Float[Array, "B T E"], Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
-    """Return the layer's input, and compute rotated queries and keys, and values."""
+) -> tuple[Array, Float[Array, "B T N D"] | None, Array, Array, Array]:
+    """Return the layer's input, and compute the output's gate, if any, rotated queries and keys, and values."""
     x, y = _summed_and_normed(config, x, None if config.norms == "after" else weights["attention_norm"])
     cos, sin, *factor = waves
     others = config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier or config.latent
@@ -333,7 +362,12 @@ def _before_attention(
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     if factor:
         query = (query * factor[0]).astype(query.dtype)
-    return x, query, key, value
+    return x, _gate_of_output(config, weights, y) if config.attention_gate else None, query, key, value
+
+
+def _gate_of_output(config: Config, weights: dict[str, Array], y: Float[Array, "B T E"]) -> Float[Array, "B T N D"]:
+    gate = jnp.einsum("bte,end->btnd", y, weights["query_gate"])
+    return jax.nn.sigmoid(gate + along_last(weights["query_gate_bias"], gate) if config.attention_bias else gate)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -341,10 +375,11 @@ def _behind_attention(
     config: Config,
     weights: dict[str, Array],
     x: Float[Array, "B T E"],
-    out: Float[Array, "B T N D"],
-    shift: Float[Array, "B T E"] | None,
+    out: Float[Array, "B T *heads"],
+    gate: Float[Array, "B T N D"] | None = None,
+    shift: Float[Array, "B T E"] | None = None,
 ) -> Hidden:
-    """Add what a layer makes of its attention's output to its input: W_O, then the feed-forward."""
+    """Add what a layer makes of its attention's output to its input: gate and W_O, then the feed-forward."""
     if config.latent is not None:
         out = values_of(config, weights, out)
     few = _by_kernels(x)
@@ -356,13 +391,13 @@ def _behind_attention(
         out = _times(out, config.residual_multiplier)
         return Unsummed(x, out.reshape(1, -1, out.shape[-1])) if few else x + out
 
-    out = out.reshape(*out.shape[:2], -1)
+    out = (out if gate is None else out * gate).reshape(*out.shape[:2], -1)
     between: Hidden
-    if bare and not config.output_bias and shift is None:
+    if bare and "output_bias" not in weights and shift is None:
         between = Unsummed(x, _in_parts(out, weights["output"]))
     else:
         out = out @ weights["output"]
-        if config.output_bias:
+        if "output_bias" in weights:
             out = out + along_last(weights["output_bias"], out)
         if shift is not None:
             out = out + shift
@@ -435,7 +470,8 @@ def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T
         return _gate_up(config, weights["gate_up"], x) @ weights["down"]
     made = _experts(config, weights, x)
     if "shared_down" in weights:
-        made = made + _gate_up(config, weights["shared_gate_up"], x) @ weights["shared_down"]
+        shared = _gate_up(config, weights["shared_gate_up"], x) @ weights["shared_down"]
+        made = made + (jax.nn.sigmoid(x @ weights["shared_router"]) * shared if config.shared_router else shared)
     return made
 
 
@@ -578,5 +614,6 @@ _joined = jax.jit(join_weights, static_argnums=0)
 
 def _random_parameter(key: Array | None, name: str, shape: tuple[int, ...], norm_offset: bool) -> Array:
     if key is None:
-        return jnp.full(shape, 1 if name.endswith("norm") and not norm_offset else 0, jnp.float32)
+        offset = norm_offset and name != "layers.delta_norm"
+        return jnp.full(shape, 1 if name.endswith("norm") and not offset else 0, jnp.float32)
     return (0.02 * jax.random.normal(key, shape)).astype(jnp.float32)

@@ -7,7 +7,7 @@ the names of its tensors where they are not Llama's. The built-in ones are in :m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvjax._src.checks import shown
 from kvjax._src.registry import Registry
@@ -31,6 +31,26 @@ class Gguf(NamedTuple):
     neighbours: bool = False
 
 
+class HeadByHead(NamedTuple):
+    """Name the parameters that a tensor holds head by head: all rows of one head, then those of the next.
+
+    Attributes:
+        parts: the parameters, in the order that a head's rows have.
+        heads: ``heads(config)`` returns the number of heads.
+    """
+
+    parts: Sequence[str]
+    heads: Callable[[Config], int]
+
+
+Fused = Mapping[str, Sequence[str] | HeadByHead]
+
+
+def parts_and_heads(held: Sequence[str] | HeadByHead, config: Config) -> tuple[Sequence[str], int]:
+    """Return the parameters that a fused tensor holds, and in how many turns it does so."""
+    return (held.parts, held.heads(config)) if isinstance(held, HeadByHead) else (held, 1)
+
+
 class Family(NamedTuple):
     """Describe how the models of one ``model_type`` are read, and what their tensors are called.
 
@@ -38,22 +58,24 @@ class Family(NamedTuple):
         config: ``config(raw) -> Config`` for the object of a config.json.
         tensors: the tensors' names, by the parameters' names of ``models.parameters``, where they are not Llama's; {}
             stands for the layer.
-        fused: tensors that hold several parameters of a layer, one after the other: their names, and the parameters.
+        fused: tensors that hold several parameters of a layer, one after the other, or head by head: their names, and
+            the parameters.
         architecture: transformers' class, which a config.json names; None for a family that is found by its
             ``model_type`` and saved as the one that its config names.
         gguf: how GGUF files store it; None if they do not.
-        joined_experts: whether a layer's experts are stored together, as in :mod:`models.joined_experts`.
+        joined_experts: whether a layer's experts are stored together, as in :mod:`models.joined_experts`; "rows" if
+            they may be, as in Qwen3.5, and are saved one by one.
         inside: models that also see or hear, in which it is the language model: their ``model_type``, and the one that
             their ``text_config`` names. Only the language model is read.
     """
 
     config: Callable[[Mapping[str, Any]], Config]
     tensors: Mapping[str, str] = {}
-    fused: Mapping[str, Sequence[str]] = {}
+    fused: Mapping[str, Sequence[str] | HeadByHead] = {}
     architecture: str | None = None
     gguf: Gguf | None = None
     inside: Mapping[str, str] = {}
-    joined_experts: bool = False
+    joined_experts: bool | Literal["rows"] = False
 
 
 def _family(name: str, family: Any) -> Family:
@@ -89,11 +111,11 @@ def register_family(
     config: Callable[[Mapping[str, Any]], Config],
     tensors: Mapping[str, str] | None = None,
     *,
-    fused: Mapping[str, Sequence[str]] | None = None,
+    fused: Fused | None = None,
     architecture: str | None = None,
     gguf: Gguf | None = None,
     inside: Mapping[str, str] | None = None,
-    joined_experts: bool = False,
+    joined_experts: bool | Literal["rows"] = False,
 ) -> None:
     """Register a model family, so that ``models.load`` reads folders whose config.json has this ``model_type``.
 

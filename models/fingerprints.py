@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from models import decoder, hosts
 from models.config import described
-from models.parameters import array_of, parameter_shapes, paths_of, rows_of
+from models.parameters import array_of, axes_of, parameter_shapes, paths_of, rows_of
 from models.tokenizer import Tokenizer
 
 
@@ -44,7 +44,7 @@ def weights_of(model: decoder.Decoder) -> str:
     arrays, config = model.arrays(), model.config
     shapes = parameter_shapes(config)
     # Drawn with an axis of heads, as the array had when the first digests were written.
-    shapes["layers.output"] = (config.num_layers, config.num_heads, config.value_dim, config.hidden_size)
+    shapes["layers.output"] = (len(config.cached_layers), config.num_heads, config.value_dim, config.hidden_size)
     places = _places(shapes)
     layer, head, row, column = places["layers.output"]
     places["layers.output"] = layer, head * config.value_dim + row, column
@@ -56,7 +56,8 @@ def weights_of(model: decoder.Decoder) -> str:
         if rows is not None:
             *before, both, last = within[name]
             group, row = np.divmod(both, rows.stop - rows.start)
-            within[name] = (*before, group, rows.start + row, last)
+            alone = len(axes_of(name)) == len(axes_of(array))  # its array has no axis more
+            within[name] = (*before, *(() if alone else (group,)), rows.start + row, last)
         found[name] = [arrays[path] for path in paths]
     numbers = _numbers_at(found, within)
     return _hashed({name: own[layers[name], np.arange(own.shape[1])] for name, own in numbers.items()})

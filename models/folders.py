@@ -36,7 +36,8 @@ SHIPPED = {
 }
 # Files that hold a model's weights, in the order in which transformers looks for them.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")  # in older checkpoints; the config says the same
+# In older checkpoints, where the config says the same; and layers that predict several tokens (Qwen3-Next).
+IGNORED = re.compile(r".*\.rotary_emb\.inv_freq|mtp\..*")
 # What sees and hears beside a language model.
 OTHER_PARTS = re.compile(rf"(model\.)?(vision_tower|visual|multi_modal_projector)\..*|{IGNORED.pattern}")
 # What the names of a model's tensors begin with: by itself, without its output matrix, or in a model that also sees.
@@ -152,7 +153,7 @@ def open_folder(folder: Path) -> Checkpoint:
     try:
         if (block := block_of(own.get("quantization_config"))) is not None:
             tensors = dequantised(tensors, block)
-        tensors = taken_apart(tensors) if family.joined_experts else tensors
+        tensors = taken_apart(tensors, family.joined_experts == "rows") if family.joined_experts else tensors
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     names = tensor_names(config)

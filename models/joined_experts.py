@@ -1,5 +1,7 @@
-"""Experts that a checkpoint stores together, as gpt-oss does: a layer's in one tensor, whose gate and up take turns.
+"""Experts that a checkpoint stores together, a layer's in one tensor.
 
+In Qwen3.5 ``gate_up_proj`` is [X, 2 F, E], with all rows of gate before those of up, and ``down_proj`` [X, E, F]. In
+gpt-oss gate and up take turns.
 In bfloat16 or float32 ``gate_up_proj`` is [X, E, 2 F] and ``down_proj`` [X, F, E]. In MXFP4 each is two tensors of
 bytes: ``_blocks``, [X, outputs, inputs / 32, 16], with two numbers of four bits in a byte, the low one first, and
 ``_scales``, [X, outputs, inputs / 32], the exponent of two of each 32 numbers plus 127 (OCP Microscaling Formats 1.0).
@@ -24,8 +26,11 @@ _FOUR_BITS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3,
 _BYTES = np.stack([_FOUR_BITS[np.arange(256) & 15], _FOUR_BITS[np.arange(256) >> 4]], axis=1)
 
 
-def taken_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def taken_apart(tensors: Mapping[str, Tensor], by_rows: bool = False) -> dict[str, Tensor]:
     """Return a checkpoint's tensors with those of each expert, ``experts.0.gate_proj.weight``, [F, E], and so on.
+
+    Args:
+        by_rows: whether they are stored as in Qwen3.5.
 
     Raises:
         ValueError: if blocks and scales do not fit each other, or one of them is missing.
@@ -40,8 +45,11 @@ def taken_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if name.removesuffix(kind) + "_blocks" not in tensors:
                 raise ValueError(f"it lacks the blocks of {name}; is it complete?")
             continue
-        tensor, read = _by_outputs(name, tensor, kind, tensors)
         halves = _HALVES[part]
+        if by_rows:
+            found |= _of_rows(name, tensor, stem, halves)
+            continue
+        tensor, read = _by_outputs(name, tensor, kind, tensors)
         X, rows, *columns = tensor.shape
         for x in range(X):
             for first, own in enumerate(halves):
@@ -49,6 +57,24 @@ def taken_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 of_own = tensor._replace(shape=(rows // len(halves), *columns), read=of_expert)
                 found[f"{stem}.{x}.{own}_proj.{'bias' if kind == '_bias' else 'weight'}"] = of_own
     return found
+
+
+def _of_rows(name: str, tensor: Tensor, stem: str, halves: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return each expert's tensors from one of all experts, [X, outputs, inputs]."""
+    if len(tensor.shape) != 3 or tensor.shape[1] % len(halves):
+        raise ValueError(f"{name} has shape {tensor.shape}, which is not that of a layer's experts.")
+    X, rows, columns = tensor.shape[0], tensor.shape[1] // len(halves), tensor.shape[2]
+
+    def part(x: int, first: int) -> Tensor:
+        def read(window: Window) -> np.ndarray:
+            own = slice(first + window[0].start, first + window[0].stop)
+            return tensor.read((slice(x, x + 1), own, window[1]))[0]
+
+        return tensor._replace(shape=(rows, columns), read=read)
+
+    return {
+        f"{stem}.{x}.{own}_proj.weight": part(x, at * rows) for x in range(X) for at, own in enumerate(halves)
+    }  # fmt: skip
 
 
 def put_together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -94,7 +94,8 @@ def place(
             rows, groups = rows_of(checkpoint.config, own), PARAMETERS[own].groups
             held, whole, within = out, [*shape[separate:]], bounds[separate:]
             if rows is not None:
-                held, whole[-2], groups = out[..., rows, :], rows.stop - rows.start, _with_rows(groups)
+                held, whole[-2] = out[..., rows, :], rows.stop - rows.start
+                groups = groups if len(axes_of(own)) == len(axes_of(array)) else _with_rows(groups)
                 within[-2] = slice(0, whole[-2])
             for place in np.ndindex(out.shape[:separate]):
                 expert = [part.start + at for part, at in zip(bounds, place, strict=False)]

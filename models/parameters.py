@@ -26,14 +26,16 @@ from models.families import family_of_architecture
 
 # The axes that a mesh splits: heads, experts, feed-forward, vocabulary.
 SPLIT = ("N", "ND", "K", "X", "F", "Fd", "Fs", "V")
-LAYERS = ("L", "Lx", "Ld")  # the axes of all layers, of those with experts, and of those without
+# The axes of all layers, of those with experts and those without, and of those with attention and with a delta net.
+LAYERS = ("L", "Lx", "Ld", "La", "Lr")
 
 
 class Parameter(NamedTuple):
     """One parameter by its name in checkpoints; of all layers, stacked, where its axes begin with L.
 
     Axes are the letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the feed-forward
-    of those, Fs that of the shared experts. ND are the numbers of all query heads, on one axis.
+    of those, Fs that of the shared experts. ND are the numbers of all query heads, on one axis. La are the layers with
+    attention, Lr those with a gated delta net, whose letters are those of models/delta_net.py.
 
     Of latent attention, C is the latent, R the rotated key beside it, Q the compressed query; H are a query head's
     numbers, plain and rotated, and U those that a head's plain key and its value have together.
@@ -98,30 +100,42 @@ def _has_expert_biases(config: Config) -> bool:
 
 _has_biases, _has_norms = operator.attrgetter("attention_bias"), operator.attrgetter("query_key_norm")
 _has_wide_norms, _has_output_bias = operator.attrgetter("wide_query_key_norm"), operator.attrgetter("output_bias")
-_has_sinks = operator.attrgetter("attention_sinks")
+_has_sinks, _is_hybrid = operator.attrgetter("attention_sinks"), operator.attrgetter("delta_net")
+_has_gate = operator.attrgetter("attention_gate")
+
+
+def _has_gate_bias(config: Config) -> bool:
+    return config.attention_gate and config.attention_bias
+
+
+def _weighs_shared(config: Config) -> bool:
+    return config.shared_router and _has_shared(config)
+
+
 _LAYER = "model.layers.{}."
 _EXPERT, _SHARED = _LAYER + "mlp.experts.{}.", _LAYER + "mlp.shared_experts."
+_DELTA = _LAYER + "linear_attn."
 PARAMETERS: dict[str, Parameter] = {
     "embedding": Parameter("V E", "model.embed_tokens.weight", "V E"),
     "norm": Parameter("E", "model.norm.weight", "E"),
     "layers.attention_norm": Parameter("L E", _LAYER + "input_layernorm.weight", "E", _norms_before),
-    "layers.query": Parameter("L E N D", _LAYER + "self_attn.q_proj.weight", "N*D E", _is_plain),
-    "layers.key": Parameter("L E K D", _LAYER + "self_attn.k_proj.weight", "K*D E", _is_plain),
-    "layers.value": Parameter("L E K D", _LAYER + "self_attn.v_proj.weight", "K*D E", _is_plain),
-    "layers.output": Parameter("L ND E", _LAYER + "self_attn.o_proj.weight", "E ND"),
+    "layers.query": Parameter("La E N D", _LAYER + "self_attn.q_proj.weight", "N*D E", _is_plain),
+    "layers.key": Parameter("La E K D", _LAYER + "self_attn.k_proj.weight", "K*D E", _is_plain),
+    "layers.value": Parameter("La E K D", _LAYER + "self_attn.v_proj.weight", "K*D E", _is_plain),
+    "layers.output": Parameter("La ND E", _LAYER + "self_attn.o_proj.weight", "E ND"),
     "layers.feed_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_before),
     "layers.gate": Parameter("Ld E Fd", _LAYER + "mlp.gate_proj.weight", "Fd E", _is_dense),
     "layers.up": Parameter("Ld E Fd", _LAYER + "mlp.up_proj.weight", "Fd E", _is_dense),
     "layers.down": Parameter("Ld Fd E", _LAYER + "mlp.down_proj.weight", "E Fd", _is_dense),
     "head": Parameter("E V", "lm_head.weight", "V E", lambda config: not config.tie_embeddings),
-    "layers.query_bias": Parameter("L N D", _LAYER + "self_attn.q_proj.bias", "N*D", _has_biases),
-    "layers.key_bias": Parameter("L K D", _LAYER + "self_attn.k_proj.bias", "K*D", _has_biases),
-    "layers.value_bias": Parameter("L K D", _LAYER + "self_attn.v_proj.bias", "K*D", _has_biases),
-    "layers.output_bias": Parameter("L E", _LAYER + "self_attn.o_proj.bias", "E", _has_output_bias),
-    "layers.query_norm": Parameter("L D", _LAYER + "self_attn.q_norm.weight", "D", _has_norms),
-    "layers.key_norm": Parameter("L D", _LAYER + "self_attn.k_norm.weight", "D", _has_norms),
-    "layers.wide_query_norm": Parameter("L N D", _LAYER + "self_attn.q_norm.weight", "N*D", _has_wide_norms),
-    "layers.wide_key_norm": Parameter("L K D", _LAYER + "self_attn.k_norm.weight", "K*D", _has_wide_norms),
+    "layers.query_bias": Parameter("La N D", _LAYER + "self_attn.q_proj.bias", "N*D", _has_biases),
+    "layers.key_bias": Parameter("La K D", _LAYER + "self_attn.k_proj.bias", "K*D", _has_biases),
+    "layers.value_bias": Parameter("La K D", _LAYER + "self_attn.v_proj.bias", "K*D", _has_biases),
+    "layers.output_bias": Parameter("La E", _LAYER + "self_attn.o_proj.bias", "E", _has_output_bias),
+    "layers.query_norm": Parameter("La D", _LAYER + "self_attn.q_norm.weight", "D", _has_norms),
+    "layers.key_norm": Parameter("La D", _LAYER + "self_attn.k_norm.weight", "D", _has_norms),
+    "layers.wide_query_norm": Parameter("La N D", _LAYER + "self_attn.q_norm.weight", "N*D", _has_wide_norms),
+    "layers.wide_key_norm": Parameter("La K D", _LAYER + "self_attn.k_norm.weight", "K*D", _has_wide_norms),
     "layers.attention_post_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_after),
     "layers.feed_post_norm": Parameter("L E", _LAYER + "post_feedforward_layernorm.weight", "E", _norms_after),
     "layers.router": Parameter("Lx E X", _LAYER + "mlp.gate.weight", "X E", _has_experts),
@@ -132,7 +146,7 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.expert_gate_bias": Parameter("Lx X F", _EXPERT + "gate_proj.bias", "F", _has_expert_biases),
     "layers.expert_up_bias": Parameter("Lx X F", _EXPERT + "up_proj.bias", "F", _has_expert_biases),
     "layers.expert_down_bias": Parameter("Lx X E", _EXPERT + "down_proj.bias", "E", _has_expert_biases),
-    "layers.sink_logits": Parameter("L N", _LAYER + "self_attn.sinks", "N", _has_sinks),
+    "layers.sink_logits": Parameter("La N", _LAYER + "self_attn.sinks", "N", _has_sinks),
     "layers.choice_bias": Parameter(
         "Lx X", _LAYER + "mlp.gate.e_score_correction_bias", "X",
         lambda config: config.routing.scores == "sigmoid" and _has_experts(config),
@@ -155,16 +169,34 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "layers.query_down_norm": Parameter("L Q", _LAYER + "self_attn.q_a_layernorm.weight", "Q", _compresses_queries),
     "layers.query_up": Parameter("L Q N H", _LAYER + "self_attn.q_b_proj.weight", "N*H Q", _compresses_queries),
+    "layers.query_gate": Parameter("La E N D", _LAYER + "self_attn.q_gate.weight", "N*D E", _has_gate),
+    "layers.query_gate_bias": Parameter("La N D", _LAYER + "self_attn.q_gate.bias", "N*D", _has_gate_bias),
+    "layers.shared_router": Parameter("Lx E 1", _LAYER + "mlp.shared_expert_gate.weight", "1 E", _weighs_shared),
+    "layers.delta_query": Parameter("Lr HP E", _DELTA + "in_proj_q.weight", "HP E", _is_hybrid),
+    "layers.delta_key": Parameter("Lr HP E", _DELTA + "in_proj_k.weight", "HP E", _is_hybrid),
+    "layers.delta_value": Parameter("Lr JW E", _DELTA + "in_proj_v.weight", "JW E", _is_hybrid),
+    "layers.delta_gate": Parameter("Lr JW E", _DELTA + "in_proj_z.weight", "JW E", _is_hybrid),
+    "layers.delta_rate": Parameter("Lr J E", _DELTA + "in_proj_b.weight", "J E", _is_hybrid),
+    "layers.delta_decay": Parameter("Lr J E", _DELTA + "in_proj_a.weight", "J E", _is_hybrid),
+    "layers.delta_kernel": Parameter("Lr Z 1 M", _DELTA + "conv1d.weight", "Z 1 M", _is_hybrid),
+    "layers.delta_log_decay": Parameter("Lr J", _DELTA + "A_log", "J", _is_hybrid),
+    "layers.delta_decay_bias": Parameter("Lr J", _DELTA + "dt_bias", "J", _is_hybrid),
+    "layers.delta_norm": Parameter("Lr W", _DELTA + "norm.weight", "W", _is_hybrid),
+    "layers.delta_output": Parameter("Lr JW E", _DELTA + "out_proj.weight", "E JW", _is_hybrid),
 }  # fmt: skip
 ROTATED = ("layers.query", "layers.key")
+# Those whose elements are those of heads, in the order in which they are rotated.
+ORDERED = (*ROTATED, "layers.query_bias", "layers.key_bias", "layers.query_norm", "layers.key_norm")
+_DELTA_IN = ("query", "key", "value", "gate", "rate", "decay")
 # The arrays that hold several parameters: their axes, and the parameters, side by side along the axis before the last.
 # A KV group has its G queries, its key and its value together, so a mesh splits an array as it would its parameters.
 JOINED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "layers.qkv": ("L E K G+2 D", ("layers.query", "layers.key", "layers.value")),
-    "layers.qkv_bias": ("L K G+2 D", ("layers.query_bias", "layers.key_bias", "layers.value_bias")),
+    "layers.qkv": ("La E K G+2 D", ("layers.query", "layers.key", "layers.value")),
+    "layers.qkv_bias": ("La K G+2 D", ("layers.query_bias", "layers.key_bias", "layers.value_bias")),
     "layers.gate_up": ("Ld E 2 Fd", ("layers.gate", "layers.up")),
     "layers.expert_gate_up": ("Lx X E 2 F", ("layers.expert_gate", "layers.expert_up")),
     "layers.shared_gate_up": ("Lx E 2 Fs", ("layers.shared_gate", "layers.shared_up")),
+    "layers.delta_in": ("Lr I E", tuple(f"layers.delta_{name}" for name in _DELTA_IN)),
 }
 _ARRAY_OF = {name: array for array, (_, names) in JOINED.items() for name in names}
 
@@ -204,7 +236,11 @@ def rows_of(config: Config, name: str) -> slice | None:
     names = names_in(array_of(name))
     if len(names) == 1:
         return None
-    counts = [config.num_heads // config.num_kv_heads if "N" in PARAMETERS[each].axes.split() else 1 for each in names]
+    sizes, own = _sizes(config), [PARAMETERS[each].axes.split() for each in names]
+    if len(own[0]) == len(axes_of(array_of(name))):  # they lie along an axis of their own
+        counts = [sizes[axes[-2]] for axes in own]
+    else:
+        counts = [config.num_heads // config.num_kv_heads if "N" in axes else 1 for axes in own]
     first = sum(counts[: names.index(name)])
     return slice(first, first + counts[names.index(name)])
 
@@ -286,16 +322,28 @@ def array_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return _shapes(config, [path for array in arrays for path in paths_of(config, array)])
 
 
-def _shapes(config: Config, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+def _sizes(config: Config) -> dict[str, int]:
+    """Return the size of each axis by its letters."""
     sizes = dict(
         V=config.vocab_size, E=config.hidden_size, F=config.intermediate_size, L=config.num_layers,
         N=config.num_heads, K=config.num_kv_heads, D=config.head_dim, X=config.num_experts,
         Ld=len(config.dense_layers), Lx=len(config.sparse_layers), Fd=config.dense_size, Fs=config.shared_size,
+        La=len(config.cached_layers), Lr=len(config.recurrent_layers),
     )  # fmt: skip
-    sizes |= {"2": 2, "G+2": config.num_heads // config.num_kv_heads + 2, "ND": config.num_heads * config.value_dim}
+    sizes |= {"1": 1, "2": 2, "G+2": config.num_heads // config.num_kv_heads + 2}
+    sizes |= {"ND": config.num_heads * config.value_dim}
     if (own := config.latent) is not None:
         sizes |= {"C": own.size, "C+R": own.head_dim, "Q": own.query, "H": own.plain + own.rotated}
         sizes["U"] = own.plain + own.value
+    if (net := config.delta_net) is not None:
+        sizes |= dict(J=net.value_heads, W=net.value_dim, Z=net.channels, M=net.kernel)
+        sizes |= dict(HP=net.key_heads * net.key_dim, JW=net.value_heads * net.value_dim)
+        sizes |= dict(I=sizes["Z"] + sizes["JW"] + 2 * sizes["J"])
+    return sizes
+
+
+def _shapes(config: Config, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    sizes = _sizes(config)
     return {name: tuple(sizes[axis] for axis in axes_of(name)) for name in names}
 
 
@@ -326,6 +374,7 @@ def _drawn(draw: Callable[..., Array], shapes: tuple[tuple[str, Any], ...], opti
 def layers_with(config: Config, name: str) -> Sequence[int]:
     """Return the numbers of the layers that have an array or a parameter of a name, in their order."""
     own = {"L": range(config.num_layers), "Ld": config.dense_layers, "Lx": config.sparse_layers}
+    own |= {"La": config.cached_layers, "Lr": config.recurrent_layers}
     return own.get(axes_of(name)[0], ())
 
 

@@ -26,7 +26,8 @@ from kvjax.schedule import When, moments, turn_block
 from models.butler import Butler
 from models.config import Config, Rope
 from models.decoder import Decoder
-from models.networks import network_of, remembers
+from models.delta_net import states_of
+from models.networks import network_of, remembers, several, wanted_by
 from models.options import Options
 from models.plan import Plan, Rows
 from models.prompts import CheckedPrompt, Kept, cache_heads
@@ -49,6 +50,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     if options.select is not None:
         most = int(text.lengths.max())
         selection = checked_selection(options.select, policy, options.budget, options.sinks, most, options.reserve)
+    _check_hybrid(config, policy, options)
     if config.rope.follows_length:
         _check_frequencies(config.rope, prompt, seen, options.reserve)
     traced = not is_known(*jax.tree.leaves(model))
@@ -58,7 +60,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
         _check_kept(kept, options, mesh, selection, traced)
         dtype, rounded_to = kept.dtypes, (None, None)
     network = network_of(options.networks, model, policy, None if selection is None else selection.source)
-    check_measured(policy, config.num_layers, config.num_kv_heads)
+    check_measured(policy, len(config.cached_layers), config.num_kv_heads)
     if config.latent is not None:
         check_latents(policy, dtype)
     if not isinstance(options.projection, tuple | None) or isinstance(options.projection, OutputProjection):
@@ -80,25 +82,26 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     plan = dataclasses.replace(plan, policy=policy, overfull=_overfull(plan, policy, prompt, budgets))
     if fits_biases(policy):
         _check_fitted(config, plan, kept is not None and kept.spent and bool((text.context > 0).any()))
-    spec = sized(_spec(config, plan, prompt, options), plan, prompt, options, budgets)
+    spec = sized(_spec(model, plan, prompt, options), plan, prompt, options, budgets)
     _warn_of_copies(config, plan, prompt, options)
     if policy.cumulative and overflowing(plan, prompt, options)[1].any():
         _warn_of_sums(policy, int(budgets.min()))
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     slots = spec.slots if policy.allocation.fills else np.iinfo(np.int32).max
-    most = min(slots, max(window or slots for window in config.sliding_windows))
+    most = min(slots, max(window or slots for window in config.cached_windows))
     rows = Rows(*jax.device_put((seen, np.minimum(budgets, most), np.minimum(budgets + text.questions, most))))
     return Run(model, rows, options.projection, network, plan), spec
 
 
-def _spec(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options) -> CacheSpec:
+def _spec(model: Decoder, plan: Plan, prompt: CheckedPrompt, options: Options) -> CacheSpec:
     """Return the spec of a run's cache, without its slots and pages; a kept one has pages of its own size."""
-    kept = prompt.kept
+    config, kept = model.config, prompt.kept
     return CacheSpec(
-        len(prompt.text.lengths), plan.heads, config.head_dim, config.num_heads // plan.heads, config.num_layers,
-        tuple(config.sliding_windows), plan.policy, plan.cache_dtype, plan.positions, plan.mesh,
+        len(prompt.text.lengths), plan.heads, config.head_dim, config.num_heads // plan.heads,
+        len(config.cached_layers), config.cached_windows, plan.policy, plan.cache_dtype, plan.positions, plan.mesh,
         kept.page_size if kept is not None and kept.pages else options.page_size,
         rotated=None if config.latent is None else config.latent.rotated,
+        recurrent=states_of(config, jax.tree.leaves(model.embedding)[0].dtype),
     )  # fmt: skip
 
 
@@ -113,7 +116,8 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
             "shorten the prompt, or give a policy and a budget."
         )
     slots = rounded_up(held)
-    spec = dataclasses.replace(_spec(config, run.plan, prompt, options), layer_slots=(slots,) * config.num_layers)
+    spec = _spec(run.model, run.plan, prompt, options)
+    spec = dataclasses.replace(spec, layer_slots=(slots,) * len(spec.windows))
     if run.plan.selection is not None:
         run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, memory_slots=slots))
     if kept is None:
@@ -156,6 +160,25 @@ def _check_mesh(mesh: Mesh | AbstractMesh, policy: Policy | None, rows: int) -> 
         raise ValueError(
             f"{policy.name!r} takes the gradient of a loss, which runs on one device, but the model is on a mesh of "
             f"{mesh.size}: load it on one, or give another policy, such as 'kvzip'."
+        )
+
+
+def _check_hybrid(config: Config, policy: Policy | None, options: Options) -> None:
+    """Check that a run asks nothing of layers without a KV cache that only attention has."""
+    if config.delta_net is None:
+        return
+    wanted = None if policy is None else policy.needs.reconstruction
+    kinds = {
+        "select=": options.select is not None,
+        "a network that predicts (networks=)": bool(wanted_by(policy) or several(options.networks)),
+        "the gradient of a loss": wanted is not None and wanted.loss is not None,
+    }
+    if any(kinds.values()):
+        what = next(kind for kind, asked in kinds.items() if asked)
+        named = "this run" if policy is None else f"the policy {policy.name!r}"
+        raise ValueError(
+            f"{named} reads {what} in every layer, but {len(config.recurrent_layers)} of this model's "
+            f"{config.num_layers} layers have no attention: give another policy, such as 'kvzip' or 'snapkv+caote'."
         )
 
 

@@ -23,6 +23,7 @@ from kvjax.schedule import HostOrDevice, Text
 from models import hosts
 from models.config import Config
 from models.decoder import Decoder, check_decoder
+from models.delta_net import states_of
 
 Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of rows
 
@@ -92,12 +93,15 @@ def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int)
     if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
         raise ValueError("a later step has deleted this cache; continue from the last one that stream yielded.")
     L, B, K = cache.heads_shape
-    ours = (config.num_layers, config.head_dim)
+    ours = (len(config.cached_layers), config.head_dim)
     one = cache.arrays
     theirs = (L, one.head_dim)
     if ours != theirs or K not in (config.num_kv_heads, config.num_heads):
         wrong = f"the cache is of another model: it has {L} layers and {K} heads of dimension {theirs[1]},"
         raise ValueError(f"{wrong} this model {ours[0]} layers and {config.num_kv_heads} of {ours[1]}.")
+    states = [{own.name: own.shape for own in each} for each in states_of(config, "float32")]
+    if states != [{name: array.shape[1:] for name, array in each.items()} for each in cache.recurrent]:
+        raise ValueError("the cache is of another model: its layers without a KV cache have other states.")
     if rows != B:
         advice = f": repeat it with kvjax.repeat(cache, {rows})" if B == 1 else ""
         raise ValueError(f"the cache has {B} rows, but {rows} prompts were given{advice}.")
@@ -125,7 +129,7 @@ def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int)
     )  # fmt: skip
     if policy is not None and part_of_kind(one.state, Repeated) is not None:
         # A layer without a sliding window, if there is one, holds them all.
-        layer = int(np.argmax([np.inf if window is None else window for window in config.sliding_windows]))
+        layer = int(np.argmax([np.inf if window is None else window for window in config.cached_windows]))
         kept = kept._replace(pending=unrepeated(*map(hosts.fetched, _of_a_head(cache, layer))))
     return kept
 

@@ -16,10 +16,10 @@ from models.checkpoint import file_shape
 from models.config import Config
 from models.config_json import to_hugging_face
 from models.decoder import Decoder
-from models.families import family_of_architecture
+from models.families import family_of_architecture, parts_and_heads
 from models.files import to_json, write_files
 from models.joined_experts import put_together
-from models.parameters import PARAMETERS, ROTATED, head_order, split_weights, tensor_names, tensor_of
+from models.parameters import ORDERED, PARAMETERS, head_order, layers_with, split_weights, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
 
 OF_FILES = ("dtype", "transformers_weights", "quantization_config")  # fields that say how the weights were stored
@@ -52,7 +52,7 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
     folder = Path(folder)
     config = to_hugging_face(model.config)
     tensors = _tensors(model, config["model_type"])
-    if family_of_architecture(config["model_type"]).joined_experts:
+    if family_of_architecture(config["model_type"]).joined_experts is True:
         tensors = put_together(tensors)
     config = {name: value for name, value in config.items() if name not in OF_FILES}
     config["torch_dtype"] = str(tensors["model.norm.weight"].dtype)
@@ -81,17 +81,20 @@ def _tensors(model: Decoder, architecture: str) -> dict[str, np.ndarray]:
     tensors, order = {}, head_order(model.config)
     arrays = {path: hosts.fetched(array) for path, array in model.arrays().items()}
     for path, array in split_weights(model.config, arrays).items():
-        if order is not None and path in ROTATED:
+        if order is not None and path in ORDERED:
             array = array[..., np.argsort(order)]
         groups, separate = PARAMETERS[path].groups, PARAMETERS[path].separate
         axes = [axis for group in groups for axis in group]
         for place in np.ndindex(array.shape[:separate]):
             ours, name = array[place], tensor_of(model.config, path, names[path], place)
             tensors[name] = np.ascontiguousarray(ours.transpose(axes).reshape(file_shape(ours.shape, groups)))
-    for template, parts in family_of_architecture(architecture).fused.items():
-        for layer in range(model.config.num_layers):
+    for template, together in family_of_architecture(architecture).fused.items():
+        parts, heads = parts_and_heads(together, model.config)
+        for layer in layers_with(model.config, parts[0]) if PARAMETERS[parts[0]].wanted(model.config) else ():
             held = [tensors.pop(PARAMETERS[part].tensor.format(layer)) for part in parts]
-            tensors[template.format(layer)] = np.concatenate(held)
+            of_heads = [part.reshape(heads, len(part) // heads, *part.shape[1:]) for part in held]
+            joined = np.concatenate(of_heads, axis=1)
+            tensors[template.format(layer)] = joined.reshape(-1, *joined.shape[2:])
     return tensors
 
 

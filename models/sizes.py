@@ -7,6 +7,7 @@ from typing import Any
 import kvjax
 from kvjax._src.quantise import DtypesLike
 from models.decoder import Decoder
+from models.delta_net import states_of
 
 
 def full_cache_bytes(model: Decoder, tokens: int, dtype: DtypesLike | None = None) -> int:
@@ -14,6 +15,7 @@ def full_cache_bytes(model: Decoder, tokens: int, dtype: DtypesLike | None = Non
     if not tokens:
         return 0
     config, own = model.config, model.embedding[...].dtype
-    sizes: Any = dict(layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+    sizes: Any = dict(layers=len(config.cached_layers), kv_heads=config.num_kv_heads, head_dim=config.head_dim)
     sizes["rotated"] = None if config.latent is None else config.latent.rotated
+    sizes |= dict(recurrent=states_of(config, own))
     return kvjax.memory(**sizes, budget=tokens, block=0, dtype=own if dtype is None else dtype).total

@@ -36,7 +36,7 @@ def _memories(run: Run, batch: int, slots: int) -> tuple[Any, Any]:
     plan, config, memory, source = run.plan, run.model.config, None, ()
     if plan.selection is not None:
         sizes = batch, plan.heads, slots, config.head_dim
-        source = tuple(plan.selection.source.init(*sizes) for _ in range(config.num_layers))
+        source = tuple(plan.selection.source.init(*sizes) for _ in config.cached_layers)
     if run.ahead is not None:  # a policy keeps the importance keys with its tokens, to evict them together
         memory = run.ahead.init_cache(batch, slots, importance_keys=plan.selection is not None)
     return memory, source
@@ -47,7 +47,8 @@ def _empty_cache(plan: Plan, spec: CacheSpec) -> ModelCache:
         return cast(ModelCache, blank(spec))
     of_each: list[Any] = [blank(dataclasses.replace(spec, policy=policy)) for policy in plan.each]
     layers = zip(*(cache.layers for cache in of_each), strict=True)
-    return LayerCaches(tuple(dataclasses.replace(own[0], state=tuple(one.state for one in own)) for own in layers))
+    each = tuple(dataclasses.replace(own[0], state=tuple(one.state for one in own)) for own in layers)
+    return dataclasses.replace(of_each[0], layers=each)
 
 
 def _with_room(cache: Any, plan: Plan, sizes: CacheSpec) -> ModelCache:

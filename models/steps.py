@@ -39,6 +39,7 @@ from models.decoder import (
     rope_of_layer,
     rotation,
     run_layer,
+    run_recurrent,
     summed,
 )
 from models.gradients import loss_gradient
@@ -54,6 +55,7 @@ Weights = Sequence[dict[str, Array]]  # the arrays of each layer by name
 class DecodeState:
     """The state between blocks and between tokens; it is donated, so it is updated in place.
 
+    The states of a hybrid model's layers without a KV cache are in ``cache.recurrent``, so that they go with its rows.
     ``memory`` is that of a network that looks ahead, None without one. ``source`` is the state of a selection's
     source, () without a selection. ``said`` is what each of several policies has said of the cache (``Plan.each``).
     """
@@ -69,7 +71,7 @@ class DecodeState:
 class Run:
     """Values that stay the same from the first block to the last token; ``network`` is the one that is read, if any.
 
-    ``projection`` has an entry for each layer, and is None where no policy reads it.
+    ``projection`` has an entry for each layer with a KV cache, and is None where no policy reads it.
     """
 
     model: Decoder
@@ -135,6 +137,10 @@ def forward(
     """
     model, plan, layers = run.model, run.plan, weights_of(run.model) if layers is None else layers
     config, lengths = model.config, run.rows.lengths
+    cache: Any = state.cache
+    before, states = cache.recurrent, list[Any]()
+    if before:  # attention and policies see nothing of them
+        state = dataclasses.replace(state, cache=dataclasses.replace(cache, recurrent=()))
     x, block = _entered(config, plan, model.embedding[...], tokens, position, lengths, run.rows.budgets_in(phase), part)
     if part is not None:
         state = _fresh(state, position)
@@ -145,14 +151,18 @@ def forward(
         evidence = _no_evidence(plan, block, cache)
     carry = LayerCarry(cache, evidence, state.memory, ())
     for number, weights in enumerate(layers):
-        own = phase
+        if number in config.recurrent_layers:
+            x, after = run_recurrent(config, weights, x, block.position, before[len(states)])
+            states.append(after)
+            continue
+        own, at = phase, number - len(states)  # its place among the layers with a KV cache
         if isinstance(cache, LayerCaches):
-            carry = dataclasses.replace(carry, cache=cache.layers[number])
-            own = _at_slots(phase, cache.layers[number].num_slots, cache.num_slots)
+            carry = dataclasses.replace(carry, cache=cache.layers[at])
+            own = _at_slots(phase, cache.layers[at].num_slots, cache.num_slots)
         if plan.selection is not None:
-            carry = dataclasses.replace(carry, source=state.source[number])
-        projection = None if run.projection is None else run.projection[number]
-        here = at_layer(config, block, number, projection)
+            carry = dataclasses.replace(carry, source=state.source[at])
+        projection = None if run.projection is None else run.projection[at]
+        here = at_layer(config, block, number, projection, at)
         x, carry = layer_step(config, plan, own, weights, here, x, carry, run.network)
         if number == 0 and run.pauses(phase):
             entered = None if run.ahead is None else run.ahead.entered(model, jnp.asarray(tokens))
@@ -163,6 +173,8 @@ def forward(
     cache = LayerCaches(tuple(caches)) if isinstance(cache, LayerCaches) else carry.cache
     if not plan.each and carry.evidence is not None:
         cache = _evict(cache, carry.evidence, block.budgets)
+    if before:  # what is repeated leaves again, so the states stay those of the text
+        cache = dataclasses.replace(cache, recurrent=tuple(states) if part is None else before)
     return summed(x), DecodeState(cache, carry.memory, tuple(sources) if plan.selection is not None else (), said)
 
 
@@ -233,11 +245,16 @@ def layer_step(
     return x, carry
 
 
-def at_layer(config: Config, block: Block, number: int, projection: OutputProjection | None = None) -> Here:
-    """Return a block as one layer has it, with the layer's number, window and gradient in the context."""
+def at_layer(
+    config: Config, block: Block, number: int, projection: OutputProjection | None = None, place: int | None = None
+) -> Here:
+    """Return a block as one layer has it, with the layer's number, window and gradient in the context.
+
+    ``place`` is the layer's place among those with a KV cache, which is its number by default.
+    """
     window = config.sliding_windows[number]
     own: dict[str, Any] = dict(  # numbers of the host, so that layers that are alike are one program
-        layer=np.int32(number),
+        layer=np.int32(number if place is None else place),
         sliding_window=None if window is None else np.int32(window),
         projection=projection,
         frequency=None if block.frequencies is None else rope_of_layer(config, number, block.frequencies),

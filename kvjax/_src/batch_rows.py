@@ -50,13 +50,20 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
     lead, own = cache.heads_shape, one.heads_shape
     structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
     alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]
+    states = ([leaf.shape[1:] for leaf in jax.tree.leaves(given.recurrent)] for given in (cache, one))
+    alike = alike and next(states) == next(states)
     if not alike or cache.ways[1] != one.ways[1] or (head_dim, dtypes) != (own_dim, own_dtypes):
         wrong = f"a cache of {own} heads of dimension {own_dim} in {own_dtypes} does not fit {lead} heads of {head_dim}"
         raise ValueError(f"{wrong} in {dtypes}: expected one row of the same model, policy, positions and dtype.")
     for slots, room in zip(one.layer_slots, cache.layer_slots, strict=True):
         if slots > room:
             raise ValueError(f"the row has {slots} slots per head, the batch {room}; compact it first.")
-    return cache.map(_write, (row, SAME), (one.each_part, PARTS))
+    states = jax.tree.map(lambda whole, part: _put(whole, part, row, 0), cache.recurrent, one.recurrent)
+    return _with_states(cache.map(_write, (row, SAME), (one.each_part, PARTS)), states)
+
+
+def _with_states[C: Any](cache: C, states: Any) -> C:
+    return dataclasses.replace(cache, recurrent=states) if cache.recurrent else cache
 
 
 @functools.singledispatch
@@ -99,7 +106,8 @@ def leave[C: AnyKind](cache: C, row: int | Int[Array, ""]) -> C:
         [[[-1, -1]], [[0, -1]]]
     """
     row = _checked_row(cache, row)
-    return cache.map(_free, (row, SAME))
+    states = jax.tree.map(lambda whole: whole.at[row].set(0), cache.recurrent)
+    return _with_states(cache.map(_free, (row, SAME)), states)
 
 
 @functools.singledispatch

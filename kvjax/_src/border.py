@@ -84,7 +84,9 @@ def where(kind: object, function: Callable[[Any], Any], axes: Any, tree: PyTree)
 
 def axes_of(cache: Any) -> Any:
     """Return how a mesh splits each array of a plain cache, or of the caches of a model's layers."""
-    return cache.map(lambda own: dataclasses.replace(jax.tree.map(lambda _: OF_HEADS, own), next_position=OF_ROWS))
+    made = cache.map(lambda own: dataclasses.replace(jax.tree.map(lambda _: OF_HEADS, own), next_position=OF_ROWS))
+    states = jax.tree.map(lambda _: OF_ROWS, cache.recurrent)
+    return dataclasses.replace(made, recurrent=states) if cache.recurrent else made
 
 
 def axes_of_heads(cache: AnyKind) -> Any:

@@ -112,6 +112,7 @@ class AnyKind:
     page_size: Any = 1  # slots per page
     ways: Any = (1, 1)  # the numbers of devices that split the rows, and the heads
     axis: Any = None  # the mesh axis that splits a layer's heads, if K are one device's; () for none
+    recurrent: Any = ()  # the states of layers without a KV cache, [B, ...]
     heads_shape: Any  # (*L, B, K)
     num_slots: Any
     position: Any

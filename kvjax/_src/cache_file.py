@@ -3,8 +3,8 @@
 Arrays have the names of the cache's fields and entries. A policy's arrays are named by their place in the state, such
 as ``state[0].value``. Layers have slots, and so arrays, of their own, whose names begin with the layer, as in
 ``layers[3].key``: this is format 2. In format 1 each array was that of all layers, ``[L, ...]``; caches without layers,
-and pages, still have it. One entry of the metadata, "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of
-these and of the arrays.
+and pages, still have it. The states of layers without a KV cache are named like ``recurrent[0].memory``. One entry of
+the metadata, "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of these and of the arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvjax._src.chains import policy_of
 from kvjax._src.checks import check_share_or_tokens, check_types, is_known, shown
 from kvjax._src.files import replacing
 from kvjax._src.former_names import former_structure, renamed_document
-from kvjax._src.layer_caches import LayerCaches
+from kvjax._src.layer_caches import LayerCaches, Recurrent, RowArray
 from kvjax._src.new_caches import checked_blank, memory
 from kvjax._src.policy import Policy
 from kvjax._src.quantise import Dtypes, check_dtypes
@@ -61,6 +61,7 @@ _FIELDS = {
     "model": str | None,
 }
 _LAYER = re.compile(r"^layers\[\d+\]\.")
+_RECURRENT = re.compile(r"^recurrent\[(\d+)\]\.(\w+)$")
 _STATE = re.compile(r"^(layers\[\d+\]\.)?state(?=[.\[]|$)")
 # A file without these tokens is as files were before there were any, and one without "rotated" is of no latents.
 _MAY_LACK: dict[str, Any] = {"pending": list[int], "seen": list[int], "rotated": int}
@@ -214,12 +215,21 @@ def cache_info(path: str | Path) -> dict[str, Any]:
     """
     path = _source(path)
     with _opened(path) as (info, file):
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        states = sum(
+            math.prod(shape) * int(slices[name].get_dtype().lstrip("BIUF").split("_")[0]) // 8
+            for name, shape in shapes.items()
+            if _RECURRENT.fullmatch(name)
+        )
     with path.open("rb") as read:
         header = int.from_bytes(read.read(8), "little")
     info = _renamed(info)
     known = {name: info[name] for name in _FIELDS} | {name: info.get(name, []) for name in ("pending", "seen")}
-    sizes = {"cache_bytes": path.stat().st_size - 8 - header, "full_cache_bytes": _full_bytes(f"{path}", info, shapes)}
+    sizes = {
+        "cache_bytes": path.stat().st_size - 8 - header,
+        "full_cache_bytes": states + _full_bytes(f"{path}", info, shapes),
+    }
     return known | sizes
 
 
@@ -247,11 +257,13 @@ class _Layers:
 
     layers: tuple[KVCache, ...]
     next_position: Any
+    recurrent: Any
 
     @property
     def caches(self) -> LayerCaches:
         """Return the caches."""
-        return LayerCaches(tuple(dataclasses.replace(own, next_position=self.next_position) for own in self.layers))
+        layers = tuple(dataclasses.replace(own, next_position=self.next_position) for own in self.layers)
+        return LayerCaches(layers, self.recurrent)
 
 
 def _as_named(cache: Any) -> Any:
@@ -260,7 +272,7 @@ def _as_named(cache: Any) -> Any:
         return cache
     own: Any = ()
     bare = tuple(dataclasses.replace(layer, next_position=own) for layer in cache.layers)
-    return _Layers(bare, cache.next_position)
+    return _Layers(bare, cache.next_position, cache.recurrent)
 
 
 class _Expected(NamedTuple):
@@ -336,7 +348,11 @@ def _named(cache: Any) -> dict[str, Any]:
     """Return the leaves of a cache by the names that a file gives them."""
     leaves = jax.tree_util.tree_leaves_with_path(cache)
     return {
-        re.sub(r"^(layers\[\d+\]\.)?entries\['(\w+)'\]$", r"\1\2", jax.tree_util.keystr(path).lstrip(".")): leaf
+        re.sub(
+            r"^(layers\[\d+\]\.)?entries\['(\w+)'\]$|^(recurrent\[\d+\])\['(\w+)'\]$",
+            lambda found: f"{found[1] or ''}{found[2]}" if found[2] else f"{found[3]}.{found[4]}",
+            jax.tree_util.keystr(path).lstrip("."),
+        ): leaf
         for path, leaf in leaves
     }
 
@@ -386,6 +402,7 @@ def _expected(
         batch, kv_heads, key.shape[-1], query_heads, layers[0] if layers else None, policy=policy, dtype=dtypes,
         positions=described["positions"], page_size=page_size, layer_slots=tuple(slots), pages=pages,
         rotated=described.get("rotated"),
+        recurrent=_recurrent_in(whose, arrays),
     )  # fmt: skip
     tree: list[Any] = []
 
@@ -401,6 +418,17 @@ def _expected(
         if name in arrays and is_emptied(arrays[name].shape, like.shape):
             named[name] = jax.ShapeDtypeStruct(arrays[name].shape, like.dtype)
     return _Expected(structure, named)
+
+
+def _recurrent_in(whose: str, arrays: Mapping[str, Any]) -> Recurrent:
+    """Return what the states of layers without a KV cache are made of."""
+    of_layers: dict[int, list[RowArray]] = {}
+    for name, array in sorted(arrays.items()):
+        if (found := _RECURRENT.fullmatch(name)) is not None:
+            of_layers.setdefault(int(found[1]), []).append(RowArray(found[2], array.shape[1:], array.dtype.name))
+    if sorted(of_layers) != list(range(len(of_layers))):
+        raise ValueError(f"{whose} lacks the states of some of its layers without a KV cache.")
+    return tuple(tuple(of_layers[number]) for number in range(len(of_layers)))
 
 
 def _dtypes(whose: str, described: Mapping[str, Any]) -> Dtypes:

@@ -18,6 +18,7 @@ from jaxtyping import Int
 
 from kvjax._src.cache import Positions, check_heads
 from kvjax._src.checks import check_count
+from kvjax._src.layer_caches import Recurrent
 from kvjax._src.paged import pages_for
 from kvjax._src.policy import Policy
 from kvjax._src.quantise import FLOAT32, Dtypes
@@ -42,7 +43,7 @@ class CacheSpec:
     kv_heads: int  # of each layer
     head_dim: int
     group: int = 1  # the query heads that share each
-    layers: int | None = None  # None for a cache of one layer
+    layers: int | None = None  # those with a KV cache; None for a cache of one layer
     windows: tuple[int | None, ...] = (None,)  # one entry per layer
     policy: Policy | None = None
     dtype: Dtypes = FLOAT32
@@ -53,6 +54,7 @@ class CacheSpec:
     rotated: int | None = None  # of a cache of latents, which has no values of its own; see :meth:`Stored.value`
     pages: int = 0  # of each device's pool, 0 for a plain cache
     prompt_slots: tuple[int, ...] = ()  # of the plain cache that first holds a whole prompt, () if there is none
+    recurrent: Recurrent = ()  # of the layers without a KV cache
 
     @property
     def allocation(self) -> Allocation:
@@ -151,6 +153,7 @@ class ModelSizes(TypedDict, total=False):
     batch: int
     windows: Windows | None
     rotated: int | None
+    recurrent: Recurrent
 
 
 def model_sizes(
@@ -162,6 +165,7 @@ def model_sizes(
     batch: int = 1,
     windows: Windows | None = None,
     rotated: int | None = None,
+    recurrent: Recurrent = (),
 ) -> CacheSpec:
     """Check :class:`ModelSizes`, and return a spec with them, without slots."""
     batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
@@ -172,8 +176,10 @@ def model_sizes(
         check_count("rotated", rotated, 0, "give how many numbers of a latent's key are rotated, or None for values")
         if rotated % 2 or head_dim % 2 or rotated >= head_dim:
             raise ValueError(f"rotated is {rotated} of {head_dim} numbers; expected pairs, and fewer than all.")
+    if recurrent and layers is None:
+        raise ValueError("recurrent was given for a cache of one layer; give the number of layers with a KV cache.")
     group, windows = query_heads // kv_heads, check_windows(windows, layers or 1)
-    return CacheSpec(batch, kv_heads, head_dim, group, layers, windows, rotated=rotated)
+    return CacheSpec(batch, kv_heads, head_dim, group, layers, windows, rotated=rotated, recurrent=recurrent)
 
 
 def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...]:

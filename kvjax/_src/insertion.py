@@ -140,7 +140,8 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
         position: one per row, or one for all, from 0; a row whose ``next_position`` is not larger keeps all.
 
     Raises:
-        ValueError: if ``cache`` is not a cache, or there is not one integer per row, or one is negative.
+        ValueError: if ``cache`` is not a cache, or has layers without a KV cache, whose state no token can leave; or if
+            there is not one integer per row, or one is negative.
 
     Example:
         >>> import jax, kvjax, numpy as np
@@ -153,6 +154,8 @@ def rewind[C: AnyKind](cache: C, position: Int[Array, "B"]) -> C:
         ([[[0, 1, -1, -1]]], [2])
     """
     check_cache(cache)
+    if cache.recurrent:
+        raise ValueError("no token can be taken back from layers without a KV cache: keep a copy from before it.")
     position, rows = real_array("position", position), cache.heads_shape[-2]
     if position.shape not in ((), (rows,)) or not jnp.issubdtype(position.dtype, jnp.integer):
         raise ValueError(f"position is {position.dtype} {position.shape}; expected integers ({rows},), one per row.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,40 @@ from kvjax._src.cache import PARTS, AnyKind, KVCache, Positions, count_live
 from kvjax._src.checks import plain
 
 
+class RowArray(NamedTuple):
+    """Describe an array of a layer without a KV cache: its name in the layer's state, its shape per row, and dtype.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.RowArray("memory", (2, 4), "float32").zeros(3).shape
+        (3, 2, 4)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def zeros(self, batch: int) -> Array:
+        """Return the array of a batch before its first token."""
+        return jnp.zeros((batch, *self.shape), self.dtype)
+
+
+Recurrent = tuple[tuple[RowArray, ...], ...]  # the arrays of each layer without a KV cache
+
+
+def empty_states(recurrent: Recurrent, batch: int) -> tuple[dict[str, Array], ...]:
+    """Return the states of the layers without a KV cache before the first token."""
+    return tuple({own.name: own.zeros(batch) for own in arrays} for arrays in recurrent)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCaches(AnyKind):
     """Hold the plain caches of a model's layers, in their order.
+
+    In a hybrid model these are the layers with attention. ``recurrent`` are the states of its other layers, in their
+    order: arrays ``[B, ...]`` by name, of a size that does not depend on the text. They join, leave and are repeated
+    and saved with their row.
 
     :func:`kvjax.evict`, :func:`kvjax.rewind`, :func:`kvjax.repeat`, :func:`kvjax.join`, :func:`kvjax.leave`,
     :func:`kvjax.compact`, :func:`kvjax.pack` and :func:`kvjax.save_cache` take it; :func:`kvjax.attend` and
@@ -39,11 +69,12 @@ class LayerCaches(AnyKind):
     """
 
     layers: tuple[KVCache, ...]
+    recurrent: tuple[dict[str, Array], ...] = ()
 
     def map(self, function: Callable[..., Any], *others: tuple[Any, Any]) -> LayerCaches:
         """Return the caches after a function has run on each layer's; ``others`` are the same for all but ``PARTS``."""
         trees = (tree if axes is PARTS else (tree,) * len(self.layers) for tree, axes in others)
-        return LayerCaches(tuple(map(function, self.layers, *trees)))
+        return dataclasses.replace(self, layers=tuple(map(function, self.layers, *trees)))
 
     @property
     def each_part(self) -> tuple[KVCache, ...]:
@@ -108,7 +139,9 @@ class LayerCaches(AnyKind):
     def nbytes(self) -> int:
         """Return the size of the caches in bytes; the rows' next positions, which all layers have, count once."""
         rows = self.next_position
-        return sum(own.nbytes for own in self.layers) - (len(self.layers) - 1) * rows.size * rows.dtype.itemsize
+        states = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.recurrent))
+        copies = (len(self.layers) - 1) * rows.size * rows.dtype.itemsize
+        return sum(own.nbytes for own in self.layers) - copies + states
 
     @property
     def slots_shape(self) -> tuple[int, ...]:
@@ -121,7 +154,7 @@ class LayerCaches(AnyKind):
 
     def with_layer(self, index: int, cache: KVCache) -> LayerCaches:
         """Return the caches with another one of a layer."""
-        return LayerCaches((*self.layers[:index], cache, *self.layers[index + 1 :]))
+        return dataclasses.replace(self, layers=(*self.layers[:index], cache, *self.layers[index + 1 :]))
 
 
 def check_layer(cache: LayerCaches, layer: object) -> int:

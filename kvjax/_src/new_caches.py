@@ -17,7 +17,7 @@ from kvjax._src.cache import AnyKind, KVCache, PyTree, check_cache, check_heads,
 from kvjax._src.capacity import CacheSpec, ModelSizes, model_sizes
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import check_count
-from kvjax._src.layer_caches import LayerCaches
+from kvjax._src.layer_caches import LayerCaches, empty_states
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy, fits_biases
 from kvjax._src.policy_checks import check_block, check_budget, check_latents, check_measured, check_state
@@ -47,11 +47,12 @@ def empty_cache(
             AbstractMesh will do where only shapes are asked for (``jax.eval_shape``).
         sizes: ``kv_heads``, the heads of the model's keys and values, and ``head_dim``, the length of a key; besides,
             ``query_heads``, a multiple of ``kv_heads`` (as many by default), ``batch`` rows (1), ``layers`` of a model
-            (None for a cache of one layer), and ``windows``, the layers' sliding windows, one entry per
-            layer, None for a layer that sees all positions. ``rotated`` makes a cache of latents (DeepSeek's
-            multi-head latent attention, see models/latent.py): it stores the keys alone and reads no values that are
-            inserted, for they are the keys without so many rotated numbers, the first half of them in each half of a
-            key. Of an attention output these numbers are to be left out.
+            (None for a cache of one layer), ``windows``, the layers' sliding windows, one entry per layer, None for a
+            layer that sees all positions, and ``recurrent``, for each layer without a KV cache, which the ``layers`` do
+            not count, the arrays of its state (:class:`kvjax.RowArray`). ``rotated`` makes a cache of latents
+            (DeepSeek's multi-head latent attention, see models/latent.py): it stores the keys alone and reads no values
+            that are inserted, for they are the keys without so many rotated numbers, the first half of them in each
+            half of a key. Of an attention output these numbers are to be left out.
 
     Returns:
         A :class:`kvjax.KVCache` of ``budget + block`` slots per head, at most ``window + block`` in a layer with a
@@ -97,7 +98,7 @@ class Memory(NamedTuple):
 
     ``keys_values`` are the keys and values, with the scales of those of eight bits and a bias per slot where the policy
     fits one; ``positions`` the position of each slot; ``state`` the policy's state; ``pages`` the page table and the
-    lists of a paged cache, 0 for a plain one.
+    lists of a paged cache, 0 for a plain one; ``recurrent`` the states of layers without a KV cache, 0 without any.
     """
 
     slots: int
@@ -105,11 +106,12 @@ class Memory(NamedTuple):
     positions: int
     state: int
     pages: int
+    recurrent: int = 0
 
     @property
     def total(self) -> int:
         """Return the sum of all bytes, equal to the cache's ``nbytes``."""
-        return self.keys_values + self.positions + self.state + self.pages
+        return self.keys_values + self.positions + self.state + self.pages + self.recurrent
 
 
 def memory(
@@ -170,6 +172,7 @@ def memory(
         positions=of_device([part.position for part in parts]) + copies * of_device(one.next_position),
         state=of_device([part.state for part in parts]),
         pages=of_device(one.table, one.owner, one.free, one.num_free) if cache.paged else 0,
+        recurrent=tensor * of_device(cache.recurrent),
     )
 
 
@@ -196,7 +199,9 @@ def repeat[C: AnyKind](cache: C, n: int) -> C:
     """
     check_cache(cache)
     n = check_count("n", n, 1, "give how many rows each row is to become, from 1")
-    return cache.map(functools.partial(_repeated, n=n))  # a device's rows follow one another, and so do their copies
+    made = cache.map(functools.partial(_repeated, n=n))  # a device's rows follow one another, and so do their copies
+    states = jax.tree.map(functools.partial(jnp.repeat, repeats=n, axis=0), cache.recurrent)
+    return dataclasses.replace(made, recurrent=states) if cache.recurrent else made
 
 
 @functools.singledispatch
@@ -238,6 +243,12 @@ def _repeated_pages(cache: PagedCache, n: int) -> PagedCache:
     )
 
 
+ONE_DEVICE = (
+    "a model with layers without a KV cache keeps its pages on one device: leave the mesh out, or take a policy that "
+    "gives all heads the same budget ('@uniform')."
+)
+
+
 def checked_blank(spec: CacheSpec) -> Cache | LayerCaches:
     """Run :func:`blank` after a check of its sizes."""
     check_heads(spec.batch, spec.kv_heads, spec.head_dim, spec.layers)
@@ -261,8 +272,10 @@ def blank(spec: CacheSpec) -> Cache | LayerCaches:
         names = ("batch", "kv_heads", "head_dim", "layers", "pages", "page_size", "dtype", "positions", "rotated")
         given = {name: getattr(spec, name) for name in names} | dict(most=spec.slots, init_state=state)
         if mesh is None or mesh.size == 1:
-            pages = PagedCache.init(**given)
+            pages = dataclasses.replace(PagedCache.init(**given), recurrent=empty_states(spec.recurrent, spec.batch))
             return pages.with_bias() if biased else pages
+        if spec.recurrent:
+            raise ValueError(ONE_DEVICE)
         if biased:
             raise ValueError("a policy that fits biases keeps its pages on one device: leave the mesh out.")
         return SplitCache.init(mesh=mesh, **given)
@@ -272,5 +285,8 @@ def blank(spec: CacheSpec) -> Cache | LayerCaches:
         cache = KVCache.blank(shape, spec.head_dim, spec.dtype, state(*shape), spec.positions, spec.rotated)
         return cache.with_bias() if biased else cache
 
-    cache: Any = layer(spec.slots) if spec.layers is None else LayerCaches(tuple(map(layer, spec.layer_slots)))
+    if spec.layers is None:
+        cache: Any = layer(spec.slots)
+    else:
+        cache = LayerCaches(tuple(map(layer, spec.layer_slots)), empty_states(spec.recurrent, spec.batch))
     return cache if mesh is None else on_mesh(cache, mesh)

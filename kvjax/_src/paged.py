@@ -8,6 +8,7 @@
     free           [P]            int32, a stack: the first num_free entries are the free pages
     next_position  [B]            int32
     state          per-slot arrays [P, page, ...] of a policy; a HeadState is [*L, B, K, ...]
+    recurrent      arrays [B, ...] by name for each layer without a KV cache, as in kvjax/_src/layer_caches.py
     axis           the mesh axis that splits a layer's heads, if K are those of one device (split_cache.py); else None
 
 The tokens of a head may be anywhere in its pages. A head takes pages when new tokens find no free slot, and frees pages
@@ -83,6 +84,7 @@ class PagedCache(Stored):
     num_free: Int[Array, ""]
     next_position: Int[Array, "B"]
     state: PyTree = ()
+    recurrent: tuple[dict[str, Array], ...] = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
     axis: str | tuple[()] | None = dataclasses.field(default=None, metadata={"static": True})
     rotated: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -430,6 +432,7 @@ def pack(cache: KVCache | LayerCaches, *, pages: int, page_size: int, most: int)
         state=map_state(
             functools.partial(pooled, 0), lambda *parts: jnp.stack(parts).reshape(*heads, *parts[0].shape[2:]), *states
         ),
+        recurrent=cache.recurrent,
         positions=cache.positions,
         rotated=layers[0].rotated,
     )

@@ -24,6 +24,7 @@ llama_yarn_attention_factor llama_yarn_mscale mistral mistral_full qwen2 qwen2_l
 olmo2 olmo2_bias smollm3 smollm3_sliding granite phi3 phi4_mini qwen3_moe qwen3_moe_sliding mixtral gemma2 gemma3
 qwen3_moe_mixed gemma gemma3_vision olmo3 ministral ministral3 mistral3_vision qwen3_vl exaone4 seed_oss
 gpt_oss deepseek_v2 deepseek_v2_lite deepseek_v3 deepseek_v3_bias glm4_moe_lite
+qwen3_next qwen3_next_bias qwen3_5 qwen3_5_text qwen3_5_moe
 """.split()
 # Those whose folders also have logits under recency: queries see what a budget of RECENT tokens leaves them, when the
 # first PROMPT tokens come in blocks and the others one by one.
@@ -118,7 +119,10 @@ def under_recency(model, config, tokens):
         return torch.zeros(T, T).masked_fill(~within, torch.finfo(torch.float32).min)[None, None]
 
     text, window = config.get_text_config(), getattr(config.get_text_config(), "sliding_window", None)
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+    types = getattr(text, "layer_types", None) or ()
+    if "linear_attention" in types:  # which sees all tokens
+        given = {"full_attention": mask(), "linear_attention": None}
+    elif "sliding_attention" in types:
         given = {"full_attention": mask(), "sliding_attention": mask(window)}
     else:
         given = mask(window)
@@ -143,7 +147,8 @@ def main(chosen: list[str]) -> None:
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if key.endswith("norm.weight"):
-                    parameter.uniform_(0.5, 1.5)
+                    around_0 = "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
+                    parameter.uniform_(*(-0.5, 0.5) if around_0 and "linear_attn" not in key else (0.5, 1.5))
                 elif key.endswith("bias"):
                     parameter.normal_(0, 0.5)
                 elif key.endswith("sinks"):
