@@ -465,6 +465,39 @@ def headkv(
 
 
 @register
+def lukv(*, file: str | None = None, content: str | None = None, cap: int | float | None = CAP) -> Allocation:
+    """Give a head the slots that a curve has for it where so much of the text leaves (LU-KV, arXiv 2602.08585).
+
+    The curve says, for 1% to 99% of all tokens that leave, what share of each head's tokens leaves. It is measured once
+    for a model and a score, by what later tokens lose; its authors' code makes it. Here the row is that of the budget's
+    share of the text so far, and heads get its numbers in proportion, so that they add up to the budget. Heads keep
+    their own best tokens. The authors evict once, and always keep 4 first tokens and the last.
+
+    Args:
+        file: the curve ``[99, L, K]``, shares in [0, 1], as a .npy or .safetensors file.
+        content: a digest of the file, which the name gets; another file of that name is refused.
+        cap: see :func:`adakv`.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("expected_attention@lukv(cap=4)"))
+        'expected_attention@lukv(cap=4)'
+    """
+    _check_cap("lukv", cap)
+    curve = _curve(file)
+
+    def keep(c: Contest) -> Array:
+        mean = jnp.sum(c.budget, axis=0).astype(jnp.float32) / c.layers
+        percent = jnp.round(100 * (1 - mean / jnp.maximum(c.seen, 1))).astype(jnp.int32)
+        stays = 1 - jnp.asarray(curve(c.layers, c.heads))[jnp.clip(percent, 1, 99) - 1]  # [B, L, K]
+        wanted = stays * c.seen[:, None, None] - _protected_of_a_head(c)[:, None, None]
+        wanted = jnp.moveaxis(jnp.maximum(wanted, 0), 0, 1)
+        return c.best("head", _head_budgets(c, jnp.zeros(wanted.shape, jnp.int32), wanted, cap))
+
+    return Allocation("lukv", keep, scope="head", most=_most_by(curve, cap))
+
+
+@register
 def duo(
     *,
     file: str | None = None,
@@ -675,6 +708,23 @@ def _importance(name: str, file: str | None) -> Callable[[int, int], Float[np.nd
         if heads.shape != (L, K):
             raise ValueError(f"{name}: {file!r} has the importance of {heads.shape}; expected [{L}, {K}].")
         return heads
+
+    return of
+
+
+def _curve(file: str | None) -> Callable[[int, int], Float[np.ndarray, "99 L K"]]:
+    """Return what gives LU-KV's curve from a file, after a check that it is that of a model with L K heads."""
+    curve = None if file is None else read_array("lukv", file, "99 L K")
+    if curve is not None and (len(curve) != 99 or curve.min() < 0 or curve.max() > 1):
+        held = f"{file!r} holds numbers {curve.shape} from {curve.min():g} to {curve.max():g}"
+        raise ValueError(f"lukv: {held}; give the share that leaves each head, in [0, 1], for 1% to 99%: [99, L, K].")
+
+    def of(L: int, K: int) -> Float[np.ndarray, "99 L K"]:
+        if curve is None:
+            raise ValueError("'lukv' reads each head's share from a file; write lukv(file='curve.npy').")
+        if curve.shape[1:] != (L, K):
+            raise ValueError(f"lukv: {file!r} has the shares of {curve.shape[1:]} heads; expected [{L}, {K}].")
+        return curve
 
     return of
 

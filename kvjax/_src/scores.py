@@ -604,7 +604,8 @@ def kvgrad(
     The model repeats its prompt as for :func:`kvjax.kvzip`, here as one block per part, and the loss of the repeated
     tokens is differentiated with respect to each layer's attention output. A token's score is the largest, over these
     tokens and the group's heads, of its weight times ``|v W_O|`` times the length of the gradient (openreview
-    cg1wTCJjjk, as in kvpress, pull request 279, from where all defaults are). It bounds the change of the loss, to
+    cg1wTCJjjk, as in kvpress, pull request 279, from where all defaults are; since pull request 286 a ``chunk`` has 256
+    tokens there, which was a little better). It bounds the change of the loss, to
     first order, if the token's part of the sum were gone. All heads of the model compete, as for KVzip. It costs a
     forward and a backward pass per part beside KVzip.
 

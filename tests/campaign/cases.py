@@ -198,8 +198,9 @@ def _write_calibration(path: Path) -> None:
     if not path.exists():
         name, _, shape = path.stem.rpartition("_")
         heads = tuple(map(int, shape.split("x")))
-        more = {"q_filters": (8,), "centres": (12,)}.get(name, ())
-        array = np.random.default_rng(heads).normal(size=(*heads, *more))
+        before, more = {"curve": ((99,), ())}.get(name, ((), {"q_filters": (8,), "centres": (12,)}.get(name, ())))
+        array = np.random.default_rng(heads).normal(size=(*before, *heads, *more))
+        array = np.exp(-abs(array)) if name == "curve" else array
         path.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             np.save(file, array if more else abs(array))
@@ -327,6 +328,7 @@ def draw(
 # How a name without an allocation divides the slots.
 PUBLISHED = dict.fromkeys(("kvzip", "kvgrad", "zap"), "model(normalise=False)")
 PUBLISHED |= {"laprox": "model", "cake": "cake", "lava": "lava"}
+OF_FILES = {"headkv": "heads", "duo": "heads", "lukv": "curve"}
 OF_A_WINDOW = ("snapkv", "dropkv", "dapq", "finch", "laprox", "cake", "lava", "rkv", "restkv", "defensive")
 OF_QUERIES = ("h2o", "tova", "snapkv", "dropkv", "dapq", "finch", "sage", "lava", "kvzip")  # may read their errors
 
@@ -437,6 +439,7 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     allocations = {"pyramid": dict(beta=(1, 2.0, 20.0))}
     amounts = dict(sinks=(0, 1, 2, 0.25), recent=(1, 2, 0.5), cap=caps)
     allocations["headkv"] = dict(beta=(1, 2.0, 10), cap=caps)
+    allocations["lukv"] = dict(cap=caps)
     allocations["duo"] = dict(streaming=(0.0, 0.3, 1.0), **amounts)
     if name not in ("kvzip", "kvgrad") and not errors:  # the former observe none of the text's own queries
         allocations["simlayer"] = dict(threshold=(0.0, 0.3, 0.6), **amounts)
@@ -451,12 +454,12 @@ def _policy(d: _Draw, block: int, heads: tuple[int, int, int], meshed: bool, cap
     if one_set or d.maybe(0.4):
         return f"{chain}@uniform" if name in PUBLISHED and d.maybe(0.5) else chain
     of_query_heads = "heads='query'" in base  # which a file of KV heads does not fit
-    which = d.one(*[name for name in allocations if not of_query_heads or name not in ("headkv", "duo")])
+    which = d.one(*[name for name in allocations if not of_query_heads or name not in OF_FILES])
     allocation = d.link(which, **allocations[which])  # type: ignore[arg-type]
     if which == "model" and not nonnegative:
         allocation = "model(normalise=False)"
-    if which in ("headkv", "duo"):
-        always = f"file={calibration('heads', layers, kv_heads)!r}"
+    if which in OF_FILES:
+        always = f"file={calibration(OF_FILES[which], layers, kv_heads)!r}"
         allocation = allocation[:-1] + f",{always})" if allocation.endswith(")") else f"{allocation}({always})"
     if which in ("cake", "d2o"):
         allocation = allocation[:-1] + f",window={window})" if allocation.endswith(")") else f"{which}(window={window})"

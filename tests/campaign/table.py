@@ -45,7 +45,7 @@ LINKS_OF = {
 ALLOCATIONS_OF = {
     "uniform": "even",
     "pyramid": "of layers",
-    **dict.fromkeys(("layer", "adakv", "headkv", "duo"), "of a layer's heads"),
+    **dict.fromkeys(("layer", "adakv", "headkv", "lukv", "duo"), "of a layer's heads"),
     **dict.fromkeys(("model", "lava", "threshold", "cake"), "of all heads"),
     **dict.fromkeys(("simlayer", "d2o"), "measured"),
 }

@@ -227,6 +227,14 @@ def headkv(row: Row, counts, *, file: str, beta: float = 1.5, cap: float | None 
     return of_heads(row, counts, np.repeat(np.array(least)[:, None], row.K, axis=1), np.load(file), cap)
 
 
+def lukv(row: Row, counts, *, file: str, cap: float | None = 8.0) -> list[Token]:
+    mean = np.float32(sum(row.budgets)) / np.float32(row.L)
+    percent = int(np.round(100 * (1 - mean / np.float32(max(row.seen, 1)))))
+    stays = 1 - np.load(file)[min(max(percent, 1), 99) - 1].astype(np.float64)
+    wanted = np.maximum(stays * row.seen - row.protected, 0)
+    return of_heads(row, counts, np.zeros((row.L, row.K), int), wanted, cap)
+
+
 def streamed(row: Row, counts, streams: np.ndarray, sinks: float, recent: float, cap: float | None) -> list[Token]:
     """Heads that stream [L, K] keep first and last tokens; the others the best, of what is left of the budget."""
     first, last = np.array([streaming_counts(budget, sinks, recent) for budget in row.budgets]).T
@@ -273,5 +281,6 @@ def check(allocation: str, options: dict, row: Row, kept: set[tuple[int, int, in
 
 
 DEFINITIONS = {
-    f.__name__: f for f in (uniform, layer, adakv, model, threshold, pyramid, cake, d2o, lava, headkv, duo, simlayer)
+    f.__name__: f
+    for f in (uniform, layer, adakv, model, threshold, pyramid, cake, d2o, lava, headkv, lukv, duo, simlayer)
 }

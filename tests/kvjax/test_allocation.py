@@ -29,10 +29,14 @@ ANY = [*NONNEGATIVE, -1, -5, -0.0, -LARGEST, -np.inf, np.nan]
 HEADS = str(Path(tempfile.mkdtemp()) / "heads.npy")
 np.save(HEADS, np.array([[0.0, 0.5], [2.0, 0.25], [1.0, 0.75]]))  # [L, K], sums that are exact
 
+CURVE = HEADS.replace("heads", "curve")
+np.save(CURVE, np.random.default_rng(0).integers(0, 9, (99, L, K)) / 8)
+
 NAMES = f"""
 uniform layer adakv adakv(safeguard=0.5,cap=1.25) adakv(safeguard=0,cap=None) model model(normalise=False,cap=1.3)
 threshold(least=0.5,cap=None) threshold(least=1,cap=1.3) pyramid pyramid(beta=3.0) cake d2o lava
-headkv(file={HEADS!r},beta=3.0,cap=1.3) duo(file={HEADS!r},sinks=0.2,recent=2,streaming=0.7,cap=1.3)
+headkv(file={HEADS!r},beta=3.0,cap=1.3) lukv(file={CURVE!r},cap=1.5)
+duo(file={HEADS!r},sinks=0.2,recent=2,streaming=0.7,cap=1.3)
 duo(file={HEADS!r},sinks=1,recent=0.25,cap=None) simlayer(sinks=1,recent=2)
 simlayer(sinks=0.2,recent=0.2,threshold=0.5,cap=None)
 """.split()

@@ -21,7 +21,7 @@ from tests.kvjax import blocks
 
 DOCS = Path(__file__).parents[2] / "docs"
 BASES = sorted(name for name, make in LINKS.items() if make().base and make.__module__.startswith("kvjax."))
-EVEN = sorted(name for name in ALLOCATIONS if name not in ("headkv", "duo"))  # which read files
+EVEN = sorted(name for name in ALLOCATIONS if name not in ("headkv", "lukv", "duo"))  # which read files
 PUBLISHED = {
     **dict.fromkeys(("kvzip", "kvgrad", "zap", "gate"), "model(normalise=False)"),
     "laprox": "model", "cake": "cake", "lava": "lava", "criticalkv": "adakv", "adakv": "adakv",

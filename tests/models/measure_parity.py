@@ -52,6 +52,7 @@ def tiny() -> dict[str, Any]:
         parts.setdefault(press, []).append(compared(found, expected))
     sets = itertools.product(test_kvzip.COMPETE, KEPT[TINY])
     parts["kvzip"] = [compared(*test_kvzip.kept_sets(*given)) for given in sets]
+    parts["lukv"] = [compared(*test_kvpress.budgeted(kept)) for kept in test_kvpress.KEPT]
     parts["decoding"] = [compared(*test_kvpress.decoded(press)) for press in test_kvpress.DECODING]
     for press, file in (("kvzip_plus", PLUS), ("kvgrad", GRADIENT)):
         asked = [(scope, *KEPT[file], file) for scope in test_kvzip.COMPETE]

@@ -17,6 +17,7 @@ from tests.models import tiny
 from tests.models.make_kvpress import FOLDER, KEPT, T
 from tests.models.make_kvpress_decoding import EVERY, PROMPT
 from tests.models.make_kvpress_decoding import FILE as DECODED
+from tests.models.make_lukv import FILE as LUKV
 from tests.models.tiny import kept_tokens
 from tests.tiers import first
 
@@ -198,6 +199,20 @@ def test_filters_scores_of_heads_and_merged_values_are_those_of_kvpress():
     close(models.q_filters(model(), tokens[None, 1:]), fixture()["q_filters"])
     close(models.head_scores(model(), tokens.reshape(2, -1), length=50), fixture()["head_scores"])
     close(merged(), fixture()["merged"])
+
+
+def budgeted(kept):
+    """Return which positions stay by LU-KV's curve, bool [L, K, T], here and in kvpress."""
+    with np.load(LUKV) as arrays:
+        curve, expected = arrays["curve"], np.unpackbits(arrays[str(kept)], axis=-1, count=T)
+    path = Path(tempfile.mkdtemp()) / "curve.npy"
+    np.save(path, curve)
+    return kept_by(f"snapkv(window=16,kernel=5)@lukv(file={str(path)!r},cap=None)", kept), expected.astype(bool)
+
+
+@pytest.mark.parametrize("kept", first(1, KEPT))
+def test_a_curve_divides_the_budget_as_in_kvpress(kept):
+    np.testing.assert_array_equal(*budgeted(kept))
 
 
 # Of DecodingPress over these, every 8 steps; see make_kvpress_decoding.py for why not over others.
