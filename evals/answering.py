@@ -340,7 +340,7 @@ class _Job:
         size, peak = cache.nbytes // len(fed.tokens), clock.most // len(fed.lengths)
         if (policy := setting.evicting) is None or setting.moments[0] == "prompt":  # what has all tokens, without room
             again = fed.lengths - (0 if fed.questions is None else fed.questions)  # what a policy may have repeated
-            held, windows, most = self.longest + self.new_tokens, self.model.config.sliding_windows, int(again.max())
+            held, windows, most = self.longest + self.new_tokens, self.model.config.cached_windows, int(again.max())
             layers: list[float] = [held] * len(windows)
             if policy is not None:
                 copies = copied(policy, most)

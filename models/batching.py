@@ -125,7 +125,7 @@ class Engine:
                 "but requests join at different steps; give evict_every=1, or 0 for never."
             )
         # Only a cache of the whole prompt, in rows or before the eviction, needs to know how long prompts are.
-        own, windows = self._options.budget, model.config.sliding_windows
+        own, windows = self._options.budget, model.config.cached_windows
         fixed = isinstance(own, int) and sizes.slots > max(
             own if window is None else min(own, window) for window in windows
         )

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import Policy, Prediction, rotate
 from kvjax._src.checks import check_count, check_fields, check_names
-from models.config import Config, Rope
+from models.config import Config, Rope, check_attention
 from models.decoder import Decoder, along_last, attention_input, embed
 from models.dense import attention, attention_in_chunks
 from models.parameters import array_shapes, check_rngs, drawn
@@ -141,6 +141,7 @@ class ButlerConfig:
             >>> shape.hidden, shape.dim
             (4, 2)
         """
+        check_attention(model, "a butler predicts attention")
         known = PUBLISHED.get((model.hidden_size, model.num_layers, model.num_heads))
         hidden, dim = known or (model.hidden_size, max(2, 2 * round(model.head_dim / 8)))
         config = cls(

@@ -368,6 +368,15 @@ class Config:
         return next((size for size in self.dense_sizes if size is not None), self.intermediate_size)
 
 
+def check_attention(config: Config, who: str) -> None:
+    """Check that all layers have attention, for what reads it in every layer; ``who`` begins the sentence if not."""
+    if lacking := len(config.recurrent_layers):
+        raise ValueError(
+            f"{who} in every layer, but {lacking} of this model's {config.num_layers} layers have no attention: take "
+            "a policy that reads neither networks nor gradients, such as 'kvzip' or 'snapkv+caote'."
+        )
+
+
 def described(config: Config) -> dict[str, Any]:
     """Return the fields of a config for JSON, without features that the model lacks, and without its source.
 

@@ -24,7 +24,7 @@ from kvjax._src.policy_checks import check_latents, check_measured, check_policy
 from kvjax._src.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.schedule import When, moments, turn_block
 from models.butler import Butler
-from models.config import Config, Rope
+from models.config import Config, Rope, check_attention
 from models.decoder import Decoder
 from models.delta_net import states_of
 from models.networks import network_of, remembers, several, wanted_by
@@ -165,21 +165,14 @@ def _check_mesh(mesh: Mesh | AbstractMesh, policy: Policy | None, rows: int) -> 
 
 def _check_hybrid(config: Config, policy: Policy | None, options: Options) -> None:
     """Check that a run asks nothing of layers without a KV cache that only attention has."""
-    if config.delta_net is None:
-        return
     wanted = None if policy is None else policy.needs.reconstruction
     kinds = {
         "select=": options.select is not None,
         "a network that predicts (networks=)": bool(wanted_by(policy) or several(options.networks)),
         "the gradient of a loss": wanted is not None and wanted.loss is not None,
     }
-    if any(kinds.values()):
-        what = next(kind for kind, asked in kinds.items() if asked)
-        named = "this run" if policy is None else f"the policy {policy.name!r}"
-        raise ValueError(
-            f"{named} reads {what} in every layer, but {len(config.recurrent_layers)} of this model's "
-            f"{config.num_layers} layers have no attention: give another policy, such as 'kvzip' or 'snapkv+caote'."
-        )
+    for what in (kind for kind, asked in kinds.items() if asked):
+        check_attention(config, f"{'this run' if policy is None else f'the policy {policy.name!r}'} reads {what}")
 
 
 def _check_kept(

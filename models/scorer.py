@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.add_rms_norm.reference import rms_norm
 from kvjax import Prediction
 from kvjax._src.checks import check_count, check_fields
-from models.config import Config
+from models.config import Config, check_attention
 from models.parameters import check_rngs, drawn
 
 Kind = Literal["gate", "scorer"]
@@ -84,6 +84,7 @@ class ScorerConfig:
             >>> models.ScorerConfig.of(models.Decoder.tiny().config).hidden
             4
         """
+        check_attention(model, f"a {kind} reads attention")
         published = 16 if kind == "gate" else math.ceil(model.hidden_size / 8)
         sizes = {size: getattr(model, size) for size in SIZES}
         return cls(**sizes, hidden=published if hidden is None else hidden, kind=kind)

@@ -286,6 +286,12 @@ def test_a_state_that_does_not_fit_is_refused():
         models.prefill(model(), TOKENS, cache=dataclasses.replace(one, layers=(layer,)))
     with pytest.raises(ValueError, match="expected one row of the same model"):
         kvjax.join(one, 0, dataclasses.replace(wide, recurrent=({"memory": np.zeros((1, 5))},)))
+    for made, said in (
+        (models.ScorerConfig, "a scorer reads attention in"),
+        (models.ButlerConfig, "a butler predicts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            made.of(model().config)
     with pytest.raises(ValueError, match="no token can be taken back from layers without a KV cache"):
         kvjax.rewind(one, np.array([0]))
     with pytest.raises(ValueError, match="recurrent was given for a cache of one layer"):

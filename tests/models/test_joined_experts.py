@@ -94,6 +94,25 @@ def test_a_part_of_an_expert_is_read_by_itself(folder):
     np.testing.assert_array_equal(read((slice(3, 9), slice(20, 41))), held["gate_up"][2, 1::2][3:9, 20:41])
 
 
+def test_experts_that_are_stored_by_rows_are_those_stored_one_by_one(tmp_path):
+    """As Qwen3.5 is published: all rows of gate before those of up."""
+    shutil.copy(GOLDEN / "qwen3_5_moe" / "config.json", tmp_path)
+    tensors = load_file(GOLDEN / "qwen3_5_moe" / "model.safetensors")
+    apart = {name: tensors.pop(name) for name in list(tensors) if ".experts." in name}
+    for stem in {name.partition(".experts.")[0] for name in apart}:
+        each = {
+            own: [apart[f"{stem}.experts.{x}.{own}_proj.weight"] for x in range(4)] for own in ("gate", "up", "down")
+        }
+        tensors[f"{stem}.experts.down_proj"] = np.stack(each["down"])
+        tensors[f"{stem}.experts.gate_up_proj"] = np.concatenate([np.stack(each["gate"]), np.stack(each["up"])], axis=1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same(models.load(tmp_path)[0], models.load(GOLDEN / "qwen3_5_moe")[0])
+    name = next(name for name in tensors if name.endswith("gate_up_proj"))
+    save_file(tensors | {name: tensors[name][..., 0]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="which is not that of a layer's experts"):
+        models.load(tmp_path)
+
+
 def test_together_and_apart_again():
     tensors = load_file(GOLDEN / "gpt_oss" / "model.safetensors")
     apart = {
