@@ -654,6 +654,27 @@ def _glm4_moe_lite(raw: Raw) -> Config:
     )  # fmt: skip
 
 
+def _indexed(name: str, model: Callable[..., Config], **defaults: Any) -> Callable[[Raw], Config]:
+    """Return what reads a model whose indexer chooses ``index_topk`` tokens: of no more it chooses all."""
+
+    def read(raw: Raw) -> Config:
+        most = check_count("index_topk", raw.get("index_topk") or 2048, 1, "it must be a positive integer")
+        others = {field: value for field, value in raw.items() if field != "layer_types"}
+        made = model({**defaults, **others})
+        source = {**(made.source or {}), **raw}
+        return dataclasses.replace(made, architecture=name, most_attended=most, source=source)
+
+    return read
+
+
+GLM5 = dict(
+    q_lora_rank=2048, qk_nope_head_dim=192, v_head_dim=256, n_group=1, topk_group=1, rms_norm_eps=1e-5,
+    max_position_embeddings=202_752,
+)  # fmt: skip
+
+
 register_family("deepseek_v2", _deepseek_v2, architecture="DeepseekV2ForCausalLM")
 register_family("deepseek_v3", _deepseek_v3, architecture="DeepseekV3ForCausalLM")  # Kimi K2, too
 register_family("glm4_moe_lite", _glm4_moe_lite, architecture="Glm4MoeLiteForCausalLM")
+register_family("deepseek_v32", _indexed("deepseek_v32", _deepseek_v3), architecture="DeepseekV32ForCausalLM")
+register_family("glm_moe_dsa", _indexed("glm_moe_dsa", _deepseek_v3, **GLM5), architecture="GlmMoeDsaForCausalLM")

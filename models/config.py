@@ -201,6 +201,8 @@ class Config:
         routing: how a token's experts are chosen.
         latent: the sizes of multi-head latent attention, None for attention with a key and a value of each KV head.
             Such a model has one KV head, whose key is the latent and the rotated key beside it.
+        most_attended: the most tokens that a cache may hold, because of more the model attends to those that an indexer
+            chooses, which is not read (DeepSeek-V3.2, GLM-5); 0 for no limit.
         source: the config.json that it was read from, which :func:`models.save` writes again; None without one. Configs
             that differ in nothing else are equal.
 
@@ -252,6 +254,7 @@ class Config:
     shared_size: int = _feature(0)
     routing: Routing = dataclasses.field(default=Routing(), metadata=FEATURE)
     latent: Latent | None = dataclasses.field(default=None, metadata=FEATURE)
+    most_attended: int = _feature(0)
     shared_router: bool = _feature(False)
     attention_gate: bool = _feature(False)
     delta_net: DeltaNet | None = dataclasses.field(default=None, metadata=FEATURE)

@@ -93,6 +93,7 @@ class _Fields(TypedDict, total=False):
     scoring_func: str | None
     routed_scaling_factor: float | None
     num_nextn_predict_layers: int | None
+    index_topk: int | None
     decoder_sparse_step: int | None
     mlp_only_layers: list[int] | None
     bos_token_id: int | None

@@ -137,7 +137,11 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Compute the logits of whole sequences by dense causal attention, in float32."""
-        T = tokens.shape[1]
+        T, most = tokens.shape[1], self.config.most_attended
+        if most and most < T:
+            raise ValueError(
+                f"{T} tokens were given, but beyond {most} the model's indexer chooses, which is not read."
+            )
         position = jnp.broadcast_to(jnp.arange(T), tokens.shape)
 
         def attend(carry, layer, sliding_window, query, key, value):

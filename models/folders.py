@@ -174,6 +174,8 @@ def open_folder(folder: Path) -> Checkpoint:
     if more := own.get("num_nextn_predict_layers"):  # they predict later tokens, as drafts
         numbers = "|".join(map(str, range(config.num_layers, config.num_layers + more)))
         ignored = re.compile(rf"{ignored.pattern}|{re.escape(prefix)}layers\.({numbers})\..*")
+    if config.most_attended:
+        ignored = re.compile(rf"{ignored.pattern}|.*\.self_attn\.indexer\..*")
     return Checkpoint(folder, "config.json", config, tokenizer, tensors, names, ignored)
 
 

@@ -86,6 +86,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     _warn_of_copies(config, plan, prompt, options)
     if policy.cumulative and overflowing(plan, prompt, options)[1].any():
         _warn_of_sums(policy, int(budgets.min()))
+    _check_attended(config, spec)
     # Above the slots a row would wait (Evidence.waits): then its window depended on how long the other rows are.
     slots = spec.slots if policy.allocation.fills else np.iinfo(np.int32).max
     most = min(slots, max(window or slots for window in config.cached_windows))
@@ -121,10 +122,23 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
     if run.plan.selection is not None:
         run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, memory_slots=slots))
     if kept is None:
+        _check_attended(config, spec)
         return run, spec
     turn = prompt.text.tokens.shape[1]
     size = turn_block(turn, options.block)  # turns of one number of blocks share their programs
-    return run, resized(spec, kept, -(-turn // size) * size + options.reserve, held)
+    spec = resized(spec, kept, -(-turn // size) * size + options.reserve, held)
+    _check_attended(config, spec)
+    return run, spec
+
+
+def _check_attended(config: Config, spec: CacheSpec) -> None:
+    """Check that a cache holds no more than a model attends to without its indexer."""
+    slots = max(spec.slots, spec.first.slots)
+    if config.most_attended and slots > config.most_attended:
+        raise ValueError(
+            f"a head may hold {slots} tokens, but of more than {config.most_attended} the model attends to those that "
+            "its indexer chooses, which is not read: give a smaller budget or block, or a shorter prompt."
+        )
 
 
 def overflowing(

@@ -50,6 +50,8 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
         ['config.json', 'model.safetensors']
     """
     folder = Path(folder)
+    if model.config.most_attended:
+        raise ValueError("the model's indexer was not read, so it cannot be saved; keep the folder it was read from.")
     config = to_hugging_face(model.config)
     tensors = _tensors(model, config["model_type"])
     if family_of_architecture(config["model_type"]).joined_experts is True:

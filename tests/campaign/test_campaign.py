@@ -54,7 +54,7 @@ def test_every_score_link_and_allocation_is_drawn():
 # their own golden files are compared with transformers, and policies in tests/models/test_sinks.py and test_latent.py.
 ALIKE = {
     "gemma", "olmo3", "ministral", "ministral3", "exaone4", "seed_oss", "gpt_oss", "deepseek_v2", "deepseek_v3",
-    "glm4_moe_lite",
+    "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa",
 }  # fmt: skip
 
 

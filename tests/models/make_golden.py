@@ -24,7 +24,7 @@ llama_yarn_attention_factor llama_yarn_mscale mistral mistral_full qwen2 qwen2_l
 olmo2 olmo2_bias smollm3 smollm3_sliding granite phi3 phi4_mini qwen3_moe qwen3_moe_sliding mixtral gemma2 gemma3
 qwen3_moe_mixed gemma gemma3_vision olmo3 ministral ministral3 mistral3_vision qwen3_vl exaone4 seed_oss
 gpt_oss deepseek_v2 deepseek_v2_lite deepseek_v3 deepseek_v3_bias glm4_moe_lite
-qwen3_next qwen3_next_bias qwen3_5 qwen3_5_text qwen3_5_moe
+qwen3_next qwen3_next_bias qwen3_5 qwen3_5_text qwen3_5_moe deepseek_v32 glm_moe_dsa
 """.split()
 # Those whose folders also have logits under recency: queries see what a budget of RECENT tokens leaves them, when the
 # first PROMPT tokens come in blocks and the others one by one.

@@ -210,6 +210,24 @@ def test_a_cache_of_latents_has_pairs_of_rotated_numbers(rotated):
         kvjax.empty_cache("h2o", kv_heads=1, head_dim=12, budget=4, rotated=rotated)
 
 
+def test_a_cache_beyond_what_an_indexer_chooses_is_refused(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / "glm_moe_dsa" / name, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"index_topk": 16}))
+    own, _ = models.load(tmp_path)
+    assert (own.config.most_attended, own.config.architecture) == (16, "glm_moe_dsa")
+    for settings in (dict(policy="h2o", budget=12, block=8), dict(policy="h2o", budget=8, when="prompt"), {}):
+        with pytest.raises(ValueError, match=r"a head may hold \d+ tokens, but of more than 16 the model attends to"):
+            models.prefill(own, TOKENS[None], **settings)
+    with pytest.raises(ValueError, match="28 tokens were given, but beyond 16 the model's indexer chooses"):
+        own(TOKENS[None])
+    with pytest.raises(ValueError, match="the model's indexer was not read, so it cannot be saved"):
+        models.save(tmp_path / "other", own)
+    with pytest.raises(ValueError, match="index_topk is 'all'; it must be a positive integer"):
+        from_hugging_face(raw | {"index_topk": "all"})
+
+
 @matrix
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_experts_are_those_of_the_best_groups(scores):
