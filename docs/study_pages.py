@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+import kvjax
 from evals import report, statistics, studies
 from evals.claims import ELSEWHERE, FAILS, HOLDS, OPEN, Judgement
+from evals.run_settings import RECENCY
 from evals.study_panels import QUESTIONS, Cell, Panel, cells, form_place, panels, shown
 
 PAPERS = ("CAOTE", "SAGE-KV", "LaProx")
@@ -94,6 +96,44 @@ def scores(study: studies.Study, lines: studies.Lines) -> str:
     sizes = ["MiB kept", "MiB at most"] if study.evicts_once else ["MiB at most"]
     head = [*(["tokens"] if several[2] else []), "policy", *heads, *sizes]
     return f"{_caption(study, tables)}\n\n{markdown(head, rows)}"
+
+
+ALLOCATIONS = {
+    "uniform": "equal budgets<br>`@uniform`",
+    "adakv": "a layer's heads compete<br>`@adakv`",
+    "model": "all heads, by shares of their sum<br>`@model`",
+    "model(normalise=False)": "all heads, by the scores themselves<br>`@model(normalise=False)`",
+}
+
+
+def allocations(study: studies.Study, lines: studies.Lines) -> str:
+    """Return a table for each form of the model: what each score answers, and holds, under each allocation.
+
+    The scores stand in the order of what they answer under the best of their allocations.
+    """
+    tables = []
+    for panel in shown(study, lines):
+        found = cells(study, lines, panel)
+        of_score: dict[str, dict[str, tuple[str, Any]]] = {}
+        for policy, budget in found:
+            if policy not in ("full", RECENCY):
+                whole = kvjax.parse(policy)
+                of_score.setdefault(whole.chain_name, {})[whole.allocation.name] = policy, budget
+        best = {score: max(found[key].scores.mean() for key in own.values()) for score, own in of_score.items()}
+        rows = [
+            [f"`{score}`", *(_with_bytes(found, of_score[score].get(name)) for name in ALLOCATIONS)]
+            for score in sorted(of_score, key=lambda score: -best[score])
+        ]
+        tables.append(f"{_caption(study, {panel: found})}\n\n{markdown(['score', *ALLOCATIONS.values()], rows)}")
+    return "\n\n".join(tables)
+
+
+def _with_bytes(found: Mapping[tuple[str, Any], Cell], key: tuple[str, Any] | None) -> str:
+    """Return a policy's score and the MiB that it holds at most; "" where it was not run."""
+    if key is None:
+        return ""
+    policy, budget = key
+    return f"{_score(found, found[key], budget, policy)}<br>{found[key].peak:.0f} MiB"
 
 
 def _budget(budget: Any) -> str:

@@ -32,7 +32,8 @@ from kvjax._src.chains import LINKS  # noqa: E402
 from kvjax.schedule import moments  # noqa: E402
 from models import commands, files  # noqa: E402
 
-STUDIES = ("once", "pooling", "budgets", "long", "fixed-memory", "slots", "ruler", "ruler-block", "beyond")
+STUDIES = ("once", "pooling", "budgets", "long", "fixed-memory", "slots", "ruler", "ruler-block", "beyond",
+           "allocations")  # fmt: skip
 REAL = "smollm2"  # the folder of results on a real model that belong to no study
 
 
@@ -52,8 +53,9 @@ def judgements() -> dict[str, list[tuple[str, Any]]]:
 def study_parts(name: str) -> dict[str, Callable[[], str]]:
     """Return what makes the parts of a study's page."""
     found, lines = studies.find(name), read(f"{name}.json")["results"]
+    of_policies = study_pages.allocations if name == "allocations" else study_pages.scores
     return {
-        "scores": lambda: study_pages.scores(found, lines),
+        "scores": lambda: of_policies(found, lines),
         "claims": lambda: study_pages.claims(found, judgements()[name], PAGES["results/CLAIMS.md"]["claims"][1]),
         "made": lambda: study_pages.made(found, read(f"{name}.json")),
     }

@@ -57,6 +57,29 @@ def test_parts_show_what_each_policy_scores_holds_and_claims(tmp_path):
     assert (claim["newest tokens %"], claim["full cache %"], claim["texts"]) == ("6.2", "100.0", "8")
 
 
+def test_scores_stand_beside_their_allocations_and_the_best_first(tmp_path):
+    file = tmp_path / "small.toml"
+    file.write_text(
+        'title = "Small"\nforms = {base = ["m"]}\npolicies = ["full", "tova", "snapkv", "snapkv@model"]\n'
+        "budgets = [0.5]\n[tasks.needle]\nasked = 2\n"
+    )
+    place = {"model": "m", "evaluation": "needle", "length": 8, "when": "block", "question": "unknown", "samples": 16}
+    rows = [
+        {"policy": policy, "budget": budget, "peak_cache_bytes": held << 20, "cache_bytes": 0}
+        | place
+        | {"scores": {"needle": scores * 8}}
+        for policy, budget, held, scores in (
+            ("full", None, 8, "11"), ("recency", 0.5, 3, "00"), ("tova", 0.5, 4, "10"), ("snapkv", 0.5, 4, "00"),
+            ("snapkv@model", 0.5, 5, "11"),
+        )
+    ]  # fmt: skip
+    table = study_pages.allocations(studies.find(str(file)), rows).splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == ["| score", "| ---", "| `snapkv`", "| `tova`"]
+    uniform, shared, model, as_they_are = table[4].split(" | ")[1:]
+    assert uniform.startswith("0%") and uniform.endswith("4 MiB")
+    assert model.startswith("**100%**") and model.endswith("5 MiB") and (shared, as_they_are) == ("", " |")
+
+
 def test_a_page_says_where_fewer_texts_were_run_and_leaves_undecided_claims_to_the_csv():
     read = studies.find("fixed-memory")
     lines = tables.read("fixed-memory.json")["results"]
