@@ -186,7 +186,7 @@ class _Run:
 
     def __init__(self, flags, model, tokenizer, settings, aids, store):
         self.flags, self.model, self.settings, self.aids, self.store = flags, model, settings, aids, store
-        last = model.config.num_layers - 1
+        last = len(model.config.cached_layers) - 1
         self.layers = sorted({round(x) for x in np.linspace(0, last, min(flags.layers, last + 1))})
         self.samples = [
             tasks.needle(flags.seed + sample, tokenizer, flags.length, None, flags.facts)
