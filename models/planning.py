@@ -133,8 +133,9 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
 
 def _check_attended(config: Config, spec: CacheSpec) -> None:
     """Check that a cache holds no more than a model attends to without its indexer."""
-    slots = max(spec.slots, spec.first.slots)
-    if config.most_attended and slots > config.most_attended:
+    if not config.most_attended:
+        return
+    if (slots := max(spec.slots, spec.first.slots)) > config.most_attended:
         raise ValueError(
             f"a head may hold {slots} tokens, but of more than {config.most_attended} the model attends to those that "
             "its indexer chooses, which is not read: give a smaller budget or block, or a shorter prompt."

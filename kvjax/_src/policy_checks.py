@@ -94,7 +94,6 @@ or protect fewer.
         raise ValueError(f"{given}: give at least {sinks + recent}, or protect fewer.")
 
 
-@functools.cache
 def check_latents(policy: Policy | None, dtypes: Dtypes) -> None:
     """Check that a policy, and the dtypes of keys and values, are such as a cache of latents can have."""
     if dtypes.key != dtypes.value:
@@ -107,6 +106,7 @@ def check_latents(policy: Policy | None, dtypes: Dtypes) -> None:
         raise ValueError(f"{wrong} take a policy that merges nothing.")
 
 
+@functools.cache
 def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
     """Check that each link's state has an entry per slot or head, that the statistics exist, and no score is NaN."""
     check_statistics(policy.reads.statistics, policy.reads.window)
