@@ -100,7 +100,7 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How a token's experts are chosen, where it is not by the largest softmax of all (DeepSeek-V2, DeepSeek-V3).
+    """Say how a token's experts are chosen, where it is not by the largest softmax of all (DeepSeek-V2, DeepSeek-V3).
 
     Args:
         scores: "softmax" over all experts, or the "sigmoid" of each, to which a bias of each expert is added for the

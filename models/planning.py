@@ -121,12 +121,10 @@ def _plan_full(run: Run, prompt: CheckedPrompt, options: Options) -> tuple[Run, 
     spec = dataclasses.replace(spec, layer_slots=(slots,) * len(spec.windows))
     if run.plan.selection is not None:
         run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, memory_slots=slots))
-    if kept is None:
-        _check_attended(config, spec)
-        return run, spec
-    turn = prompt.text.tokens.shape[1]
-    size = turn_block(turn, options.block)  # turns of one number of blocks share their programs
-    spec = resized(spec, kept, -(-turn // size) * size + options.reserve, held)
+    if kept is not None:
+        turn = prompt.text.tokens.shape[1]
+        size = turn_block(turn, options.block)  # turns of one number of blocks share their programs
+        spec = resized(spec, kept, -(-turn // size) * size + options.reserve, held)
     _check_attended(config, spec)
     return run, spec
 

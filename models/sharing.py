@@ -187,7 +187,7 @@ def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, pl
         return dataclasses.replace(own, state=() if place is None else own.state[place])
 
     cache: Any = seen.cache.map(of_policy)
-    cache = dataclasses.replace(cache, recurrent=jax.tree.map(jnp.copy, cache.recurrent))
+    cache = cache.map_states(jnp.copy)
     budgets = arm.run.rows.budgets
     if place is not None and budgets is not None:
         cache = kvjax.evict(cache, seen.said[place], budgets)

@@ -58,12 +58,8 @@ def join[C: AnyKind](cache: C, row: int | Int[Array, ""], one: C) -> C:
     for slots, room in zip(one.layer_slots, cache.layer_slots, strict=True):
         if slots > room:
             raise ValueError(f"the row has {slots} slots per head, the batch {room}; compact it first.")
-    states = jax.tree.map(lambda whole, part: _put(whole, part, row, 0), cache.recurrent, one.recurrent)
-    return _with_states(cache.map(_write, (row, SAME), (one.each_part, PARTS)), states)
-
-
-def _with_states[C: Any](cache: C, states: Any) -> C:
-    return dataclasses.replace(cache, recurrent=states) if cache.recurrent else cache
+    joined = cache.map(_write, (row, SAME), (one.each_part, PARTS))
+    return joined.map_states(lambda whole, part: _put(whole, part, row, 0), one)
 
 
 @functools.singledispatch
@@ -106,8 +102,7 @@ def leave[C: AnyKind](cache: C, row: int | Int[Array, ""]) -> C:
         [[[-1, -1]], [[0, -1]]]
     """
     row = _checked_row(cache, row)
-    states = jax.tree.map(lambda whole: whole.at[row].set(0), cache.recurrent)
-    return _with_states(cache.map(_free, (row, SAME)), states)
+    return cache.map(_free, (row, SAME)).map_states(lambda whole: whole.at[row].set(0))
 
 
 @functools.singledispatch

@@ -85,8 +85,7 @@ def where(kind: object, function: Callable[[Any], Any], axes: Any, tree: PyTree)
 def axes_of(cache: Any) -> Any:
     """Return how a mesh splits each array of a plain cache, or of the caches of a model's layers."""
     made = cache.map(lambda own: dataclasses.replace(jax.tree.map(lambda _: OF_HEADS, own), next_position=OF_ROWS))
-    states = jax.tree.map(lambda _: OF_ROWS, cache.recurrent)
-    return dataclasses.replace(made, recurrent=states) if cache.recurrent else made
+    return made.map_states(lambda _: OF_ROWS)
 
 
 def axes_of_heads(cache: AnyKind) -> Any:

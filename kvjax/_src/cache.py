@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +128,13 @@ class AnyKind:
         A mesh splits ``others``, arrays or trees, and what is returned as :func:`kvjax._src.border.on_devices` says.
         """
         return function(self, *(tree for tree, _ in others))
+
+    def map_states(self, function: Callable[..., Any], *others: AnyKind) -> Any:
+        """Return the cache after a function of each array of ``recurrent``, and of those of ``others``, has run."""
+        if not self.recurrent:
+            return self
+        made = jax.tree.map(function, self.recurrent, *(other.recurrent for other in others))
+        return dataclasses.replace(cast(Any, self), recurrent=made)
 
     @property
     def each_part(self) -> Any:

@@ -200,8 +200,7 @@ def repeat[C: AnyKind](cache: C, n: int) -> C:
     check_cache(cache)
     n = check_count("n", n, 1, "give how many rows each row is to become, from 1")
     made = cache.map(functools.partial(_repeated, n=n))  # a device's rows follow one another, and so do their copies
-    states = jax.tree.map(functools.partial(jnp.repeat, repeats=n, axis=0), cache.recurrent)
-    return dataclasses.replace(made, recurrent=states) if cache.recurrent else made
+    return made.map_states(functools.partial(jnp.repeat, repeats=n, axis=0))
 
 
 @functools.singledispatch

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.softmax import scaled
-from kvjax._src.cache import HeadState
 from kvjax._src.calibration import read_array
 from kvjax._src.chains import base_score, register
 from kvjax._src.checks import check_count
 from kvjax._src.observation import Needs, Observation
 from kvjax._src.policy import Moments, Policy, Protection, Scores
 from kvjax._src.rotary import rotate
+from kvjax._src.scores_of_last_queries import LastQueries, no_queries, with_last
 from kvjax._src.short_names import check_number
 from kvjax._src.transforms import check_kernel, pooled
 
@@ -56,11 +55,6 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
     check_number("rkv", "importance", importance, 0, 1, "a share in [0, 1]")
     check_number("rkv", "threshold", threshold, 0, 1, "a cosine in [0, 1]")
 
-    def init(B: int, K: int, G: int, S: int, D: int) -> LastQueries:
-        return LastQueries(
-            HeadState(jnp.zeros((B, K, window, G, D), jnp.float32)), HeadState(jnp.zeros((B, K, window), jnp.int32))
-        )
-
     def update(_: Scores, state: LastQueries, o: Observation) -> tuple[Scores, LastQueries]:
         state = with_last(state, o)
         attended = pooled(_attended(state, o, window)[:, :, None], o, kernel, "max")
@@ -68,7 +62,7 @@ def rkv(*, window: int = 8, kernel: int = 7, importance: float = 0.1, threshold:
 
     return Policy(
         "rkv",
-        init,
+        no_queries(window),
         update,
         Needs(queries=True, order=True),
         protection=Protection(recent=window),
@@ -143,28 +137,6 @@ def triattention(*, file: str | None = None, content: str | None = None, future:
         published=Moments("prompt", 128, "arXiv 2604.04921, its authors' code: in decode, after every 128 tokens"),
     )
     return dataclasses.replace(scored, init=init, measured=None if centres is None else centres.shape[:2])
-
-
-class LastQueries(NamedTuple):
-    """A head's last queries, rotated, and their positions from 1; 0 where there is none yet."""
-
-    query: HeadState  # [B, K, window, G, D]
-    place: HeadState  # [B, K, window]
-
-
-def with_last(state: LastQueries, o: Observation) -> LastQueries:
-    """Return the last queries of a head behind a block; those of tokens that were taken back leave."""
-    B, T = o.query_position.shape
-    _, K, window, G, D = state.query.value.shape
-    entering = jnp.where(o.query_position >= 0, o.query_position + 1, 0)
-    first = jnp.min(jnp.where(entering > 0, entering, jnp.iinfo(jnp.int32).max), axis=1)[:, None, None]
-    before = jnp.where(state.place.value < first, state.place.value, 0)
-    place = jnp.concatenate([before, jnp.broadcast_to(entering[:, None], (B, K, T))], axis=2)
-    new = jnp.moveaxis(o.query.astype(jnp.float32).reshape(B, T, K, G, D), 1, 2)
-    query = jnp.concatenate([state.query.value, new], axis=2)
-    place, chosen = jax.lax.top_k(place, window)
-    query = jnp.take_along_axis(query, chosen[..., None, None], axis=2)
-    return LastQueries(HeadState(query), HeadState(place))
 
 
 def _attended(state: LastQueries, o: Observation, window: int) -> Float[Array, "B K S"]:

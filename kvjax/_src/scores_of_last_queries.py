@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,40 @@ from kvjax._src.checks import check_count
 from kvjax._src.observation import Needs, Observation
 from kvjax._src.policy import Moments, Policy, Protection, Scores
 from kvjax._src.projection import part_of
-from kvjax._src.scores_of_generations import LastQueries, with_last
 from kvjax._src.short_names import check_number
 from kvjax._src.topk import best_of_heads, rank
 from kvjax._src.transforms import check_kernel, pooled
 
 _HIGH = jax.lax.Precision.HIGHEST
+
+
+class LastQueries(NamedTuple):
+    """A head's last queries, rotated, and their positions from 1; 0 where there is none yet."""
+
+    query: HeadState  # [B, K, window, G, D]
+    place: HeadState  # [B, K, window]
+
+
+def no_queries(window: int) -> Callable[[int, int, int, int, int], LastQueries]:
+    """Return the ``init`` of a policy whose state are a head's last queries."""
+    return lambda B, K, G, S, D: LastQueries(
+        HeadState(jnp.zeros((B, K, window, G, D), jnp.float32)), HeadState(jnp.zeros((B, K, window), jnp.int32))
+    )
+
+
+def with_last(state: LastQueries, o: Observation) -> LastQueries:
+    """Return the last queries of a head behind a block; those of tokens that were taken back leave."""
+    B, T = o.query_position.shape
+    _, K, window, G, D = state.query.value.shape
+    entering = jnp.where(o.query_position >= 0, o.query_position + 1, 0)
+    first = jnp.min(jnp.where(entering > 0, entering, jnp.iinfo(jnp.int32).max), axis=1)[:, None, None]
+    before = jnp.where(state.place.value < first, state.place.value, 0)
+    place = jnp.concatenate([before, jnp.broadcast_to(entering[:, None], (B, K, T))], axis=2)
+    new = jnp.moveaxis(o.query.astype(jnp.float32).reshape(B, T, K, G, D), 1, 2)
+    query = jnp.concatenate([state.query.value, new], axis=2)
+    place, chosen = jax.lax.top_k(place, window)
+    query = jnp.take_along_axis(query, chosen[..., None, None], axis=2)
+    return LastQueries(HeadState(query), HeadState(place))
 
 
 @register
@@ -128,17 +156,12 @@ def _of_last_queries(
     """Return a base score of the head's last queries, which are its state."""
     check_count(f"{name}: window", window, 1, "give the number of queries that observe, an int from 1")
 
-    def init(B: int, K: int, G: int, S: int, D: int) -> LastQueries:
-        return LastQueries(
-            HeadState(jnp.zeros((B, K, window, G, D), jnp.float32)), HeadState(jnp.zeros((B, K, window), jnp.int32))
-        )
-
     def update(_: Scores, state: LastQueries, o: Observation) -> tuple[Scores, LastQueries]:
         state = with_last(state, o)
         return score(state, o), state
 
     protection = Protection(recent=window)
-    return Policy(name, init, update, needs, protection, base=True, nonnegative=True, published=published)
+    return Policy(name, no_queries(window), update, needs, protection, base=True, nonnegative=True, published=published)
 
 
 def _before(o: Observation, window: int) -> Bool[Array, "B K 1 S"]:

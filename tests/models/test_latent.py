@@ -53,7 +53,7 @@ def model():
 
 @functools.cache
 def answered(policy):
-    """What the definition makes of the prompt and eight tokens, and what the library does."""
+    """Return what the definition makes of the prompt and eight tokens, and what the library does."""
     found = reference.run(weights(), CONFIG, TOKENS[:PROMPT], policy=reference.policy(policy), new_tokens=8, **SETTINGS)
     out = models.generate(model(), TOKENS[None, :PROMPT], policy=policy, max_new_tokens=8, end=(), **SETTINGS)
     return found, out

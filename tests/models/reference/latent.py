@@ -58,7 +58,7 @@ def value(config: Any, key: np.ndarray) -> np.ndarray:
 
 
 def output(config: Any, parameters: dict[str, np.ndarray]) -> np.ndarray:
-    """What stands behind the latents: W_UV W_O of each head, [L, N, D, E]."""
+    """Return what stands behind the latents: W_UV W_O of each head, [L, N, D, E]."""
     own, found = config.latent, []
     for heads, whole in zip(parameters["layers.latent_heads"], parameters["layers.output"], strict=True):
         of_head = whole.reshape(config.num_heads, own.value, -1)
