@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax._src.checks import check_count
 from kvjax._src.policy import Policy
-from kvjax._src.reconstruction import Reconstruction, RepeatPrompt
+from kvjax._src.reconstruction import Reconstruction
 
 When = Literal["block", "prompt", "published"]
 HostOrDevice = Array | np.ndarray
@@ -294,9 +294,17 @@ def _of_block(wanted: Reconstruction, block: int) -> Reconstruction:
     return dataclasses.replace(wanted, chunk=min(wanted.chunk, block))
 
 
-def words_of(asked: RepeatPrompt) -> int:
-    """Return how many tokens at most stand before a copy, to ask the model for it."""
-    return max(len(asked.first), len(asked.following) + asked.overlap) + len(asked.suffix)
+def copy_size(wanted: Reconstruction, tokens: int) -> int:
+    """Return how many tokens at most repeat a part of ``tokens`` tokens, with those that ask the model for it."""
+    ask, most = wanted.prompt, min(wanted.chunk, tokens)
+    if wanted.text:
+        if not ask.first:
+            raise ValueError(
+                f"the text {wanted.text!r} is fed behind the prompt, but has no tokens yet; give "
+                "models.with_repeat_prompt(policy, tokenizer) in place of the policy."
+            )
+        return len(ask.first) + len(ask.suffix)
+    return max(len(ask.first), len(ask.following) + ask.overlap) + len(ask.suffix) + most
 
 
 def repeats_of(
@@ -321,7 +329,7 @@ def repeats_of(
     most = max(len(parts) for parts in asked)
     width = max(len(part.tokens) for parts in asked for part in parts)
     if block is None:
-        block = wanted.chunk + words_of(wanted.prompt)
+        block = copy_size(wanted, wanted.chunk)
     each = math.ceil(width / block)
     B, width = len(rows), each * block
     tokens, positions = np.zeros((most, B, width), np.int32), np.full((most, B, width), -1, np.int32)
@@ -356,13 +364,16 @@ def _asked_parts(row: np.ndarray, wanted: Reconstruction, seen: int) -> list[_Pa
         some = row[-wanted.pseudo :] if wanted.tokens == "last" else row
         return [_Part(-seen, len(row), np.resize(some, wanted.pseudo))]  # a shorter context begins anew
     return [
-        _Part(start, min(start + wanted.chunk, len(row)), _copy(row, start, start + wanted.chunk, wanted.prompt))
+        _Part(start, min(start + wanted.chunk, len(row)), _copy(row, start, start + wanted.chunk, wanted))
         for start in range(0, len(row), wanted.chunk)
     ]
 
 
-def _copy(row: np.ndarray, start: int, stop: int, ask: RepeatPrompt) -> Int[np.ndarray, "_"]:
-    """Return row[start:stop] after the tokens that ask for it."""
+def _copy(row: np.ndarray, start: int, stop: int, wanted: Reconstruction) -> Int[np.ndarray, "_"]:
+    """Return row[start:stop] after the tokens that ask for it, or the text that is fed in its place."""
+    ask = wanted.prompt
+    if wanted.text:
+        return np.asarray((*ask.first, *ask.suffix), np.int32)
     before = row[max(start - ask.overlap, 0) : start]
     pieces = (ask.following if start else ask.first, before, ask.suffix, row[start:stop])
     return np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
@@ -372,7 +383,7 @@ def _repeated(text: Text, context: Step, wanted: Reconstruction, rows: Bool[np.n
     """Return the steps that copy each block of the context right after it, part by part; the last one evicts."""
     positions = np.asarray(context.positions)
     n, B, m = positions.shape
-    width, steps = wanted.chunk + words_of(wanted.prompt), []
+    width, steps = copy_size(wanted, wanted.chunk), []
     for stop in range(m - (m - 1) // wanted.chunk * wanted.chunk, m + 1, wanted.chunk):
         tokens, places = np.zeros((n, B, width), np.int32), np.full((n, B, width), -1, np.int32)
         parts = np.zeros((n, B, 3), np.int32)
@@ -380,7 +391,7 @@ def _repeated(text: Text, context: Step, wanted: Reconstruction, rows: Bool[np.n
         own = positions[..., max(stop - wanted.chunk, 0) : stop]
         for index, b in zip(*np.nonzero((own[..., -1] >= 0) & rows), strict=True):
             first, last = own[index, b][own[index, b] >= 0][[0, -1]] - text.start[b]
-            copy = _copy(text.tokens[b], first, last + 1, wanted.prompt)
+            copy = _copy(text.tokens[b], first, last + 1, wanted)
             end = positions[index, b, -1] + 1
             tokens[index, b, width - len(copy) :] = copy
             places[index, b, width - len(copy) :] = end + np.arange(len(copy))
@@ -408,7 +419,8 @@ def answer_copies(
     """
     ask, (B, n) = wanted.prompt, answer.shape
     words = numpy.asarray((*ask.first, *ask.suffix), numpy.int32)
-    tokens = numpy.concatenate([numpy.broadcast_to(words, (B, len(words))), answer], axis=1).astype(numpy.int32)
+    copied = answer[:, :0] if wanted.text else answer
+    tokens = numpy.concatenate([numpy.broadcast_to(words, (B, len(words))), copied], axis=1).astype(numpy.int32)
     places = end[:, None] + numpy.arange(tokens.shape[1])
     part = numpy.stack([end - n, end, end], axis=1)
     left_out = numpy.asarray((0, 0, _NEVER))

@@ -8,6 +8,7 @@ from models.calibration import head_scores, q_filters, query_centres
 from models.config import Config
 from models.decoder import Decoder
 from models.engine import Generation, Hidden, generate, hidden_states, output_projection, prefill, stream
+from models.episodes import Episode, episode_of, episodes
 from models.families import register_family
 from models.fingerprints import fingerprint
 from models.load import load
@@ -31,6 +32,7 @@ __all__ = [
     "Decoder",
     "Draws",
     "Engine",
+    "Episode",
     "Generation",
     "Hidden",
     "NewToken",
@@ -42,6 +44,8 @@ __all__ = [
     "Watch",
     "ask",
     "butler_input",
+    "episode_of",
+    "episodes",
     "fingerprint",
     "generate",
     "head_scores",

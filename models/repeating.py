@@ -1,4 +1,4 @@
-"""The words that ask a model to repeat its prompt, for policies that observe it while it does (KVzip)."""
+"""The words that ask a model to repeat its prompt, for policies that observe it while it does (KVzip), and others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def with_repeat_prompt(policy: Policy | str | None, tokenizer: Tokenizer) -> Pol
     """Return a policy that asks the model to repeat its prompt in words, as KVzip does; other policies are unchanged.
 
     Without it the model is fed the prompt a second time without being asked. In a model for chats the words end the
-    user's turn, as its template does; in others a line.
+    user's turn, as its template does; in others a line. The words of :func:`kvjax.prompted` are its own.
 
     Example:
         >>> import models
@@ -30,12 +30,13 @@ def with_repeat_prompt(policy: Policy | str | None, tokenizer: Tokenizer) -> Pol
     policy = policy_of(policy)
     if policy is None or policy.repeats is None:
         return policy
-    return asking(policy, repeat_prompt(tokenizer))
+    return asking(policy, repeat_prompt(tokenizer, policy.repeats.text))
 
 
-def repeat_prompt(tokenizer: Tokenizer) -> RepeatPrompt:
-    """Return the token ids that ask a model in words to repeat its prompt."""
-    first, following, suffix = (tuple(tokenizer.continuation(text)) for text in (FIRST, FOLLOWING, _suffix(tokenizer)))
+def repeat_prompt(tokenizer: Tokenizer, text: str = "") -> RepeatPrompt:
+    """Return the token ids that ask a model in words to repeat its prompt, or tell it a text."""
+    said = (f"\n\n{text}", "") if text else (FIRST, FOLLOWING)
+    first, following, suffix = (tuple(tokenizer.continuation(words)) for words in (*said, _suffix(tokenizer)))
     return RepeatPrompt(first, following, suffix)
 
 

@@ -13,7 +13,7 @@ from kvjax import Policy
 from kvjax._src.capacity import CacheSpec, most_held, rounded_up
 from kvjax._src.checks import check_share_or_tokens
 from kvjax.allocation import CAP
-from kvjax.schedule import power_of_two, question_room, turn_block, words_of
+from kvjax.schedule import copy_size, power_of_two, question_room, turn_block
 from models.options import Options
 from models.plan import Plan
 from models.prompts import CheckedPrompt, Kept
@@ -24,7 +24,7 @@ def copied(policy: Policy, tokens: int) -> int:
     wanted = policy.needs.reconstruction
     if wanted is None or not tokens:
         return 0
-    return wanted.pseudo or min(wanted.chunk, tokens) + words_of(wanted.prompt)
+    return wanted.pseudo or copy_size(wanted, tokens)
 
 
 def budgets_of(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndarray:

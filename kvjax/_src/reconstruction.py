@@ -1,4 +1,4 @@
-"""Tokens of the text that are fed again, observed, and taken back: for KVzip, KVgrad and DapQ."""
+"""Tokens that are fed behind a text, observed, and taken back: its own for KVzip, KVgrad and DapQ, or others."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ class Reconstruction:
     ``Context.gradient``: whole if its ``statistics`` are the "weights", else its length for each token. A part is then
     fed as one block, however long the blocks of the text are.
 
+    Where ``text`` is given, the model repeats nothing: these words are fed in place of ``prompt`` and of each part, and
+    a score reads their attention to all tokens that are held (:func:`kvjax.prompted`).
+
     For KVzip+, ``input_length`` asks for ``Context.input_length``, by which each query's weights are divided in the
     statistic "scaled_max".
 
@@ -56,6 +59,7 @@ class Reconstruction:
     visible: Literal["part", "cache"] = "part"
     statistics: frozenset[str] = frozenset()
     prompt: RepeatPrompt = NO_WORDS
+    text: str = ""
     pseudo: int = 0
     tokens: Literal["last", "first"] = "last"
     loss: Literal["hidden", "tokens"] | None = None

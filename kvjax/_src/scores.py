@@ -18,7 +18,7 @@ from kernels_pallas import cache_attention
 from kvjax import allocation
 from kvjax._src.cache import HeadState, nth_true
 from kvjax._src.chains import base_score, chain, no_state, parse, register
-from kvjax._src.checks import check_count
+from kvjax._src.checks import MOST, check_count
 from kvjax._src.observation import Needs, Observation
 from kvjax._src.policy import Moments, Policy, Protection, Scores, allocated
 from kvjax._src.projection import part_of
@@ -588,6 +588,58 @@ def kvzip(
 
     repeated = Reconstruction(chunk, sinks, visible, frozenset({"scaled_max"}), input_length=True)
     return _while_repeating("kvzip", seen, Needs(projections=frozenset({"gram"}), reconstruction=repeated), published)
+
+
+CATALYST = "Summarize the previous context highlighting the most important parts."
+
+
+@register
+def prompted(*, text: str = CATALYST, sinks: int = 4) -> Policy:
+    """Score a token by the attention that a text behind it gives, fed after each block and taken back.
+
+    So what is kept is what matters for a topic, a person, or the kind of question that will be asked, and the question
+    itself may come later. The score is the largest weight that a query of the group gives the token, anew for all
+    tokens that are held: the "patched prompt" by which EpiCache keeps a conversation's episodes (arXiv 2509.17396,
+    section 3.2), and the catalyst prompt of InfiniPot (arXiv 2410.01518). The heads of a layer compete, as in
+    EpiCache. There the weights are of the text's attention to what is held alone; here the text's own tokens share
+    them. In decode the text is fed every 64 tokens by default. It becomes tokens with
+    :func:`models.with_repeat_prompt`, as :func:`models.ask` and the commands do.
+
+    Args:
+        text: what is fed: some words, a question of the kind to come, or a part of the text that stands for an episode;
+            by default InfiniPot's, as EpiCache's authors run it.
+        sinks: how many first tokens always stay; 4 as for :func:`kvjax.kvzip`.
+
+    Raises:
+        ValueError: when :func:`kvjax.attend` is to evict after a block that feeds no text.
+
+    Example:
+        >>> import kvjax
+        >>> policy = kvjax.prompted(text="names, dates and prices")
+        >>> policy.needs.reconstruction.text, policy.protected(64)
+        ('names, dates and prices', (4, 0))
+    """
+    if not text.strip():
+        raise ValueError(f"prompted: text is {text!r}; give the words that are fed after each block.")
+    check_protected("prompted", sinks=sinks)
+
+    def update(_: Scores | None, state: Array, o: Observation) -> tuple[Scores, Array]:
+        if (part := o.context.reconstructed) is not None:
+            largest = jnp.maximum(jnp.max(o.columns.max, axis=2), jnp.finfo(jnp.float32).tiny)
+            state = jnp.where(o.position < part.end[:, None, None], largest, state)
+        return state[:, :, None], state
+
+    return Policy(
+        "prompted",
+        lambda B, K, G, S, D: jnp.zeros((B, K, S), jnp.float32),
+        update,
+        Needs(reconstruction=Reconstruction(MOST, sinks, "cache", frozenset({"max"}), text=text)),
+        protection=Protection(sinks=sinks),
+        base=True,
+        nonnegative=True,
+        allocation=allocation.layer(cap=None),
+        published=Moments("block", 0, "arXiv 2509.17396: after each block, by the attention of an episode's text"),
+    )
 
 
 @register

@@ -25,7 +25,7 @@ EVEN = sorted(name for name in ALLOCATIONS if name not in ("headkv", "lukv", "du
 PUBLISHED = {
     **dict.fromkeys(("kvzip", "kvgrad", "zap", "gate"), "model(normalise=False)"),
     "laprox": "model", "cake": "cake", "lava": "lava", "criticalkv": "adakv", "adakv": "adakv",
-    "defensivekv": "layer",
+    "defensivekv": "layer", "prompted": "layer(cap=None)",
     "pyramidkv": "pyramid", "d2o": "d2o", "simlayerkv": "simlayer", "repeat": "model(normalise=False,cap=8)",
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ import pytest
 
 import kvjax
 from kvjax._src.reconstruction import Reconstructed, Reconstruction, RepeatPrompt, unrepeated
-from kvjax.schedule import Schedule, Text, answer_copies, moments, repeats_of, schedule, words_of
+from kvjax.schedule import Schedule, Text, answer_copies, copy_size, moments, repeats_of, schedule
 
 NEVER = np.iinfo(np.int32).max
 WORDS = RepeatPrompt((1,), (2, 3), (4,), overlap=5)
@@ -29,8 +29,9 @@ def fed(plan: Schedule) -> list[list[tuple]]:
 
 
 def test_a_part_is_asked_for_by_words_and_by_the_tokens_before_it():
-    copies = repeats_of([ROW], np.array([6]), Reconstruction(chunk=4, prompt=WORDS), None)
-    assert words_of(WORDS) == 2 + 5 + 1  # before a later part, which has more words than the first
+    wanted = Reconstruction(chunk=4, prompt=WORDS)
+    copies = repeats_of([ROW], np.array([6]), wanted, None)
+    assert copy_size(wanted, 4) == 2 + 5 + 1 + 4  # before a later part, which has more words than the first
     first, second = [1, 4, 10, 11, 12, 13], [2, 3, 10, 11, 12, 13, 4, 14, 15]
     assert copies.tokens[:, 0].tolist() == [[0] * 6 + first, [0] * 3 + second]
     assert copies.positions[:, 0].tolist() == [[-1] * 6 + [*range(6, 12)], [-1] * 3 + [*range(6, 15)]]
