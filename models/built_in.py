@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_type_hints
 
 from kvjax._src.checks import check_count, check_types, shown
-from models.config import NO_ROPE, Config, DeltaNet, Latent, Rope, Routing
+from models.config import NO_ROPE, Config, Latent, Recurrence, Rope, Routing
 from models.config_json import completed, config_of
 from models.families import Fused, Gguf, HeadByHead, register_family
 from models.rope_fields import Raw, RopeFields, positive, read_rope
@@ -219,7 +219,7 @@ register_family(
 )
 
 
-# The sizes of gated delta nets, in the order of DeltaNet's fields, and what Qwen3-Next has for them.
+# The sizes of gated delta nets, in the order of Recurrence's fields, and what Qwen3-Next has for them.
 DELTA_NET = dict(
     linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
     linear_conv_kernel_dim=4,
@@ -245,12 +245,12 @@ def _hybrid(raw: Raw, model_type: str, **defaults: Any) -> Config:
     if len(kinds) != layers:
         raise ValueError(f"layer_types has {len(kinds)} entries; it must have one for each of {layers} layers.")
     linear = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
-    net = DeltaNet(linear, *(made[name] for name in DELTA_NET)) if linear else None
+    net = Recurrence(linear, *(made[name] for name in DELTA_NET)) if linear else None
     experts = _sparse(made) if made.get("num_experts") else {}
     if experts:
         experts |= dict(shared_size=made["shared_expert_intermediate_size"], shared_router=True)
     rope, source = read_rope(made, MROPE, partial=True), {**raw, "model_type": model_type}
-    return config_of(made, rope=rope, delta_net=net, source=source, **GATED, **experts)
+    return config_of(made, rope=rope, recurrence=net, source=source, **GATED, **experts)
 
 
 # Tensors that hold several parameters. In Qwen3-Next those of delta nets, too, hold them head by head.
@@ -265,8 +265,8 @@ DELTA_PARTS = tuple(f"layers.delta_{part}" for part in ("query", "key", "value",
 
 
 def _key_heads(config: Config) -> int:
-    assert config.delta_net is not None
-    return config.delta_net.key_heads
+    assert config.recurrence is not None
+    return config.recurrence.key_heads
 
 
 SHARED_EXPERT = {

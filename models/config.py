@@ -126,14 +126,15 @@ class Routing:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNet:
-    """Gated delta nets, which some layers have in place of attention (:mod:`models.delta_net`).
+class Recurrence:
+    """Layers with a state of fixed size in place of attention, and so without a KV cache (:mod:`models.recurrent`).
 
     Args:
         layers: the numbers of these layers.
         key_heads, value_heads: how many heads queries and keys have, and values; each key serves as many values.
         key_dim, value_dim: the length of a query and of a key, and of a value.
         kernel: how many inputs the convolution over time sees, the newest included.
+        kind: a gated delta net (:mod:`models.delta_net`).
     """
 
     layers: tuple[int, ...]
@@ -142,6 +143,7 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     kernel: int
+    kind: Literal["delta_net"] = "delta_net"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -150,7 +152,7 @@ class DeltaNet:
             check_count(name, getattr(self, name), 1, "give a positive integer")
         if self.value_heads % self.key_heads:
             given = f"{self.value_heads} value heads were given for {self.key_heads} key heads"
-            raise ValueError(f"{given} of the gated delta nets; expected a multiple.")
+            raise ValueError(f"{given} of the layers without attention; expected a multiple.")
 
     @property
     def channels(self) -> int:
@@ -192,8 +194,7 @@ class Config:
             value (gpt-oss).
         shared_router: whether each token weighs what the shared network makes of it by a sigmoid (Qwen3-Next).
         attention_gate: whether the attention's output is multiplied by a sigmoid of its input (Qwen3-Next).
-        delta_net: the layers that have a gated delta net in place of attention, and so no KV cache; None for none
-            (Qwen3-Next).
+        recurrence: the layers that have a state in place of attention, and so no KV cache; None for none (Qwen3-Next).
         dense_sizes: one entry per layer of a model with experts: the size of the one feed-forward network that the
             layer has in their place, the same for all such layers, or None. () means None for every layer.
         shared_size: the size of one more feed-forward network in layers with experts, which all tokens go through; 0
@@ -257,7 +258,7 @@ class Config:
     most_attended: int = _feature(0)
     shared_router: bool = _feature(False)
     attention_gate: bool = _feature(False)
-    delta_net: DeltaNet | None = dataclasses.field(default=None, metadata=FEATURE)
+    recurrence: Recurrence | None = dataclasses.field(default=None, metadata=FEATURE)
     source: dict | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -295,7 +296,7 @@ class Config:
         if self.latent is not None:
             self._check_latent(self.latent)
         if self.recurrent_layers and not 0 < len(self.cached_layers) < self.num_layers:
-            wrong = f"the gated delta nets are layers {list(self.recurrent_layers)} of {self.num_layers};"
+            wrong = f"the layers without attention are layers {list(self.recurrent_layers)} of {self.num_layers};"
             raise ValueError(f"{wrong} expected numbers of layers, and attention in at least one other.")
 
     def _check_routing(self) -> None:
@@ -309,7 +310,7 @@ class Config:
 
     def _check_latent(self, latent: Latent) -> None:
         wanted: dict[str, Any] = dict(num_kv_heads=1, head_dim=latent.head_dim, attention_bias=False, ropes=())
-        wanted |= dict(attention_gate=False, delta_net=None)
+        wanted |= dict(attention_gate=False, recurrence=None)
         for name, value in wanted.items():
             if (given := getattr(self, name)) != value:
                 raise ValueError(f"{name} is {given!r}; expected {value!r} with latent attention.")
@@ -336,7 +337,7 @@ class Config:
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """Return the numbers of the layers that have a state of fixed size in place of a KV cache."""
-        return () if self.delta_net is None else self.delta_net.layers
+        return () if self.recurrence is None else self.recurrence.layers
 
     @property
     def cached_layers(self) -> tuple[int, ...]:

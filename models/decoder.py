@@ -4,7 +4,7 @@ Axes: B batch, T tokens, L layers, N query heads, K KV heads, G = N / K, D head 
 X experts, V vocabulary.
 Each layer has its own arrays, and a Python loop runs one after the other: called from the host, each part of a layer is
 a compiled function that all layers share; inside `jit` it is one program. Attention is an argument (`attend`): dense,
-over a cache, or any other that the caller passes. A layer with a gated delta net has a state in place of a cache
+over a cache, or any other that the caller passes. A layer without attention has a state in place of a cache
 (:func:`run_recurrent`).
 """
 
@@ -26,7 +26,7 @@ from kernels_pallas.add_rms_norm.reference import rms_norm, whole
 from kernels_pallas.dispatch import platform
 from kvjax import rotate
 from kvjax._src.border import implementation_for, mesh_of
-from models import delta_net
+from models import delta_net, recurrent
 from models.config import Config, Rope
 from models.dense import attention
 from models.latent import absorbed_output, project, values_of
@@ -51,6 +51,7 @@ Attend = Callable[
 FEW = 128  # tokens of a product whose sums are left to the next kernel, at most
 LEAST, MOST = 256, 2048  # rows of weights in a product's part
 COLUMNS = 12_288  # of all parts together, at least
+MIXES = {"delta_net": delta_net.mix}  # what layers without attention do, by their kind
 
 
 class Unsummed(NamedTuple):
@@ -171,8 +172,8 @@ class Decoder(nnx.Module):
             position: absolute positions, -1 for padding.
             lengths: the sequences' full lengths, which only the rope types dynamic and longrope read: all keys of a
                 sequence must be rotated by the same frequencies, whichever block they came in.
-            attend: called once per layer with attention, with rotated queries and keys; see ``Attend``. Layers with
-                a gated delta net begin with an empty state, so the tokens are whole sequences.
+            attend: called once per layer with attention, with rotated queries and keys; see ``Attend``. Layers
+                without attention begin with an empty state, so the tokens are whole sequences.
             after_first: called with layer 0's output before the other layers run; it may change the carry.
             before_attention: called once per layer with attention, ``before_attention(carry, layer's number, input of
                 the attention)``, and returns the carry that ``attend`` gets.
@@ -331,21 +332,21 @@ def run_recurrent(
     weights: dict[str, Array],
     x: Hidden,
     position: Int[Array, "B T"],
-    state: delta_net.State | None = None,
-) -> tuple[Hidden, delta_net.State]:
-    """Run one layer with a gated delta net; return the input of the next layer, and the layer's state.
+    state: recurrent.State | None = None,
+) -> tuple[Hidden, recurrent.State]:
+    """Run one layer without attention; return the input of the next layer, and the layer's state.
 
     Args:
         weights, x: see :func:`run_layer`.
         position: -1 for padding.
         state: that of the tokens before the block; None for none.
     """
-    net = config.delta_net
+    net = config.recurrence
     assert net is not None
     x, y = _summed_and_normed(config, x, weights["attention_norm"])
-    state = delta_net.empty_state(net, y.shape[0], y.dtype) if state is None else state
-    out, state = delta_net.mix(net, weights, y, position >= 0, state, config.norm_epsilon)
-    return _behind_attention(config, weights | {"output": weights["delta_output"]}, x, out), state
+    state = recurrent.empty_state(net, y.shape[0], y.dtype) if state is None else state
+    out, state = MIXES[net.kind](net, weights, y, position >= 0, state, config.norm_epsilon)
+    return _behind_attention(config, weights | {"output": weights["recurrent_output"]}, x, out), state
 
 
 @partial(jax.jit, static_argnums=0)

@@ -26,7 +26,7 @@ from models.families import family_of_architecture
 
 # The axes that a mesh splits: heads, experts, feed-forward, vocabulary.
 SPLIT = ("N", "ND", "K", "X", "F", "Fd", "Fs", "V")
-# The axes of all layers, of those with experts and those without, and of those with attention and with a delta net.
+# The axes of all layers, of those with experts and those without, and of those with attention and without.
 LAYERS = ("L", "Lx", "Ld", "La", "Lr")
 
 
@@ -35,7 +35,7 @@ class Parameter(NamedTuple):
 
     Axes are the letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the feed-forward
     of those, Fs that of the shared experts. ND are the numbers of all query heads, on one axis. La are the layers with
-    attention, Lr those with a gated delta net, whose letters are those of models/delta_net.py.
+    attention, Lr those without, whose letters are those of models/recurrent.py.
 
     Of latent attention, C is the latent, R the rotated key beside it, Q the compressed query; H are a query head's
     numbers, plain and rotated, and U those that a head's plain key and its value have together.
@@ -100,12 +100,16 @@ def _has_expert_biases(config: Config) -> bool:
 
 _has_biases, _has_norms = operator.attrgetter("attention_bias"), operator.attrgetter("query_key_norm")
 _has_wide_norms, _has_output_bias = operator.attrgetter("wide_query_key_norm"), operator.attrgetter("output_bias")
-_has_sinks, _is_hybrid = operator.attrgetter("attention_sinks"), operator.attrgetter("delta_net")
+_has_sinks, _is_hybrid = operator.attrgetter("attention_sinks"), operator.attrgetter("recurrence")
 _has_gate = operator.attrgetter("attention_gate")
 
 
 def _has_gate_bias(config: Config) -> bool:
     return config.attention_gate and config.attention_bias
+
+
+def _has_delta(config: Config) -> bool:
+    return config.recurrence is not None and config.recurrence.kind == "delta_net"
 
 
 def _weighs_shared(config: Config) -> bool:
@@ -172,17 +176,17 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.query_gate": Parameter("La E N D", _LAYER + "self_attn.q_gate.weight", "N*D E", _has_gate),
     "layers.query_gate_bias": Parameter("La N D", _LAYER + "self_attn.q_gate.bias", "N*D", _has_gate_bias),
     "layers.shared_router": Parameter("Lx E 1", _LAYER + "mlp.shared_expert_gate.weight", "1 E", _weighs_shared),
-    "layers.delta_query": Parameter("Lr HP E", _DELTA + "in_proj_q.weight", "HP E", _is_hybrid),
-    "layers.delta_key": Parameter("Lr HP E", _DELTA + "in_proj_k.weight", "HP E", _is_hybrid),
-    "layers.delta_value": Parameter("Lr JW E", _DELTA + "in_proj_v.weight", "JW E", _is_hybrid),
-    "layers.delta_gate": Parameter("Lr JW E", _DELTA + "in_proj_z.weight", "JW E", _is_hybrid),
-    "layers.delta_rate": Parameter("Lr J E", _DELTA + "in_proj_b.weight", "J E", _is_hybrid),
-    "layers.delta_decay": Parameter("Lr J E", _DELTA + "in_proj_a.weight", "J E", _is_hybrid),
-    "layers.delta_kernel": Parameter("Lr Z 1 M", _DELTA + "conv1d.weight", "Z 1 M", _is_hybrid),
-    "layers.delta_log_decay": Parameter("Lr J", _DELTA + "A_log", "J", _is_hybrid),
-    "layers.delta_decay_bias": Parameter("Lr J", _DELTA + "dt_bias", "J", _is_hybrid),
-    "layers.delta_norm": Parameter("Lr W", _DELTA + "norm.weight", "W", _is_hybrid),
-    "layers.delta_output": Parameter("Lr JW E", _DELTA + "out_proj.weight", "E JW", _is_hybrid),
+    "layers.delta_query": Parameter("Lr HP E", _DELTA + "in_proj_q.weight", "HP E", _has_delta),
+    "layers.delta_key": Parameter("Lr HP E", _DELTA + "in_proj_k.weight", "HP E", _has_delta),
+    "layers.delta_value": Parameter("Lr JW E", _DELTA + "in_proj_v.weight", "JW E", _has_delta),
+    "layers.delta_gate": Parameter("Lr JW E", _DELTA + "in_proj_z.weight", "JW E", _has_delta),
+    "layers.delta_rate": Parameter("Lr J E", _DELTA + "in_proj_b.weight", "J E", _has_delta),
+    "layers.delta_decay": Parameter("Lr J E", _DELTA + "in_proj_a.weight", "J E", _has_delta),
+    "layers.recurrent_kernel": Parameter("Lr Z 1 M", _DELTA + "conv1d.weight", "Z 1 M", _is_hybrid),
+    "layers.recurrent_log_decay": Parameter("Lr J", _DELTA + "A_log", "J", _is_hybrid),
+    "layers.recurrent_decay_bias": Parameter("Lr J", _DELTA + "dt_bias", "J", _is_hybrid),
+    "layers.delta_norm": Parameter("Lr W", _DELTA + "norm.weight", "W", _has_delta),
+    "layers.recurrent_output": Parameter("Lr JW E", _DELTA + "out_proj.weight", "E JW", _is_hybrid),
 }  # fmt: skip
 ROTATED = ("layers.query", "layers.key")
 # Those whose elements are those of heads, in the order in which they are rotated.
@@ -335,7 +339,7 @@ def _sizes(config: Config) -> dict[str, int]:
     if (own := config.latent) is not None:
         sizes |= {"C": own.size, "C+R": own.head_dim, "Q": own.query, "H": own.plain + own.rotated}
         sizes["U"] = own.plain + own.value
-    if (net := config.delta_net) is not None:
+    if (net := config.recurrence) is not None:
         sizes |= dict(J=net.value_heads, W=net.value_dim, Z=net.channels, M=net.kernel)
         sizes |= dict(HP=net.key_heads * net.key_dim, JW=net.value_heads * net.value_dim)
         sizes |= dict(I=sizes["Z"] + sizes["JW"] + 2 * sizes["J"])

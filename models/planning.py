@@ -26,11 +26,11 @@ from kvjax.schedule import When, moments, turn_block
 from models.butler import Butler
 from models.config import Config, Rope, check_attention
 from models.decoder import Decoder
-from models.delta_net import states_of
 from models.networks import network_of, remembers, several, wanted_by
 from models.options import Options
 from models.plan import Plan, Rows
 from models.prompts import CheckedPrompt, Kept, cache_heads
+from models.recurrent import states_of
 from models.selecting import Selection, checked_selection
 from models.sizing import budgets_of, copied, held_of, resized, sized
 from models.steps import Run

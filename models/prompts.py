@@ -23,7 +23,7 @@ from kvjax.schedule import HostOrDevice, Text
 from models import hosts
 from models.config import Config
 from models.decoder import Decoder, check_decoder
-from models.delta_net import states_of
+from models.recurrent import states_of
 
 Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of rows
 

@@ -7,7 +7,7 @@ from typing import Any
 import kvjax
 from kvjax._src.quantise import DtypesLike
 from models.decoder import Decoder
-from models.delta_net import states_of
+from models.recurrent import states_of
 
 
 def full_cache_bytes(model: Decoder, tokens: int, dtype: DtypesLike | None = None) -> int:

@@ -11,13 +11,13 @@ import pytest
 
 import kvjax
 import models
-from models import delta_net, driver
-from models.config import Config, DeltaNet
+from models import delta_net, driver, recurrent
+from models.config import Config, Recurrence
 from models.config_json import from_hugging_face
 from tests.models.make_golden import BLOCK, GOLDEN, RECENT
 from tests.tiers import first
 
-NET = DeltaNet((0,), key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3)
+NET = Recurrence((0,), key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3)
 TOKENS, LOGITS = (np.load(GOLDEN / "qwen3_next" / "golden.npz")[f"{name}_0"] for name in ("tokens", "logits"))
 LENGTHS = np.array([48, 29])
 ROWS = np.concatenate([TOKENS, TOKENS[:, ::-1]])
@@ -32,8 +32,8 @@ def weights_of(net, width, rng):
     sizes = dict(C=net.channels, J=net.value_heads, W=net.value_dim)
     rows = sizes["C"] + sizes["J"] * (sizes["W"] + 2)
     shapes = dict(
-        delta_in=(rows, width), delta_kernel=(sizes["C"], 1, net.kernel), delta_log_decay=(sizes["J"],),
-        delta_decay_bias=(sizes["J"],), delta_norm=(sizes["W"],),
+        delta_in=(rows, width), recurrent_kernel=(sizes["C"], 1, net.kernel), recurrent_log_decay=(sizes["J"],),
+        recurrent_decay_bias=(sizes["J"],), delta_norm=(sizes["W"],),
     )  # fmt: skip
     return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
@@ -50,14 +50,14 @@ def by_definition(net, weights, x):
         made = weights["delta_in"] @ token
         window = np.concatenate([inputs, made[None, :C]])
         inputs = window[1:]
-        mixed = silu(np.einsum("rc,cr->c", window, weights["delta_kernel"][:, 0]))
+        mixed = silu(np.einsum("rc,cr->c", window, weights["recurrent_kernel"][:, 0]))
         query, key, value = np.split(mixed, [net.key_heads * P, 2 * net.key_heads * P])
         query, key = (own.reshape(-1, P) for own in (query, key))
         query, key = (own / np.sqrt((own**2).sum(-1, keepdims=True) + 1e-6) for own in (query, key))
         gate, rate, decay = np.split(made[C:], [J * W, J * W + J])
         rate = 1 / (1 + np.exp(-rate))
-        soft = np.log1p(np.exp(decay + weights["delta_decay_bias"]))
-        decay = np.exp(-np.exp(weights["delta_log_decay"]) * soft)
+        soft = np.log1p(np.exp(decay + weights["recurrent_decay_bias"]))
+        decay = np.exp(-np.exp(weights["recurrent_log_decay"]) * soft)
         read = []
         for head in range(J):
             own = head * net.key_heads // J
@@ -72,14 +72,14 @@ def by_definition(net, weights, x):
 
 
 def test_blocks_of_ragged_rows_give_what_the_definition_gives_token_by_token(monkeypatch):
-    monkeypatch.setattr(delta_net, "CHUNK", 4)
+    monkeypatch.setattr(recurrent, "CHUNK", 4)
     rng = np.random.default_rng(0)
     weights, x = weights_of(NET, 7, rng), rng.normal(size=(3, 19, 7))
     # Each row's tokens in two blocks: in front, at the end, and with gaps, as when rows of a batch differ.
     valid = np.zeros((3, 2, 10), bool)
     valid[0], valid[1, :, 7:], valid[2, 1] = True, True, np.arange(10) % 3 > 0
     mix = jax.jit(functools.partial(delta_net.mix, NET))
-    state = {own.name: np.zeros((3, *own.shape), own.dtype) for own in delta_net.state_arrays(NET, "float32")}
+    state = {own.name: np.zeros((3, *own.shape), own.dtype) for own in recurrent.state_arrays(NET, "float32")}
     made, fed = [[], [], []], [0, 0, 0]
     for block in range(2):
         given = rng.normal(size=(3, 10, 7))  # what stands at other places says nothing
@@ -223,8 +223,8 @@ def test_memory_counts_the_states_and_only_layers_with_attention_have_slots():
     own = model()
     cache = models.prefill(own, TOKENS, block=BLOCK).cache
     config, sizes = own.config, dict(kv_heads=2, query_heads=4, head_dim=16, layers=1, dtype="float32")
-    recurrent = delta_net.states_of(config, "float32")
-    found = kvjax.memory(budget=48, block=0, recurrent=recurrent, **sizes)
+    made_of = recurrent.states_of(config, "float32")
+    found = kvjax.memory(budget=48, block=0, recurrent=made_of, **sizes)
     assert (cache.heads_shape[0], len(cache.recurrent)) == (1, 3)
     assert found.recurrent == sum(leaf.nbytes for leaf in states(cache)) and found.total == cache.nbytes
 
@@ -233,9 +233,9 @@ def test_published_sizes_of_a_hybrid():
     raw = json.loads((GOLDEN.parent / "published.json").read_text())["Qwen3-Next-80B-A3B-Instruct"]
     config = from_hugging_face(raw)
     assert config.cached_layers == tuple(range(3, 48, 4)) and config.rope.rotated(config.head_dim) == 64
-    recurrent = delta_net.states_of(config, "bfloat16")
+    made_of = recurrent.states_of(config, "bfloat16")
     sizes = dict(layers=len(config.cached_layers), kv_heads=config.num_kv_heads, head_dim=config.head_dim)
-    found = kvjax.memory(budget=4096, block=128, recurrent=recurrent, **sizes)
+    found = kvjax.memory(budget=4096, block=128, recurrent=made_of, **sizes)
     assert found.recurrent == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
 
 
@@ -244,9 +244,12 @@ def test_published_sizes_of_a_hybrid():
     [
         (dict(layer_types=["linear_attention", "sliding_attention"] * 2), "layer_types"),
         (dict(layer_types=["full_attention"] * 3), "layer_types has 3 entries; it must have one for each of 4 layers"),
-        (dict(layer_types=["linear_attention"] * 4), "the gated delta nets are layers [0, 1, 2, 3] of 4; expected"),
+        (
+            dict(layer_types=["linear_attention"] * 4),
+            "the layers without attention are layers [0, 1, 2, 3] of 4; expec",
+        ),
         (dict(layer_types=None, full_attention_interval=0), "full_attention_interval is 0; it must be a number of"),
-        (dict(linear_num_value_heads=3), "3 value heads were given for 2 key heads of the gated delta nets"),
+        (dict(linear_num_value_heads=3), "3 value heads were given for 2 key heads of the layers without attention"),
         (dict(linear_conv_kernel_dim=0), "kernel is 0"),
         (dict(linear_key_head_dim="8"), "linear_key_head_dim is '8'"),
         (dict(attn_output_gate=False), "attn_output_gate is False; only True is supported"),
@@ -301,4 +304,4 @@ def test_a_state_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="2 value heads were given for 3 key heads"):
         dataclasses.replace(NET, key_heads=3, value_heads=2)
     with pytest.raises(ValueError, match=re.escape("layers [5] of 2; expected numbers of layers")):
-        Config(8, 8, 8, 2, 2, 2, delta_net=dataclasses.replace(NET, layers=(5,)))
+        Config(8, 8, 8, 2, 2, 2, recurrence=dataclasses.replace(NET, layers=(5,)))
