@@ -229,28 +229,38 @@ GATED: dict[str, Any] = dict(attention_gate=True, norm_offset=True, query_key_no
 
 def _hybrid(raw: Raw, model_type: str, **defaults: Any) -> Config:
     """Read a model of which some layers have a gated delta net in place of attention."""
-    kinds = raw.get("layer_types")
-    check_types({"layer_types": kinds}, {"layer_types": list[Literal["full_attention", "linear_attention"]] | None})
     made = completed(
         {**raw, "layer_types": None}, model_type, full_attention_interval=4, head_dim=256, partial_rotary_factor=0.25,
         **DELTA_NET, **defaults,
     )  # fmt: skip
-    for name, known in (("attn_output_gate", (None, True)), ("output_gate_type", (None, "swish", "silu"))):
-        if made.get(name) not in known:
-            raise ValueError(f"{name} is {shown(made[name])}; only {known[1]!r} is supported.")
-    layers, every = made["num_hidden_layers"], made["full_attention_interval"]
-    check_count("full_attention_interval", every, 1, "it must be a number of layers")
-    if kinds is None:
-        kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
-    if len(kinds) != layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries; it must have one for each of {layers} layers.")
-    linear = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    _check_only(made, attn_output_gate=(True, None), output_gate_type=("swish", "silu", None))
+    every = check_count("full_attention_interval", made["full_attention_interval"], 1, "it must be a number of layers")
+    kinds = Literal["full_attention", "linear_attention"]
+    linear = _without_attention(raw, kinds, lambda layer: (layer + 1) % every > 0)
     net = Recurrence(linear, *(made[name] for name in DELTA_NET)) if linear else None
     experts = _sparse(made) if made.get("num_experts") else {}
     if experts:
         experts |= dict(shared_size=made["shared_expert_intermediate_size"], shared_router=True)
     rope, source = read_rope(made, MROPE, partial=True), {**raw, "model_type": model_type}
     return config_of(made, rope=rope, recurrence=net, source=source, **GATED, **experts)
+
+
+def _check_only(raw: Raw, **known: tuple[Any, ...]) -> None:
+    """Check that fields have one of the values that are supported, of which the first is named."""
+    for name, values in known.items():
+        if raw.get(name) not in values:
+            raise ValueError(f"{name} is {shown(raw[name])}; only {values[0]!r} is supported.")
+
+
+def _without_attention(raw: Raw, kinds: Any, unnamed: Callable[[int], bool]) -> tuple[int, ...]:
+    """Return the layers without attention; ``unnamed`` tells them if ``layer_types`` are not named, ``kinds`` if so."""
+    types, layers = raw.get("layer_types"), raw["num_hidden_layers"]
+    check_types({"layer_types": types}, {"layer_types": list[kinds] | None})
+    if types is None:
+        return tuple(layer for layer in range(layers) if unnamed(layer))
+    if len(types) != layers:
+        raise ValueError(f"layer_types has {len(types)} entries; it must have one for each of {layers} layers.")
+    return tuple(layer for layer, kind in enumerate(types) if kind in ("linear_attention", "mamba"))
 
 
 # Tensors that hold several parameters. In Qwen3-Next those of delta nets, too, hold them head by head.
@@ -458,7 +468,11 @@ MULTIPLIERS = {
 
 def _granite(raw: Raw) -> Config:
     raw = completed(raw, "granite", attention_multiplier=1.0)
-    return config_of(raw, **{name: positive(name, raw.get(name)) for name in MULTIPLIERS.values()})
+    return config_of(raw, **_multipliers(raw))
+
+
+def _multipliers(raw: Raw) -> dict[str, Any]:
+    return {name: positive(name, raw.get(name)) for name in MULTIPLIERS.values()}
 
 
 def _granite_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
@@ -472,6 +486,56 @@ register_family(
     _granite,
     architecture="GraniteForCausalLM",
     gguf=Gguf("granite", MULTIPLIERS, _granite_in_gguf, neighbours=True),
+)
+
+
+# The sizes of state-space layers, in the order of Recurrence's fields, and what Granite 4 has for them.
+STATE_SPACE = dict(mamba_n_groups=1, mamba_n_heads=128, mamba_d_state=256, mamba_d_head="auto", mamba_d_conv=4)
+
+
+def _granite_hybrid(raw: Raw) -> Config:
+    made = completed(
+        {**raw, "layer_types": None}, "granitemoehybrid", attention_multiplier=1.0, num_experts_per_tok=2,
+        num_local_experts=8, shared_intermediate_size=1024, mamba_expand=2, mamba_conv_bias=True, **STATE_SPACE,
+    )  # fmt: skip
+    limits = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])  # of the steps: none
+    _check_only(made, mamba_conv_bias=(True,), mamba_proj_bias=(False, None), time_step_limit=limits)
+    _check_only(made, position_embedding_type=("rope", "nope", None))
+    kinds = Literal["attention", "mamba", "full_attention", "linear_attention"]  # of the hub, and of transformers 5
+    net, shared, inner = None, made["shared_intermediate_size"], made["mamba_expand"] * made["hidden_size"]
+    if layers := _without_attention(raw, kinds, lambda layer: True):
+        if made["mamba_d_head"] == "auto":
+            made["mamba_d_head"] = inner // max(made["mamba_n_heads"], 1)
+        net = Recurrence(layers, *(made[name] for name in STATE_SPACE), kind="state_space")
+        if (given := net.value_heads * net.value_dim) != inner:
+            raise ValueError(f"mamba_n_heads * mamba_d_head is {given}; expected mamba_expand * hidden_size, {inner}.")
+    sparse = made["num_local_experts"] != 0
+    feed = (
+        _experts(made | {"norm_topk_prob": True}) | {"shared_size": shared} if sparse else {"intermediate_size": shared}
+    )
+    rope = read_rope(made) if made.get("position_embedding_type") == "rope" else NO_ROPE
+    source = {**raw, "model_type": "granitemoehybrid"}
+    return config_of(made, rope=rope, recurrence=net, source=source, **_multipliers(made), **feed)
+
+
+def _shared_parts(config: Config) -> tuple[str, str]:
+    return ("layers.shared_gate", "layers.shared_up") if config.num_experts else ("layers.gate", "layers.up")
+
+
+MAMBA = dict(kernel="conv1d.weight", log_decay="A_log", decay_bias="dt_bias", output="out_proj.weight")
+SPARSE, SHARED_MLP = LAYER + "block_sparse_moe.", LAYER + "shared_mlp."
+register_family(
+    "granitemoehybrid",
+    _granite_hybrid,
+    {
+        **{f"layers.recurrent_{part}": LAYER + f"mamba.{name}" for part, name in MAMBA.items()},
+        **{f"layers.expert_{part}": SPARSE + f"experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")},
+        **dict.fromkeys(("layers.down", "layers.shared_down"), SHARED_MLP + "output_linear.weight"),
+        "layers.router": SPARSE + "router.layer.weight",
+    },
+    fused={SHARED_MLP + "input_linear.weight": _shared_parts},
+    architecture="GraniteMoeHybridForCausalLM",
+    joined_experts="linears",
 )
 
 

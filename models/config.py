@@ -134,7 +134,7 @@ class Recurrence:
         key_heads, value_heads: how many heads queries and keys have, and values; each key serves as many values.
         key_dim, value_dim: the length of a query and of a key, and of a value.
         kernel: how many inputs the convolution over time sees, the newest included.
-        kind: a gated delta net (:mod:`models.delta_net`).
+        kind: a gated delta net (:mod:`models.delta_net`), or a state-space model (Mamba-2, :mod:`models.state_space`).
     """
 
     layers: tuple[int, ...]
@@ -143,7 +143,7 @@ class Recurrence:
     key_dim: int
     value_dim: int
     kernel: int
-    kind: Literal["delta_net"] = "delta_net"
+    kind: Literal["delta_net", "state_space"] = "delta_net"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -194,7 +194,8 @@ class Config:
             value (gpt-oss).
         shared_router: whether each token weighs what the shared network makes of it by a sigmoid (Qwen3-Next).
         attention_gate: whether the attention's output is multiplied by a sigmoid of its input (Qwen3-Next).
-        recurrence: the layers that have a state in place of attention, and so no KV cache; None for none (Qwen3-Next).
+        recurrence: the layers that have a state in place of attention, and so no KV cache; None for none (Qwen3-Next,
+            Granite 4).
         dense_sizes: one entry per layer of a model with experts: the size of the one feed-forward network that the
             layer has in their place, the same for all such layers, or None. () means None for every layer.
         shared_size: the size of one more feed-forward network in layers with experts, which all tokens go through; 0

@@ -68,6 +68,16 @@ class _Fields(TypedDict, total=False):
     linear_value_head_dim: int | None
     linear_conv_kernel_dim: int | None
     full_attention_interval: int | None
+    mamba_n_heads: int | None
+    mamba_n_groups: int | None
+    mamba_d_state: int | None
+    mamba_d_head: int | str | None
+    mamba_d_conv: int | None
+    mamba_expand: int | None
+    mamba_conv_bias: bool | None
+    mamba_proj_bias: bool | None
+    position_embedding_type: str | None
+    shared_intermediate_size: int | None
     attn_output_gate: bool | None
     output_gate_type: str | None
     shared_expert_intermediate_size: int | None

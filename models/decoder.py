@@ -26,7 +26,7 @@ from kernels_pallas.add_rms_norm.reference import rms_norm, whole
 from kernels_pallas.dispatch import platform
 from kvjax import rotate
 from kvjax._src.border import implementation_for, mesh_of
-from models import delta_net, recurrent
+from models import delta_net, recurrent, state_space
 from models.config import Config, Rope
 from models.dense import attention
 from models.latent import absorbed_output, project, values_of
@@ -51,7 +51,8 @@ Attend = Callable[
 FEW = 128  # tokens of a product whose sums are left to the next kernel, at most
 LEAST, MOST = 256, 2048  # rows of weights in a product's part
 COLUMNS = 12_288  # of all parts together, at least
-MIXES = {"delta_net": delta_net.mix}  # what layers without attention do, by their kind
+# What layers without attention do, by their kind.
+MIXES = {"delta_net": delta_net.mix, "state_space": state_space.mix}
 
 
 class Unsummed(NamedTuple):

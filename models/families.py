@@ -43,12 +43,15 @@ class HeadByHead(NamedTuple):
     heads: Callable[[Config], int]
 
 
-Fused = Mapping[str, Sequence[str] | HeadByHead]
+Held = Sequence[str] | HeadByHead | Callable[[Config], Sequence[str]]
+Fused = Mapping[str, Held]
 
 
-def parts_and_heads(held: Sequence[str] | HeadByHead, config: Config) -> tuple[Sequence[str], int]:
+def parts_and_heads(held: Held, config: Config) -> tuple[Sequence[str], int]:
     """Return the parameters that a fused tensor holds, and in how many turns it does so."""
-    return (held.parts, held.heads(config)) if isinstance(held, HeadByHead) else (held, 1)
+    if isinstance(held, HeadByHead):
+        return held.parts, held.heads(config)
+    return (held(config) if callable(held) else held), 1
 
 
 class Family(NamedTuple):
@@ -59,23 +62,23 @@ class Family(NamedTuple):
         tensors: the tensors' names, by the parameters' names of ``models.parameters``, where they are not Llama's; {}
             stands for the layer.
         fused: tensors that hold several parameters of a layer, one after the other, or head by head: their names, and
-            the parameters.
+            the parameters, or a function that returns those of a config.
         architecture: transformers' class, which a config.json names; None for a family that is found by its
             ``model_type`` and saved as the one that its config names.
         gguf: how GGUF files store it; None if they do not.
         joined_experts: whether a layer's experts are stored together, as in :mod:`models.joined_experts`; "rows" if
-            they may be, as in Qwen3.5, and are saved one by one.
+            they may be, as in Qwen3.5, and are saved one by one; "linears" if they are as in Granite 4.
         inside: models that also see or hear, in which it is the language model: their ``model_type``, and the one that
             their ``text_config`` names. Only the language model is read.
     """
 
     config: Callable[[Mapping[str, Any]], Config]
     tensors: Mapping[str, str] = {}
-    fused: Mapping[str, Sequence[str] | HeadByHead] = {}
+    fused: Mapping[str, Held] = {}
     architecture: str | None = None
     gguf: Gguf | None = None
     inside: Mapping[str, str] = {}
-    joined_experts: bool | Literal["rows"] = False
+    joined_experts: bool | Literal["rows", "linears"] = False
 
 
 def _family(name: str, family: Any) -> Family:
@@ -115,7 +118,7 @@ def register_family(
     architecture: str | None = None,
     gguf: Gguf | None = None,
     inside: Mapping[str, str] | None = None,
-    joined_experts: bool | Literal["rows"] = False,
+    joined_experts: bool | Literal["rows", "linears"] = False,
 ) -> None:
     """Register a model family, so that ``models.load`` reads folders whose config.json has this ``model_type``.
 

@@ -153,7 +153,7 @@ def open_folder(folder: Path) -> Checkpoint:
     try:
         if (block := block_of(own.get("quantization_config"))) is not None:
             tensors = dequantised(tensors, block)
-        tensors = taken_apart(tensors, family.joined_experts == "rows") if family.joined_experts else tensors
+        tensors = taken_apart(tensors, family.joined_experts is not True) if family.joined_experts else tensors
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     names = tensor_names(config)

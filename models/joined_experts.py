@@ -1,7 +1,7 @@
 """Experts that a checkpoint stores together, a layer's in one tensor.
 
 In Qwen3.5 ``gate_up_proj`` is [X, 2 F, E], with all rows of gate before those of up, and ``down_proj`` [X, E, F]. In
-gpt-oss gate and up take turns.
+gpt-oss gate and up take turns. Granite 4 has them by rows, as ``input_linear.weight`` and ``output_linear.weight``.
 In bfloat16 or float32 ``gate_up_proj`` is [X, E, 2 F] and ``down_proj`` [X, F, E]. In MXFP4 each is two tensors of
 bytes: ``_blocks``, [X, outputs, inputs / 32, 16], with two numbers of four bits in a byte, the low one first, and
 ``_scales``, [X, outputs, inputs / 32], the exponent of two of each 32 numbers plus 127 (OCP Microscaling Formats 1.0).
@@ -20,8 +20,10 @@ from jaxtyping import Float, UInt8
 from models.checkpoint import Tensor, Window
 
 _TOGETHER = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias)?")
+_LINEARS = re.compile(r"(.*\.block_sparse_moe)\.(input|output)_linear\.weight")
 _APART = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _HALVES = {"gate_up": ("gate", "up"), "down": ("down",)}  # every how many rows, from which one on
+_LINEAR_OF = {"gate_up": "input", "down": "output"}
 _FOUR_BITS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _BYTES = np.stack([_FOUR_BITS[np.arange(256) & 15], _FOUR_BITS[np.arange(256) >> 4]], axis=1)
 
@@ -37,6 +39,10 @@ def taken_apart(tensors: Mapping[str, Tensor], by_rows: bool = False) -> dict[st
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        if (linear := _LINEARS.fullmatch(name)) is not None:
+            (halves,) = (_HALVES[part] for part, own in _LINEAR_OF.items() if own == linear[2])
+            found |= _of_rows(name, tensor, f"{linear[1]}.experts", halves)
+            continue
         if (named := _TOGETHER.fullmatch(name)) is None:
             found[name] = tensor
             continue
@@ -77,8 +83,12 @@ def _of_rows(name: str, tensor: Tensor, stem: str, halves: tuple[str, ...]) -> d
     }  # fmt: skip
 
 
-def put_together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the tensors of a model with those of a layer's experts in one, as floats; see :func:`taken_apart`."""
+def put_together(tensors: Mapping[str, np.ndarray], linears: bool = False) -> dict[str, np.ndarray]:
+    """Return the tensors of a model with those of a layer's experts in one, as floats; see :func:`taken_apart`.
+
+    Args:
+        linears: whether they are stored as in Granite 4, not as in gpt-oss.
+    """
     found: dict[str, np.ndarray] = {}
     layers: dict[str, dict[tuple[str, ...], np.ndarray]] = defaultdict(dict)
     for name, array in tensors.items():
@@ -90,6 +100,10 @@ def put_together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     for stem, arrays in layers.items():
         experts = range(1 + max(int(x) for x, *_ in arrays))
         for part, halves in _HALVES.items():
+            if linears:
+                each = [np.concatenate([arrays[str(x), own, "weight"] for own in halves]) for x in experts]
+                found[f"{stem.removesuffix('.experts')}.{_LINEAR_OF[part]}_linear.weight"] = np.stack(each)
+                continue
             for kind, ending in (("weight", ""), ("bias", "_bias")):
                 each = [np.stack([arrays[str(x), own, kind].T for own in halves], axis=-1) for x in experts]
                 joined = np.stack([x.reshape(*x.shape[:-2], -1) for x in each])

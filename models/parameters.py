@@ -112,13 +112,17 @@ def _has_delta(config: Config) -> bool:
     return config.recurrence is not None and config.recurrence.kind == "delta_net"
 
 
+def _has_space(config: Config) -> bool:
+    return config.recurrence is not None and config.recurrence.kind == "state_space"
+
+
 def _weighs_shared(config: Config) -> bool:
     return config.shared_router and _has_shared(config)
 
 
 _LAYER = "model.layers.{}."
 _EXPERT, _SHARED = _LAYER + "mlp.experts.{}.", _LAYER + "mlp.shared_experts."
-_DELTA = _LAYER + "linear_attn."
+_DELTA, _SPACE = _LAYER + "linear_attn.", _LAYER + "mamba."
 PARAMETERS: dict[str, Parameter] = {
     "embedding": Parameter("V E", "model.embed_tokens.weight", "V E"),
     "norm": Parameter("E", "model.norm.weight", "E"),
@@ -187,6 +191,10 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.recurrent_decay_bias": Parameter("Lr J", _DELTA + "dt_bias", "J", _is_hybrid),
     "layers.delta_norm": Parameter("Lr W", _DELTA + "norm.weight", "W", _has_delta),
     "layers.recurrent_output": Parameter("Lr JW E", _DELTA + "out_proj.weight", "E JW", _is_hybrid),
+    "layers.space_in": Parameter("Lr Z+JW+J E", _SPACE + "in_proj.weight", "Z+JW+J E", _has_space),
+    "layers.space_kernel_bias": Parameter("Lr Z", _SPACE + "conv1d.bias", "Z", _has_space),
+    "layers.space_skip": Parameter("Lr J", _SPACE + "D", "J", _has_space),
+    "layers.space_norm": Parameter("Lr JW", _SPACE + "norm.weight", "JW", _has_space),
 }  # fmt: skip
 ROTATED = ("layers.query", "layers.key")
 # Those whose elements are those of heads, in the order in which they are rotated.
@@ -342,7 +350,7 @@ def _sizes(config: Config) -> dict[str, int]:
     if (net := config.recurrence) is not None:
         sizes |= dict(J=net.value_heads, W=net.value_dim, Z=net.channels, M=net.kernel)
         sizes |= dict(HP=net.key_heads * net.key_dim, JW=net.value_heads * net.value_dim)
-        sizes |= dict(I=sizes["Z"] + sizes["JW"] + 2 * sizes["J"])
+        sizes |= {"Z+JW+J": (most := sizes["Z"] + sizes["JW"] + sizes["J"]), "I": most + sizes["J"]}
     return sizes
 
 

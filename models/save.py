@@ -54,8 +54,8 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
         raise ValueError("the model's indexer was not read, so it cannot be saved; keep the folder it was read from.")
     config = to_hugging_face(model.config)
     tensors = _tensors(model, config["model_type"])
-    if family_of_architecture(config["model_type"]).joined_experts is True:
-        tensors = put_together(tensors)
+    if (stored := family_of_architecture(config["model_type"]).joined_experts) in (True, "linears"):
+        tensors = put_together(tensors, stored == "linears")
     config = {name: value for name, value in config.items() if name not in OF_FILES}
     config["torch_dtype"] = str(tensors["model.norm.weight"].dtype)
     files = {
