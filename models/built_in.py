@@ -246,10 +246,11 @@ def _hybrid(raw: Raw, model_type: str, **defaults: Any) -> Config:
 
 
 def _check_only(raw: Raw, **known: tuple[Any, ...]) -> None:
-    """Check that fields have one of the values that are supported, of which the first is named."""
+    """Check that fields have one of the values that are supported."""
     for name, values in known.items():
         if raw.get(name) not in values:
-            raise ValueError(f"{name} is {shown(raw[name])}; only {values[0]!r} is supported.")
+            expected = " or ".join(repr(value) for value in values if value is not None)
+            raise ValueError(f"{name} is {shown(raw[name])}; expected {expected}.")
 
 
 def _without_attention(raw: Raw, kinds: Any, unnamed: Callable[[int], bool]) -> tuple[int, ...]:
@@ -498,7 +499,7 @@ def _granite_hybrid(raw: Raw) -> Config:
         {**raw, "layer_types": None}, "granitemoehybrid", attention_multiplier=1.0, num_experts_per_tok=2,
         num_local_experts=8, shared_intermediate_size=1024, mamba_expand=2, mamba_conv_bias=True, **STATE_SPACE,
     )  # fmt: skip
-    limits = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])  # of the steps: none
+    limits = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None)  # of step sizes, which are no limits
     _check_only(made, mamba_conv_bias=(True,), mamba_proj_bias=(False, None), time_step_limit=limits)
     _check_only(made, position_embedding_type=("rope", "nope", None))
     kinds = Literal["attention", "mamba", "full_attention", "linear_attention"]  # of the hub, and of transformers 5
@@ -509,13 +510,12 @@ def _granite_hybrid(raw: Raw) -> Config:
         net = Recurrence(layers, *(made[name] for name in STATE_SPACE), kind="state_space")
         if (given := net.value_heads * net.value_dim) != inner:
             raise ValueError(f"mamba_n_heads * mamba_d_head is {given}; expected mamba_expand * hidden_size, {inner}.")
-    sparse = made["num_local_experts"] != 0
-    feed = (
-        _experts(made | {"norm_topk_prob": True}) | {"shared_size": shared} if sparse else {"intermediate_size": shared}
-    )
-    rope = read_rope(made) if made.get("position_embedding_type") == "rope" else NO_ROPE
-    source = {**raw, "model_type": "granitemoehybrid"}
-    return config_of(made, rope=rope, recurrence=net, source=source, **_multipliers(made), **feed)
+    feed = {"intermediate_size": shared}
+    if made["num_local_experts"]:
+        feed = _experts(made | {"norm_topk_prob": True}) | {"shared_size": shared}
+    own = dict(recurrence=net, source={**raw, "model_type": "granitemoehybrid"})
+    own["rope"] = read_rope(made) if made.get("position_embedding_type") == "rope" else NO_ROPE
+    return config_of(made, **own, **_multipliers(made), **feed)
 
 
 def _shared_parts(config: Config) -> tuple[str, str]:

@@ -194,6 +194,7 @@ BY_DEFAULT = (
     "deepseek_v2",
     "deepseek_v3",
     "qwen3_next",
+    "granite4_h_moe",
 )
 ROWS = [(name, row) for name, lengths in MODELS.items() for row in range(len(lengths))]
 

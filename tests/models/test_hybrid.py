@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 
@@ -11,14 +12,18 @@ import pytest
 
 import kvjax
 import models
-from models import delta_net, driver, recurrent
+from models import driver, recurrent
 from models.config import Config, Recurrence
 from models.config_json import from_hugging_face
+from models.decoder import MIXES
 from tests.models.make_golden import BLOCK, GOLDEN, RECENT
 from tests.tiers import first
 
 NET = Recurrence((0,), key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3)
-TOKENS, LOGITS = (np.load(GOLDEN / "qwen3_next" / "golden.npz")[f"{name}_0"] for name in ("tokens", "logits"))
+SPACE = dataclasses.replace(NET, kind="state_space")
+TOKENS = np.load(GOLDEN / "qwen3_next" / "golden.npz")["tokens_0"]
+# A model of each kind of layers without a KV cache.
+KINDS = QWEN, GRANITE = "qwen3_next", "granite4_h"
 LENGTHS = np.array([48, 29])
 ROWS = np.concatenate([TOKENS, TOKENS[:, ::-1]])
 
@@ -29,12 +34,12 @@ def model(name="qwen3_next", **options):
 
 
 def weights_of(net, width, rng):
-    sizes = dict(C=net.channels, J=net.value_heads, W=net.value_dim)
-    rows = sizes["C"] + sizes["J"] * (sizes["W"] + 2)
-    shapes = dict(
-        delta_in=(rows, width), recurrent_kernel=(sizes["C"], 1, net.kernel), recurrent_log_decay=(sizes["J"],),
-        recurrent_decay_bias=(sizes["J"],), delta_norm=(sizes["W"],),
-    )  # fmt: skip
+    J, JW, Z = net.value_heads, net.value_heads * net.value_dim, net.channels
+    shapes = dict(recurrent_kernel=(Z, 1, net.kernel), recurrent_log_decay=(J,), recurrent_decay_bias=(J,))
+    if net.kind == "delta_net":
+        shapes |= dict(delta_in=(Z + JW + 2 * J, width), delta_norm=(net.value_dim,))
+    else:
+        shapes |= dict(space_in=(Z + JW + J, width), space_kernel_bias=(Z,), space_skip=(J,), space_norm=(JW,))
     return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
 
@@ -42,44 +47,58 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def normed(x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
 def by_definition(net, weights, x):
-    """The gated delta net of one text, token by token in float64, with its state after the last one."""
-    C, J, W, P, R = net.channels, net.value_heads, net.value_dim, net.key_dim, net.kernel
-    inputs, memory, out = np.zeros((R - 1, C)), np.zeros((J, P, W)), []
+    """A gated delta net or a state-space layer for one text, token by token in float64, and the state at the end."""
+    J, W, H, P, M, Z = net.value_heads, net.value_dim, net.key_heads, net.key_dim, net.kernel, net.channels
+    inputs, memory, out, delta = np.zeros((M - 1, Z)), np.zeros((J, P, W)), [], net.kind == "delta_net"
     for token in x:
-        made = weights["delta_in"] @ token
-        window = np.concatenate([inputs, made[None, :C]])
+        if delta:
+            mixed, gate, rate, decay = np.split(weights["delta_in"] @ token, np.cumsum([Z, J * W, J]))
+        else:
+            gate, mixed, decay = np.split(weights["space_in"] @ token, np.cumsum([J * W, Z]))
+        window = np.concatenate([inputs, mixed[None]])
         inputs = window[1:]
-        mixed = silu(np.einsum("rc,cr->c", window, weights["recurrent_kernel"][:, 0]))
-        query, key, value = np.split(mixed, [net.key_heads * P, 2 * net.key_heads * P])
-        query, key = (own.reshape(-1, P) for own in (query, key))
-        query, key = (own / np.sqrt((own**2).sum(-1, keepdims=True) + 1e-6) for own in (query, key))
-        gate, rate, decay = np.split(made[C:], [J * W, J * W + J])
-        rate = 1 / (1 + np.exp(-rate))
-        soft = np.log1p(np.exp(decay + weights["recurrent_decay_bias"]))
-        decay = np.exp(-np.exp(weights["recurrent_log_decay"]) * soft)
-        read = []
+        mixed = np.einsum("mz,zm->z", window, weights["recurrent_kernel"][:, 0])
+        step = np.log1p(np.exp(decay + weights["recurrent_decay_bias"]))
+        decay = np.exp(-np.exp(weights["recurrent_log_decay"]) * step)
+        if delta:
+            query, key, value = np.split(silu(mixed), [H * P, 2 * H * P])
+            query, key = (own.reshape(H, P) for own in (query, key))
+            query, key = (own / np.sqrt((own**2).sum(-1, keepdims=True) + 1e-6) for own in (query, key))
+            query, step = query / P**0.5, 1 / (1 + np.exp(-rate))
+        else:
+            value, key, query = np.split(silu(mixed + weights["space_kernel_bias"]), [J * W, J * W + H * P])
+            query, key = (own.reshape(H, P) for own in (query, key))
+        value, read = value.reshape(J, W), np.zeros((J, W))
         for head in range(J):
-            own = head * net.key_heads // J
+            own = head * H // J
             memory[head] *= decay[head]
-            left = value.reshape(J, W)[head] - memory[head].T @ key[own]
-            memory[head] += rate[head] * np.outer(key[own], left)
-            read.append(memory[head].T @ query[own] / P**0.5)
-        read = np.array(read)
-        normed = read / np.sqrt((read**2).mean(-1, keepdims=True) + 1e-6) * weights["delta_norm"]
-        out.append((normed * silu(gate.reshape(J, W))).reshape(-1))
+            said = memory[head].T @ key[own] if delta else 0
+            memory[head] += step[head] * np.outer(key[own], value[head] - said)
+            read[head] = memory[head].T @ query[own]
+        if delta:
+            made = normed(read) * weights["delta_norm"] * silu(gate.reshape(J, W))
+        else:
+            made = (read + weights["space_skip"][:, None] * value) * silu(gate.reshape(J, W))
+            made = normed(made.reshape(H, -1)).reshape(-1) * weights["space_norm"]
+        out.append(made.reshape(-1))
     return np.array(out), inputs, memory
 
 
-def test_blocks_of_ragged_rows_give_what_the_definition_gives_token_by_token(monkeypatch):
+@pytest.mark.parametrize("net", [NET, SPACE], ids=lambda net: net.kind)
+def test_blocks_of_ragged_rows_give_what_the_definition_gives_token_by_token(net, monkeypatch):
     monkeypatch.setattr(recurrent, "CHUNK", 4)
     rng = np.random.default_rng(0)
-    weights, x = weights_of(NET, 7, rng), rng.normal(size=(3, 19, 7))
+    weights, x = weights_of(net, 7, rng), rng.normal(size=(3, 19, 7))
     # Each row's tokens in two blocks: in front, at the end, and with gaps, as when rows of a batch differ.
     valid = np.zeros((3, 2, 10), bool)
     valid[0], valid[1, :, 7:], valid[2, 1] = True, True, np.arange(10) % 3 > 0
-    mix = jax.jit(functools.partial(delta_net.mix, NET))
-    state = {own.name: np.zeros((3, *own.shape), own.dtype) for own in recurrent.state_arrays(NET, "float32")}
+    mix = jax.jit(functools.partial(MIXES[net.kind], net))
+    state = {own.name: np.zeros((3, *own.shape), own.dtype) for own in recurrent.state_arrays(net, "float32")}
     made, fed = [[], [], []], [0, 0, 0]
     for block in range(2):
         given = rng.normal(size=(3, 10, 7))  # what stands at other places says nothing
@@ -94,10 +113,10 @@ def test_blocks_of_ragged_rows_give_what_the_definition_gives_token_by_token(mon
     state = jax.device_get(state)
     assert fed == [19, 6, 6]
     for row, count in enumerate(fed):
-        expected, inputs, memory = by_definition(NET, weights, x[row, :count])
-        np.testing.assert_allclose(made[row], expected, atol=2e-5)
+        expected, inputs, memory = by_definition(net, weights, x[row, :count])
+        np.testing.assert_allclose(made[row], expected, atol=2e-5, rtol=1e-5)
         np.testing.assert_allclose(state["inputs"][row], inputs, atol=1e-5)
-        np.testing.assert_allclose(state["memory"][row], memory, atol=1e-5)
+        np.testing.assert_allclose(state["memory"][row], memory, atol=1e-5, rtol=1e-5)
 
 
 def states(cache, row=None):
@@ -110,29 +129,31 @@ def assert_same(found, expected, atol=1e-4):
         np.testing.assert_allclose(one, other, atol=atol)
 
 
-@pytest.mark.parametrize("policy", first(1, [None, "recency", "h2o@adakv"]))
-def test_a_run_that_goes_on_from_a_file_is_as_if_uninterrupted(policy, tmp_path):
-    settings = dict(policy=policy, budget=None if policy is None else RECENT, block=BLOCK)
-    whole = models.prefill(model(), TOKENS, **settings)
+@pytest.mark.parametrize(("policy", "name"), first(1, itertools.product([None, "recency", "h2o@adakv"], KINDS)))
+def test_a_run_that_goes_on_from_a_file_is_as_if_uninterrupted(policy, name, tmp_path):
+    own, golden = model(name), np.load(GOLDEN / name / "golden.npz")
+    tokens, settings = golden["tokens_0"], dict(policy=policy, budget=None if policy is None else RECENT, block=BLOCK)
+    whole = models.prefill(own, tokens, **settings)
     if policy is None:
-        assert_same([whole.logits], [LOGITS[:, -1]])
-    half = models.prefill(model(), TOKENS[:, :24], **settings).cache
+        assert_same([whole.logits], [golden["logits_0"][:, -1]])
+    half = models.prefill(own, tokens[:, :24], **settings).cache
     kvjax.save_cache(tmp_path / "half.safetensors", half, policy=policy)
     assert kvjax.cache_info(tmp_path / "half.safetensors")["cache_bytes"] == half.nbytes
     loaded = kvjax.load_cache(tmp_path / "half.safetensors")
     assert jax.tree.structure(loaded) == jax.tree.structure(half)
-    found = models.prefill(model(), TOKENS[:, 24:], cache=loaded, **settings)
+    found = models.prefill(own, tokens[:, 24:], cache=loaded, **settings)
     assert_same([found.logits, *states(found.cache)], [whole.logits, *states(whole.cache)])
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("policy", ["h2o", "h2o@adakv"])
-def test_a_row_that_joins_another_batch_midway_goes_on_as_if_uninterrupted(policy):
-    settings = dict(policy=policy, budget=16, block=8)
-    whole, half = (models.prefill(model(), TOKENS[:, :length], **settings) for length in (48, 24))
+def test_a_row_that_joins_another_batch_midway_goes_on_as_if_uninterrupted(policy, name):
+    own, settings = model(name), dict(policy=policy, budget=16, block=8)
+    whole, half = (models.prefill(own, TOKENS[:, :length], **settings) for length in (48, 24))
     pair = jax.jit(kvjax.join)(jax.jit(kvjax.leave)(kvjax.repeat(half.cache, 2), 0), 1, half.cache)
     both = np.concatenate([TOKENS[:, :24], TOKENS[:, 24:]])  # the row that left begins anew
-    found = models.prefill(model(), both, cache=pair, **settings)
+    found = models.prefill(own, both, cache=pair, **settings)
     assert_same([found.logits], [np.concatenate([half.logits, whole.logits])])
     assert_same(states(found.cache, 0) + states(found.cache, 1), states(half.cache) + states(whole.cache))
 
@@ -157,35 +178,39 @@ def test_states_join_leave_and_are_repeated_with_their_rows():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "name"),
     [
-        dict(policy=None), dict(policy="h2o"), dict(policy="h2o@adakv"), dict(policy="kvzip"),
-        dict(policy="laprox(window=4)", when="prompt"), dict(policy="snapkv(window=4)+caote", when="prompt"),
+        *((settings, "qwen3_next") for settings in (
+            dict(policy=None), dict(policy="h2o"), dict(policy="h2o@adakv"), dict(policy="kvzip"),
+            dict(policy="laprox(window=4)", when="prompt"), dict(policy="snapkv(window=4)+caote", when="prompt"),
+        )),
+        (dict(policy="h2o"), "granite4_h"), (dict(policy="h2o@adakv"), "granite4_h"),
     ],
 )  # fmt: skip
-def test_rows_of_different_length_answer_as_each_alone_and_in_one_program(settings, monkeypatch):
+def test_rows_of_different_length_answer_as_each_alone_and_in_one_program(settings, name, monkeypatch):
     settings |= dict(budget=None if settings["policy"] is None else 12, block=8, max_new_tokens=6, end=())
-    together = models.generate(model(), ROWS, lengths=LENGTHS, **settings)
+    own = model(name)
+    together = models.generate(own, ROWS, lengths=LENGTHS, **settings)
     for row, length in enumerate(LENGTHS):
-        alone = models.generate(model(), ROWS[row : row + 1, :length], **settings)
+        alone = models.generate(own, ROWS[row : row + 1, :length], **settings)
         assert together.tokens[row].tolist() == alone.tokens[0].tolist()
         assert_same(states(together.cache, row), states(alone.cache))
     monkeypatch.setattr(driver, "by_layer", lambda *given: False)
-    at_once = models.generate(model(), ROWS, lengths=LENGTHS, **settings)
+    at_once = models.generate(own, ROWS, lengths=LENGTHS, **settings)
     assert at_once.tokens.tolist() == together.tokens.tolist()
     assert_same(states(at_once.cache), states(together.cache))
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("policy", ["h2o", "kvzip@adakv"])
-def test_requests_that_come_and_go_answer_as_each_alone(policy):
+@pytest.mark.parametrize(("policy", "name"), [(p, KINDS[0]) for p in ("h2o", "kvzip@adakv")] + [("h2o", KINDS[1])])
+def test_requests_that_come_and_go_answer_as_each_alone(policy, name):
     settings = dict(policy=policy, budget=12, block=8, max_new_tokens=4, end=())
     prompts = [TOKENS[0, :length].tolist() for length in (20, 33, 9, 41)]
-    engine = models.Engine(model(), rows=2, **settings)
+    engine = models.Engine(model(name), rows=2, **settings)
     handles, made = [engine.submit(prompt) for prompt in prompts], {}
     for token in engine.run():
         made.setdefault(token.handle, []).append(token.token)
-    alone = [models.generate(model(), [prompt], **settings).tokens[0].tolist() for prompt in prompts]
+    alone = [models.generate(model(name), [prompt], **settings).tokens[0].tolist() for prompt in prompts]
     assert [made[handle] for handle in handles] == alone
 
 
@@ -210,10 +235,11 @@ def test_policies_that_share_a_prompt_have_the_states_of_each_alone():
 
 
 @pytest.mark.matrix
-def test_a_mesh_gives_what_one_device_gives_or_refuses():
-    on_mesh = model(mesh=models.parse_mesh("data=2,tensor=2"))
+@pytest.mark.parametrize("name", KINDS)
+def test_a_mesh_gives_what_one_device_gives_or_refuses(name):
+    on_mesh = model(name, mesh=models.parse_mesh("data=2,tensor=2"))
     settings = dict(lengths=LENGTHS, budget=12, block=8)
-    found, expected = (models.prefill(own, ROWS, policy="h2o", **settings) for own in (on_mesh, model()))
+    found, expected = (models.prefill(own, ROWS, policy="h2o", **settings) for own in (on_mesh, model(name)))
     assert_same([found.logits, *states(found.cache)], [expected.logits, *states(expected.cache)])
     with pytest.raises(ValueError, match="keeps its pages on one device"):
         models.prefill(on_mesh, ROWS, policy="h2o@adakv", **settings)
@@ -230,39 +256,76 @@ def test_memory_counts_the_states_and_only_layers_with_attention_have_slots():
 
 
 def test_published_sizes_of_a_hybrid():
-    raw = json.loads((GOLDEN.parent / "published.json").read_text())["Qwen3-Next-80B-A3B-Instruct"]
-    config = from_hugging_face(raw)
+    published = json.loads((GOLDEN.parent / "published.json").read_text())
+    config = from_hugging_face(published["Qwen3-Next-80B-A3B-Instruct"])
     assert config.cached_layers == tuple(range(3, 48, 4)) and config.rope.rotated(config.head_dim) == 64
     made_of = recurrent.states_of(config, "bfloat16")
     sizes = dict(layers=len(config.cached_layers), kv_heads=config.num_kv_heads, head_dim=config.head_dim)
     found = kvjax.memory(budget=4096, block=128, recurrent=made_of, **sizes)
     assert found.recurrent == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    config = from_hugging_face(published["granite-4.0-h-tiny"])
+    assert config.cached_layers == (5, 15, 25, 35) and config.rope.rotated(config.head_dim) == 0
+    assert recurrent.states_of(config, "bfloat16")[0][1].shape == (48, 128, 64)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("name", "changes", "said"),
     [
-        (dict(layer_types=["linear_attention", "sliding_attention"] * 2), "layer_types"),
-        (dict(layer_types=["full_attention"] * 3), "layer_types has 3 entries; it must have one for each of 4 layers"),
+        (QWEN, dict(layer_types=["linear_attention", "sliding_attention"] * 2), "layer_types"),
+        (QWEN, dict(layer_types=["full_attention"] * 3), "layer_types has 3 entries; it must have one for each of 4"),
+        (QWEN, dict(layer_types=["linear_attention"] * 4), "layers without attention are layers [0, 1, 2, 3] of 4; ex"),
+        (QWEN, dict(layer_types=None, full_attention_interval=0), "full_attention_interval is 0; it must be a number"),
+        (QWEN, dict(linear_num_value_heads=3), "3 value heads were given for 2 key heads of the layers without atten"),
+        (QWEN, dict(linear_conv_kernel_dim=0), "kernel is 0"),
+        (QWEN, dict(linear_key_head_dim="8"), "linear_key_head_dim is '8'"),
+        (QWEN, dict(attn_output_gate=False), "attn_output_gate is False; expected True"),
         (
-            dict(layer_types=["linear_attention"] * 4),
-            "the layers without attention are layers [0, 1, 2, 3] of 4; expec",
+            QWEN,
+            dict(output_gate_type="sigmoid"),
+            "output_gate_type is 'sigmoid'; expected 'swish'",
         ),
-        (dict(layer_types=None, full_attention_interval=0), "full_attention_interval is 0; it must be a number of"),
-        (dict(linear_num_value_heads=3), "3 value heads were given for 2 key heads of the layers without attention"),
-        (dict(linear_conv_kernel_dim=0), "kernel is 0"),
-        (dict(linear_key_head_dim="8"), "linear_key_head_dim is '8'"),
-        (dict(attn_output_gate=False), "attn_output_gate is False; only True is supported"),
-        (dict(output_gate_type="sigmoid"), "output_gate_type is 'sigmoid'; only 'swish' is supported"),
-        (dict(partial_rotary_factor=None, rope_parameters=dict(partial_rotary_factor=0.2)), "partial_rotary_factor is"),
-        (dict(shared_expert_intermediate_size=-1), "shared_size is -1; give a size, or 0 for no shared"),
+        (QWEN, dict(partial_rotary_factor=None, rope_parameters=dict(partial_rotary_factor=0.2)), "partial_rotary_fa"),
+        (QWEN, dict(shared_expert_intermediate_size=-1), "shared_size is -1; give a size, or 0 for no shared"),
+        (GRANITE, dict(mamba_n_groups=3), "4 value heads were given for 3 key heads of the layers without attention"),
+        (GRANITE, dict(mamba_n_heads=0, mamba_d_head="auto"), "value_heads is 0; give a positive integer"),
+        (GRANITE, dict(mamba_n_heads=6), "mamba_n_heads * mamba_d_head is 48; expected mamba_expand * hidden_size, 32"),
+        (GRANITE, dict(mamba_d_head="wide"), "value_dim is 'wide'"),
+        (
+            GRANITE,
+            dict(position_embedding_type="alibi"),
+            "is 'alibi'; expected 'rope' or 'nope'.",
+        ),
+        (GRANITE, dict(mamba_conv_bias=False), "mamba_conv_bias is False; expected True"),
+        (GRANITE, dict(mamba_proj_bias=True), "mamba_proj_bias is True; expected False"),
+        (
+            GRANITE,
+            dict(time_step_limit=[0.1, 1.0]),
+            "time_step_limit is [0.1, 1.0]; expected [0.0, inf]",
+        ),
+        (GRANITE, dict(layer_types=["mamba", "mamba", "attention", "moe"]), "layer_types"),
+        (GRANITE, dict(layer_types=None), "layers without attention are layers [0, 1, 2, 3] of 4; expected numbers"),
+        (GRANITE, dict(shared_intermediate_size=0), "intermediate_size is 0"),
+        (GRANITE, dict(num_local_experts=-1), "num_experts is -1; it must be a positive integer"),
     ],
 )
-def test_a_config_that_is_almost_right_is_refused_in_one_sentence(changes, said):
-    raw = json.loads((GOLDEN / "qwen3_next" / "config.json").read_text())
+def test_a_config_that_is_almost_right_is_refused_in_one_sentence(name, changes, said):
+    raw = json.loads((GOLDEN / name / "config.json").read_text())
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
         from_hugging_face(raw | changes)
     assert str(caught.value).endswith(".") and ". " not in str(caught.value)
+
+
+def test_sizes_that_a_granite_leaves_out_are_those_of_transformers():
+    raw = json.loads((GOLDEN / GRANITE / "config.json").read_text())
+    assert from_hugging_face(raw | dict(mamba_d_head="auto")) == from_hugging_face(raw)
+    fewer = {
+        name: value
+        for name, value in raw.items()
+        if not name.startswith(("mamba", "num_local", "num_experts", "shared"))
+    }
+    config = from_hugging_face(fewer | dict(hidden_size=1024))
+    assert dataclasses.astuple(config.recurrence) == ((0, 1, 3), 1, 128, 256, 16, 4, "state_space")
+    assert (config.num_experts, config.shared_size) == (8, 1024)
 
 
 def test_another_family_has_no_layers_with_linear_attention():

@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "qwen2", "qwen3_sliding", "llama_yarn_mscale", "smollm3_sliding", "granite", "phi4_mini", "mixtral", "gemma2",
         "gemma", "olmo3", "ministral", "ministral3", "exaone4", "seed_oss",
         "gpt_oss", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v3_bias", "glm4_moe_lite",
-        "qwen3_next", "qwen3_next_bias", "qwen3_5_text",
+        "qwen3_next", "qwen3_next_bias", "qwen3_5_text", "granite4", "granite4_h", "granite4_h_moe",
     ]),
 )  # fmt: skip
 def test_a_loaded_model_is_saved_as_it_was(name, tmp_path):
