@@ -507,13 +507,13 @@ def _granite_hybrid(raw: Raw) -> Config:
     if layers := _without_attention(raw, kinds, lambda layer: True):
         if made["mamba_d_head"] == "auto":
             made["mamba_d_head"] = inner // max(made["mamba_n_heads"], 1)
-        net = Recurrence(layers, *(made[name] for name in STATE_SPACE), kind="state_space")
+        net = dataclasses.replace(Recurrence(layers, *(made[name] for name in STATE_SPACE)), kind="state_space")
         if (given := net.value_heads * net.value_dim) != inner:
             raise ValueError(f"mamba_n_heads * mamba_d_head is {given}; expected mamba_expand * hidden_size, {inner}.")
     feed = {"intermediate_size": shared}
     if made["num_local_experts"]:
         feed = _experts(made | {"norm_topk_prob": True}) | {"shared_size": shared}
-    own = dict(recurrence=net, source={**raw, "model_type": "granitemoehybrid"})
+    own: dict[str, Any] = dict(recurrence=net, source={**raw, "model_type": "granitemoehybrid"})
     own["rope"] = read_rope(made) if made.get("position_embedding_type") == "rope" else NO_ROPE
     return config_of(made, **own, **_multipliers(made), **feed)
 

@@ -51,7 +51,8 @@ def test_every_score_link_and_allocation_is_drawn():
 
 
 # Made of parts that others have, but for gpt-oss's sinks and gate, latent attention and layers without attention, which
-# have tests of their own; all golden files are compared with transformers, policies in tests/models/test_sinks.py and test_latent.py.
+# have tests of their own; all golden files are compared with transformers, policies in tests/models/test_sinks.py,
+# test_latent.py and test_hybrid.py.
 ALIKE = {
     "gemma", "olmo3", "ministral", "ministral3", "exaone4", "seed_oss", "gpt_oss", "deepseek_v2", "deepseek_v3",
     "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
