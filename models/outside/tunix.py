@@ -148,4 +148,8 @@ def _model(cls: Any) -> Any:
             caches, logits = self.keep.run(feed, cache, position, tokens, last=decode_only_last_token)
             return logits, caches
 
+    # Tunix reads a model's names to learn what it may give: its learner gives segments to one that takes any name.
+    last = inspect.signature(UnderBudget.__call__).parameters["decode_only_last_token"]
+    given = names.replace(parameters=[*names.parameters.values(), last])
+    UnderBudget.__call__.__signature__ = given  # type: ignore[attr-defined]
     return UnderBudget

@@ -1,5 +1,6 @@
 """Test what the adapters share against what the packages said, without the packages."""
 
+import inspect
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,19 @@ def test_a_package_that_moved_gets_one_sentence():
 def test_what_is_no_model_of_tunix_is_refused():
     with pytest.raises(ValueError, match="the model is a SimpleNamespace; expected a Llama3, Qwen2, Qwen3 or Gemma3"):
         tunix.under_budget(SimpleNamespace(), policy="tova", budget=8)
+
+
+def test_a_model_of_tunix_takes_what_it_took_before():
+    """Its learner looks at the names: it gives segments to a model that takes them, or any name."""
+
+    class Llama:
+        def __call__(self, input_tokens, positions, cache, attention_mask):
+            return positions
+
+    own = tunix._model(Llama)
+    names = [*inspect.signature(Llama().__call__).parameters, "decode_only_last_token"]
+    assert list(inspect.signature(own().__call__).parameters) == names
+    assert own()(1, positions=2, cache=None, attention_mask=None) == 2
 
 
 def test_gemma_cuts_and_writes_back_a_cache_that_stays_whole():

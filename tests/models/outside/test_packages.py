@@ -162,6 +162,20 @@ def test_a_rollout_of_tunix_longer_than_its_memory():
     assert not np.array_equal(sampler(tiny.texts(), 200, max_prompt_length=LENGTH, eos_tokens=[500]).tokens, first)
 
 
+def test_the_learner_of_tunix_sees_all_tokens_of_a_rollout():
+    """Without a cache, a Llama under a budget is Tunix's own, which takes no segments."""
+    need("google-tunix")
+    from flax import nnx
+    from tunix.rl.common import compute_per_token_logps
+
+    model = tiny.tunix_model()
+    own = tunix.under_budget(model, **HOW)
+    tokens = jnp.asarray(tiny.PROMPTS)
+    how: Any = dict(prompt_tokens=tokens[:, :40], completion_tokens=tokens[:, 40:], pad_id=0, eos_id=1)
+    want, got = (compute_per_token_logps(*nnx.split(one), **how) for one in (model, own))
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["Mistral", "Qwen", "Qwen3", "Gemma", "Gemma3", "GPT2"])
 def test_other_models_of_keras_hub(name: str):
     """Rows of two lengths."""
