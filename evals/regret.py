@@ -47,6 +47,7 @@ from kvjax._src.former_names import renamed_document
 from models import commands, files
 from models.commands.programs import make_room
 from models.commands.shared_flags import add_shared_flags, at_least, count
+from models.config import check_alike
 from models.decoder import output_of_heads
 
 BEST = "best"
@@ -185,6 +186,7 @@ class _Run:
     """Hold what all prompts of a run share."""
 
     def __init__(self, flags, model, tokenizer, settings, aids, store):
+        check_alike(model.config, "what is measured of the layers is one array")
         self.flags, self.model, self.settings, self.aids, self.store = flags, model, settings, aids, store
         last = len(model.config.cached_layers) - 1
         self.layers = sorted({round(x) for x in np.linspace(0, last, min(flags.layers, last + 1))})

@@ -28,6 +28,7 @@ from evals.selections import Heads, Selection, kept_tokens, parse_selection
 from kernels_pallas.softmax import scaled
 from kvjax import sources
 from models.butler import Butler
+from models.config import check_alike
 from models.decoder import frequencies, rope_of_layer
 from models.networks import Networks, network_of, read_by
 
@@ -267,6 +268,7 @@ def _run(model, tokens, network, source, of_layer, given=(), beside=None, first=
     """
     B, T = tokens.shape
     config = model.config
+    check_alike(config, "what is measured of the layers is one array")
     said = None if network is None else _over_sequences(network, model, tokens)
 
     def attend(other, number, sliding_window, query, key, value):

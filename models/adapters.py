@@ -21,7 +21,7 @@ from models import hosts
 from models.checkpoint import read_dtype, refuse_pickle, refuse_pointer
 from models.config import Config
 from models.files import first_of, to_json, write_files
-from models.parameters import PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
+from models.parameters import ROTATED, head_order, parameter_of, parameter_shapes, tensor_names, tensor_of
 from models.tokenizer import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -205,11 +205,11 @@ def projections(config: Config) -> list[str]:
     Those of experts, a matrix each, are none.
     """
     paths = parameter_shapes(config)
-    return [path for path in paths if PARAMETERS[path].separate == 1 and len(PARAMETERS[path].groups) == 2]
+    return [path for path in paths if parameter_of(path).separate == 1 and len(parameter_of(path).groups) == 2]
 
 
 def sizes(config: Config, path: str) -> tuple[list[int], list[int]]:
     """Return the sizes of a projection's output and input axes."""
     shape = parameter_shapes(config)[path][1:]
-    outputs, inputs = ([shape[axis] for axis in group] for group in PARAMETERS[path].groups)
+    outputs, inputs = ([shape[axis] for axis in group] for group in parameter_of(path).groups)
     return outputs, inputs

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_type_hints
 
 from kvjax._src.checks import check_count, check_types, shown
-from models.config import NO_ROPE, Config, Latent, Recurrence, Rope, Routing
+from models.config import NO_ROPE, Config, Heads, Latent, Recurrence, Rope, Routing
 from models.config_json import completed, config_of
 from models.families import Fused, Gguf, HeadByHead, register_family
 from models.rope_fields import Raw, RopeFields, positive, read_rope
@@ -640,6 +640,123 @@ register_family(
     architecture="Gemma3ForCausalLM",
     gguf=Gguf("gemma3", WINDOW | LOGITS_CAP | {"rope.freq_base_swa": "rope_local_base_freq"}, _attention_scalar(62)),
     inside={"gemma3": "gemma3_text"},
+)
+
+
+GEMMA4: dict[str, Any] = dict(
+    hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=256, vocab_size=262_144, max_position_embeddings=131_072, sliding_window=512, tie_word_embeddings=True,
+    global_head_dim=512, attention_k_eq_v=False, num_kv_shared_layers=0, hidden_size_per_layer_input=256,
+    final_logit_softcapping=None,
+)  # fmt: skip
+GEMMA4_ROPES: dict[str, dict[str, Any]] = {
+    "sliding_attention": dict(rope_type="default", rope_theta=10_000.0),
+    "full_attention": dict(rope_type="proportional", rope_theta=1_000_000.0, partial_rotary_factor=0.25),
+}
+
+
+def _gemma4(raw: Raw, model_type: str, **defaults: Any) -> Config:
+    seen = raw.get("use_bidirectional_attention")  # of an image's tokens, which no text has
+    source, own = {**raw, "model_type": model_type}, None if seen == "vision" else seen
+    raw = completed({**raw, "use_bidirectional_attention": own}, model_type, **GEMMA4 | defaults)
+    if raw.get("attention_bias"):
+        raise ValueError(f"attention_bias is set, which is not supported for {model_type}.")
+    size, vocabulary = raw["hidden_size_per_layer_input"] or 0, raw.get("vocab_size_per_layer_input", raw["vocab_size"])
+    if size and vocabulary != raw["vocab_size"]:
+        raise ValueError(f"vocab_size_per_layer_input is {shown(vocabulary)}; only vocab_size is supported.")
+    shared, layers = raw["num_kv_shared_layers"], raw["num_hidden_layers"]
+    if not 0 <= shared < layers:
+        raise ValueError(f"num_kv_shared_layers is {shared} of {layers} layers; expected at least one without.")
+    windows = _pattern_windows(raw, 6)
+    windows = (*windows[:-1], None)  # as in transformers
+    own = _global_heads(raw, windows)
+    local, whole = _gemma4_ropes(raw)
+    cap = raw["final_logit_softcapping"]
+    return config_of(
+        raw,
+        sliding_windows=windows,
+        rope=local,
+        ropes=tuple(whole if window is None else None for window in windows),
+        global_heads=None if own == Heads(raw["num_key_value_heads"], raw["head_dim"]) else own,
+        query_key_norm=True,
+        value_norm=True,
+        layer_scale=True,
+        shared_layers=shared,
+        sharing_size=2 * raw["intermediate_size"] if shared and raw.get("use_double_wide_mlp") else 0,
+        layer_input_size=size,
+        **(_beside_experts(raw) if raw.get("enable_moe_block") else {}),
+        attention_multiplier=1.0,
+        embedding_multiplier=raw["hidden_size"] ** 0.5,
+        logits_soft_cap=None if cap is None else positive("final_logit_softcapping", cap),
+        source=source,
+        **GEMMA | {"norm_offset": False},
+    )
+
+
+def _beside_experts(raw: Raw) -> dict[str, Any]:
+    """Return the experts of a model whose every layer also has a feed-forward network that all tokens go through."""
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        check_count(name, raw.get(name), 1, "it must be a positive integer, because enable_moe_block is set")
+    sizes = dict(intermediate_size=raw["moe_intermediate_size"], shared_size=raw["intermediate_size"])
+    experts = _experts({**raw, "num_experts_per_tok": raw["top_k_experts"], "norm_topk_prob": True})
+    return dict(expert_norms=True, **sizes, **experts)
+
+
+def _global_heads(raw: Raw, windows: tuple[int | None, ...]) -> Heads:
+    """Return the KV heads of the layers without a window, which a file may name layer by layer."""
+    shared, heads, dim = bool(raw["attention_k_eq_v"]), raw.get("num_global_key_value_heads"), raw["global_head_dim"]
+    found = Heads(heads if shared and heads is not None else raw["num_key_value_heads"], dim, shared)
+    each = raw.get("per_layer_config")
+    if each is None:
+        return found
+    known = {"head_dim": raw["head_dim"], "num_key_value_heads": raw["num_key_value_heads"]}
+    layers = {str(layer) for layer, window in enumerate(windows) if window is None}
+    made = [known | own for own in each.values()]
+    if each.keys() != layers or any(own != made[0] or own.keys() != known.keys() for own in made):
+        wrong = "per_layer_config must give the layers with full attention, and only them, one head_dim and one"
+        raise ValueError(f"{wrong} num_key_value_heads.")
+    return Heads(made[0]["num_key_value_heads"], made[0]["head_dim"], shared)
+
+
+def _gemma4_ropes(raw: Raw) -> tuple[Rope, Rope]:
+    """Return the rotary embeddings of layers with a window, and of those without."""
+    given = raw.get("rope_parameters") or GEMMA4_ROPES
+    check_types(given, dict.fromkeys(GEMMA4_ROPES, dict | None), "rope_parameters")
+    made = []
+    for kind, default in GEMMA4_ROPES.items():
+        own = given.get(kind) or default
+        check_types(own, get_type_hints(RopeFields), "rope")
+        type_, part = own.get("rope_type") or "default", own.get("partial_rotary_factor") or 1.0
+        wrong = f"rope_parameters of {kind} have rope_type {type_!r}"
+        if type_ not in ("default", "proportional"):
+            raise ValueError(f"{wrong}; expected 'default' or 'proportional'.")
+        if own.get("factor") not in (None, 1) or (type_ == "default" and part != 1):
+            raise ValueError(f"{wrong} and a factor or a partial_rotary_factor; only 'proportional' has the latter.")
+        theta = positive("rope_theta", own.get("rope_theta"), default["rope_theta"])
+        made.append(Rope(theta, type_, partial_rotary_factor=positive("partial_rotary_factor", part)))
+    return made[0], made[1]
+
+
+GEMMA4_TENSORS = GEMMA_TENSORS | {
+    "layers.router": LAYER + "router.proj.weight",
+    **{f"layers.expert_{part}": LAYER + f"experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")},
+    **{f"layers.shared_{part}": LAYER + f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+}
+register_family(
+    "gemma4_text",
+    lambda raw: _gemma4(raw, "gemma4_text"),
+    GEMMA4_TENSORS,
+    architecture="Gemma4ForCausalLM",
+    joined_experts="only rows",
+    inside={"gemma4": "gemma4_text"},
+)
+UNIFIED = dict(hidden_size_per_layer_input=0, max_position_embeddings=262_144, sliding_window=1024)
+register_family(
+    "gemma4_unified_text",
+    lambda raw: _gemma4({**raw, "enable_moe_block": False}, "gemma4_unified_text", **UNIFIED),
+    GEMMA_TENSORS,
+    architecture="Gemma4UnifiedForCausalLM",
+    inside={"gemma4_unified": "gemma4_unified_text"},
 )
 
 

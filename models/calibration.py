@@ -13,7 +13,7 @@ from kernels_pallas.softmax import scaled
 from kvjax import rotate
 from kvjax._src.checks import check_count, real_array
 from kvjax.schedule import HostOrDevice
-from models.config import Config
+from models.config import Config, check_alike
 from models.decoder import Decoder, attend_densely, rope_of_layer, rotation
 
 # measure(the layer's number, rotated queries, rotated keys) -> what is measured of the layer
@@ -152,6 +152,7 @@ def _texts(tokens: Int[HostOrDevice, "B T"]) -> Int[Array, "B T"]:
 
 def _of_layers(model: Decoder, tokens: Int[HostOrDevice, "B T"], measure: Measure) -> np.ndarray:
     """Run the model over whole texts by dense causal attention, and return what is measured of each layer."""
+    check_alike(model.config, "what is measured of the layers is one array")
 
     @jax.jit
     def run(model: Decoder, tokens: Int[Array, "B T"]) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 from kvjax._src.checks import check_count, check_fields
@@ -25,7 +26,8 @@ class Rope:
     for ``dynamic`` it is the length beyond which the base grows, for ``longrope`` the length beyond which frequencies
     are divided by ``long_factor`` instead of ``short_factor``. Each of these has a number per rotated pair.
     ``partial_rotary_factor`` is the share of each head's elements that are rotated, 0 for a layer without rotary
-    embedding. With ``llama_4_scaling_beta`` b the query at position p is multiplied by
+    embedding; of type ``proportional`` they have the first frequencies of the whole head (Gemma 4).
+    With ``llama_4_scaling_beta`` b the query at position p is multiplied by
     1 + b log(1 + floor(p / original_positions)) (Ministral 3).
     """
 
@@ -161,6 +163,25 @@ class Recurrence:
 
 
 @dataclasses.dataclass(frozen=True)
+class Heads:
+    """The KV heads of layers without a sliding window, where layers with one have others (Gemma 4).
+
+    Args:
+        kv_heads: their number in each of these layers.
+        head_dim: the length of a query, a key and a value.
+        keys_as_values: whether these layers have no projection of their own to values: a value is the key before its
+            norm and its rotation.
+    """
+
+    kv_heads: int
+    head_dim: int
+    keys_as_values: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The shape of a Llama-like decoder. Axes: L layers, N query heads, K KV heads, D head dim, E model dim.
 
@@ -205,6 +226,18 @@ class Config:
             Such a model has one KV head, whose key is the latent and the rotated key beside it.
         most_attended: the most tokens that a cache may hold, because of more the model attends to those that an indexer
             chooses, which is not read (DeepSeek-V3.2, GLM-5); 0 for no limit.
+        global_heads: the KV heads of the layers without a sliding window, where the others have ``num_kv_heads`` of
+            ``head_dim``; None where all layers are alike (Gemma 4). :meth:`at` is the config as a layer has it.
+        keys_as_values: see :class:`Heads`; of all layers.
+        value_norm: whether values go through an RMS norm without a weight (Gemma 4).
+        layer_scale: whether each layer has a number that its output is multiplied by (Gemma 4).
+        shared_layers: how many layers at the end have no keys and values of their own, and no KV cache: each attends
+            to those of the last layer before them that has a window as it has one, or has none (Gemma 4 E2B, E4B).
+        sharing_size: the size of the feed-forward network of these layers; 0 for ``intermediate_size``.
+        expert_norms: whether the experts, beside a shared network, have norms of their own before and behind, that
+            network one behind, the router's input a norm, and each expert's weight a factor (Gemma 4).
+        layer_input_size: the length of the vector that each layer gets of a token beside its input; 0 for none
+            (Gemma 4 E2B, E4B).
         source: the config.json that it was read from, which :func:`models.save` writes again; None without one. Configs
             that differ in nothing else are equal.
 
@@ -260,6 +293,14 @@ class Config:
     shared_router: bool = _feature(False)
     attention_gate: bool = _feature(False)
     recurrence: Recurrence | None = dataclasses.field(default=None, metadata=FEATURE)
+    global_heads: Heads | None = dataclasses.field(default=None, metadata=FEATURE)
+    keys_as_values: bool = _feature(False)
+    value_norm: bool = _feature(False)
+    layer_scale: bool = _feature(False)
+    shared_layers: int = _feature(0)
+    sharing_size: int = _feature(0)
+    layer_input_size: int = _feature(0)
+    expert_norms: bool = _feature(False)
     source: dict | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -299,6 +340,21 @@ class Config:
         if self.recurrent_layers and not 0 < len(self.cached_layers) < self.num_layers:
             wrong = f"the layers without attention are layers {list(self.recurrent_layers)} of {self.num_layers};"
             raise ValueError(f"{wrong} expected numbers of layers, and attention in at least one other.")
+        for name in ("shared_layers", "sharing_size", "layer_input_size"):
+            check_count(name, getattr(self, name), 0, "give an integer from 0")
+        if self._differs:
+            self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        """Check that layers that differ have nothing that is read for layers that are alike only."""
+        only: dict[str, Any] = dict(latent=None, recurrence=None, attention_sinks=False, attention_bias=False)
+        only |= dict(wide_query_key_norm=False, attention_gate=False, dense_sizes=())
+        for name, value in only.items():
+            if (given := getattr(self, name)) != value:
+                raise ValueError(f"{name} is {given!r}; expected {value!r} in a model whose layers differ.")
+        if -1 in self.sources:
+            wrong = f"{self.shared_layers} of {self.num_layers} layers share keys and values;"
+            raise ValueError(f"{wrong} before them each needs a layer that has a window as it has one, or has none.")
 
     def _check_routing(self) -> None:
         X, groups = self.num_experts, self.routing.groups
@@ -330,10 +386,58 @@ class Config:
         if len(sizes) > 1:
             raise ValueError(f"dense_sizes are {sorted(sizes)}; expected one size, because these layers are stacked.")
 
+    def at(self, layer: int) -> Config:
+        """Return the config as one layer has it: that of a model whose layers are all like this one."""
+        return self._of_layers[layer] if self._differs else self
+
     @property
-    def distinct_ropes(self) -> tuple[Rope, ...]:
-        """Return the rotary embeddings of all layers, each once; ``rope`` is the first."""
-        return tuple(dict.fromkeys((self.rope, *(rope for rope in self.ropes if rope is not None))))
+    def _differs(self) -> bool:
+        return self.global_heads is not None or (self.shared_layers > 0 and not self.shares)
+
+    @property
+    def shares(self) -> bool:
+        """Tell, of a config as a layer has it, whether the layer attends to the keys and values of another."""
+        return 0 < self.shared_layers == self.num_layers
+
+    @functools.cached_property
+    def sources(self) -> tuple[int | None, ...]:
+        """Return the layer whose keys and values each layer attends to; None for its own, -1 where there is none."""
+        first, windowed = self.num_layers - self.shared_layers, [own is not None for own in self.sliding_windows]
+        last = {kind: max((n for n in range(first) if windowed[n] == kind), default=-1) for kind in (True, False)}
+        return tuple(None if n < first else last[windowed[n]] for n in range(self.num_layers))
+
+    @functools.cached_property
+    def _of_layers(self) -> tuple[Config, ...]:
+        alike = dataclasses.replace(self, global_heads=None, shared_layers=0, sharing_size=0)
+        found: list[Config] = []
+        own, heads = self.global_heads, dict[str, Any]()
+        if own is not None:
+            heads |= dict(num_kv_heads=own.kv_heads, head_dim=own.head_dim, keys_as_values=own.keys_as_values)
+        size = self.sharing_size or self.intermediate_size
+        sharing = dict[str, Any](shared_layers=self.num_layers, intermediate_size=size)
+        for window, source in zip(self.sliding_windows, self.sources, strict=True):
+            others = {} if source is None else sharing
+            found.append(dataclasses.replace(alike, **({} if window else heads), **others))
+        return tuple(found)
+
+    @functools.cached_property
+    def kinds(self) -> tuple[Config, ...]:
+        """Return the configs of the layers, each once; see :meth:`at`."""
+        return tuple(dict.fromkeys(self._of_layers)) if self._differs else (self,)
+
+    @functools.cached_property
+    def rotations(self) -> tuple[tuple[Rope, int], ...]:
+        """Return the rotary embeddings of all layers, each once, with the head dim; ``rope`` is the first."""
+        return tuple(dict.fromkeys(((self.rope, self.head_dim), *map(self.rotation_of, range(self.num_layers)))))
+
+    def rotation_of(self, layer: int) -> tuple[Rope, int]:
+        """Return the rotary embedding of a layer, and its head dim."""
+        return (self.ropes[layer] if self.ropes else None) or self.rope, self.at(layer).head_dim
+
+    @property
+    def cached_heads(self) -> tuple[tuple[int, int], ...]:
+        """Return the number of KV heads and the head dim of each layer with a KV cache."""
+        return tuple((own.num_kv_heads, own.head_dim) for own in map(self.at, self.cached_layers))
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -342,8 +446,9 @@ class Config:
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
-        """Return the numbers of the layers with a KV cache, which are those with attention."""
-        return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
+        """Return the numbers of the layers with a KV cache."""
+        own = range(self.num_layers - self.shared_layers)
+        return tuple(layer for layer in own if layer not in self.recurrent_layers)
 
     @property
     def cached_windows(self) -> tuple[int | None, ...]:
@@ -374,12 +479,24 @@ class Config:
 
 
 def check_attention(config: Config, who: str) -> None:
-    """Check that all layers have attention, for what reads it in every layer; ``who`` begins the sentence if not."""
+    """Check that all layers have attention of their own, for what reads it in every layer.
+
+    ``who`` begins the sentence if not.
+    """
+    other = "take a policy that reads neither networks nor gradients, such as 'kvzip@uniform' or 'snapkv+caote'."
+    check_alike(config, f"{who} in every layer", other)
     if lacking := len(config.recurrent_layers):
         raise ValueError(
             f"{who} in every layer, but {lacking} of this model's {config.num_layers} layers have no attention: take "
             "a policy that reads neither networks nor gradients, such as 'kvzip' or 'snapkv+caote'."
         )
+
+
+def check_alike(config: Config, who: str, advice: str = "take another model.") -> None:
+    """Check that all layers have the same heads; ``who`` begins the sentence if not, and ``advice`` ends it."""
+    if len(config.kinds) > 1 or config.layer_input_size:
+        what = "differ in their heads, share keys and values, or have inputs of their own"
+        raise ValueError(f"{who}, but this model's layers {what}: {advice}")
 
 
 def described(config: Config) -> dict[str, Any]:

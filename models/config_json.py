@@ -19,7 +19,9 @@ from models.rope_fields import Raw, positions_of, positive, reached_by, read_rop
 # Fields that count outside a text_config, too, where a model also sees or hears.
 OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "transformers_weights")
 # Where null is no missing value.
-NULLABLE = ("q_lora_rank", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+NULLABLE = (
+    "q_lora_rank", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "hidden_size_per_layer_input",
+)  # fmt: skip
 
 
 class _Fields(TypedDict, total=False):
@@ -61,7 +63,17 @@ class _Fields(TypedDict, total=False):
     final_logit_softcapping: float | None
     rope_local_base_freq: float | None
     sliding_window_pattern: int | str | None
-    use_bidirectional_attention: bool | None
+    use_bidirectional_attention: bool | str | None
+    global_head_dim: int | None
+    num_global_key_value_heads: int | None
+    attention_k_eq_v: bool | None
+    per_layer_config: dict[str, dict[str, int]] | None
+    num_kv_shared_layers: int | None
+    use_double_wide_mlp: bool | None
+    hidden_size_per_layer_input: int | None
+    vocab_size_per_layer_input: int | None
+    enable_moe_block: bool | None
+    top_k_experts: int | None
     linear_num_key_heads: int | None
     linear_num_value_heads: int | None
     linear_key_head_dim: int | None

@@ -36,6 +36,7 @@ from models.parameters import (
     drawn,
     expert_axes,
     join_weights,
+    kind_of,
     parameter_shapes,
 )
 from models.rotary import rope_frequencies
@@ -48,6 +49,7 @@ Attend = Callable[
     tuple[Float[Array, "B T N D"], Carry, Output],
 ]
 
+INPUTS = ("input_embedding", "input_projection", "input_norm")  # what each layer's own input is made of
 FEW = 128  # tokens of a product whose sums are left to the next kernel, at most
 LEAST, MOST = 256, 2048  # rows of weights in a product's part
 COLUMNS = 12_288  # of all parts together, at least
@@ -118,6 +120,8 @@ class Decoder(nnx.Module):
         self.embedding = nnx.Param(arrays["embedding"])
         self.norm = nnx.Param(arrays["norm"])
         self.head = None if config.tie_embeddings else nnx.Param(arrays["head"])
+        for name in (name for name in INPUTS if name in arrays):
+            setattr(self, name, nnx.Param(arrays[name]))
         of_layers: list[dict[str, Array]] = [{} for _ in range(config.num_layers)]
         for path, array in arrays.items():
             if path.startswith("layers."):
@@ -173,8 +177,9 @@ class Decoder(nnx.Module):
             position: absolute positions, -1 for padding.
             lengths: the sequences' full lengths, which only the rope types dynamic and longrope read: all keys of a
                 sequence must be rotated by the same frequencies, whichever block they came in.
-            attend: called once per layer with attention, with rotated queries and keys; see ``Attend``. Layers
-                without attention begin with an empty state, so the tokens are whole sequences.
+            attend: called once per layer with attention, with rotated queries and keys; see ``Attend``. A layer
+                that shares keys and values gets those of the other layer. Layers without attention begin with an
+                empty state, so the tokens are whole sequences.
             after_first: called with layer 0's output before the other layers run; it may change the carry.
             before_attention: called once per layer with attention, ``before_attention(carry, layer's number, input of
                 the attention)``, and returns the carry that ``attend`` gets.
@@ -184,15 +189,27 @@ class Decoder(nnx.Module):
         """
         config, outputs = self.config, []
         x, waves = entered(config, self.embedding[...], tokens, position, lengths)
+        inputs, made = layer_inputs(config, self.ends(), tokens, x), dict[int, Any]()
+
+        def attend_here(number: int, carry: Any, query: Array, key: Any, value: Any) -> Any:
+            source = config.sources[number]
+            if source is not None:
+                key, value = made[source]
+            elif config.shared_layers:
+                made[number] = key, value
+            return attend(carry, number, config.sliding_windows[number], query, key, value)
+
         for number, layer in enumerate(self.layers):
-            weights, window = layer.arrays(), config.sliding_windows[number]
+            weights, own = layer.arrays(), config.at(number)
             if number in config.recurrent_layers:
                 x, _ = run_recurrent(config, weights, x, position)
                 continue
             if before_attention is not None:
-                carry = before_attention(carry, number, attention_input(config, weights, x))
+                carry = before_attention(carry, number, attention_input(own, weights, x))
             here = rope_of_layer(config, number, waves)
-            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, number, window))
+            x, carry, output = run_layer(
+                own, weights, x, here, partial(attend_here, number, carry), layer_input=inputs[number]
+            )
             outputs.append(output)
             if number == 0 and after_first is not None:
                 carry = after_first(summed(x), carry)
@@ -210,6 +227,7 @@ class Decoder(nnx.Module):
     def ends(self) -> dict[str, Array]:
         """Return the arrays by name that are in no layer: those that :func:`logits_from` reads."""
         outer = {"embedding": self.embedding, "norm": self.norm} | ({} if self.head is None else {"head": self.head})
+        outer |= {name: getattr(self, name) for name in INPUTS if hasattr(self, name)}
         return {name: parameter[...] for name, parameter in outer.items()}
 
 
@@ -231,7 +249,8 @@ def output_of_heads(model: Decoder) -> list[Float[Array, "N D E"]]:
     config, layers = model.config, [model.layers[number] for number in model.config.cached_layers]
     if config.latent is not None:
         return [absorbed_output(config, layer.latent_heads[...], layer.output[...]) for layer in layers]
-    return [layer.output[...].reshape(config.num_heads, config.head_dim, -1) for layer in layers]
+    heads = [(config.num_heads, dim, config.hidden_size) for _, dim in config.cached_heads]
+    return [layer.output[...].reshape(shape) for layer, shape in zip(layers, heads, strict=True)]
 
 
 def check_decoder(model: object) -> None:
@@ -245,6 +264,26 @@ def embed(config: Config, embedding: Float[Array, "V E"], tokens: Int[Array, "B 
     return _times(embedding[tokens], config.embedding_multiplier)
 
 
+def layer_inputs(
+    config: Config, ends: dict[str, Array], tokens: Any, x: Float[Array, "B T E"]
+) -> tuple[Float[Array, "B T P"] | None, ...]:
+    """Return what each layer gets of the tokens beside its input, whose first is ``x``; None in most models."""
+    if not config.layer_input_size:
+        return (None,) * config.num_layers
+    return _layer_inputs(config, {name: ends[name] for name in INPUTS}, jnp.asarray(tokens), x)
+
+
+@partial(jax.jit, static_argnums=0)
+def _layer_inputs(
+    config: Config, own: dict[str, Array], tokens: Int[Array, "B T"], x: Float[Array, "B T E"]
+) -> tuple[Float[Array, "B T P"], ...]:
+    P, of_layers = config.layer_input_size, (*x.shape[:2], config.num_layers, config.layer_input_size)
+    looked_up = own["input_embedding"][tokens].reshape(of_layers) * P**0.5
+    made = ((x @ own["input_projection"]) * config.hidden_size**-0.5).reshape(of_layers)
+    both = (_norm(config, made, own["input_norm"]) + looked_up) * 2**-0.5
+    return tuple(both[:, :, layer] for layer in range(config.num_layers))
+
+
 def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B"]) -> tuple[tuple[Array, ...], ...]:
     """Compute cosine and sine of each token's rotary angles, shared by all heads, for each rotary embedding.
 
@@ -252,8 +291,8 @@ def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B
     the factor of the queries where a rotary embedding has one (``Rope.llama_4_scaling_beta``).
     """
 
-    def waves(rope: Rope) -> tuple[Array, ...]:
-        frequency, amplitude = rope_frequencies(rope, config.head_dim, lengths)  # [B or 1, D / 2]
+    def waves(rope: Rope, head_dim: int) -> tuple[Array, ...]:
+        frequency, amplitude = rope_frequencies(rope, head_dim, lengths)  # [B or 1, D / 2]
         angle = jnp.maximum(position, 0)[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, T, D / 2]
         factor = amplitude if rope.partial_rotary_factor == 1 else jnp.where(frequency > 0, amplitude, 1)[:, None, None]
         cos, sin = (factor * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))
@@ -262,18 +301,17 @@ def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B
         stretches = (jnp.maximum(position, 0) // rope.original_positions)[..., None, None].astype(frequency.dtype)
         return cos, sin, 1 + rope.llama_4_scaling_beta * jnp.log1p(stretches)
 
-    return tuple(map(waves, config.distinct_ropes))
+    return tuple(waves(*own) for own in config.rotations)
 
 
 def frequencies(config: Config, lengths: Int[Array, "B"]) -> tuple[Float[Array, "rows half"], ...]:
     """Return the angle per position for each pair of a head's elements, for each rotary embedding."""
-    return tuple(rope_frequencies(rope, config.head_dim, lengths)[0] for rope in config.distinct_ropes)
+    return tuple(rope_frequencies(*own, lengths)[0] for own in config.rotations)
 
 
 def rope_of_layer(config: Config, layer: int, each: Sequence[Any]) -> Any:
     """Return one layer's entry of what :func:`rotation` or :func:`frequencies` returned."""
-    ropes = config.distinct_ropes
-    return each[0] if len(ropes) == 1 else each[ropes.index(config.ropes[layer] or config.rope)]
+    return each[0] if len(each) == 1 else each[config.rotations.index(config.rotation_of(layer))]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -308,15 +346,19 @@ def run_layer[Carry, Output](
     weights: dict[str, Array],
     x: Hidden,
     waves: tuple[Array, ...],
-    attend: Callable[[Array, Array, Array], tuple[Array, Carry, Output]],
+    attend: Callable[[Array, Any, Any], tuple[Array, Carry, Output]],
     shift: Float[Array, "B T E"] | None = None,
+    layer_input: Float[Array, "B T P"] | None = None,
 ) -> tuple[Hidden, Carry, Output]:
     """Run one layer with the attention that the caller passes, ``attend(query, key, value)``.
+
+    Key and value are None in a layer that shares those of another.
 
     Args:
         weights: the layer's arrays by name.
         waves: the layer's entry of :func:`rotation`.
         shift: is added to the attention's output, behind W_O, so that a derivative may be taken with respect to it.
+        layer_input: the layer's entry of :func:`layer_inputs`.
 
     Returns:
         The input of the next layer, then the carry and the output that ``attend`` returned. On a GPU the input may be
@@ -324,7 +366,7 @@ def run_layer[Carry, Output](
     """
     x, gate, query, key, value = _before_attention(config, weights, x, waves)
     out, carry, output = attend(query, key, value)
-    return _behind_attention(config, weights, x, out, gate, shift), carry, output
+    return _behind_attention(config, weights, x, out, gate, shift, layer_input), carry, output
 
 
 @partial(jax.jit, static_argnums=0)
@@ -353,11 +395,12 @@ def run_recurrent(
 @partial(jax.jit, static_argnums=0)
 def _before_attention(
     config: Config, weights: dict[str, Array], x: Hidden, waves: tuple[Array, ...]
-) -> tuple[Array, Float[Array, "B T N D"] | None, Array, Array, Array]:
+) -> tuple[Array, Float[Array, "B T N D"] | None, Array, Array | None, Array | None]:
     """Return the layer's input, and compute the output's gate, if any, rotated queries and keys, and values."""
     x, y = _summed_and_normed(config, x, None if config.norms == "after" else weights["attention_norm"])
     cos, sin, *factor = waves
     others = config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier or config.latent
+    others = others or config.value_norm or config.keys_as_values or config.shares
     if _by_kernels(x) and not others:
         tokens = x.shape[:2]
         cos, sin = (jnp.broadcast_to(own, (*tokens, 1, own.shape[-1])).reshape(-1, own.shape[-1]) for own in (cos, sin))
@@ -365,7 +408,7 @@ def _before_attention(
         query, key, value = (own.reshape(*tokens, *own.shape[1:]) for own in heads)
     else:
         query, key, value = _project(config, weights, y)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = rotate(query, cos, sin), key if key is None else rotate(key, cos, sin)
     if factor:
         query = (query * factor[0]).astype(query.dtype)
     return x, _gate_of_output(config, weights, y) if config.attention_gate else None, query, key, value
@@ -384,12 +427,15 @@ def _behind_attention(
     out: Float[Array, "B T *heads"],
     gate: Float[Array, "B T N D"] | None = None,
     shift: Float[Array, "B T E"] | None = None,
+    layer_input: Float[Array, "B T P"] | None = None,
 ) -> Hidden:
-    """Add what a layer makes of its attention's output to its input: gate and W_O, then the feed-forward."""
+    """Add what a layer makes of its attention's output to its input: gate and W_O, feed-forward, the layer's input."""
     if config.latent is not None:
         out = values_of(config, weights, out)
     few = _by_kernels(x)
-    bare = few and config.norms == "before" and config.residual_multiplier == 1  # only the product is added
+    bare = (
+        few and config.norms == "before" and config.residual_multiplier == 1 and not config.layer_scale
+    )  # only the product is added
 
     def added(x: Array, out: Array, post_norm: str) -> Hidden:
         if config.norms != "before":
@@ -411,7 +457,19 @@ def _behind_attention(
     x, y = _summed_and_normed(config, between, None if config.norms == "after" else weights["feed_norm"])
     if bare and "router" not in weights:
         return Unsummed(x, _in_parts(_gate_up(config, weights["gate_up"], y), weights["down"]))
-    return added(x, feed_forward(config, weights, y), "feed_post_norm")
+    made = added(x, feed_forward(config, weights, y, x), "feed_post_norm")
+    if layer_input is not None:
+        x = summed(made)
+        out = _GATES[config.activation](x @ weights["input_gate"], layer_input) @ weights["input_up"]
+        made = added(x, out, "input_post_norm")
+    return _scaled(weights, made)
+
+
+def _scaled(weights: dict[str, Array], x: Hidden) -> Hidden:
+    """Multiply a layer's output by the layer's number, where it has one."""
+    if "layer_scale" not in weights:
+        return x
+    return jax.tree.map(lambda part: part * along_last(weights["layer_scale"], part), x)
 
 
 def attention_input(config: Config, weights: dict[str, Array], x: Hidden) -> Float[Array, "B T E"]:
@@ -470,13 +528,26 @@ def _eight(rows: Float[Array, "R E"]) -> Float[Array, "rows E"]:
     return jnp.broadcast_to(rows, (8, rows.shape[1])) if len(rows) == 1 else rows
 
 
-def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Apply a layer's feed-forward network, or those experts that the router chooses for each token, and the shared."""
+def feed_forward(
+    config: Config, weights: dict[str, Array], x: Float[Array, "B T E"], before: Float[Array, "B T E"]
+) -> Float[Array, "B T E"]:
+    """Apply a layer's feed-forward network, or those experts that the router chooses for each token, and the shared.
+
+    ``before`` is what ``x`` is the norm of.
+    """
     if "router" not in weights:
         return _gate_up(config, weights["gate_up"], x) @ weights["down"]
-    made = _experts(config, weights, x)
+    given = routed = x
+    if config.expert_norms:
+        given = _norm(config, before, weights["routed_norm"])
+        routed = _norm(config, before, weights["router_scale"]) * config.hidden_size**-0.5
+    made = _experts(config, weights, given, routed)
+    if config.expert_norms:
+        made = _norm(config, made, weights["routed_post_norm"])
     if "shared_down" in weights:
         shared = _gate_up(config, weights["shared_gate_up"], x) @ weights["shared_down"]
+        if config.expert_norms:
+            shared = _norm(config, shared, weights["shared_post_norm"])
         made = made + (jax.nn.sigmoid(x @ weights["shared_router"]) * shared if config.shared_router else shared)
     return made
 
@@ -501,16 +572,20 @@ def _gated(config: Config, gate_up: Float[Array, "*rest 2 F"]) -> Float[Array, "
     return _GATES[config.activation](gate_up[..., 0, :], gate_up[..., 1, :])
 
 
-def _experts(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Apply those experts that the router chooses for each token.
+def _experts(
+    config: Config, weights: dict[str, Array], x: Float[Array, "B T E"], routed: Float[Array, "B T E"]
+) -> Float[Array, "B T E"]:
+    """Apply those experts that the router chooses for each token by its ``routed``.
 
     The tokens are sorted by expert, so that each expert's weights meet its own tokens in one ragged product. No token
     is dropped, and no expert is copied for a token.
     """
-    logits = (x @ weights["router"]).astype(jnp.promote_types(x.dtype, jnp.float32))
+    logits = (routed @ weights["router"]).astype(jnp.promote_types(x.dtype, jnp.float32))
     if config.expert_biases:
         logits = logits + weights["router_bias"].astype(logits.dtype)
     share, expert = _chosen(config, logits, weights.get("choice_bias"))
+    if config.expert_norms:
+        share = share * weights["choice_scale"][expert]
     own = {name: array for name, array in weights.items() if name.startswith("expert_")}
     mesh = mesh_of(x, own)
     ways = expert_axes(mesh)
@@ -586,26 +661,31 @@ def along_last(array: Float[Array, "*last"], x: Float[Array, "*rest"]) -> Float[
     return array.reshape((1,) * (x.ndim - array.ndim) + array.shape)
 
 
-def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
-    """Compute queries [B, T, N, D], keys and values [B, T, K, D], before rotation."""
+def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Any, Any]:
+    """Compute queries [B, T, N, D], and keys and values [B, T, K, D] where the layer has them, before rotation."""
     if config.latent is not None:
         return project(config, weights, x)
     made = jnp.einsum("bte,ekhd->btkhd", x, weights["qkv"])
     if config.attention_bias:
         made = made + along_last(weights["qkv_bias"], made)
-    query, key, value = made[..., :-2, :], made[..., -2, :], made[..., -1, :]
+    G = config.num_heads // config.num_kv_heads
+    query = made[..., :G, :]
+    key, value = (None, None) if config.shares else (made[..., G, :], made[..., -1, :])  # the last two may be one
     query = query.reshape(*x.shape[:2], config.num_heads, config.head_dim)
     if config.query_key_norm or config.wide_query_key_norm:
         query, key = _normed_heads(config, weights, query, key)
+    if config.value_norm and value is not None:
+        value = _norm(config, value, jnp.ones(value.shape[-1:], value.dtype))
     if config.attention_multiplier is not None:
         query = _times(query, config.attention_multiplier * math.sqrt(config.head_dim))
     return query, key, value
 
 
-def _normed_heads(config: Config, weights: dict[str, Array], query: Array, key: Array) -> tuple[Array, Array]:
+def _normed_heads(config: Config, weights: dict[str, Array], query: Array, key: Any) -> tuple[Array, Any]:
     """Return queries and keys after their norm: of each head alone, or of all heads of a token together."""
     if config.query_key_norm:
-        query, key = _norm(config, query, weights["query_norm"]), _norm(config, key, weights["key_norm"])
+        query = _norm(config, query, weights["query_norm"])
+        key = None if key is None else _norm(config, key, weights["key_norm"])
     if config.wide_query_key_norm:
 
         def normed(x: Array, weight: Array) -> Array:
@@ -620,6 +700,8 @@ _joined = jax.jit(join_weights, static_argnums=0)
 
 def _random_parameter(key: Array | None, name: str, shape: tuple[int, ...], norm_offset: bool) -> Array:
     if key is None:
+        name = kind_of(name)[0]
         offset = norm_offset and name != "layers.delta_norm"
-        return jnp.full(shape, 1 if name.endswith("norm") and not offset else 0, jnp.float32)
+        is_one = name.endswith("_scale") or (name.endswith("norm") and not offset)
+        return jnp.full(shape, 1 if is_one else 0, jnp.float32)
     return (0.02 * jax.random.normal(key, shape)).astype(jnp.float32)

@@ -67,7 +67,8 @@ class Family(NamedTuple):
             ``model_type`` and saved as the one that its config names.
         gguf: how GGUF files store it; None if they do not.
         joined_experts: whether a layer's experts are stored together, as in :mod:`models.joined_experts`; "rows" if
-            they may be, as in Qwen3.5, and are saved one by one; "linears" if they are as in Granite 4.
+            they may be, as in Qwen3.5, and are saved one by one; "only rows" if they are saved so, too, as in Gemma 4;
+            "linears" if they are as in Granite 4.
         inside: models that also see or hear, in which it is the language model: their ``model_type``, and the one that
             their ``text_config`` names. Only the language model is read.
     """
@@ -78,7 +79,7 @@ class Family(NamedTuple):
     architecture: str | None = None
     gguf: Gguf | None = None
     inside: Mapping[str, str] = {}
-    joined_experts: bool | Literal["rows", "linears"] = False
+    joined_experts: bool | Literal["rows", "linears", "only rows"] = False
 
 
 def _family(name: str, family: Any) -> Family:
@@ -118,7 +119,7 @@ def register_family(
     architecture: str | None = None,
     gguf: Gguf | None = None,
     inside: Mapping[str, str] | None = None,
-    joined_experts: bool | Literal["rows", "linears"] = False,
+    joined_experts: bool | Literal["rows", "linears", "only rows"] = False,
 ) -> None:
     """Register a model family, so that ``models.load`` reads folders whose config.json has this ``model_type``.
 

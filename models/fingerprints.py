@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from models import decoder, hosts
 from models.config import described
-from models.parameters import array_of, axes_of, parameter_shapes, paths_of, rows_of
+from models.parameters import array_of, axes_of, kind_of, parameter_shapes, paths_of, rows_of
 from models.tokenizer import Tokenizer
 
 
@@ -44,10 +44,12 @@ def weights_of(model: decoder.Decoder) -> str:
     arrays, config = model.arrays(), model.config
     shapes = parameter_shapes(config)
     # Drawn with an axis of heads, as the array had when the first digests were written.
-    shapes["layers.output"] = (len(config.cached_layers), config.num_heads, config.value_dim, config.hidden_size)
+    outputs = {name: config.num_heads for name in shapes if kind_of(name)[0] == "layers.output"}
+    shapes |= {name: (shapes[name][0], N, shapes[name][1] // N, config.hidden_size) for name, N in outputs.items()}
     places = _places(shapes)
-    layer, head, row, column = places["layers.output"]
-    places["layers.output"] = layer, head * config.value_dim + row, column
+    for name in outputs:
+        layer, head, row, column = places[name]
+        places[name] = layer, head * shapes[name][2] + row, column
     layers, found, within = {}, {}, {}
     for name, place in places.items():
         array, rows = array_of(name), rows_of(config, name)

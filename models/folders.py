@@ -39,7 +39,8 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 # In older checkpoints, where the config says the same; and layers that predict several tokens (Qwen3-Next).
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq|mtp\..*")
 # What sees and hears beside a language model.
-OTHER_PARTS = re.compile(rf"(model\.)?(vision_tower|visual|multi_modal_projector)\..*|{IGNORED.pattern}")
+_SEEING = "vision_tower|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio|vision_embedder"
+OTHER_PARTS = re.compile(rf"(model\.)?({_SEEING})\..*|{IGNORED.pattern}")
 # What the names of a model's tensors begin with: by itself, without its output matrix, or in a model that also sees.
 PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "language_model.")
 
@@ -174,6 +175,10 @@ def open_folder(folder: Path) -> Checkpoint:
     if more := own.get("num_nextn_predict_layers"):  # they predict later tokens, as drafts
         numbers = "|".join(map(str, range(config.num_layers, config.num_layers + more)))
         ignored = re.compile(rf"{ignored.pattern}|{re.escape(prefix)}layers\.({numbers})\..*")
+    if config.shared_layers:  # those of layers that share others are never read
+        numbers = "|".join(map(str, range(config.num_layers - config.shared_layers, config.num_layers)))
+        parts = r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight"
+        ignored = re.compile(rf"{ignored.pattern}|{re.escape(prefix)}layers\.({numbers})\.{parts}")
     if config.most_attended:
         ignored = re.compile(rf"{ignored.pattern}|.*\.self_attn\.indexer\..*")
     return Checkpoint(folder, "config.json", config, tokenizer, tensors, names, ignored)

@@ -1,7 +1,8 @@
 """Experts that a checkpoint stores together, a layer's in one tensor.
 
-In Qwen3.5 ``gate_up_proj`` is [X, 2 F, E], with all rows of gate before those of up, and ``down_proj`` [X, E, F]. In
-gpt-oss gate and up take turns. Granite 4 has them by rows, as ``input_linear.weight`` and ``output_linear.weight``.
+In Qwen3.5 and Gemma 4 ``gate_up_proj`` is [X, 2 F, E], with all rows of gate before those of up, and ``down_proj``
+[X, E, F]. In gpt-oss gate and up take turns. Granite 4 has them by rows, as ``input_linear.weight`` and
+``output_linear.weight``.
 In bfloat16 or float32 ``gate_up_proj`` is [X, E, 2 F] and ``down_proj`` [X, F, E]. In MXFP4 each is two tensors of
 bytes: ``_blocks``, [X, outputs, inputs / 32, 16], with two numbers of four bits in a byte, the low one first, and
 ``_scales``, [X, outputs, inputs / 32], the exponent of two of each 32 numbers plus 127 (OCP Microscaling Formats 1.0).
@@ -83,11 +84,11 @@ def _of_rows(name: str, tensor: Tensor, stem: str, halves: tuple[str, ...]) -> d
     }  # fmt: skip
 
 
-def put_together(tensors: Mapping[str, np.ndarray], linears: bool = False) -> dict[str, np.ndarray]:
+def put_together(tensors: Mapping[str, np.ndarray], stored: bool | str = True) -> dict[str, np.ndarray]:
     """Return the tensors of a model with those of a layer's experts in one, as floats; see :func:`taken_apart`.
 
     Args:
-        linears: whether they are stored as in Granite 4, not as in gpt-oss.
+        stored: as ``models.families.Family.joined_experts``: as in gpt-oss (True), "linears" or "only rows".
     """
     found: dict[str, np.ndarray] = {}
     layers: dict[str, dict[tuple[str, ...], np.ndarray]] = defaultdict(dict)
@@ -100,9 +101,10 @@ def put_together(tensors: Mapping[str, np.ndarray], linears: bool = False) -> di
     for stem, arrays in layers.items():
         experts = range(1 + max(int(x) for x, *_ in arrays))
         for part, halves in _HALVES.items():
-            if linears:
+            if stored is not True:
                 each = [np.concatenate([arrays[str(x), own, "weight"] for own in halves]) for x in experts]
-                found[f"{stem.removesuffix('.experts')}.{_LINEAR_OF[part]}_linear.weight"] = np.stack(each)
+                linear = f"{stem.removesuffix('.experts')}.{_LINEAR_OF[part]}_linear.weight"
+                found[linear if stored == "linears" else f"{stem}.{part}_proj"] = np.stack(each)
                 continue
             for kind, ending in (("weight", ""), ("bias", "_bias")):
                 each = [np.stack([arrays[str(x), own, kind].T for own in halves], axis=-1) for x in experts]

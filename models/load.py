@@ -29,7 +29,7 @@ from models.decoder import Decoder
 from models.folders import find, open_folder
 from models.gguf import open_file, read_sampling
 from models.mesh import checked_mesh, place
-from models.parameters import PARAMETERS, array_shapes, known_dtype, parameter_shapes, tensor_of
+from models.parameters import array_shapes, known_dtype, parameter_of, parameter_shapes, tensor_of
 from models.progress import progress_bar
 from models.sampling import Sampling, check_sampling
 from models.tokenizer import Tokenizer, read_object
@@ -95,7 +95,7 @@ def load(
         counted = {name: _counted(tensor, on_read) for name, tensor in checkpoint.tensors.items()}
         checkpoint = checkpoint._replace(tensors=counted)
     by_name, shapes = parameter_shapes(checkpoint.config), array_shapes(checkpoint.config)
-    total = sum(math.prod(shape[: PARAMETERS[name].separate]) for name, shape in by_name.items())
+    total = sum(math.prod(shape[: parameter_of(name).separate]) for name, shape in by_name.items())
     # No bar for a model that loads within a second.
     with progress_bar("tensor", total=total, desc="loading", delay=1, leave=False) as bar:
         arrays = {
@@ -206,7 +206,7 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
     place, described, config, _, tensors, *_ = checkpoint
     if config.num_layers > len(tensors):
         raise ValueError(f"{place} holds {len(tensors)} tensors, too few for the layers of its {described}.")
-    stacks = [(name, shape, PARAMETERS[name]) for name, shape in parameter_shapes(config).items()]
+    stacks = [(name, shape, parameter_of(name)) for name, shape in parameter_shapes(config).items()]
     expected = {
         tensor_of(config, name, checkpoint.names[name], at): file_shape(shape[stored.separate :], stored.groups)
         for name, shape, stored in stacks

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.checkpoint import Checkpoint, Tensor, file_shape
 from models.config import Config
-from models.parameters import PARAMETERS, axes_of, layers_with, named, names_in, partition, rows_of, tensor_of
+from models.parameters import axes_of, layers_with, named, names_in, parameter_of, partition, rows_of, tensor_of
 
 CHUNK_BYTES = 1 << 23
 TILE = 128
@@ -58,7 +58,7 @@ def checked_mesh(config: Config, mesh: Mesh) -> Mesh:
     if set(mesh.axis_names) - {"expert"} != {"data", "tensor"}:
         raise ValueError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; expected 'data' and 'tensor'.")
     ways = mesh.shape["tensor"]
-    split = [(config.num_heads, "query heads"), (config.num_kv_heads, "KV heads")]
+    split = [(config.num_heads, "query heads"), *((kind.num_kv_heads, "KV heads") for kind in config.kinds)]
     if config.num_experts:
         split.append((config.num_experts, "experts"))
     if config.dense_sizes or not config.num_experts:
@@ -81,17 +81,17 @@ def place(
     advance: Callable[[int], object],
 ) -> jax.Array:
     """Put one array on its devices. Each shard is read separately, so no device or buffer holds the others."""
-    array, layer = named(path)
-    names = names_in(array)
+    array, layer = named(checkpoint.config, path)
+    names = names_in(checkpoint.config, array)
     number = () if layer is None else (layers_with(checkpoint.config, array).index(layer),)
-    separate = PARAMETERS[names[0]].separate - len(number)  # axes of experts
+    separate = parameter_of(names[0]).separate - len(number)  # axes of experts
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
         bounds = [slice(*part.indices(size)) for part, size in zip(parts, shape, strict=True)]
         out = _aligned([part.stop - part.start for part in bounds], dtype)
         for own in names:
-            rows, groups = rows_of(checkpoint.config, own), PARAMETERS[own].groups
+            rows, groups = rows_of(checkpoint.config, own), parameter_of(own).groups
             held, whole, within = out, [*shape[separate:]], bounds[separate:]
             if rows is not None:
                 held, whole[-2] = out[..., rows, :], rows.stop - rows.start

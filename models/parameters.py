@@ -4,6 +4,9 @@ Families, checkpoints and adapters know parameters by name ("layers.query"), of 
 multiplies by arrays of one layer each, known by path ("layers.3.qkv"): the parameters that one vector is multiplied by
 lie side by side in one of them, which is one matrix product. What reads a file joins them, and what writes one takes
 them apart (:func:`join_weights`, :func:`split_weights`).
+
+In a model whose layers differ, parameters are stacked over the layers of a kind (``Config.kinds``), and those of other
+kinds than the first have its number in their names: "layers.query@1".
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ class Parameter(NamedTuple):
     """One parameter by its name in checkpoints; of all layers, stacked, where its axes begin with L.
 
     Axes are the letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the feed-forward
-    of those, Fs that of the shared experts. ND are the numbers of all query heads, on one axis. La are the layers with
-    attention, Lr those without, whose letters are those of models/recurrent.py.
+    of those, Fs that of the shared experts, P what a layer gets of each token beside its input. ND are the numbers of
+    all query heads, on one axis. La are the layers with attention, Lr those without, whose letters are those of
+    models/recurrent.py.
 
     Of latent attention, C is the latent, R the rotated key beside it, Q the compressed query; H are a query head's
     numbers, plain and rotated, and U those that a head's plain key and its value have together.
@@ -80,6 +84,26 @@ def _has_shared(config: Config) -> bool:
 
 def _is_plain(config: Config) -> bool:
     return config.latent is None
+
+
+def _has_keys(config: Config) -> bool:
+    return config.latent is None and not config.shares
+
+
+def _has_values(config: Config) -> bool:
+    return _has_keys(config) and not config.keys_as_values
+
+
+def _has_key_norm(config: Config) -> bool:
+    return config.query_key_norm and not config.shares
+
+
+def _has_routed(config: Config) -> bool:
+    return config.expert_norms and _has_experts(config)
+
+
+def _has_inputs(config: Config) -> bool:
+    return config.layer_input_size > 0
 
 
 def _is_latent(config: Config) -> bool:
@@ -128,8 +152,8 @@ PARAMETERS: dict[str, Parameter] = {
     "norm": Parameter("E", "model.norm.weight", "E"),
     "layers.attention_norm": Parameter("L E", _LAYER + "input_layernorm.weight", "E", _norms_before),
     "layers.query": Parameter("La E N D", _LAYER + "self_attn.q_proj.weight", "N*D E", _is_plain),
-    "layers.key": Parameter("La E K D", _LAYER + "self_attn.k_proj.weight", "K*D E", _is_plain),
-    "layers.value": Parameter("La E K D", _LAYER + "self_attn.v_proj.weight", "K*D E", _is_plain),
+    "layers.key": Parameter("La E K D", _LAYER + "self_attn.k_proj.weight", "K*D E", _has_keys),
+    "layers.value": Parameter("La E K D", _LAYER + "self_attn.v_proj.weight", "K*D E", _has_values),
     "layers.output": Parameter("La ND E", _LAYER + "self_attn.o_proj.weight", "E ND"),
     "layers.feed_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_before),
     "layers.gate": Parameter("Ld E Fd", _LAYER + "mlp.gate_proj.weight", "Fd E", _is_dense),
@@ -141,7 +165,7 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.value_bias": Parameter("La K D", _LAYER + "self_attn.v_proj.bias", "K*D", _has_biases),
     "layers.output_bias": Parameter("La E", _LAYER + "self_attn.o_proj.bias", "E", _has_output_bias),
     "layers.query_norm": Parameter("La D", _LAYER + "self_attn.q_norm.weight", "D", _has_norms),
-    "layers.key_norm": Parameter("La D", _LAYER + "self_attn.k_norm.weight", "D", _has_norms),
+    "layers.key_norm": Parameter("La D", _LAYER + "self_attn.k_norm.weight", "D", _has_key_norm),
     "layers.wide_query_norm": Parameter("La N D", _LAYER + "self_attn.q_norm.weight", "N*D", _has_wide_norms),
     "layers.wide_key_norm": Parameter("La K D", _LAYER + "self_attn.k_norm.weight", "K*D", _has_wide_norms),
     "layers.attention_post_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_after),
@@ -195,6 +219,18 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.space_kernel_bias": Parameter("Lr Z", _SPACE + "conv1d.bias", "Z", _has_space),
     "layers.space_skip": Parameter("Lr J", _SPACE + "D", "J", _has_space),
     "layers.space_norm": Parameter("Lr JW", _SPACE + "norm.weight", "JW", _has_space),
+    "layers.router_scale": Parameter("Lx E", _LAYER + "router.scale", "E", _has_routed),
+    "layers.choice_scale": Parameter("Lx X", _LAYER + "router.per_expert_scale", "X", _has_routed),
+    "layers.routed_norm": Parameter("Lx E", _LAYER + "pre_feedforward_layernorm_2.weight", "E", _has_routed),
+    "layers.routed_post_norm": Parameter("Lx E", _LAYER + "post_feedforward_layernorm_2.weight", "E", _has_routed),
+    "layers.shared_post_norm": Parameter("Lx E", _LAYER + "post_feedforward_layernorm_1.weight", "E", _has_routed),
+    "input_embedding": Parameter("V LP", "model.embed_tokens_per_layer.weight", "V LP", _has_inputs),
+    "input_projection": Parameter("E LP", "model.per_layer_model_projection.weight", "LP E", _has_inputs),
+    "input_norm": Parameter("P", "model.per_layer_projection_norm.weight", "P", _has_inputs),
+    "layers.input_gate": Parameter("L E P", _LAYER + "per_layer_input_gate.weight", "P E", _has_inputs),
+    "layers.input_up": Parameter("L P E", _LAYER + "per_layer_projection.weight", "E P", _has_inputs),
+    "layers.input_post_norm": Parameter("L E", _LAYER + "post_per_layer_input_norm.weight", "E", _has_inputs),
+    "layers.layer_scale": Parameter("L 1", _LAYER + "layer_scalar", "1", operator.attrgetter("layer_scale")),
 }  # fmt: skip
 ROTATED = ("layers.query", "layers.key")
 # Those whose elements are those of heads, in the order in which they are rotated.
@@ -202,6 +238,7 @@ ORDERED = (*ROTATED, "layers.query_bias", "layers.key_bias", "layers.query_norm"
 _DELTA_IN = ("query", "key", "value", "gate", "rate", "decay")
 # The arrays that hold several parameters: their axes, and the parameters, side by side along the axis before the last.
 # A KV group has its G queries, its key and its value together, so a mesh splits an array as it would its parameters.
+# A kind of layers that lacks one of them has so many rows fewer.
 JOINED: dict[str, tuple[str, tuple[str, ...]]] = {
     "layers.qkv": ("La E K G+2 D", ("layers.query", "layers.key", "layers.value")),
     "layers.qkv_bias": ("La K G+2 D", ("layers.query_bias", "layers.key_bias", "layers.value_bias")),
@@ -213,14 +250,34 @@ JOINED: dict[str, tuple[str, tuple[str, ...]]] = {
 _ARRAY_OF = {name: array for array, (_, names) in JOINED.items() for name in names}
 
 
+def kind_of(name: str) -> tuple[str, int]:
+    """Return a name without the number of a kind of layers, and this number."""
+    base, _, number = name.partition("@")
+    return base, int(number or 0)
+
+
+def _of_kind(base: str, kind: int) -> str:
+    return f"{base}@{kind}" if kind else base
+
+
+def parameter_of(name: str) -> Parameter:
+    """Return the parameter of a name, of whichever kind of layers."""
+    return PARAMETERS[kind_of(name)[0]]
+
+
 def array_of(name: str) -> str:
     """Return the name of the arrays, one of each layer, that hold a parameter."""
-    return _ARRAY_OF.get(name, name)
+    base, kind = kind_of(name)
+    return _of_kind(_ARRAY_OF.get(base, base), kind)
 
 
-def names_in(array: str) -> tuple[str, ...]:
+def names_in(config: Config, array: str) -> tuple[str, ...]:
     """Return the names of the parameters that an array holds."""
-    return JOINED[array][1] if array in JOINED else (array,)
+    base, kind = kind_of(array)
+    if base not in JOINED:
+        return (array,)
+    own = config.kinds[kind]
+    return tuple(_of_kind(name, kind) for name in JOINED[base][1] if PARAMETERS[name].wanted(own))
 
 
 def paths_of(config: Config, array: str) -> list[str]:
@@ -234,25 +291,31 @@ def paths_of(config: Config, array: str) -> list[str]:
     """
     if axes_of(array)[0] not in LAYERS:
         return [array]
-    return [array.replace(".", f".{layer}.", 1) for layer in layers_with(config, array)]
+    return [kind_of(array)[0].replace(".", f".{layer}.", 1) for layer in layers_with(config, array)]
 
 
-def named(path: str) -> tuple[str, int | None]:
-    """Return the name of an array, and the number of its layer, None for an array that is in no layer."""
+def _base_and_layer(path: str) -> tuple[str, int | None]:
     parts = path.split(".")
-    return (path, None) if len(parts) < 3 else (f"{parts[0]}.{parts[2]}", int(parts[1]))
+    return (kind_of(path)[0], None) if len(parts) < 3 else (f"{parts[0]}.{parts[2]}", int(parts[1]))
+
+
+def named(config: Config, path: str) -> tuple[str, int | None]:
+    """Return the name of an array, and the number of its layer, None for an array that is in no layer."""
+    base, layer = _base_and_layer(path)
+    return (base if layer is None else _of_kind(base, config.kinds.index(config.at(layer)))), layer
 
 
 def rows_of(config: Config, name: str) -> slice | None:
     """Return the rows, along the axis before the last, that a parameter has in its array; None if it is alone there."""
-    names = names_in(array_of(name))
-    if len(names) == 1:
+    array, kind = array_of(name), config.kinds[kind_of(name)[1]]
+    if kind_of(array)[0] not in JOINED:
         return None
-    sizes, own = _sizes(config), [PARAMETERS[each].axes.split() for each in names]
-    if len(own[0]) == len(axes_of(array_of(name))):  # they lie along an axis of their own
+    names = names_in(config, array)
+    sizes, own = _sizes(kind), [parameter_of(each).axes.split() for each in names]
+    if len(own[0]) == len(axes_of(array)):  # they lie along an axis of their own
         counts = [sizes[axes[-2]] for axes in own]
     else:
-        counts = [config.num_heads // config.num_kv_heads if "N" in axes else 1 for axes in own]
+        counts = [kind.num_heads // kind.num_kv_heads if "N" in axes else 1 for axes in own]
     first = sum(counts[: names.index(name)])
     return slice(first, first + counts[names.index(name)])
 
@@ -278,11 +341,11 @@ def join_weights(config: Config, parameters: Mapping[str, Any]) -> dict[str, Any
     """
     shapes, arrays = array_shapes(config), {}
     for array in dict.fromkeys(map(array_of, parameters)):
-        held, paths = [parameters[name] for name in names_in(array)], paths_of(config, array)
+        held, paths = [parameters[name] for name in names_in(config, array)], paths_of(config, array)
         numbers = np if all(isinstance(each, np.ndarray) for each in held) else jnp
         for place, path in enumerate(paths):
             parts = [each if paths == [array] else each[place] for each in held]
-            if len(parts) > 1:
+            if kind_of(array)[0] in JOINED:
                 *before, _, last = shapes[path]
                 parts = [numbers.concatenate([part.reshape(*before, -1, last) for part in parts], axis=-2)]
             (arrays[path],) = parts
@@ -292,11 +355,11 @@ def join_weights(config: Config, parameters: Mapping[str, Any]) -> dict[str, Any
 def split_weights(config: Config, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters by name that some of the decoder's arrays hold, those of a name from all layers."""
     shapes, found = parameter_shapes(config), {}
-    for array in dict.fromkeys(named(path)[0] for path in arrays):
+    for array in dict.fromkeys(named(config, path)[0] for path in arrays):
         paths = paths_of(config, array)
         held = [arrays[path] for path in paths]
         numbers = np if all(isinstance(each, np.ndarray) for each in held) else jnp
-        for name in names_in(array):
+        for name in names_in(config, array):
             rows = rows_of(config, name)
             parts = held if rows is None else [whole[..., rows, :] for whole in held]
             found[name] = parts[0] if paths == [array] else numbers.stack(parts).reshape(shapes[name])
@@ -305,7 +368,7 @@ def split_weights(config: Config, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def axes_of(name: str) -> list[str]:
     """Return the axes of a parameter by its name, or of an array by its path or by its name, of all layers."""
-    array, layer = named(name)
+    array, layer = _base_and_layer(name)
     axes = (JOINED[array][0] if array in JOINED else PARAMETERS[array].axes).split()
     return axes if layer is None else axes[1:]
 
@@ -325,7 +388,13 @@ def expert_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter that a model of this config has, by name."""
-    return _shapes(config, [name for name, parameter in PARAMETERS.items() if parameter.wanted(config)])
+    names = [
+        _of_kind(name, number)
+        for number, kind in enumerate(config.kinds)
+        for name, parameter in PARAMETERS.items()
+        if parameter.wanted(kind) and (not number or name.startswith("layers."))
+    ]
+    return _shapes(config, names)
 
 
 def array_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -337,13 +406,14 @@ def array_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def _sizes(config: Config) -> dict[str, int]:
     """Return the size of each axis by its letters."""
     sizes = dict(
-        V=config.vocab_size, E=config.hidden_size, F=config.intermediate_size, L=config.num_layers,
+        V=config.vocab_size, E=config.hidden_size, F=config.intermediate_size,
         N=config.num_heads, K=config.num_kv_heads, D=config.head_dim, X=config.num_experts,
-        Ld=len(config.dense_layers), Lx=len(config.sparse_layers), Fd=config.dense_size, Fs=config.shared_size,
-        La=len(config.cached_layers), Lr=len(config.recurrent_layers),
+        Fd=config.dense_size, Fs=config.shared_size,
     )  # fmt: skip
-    sizes |= {"1": 1, "2": 2, "G+2": config.num_heads // config.num_kv_heads + 2}
+    own_rows = sum(PARAMETERS[name].wanted(config) for name in ("layers.key", "layers.value"))
+    sizes |= {"1": 1, "2": 2, "G+2": config.num_heads // config.num_kv_heads + own_rows}
     sizes |= {"ND": config.num_heads * config.value_dim}
+    sizes |= {"P": config.layer_input_size, "LP": config.num_layers * config.layer_input_size}
     if (own := config.latent) is not None:
         sizes |= {"C": own.size, "C+R": own.head_dim, "Q": own.query, "H": own.plain + own.rotated}
         sizes["U"] = own.plain + own.value
@@ -355,8 +425,13 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def _shapes(config: Config, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    sizes = _sizes(config)
-    return {name: tuple(sizes[axis] for axis in axes_of(name)) for name in names}
+    """Return the shapes of parameters by name, of all layers, or of arrays by path, of one."""
+    sizes, found = [_sizes(kind) for kind in config.kinds], {}
+    for given in names:
+        name, _ = named(config, given) if _base_and_layer(given)[1] is not None else (given, None)
+        own = sizes[kind_of(name)[1]] | {axis: len(layers_with(config, name)) for axis in LAYERS}
+        found[given] = tuple(own[axis] for axis in axes_of(given))
+    return found
 
 
 def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
@@ -371,9 +446,11 @@ def drawn(
 ) -> dict[str, Array]:
     """Make random parameters in one compiled program; operations one by one would be a program for each shape.
 
-    ``draw(key, name, shape, *options)`` returns a parameter; the key of norms and biases is None. Options are hashable.
+    ``draw(key, name, shape, *options)`` returns a parameter; the key of norms, biases and scales is None.
+    Options are hashable.
     """
-    keys = {name: rngs.params() for name in shapes if not name.endswith(("norm", "bias"))}
+    constant = ("norm", "bias", "_scale")
+    keys = {name: rngs.params() for name in shapes if not kind_of(name)[0].endswith(constant)}
     return _drawn(draw, tuple(shapes.items()), options, keys)
 
 
@@ -385,9 +462,11 @@ def _drawn(draw: Callable[..., Array], shapes: tuple[tuple[str, Any], ...], opti
 @functools.cache
 def layers_with(config: Config, name: str) -> Sequence[int]:
     """Return the numbers of the layers that have an array or a parameter of a name, in their order."""
-    own = {"L": range(config.num_layers), "Ld": config.dense_layers, "Lx": config.sparse_layers}
-    own |= {"La": config.cached_layers, "Lr": config.recurrent_layers}
-    return own.get(axes_of(name)[0], ())
+    every = range(config.num_layers)
+    own = {"L": every, "Ld": config.dense_layers, "Lx": config.sparse_layers, "Lr": config.recurrent_layers}
+    own["La"] = [layer for layer in every if layer not in config.recurrent_layers]
+    layers, kind = own.get(axes_of(name)[0], ()), kind_of(name)[1]
+    return layers if len(config.kinds) == 1 else [at for at in layers if config.at(at) == config.kinds[kind]]
 
 
 def tensor_of(config: Config, name: str, tensor: str, place: Sequence[int]) -> str:
@@ -402,7 +481,8 @@ def tensor_of(config: Config, name: str, tensor: str, place: Sequence[int]) -> s
 def tensor_names(config: Config) -> dict[str, str]:
     """Return the name of each parameter in a checkpoint in Hugging Face layout, as in ``Parameter.tensor``."""
     names = {name: parameter.tensor for name, parameter in PARAMETERS.items()}
-    return {**names, **family_of_architecture(config.architecture).tensors}
+    names |= family_of_architecture(config.architecture).tensors
+    return {_of_kind(name, kind): tensor for kind in range(len(config.kinds)) for name, tensor in names.items()}
 
 
 def head_order(config: Config) -> Int[np.ndarray, "D"] | None:

@@ -19,6 +19,7 @@ from kvjax import OutputProjection, Policy
 from kvjax._src.capacity import CacheSpec, rounded_up, ways_of
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import is_known, plain
+from kvjax._src.layer_caches import ALIKE
 from kvjax._src.policy import fits_biases
 from kvjax._src.policy_checks import check_latents, check_measured, check_policy_given, check_state
 from kvjax._src.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
@@ -51,6 +52,10 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
         most = int(text.lengths.max())
         selection = checked_selection(options.select, policy, options.budget, options.sinks, most, options.reserve)
     _check_hybrid(config, policy, options)
+    if policy is not None and len(set(config.cached_heads)) > 1 and not policy.allocation.even:
+        raise ValueError(f"{policy.name!r}: {ALIKE.format(policy.allocation.name)}")
+    if policy is not None and config.shared_layers:
+        _check_shared(policy)
     if config.rope.follows_length:
         _check_frequencies(config.rope, prompt, seen, options.reserve)
     traced = not is_known(*jax.tree.leaves(model))
@@ -60,7 +65,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
         _check_kept(kept, options, mesh, selection, traced)
         dtype, rounded_to = kept.dtypes, (None, None)
     network = network_of(options.networks, model, policy, None if selection is None else selection.source)
-    check_measured(policy, len(config.cached_layers), config.num_kv_heads)
+    check_measured(policy, len(config.cached_layers), cache_heads(config, None))
     if config.latent is not None:
         check_latents(policy, dtype)
     if not isinstance(options.projection, tuple | None) or isinstance(options.projection, OutputProjection):
@@ -75,7 +80,8 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     if isinstance(network, Butler):
         policy = network.fitted(policy)
         plan = dataclasses.replace(plan, memory_slots=rounded_up(prompt.most + options.reserve))
-    check_state(policy, config.head_dim, heads, config.num_heads // heads)  # before anything is compiled
+    for own, dim in dict.fromkeys(_heads_of_layers(config, policy)):
+        check_state(policy, dim, own, config.num_heads // own)  # before anything is compiled
     budgets = budgets_of(policy, options, seen)
     if policy.published is not None and policy.published.final:
         _warn_of_choices(policy, max(int(text.context.max()), 0), options.block, when, kept is not None)
@@ -94,6 +100,12 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options) -> tuple[R
     return Run(model, rows, options.projection, network, plan), spec
 
 
+def _heads_of_layers(config: Config, policy: Policy | None) -> tuple[tuple[int, int], ...]:
+    """Return the heads of each layer's cache, and the head dim."""
+    of_queries = policy is not None and policy.heads == "query"
+    return tuple((config.num_heads if of_queries else own, dim) for own, dim in config.cached_heads)
+
+
 def _spec(model: Decoder, plan: Plan, prompt: CheckedPrompt, options: Options) -> CacheSpec:
     """Return the spec of a run's cache, without its slots and pages; a kept one has pages of its own size."""
     config, kept = model.config, prompt.kept
@@ -103,6 +115,7 @@ def _spec(model: Decoder, plan: Plan, prompt: CheckedPrompt, options: Options) -
         kept.page_size if kept is not None and kept.pages else options.page_size,
         rotated=None if config.latent is None else config.latent.rotated,
         recurrent=states_of(config, jax.tree.leaves(model.embedding)[0].dtype),
+        layer_heads=_heads_of_layers(config, plan.policy) if len(config.kinds) > 1 else (),
     )  # fmt: skip
 
 
@@ -174,6 +187,18 @@ def _check_mesh(mesh: Mesh | AbstractMesh, policy: Policy | None, rows: int) -> 
             f"{policy.name!r} takes the gradient of a loss, which runs on one device, but the model is on a mesh of "
             f"{mesh.size}: load it on one, or give another policy, such as 'kvzip'."
         )
+
+
+def _check_shared(policy: Policy) -> None:
+    """Check that an eviction leaves keys and values where layers that share them find them."""
+    kinds = {
+        "lets heads of all layers compete (take '@uniform')": not policy.allocation.even,
+        "changes keys or values that stay": policy.merging is not None or fits_biases(policy),
+        "turns keys (take 'absolute' positions)": policy.positions != "absolute",
+    }
+    if any(kinds.values()):
+        what = next(kind for kind, has in kinds.items() if has)
+        raise ValueError(f"{policy.name!r} {what}, but some layers of this model attend to the cache of another.")
 
 
 def _check_hybrid(config: Config, policy: Policy | None, options: Options) -> None:

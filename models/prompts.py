@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import Policy
+from kvjax import LayerCaches, Policy
 from kvjax._src.cache import Positions, dtypes_of, is_cache, part_of_kind
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import is_known
@@ -78,8 +78,10 @@ class CheckedPrompt(NamedTuple):
 
 
 def cache_heads(config: Config, policy: Policy | None) -> int:
-    """Return the number of the cache's heads per layer: KV heads, or query heads where each has its own cache."""
-    return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
+    """Return the most heads of a layer's cache: KV heads, or query heads where each has its own cache."""
+    if policy is not None and policy.heads == "query":
+        return config.num_heads
+    return max(kind.num_kv_heads for kind in config.kinds)
 
 
 def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int) -> Kept:
@@ -93,12 +95,12 @@ def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int)
     if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
         raise ValueError("a later step has deleted this cache; continue from the last one that stream yielded.")
     L, B, K = cache.heads_shape
-    ours = (len(config.cached_layers), config.head_dim)
-    one = cache.arrays
-    theirs = (L, one.head_dim)
-    if ours != theirs or K not in (config.num_kv_heads, config.num_heads):
-        wrong = f"the cache is of another model: it has {L} layers and {K} heads of dimension {theirs[1]},"
-        raise ValueError(f"{wrong} this model {ours[0]} layers and {config.num_kv_heads} of {ours[1]}.")
+    one, (heads, ours) = cache.arrays, (cache_heads(config, None), config.cached_heads)
+    parts: Any = cache.layers if isinstance(cache, LayerCaches) else (cache,) * L
+    theirs = tuple((part.heads_shape[-1], part.arrays.head_dim) for part in parts)
+    if theirs not in (ours, tuple((config.num_heads, dim) for _, dim in ours)):
+        wrong = f"the cache is of another model: it has {L} layers and {K} heads of dimension {one.head_dim},"
+        raise ValueError(f"{wrong} this model {len(ours)} layers and {heads} of {config.head_dim}.")
     states = [{own.name: own.shape for own in each} for each in states_of(config, "float32")]
     if states != [{name: array.shape[1:] for name, array in each.items()} for each in cache.recurrent]:
         raise ValueError("the cache is of another model: its layers without a KV cache have other states.")
@@ -111,12 +113,12 @@ def kept_of(model: Decoder, cache: ModelCache, policy: Policy | None, rows: int)
             kind, other = ("paged", "even") if paged else ("plain", "uneven")
             wrong = f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way:"
             raise ValueError(f"{wrong} give the policy that the cache was made with, or none.")
-        if (policy.heads == "query") != (config.num_kv_heads != K) and config.num_heads != config.num_kv_heads:
+        if (policy.heads == "query") != (heads != K) and config.num_heads != heads:
             raise ValueError(
                 f"the cache's {K} heads per layer are not those of {policy.name!r}; give the cache's policy."
             )
         try:
-            check_policy(policy, one, config.num_heads // K)
+            check_policy(policy, one, config.num_heads // one.heads_shape[-1])
         except ValueError:
             raise ValueError(f"the cache's state is not that of {policy.name!r}; give the cache's policy.") from None
     held = np.moveaxis(hosts.fetched(cache.num_live), 1, 0).reshape(B, L * K)

@@ -23,11 +23,13 @@ def rope_frequencies(
         Frequencies with one row for all sequences (for "dynamic" and "longrope", one per sequence), and the amplitude
         (1 except for yarn and longrope). Elements that are not rotated have frequency 0.
     """
+    plain = 1.0 / rope.theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if rope.type == "proportional":
+        return jnp.where(jnp.arange(head_dim // 2) < rope.rotated(head_dim) // 2, plain, 0)[None], 1.0
     if rope.partial_rotary_factor != 1:
         whole, rotated = dataclasses.replace(rope, partial_rotary_factor=1.0), rope.rotated(head_dim)
         found, amplitude = rope_frequencies(whole, rotated, lengths) if rotated else (jnp.zeros((1, 0)), 1.0)
         return jnp.pad(found, ((0, 0), (0, (head_dim - rotated) // 2))), amplitude
-    plain = 1.0 / rope.theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if rope.type not in _FREQUENCIES:
         return plain[None], 1.0
     return _FREQUENCIES[rope.type](rope, plain, jnp.zeros(1, jnp.int32) if lengths is None else lengths)

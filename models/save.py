@@ -19,7 +19,16 @@ from models.decoder import Decoder
 from models.families import family_of_architecture, parts_and_heads
 from models.files import to_json, write_files
 from models.joined_experts import put_together
-from models.parameters import ORDERED, PARAMETERS, head_order, layers_with, split_weights, tensor_names, tensor_of
+from models.parameters import (
+    ORDERED,
+    PARAMETERS,
+    head_order,
+    layers_with,
+    parameter_of,
+    split_weights,
+    tensor_names,
+    tensor_of,
+)
 from models.tokenizer import Tokenizer
 
 OF_FILES = ("dtype", "transformers_weights", "quantization_config")  # fields that say how the weights were stored
@@ -54,8 +63,8 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
         raise ValueError("the model's indexer was not read, so it cannot be saved; keep the folder it was read from.")
     config = to_hugging_face(model.config)
     tensors = _tensors(model, config["model_type"])
-    if (stored := family_of_architecture(config["model_type"]).joined_experts) in (True, "linears"):
-        tensors = put_together(tensors, stored == "linears")
+    if (stored := family_of_architecture(config["model_type"]).joined_experts) in (True, "linears", "only rows"):
+        tensors = put_together(tensors, stored)
     config = {name: value for name, value in config.items() if name not in OF_FILES}
     config["torch_dtype"] = str(tensors["model.norm.weight"].dtype)
     files = {
@@ -85,7 +94,7 @@ def _tensors(model: Decoder, architecture: str) -> dict[str, np.ndarray]:
     for path, array in split_weights(model.config, arrays).items():
         if order is not None and path in ORDERED:
             array = array[..., np.argsort(order)]
-        groups, separate = PARAMETERS[path].groups, PARAMETERS[path].separate
+        groups, separate = parameter_of(path).groups, parameter_of(path).separate
         axes = [axis for group in groups for axis in group]
         for place in np.ndindex(array.shape[:separate]):
             ours, name = array[place], tensor_of(model.config, path, names[path], place)

@@ -15,7 +15,8 @@ def full_cache_bytes(model: Decoder, tokens: int, dtype: DtypesLike | None = Non
     if not tokens:
         return 0
     config, own = model.config, model.embedding[...].dtype
-    sizes: Any = dict(layers=len(config.cached_layers), kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+    heads, dims = zip(*config.cached_heads, strict=True)
+    sizes: Any = dict(layers=len(heads), kv_heads=heads, head_dim=dims)
     sizes["rotated"] = None if config.latent is None else config.latent.rotated
     sizes |= dict(recurrent=states_of(config, own))
     return kvjax.memory(**sizes, budget=tokens, block=0, dtype=own if dtype is None else dtype).total

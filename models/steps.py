@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Context, Evidence, LayerCaches, OutputProjection, Reconstructed
-from kvjax._src.attention import attend_unchecked, observe_unchecked
+from kvjax import Context, Evidence, KVCache, LayerCaches, OutputProjection, Reconstructed
+from kvjax._src.attention import attend_only, attend_unchecked, observe_unchecked
 from kvjax._src.eviction import evict_by
 from kvjax._src.layer import LayerBlock
 from kvjax._src.quantise import Dtypes
@@ -36,6 +36,7 @@ from models.decoder import (
     attention_input,
     embed,
     frequencies,
+    layer_inputs,
     rope_of_layer,
     rotation,
     run_layer,
@@ -114,6 +115,7 @@ class Here(NamedTuple):
     budgets: Any
     waves: tuple[Array, ...]
     context: Context
+    layer_input: Array | None = None
 
 
 def forward(
@@ -146,7 +148,9 @@ def forward(
         state = _fresh(state, position)
         if plan.repeats is not None and plan.repeats.loss is not None:
             block = _with_gradient(model, plan, state.cache, block, tokens, part, lengths)
-    cache, evidence, caches, sources = state.cache, None, [], []
+    caches: list[Any] = []
+    cache, evidence, sources = state.cache, None, []
+    inputs, entered_at = layer_inputs(config, model.ends(), tokens, x), dict[int, Array]()
     if evicts_together(plan, phase):
         evidence = _no_evidence(plan, block, cache)
     carry = LayerCarry(cache, evidence, state.memory, ())
@@ -155,6 +159,12 @@ def forward(
             x, after = run_recurrent(config, weights, x, block.position, before[len(states)])
             states.append(after)
             continue
+        if (source := config.sources[number]) is not None:
+            at = config.cached_layers.index(source)
+            here = at_layer(config, block, number, None, at, inputs[number])
+            filled = filled_slots(phase.filled, caches[at].num_slots) if phase.filled and part is None else None
+            x = reading_step(config.at(number), filled, weights, here, x, caches[at], entered_at[source])
+            continue
         own, at = phase, number - len(states)  # its place among the layers with a KV cache
         if isinstance(cache, LayerCaches):
             carry = dataclasses.replace(carry, cache=cache.layers[at])
@@ -162,8 +172,10 @@ def forward(
         if plan.selection is not None:
             carry = dataclasses.replace(carry, source=state.source[at])
         projection = None if run.projection is None else run.projection[at]
-        here = at_layer(config, block, number, projection, at)
-        x, carry = layer_step(config, plan, own, weights, here, x, carry, run.network)
+        here = at_layer(config, block, number, projection, at, inputs[number])
+        if number in config.sources:
+            entered_at[number] = with_block(carry.cache, block.position)
+        x, carry = layer_step(config.at(number), plan, own, weights, here, x, carry, run.network)
         if number == 0 and run.pauses(phase):
             entered = None if run.ahead is None else run.ahead.entered(model, jnp.asarray(tokens))
             carry = _look_ahead(plan.selection is not None, run.ahead, block.position, entered, summed(x), carry)
@@ -241,12 +253,48 @@ def layer_step(
     def attend_here(query, key, value):
         return *attend(plan, phase, here, carry, LayerBlock(query, key, value, here.position)), None
 
-    x, carry, _ = run_layer(config, weights, x, here.waves, attend_here)
+    x, carry, _ = run_layer(config, weights, x, here.waves, attend_here, layer_input=here.layer_input)
     return x, carry
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="x")
+def reading_step(
+    config: Config,
+    filled: int | None,
+    weights: dict[str, Array],
+    here: Here,
+    x: Hidden,
+    cache: KVCache,
+    entered_at: Int[Array, "B K S"],
+) -> Hidden:
+    """Run one layer that attends to the cache of another, which has seen the block and may have evicted.
+
+    An eviction moves no key, so with the positions that the slots had before it (``entered_at``) the layer's queries
+    see what the other layer's saw.
+    """
+    cache = dataclasses.replace(cache, position=entered_at)
+    window, cap = here.context.sliding_window, here.context.soft_cap
+    context = Context(sliding_window=window, soft_cap=cap, filled=filled)
+
+    def attend_here(query, key, value):
+        return attend_only(cache, query, here.position, context), None, None
+
+    return run_layer(config, weights, x, here.waves, attend_here, layer_input=here.layer_input)[0]
+
+
+@jax.jit
+def with_block(cache: KVCache, position: Int[Array, "B T"]) -> Int[Array, "B K S"]:
+    """Return the positions of a cache's slots once a block is in and before any token leaves."""
+    return cache.positions_with(position)
+
+
 def at_layer(
-    config: Config, block: Block, number: int, projection: OutputProjection | None = None, place: int | None = None
+    config: Config,
+    block: Block,
+    number: int,
+    projection: OutputProjection | None = None,
+    place: int | None = None,
+    layer_input: Float[Array, "B T P"] | None = None,
 ) -> Here:
     """Return a block as one layer has it, with the layer's number, window and gradient in the context.
 
@@ -261,7 +309,7 @@ def at_layer(
         gradient=None if block.gradient is None else block.gradient[number],
     )
     context = dataclasses.replace(block.context, **own)
-    return Here(block.position, block.budgets, rope_of_layer(config, number, block.waves), context)
+    return Here(block.position, block.budgets, rope_of_layer(config, number, block.waves), context, layer_input)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

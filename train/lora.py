@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from models import adapters
-from models.config import Config
+from models.config import Config, check_alike
 from models.parameters import PARAMETERS, array_of, join_weights, parameter_shapes, paths_of, split_weights
 
 SCALE = 2.0  # alpha / r
@@ -31,6 +31,7 @@ def projections(config: Config) -> list[str]:
 
 def init(config: Config, rank: int, on: Sequence[str], seed: int) -> dict[str, Array]:
     """Return A [L, r, inputs], drawn at random, and B [L, outputs, r], zeros, for each of the projections."""
+    check_alike(config, "the matrices of all layers are stacked")
     made = {}
     for number, name in enumerate(on):
         layers, outputs, inputs = _sizes(config, name)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax._src.attention_pages import observe_pages
 from kvjax._src.border import OF_TOKENS, enter
-from kvjax._src.cache import CACHE
+from kvjax._src.cache import CACHE, KVCache
 from kvjax._src.chains import policy_of
 from kvjax._src.eviction import Budget, Evidence, axes_of_evidence, evict_by
 from kvjax._src.insertion import checked_block
@@ -133,6 +133,18 @@ def attend_unchecked(
         return out, evict_by(cache, evidence, budget, excess=context.excess, implementation=context.implementation)
 
     return enter(cache, of_device, *entering(block, budget, context), outputs=(OF_TOKENS, CACHE))
+
+
+def attend_only(
+    cache: KVCache, query: Float[Array, "B T N D"], position: Int[Array, "B T"], context: Context
+) -> Float[Array, "B T N D"]:
+    """Attend over a plain cache into which nothing comes, unchecked: the tokens of the queries are in it."""
+
+    def of_device(cache: KVCache, block: LayerBlock, context: Context) -> Array:
+        return attend_heads(cache, block, Needs(), context)[0]
+
+    block, _, given = entering(LayerBlock(query, query, query, position), None, context)  # no key or value is read
+    return enter(cache, of_device, block, given, outputs=OF_TOKENS)
 
 
 def observe(

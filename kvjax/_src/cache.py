@@ -399,6 +399,12 @@ class KVCache(Stored):
             state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[3:]))), self.state),
         )
 
+    def positions_with(self, position: Int[Array, "B T"]) -> Int[Array, "B K S"]:
+        """Return the positions of all slots after an insertion that fits."""
+        valid, (B, K, S) = position >= 0, self.position.shape
+        slot = jnp.where(valid[:, None], slots_for(valid, ~self.live), S)
+        return write_slots(self.position, jnp.broadcast_to(position[:, None], (B, K, valid.shape[1])), slot)
+
     def lacking(self, position: Int[np.ndarray, "B T"]) -> int:
         """Count the slots that the fullest head lacks for new tokens, on the host; not above 0 where they fit."""
         entering = np.sum(position >= 0, axis=1)[:, None]  # [B, 1]

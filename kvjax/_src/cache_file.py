@@ -245,6 +245,10 @@ def _full_bytes(whose: str, info: Mapping[str, Any], shapes: Mapping[str, tuple[
     *layers, _, kv_heads, _ = heads
     count = _layers_of(shapes) if first else layers[0] if layers else 1
     sizes: Any = dict(layers=count, kv_heads=kv_heads, head_dim=_require(shapes, f"{first}key", whose)[-1])
+    if first:  # whose layers may differ
+        names = ("position", "key")
+        own = [[(0, 0, *_require(shapes, f"layers[{n}].{name}", whose)) for name in names] for n in range(count)]
+        sizes |= dict(kv_heads=[at[-2] for at, _ in own], head_dim=[key[-1] for _, key in own])
     sizes["rotated"] = info.get("rotated")
     dtype = _dtypes(whose, info)
     return sum(memory(**sizes, budget=tokens, block=0, dtype=dtype).total for tokens in info["tokens"] if tokens)
@@ -398,11 +402,15 @@ def _expected(
     dtypes = _dtypes(whose, described)
     pages, page_size = position.shape if paged else (0, 1)
     slots = [last * page_size, *((0, *_require(arrays, f"{own}position", whose).shape)[-1] for own in each[1:])]
+    shapes = [[(0, 0, *_require(arrays, own + name, whose).shape) for name in ("position", "key")] for own in each]
+    layer_heads = tuple((at[-2], of_key[-1]) for at, of_key in shapes) if _layered(described) else ()
+    kv_heads = max((heads for heads, _ in layer_heads), default=kv_heads)
     spec = CacheSpec(
         batch, kv_heads, key.shape[-1], query_heads, layers[0] if layers else None, policy=policy, dtype=dtypes,
         positions=described["positions"], page_size=page_size, layer_slots=tuple(slots), pages=pages,
         rotated=described.get("rotated"),
         recurrent=_recurrent_in(whose, arrays),
+        layer_heads=layer_heads if len(set(layer_heads)) > 1 else (),
     )  # fmt: skip
     tree: list[Any] = []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Required, TypedDict
+from typing import Any, Required, TypedDict
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -40,7 +40,7 @@ class CacheSpec:
     """
 
     batch: int
-    kv_heads: int  # of each layer
+    kv_heads: int  # of each layer, at most
     head_dim: int
     group: int = 1  # the query heads that share each
     layers: int | None = None  # those with a KV cache; None for a cache of one layer
@@ -55,6 +55,12 @@ class CacheSpec:
     pages: int = 0  # of each device's pool, 0 for a plain cache
     prompt_slots: tuple[int, ...] = ()  # of the plain cache that first holds a whole prompt, () if there is none
     recurrent: Recurrent = ()  # of the layers without a KV cache
+    layer_heads: tuple[tuple[int, int], ...] = ()  # the KV heads and head dim of each layer, where layers differ
+
+    @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """Return the KV heads and the head dim of each layer."""
+        return self.layer_heads or ((self.kv_heads, self.head_dim),) * (self.layers or 1)
 
     @property
     def allocation(self) -> Allocation:
@@ -146,8 +152,8 @@ def rounded_up(size: int) -> int:
 class ModelSizes(TypedDict, total=False):
     """The sizes of a model that its cache follows, as keyword arguments; see :func:`kvjax.empty_cache`."""
 
-    kv_heads: Required[int]
-    head_dim: Required[int]
+    kv_heads: Required[int | Sequence[int]]
+    head_dim: Required[int | Sequence[int]]
     query_heads: int | None
     layers: int | None
     batch: int
@@ -158,8 +164,8 @@ class ModelSizes(TypedDict, total=False):
 
 def model_sizes(
     *,
-    kv_heads: int,
-    head_dim: int,
+    kv_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
     query_heads: int | None = None,
     layers: int | None = None,
     batch: int = 1,
@@ -168,18 +174,34 @@ def model_sizes(
     recurrent: Recurrent = (),
 ) -> CacheSpec:
     """Check :class:`ModelSizes`, and return a spec with them, without slots."""
-    batch, kv_heads, head_dim, layers = check_heads(batch, kv_heads, head_dim, layers)
-    query_heads = kv_heads if query_heads is None else check_count("query_heads", query_heads, 1, "give at least 1")
-    if query_heads % kv_heads:
-        raise ValueError(f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple.")
+    each = [_of_layers(name, own, layers) for name, own in dict(kv_heads=kv_heads, head_dim=head_dim).items()]
+    made = {(heads, dim): check_heads(batch, heads, dim, layers) for heads, dim in zip(*each, strict=True)}
+    batch, _, _, layers = next(iter(made.values()))
+    layer_heads = tuple(made[own][1:3] for own in zip(*each, strict=True))
+    most, largest = max(heads for heads, _ in layer_heads), max(dim for _, dim in layer_heads)
+    N = most if query_heads is None else check_count("query_heads", query_heads, 1, "give at least 1")
+    for heads, _ in layer_heads:
+        if N % heads:
+            raise ValueError(f"{N} query heads were given for {heads} KV heads; expected a multiple.")
     if rotated is not None:
         check_count("rotated", rotated, 0, "give how many numbers of a latent's key are rotated, or None for values")
-        if rotated % 2 or head_dim % 2 or rotated >= head_dim:
-            raise ValueError(f"rotated is {rotated} of {head_dim} numbers; expected pairs, and fewer than all.")
+        if rotated % 2 or largest % 2 or rotated >= largest:
+            raise ValueError(f"rotated is {rotated} of {largest} numbers; expected pairs, and fewer than all.")
     if recurrent and layers is None:
         raise ValueError("recurrent was given for a cache of one layer; give the number of layers with a KV cache.")
-    group, windows = query_heads // kv_heads, check_windows(windows, layers or 1)
-    return CacheSpec(batch, kv_heads, head_dim, group, layers, windows, rotated=rotated, recurrent=recurrent)
+    others: Any = dict(
+        rotated=rotated, recurrent=recurrent, layer_heads=layer_heads if len(set(layer_heads)) > 1 else ()
+    )
+    return CacheSpec(batch, most, largest, N // most, layers, check_windows(windows, layers or 1), **others)
+
+
+def _of_layers(name: str, given: Any, layers: int | None) -> tuple[Any, ...]:
+    """Return a size of each layer, where one may be given for all."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return (given,) * (layers if isinstance(layers, int) and layers > 0 else 1)
+    if len(given) != (layers or 1):
+        raise ValueError(f"{name} has {len(given)} entries for {layers or 1} layers; give one number, or one each.")
+    return tuple(given)
 
 
 def check_windows(windows: Windows | None, layers: int) -> tuple[int | None, ...]:

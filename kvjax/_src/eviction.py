@@ -16,7 +16,7 @@ from kernels_pallas.dispatch import Implementation
 from kvjax._src.border import OF_HEADS, OF_ROWS, SAME, axes_of_budget, axes_of_heads, enter, implementation_for
 from kvjax._src.cache import CACHE, PARTS, AnyKind, KVCache, check_all_heads, check_cache, part_of_kind
 from kvjax._src.checks import check_count, check_tokens, real_array
-from kvjax._src.layer_caches import LayerCaches, padded
+from kvjax._src.layer_caches import ALIKE, LayerCaches, padded
 from kvjax._src.merging import Merging, folded
 from kvjax._src.observation import Weights
 from kvjax._src.order import Ranked, renewed
@@ -129,7 +129,7 @@ class Evidence:
                 return whole
             if cache.paged:
                 return cache.write_layer(whole, own, layer)
-            return written(whole, padded(own, whole.shape[-1], fill))  # a layer may have fewer slots than others
+            return written(whole, padded(own, whole.shape, fill))  # a layer may have fewer slots or heads than others
 
         return dataclasses.replace(
             self,
@@ -198,6 +198,8 @@ def evict(
 
         evidence = cache.read(of_part, (scores, PARTS), outputs=PARTS)
     check_all_heads(cache, f"the allocation {evidence.allocation.name!r}", not evidence.allocation.even)
+    if isinstance(cache, LayerCaches) and not evidence.allocation.even and not cache.alike:
+        raise ValueError(ALIKE.format(evidence.allocation.name))
     shape = cache.slots_shape
     if isinstance(evidence.scores, Weights):
         of_heads = evidence.scores.weights.shape
@@ -245,7 +247,7 @@ def _evict_slots(cache: LayerCaches, evidence: Evidence, budget: Budget) -> Laye
         made = _made(cache, evidence, budget)
 
         def of_layer(own: KVCache, after: Int[Array, "B K S"], rank: Int[Array, "B K S"] | None) -> KVCache:
-            after, rank = jax.tree.map(lambda x: x[..., : own.num_slots], (after, rank))
+            after, rank = jax.tree.map(lambda x: x[..., : own.heads_shape[-1], : own.num_slots], (after, rank))
             state = renewed(own, begin_anew(own.state, made.begins), rank, after, gap=False)
             return dataclasses.replace(own, position=after, next_position=made.next_position, state=state)
 

@@ -1,8 +1,8 @@
 """The cache of a model: a plain cache for each layer, with arrays of its own, so that each can be donated.
 
 What runs on a layer takes ``cache.layers[number]``. A layer with a sliding window may have fewer slots than the others.
-What is decided for all layers together reads their positions, stacked, with -1 where a layer has no slot; keys and
-values never are.
+What is decided for all layers together reads their positions, stacked, with -1 where a layer has no slot or no head;
+keys and values never are. So layers may differ in their KV heads and head dims.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax._src.cache import PARTS, AnyKind, KVCache, Positions, count_live
 from kvjax._src.checks import plain
+
+ALIKE = (
+    "the allocation {!r} lets heads of all layers compete, which needs layers of one number of KV heads and one head "
+    "dim: take a policy that gives all heads the same budget ('@uniform')."
+)
 
 
 class RowArray(NamedTuple):
@@ -108,17 +113,18 @@ class LayerCaches(AnyKind):
 
     @property
     def heads_shape(self) -> tuple[int, ...]:
-        """``(L, B, K)``."""
-        return (len(self.layers), *self.layers[0].heads_shape)
+        """``(L, B, K)``, with K of the layer that has most KV heads."""
+        *rows, _ = self.layers[0].heads_shape
+        return (len(self.layers), *rows, max(own.heads_shape[-1] for own in self.layers))
 
     @property
     def position(self) -> Int[Array, "L B K S"]:
         """Return the position of the token in each slot, -1 where the slot is free or the layer has none: a copy."""
         positions: Any = [cache.position for cache in self.layers]
         if all(isinstance(position, np.ndarray) for position in positions):  # those of the host stay there
-            host: Any = np.stack([padded(position, self.num_slots, -1, np) for position in positions])
+            host: Any = np.stack([padded(position, self.slots_shape, -1, np) for position in positions])
             return host
-        return _stacked(positions, self.num_slots)
+        return _stacked(positions, self.slots_shape)
 
     @property
     def live(self) -> Bool[Array, "L B K S"]:
@@ -128,7 +134,7 @@ class LayerCaches(AnyKind):
     @property
     def num_live(self) -> Int[Array, "L B K"]:
         """Return the number of tokens that each head holds."""
-        return _count_live([cache.position for cache in self.layers])
+        return _count_live([cache.position for cache in self.layers], self.heads_shape[-1])
 
     @property
     def positions(self) -> Positions:
@@ -148,6 +154,11 @@ class LayerCaches(AnyKind):
         """``(L, B, K, S)``, that of :attr:`position`."""
         return (*self.heads_shape, self.num_slots)
 
+    @property
+    def alike(self) -> bool:
+        """Tell whether all layers have the same KV heads, of one head dim."""
+        return len({(own.heads_shape[-1], own.head_dim) for own in self.layers}) == 1
+
     def layer(self, index: int) -> KVCache:
         """Return one layer's cache."""
         return self.layers[index]
@@ -165,18 +176,18 @@ def check_layer(cache: LayerCaches, layer: object) -> int:
     return number
 
 
-def padded(own: Any, slots: int, fill: float, numpy: Any = jnp) -> Any:
-    """Return a layer's array per slot with so many slots, at least its own."""
-    if own.shape[-1] == slots:
-        return own
-    return numpy.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, slots - own.shape[-1])], constant_values=fill)
+def padded(own: Any, shape: tuple[int, ...], fill: float, numpy: Any = jnp) -> Any:
+    """Return a layer's array per slot with the heads and slots of a shape ``(..., K, S)``, at least its own."""
+    more = [(0, size - have) for size, have in zip(shape[-2:], own.shape[-2:], strict=True)]
+    return own if more == [(0, 0)] * 2 else numpy.pad(own, [(0, 0), *more], constant_values=fill)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _stacked(positions: list[Int[Array, "B K _"]], slots: int) -> Int[Array, "L B K S"]:
-    return jnp.stack([padded(position, slots, -1) for position in positions])
+def _stacked(positions: list[Int[Array, "B K_ _"]], shape: tuple[int, ...]) -> Int[Array, "L B K S"]:
+    return jnp.stack([padded(position, shape, -1) for position in positions])
 
 
-@jax.jit
-def _count_live(positions: list[Int[Array, "B K _"]]) -> Int[Array, "L B K"]:
-    return jnp.stack([count_live(position) for position in positions])
+@functools.partial(jax.jit, static_argnums=1)
+def _count_live(positions: list[Int[Array, "B K_ _"]], heads: int) -> Int[Array, "L B K"]:
+    counts = [count_live(position) for position in positions]
+    return jnp.stack([jnp.pad(own, ((0, 0), (0, heads - own.shape[1]))) for own in counts])

@@ -17,7 +17,7 @@ from kvjax._src.cache import AnyKind, KVCache, PyTree, check_cache, check_heads,
 from kvjax._src.capacity import CacheSpec, ModelSizes, model_sizes
 from kvjax._src.chains import policy_of
 from kvjax._src.checks import check_count
-from kvjax._src.layer_caches import LayerCaches, empty_states
+from kvjax._src.layer_caches import ALIKE, LayerCaches, empty_states
 from kvjax._src.paged import PagedCache
 from kvjax._src.policy import Policy, fits_biases
 from kvjax._src.policy_checks import check_block, check_budget, check_latents, check_measured, check_state
@@ -45,7 +45,8 @@ def empty_cache(
         page_size: slots per page, if the cache is paged.
         mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads; None for one device. An
             AbstractMesh will do where only shapes are asked for (``jax.eval_shape``).
-        sizes: ``kv_heads``, the heads of the model's keys and values, and ``head_dim``, the length of a key; besides,
+        sizes: ``kv_heads``, the heads of the model's keys and values, and ``head_dim``, the length of a key, each
+            one number or one of each layer; besides,
             ``query_heads``, a multiple of ``kv_heads`` (as many by default), ``batch`` rows (1), ``layers`` of a model
             (None for a cache of one layer), ``windows``, the layers' sliding windows, one entry per layer, None for a
             layer that sees all positions, and ``recurrent``, for each layer without a KV cache, which the ``layers`` do
@@ -81,9 +82,12 @@ def empty_cache(
     budget = check_count("the budget", budget, 1, "give tokens per head, an int from 1")
     block = check_count("block", block, 1, "a block has at least 1 token")
     if policy is not None and policy.heads == "query":
-        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads * spec.group, group=1)
+        N = spec.kv_heads * spec.group
+        own = tuple((N, dim) for _, dim in spec.layer_heads)
+        spec = dataclasses.replace(spec, kv_heads=N, group=1, layer_heads=own)
     if mesh is not None:
-        check_mesh(mesh, spec.batch, spec.kv_heads)
+        for heads, _ in dict.fromkeys(spec.heads):
+            check_mesh(mesh, spec.batch, heads)
     spec = dataclasses.replace(spec, policy=policy, dtype=check_dtypes(dtype), mesh=mesh, page_size=page_size)
     if policy is None:
         return checked_blank(dataclasses.replace(spec, layer_slots=(budget,) * len(spec.windows)))
@@ -167,7 +171,7 @@ def memory(
 
     one, copies = parts[0], 1 if cache.paged else tensor  # each device along "tensor" has the rows' next positions
     return Memory(
-        slots=sum(part.position.size for part in parts) // math.prod(cache.heads_shape),
+        slots=sum(part.position.size for part in parts) // sum(math.prod(part.heads_shape) for part in parts),
         keys_values=of_device([part.entries for part in parts]),
         positions=of_device([part.position for part in parts]) + copies * of_device(one.next_position),
         state=of_device([part.state for part in parts]),
@@ -256,7 +260,8 @@ def checked_blank(spec: CacheSpec) -> Cache | LayerCaches:
     if spec.rotated is not None:
         check_latents(spec.policy, spec.dtype)
     if spec.policy is not None:
-        check_state(spec.policy, spec.head_dim, spec.kv_heads, spec.group)
+        for heads, dim in dict.fromkeys(spec.heads):
+            check_state(spec.policy, dim, heads, spec.kv_heads * spec.group // heads)
     return blank(spec)
 
 
@@ -264,8 +269,11 @@ def blank(spec: CacheSpec) -> Cache | LayerCaches:
     """Make an empty cache of sizes that are known to fit the policy."""
     policy, mesh, biased = spec.policy, spec.mesh, fits_biases(spec.policy)
 
-    def state(B: int, K: int, S: int) -> PyTree:
-        return () if policy is None else policy.state(B, K, spec.group, S, spec.head_dim)
+    if spec.layer_heads and not spec.allocation.even:
+        raise ValueError(ALIKE.format(spec.allocation.name))
+
+    def state(B: int, K: int, S: int, group: int = spec.group, dim: int = spec.head_dim) -> PyTree:
+        return () if policy is None else policy.state(B, K, group, S, dim)
 
     if spec.pages:
         names = ("batch", "kv_heads", "head_dim", "layers", "pages", "page_size", "dtype", "positions", "rotated")
@@ -279,13 +287,14 @@ def blank(spec: CacheSpec) -> Cache | LayerCaches:
             raise ValueError("a policy that fits biases keeps its pages on one device: leave the mesh out.")
         return SplitCache.init(mesh=mesh, **given)
 
-    def layer(slots: int) -> KVCache:
-        shape = spec.batch, spec.kv_heads, slots
-        cache = KVCache.blank(shape, spec.head_dim, spec.dtype, state(*shape), spec.positions, spec.rotated)
+    def layer(slots: int, heads: tuple[int, int]) -> KVCache:
+        shape, dim = (spec.batch, heads[0], slots), heads[1]
+        own = state(*shape, spec.kv_heads * spec.group // heads[0], dim)
+        cache = KVCache.blank(shape, dim, spec.dtype, own, spec.positions, spec.rotated)
         return cache.with_bias() if biased else cache
 
     if spec.layers is None:
-        cache: Any = layer(spec.slots)
+        cache: Any = layer(spec.slots, *spec.heads)
     else:
-        cache = LayerCaches(tuple(map(layer, spec.layer_slots)), empty_states(spec.recurrent, spec.batch))
+        cache = LayerCaches(tuple(map(layer, spec.layer_slots, spec.heads)), empty_states(spec.recurrent, spec.batch))
     return cache if mesh is None else on_mesh(cache, mesh)

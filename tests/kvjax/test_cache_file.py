@@ -310,7 +310,7 @@ def test_layers_that_do_not_fit_each_other_are_refused(path):
     for changed, said in [
         ({"layers[1].position": None}, "lacks the array layers[1].position"),
         ({"layers[0].position": None}, "lacks the array layers[0].position"),
-        ({"layers[1].key": np.zeros((1, 1, 4, 3), "float32")}, "layers[1].key is float32 (1, 1, 4, 3); expected"),
+        ({"layers[1].key": np.zeros((1, 1, 4, 3), "float32")}, "layers[1].value is float32 (1, 1, 4, 4); expected"),
         ({"layers[2].position": np.zeros((), "int32")}, "slots is 0"),
         ({"layers[3].key": np.zeros((1, 1, 4, 4), "float32")}, "has the array layers[3].key"),
         ({"key": np.zeros((1, 1, 4, 4), "float32")}, "has the array key"),
