@@ -26,7 +26,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks papers tests notebooks docs/conf.py docs/readme_picture.py docs/study_pages.py docs/tables.py
 
-.PHONY: help setup tpu smollm2 test test-matrix test-all test-nightly mutants check lint format types docs notebooks results wheel demo clean
+.PHONY: help setup tpu smollm2 test test-matrix test-all test-nightly mutants check lint format types docs notebooks tunix results wheel demo clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET   (PYTHON=path picks the interpreter, WORKERS=4 the test processes, ARGS="-k h2o" goes to pytest)'
@@ -78,6 +78,13 @@ docs: setup  ## the documentation, to docs/_build/html; a warning is an error
 
 notebooks: setup  ## run all notebooks
 	$(PY) notebooks/run.py
+
+TUNIX := $(VENV)/tunix
+tunix: setup  ## run the notebook and the tests that need Tunix, in an environment of its own (1.6 GB)
+	@[ -x $(TUNIX)/bin/python ] || $(PY) -m venv $(TUNIX)
+	$(TUNIX)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[plot]' google-tunix==0.1.7 jupytext nbclient ipykernel pytest pytest-xdist hypothesis beartype
+	$(TUNIX)/bin/python notebooks/run.py 6-rollouts-in-tunix $(ARGS)
+	KVJAX_TIER=nightly $(TUNIX)/bin/python -m pytest -q -m nightly tests/models/outside/test_packages.py
 
 results: setup  ## make all figures of docs/results again, with their pages (5 hours on two cores; a killed run resumes)
 	$(PY) -m papers remake
