@@ -401,6 +401,7 @@ def _before_attention(
     cos, sin, *factor = waves
     others = config.query_key_norm or config.wide_query_key_norm or config.attention_multiplier or config.latent
     others = others or config.value_norm or config.keys_as_values or config.shares
+    key: Array | None  # None where a layer shares those of another
     if _by_kernels(x) and not others:
         tokens = x.shape[:2]
         cos, sin = (jnp.broadcast_to(own, (*tokens, 1, own.shape[-1])).reshape(-1, own.shape[-1]) for own in (cos, sin))

@@ -73,9 +73,8 @@ def families() -> dict[str, Any]:
     for name, lengths in MODELS.items():
         model, _ = models.load(GOLDEN / name)
         (architecture,) = json.loads((GOLDEN / name / "config.json").read_text())["architectures"]
-        config = {"Gemma3ForCausalLM": "Gemma3TextConfig"}.get(
-            architecture, architecture.partition("For")[0] + "Config"
-        )
+        text = "Text" if architecture in ("Gemma3ForCausalLM", "Gemma4ForCausalLM") else ""
+        config = f"{architecture.partition('For')[0]}{text}Config"
         error = max(largest_difference(model, name, row) for row in range(len(lengths)))
         golden = np.load(GOLDEN / name / "golden.npz")
         largest = max(float(abs(golden[f"logits_{row}"]).max()) for row in range(len(lengths)))
