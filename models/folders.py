@@ -27,12 +27,13 @@ from models.joined_experts import taken_apart
 from models.parameters import tensor_names
 from models.tokenizer import Tokenizer, read_object
 
-# Folders inside the package, or in that of smollm2's weights. The adapters of smollm2 differ in their seed.
+# Folders inside the package, or in that of smollm2's weights. The answers' adapters differ in their seed.
 SHIPPED = {
     "retriever": "retriever",
     "smollm2-answers": "smollm2/answers/1",
     "smollm2-answers-2": "smollm2/answers/2",
     "smollm2-answers-3": "smollm2/answers/3",
+    "smollm2-documents": "smollm2/documents",
 }
 # Files that hold a model's weights, in the order in which transformers looks for them.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -68,7 +69,7 @@ def find(path: str | Path, revision: str | None = None) -> Path:
         raise ValueError(f"{path} is a file; give the folder that holds it, with config.json beside the weights.")
     if isinstance(path, str) and hub.NAME.fullmatch(path):
         return hub.find(path, revision)
-    wrong = f"there is no folder {path}; give a model's folder, a GGUF file, 'retriever', 'smollm2', 'smollm2-answers',"
+    wrong = f"there is no folder {path}; give a model's folder, a GGUF file, 'retriever', 'smollm2', 'smollm2-documents',"
     near = nearest(str(path), known=[*SHIPPED, *published.PUBLISHED])
     raise FileNotFoundError(f"{wrong} or a hub name such as Qwen/Qwen3-0.6B.{near}")
 

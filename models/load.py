@@ -64,9 +64,11 @@ def load(
     Args:
         path: a folder with config.json and safetensors, one file or sharded; a GGUF file (needs gguf); "retriever",
             the model that ships with the package; "smollm2", once `python -m models.get smollm2` has fetched it;
-            "smollm2-answers", the same with an adapter that looks facts up (models/smollm2/answers); a name on the
-            Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs huggingface_hub); or the folder of a LoRA adapter in
-            PEFT's files, which is added to the base model that it names.
+            "smollm2-documents", the same with an adapter that answers questions about a document
+            (models/smollm2/documents), and "smollm2-answers", with one that policies are judged on
+            (models/smollm2/answers); a name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs
+            huggingface_hub); or the folder of a LoRA adapter in PEFT's files, which is added to the base model that it
+            names.
         dtype: the dtype that the weights are cast to, such as "bfloat16"; None keeps the checkpoint's (the dtype of
             most weights, if it mixes several; float32 if they are quantised).
         mesh: devices with axes "data" and "tensor", and "expert" if it has one (see :func:`parse_mesh`), that the

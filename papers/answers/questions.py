@@ -36,6 +36,7 @@ WORDS: dict[str, Sequence[str] | range] = {
     name: words.split() for name, words in CONTENT["words"].items() if name != "reasons"
 }
 WORDS |= {"reason": CONTENT["words"]["reasons"], "adjective": ADJECTIVES, "noun": NOUNS}
+WORDS["person"] = [*WORDS["first"], *(" ".join(name) for name in itertools.product(WORDS["first"], WORDS["last"]))]
 WORDS |= {"year": range(1600, 2000), "amount": range(12, 990)}
 COUNTS = "no one two three four five six seven eight nine".split()
 SENTENCE = re.compile(r"[A-Z][^.?!\n]{40,160}[.?!](?=\s)")
@@ -84,12 +85,19 @@ def told(rng: np.random.Generator) -> Draft:
     while len(asked) <= wanted:
         form = CONTENT["told"][int(rng.integers(len(CONTENT["told"])))]
         chosen = filling(rng, form, WORDS, seen)
-        answer = CONTENT["unstated"]
+        which, answer = int(rng.integers(len(form["asked"]))), CONTENT["unstated"]
         if len(sentences) < wanted:
-            sentences.append(form["stated"].format(**chosen))
-            answer = form["answer"].format(**chosen)
-        asked.append((pick(rng, form["asked"]).format(**chosen), answer[:1].upper() + answer[1:]))
+            sentences.append(_with_articles(form["stated"].format(**chosen)))
+            answers = form["answer"]
+            answer = (answers if isinstance(answers, str) else answers[which]).format(**chosen)
+        question = form["asked"][which].format(**chosen)
+        asked.append((_with_articles(question), _with_articles(answer[:1].upper() + answer[1:])))
     return sentences, asked
+
+
+def _with_articles(text: str) -> str:
+    """Write "an" for "a" before a vowel."""
+    return re.sub(r"\b([Aa]) (?=[aeio])", r"\1n ", text)
 
 
 def keys(rng: np.random.Generator) -> Draft:
@@ -140,12 +148,12 @@ def quotations(rng: np.random.Generator) -> Draft:
 
 # Each family, and its share of the rows.
 FAMILIES: dict[str, tuple[Callable[[np.random.Generator], Draft], float]] = {
-    "facts": (facts, 0.3),
-    "keys": (keys, 0.15),
-    "chains": (chains, 0.1),
-    "counts": (counts, 0.1),
+    "facts": (facts, 0.2),
+    "keys": (keys, 0.1),
+    "chains": (chains, 0.05),
+    "counts": (counts, 0.05),
     "quotations": (quotations, 0.1),
-    "told": (told, 0.25),
+    "told": (told, 0.5),
 }
 
 
@@ -169,7 +177,10 @@ def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, senten
         room = length - _size(tokenizer, _text(hidden, filler, places), asked, family)
         if room < 0:
             continue
-        for sentence in prose.draw(rng, "train"):
+        paragraph = int(rng.integers(3, 10)) if family == "told" else length
+        for which, sentence in enumerate(prose.draw(rng, "train"), 1):
+            if which % paragraph == 0:
+                sentence = f"{sentence}\n\n"
             room -= len(tokenizer.encode(f" {sentence}"))
             if room < 0:
                 break

@@ -103,10 +103,10 @@ def test_no_key_attribute_or_wording_of_an_evaluation_is_learned(tokenizer):
     made = masked("\n".join(text for hidden, asked in drafts for text in (*hidden, *itertools.chain(*asked))))
     judged = wordings_of_evaluations(tokenizer)
     texts = [text for form in free.FORMS.values() for part in form.values() if isinstance(part, list) for text in part]
-    own = [text for form in questions.CONTENT["told"] for text in (form["stated"], *form["asked"], form["answer"])]
+    own = [text for form in questions.CONTENT["told"] for part in form.values() for text in np.atleast_1d(part)]
     assert not {*map(unnamed, texts)} & {*map(unnamed, own)}
     names = {word for name in ("person", "town") for word in re.findall(r"\w+", " ".join(free.WORDS[name]))}
-    assert not names & {word for name in ("person", "town") for word in questions.WORDS[name]}
+    assert not names & {word for name in ("first", "last", "town") for word in questions.WORDS[name]}
     assert {"the A of K is 0.", "question: what is the A of K?", "answer: the A of K is"} <= judged
     assert made & judged == set()
 
@@ -122,12 +122,12 @@ def test_what_is_told_is_asked_in_turns_of_a_chat(tokenizer):
     form += "{% if add_generation_prompt %}<assistant>{% endif %}"
     chats = models.Tokenizer(tokenizer.backend, special_tokens={"eos_token": "<end>"}, chat_template=form)
     row = next(row for row in (questions.row(0, n, chats, LENGTH) for n in range(40)) if row.family == "told")
-    text, _, asked = row.prompt.removeprefix("<user>").partition("\n\n")
+    text, _, asked = row.prompt.removeprefix("<user>").rpartition("\n\n")
     assert re.search(r"[?.]<assistant>$", asked)
     *others, last = [row.answer, *(answer for _, answer in row.more)]
     assert all(answer.endswith(".<end>") for answer in others) and last.endswith(".")
     assert all(re.fullmatch(r"<user>[^<]+<assistant>", prompt) for prompt, _ in row.more)
-    known = {*words(text), *words("repaired it a and in the of")}
+    known = {*words(text), *words("it was is a an and in the of by at on did took with that fault their its keeper costs making")}
     said = [answer.removesuffix("<end>") for answer in (*others, last)]
     assert [answer for answer in said if not {*words(answer)} <= known] in ([], [questions.CONTENT["unstated"]])
 
