@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {  # of the extras that a command line tells
-    "eval": ("rouge", "rouge_score", "math_verify", "scipy"),
+    "eval": ("rouge", "rouge_score", "math_verify"),
     "train": ("optax", "orbax", "tensorboardX", "zstandard"),
     "plot": ("matplotlib",),
     "gguf": ("gguf",),
