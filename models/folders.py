@@ -69,9 +69,9 @@ def find(path: str | Path, revision: str | None = None) -> Path:
         raise ValueError(f"{path} is a file; give the folder that holds it, with config.json beside the weights.")
     if isinstance(path, str) and hub.NAME.fullmatch(path):
         return hub.find(path, revision)
-    wrong = f"there is no folder {path}; give a model's folder, a GGUF file, 'retriever', 'smollm2', 'smollm2-documents',"
+    wrong = f"there is no folder {path}; give a model's folder, a GGUF file, 'retriever', 'smollm2',"
     near = nearest(str(path), known=[*SHIPPED, *published.PUBLISHED])
-    raise FileNotFoundError(f"{wrong} or a hub name such as Qwen/Qwen3-0.6B.{near}")
+    raise FileNotFoundError(f"{wrong} 'smollm2-documents' or a hub name such as Qwen/Qwen3-0.6B.{near}")
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

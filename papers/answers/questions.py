@@ -36,7 +36,7 @@ WORDS: dict[str, Sequence[str] | range] = {
     name: words.split() for name, words in CONTENT["words"].items() if name != "reasons"
 }
 WORDS |= {"reason": CONTENT["words"]["reasons"], "adjective": ADJECTIVES, "noun": NOUNS}
-WORDS["person"] = [*WORDS["first"], *(" ".join(name) for name in itertools.product(WORDS["first"], WORDS["last"]))]
+WORDS["person"] = [*WORDS["first"], *(f"{first} {last}" for first in WORDS["first"] for last in WORDS["last"])]
 WORDS |= {"year": range(1600, 2000), "amount": range(12, 990)}
 COUNTS = "no one two three four five six seven eight nine".split()
 SENTENCE = re.compile(r"[A-Z][^.?!\n]{40,160}[.?!](?=\s)")
