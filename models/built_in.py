@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_type_hints
 
 from kvjax._src.checks import check_count, check_types, shown
-from models.config import NO_ROPE, Config, Heads, Latent, Recurrence, Rope, Routing
+from models.config import NO_ROPE, Config, GlobalHeads, Latent, Recurrence, Rope, Routing
 from models.config_json import completed, config_of
 from models.families import Fused, Gguf, HeadByHead, register_family
 from models.rope_fields import Raw, RopeFields, positive, read_rope
@@ -677,7 +677,7 @@ def _gemma4(raw: Raw, model_type: str, **defaults: Any) -> Config:
         sliding_windows=windows,
         rope=local,
         ropes=tuple(whole if window is None else None for window in windows),
-        global_heads=None if own == Heads(raw["num_key_value_heads"], raw["head_dim"]) else own,
+        global_heads=None if own == GlobalHeads(raw["num_key_value_heads"], raw["head_dim"]) else own,
         query_key_norm=True,
         value_norm=True,
         layer_scale=True,
@@ -702,10 +702,10 @@ def _beside_experts(raw: Raw) -> dict[str, Any]:
     return dict(expert_norms=True, **sizes, **experts)
 
 
-def _global_heads(raw: Raw, windows: tuple[int | None, ...]) -> Heads:
+def _global_heads(raw: Raw, windows: tuple[int | None, ...]) -> GlobalHeads:
     """Return the KV heads of the layers without a window, which a file may name layer by layer."""
     shared, heads, dim = bool(raw["attention_k_eq_v"]), raw.get("num_global_key_value_heads"), raw["global_head_dim"]
-    found = Heads(heads if shared and heads is not None else raw["num_key_value_heads"], dim, shared)
+    found = GlobalHeads(heads if shared and heads is not None else raw["num_key_value_heads"], dim, shared)
     each = raw.get("per_layer_config")
     if each is None:
         return found
@@ -715,7 +715,7 @@ def _global_heads(raw: Raw, windows: tuple[int | None, ...]) -> Heads:
     if each.keys() != layers or any(own != made[0] or own.keys() != known.keys() for own in made):
         wrong = "per_layer_config must give the layers with full attention, and only them, one head_dim and one"
         raise ValueError(f"{wrong} num_key_value_heads.")
-    return Heads(made[0]["num_key_value_heads"], made[0]["head_dim"], shared)
+    return GlobalHeads(made[0]["num_key_value_heads"], made[0]["head_dim"], shared)
 
 
 def _gemma4_ropes(raw: Raw) -> tuple[Rope, Rope]:

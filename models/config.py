@@ -163,7 +163,7 @@ class Recurrence:
 
 
 @dataclasses.dataclass(frozen=True)
-class Heads:
+class GlobalHeads:
     """The KV heads of layers without a sliding window, where layers with one have others (Gemma 4).
 
     Args:
@@ -228,7 +228,7 @@ class Config:
             chooses, which is not read (DeepSeek-V3.2, GLM-5); 0 for no limit.
         global_heads: the KV heads of the layers without a sliding window, where the others have ``num_kv_heads`` of
             ``head_dim``; None where all layers are alike (Gemma 4). :meth:`at` is the config as a layer has it.
-        keys_as_values: see :class:`Heads`; of all layers.
+        keys_as_values: see :class:`GlobalHeads`; of all layers.
         value_norm: whether values go through an RMS norm without a weight (Gemma 4).
         layer_scale: whether each layer has a number that its output is multiplied by (Gemma 4).
         shared_layers: how many layers at the end have no keys and values of their own, and no KV cache: each attends
@@ -293,7 +293,7 @@ class Config:
     shared_router: bool = _feature(False)
     attention_gate: bool = _feature(False)
     recurrence: Recurrence | None = dataclasses.field(default=None, metadata=FEATURE)
-    global_heads: Heads | None = dataclasses.field(default=None, metadata=FEATURE)
+    global_heads: GlobalHeads | None = dataclasses.field(default=None, metadata=FEATURE)
     keys_as_values: bool = _feature(False)
     value_norm: bool = _feature(False)
     layer_scale: bool = _feature(False)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 import models
 from models import engine
-from models.config import Heads
+from models.config import GlobalHeads
 from models.config_json import from_hugging_face, to_hugging_face
 from tests.models import tiny
 from tests.models.make_golden import BLOCK, GOLDEN, PROMPT, RECENT
@@ -131,15 +131,15 @@ def test_the_language_model_of_one_that_sees_is_read_without_what_no_layer_reads
 
 def test_fields_are_read_as_transformers_does():
     config = from_hugging_face(RAW["gemma4_e"])
-    assert config.sliding_windows == (7, 7, None, 7, 7, None) and config.global_heads == Heads(2, 16)
+    assert config.sliding_windows == (7, 7, None, 7, 7, None) and config.global_heads == GlobalHeads(2, 16)
     assert config.sources == (None, None, None, 1, 1, 2)
     assert (config.cached_layers, config.sharing_size, config.layer_input_size) == ((0, 1, 2), 48, 6)
     assert [config.at(layer).intermediate_size for layer in (2, 3)] == [24, 48] and len(config.kinds) == 4
     by_name = {key: value for key, value in RAW["gemma4"].items() if key != "per_layer_config"}
     by_name |= dict(global_head_dim=16, num_global_key_value_heads=1)
     read = from_hugging_face(by_name)
-    assert read == from_hugging_face(RAW["gemma4"]) and read.global_heads == Heads(1, 16, keys_as_values=True)
-    assert from_hugging_face(by_name | {"attention_k_eq_v": False}).global_heads == Heads(2, 16)
+    assert read == from_hugging_face(RAW["gemma4"]) and read.global_heads == GlobalHeads(1, 16, keys_as_values=True)
+    assert from_hugging_face(by_name | {"attention_k_eq_v": False}).global_heads == GlobalHeads(2, 16)
     ends = ["full_attention"] + ["sliding_attention"] * 3
     assert from_hugging_face(by_name | {"layer_types": ends}).sliding_windows == (None, 7, 7, None)
     unified = by_name | {"model_type": "gemma4_unified_text", "use_bidirectional_attention": "vision"}
