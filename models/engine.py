@@ -247,8 +247,11 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> tuple[Outp
 
 
 def projections(model: Decoder, kinds: frozenset[str], heads: int) -> tuple[OutputProjection, ...]:
-    """Compute the given kinds of output projections for each layer and a cache of ``heads`` heads."""
-    return tuple(_project(weight, heads, tuple(sorted(kinds))) for weight in output_of_heads(model))
+    """Compute the given kinds of output projections for each layer and a cache of at most ``heads`` heads."""
+    config, kinds_of = model.config, tuple(sorted(kinds))
+    of_groups = heads == cache_heads(config, None)  # else each query head has its own cache
+    each = (own if of_groups else heads for own, _ in config.cached_heads)
+    return tuple(_project(weight, own, kinds_of) for weight, own in zip(output_of_heads(model), each, strict=True))
 
 
 _project = jax.jit(kvjax.output_projection, static_argnums=(1, 2))
