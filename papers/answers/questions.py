@@ -186,7 +186,7 @@ def row(seed: int, number: int, tokenizer: models.Tokenizer, length: int, senten
                 break
             filler.append(sentence)
         return _row(tokenizer, _text(hidden, filler, places), asked, family)
-    raise ValueError(f"the length {length} holds no question of the family {family!r}; give at least 256 tokens.")
+    raise ValueError(f"the length {length} holds no question of the family {family!r}; give more, such as 512.")
 
 
 def _row(tokenizer: models.Tokenizer, text: str, asked: Sequence[Turn], family: str) -> Row:

@@ -103,12 +103,13 @@ def test_no_key_attribute_or_wording_of_an_evaluation_is_learned(tokenizer):
     made = masked("\n".join(text for hidden, asked in drafts for text in (*hidden, *itertools.chain(*asked))))
     judged = wordings_of_evaluations(tokenizer)
     texts = [text for form in free.FORMS.values() for part in form.values() if isinstance(part, list) for text in part]
-    own = [text for form in questions.CONTENT["told"] for part in form.values() for text in np.atleast_1d(part)]
+    told = ((form["stated"], *form["asked"], *np.atleast_1d(form["answer"])) for form in questions.CONTENT["told"])
+    own = [text for form in told for text in form]
     assert not {*map(unnamed, texts)} & {*map(unnamed, own)}
     names = {word for name in ("person", "town") for word in re.findall(r"\w+", " ".join(free.WORDS[name]))}
     assert not names & {word for name in ("first", "last", "town") for word in questions.WORDS[name]}
     assert {"the A of K is 0.", "question: what is the A of K?", "answer: the A of K is"} <= judged
-    assert made & judged == set()
+    assert made & judged <= {"0."}  # a number alone, in an answer
 
 
 def words(text):
@@ -136,13 +137,13 @@ def test_what_is_told_is_asked_in_turns_of_a_chat(tokenizer):
 def test_the_command_writes_rows_that_training_reads(tmp_path, tokenizer, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "rows.jsonl"
     text.write_text(TEXT)
-    line = ["--tokenizer", "retriever", "--rows", "40", "--lengths", "200,260", "--text", str(text), "--out", str(out)]
+    line = ["--tokenizer", "retriever", "--rows", "40", "--lengths", "300,360", "--text", str(text), "--out", str(out)]
     assert main(["questions", *line]) == 0
     read = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(read) == 40 and "continuations" in {row["family"] for row in read}
     continued = next(row for row in read if row["family"] == "continuations")
     begun = continued["prompt"].rsplit('"', 2)[1]
     assert f"{begun}{continued['answer']}" in TEXT
-    assert all(len(tokenizer.encode(row["prompt"] + row["answer"])) <= 260 for row in read)
-    data = answers.open_answers([str(out)], tokenizer, 264, eval_rows=2)
+    assert all(len(tokenizer.encode(row["prompt"] + row["answer"])) <= 360 for row in read)
+    data = answers.open_answers([str(out)], tokenizer, 364, eval_rows=2)
     assert answers.model_batch(data.held_out).answers.min() > 0
