@@ -108,7 +108,7 @@ BUDGET, BLOCK = 12, 8
 
 
 class Numbers:
-    """What Tunix asks of a tokenizer. All texts have one length: none is padded or ended."""
+    """Read and write numbers as tokens. All texts have one length: none is padded or ended."""
 
     def encode(self, text, **how):
         return [int(word) for word in text.split()]
