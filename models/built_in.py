@@ -204,10 +204,14 @@ def _sparse(raw: Raw) -> dict[str, Any]:
     return dict(intermediate_size=raw["moe_intermediate_size"], dense_sizes=sizes, **_experts(raw))
 
 
-def _qwen3_moe_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+def _check_experts_in_gguf(raw: Raw, architecture: str) -> None:
     for key, field in QWEN3_MOE_KEYS.items():
         if not raw.get(field):
-            raise ValueError(f"it lacks the key qwen3moe.{key}, or it is 0; is it a language model's?")
+            raise ValueError(f"it lacks the key {architecture}.{key}, or it is 0; is it a language model's?")
+
+
+def _qwen3_moe_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    _check_experts_in_gguf(raw, "qwen3moe")
     return {"mlp_only_layers": [layer for layer in range(len(tensors)) if f"blk.{layer}.ffn_gate.weight" in tensors]}
 
 
@@ -854,7 +858,59 @@ GLM5 = dict(
 )  # fmt: skip
 
 
-register_family("deepseek_v2", _deepseek_v2, architecture="DeepseekV2ForCausalLM")
+DEEPSEEK_KEYS = QWEN3_MOE_KEYS | {
+    "attention.key_length_mla": "qk_head_dim",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.value_length_mla": "v_head_dim",
+    "expert_gating_func": "gating",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "normalised",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "rope.scaling.yarn_log_multiplier": "log_multiplier",
+}
+SOFTMAX, SIGMOID = 1, 2  # of experts' scores
+
+
+def _latent_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    """Return the fields of DeepSeek-V2 or, with sigmoids as scores, of V3, as which GLM-4.7-Flash is read."""
+    _check_experts_in_gguf(raw, "deepseek2")
+    rotated = raw.get("partial_rotary_factor", 0)
+    biased = any(name.endswith(".exp_probs_b.bias") for name in tensors)
+    gating = raw.get("gating") or (SIGMOID if biased else SOFTMAX)
+    if gating not in (SOFTMAX, SIGMOID):
+        raise ValueError(f"gating is {shown(gating)}; expected {SOFTMAX} (softmax) or {SIGMOID} (sigmoid).")
+    groups, rope = raw.get("n_group") or 1, raw["rope_parameters"] | {"partial_rotary_factor": 1.0}
+    if rope.get("rope_type") == "yarn":  # the file has a tenth of mscale_all_dim, and means the same mscale
+        scale = round(10 * raw.get("log_multiplier", 0.0), 6)
+        rope |= dict(mscale=scale, mscale_all_dim=scale) if scale else dict(attention_factor=1.0)
+    return {
+        "architectures": ["DeepseekV3ForCausalLM" if gating == SIGMOID else "DeepseekV2ForCausalLM"],
+        "num_key_value_heads": raw["num_attention_heads"],
+        "qk_nope_head_dim": raw.get("qk_head_dim", raw["head_dim"]) - rotated,
+        "qk_rope_head_dim": rotated,
+        "q_lora_rank": raw.get("q_lora_rank") or None,
+        "n_routed_experts": raw["num_local_experts"],
+        "n_shared_experts": raw.get("n_shared_experts", 0),
+        "n_group": groups,
+        "topk_group": raw.get("topk_group") or 1,
+        "topk_method": "noaux_tc" if gating == SIGMOID else "group_limited_greedy" if groups > 1 else "greedy",
+        "norm_topk_prob": raw.get("normalised", False),
+        "routed_scaling_factor": raw.get("routed_scaling_factor") or 1.0,
+        "first_k_dense_replace": raw.get("first_k_dense_replace", 0),
+        "rope_parameters": rope,
+    }
+
+
+register_family(
+    "deepseek_v2",
+    _deepseek_v2,
+    architecture="DeepseekV2ForCausalLM",
+    gguf=Gguf("deepseek2", DEEPSEEK_KEYS, _latent_in_gguf),
+)
 register_family("deepseek_v3", _deepseek_v3, architecture="DeepseekV3ForCausalLM")  # Kimi K2, too
 register_family("glm4_moe_lite", _glm4_moe_lite, architecture="Glm4MoeLiteForCausalLM")
 register_family("deepseek_v32", _indexed("deepseek_v32", _deepseek_v3), architecture="DeepseekV32ForCausalLM")

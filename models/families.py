@@ -14,23 +14,6 @@ from kvjax._src.registry import Registry
 from models.config import Config
 
 
-class Gguf(NamedTuple):
-    """Describe how llama.cpp stores a family in a GGUF file.
-
-    Attributes:
-        architecture: llama.cpp's name of the family.
-        keys: its keys beside those of all architectures, and the fields that ``raw`` has of them.
-        fields: ``fields(raw, tensors)`` returns fields to add to ``raw``, a config.json, or to replace in it. It raises
-            ValueError where the file asks for what is not supported.
-        neighbours: whether llama.cpp rotates neighbouring elements of a head.
-    """
-
-    architecture: str
-    keys: Mapping[str, str] = {}
-    fields: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = lambda raw, tensors: {}
-    neighbours: bool = False
-
-
 class HeadByHead(NamedTuple):
     """Name the parameters that a tensor holds head by head: all rows of one head, then those of the next.
 
@@ -45,6 +28,27 @@ class HeadByHead(NamedTuple):
 
 Held = Sequence[str] | HeadByHead | Callable[[Config], Sequence[str]]
 Fused = Mapping[str, Held]
+
+
+class Gguf(NamedTuple):
+    """Describe how llama.cpp stores a family in a GGUF file.
+
+    Attributes:
+        architecture: llama.cpp's name of the family.
+        keys: its keys beside those of all architectures, and the fields that ``raw`` has of them.
+        fields: ``fields(raw, tensors)`` returns fields to add to ``raw``, a config.json, or to replace in it. It raises
+            ValueError where the file asks for what is not supported.
+        neighbours: whether llama.cpp rotates neighbouring elements of a head.
+        fused: tensors that hold several parameters, by Hugging Face's names, where they are not the family's.
+        takes_turns: whether the value heads of a delta net take turns: the first of each key head, then the second.
+    """
+
+    architecture: str
+    keys: Mapping[str, str] = {}
+    fields: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = lambda raw, tensors: {}
+    neighbours: bool = False
+    fused: Mapping[str, Held] = {}
+    takes_turns: bool = False
 
 
 def parts_and_heads(held: Held, config: Config) -> tuple[Sequence[str], int]:

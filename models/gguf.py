@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +17,19 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax._src import install
-from models.checkpoint import Checkpoint, Tensor, Window, arranged, in_order, part_from, refuse_pointer
+from models.checkpoint import Checkpoint, Tensor, Window, refuse_pointer
 from models.config import Config
-from models.families import FAMILIES
-from models.gguf_config import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS, config_of, family_in
-from models.gguf_header import Stored, read_header, truncated
+from models.families import Gguf
+from models.gguf_config import FREQUENCY_FACTORS, LONG_FACTORS, MORE_LAYERS, SHORT_FACTORS, config_of, family_in
+from models.gguf_header import Stored, optional, read_header, truncated
+from models.gguf_tensors import in_hugging_faces_form, in_parts, names_of
 from models.gguf_tokenizer import tokenizer_of
-from models.parameters import tensor_names
 
 if TYPE_CHECKING:
     import gguf
 
 
-IGNORED = re.compile("|".join(map(re.escape, (FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS))))  # no parameters
+IGNORED = "|".join(map(re.escape, (FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS)))  # no parameters
 
 
 def open_file(file: Path) -> Checkpoint:
@@ -54,20 +54,14 @@ def open_file(file: Path) -> Checkpoint:
     metadata, stored = read_header(file)
     try:
         name, stored_as = family_in(metadata)
-        tensors = _by_expert({name: _tensor(file, name, tensor) for name, tensor in stored.items()})
+        tensors = in_parts({name: _tensor(file, name, tensor) for name, tensor in stored.items()})
         config = config_of(metadata, name, stored_as, tensors)
-        renamed = names_in(stored_as.architecture)
-        names = {name: renamed(tensor) for name, tensor in tensor_names(config).items()}
-        fused = {renamed(tensor): parts for tensor, parts in FAMILIES[config.architecture].fused.items()}
-        tensors = arranged(tensors, config, names, fused)
-        if stored_as.neighbours:
-            tensors |= _in_halves(tensors, names, config)
-        if config.norm_offset:  # llama.cpp stores 1 + weight
-            tensors |= {name: _less_1(tensors[name]) for name in tensors if name.endswith("norm.weight")}
+        names = names_of(stored_as.architecture, config)
+        tensors = in_hugging_faces_form(tensors, names, config, stored_as)
         tokenizer = tokenizer_of(metadata, config, file)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    return Checkpoint(file, "metadata", config, tokenizer, tensors, names, IGNORED)
+    return Checkpoint(file, "metadata", config, tokenizer, tensors, names, _ignored(config, stored_as, metadata))
 
 
 def read_sampling(file: Path) -> dict[str, Any]:
@@ -135,57 +129,10 @@ def _read(file: Path, kind: gguf.GGMLQuantizationType, stored: Stored, window: W
     return numbers.reshape(-1)[window[0]] if len(window) == 1 else numbers[(slice(None), *window[1:])]
 
 
-def names_in(architecture: str) -> Callable[[str], str]:
-    """Return the function from tensors' Hugging Face names to llama.cpp's; {} stands for the layer and the expert.
-
-    A tensor that llama.cpp does not know of the architecture, such as one of a mix of its layers, is called as Llama's.
-    """
-    import gguf
-
-    known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    numbers = gguf.MODEL_ARCH.LLAMA, known.get(architecture, gguf.MODEL_ARCH.LLAMA)
-    llama, own = (gguf.get_tensor_name_map(number, 1).mapping for number in numbers)
-
-    def renamed(tensor: str) -> str:
-        whole = tensor.replace(".experts.{}", ".experts").format(0)
-        whole += ".weight" if whole in own else ""  # a sink's name has no kind in Hugging Face's files
-        name, _, kind = whole.rpartition(".")
-        _, theirs = own.get(name) or llama.get(name) or (None, name)
-        # One tensor holds a layer's experts; here each of them is one.
-        return f"{theirs}.{kind}".replace("blk.0.", "blk.{}.") + "[{}]" * (".experts." in tensor)
-
-    return renamed
-
-
-def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace each tensor of a layer's experts, [X, F, E] or a bias [X, F], by one for each expert."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if len(tensor.shape) == 3 and name.endswith("_exps.weight"):
-            vectors = tensor.shape[1]
-            found |= {f"{name}[{x}]": part_from(tensor, x * vectors, tensor.shape[1:]) for x in range(tensor.shape[0])}
-        elif name.endswith("_exps.bias"):
-            found |= {f"{name}[{x}]": _row(tensor, x) for x in range(tensor.shape[0])}
-        else:
-            found[name] = tensor
-    return found
-
-
-def _row(tensor: Tensor, x: int) -> Tensor:
-    """Return a row of a matrix as a tensor."""
-    return tensor._replace(shape=tensor.shape[1:], read=lambda window: tensor.read((slice(x, x + 1), *window))[0])
-
-
-def _in_halves(tensors: Mapping[str, Tensor], names: Mapping[str, str], config: Config) -> dict[str, Tensor]:
-    """Return the query and key projections with the elements of each head in Hugging Face's order.
-
-    llama.cpp rotates neighbouring elements, whereas Hugging Face rotates element i with element i + D / 2.
-    """
-    order = np.arange(config.head_dim).reshape(-1, 2).T.reshape(-1)
-    rotated = [names[f"layers.{part}"] for part in ("query", "key", "query_bias", "key_bias")]
-    of_layers = (name.format(layer) for name in rotated for layer in range(config.num_layers))
-    return {name: in_order(tensors[name], order) for name in of_layers if name in tensors}
-
-
-def _less_1(tensor: Tensor) -> Tensor:
-    return tensor._replace(read=lambda window: tensor.read(window) - 1)
+def _ignored(config: Config, stored: Gguf, metadata: Mapping[str, Any]) -> re.Pattern[str]:
+    """Return the names of tensors that are not read: no parameters, and those of layers that predict later tokens."""
+    more = optional(metadata, f"{stored.architecture}.{MORE_LAYERS}", int, 0)
+    drafts = "|".join(map(str, range(config.num_layers, config.num_layers + more)))
+    sharing = "|".join(map(str, range(config.num_layers - config.shared_layers, config.num_layers)))
+    keys = rf"|blk\.({sharing})\.attn_(k|v|k_norm)\.weight" if config.shared_layers else ""
+    return re.compile(IGNORED + (rf"|blk\.({drafts})\..*" if more else "") + keys)

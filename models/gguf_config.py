@@ -24,6 +24,8 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 
 WINDOWED = "attention.sliding_window_pattern"  # says of each layer whether it has a window
 
+MORE_LAYERS = "nextn_predict_layers"  # how many of the layers, the last, only predict later tokens
+
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 # The keys that every architecture's files have, and the fields of a config.json that they become, or the names under
@@ -106,7 +108,7 @@ def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Map
 
     Its metadata become a config.json, which the family reads as any other.
     """
-    raw = _fields(metadata, f"{stored.architecture}.", {**KEYS, **stored.keys})
+    raw = _fields(metadata, f"{stored.architecture}.", stored.keys)
     if EMBEDDING not in tensors:
         raise ValueError(f"it lacks the tensor {EMBEDDING}; is it complete, and a language model's?")
     eos = [*(id_of(metadata, end) for end in ("eos", "eot", "eom")), *ends_of_turn(metadata)]
@@ -125,7 +127,7 @@ def config_of(metadata: Mapping[str, Any], name: str, stored: Gguf, tensors: Map
         keys = [key for key, field in {**KEYS, **stored.keys}.items() if re.search(rf"\b{field}\b", str(error))]
         named = " or ".join(f"{stored.architecture}.{key}" for key in keys)
         raise ValueError(f"{error} In the file it is {named}." if keys else str(error)) from None
-    query, output = (f"blk.0.attn_{name}.bias" in tensors for name in ("q", "output"))
+    query, output = (any(name.endswith(f".attn_{part}.bias") for name in tensors) for part in ("q", "output"))
     biases = query or config.attention_bias
     return dataclasses.replace(config, attention_bias=biases, output_bias=output, source=None)
 
@@ -135,7 +137,7 @@ def _read(raw: dict[str, Any], stored: Gguf, tensors: Mapping[str, Tensor]) -> C
     head_dim = raw["head_dim"] = check_count(
         "head_dim", raw.get("head_dim", default), 1, "it must be a positive integer"
     )
-    if (other := raw.get("v_head_dim", head_dim)) != head_dim:
+    if (other := raw.get("v_head_dim", head_dim)) != head_dim and "kv_lora_rank" not in raw:
         raise ValueError(
             f"v_head_dim is {other}, but a head has {head_dim} numbers; only models whose values take a whole head are "
             "supported."
@@ -144,21 +146,28 @@ def _read(raw: dict[str, Any], stored: Gguf, tensors: Mapping[str, Tensor]) -> C
     return from_hugging_face({**raw, **stored.fields(raw, tensors)})
 
 
-def _fields(metadata: Mapping[str, Any], prefix: str, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a file's keys say, as fields of a config.json."""
+def _fields(metadata: Mapping[str, Any], prefix: str, own: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a file's keys say, as fields of a config.json.
+
+    Of a key that differs from layer to layer a field of all architectures has the largest value, one of the family's
+    ``own`` all of them.
+    """
     found: dict[str, Any] = {}
-    for key, field in keys.items():
+    for key, field in (*KEYS.items(), *own.items()):
         if (value := metadata.get(prefix + key)) is None:
             continue
         if isinstance(value, list) and value and key != WINDOWED:  # one for each layer
-            if any(other != value[0] for other in value):
+            alike = all(other == value[0] for other in value)
+            if not alike and key not in own:
                 raise ValueError(f"its key {prefix}{key} differs from layer to layer, which is not supported.")
-            value = value[0]
+            value = max(value) if alike or KEYS.get(key) == field else value
         if isinstance(value, float):
             value = _before_rounding(value)
         found[field] = None if value == 0 and key in ("attention.sliding_window", "expert_count") else value
-    for key in NEEDED_KEYS:
-        needed(metadata, prefix + key)
+    found.setdefault("intermediate_size", found.get("moe_intermediate_size"))  # where all layers have experts
+    for key, field in NEEDED_KEYS.items():
+        if found.get(field) is None:
+            needed(metadata, prefix + key)
     if found.get("num_local_experts"):
         needed(metadata, prefix + "expert_used_count")
     return found

@@ -23,6 +23,7 @@ from models.tokenizer import Tokenizer
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+LETTERS, MARKED = r"\p{L}+", r"[\p{L}\p{M}]+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -35,7 +36,17 @@ SPLITS = {
     "qwen2": (rf"{WORD}|\p{{N}}|{REST}",),
     "smollm": (r"\p{N}", GPT2),
     "gpt-4o": (rf"{CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",),  # Phi-4-mini's
+    "qwen35": (
+        rf"{WORD.replace(LETTERS, MARKED)}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?{MARKED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    ),
 }
+SPLITS["glm4"] = SPLITS["llama-bpe"]
 SPLITS["dbrx"] = SPLITS["llama-bpe"]  # OLMo-2's
 SPLITS["refact"] = SPLITS["smollm"]  # Granite's
 SPACE = "▁"  # SentencePiece's

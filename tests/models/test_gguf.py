@@ -25,8 +25,8 @@ from tqdm import tqdm
 import models
 from models.config import NO_ROPE, Config, Rope
 from models.folders import find_folder
-from models.gguf import names_in
 from models.gguf_config import LONG_FACTORS, SHORT_FACTORS, family_in
+from models.gguf_tensors import names_in
 from models.load import describe, published_sampling
 from models.parameters import layers_with, parameter_shapes, tensor_names
 from models.sampling import Sampling
@@ -558,6 +558,9 @@ def test_letters_are_merged_in_the_order_of_the_merges(gpt2):
         ("qwen2", ["I", "'LL", " go", " ", "1", "2", "3", "4", "!!\n\n", " ", " the", " ", "½", ".", " myFun"]),
         ("refact", ["I", "'", "LL", " go", " ", "1", "2", "3", "4", "!!", "\n\n ", " the", " ", "½", ".", " myFun"]),
         ("dbrx", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", ".", " myFun"]),
+        ("deepseek-v3", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", ".", " myFun"]),
+        ("qwen35", ["I", "'LL", " go", " ", "1", "2", "3", "4", "!!\n\n", " ", " the", " ", "½", ".", " myFun"]),
+        ("glm4", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", ".", " myFun"]),
         ("gpt-4o", ["I'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", ".", " my", "Fun"]),
     ],
 )

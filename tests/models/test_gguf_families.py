@@ -1,0 +1,176 @@
+"""GGUF files of families whose tensors llama.cpp changes: the tests' tiny checkpoints, converted as its converter does.
+
+What is written here follows that converter, not the reader: names are a table, and each change is its definition.
+"""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import models
+from tests.models.make_golden import GOLDEN
+from tests.models.test_gguf import put, refused, write
+from tests.models.test_load import parameters
+from tests.tiers import first
+
+# Of each layer, without their endings; "#" is the layer.
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b", "self_attn.k_b": "attn_k_b", "self_attn.v_b": "attn_v_b",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}  # fmt: skip
+
+
+def read(name):
+    """The config and the tensors of a language model, its experts stacked."""
+    raw, tensors = (
+        json.loads((GOLDEN / name / "config.json").read_text()),
+        load_file(GOLDEN / name / "model.safetensors"),
+    )
+    raw = raw.get("text_config", raw)
+    tensors = {key.replace("model.language_model.", "model."): array for key, array in tensors.items()}
+    found = {key: array for key, array in tensors.items() if ".visual." not in key and ".experts." not in key}
+    for key in [key for key in tensors if ".experts.0." in key]:
+        each = [key.replace(".experts.0.", f".experts.{x}.") for x in range(len(tensors))]
+        found[key.replace(".experts.0.", ".experts.")] = np.stack([tensors[one] for one in each if one in tensors])
+    return raw, found
+
+
+def named(tensors, own):
+    """Tensors by llama.cpp's names."""
+    names, found = NAMES | own, {}
+    for key, array in tensors.items():
+        layer = re.match(r"model\.layers\.(\d+)\.", key)
+        short = key[layer.end() :] if layer else key
+        base, _, kind = short.rpartition(".")
+        found[(f"blk.{layer[1]}." if layer else "") + (names.get(short) or f"{names[base]}.{kind}")] = array
+    return found
+
+
+def common(raw, architecture, **own):
+    """The keys that every file has, and those of one."""
+    rope = raw["rope_parameters"]
+    keys = {
+        "block_count": raw["num_hidden_layers"], "context_length": raw["max_position_embeddings"],
+        "embedding_length": raw["hidden_size"], "attention.head_count": raw["num_attention_heads"],
+        "attention.head_count_kv": raw["num_key_value_heads"], "vocab_size": raw["vocab_size"],
+        "attention.layer_norm_rms_epsilon": raw["rms_norm_eps"], "rope.freq_base": rope.get("rope_theta"),
+        "feed_forward_length": raw.get("intermediate_size"),
+    }  # fmt: skip
+    if rope.get("rope_type") == "yarn":
+        keys |= {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": rope["beta_fast"], "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+        }  # fmt: skip
+    ids = {"bos": raw["bos_token_id"], "eos": raw["eos_token_id"], "padding": raw["pad_token_id"]}
+    return (
+        {"general.architecture": architecture}
+        | {f"{architecture}.{key}": value for key, value in (keys | own).items()}
+        | {f"tokenizer.ggml.{name}_token_id": index for name, index in ids.items()}
+    )
+
+
+def experts(raw, number):
+    return {
+        "expert_count": number, "expert_used_count": raw["num_experts_per_tok"],
+        "expert_feed_forward_length": raw["moe_intermediate_size"],
+    }  # fmt: skip
+
+
+def deepseek(name, old=False):
+    raw, tensors = read(name)
+    latent, rotated, plain, value = (
+        raw[f"{part}"] for part in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    keys = experts(raw, raw["n_routed_experts"]) | {
+        "leading_dense_block_count": raw.get("first_k_dense_replace", 1), "attention.kv_lora_rank": latent,
+        "expert_shared_count": raw["n_shared_experts"], "expert_weights_scale": raw["routed_scaling_factor"],
+        "rope.dimension_count": rotated, "expert_group_count": raw["n_group"],
+        "expert_group_used_count": raw["topk_group"], "attention.q_lora_rank": raw["q_lora_rank"],
+        "attention.key_length": plain + rotated if old else latent + rotated,
+        "attention.value_length": value if old else latent,
+    }  # fmt: skip
+    if raw["norm_topk_prob"]:
+        keys["expert_weights_norm"] = True
+    if raw["model_type"] != "deepseek_v2":
+        keys["expert_gating_func"] = 2
+    if "mscale_all_dim" in raw["rope_parameters"]:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * raw["rope_parameters"]["mscale_all_dim"]
+    if not old:
+        keys |= {
+            "attention.head_count_kv": 1, "attention.key_length_mla": plain + rotated,
+            "attention.value_length_mla": value,
+        }  # fmt: skip
+        for key in [key for key in tensors if "kv_b_proj" in key]:
+            heads = tensors.pop(key).reshape(-1, plain + value, latent)
+            tensors[key.replace("kv_b_proj", "k_b")] = np.ascontiguousarray(heads[:, :plain].transpose(0, 2, 1))
+            tensors[key.replace("kv_b_proj", "v_b")] = np.ascontiguousarray(heads[:, plain:])
+    return common(raw, "deepseek2", **keys), named(tensors, {})
+
+
+CASES = {
+    "deepseek_v3": lambda: deepseek("deepseek_v3"),
+    "deepseek_v2": lambda: deepseek("deepseek_v2"),
+    "deepseek_v2, as old files": lambda: deepseek("deepseek_v2", old=True),
+    "deepseek_v2_lite": lambda: deepseek("deepseek_v2_lite"),
+    "glm4_moe_lite": lambda: deepseek("glm4_moe_lite"),
+}
+
+
+@pytest.fixture
+def made(tmp_path):
+    def make(case, keys=None, change=lambda tensors: None):
+        own, tensors = CASES[case]()
+        change(tensors)
+        return write(tmp_path / "model.gguf", own | (keys or {}), tensors)
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_of_a_file_is_that_of_the_folder_it_was_made_from(case, made):
+    (found, _), (expected, _) = models.load(made(case)), models.load(GOLDEN / case.split(",")[0])
+    assert dataclasses.replace(found.config, architecture=expected.config.architecture) == expected.config
+    arrays = parameters(expected)
+    for name, array in parameters(found).items():  # numbers that llama.cpp stores changed are rounded twice
+        np.testing.assert_allclose(array, arrays.pop(name), atol=2e-6, err_msg=name)
+    assert not arrays
+
+
+@pytest.mark.parametrize("case", first(1, CASES))
+def test_the_logits_of_a_file_are_those_of_transformers(case, made):
+    golden, (model, _) = np.load(GOLDEN / case.split(",")[0] / "golden.npz"), models.load(made(case))
+    found = jax.jit(lambda model, tokens: model(tokens))(model, golden["tokens_0"])
+    np.testing.assert_allclose(found, golden["logits_0"], atol=1e-4, rtol=0)
+
+
+WRONG = {
+    "deepseek_v3": [
+        ({"deepseek2.expert_gating_func": 3}, "gating is 3; expected 1 (softmax) or 2 (sigmoid). In the file it is"),
+        ({"deepseek2.expert_count": 0}, "lacks the key deepseek2.expert_count"),
+        ({"deepseek2.attention.temperature_scale": 0.1}, "temperature_scale is 0.1"),
+        ({"blk.1.attn_v_b.weight": np.ones((4, 5, 7))}, "attn_k_b.weight and blk.1.attn_v_b.weight are not a key and"),
+        ({"blk.1.exp_probs_b.bias": None}, "lacks the tensor blk.1.exp_probs_b.bias"),
+    ],
+    "deepseek_v2": [({"deepseek2.expert_weights_norm": True}, "norm_topk_prob is True; only False is supported")],
+}
+
+
+@pytest.mark.parametrize(("case", "changed", "said"), [(case, *wrong) for case in WRONG for wrong in WRONG[case]])
+def test_what_is_almost_right_is_refused(case, changed, said, made):
+    keys = {key: value for key, value in changed.items() if not key.startswith("blk")}
+    refused(made(case, keys, put({key: value for key, value in changed.items() if key not in keys})), said)
