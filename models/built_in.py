@@ -204,15 +204,20 @@ def _sparse(raw: Raw) -> dict[str, Any]:
     return dict(intermediate_size=raw["moe_intermediate_size"], dense_sizes=sizes, **_experts(raw))
 
 
-def _check_experts_in_gguf(raw: Raw, architecture: str) -> None:
-    for key, field in QWEN3_MOE_KEYS.items():
-        if not raw.get(field):
+def _check_in_gguf(raw: Raw, architecture: str, keys: Mapping[str, str]) -> None:
+    """Check that a file has sizes that the family needs."""
+    for key, field in keys.items():
+        if type(raw.get(field)) is not int or raw[field] < 1:
             raise ValueError(f"it lacks the key {architecture}.{key}, or it is 0; is it a language model's?")
 
 
-def _qwen3_moe_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
-    _check_experts_in_gguf(raw, "qwen3moe")
+def _dense_in_gguf(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {"mlp_only_layers": [layer for layer in range(len(tensors)) if f"blk.{layer}.ffn_gate.weight" in tensors]}
+
+
+def _qwen3_moe_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+    _check_in_gguf(raw, "qwen3moe", QWEN3_MOE_KEYS)
+    return _dense_in_gguf(tensors)
 
 
 register_family(
@@ -291,6 +296,41 @@ NEXT_SPARSE = dict(
     decoder_sparse_step=1, moe_intermediate_size=512, norm_topk_prob=True, num_experts=512, num_experts_per_tok=10,
     shared_expert_intermediate_size=512,
 )  # fmt: skip
+# Of recurrent layers; the file has the size of all value heads together.
+STATE_KEYS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.inner_size": "inner",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+DELTA_KEYS = STATE_KEYS | {
+    "full_attention_interval": "full_attention_interval",
+    "attention.recurrent_layers": "recurrent",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+    "rope.dimension_sections": "sections",
+}
+SHARED_KEYS = QWEN3_MOE_KEYS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+
+
+def _delta_in_gguf(architecture: str, sparse: Mapping[str, str] = {}) -> Callable[[Raw, Mapping[str, Any]], Raw]:
+    """Return the hook of a model whose layers without attention are told by their tensors."""
+
+    def fields(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
+        _check_in_gguf(raw, architecture, {**STATE_KEYS, **sparse})
+        layers = raw["num_hidden_layers"] - (raw.get("num_nextn_predict_layers") or 0)
+        kinds = ("full_attention", "linear_attention")
+        return _dense_in_gguf(tensors) | {
+            "num_hidden_layers": layers,
+            "layer_types": [kinds[f"blk.{layer}.ssm_a" in tensors] for layer in range(layers)],
+            "linear_value_head_dim": raw["inner"] // raw["linear_num_value_heads"],
+            "num_experts": raw.get("num_local_experts"),
+        }
+
+    return fields
+
+
+QWEN3_5: Fused = {**QUERY_GATE, DELTA_IN + "qkv.weight": DELTA_PARTS[:3]}
 register_family(
     "qwen3_next",
     lambda raw: _hybrid(raw, "qwen3_next", **NEXT_SPARSE),
@@ -301,16 +341,17 @@ register_family(
         DELTA_IN + "ba.weight": HeadByHead(DELTA_PARTS[4:], _key_heads),
     },
     architecture="Qwen3NextForCausalLM",
+    gguf=Gguf("qwen3next", DELTA_KEYS | SHARED_KEYS, _delta_in_gguf("qwen3next", SHARED_KEYS), fused=QWEN3_5),
 )
 
 
-QWEN3_5: Fused = {**QUERY_GATE, DELTA_IN + "qkv.weight": DELTA_PARTS[:3]}
 register_family(
     "qwen3_5_text",
     lambda raw: _hybrid({**raw, "num_experts": None}, "qwen3_5_text"),
     architecture="Qwen3_5ForCausalLM",
     inside={"qwen3_5": "qwen3_5_text"},
     fused=QWEN3_5,
+    gguf=Gguf("qwen35", DELTA_KEYS, _delta_in_gguf("qwen35"), takes_turns=True),
 )
 register_family(
     "qwen3_5_moe_text",
@@ -323,6 +364,7 @@ register_family(
     inside={"qwen3_5_moe": "qwen3_5_moe_text"},
     joined_experts="rows",
     fused=QWEN3_5,
+    gguf=Gguf("qwen35moe", DELTA_KEYS | SHARED_KEYS, _delta_in_gguf("qwen35moe", SHARED_KEYS), takes_turns=True),
 )  # fmt: skip
 
 
@@ -877,8 +919,8 @@ SOFTMAX, SIGMOID = 1, 2  # of experts' scores
 
 def _latent_in_gguf(raw: Raw, tensors: Mapping[str, Any]) -> Raw:
     """Return the fields of DeepSeek-V2 or, with sigmoids as scores, of V3, as which GLM-4.7-Flash is read."""
-    _check_experts_in_gguf(raw, "deepseek2")
-    rotated = raw.get("partial_rotary_factor", 0)
+    _check_in_gguf(raw, "deepseek2", QWEN3_MOE_KEYS | {"rope.dimension_count": "partial_rotary_factor"})
+    rotated = raw["partial_rotary_factor"]
     biased = any(name.endswith(".exp_probs_b.bias") for name in tensors)
     gating = raw.get("gating") or (SIGMOID if biased else SOFTMAX)
     if gating not in (SOFTMAX, SIGMOID):

@@ -81,7 +81,9 @@ def names_in(architecture: str) -> Callable[[str], str]:
         whole = tensor.replace(".experts.{}", ".experts").format(0)
         whole += ".weight" if whole in own else ""  # a sink's name has no kind in Hugging Face's files
         name, _, kind = whole.rpartition(".")
-        _, theirs = own.get(name) or llama.get(name) or (None, name)
+        _, theirs = own.get(name) or llama.get(name) or (None, None)
+        if theirs is None:  # a part of a tensor
+            return tensor
         # One tensor holds a layer's experts; here each of them is one.
         return f"{theirs}.{kind}".replace("blk.0.", "blk.{}.") + "[{}]" * (".experts." in tensor)
 

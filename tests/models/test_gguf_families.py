@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import models
+from models.load import describe
 from tests.models.make_golden import GOLDEN
 from tests.models.test_gguf import put, refused, write
 from tests.models.test_load import parameters
@@ -30,7 +31,13 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
 }  # fmt: skip
 
 
@@ -122,12 +129,68 @@ def deepseek(name, old=False):
     return common(raw, "deepseek2", **keys), named(tensors, {})
 
 
+def in_turns(array, key_heads, size, axis=0):
+    """Value heads, each of so many numbers along an axis: the first of every key head, then the second of every one."""
+    array = np.moveaxis(array, axis, 0)
+    each = len(array) // size // key_heads
+    heads = [array[(key * each + own) * size :][:size] for own in range(each) for key in range(key_heads)]
+    return np.moveaxis(np.concatenate(heads), 0, axis)
+
+
+def delta_net(name, architecture, old=False):
+    raw, tensors = read(name)
+    heads, values = raw["linear_num_key_heads"], raw["linear_num_value_heads"]
+    D, W = raw["linear_key_head_dim"], raw["linear_value_head_dim"]
+    keys = {
+        "ssm.conv_kernel": raw["linear_conv_kernel_dim"], "ssm.state_size": D, "ssm.group_count": heads,
+        "ssm.time_step_rank": values, "ssm.inner_size": W * values,
+        "full_attention_interval": raw["layer_types"].index("full_attention") + 1,
+        "attention.key_length": raw["head_dim"], "attention.value_length": raw["head_dim"],
+        "rope.dimension_count": int(raw["head_dim"] * raw["rope_parameters"]["partial_rotary_factor"]),
+    }  # fmt: skip
+    if "num_experts" in raw:
+        keys |= experts(raw, raw["num_experts"])
+        keys["expert_shared_feed_forward_length"] = raw["shared_expert_intermediate_size"]
+    for key, array in list(tensors.items()):
+        part = key.rsplit("linear_attn.", 1)[-1]
+        if key.endswith("norm.weight") and part != "norm.weight":
+            tensors[key] = array + 1
+        elif part == "A_log":
+            tensors[key] = -np.exp(array)
+        elif part == "conv1d.weight":
+            tensors[key] = array[:, 0]
+        elif part == "in_proj_qkvz.weight" and not old:
+            rows = tensors.pop(key).reshape(heads, -1, array.shape[-1])
+            query, key_, value, gate = np.split(rows, np.cumsum([D, D, W * values // heads]), axis=1)
+            joined = np.concatenate([part.reshape(-1, array.shape[-1]) for part in (query, key_, value)])
+            tensors |= {key.replace("qkvz", "qkv"): joined, key.replace("qkvz", "z"): gate.reshape(-1, array.shape[-1])}
+    if architecture != "qwen3next":  # keys come before the values that have turns
+        keys["rope.dimension_sections"] = [*raw["rope_parameters"]["mrope_section"], 0]
+        first = 2 * heads * D
+        for key, array in tensors.items():
+            part = key.rsplit("linear_attn.", 1)[-1]
+            if part in ("in_proj_qkv.weight", "conv1d.weight"):
+                tensors[key] = np.concatenate([array[:first], in_turns(array[first:], heads, W)])
+            elif part == "in_proj_z.weight":
+                tensors[key] = in_turns(array, heads, W)
+            elif part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+                tensors[key] = in_turns(array, heads, 1)
+            elif part == "out_proj.weight":
+                tensors[key] = in_turns(tensors[key], heads, W, axis=1)
+    return common(raw, architecture, **keys), named(tensors, {"post_attention_layernorm": "post_attention_norm"})
+
+
 CASES = {
     "deepseek_v3": lambda: deepseek("deepseek_v3"),
     "deepseek_v2": lambda: deepseek("deepseek_v2"),
     "deepseek_v2, as old files": lambda: deepseek("deepseek_v2", old=True),
     "deepseek_v2_lite": lambda: deepseek("deepseek_v2_lite"),
     "glm4_moe_lite": lambda: deepseek("glm4_moe_lite"),
+    "qwen3_next": lambda: delta_net("qwen3_next", "qwen3next"),
+    "qwen3_next, as old files": lambda: delta_net("qwen3_next", "qwen3next", old=True),
+    "qwen3_5": lambda: delta_net("qwen3_5", "qwen35"),
+    "qwen3_5_text": lambda: delta_net("qwen3_5_text", "qwen35"),
+    "qwen3_5_moe": lambda: delta_net("qwen3_5_moe", "qwen35moe"),
 }
 
 
@@ -158,6 +221,12 @@ def test_the_logits_of_a_file_are_those_of_transformers(case, made):
     np.testing.assert_allclose(found, golden["logits_0"], atol=1e-4, rtol=0)
 
 
+def test_layers_that_only_predict_later_tokens_are_not_read(made):
+    keys = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    more = {"blk.4.attn_norm.weight": np.ones(16), "blk.4.nextn.eh_proj.weight": np.ones((16, 32))}
+    assert describe(made("qwen3_5", keys, put(more)))[0] == describe(GOLDEN / "qwen3_5")[0]
+
+
 WRONG = {
     "deepseek_v3": [
         ({"deepseek2.expert_gating_func": 3}, "gating is 3; expected 1 (softmax) or 2 (sigmoid). In the file it is"),
@@ -165,6 +234,19 @@ WRONG = {
         ({"deepseek2.attention.temperature_scale": 0.1}, "temperature_scale is 0.1"),
         ({"blk.1.attn_v_b.weight": np.ones((4, 5, 7))}, "attn_k_b.weight and blk.1.attn_v_b.weight are not a key and"),
         ({"blk.1.exp_probs_b.bias": None}, "lacks the tensor blk.1.exp_probs_b.bias"),
+    ],
+    "qwen3_next": [
+        ({"qwen3next.ssm.inner_size": None}, "lacks the key qwen3next.ssm.inner_size"),
+        (
+            {"blk.1.attn_qkv.weight": np.ones((80, 16))},
+            "attn_qkv.weight has shape (80, 16); its config requires (88, 16)",
+        ),
+        ({"blk.1.ssm_a": np.ones(4)}, "blk.1.ssm_a holds NaN or infinite numbers"),
+    ],
+    "qwen3_5": [
+        ({"qwen35.ssm.group_count": 0}, "lacks the key qwen35.ssm.group_count"),
+        ({"blk.0.attn_gate.weight": np.ones((30, 16))}, "shape (30, 16); its metadata requires (40, 16)"),
+        ({"blk.4.attn_norm.weight": np.ones(16)}, "holds the tensor blk.4.attn_norm.weight"),
     ],
     "deepseek_v2": [({"deepseek2.expert_weights_norm": True}, "norm_topk_prob is True; only False is supported")],
 }
